@@ -1,0 +1,1 @@
+//! How blocks are encoded: zero, same, reference or literal; frames of many blocks.

@@ -1,0 +1,1 @@
+//! The one replication engine: source, destination, strategies, stop point and hand-over.

@@ -1,0 +1,1 @@
+//! QEMU from outside: QMP, launching guests, their memory and their migration sockets.

@@ -1,0 +1,83 @@
+//! What a guest is, in words that hold on every host.
+//!
+//! A description never holds a path, a socket or a piece of a command line: images, networks,
+//! firmware and kernels are names that each host's own configuration resolves. So a description
+//! that a peer sends can be launched without trusting the peer with this host's files.
+
+use serde::{Deserialize, Serialize};
+
+/// A guest as its administrator describes it, in TOML, and as a peer is told of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct GuestDescription {
+    /// The guest's name, unique among the hosts that it may move between.
+    pub name: String,
+    /// Versioned machine type, such as `pc-q35-7.2` or `pc-i440fx-10.0`.
+    pub machine: String,
+    /// CPU model, such as `qemu64` or `EPYC-v4`.
+    pub cpu: String,
+    /// Number of virtual CPUs.
+    pub vcpus: u32,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+    /// Firmware, by name; QEMU's own where it is left out.
+    #[serde(default)]
+    pub firmware: Option<String>,
+    /// A kernel to boot directly, where the guest does not boot from a disk.
+    #[serde(default)]
+    pub kernel: Option<Kernel>,
+    /// Disks, in the order of their PCI slots.
+    #[serde(default)]
+    pub disks: Vec<Disk>,
+    /// Network cards, in the order of their PCI slots.
+    #[serde(default)]
+    pub nics: Vec<Nic>,
+    /// Channels between guest and host (virtio-serial ports).
+    #[serde(default)]
+    pub channels: Vec<Channel>,
+}
+
+/// A kernel that QEMU loads by itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Kernel {
+    /// The kernel and its initramfs, by one name.
+    pub name: String,
+    /// The kernel's command line.
+    #[serde(default)]
+    pub command_line: String,
+}
+
+/// A disk.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Disk {
+    /// The disk's name in this guest, such as `vda`.
+    pub name: String,
+    /// The image, by name.
+    pub image: String,
+    /// Whether every host that may run the guest sees the same image under that name.
+    #[serde(default)]
+    pub shared: bool,
+    /// Whether the guest may only read it.
+    #[serde(default)]
+    pub read_only: bool,
+}
+
+/// A network card.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Nic {
+    /// The network, by name.
+    pub network: String,
+    /// The card's MAC address, such as `52:54:00:12:34:56`.
+    pub mac: String,
+}
+
+/// A virtio-serial port that the host reaches through a unix socket.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Channel {
+    /// The port's name inside the guest.
+    pub name: String,
+}

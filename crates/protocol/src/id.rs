@@ -1,0 +1,134 @@
+//! Identifiers, as bytes and as people read them.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// A host's identity: the BLAKE3 hash of its public key (SubjectPublicKeyInfo, DER).
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct HostId(pub [u8; 32]);
+
+/// Names one migration of one guest, for ever.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct MigrationId(pub [u8; 8]);
+
+/// Counts the tries of one migration, from 1.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Attempt(pub u32);
+
+/// Counts the connections of one attempt, from 1: what was sent on an older one no longer counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Epoch(pub u32);
+
+/// Counts how often the right to run a guest has changed hands.
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
+)]
+pub struct Generation(pub u64);
+
+/// A text that is not the identifier it should be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("`{text}` is not {expected}")]
+pub struct ParseIdError {
+    text: String,
+    expected: &'static str,
+}
+
+fn write_hex(bytes: &[u8], f: &mut fmt::Formatter<'_>) -> fmt::Result {
+    bytes.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+}
+
+fn read_hex<const N: usize>(text: &str, expected: &'static str) -> Result<[u8; N], ParseIdError> {
+    let error = || ParseIdError {
+        text: text.chars().take(80).collect(),
+        expected,
+    };
+    let digits: Vec<u8> = text.bytes().filter(|byte| *byte != b'-').collect();
+    if digits.len() != 2 * N {
+        return Err(error());
+    }
+    let mut bytes = [0; N];
+    for (byte, pair) in bytes.iter_mut().zip(digits.chunks(2)) {
+        let pair = std::str::from_utf8(pair).map_err(|_| error())?;
+        if pair.starts_with('+') {
+            return Err(error());
+        }
+        *byte = u8::from_str_radix(pair, 16).map_err(|_| error())?;
+    }
+    Ok(bytes)
+}
+
+/// A fingerprint as people compare it: 16 groups of 4 hexadecimal digits, joined by `-`.
+impl fmt::Display for HostId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (index, pair) in self.0.chunks(2).enumerate() {
+            if index > 0 {
+                f.write_str("-")?;
+            }
+            write_hex(pair, f)?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Debug for HostId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0[..4], f)
+    }
+}
+
+impl FromStr for HostId {
+    type Err = ParseIdError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        read_hex(text, "a host's fingerprint (64 hexadecimal digits)").map(Self)
+    }
+}
+
+impl fmt::Display for MigrationId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0, f)
+    }
+}
+
+impl fmt::Debug for MigrationId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for MigrationId {
+    type Err = ParseIdError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        read_hex(text, "a migration's id (16 hexadecimal digits)").map(Self)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_survive_their_text() {
+        let host = HostId(std::array::from_fn(|i| i as u8 * 7));
+        assert_eq!(host.to_string().parse(), Ok(host));
+        assert_eq!(host.to_string().len(), 79);
+        let migration = MigrationId([0, 1, 2, 3, 0xff, 5, 6, 7]);
+        assert_eq!(migration.to_string(), "00010203ff050607");
+        assert_eq!(migration.to_string().parse(), Ok(migration));
+    }
+
+    #[test]
+    fn other_texts_are_refused() {
+        for text in [
+            "",
+            "12",
+            "zz010203ff050607",
+            "+1010203ff050607",
+            "ÿ010203ff05060",
+        ] {
+            assert!(text.parse::<MigrationId>().is_err(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,24 @@
+//! Limits on what a peer may send. Each is also stated in `docs/wire.md`.
+
+/// Largest control message, in bytes (the device state of a guest travels in pieces).
+pub const CONTROL_MESSAGE_BYTES_MAX: usize = 4 << 20;
+/// Largest frame of blocks, in bytes as sent.
+pub const FRAME_BYTES_MAX: usize = 1 << 20;
+/// Most blocks that one frame may describe.
+pub const FRAME_BLOCKS_MAX: usize = 256;
+/// Most regions of one migration.
+pub const REGIONS_MAX: usize = 64;
+/// Most blocks in one region: 16 TiB of 4 KiB blocks.
+pub const REGION_BLOCKS_MAX: u64 = 1 << 32;
+/// Longest name of a guest, region, network, disk or channel, in bytes.
+pub const NAME_BYTES_MAX: usize = 255;
+/// Largest device state (everything that QEMU writes after its last RAM section), in bytes.
+pub const DEVICE_STATE_BYTES_MAX: usize = 64 << 20;
+/// Largest stream prelude (header up to the list of RAM blocks), in bytes.
+pub const PRELUDE_BYTES_MAX: usize = 64 << 10;
+/// Most devices in the description of a machine.
+pub const DEVICES_MAX: usize = 4096;
+/// Most CPU properties in the description of a machine.
+pub const CPU_PROPERTIES_MAX: usize = 4096;
+/// Most frames that one acknowledgement names.
+pub const ACKNOWLEDGED_MAX: usize = 4096;

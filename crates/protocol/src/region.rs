@@ -1,0 +1,51 @@
+//! Regions: arrays of 4 KiB blocks that have one owner at a time.
+
+use serde::{Deserialize, Serialize};
+
+/// Bytes in a block, the unit of content.
+pub const BLOCK_SIZE: usize = 4096;
+
+/// Names a region within one migration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct RegionId(pub u16);
+
+/// Consecutive blocks of one region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct BlockRange {
+    /// First block.
+    pub start: u64,
+    /// Number of blocks.
+    pub count: u64,
+}
+
+impl BlockRange {
+    /// `count` blocks from `start` on.
+    pub fn new(start: u64, count: u64) -> Self {
+        Self { start, count }
+    }
+
+    /// First block after the range.
+    pub fn end(&self) -> u64 {
+        self.start.saturating_add(self.count)
+    }
+
+    /// The blocks, in ascending order.
+    pub fn blocks(&self) -> impl Iterator<Item = u64> + use<> {
+        self.start..self.end()
+    }
+}
+
+/// What both sides must agree on about a region before its first block travels.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RegionSpec {
+    /// Its id in this migration.
+    pub id: RegionId,
+    /// Its name at both ends, such as `pc.ram`.
+    pub name: String,
+    /// Its length in blocks.
+    pub blocks: u64,
+    /// Whether a block must be on stable storage before it counts as handed over.
+    pub durable: bool,
+    /// Whether every block at the destination is zero before the first one arrives.
+    pub starts_zero: bool,
+}

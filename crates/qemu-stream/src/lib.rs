@@ -1,0 +1,1 @@
+//! Incremental parser and writer of QEMU's migration stream and return path.

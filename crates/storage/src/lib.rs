@@ -1,0 +1,1 @@
+//! What an agent keeps on disk: the journal of the hand-over.

@@ -1,0 +1,1 @@
+//! Host identities, trust, and the connections between hosts.
