@@ -1,0 +1,55 @@
+# The commands of this repository. `make` alone lists them.
+SHELL := /bin/bash
+export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
+CARGO := cargo
+LAB := target/release/lab
+
+.PHONY: help demo test bench install build format checks clippy unit e2e
+
+help: ## list these commands
+	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
+	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
+
+demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
+	$(LAB) demo
+
+test: install format checks clippy unit e2e ## all tests: formatting, lints, checks, units, real moves (20 minutes)
+
+bench: install build ## all benches at their defaults, JSON into target/bench (long; one: target/release/lab bench NAME)
+	@mkdir -p target/bench
+	@status=0; for bench in $$($(LAB) bench --list --names); do \
+	    echo "== lab bench $$bench > target/bench/$$bench.json"; \
+	    $(LAB) bench $$bench --json > target/bench/$$bench.json || status=$$?; \
+	done; exit $$status
+
+install: ## install what is missing (Debian 12 or 13), saying what and why; nothing when all is there
+	@scripts/install all
+
+build: ## build the release binaries: target/release/longhaul and target/release/lab
+	@echo "== building Longhaul and its laboratory (the first time: some minutes)"
+	$(CARGO) build --release --workspace --locked
+
+# The steps of `make test`, the quick ones first. All that is built is built once, in the release
+# profile (with overflow checks), for the same set of packages.
+format: ## is the code formatted?
+	@echo "== formatting"
+	@$(CARGO) fmt --all --check || { echo "To mend it: cargo fmt --all" >&2; exit 1; }
+
+checks: ## the workspace's own checks: cores without I/O, dependencies, documents
+	@echo "== workspace checks"
+	@if [ -x checks/run ]; then checks/run; fi
+
+clippy: ## lints, warnings denied
+	@echo "== lints"
+	$(CARGO) clippy --release --workspace --all-targets --locked -- -D warnings
+
+unit: build ## unit and documentation tests
+	@echo "== unit tests"
+	$(CARGO) test --release --workspace --locked --lib --bins
+	$(CARGO) test --release --workspace --locked --doc
+
+e2e: build ## integration tests, and moves of real guests between emulated hosts (needs root)
+	@echo "== integration and end-to-end tests"
+	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
+	$(CARGO) test --release --workspace --locked --test '*'
