@@ -1,1 +1,38 @@
 //! The agent's REST API: its types, its OpenAPI description and a client.
+//!
+//! [`Operation`] lists what can be asked of an agent; the agent's router, the OpenAPI document
+//! and the [`Client`] are all made from it, so none of them can know a route that the others
+//! do not. Every figure that was not measured is null, never 0; units stand last in names.
+
+pub mod error;
+pub mod guest;
+pub mod host;
+pub mod migration;
+pub mod openapi;
+pub mod operation;
+pub mod plan;
+pub mod report;
+
+pub use error::{ApiError, ErrorCode};
+pub use guest::{Guest, GuestState, Guests, StartGuest, StopGuest};
+pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};
+pub use migration::{
+    Asked, Limit, LinkProgress, Migration, Migrations, Outcome, Phase, Progress, RegionProgress,
+    Side, StartMigration, Strategy,
+};
+pub use openapi::{openapi, openapi_text};
+pub use operation::{Method, Operation};
+pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
+pub use report::{AgentCost, Agents, BytesByKind, DowntimeParts, PhaseTime, Report, VerifyResult};
+
+/// Largest body of a request that an agent reads, in bytes.
+pub const REQUEST_BYTES_MAX: usize = 256 << 10;
+/// Largest body of an answer that a client reads, in bytes.
+pub const ANSWER_BYTES_MAX: usize = 16 << 20;
+/// Longest line of a watched migration that a client reads, in bytes.
+pub const WATCH_LINE_BYTES_MAX: usize = 64 << 10;
+/// Time within which an agent repeats a watched migration's progress although nothing changed,
+/// in milliseconds.
+pub const WATCH_REPEAT_MS: u64 = 1000;
+/// Where an agent listens when nothing else was configured.
+pub const SOCKET_DEFAULT: &str = "/run/longhaul/agent.sock";

@@ -1,0 +1,137 @@
+//! What a migration was predicted to cost, and what it did cost.
+
+use crate::error::ApiError;
+use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
+use crate::plan::Prediction;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+
+/// The account of a migration that has ended, or so far of one under way.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Report {
+    /// The migration's id.
+    pub id: String,
+    /// The guest.
+    pub guest: String,
+    /// On which side of it this host was.
+    pub side: Side,
+    /// The host that the guest moved from.
+    pub source: String,
+    /// The host that it moved to.
+    pub destination: String,
+    /// The strategy.
+    pub strategy: Strategy,
+    /// What was asked for.
+    pub asked: Asked,
+    /// When it began, in milliseconds since 1970.
+    pub started_unix_ms: u64,
+    /// Where it was when it ended.
+    pub phase: Phase,
+    /// How it ended; null while it is under way.
+    pub outcome: Option<Outcome>,
+    /// Why it ended like that, and where the guest is.
+    pub reason: Option<ApiError>,
+    /// What was predicted when it began.
+    pub predicted: Option<Prediction>,
+    /// Bytes over the link to the destination.
+    pub link_bytes: Option<u64>,
+    /// Bytes over the link back to the source.
+    pub link_bytes_back: Option<u64>,
+    /// The guest's memory.
+    pub memory_bytes: Option<u64>,
+    /// Bytes of the guest, by how they travelled.
+    pub bytes: BytesByKind,
+    /// From start to end, in milliseconds.
+    pub total_ms: Option<u64>,
+    /// Time of each phase that it went through, in their order.
+    pub phases: Vec<PhaseTime>,
+    /// Passes over the guest's memory.
+    pub passes: Option<u32>,
+    /// From the guest's stop at the source to its start at the destination, in milliseconds, as
+    /// the source's agent measured it.
+    pub downtime_ms: Option<f64>,
+    /// Where the downtime went.
+    pub downtime: DowntimeParts,
+    /// How fast the guest changed its memory, on average.
+    pub dirty_rate_bytes_per_s: Option<u64>,
+    /// Interruptions of the link that were ridden out.
+    pub interruptions: Option<u32>,
+    /// What the agents used.
+    pub agents: Agents,
+    /// What the comparison of all memory found, where it was asked for.
+    pub verify: Option<VerifyResult>,
+}
+
+/// Bytes of the guest's blocks, by how they travelled.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct BytesByKind {
+    /// All zero.
+    pub zero_bytes: Option<u64>,
+    /// The same as was sent of that block before.
+    pub same_bytes: Option<u64>,
+    /// The same as another block that the destination had.
+    pub reference_bytes: Option<u64>,
+    /// Sent as they are, before compression.
+    pub literal_bytes: Option<u64>,
+    /// What the literal ones were compressed to.
+    pub compressed_bytes: Option<u64>,
+    /// The state of the guest's devices, before compression.
+    pub device_state_bytes: Option<u64>,
+}
+
+/// How long a phase took.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct PhaseTime {
+    /// The phase.
+    pub phase: Phase,
+    /// Its time, in milliseconds.
+    pub time_ms: f64,
+}
+
+/// The parts of the downtime, in milliseconds. They follow one another.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct DowntimeParts {
+    /// Until QEMU had stopped the guest.
+    pub stop_ms: Option<f64>,
+    /// Until its last blocks were at the destination.
+    pub last_pages_ms: Option<f64>,
+    /// Until the state of its devices was at the destination.
+    pub device_state_ms: Option<f64>,
+    /// Until the destination's QEMU had loaded it.
+    pub load_ms: Option<f64>,
+    /// Comparing all memory, where it was asked for.
+    pub verify_ms: Option<f64>,
+    /// Handing over the right to run, until the guest ran.
+    pub commit_ms: Option<f64>,
+}
+
+/// What the two agents used.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct Agents {
+    /// At the source.
+    pub source: AgentCost,
+    /// At the destination.
+    pub destination: AgentCost,
+}
+
+/// What an agent used during the migration.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct AgentCost {
+    /// CPU time, in seconds.
+    pub cpu_s: Option<f64>,
+    /// Most memory that it used at once, without the guest's own.
+    pub peak_bytes: Option<u64>,
+}
+
+/// What comparing all memory found.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct VerifyResult {
+    /// RAM blocks compared.
+    pub regions: u32,
+    /// Bytes compared.
+    pub bytes: u64,
+    /// Blocks of 4096 bytes that differed.
+    pub different_blocks: u64,
+    /// The first difference: region, offset and count.
+    pub first_difference: Option<String>,
+}
