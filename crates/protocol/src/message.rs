@@ -1,1 +1,292 @@
+//! The messages of a migration, as the two agents exchange them on a channel.
+//!
+//! ```text
+//! source                                   destination
+//!   Offer ------------------------------->   checks, starts QEMU with -incoming
+//!   <---------------------- Accepted | Refused
+//!   Start(prelude) ---------------------->   QEMU has the list of RAM blocks
+//!   ==== frames of blocks (bulk) ========>   decoded into the guest's RAM
+//!   <=== Acknowledgement (bulk) ==========
+//!   (guest stopped)
+//!   DeviceState... ---------------------->
+//!   Complete(epoch, frames) ------------->   all frames applied: QEMU loads
+//!   <------------------------------ Loaded
+//!   [VerifyRegion -> Digests]*, Verified     only where it was asked for
+//!   <------------------------------- Ready   journal: READY
+//!   (journal: RELEASED)
+//!   Commit ------------------------------>   journal: COMMITTED, the guest runs
+//!   <--------------------------- Committed
+//!   (journal: DONE) Done ---------------->
+//! ```
+//!
+//! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
+//! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
+//! know is what became of an attempt.
 
+use crate::guest::GuestDescription;
+use crate::machine::Machine;
+use crate::{Attempt, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
+use serde::{Deserialize, Serialize};
+
+/// What the source's agent says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToDestination {
+    /// Could this guest run here? Needs the scope *query*.
+    Query(Query),
+    /// Take this guest. Needs the scope *send guests*.
+    Offer(Box<Offer>),
+    /// Go on with an attempt over a new connection.
+    Resume {
+        /// The migration.
+        migration: MigrationId,
+        /// Its attempt.
+        attempt: Attempt,
+        /// The number of the new connection.
+        epoch: Epoch,
+    },
+    /// What became of this attempt? An attempt that is not known is aborted by being asked for.
+    Ask {
+        /// The migration.
+        migration: MigrationId,
+        /// Its attempt.
+        attempt: Attempt,
+    },
+    /// QEMU's stream up to and including its list of RAM blocks, byte for byte.
+    Start {
+        /// The bytes.
+        prelude: Vec<u8>,
+    },
+    /// A piece of what QEMU writes after its last RAM section.
+    DeviceState {
+        /// Where the piece belongs, in bytes.
+        offset: u32,
+        /// Length of the whole, in bytes.
+        total: u32,
+        /// The bytes.
+        bytes: Vec<u8>,
+    },
+    /// Everything has been sent: load when so many frames of this connection are applied.
+    Complete {
+        /// The connection.
+        epoch: Epoch,
+        /// Frames sent on it.
+        frames: u64,
+        /// Number of device-state bytes.
+        device_state_bytes: u32,
+    },
+    /// Hash these chunks of a region as QEMU's RAM holds it.
+    VerifyRegion {
+        /// The region.
+        region: RegionId,
+        /// First block.
+        range: BlockRange,
+        /// Blocks per digest.
+        blocks_per_digest: u32,
+    },
+    /// Both copies are equal (or nobody asked): Ready may follow.
+    Verified,
+    /// The source has released the guest for good: run it.
+    Commit {
+        /// The attempt that was READY.
+        attempt: Attempt,
+        /// The generation that the right to run has from now on.
+        generation: Generation,
+    },
+    /// Give this attempt up.
+    Cancel {
+        /// Why, for people.
+        reason: String,
+    },
+    /// The source has noted that the guest runs at the destination.
+    Done,
+}
+
+/// What the destination's agent says.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ToSource {
+    /// The answer to [`ToDestination::Query`].
+    Answer(Answer),
+    /// QEMU waits for the guest; open the bulk connection with this token.
+    Accepted {
+        /// The machine as the destination's QEMU shows it.
+        machine: Box<Machine>,
+        /// One-time token of the bulk connection.
+        bulk_token: Vec<u8>,
+    },
+    /// The offer is not taken.
+    Refused(Refusal),
+    /// The attempt goes on over this connection.
+    Resumed {
+        /// One-time token of the new bulk connection.
+        bulk_token: Vec<u8>,
+        /// How far the attempt is here.
+        state: AttemptState,
+    },
+    /// QEMU has loaded everything, and waits.
+    Loaded,
+    /// The digests that were asked for.
+    Digests {
+        /// The region.
+        region: RegionId,
+        /// First block.
+        range: BlockRange,
+        /// One digest for each piece of the range.
+        digests: Vec<[u8; 16]>,
+    },
+    /// READY is in the journal: everything is here.
+    Ready {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// COMMITTED is in the journal and the guest was told to run.
+    Committed {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// ABORTED is in the journal: the guest will never run here from this attempt.
+    Aborted {
+        /// The attempt.
+        attempt: Attempt,
+        /// Why, for people.
+        reason: String,
+    },
+    /// The answer to [`ToDestination::Ask`] when the attempt is neither committed nor aborted.
+    Status {
+        /// The attempt.
+        attempt: Attempt,
+        /// How far it is.
+        state: AttemptState,
+    },
+    /// What the move cost here.
+    Summary(Summary),
+}
+
+/// How far an attempt is at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum AttemptState {
+    /// Blocks are arriving.
+    Receiving,
+    /// QEMU loads, or has loaded.
+    Loading,
+    /// READY is in the journal.
+    Ready,
+    /// COMMITTED is in the journal.
+    Committed,
+    /// ABORTED is in the journal.
+    Aborted,
+}
+
+/// A question without consequences.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Query {
+    /// The guest.
+    pub guest: GuestDescription,
+    /// Its machine as the source's QEMU shows it.
+    pub machine: Machine,
+}
+
+/// The answer to a [`Query`].
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// The host's own name.
+    pub host: String,
+    /// Every check that was made.
+    pub checks: Vec<Check>,
+}
+
+/// One thing that was looked at before a move.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Check {
+    /// Whether a move can go on.
+    pub verdict: Verdict,
+    /// What was found, in one sentence.
+    pub text: String,
+    /// What to do about it, where there is something to do.
+    pub hint: Option<String>,
+}
+
+/// The outcome of a [`Check`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Verdict {
+    /// As it should be.
+    Fine,
+    /// Worth knowing before moving.
+    Warning,
+    /// A move is refused.
+    Refused,
+}
+
+/// A guest that is to move.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Offer {
+    /// The migration.
+    pub migration: MigrationId,
+    /// Its attempt.
+    pub attempt: Attempt,
+    /// The generation that the right to run has now.
+    pub generation: Generation,
+    /// The guest.
+    pub guest: GuestDescription,
+    /// Its machine as the source's QEMU shows it.
+    pub machine: Machine,
+    /// The regions that will travel.
+    pub regions: Vec<RegionSpec>,
+    /// Key of the digests in frames, chosen at random for this migration.
+    pub digest_key: [u8; 32],
+    /// Whether the guest is paused and shall stay so.
+    pub paused: bool,
+    /// Whether both copies are compared before Ready.
+    pub verify: bool,
+    /// How long the destination waits for a lost source before it gives up, in milliseconds.
+    pub patience_ms: u32,
+}
+
+/// Why an offer was not taken.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Refusal {
+    /// What stands in the way, for programs.
+    pub code: RefusalCode,
+    /// What stands in the way, for people.
+    pub text: String,
+    /// What to do about it.
+    pub hint: Option<String>,
+}
+
+/// Why an offer was not taken, for programs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum RefusalCode {
+    /// The peer's scope does not allow it.
+    NotAllowed,
+    /// A guest of that name is here already, or on its way.
+    Busy,
+    /// Something that the guest needs is not here.
+    Unsuitable,
+    /// QEMU could not be started.
+    QemuFailed,
+    /// The offer breaks a limit or a rule of the format.
+    Invalid,
+}
+
+/// What a move cost at the destination.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Summary {
+    /// From the last block to QEMU's having loaded, in microseconds.
+    pub load_us: u64,
+    /// From COMMIT's arrival to the guest's being told to run, in microseconds.
+    pub commit_us: u64,
+    /// CPU time of the agent, in microseconds.
+    pub agent_cpu_us: u64,
+    /// CPU time of QEMU, in microseconds.
+    pub qemu_cpu_us: u64,
+    /// Peak of what the agent held for this migration, in bytes.
+    pub agent_peak_bytes: u64,
+}
+
+/// What the destination says on the bulk connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
+pub struct Acknowledgement {
+    /// Frames that were applied: first sequence number and count.
+    pub applied: Vec<(u64, u32)>,
+    /// Blocks of those frames whose reference did not hold: they must be sent again.
+    pub rejected: Vec<(RegionId, BlockRange)>,
+}

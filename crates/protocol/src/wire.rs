@@ -1,1 +1,274 @@
+//! The bytes of messages: postcard (its published wire format 1.0), one message a control frame.
+//!
+//! The version of what may be said is agreed in the Hello of a connection; [`VERSION`] is the
+//! newest that this code speaks.
 
+use crate::limits::{
+    ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
+    DEVICES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX,
+};
+use crate::machine::Machine;
+use crate::message::{Acknowledgement, Offer, ToDestination, ToSource};
+use crate::{BlockRange, RegionSpec};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+/// Version of the messages.
+pub const VERSION: u16 = 1;
+
+/// Bytes that are no message, or a message that breaks a limit.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum WireError {
+    /// Longer than any message may be.
+    #[error("a message of {bytes} bytes is over the limit of {CONTROL_MESSAGE_BYTES_MAX}")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+    },
+    /// Not a message of this version.
+    #[error("not a message of version {VERSION}: {0}")]
+    Malformed(String),
+    /// Bytes after the message's end.
+    #[error("{bytes} bytes follow the end of a message")]
+    Trailing {
+        /// How many.
+        bytes: usize,
+    },
+    /// Well formed, but over a limit.
+    #[error("{what} is over its limit of {limit}")]
+    Limit {
+        /// What.
+        what: &'static str,
+        /// The limit.
+        limit: u64,
+    },
+}
+
+/// A type that travels between agents.
+pub trait Message: Serialize + DeserializeOwned {
+    /// Says which limit of the format a message breaks.
+    fn check(&self) -> Result<(), WireError>;
+}
+
+/// The bytes of a message.
+pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, WireError> {
+    message.check()?;
+    let bytes =
+        postcard::to_stdvec(message).map_err(|error| WireError::Malformed(error.to_string()))?;
+    if bytes.len() > CONTROL_MESSAGE_BYTES_MAX {
+        return Err(WireError::TooLong { bytes: bytes.len() });
+    }
+    Ok(bytes)
+}
+
+/// The message that these bytes are.
+pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, WireError> {
+    if bytes.len() > CONTROL_MESSAGE_BYTES_MAX {
+        return Err(WireError::TooLong { bytes: bytes.len() });
+    }
+    let (message, rest) = postcard::take_from_bytes::<M>(bytes)
+        .map_err(|error| WireError::Malformed(error.to_string()))?;
+    if !rest.is_empty() {
+        return Err(WireError::Trailing { bytes: rest.len() });
+    }
+    message.check()?;
+    Ok(message)
+}
+
+fn limit(what: &'static str, value: u64, limit: u64) -> Result<(), WireError> {
+    if value <= limit {
+        Ok(())
+    } else {
+        Err(WireError::Limit { what, limit })
+    }
+}
+
+fn name(what: &'static str, text: &str) -> Result<(), WireError> {
+    limit(what, text.len() as u64, NAME_BYTES_MAX as u64)
+}
+
+fn check_machine(machine: &Machine) -> Result<(), WireError> {
+    limit(
+        "the number of RAM blocks",
+        machine.ram_blocks.len() as u64,
+        REGIONS_MAX as u64,
+    )?;
+    limit(
+        "the number of devices",
+        machine.devices.len() as u64,
+        DEVICES_MAX as u64,
+    )?;
+    let properties = machine.cpu_properties.len() as u64;
+    limit(
+        "the number of CPU properties",
+        properties,
+        CPU_PROPERTIES_MAX as u64,
+    )
+}
+
+fn check_range(range: &BlockRange) -> Result<(), WireError> {
+    limit(
+        "a range's end",
+        range.start.saturating_add(range.count),
+        REGION_BLOCKS_MAX,
+    )
+}
+
+fn check_region(region: &RegionSpec) -> Result<(), WireError> {
+    name("a region's name", &region.name)?;
+    limit(
+        "a region's length in blocks",
+        region.blocks,
+        REGION_BLOCKS_MAX,
+    )
+}
+
+impl Offer {
+    fn check(&self) -> Result<(), WireError> {
+        name("a guest's name", &self.guest.name)?;
+        check_machine(&self.machine)?;
+        limit(
+            "the number of regions",
+            self.regions.len() as u64,
+            REGIONS_MAX as u64,
+        )?;
+        self.regions.iter().try_for_each(check_region)
+    }
+}
+
+impl Message for ToDestination {
+    fn check(&self) -> Result<(), WireError> {
+        let state_max = DEVICE_STATE_BYTES_MAX as u64;
+        match self {
+            Self::Query(query) => check_machine(&query.machine),
+            Self::Offer(offer) => offer.check(),
+            Self::Start { prelude } => {
+                limit("a prelude", prelude.len() as u64, PRELUDE_BYTES_MAX as u64)
+            }
+            Self::DeviceState {
+                offset,
+                total,
+                bytes,
+            } => {
+                limit("a device state", u64::from(*total), state_max)?;
+                let end = u64::from(*offset) + bytes.len() as u64;
+                limit("the end of a piece of device state", end, u64::from(*total))
+            }
+            Self::Complete {
+                device_state_bytes, ..
+            } => limit("a device state", u64::from(*device_state_bytes), state_max),
+            Self::VerifyRegion { range, .. } => check_range(range),
+            Self::Resume { .. }
+            | Self::Ask { .. }
+            | Self::Verified
+            | Self::Commit { .. }
+            | Self::Cancel { .. }
+            | Self::Done => Ok(()),
+        }
+    }
+}
+
+impl Message for ToSource {
+    fn check(&self) -> Result<(), WireError> {
+        match self {
+            Self::Accepted { machine, .. } => check_machine(machine),
+            Self::Digests { range, .. } => check_range(range),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Message for Acknowledgement {
+    fn check(&self) -> Result<(), WireError> {
+        let max = ACKNOWLEDGED_MAX as u64;
+        limit(
+            "the number of acknowledged runs",
+            self.applied.len() as u64,
+            max,
+        )?;
+        limit(
+            "the number of rejected ranges",
+            self.rejected.len() as u64,
+            max,
+        )?;
+        self.rejected
+            .iter()
+            .try_for_each(|(_, range)| check_range(range))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
+    use proptest::prelude::*;
+
+    #[test]
+    fn a_message_survives_its_bytes() {
+        let commit = ToDestination::Commit {
+            attempt: Attempt(1),
+            generation: Generation(300),
+        };
+        let bytes = encode(&commit).unwrap();
+        assert_eq!(bytes, [9, 1, 0xac, 0x02]);
+        assert_eq!(decode::<ToDestination>(&bytes), Ok(commit));
+    }
+
+    #[test]
+    fn limits_hold_in_both_directions() {
+        let long = ToDestination::Start {
+            prelude: vec![0; PRELUDE_BYTES_MAX + 1],
+        };
+        assert!(matches!(encode(&long), Err(WireError::Limit { .. })));
+        let bytes = postcard::to_stdvec(&long).unwrap();
+        assert!(matches!(
+            decode::<ToDestination>(&bytes),
+            Err(WireError::Limit { .. })
+        ));
+        let piece = ToDestination::DeviceState {
+            offset: 3,
+            total: 4,
+            bytes: vec![0; 2],
+        };
+        assert!(matches!(encode(&piece), Err(WireError::Limit { .. })));
+    }
+
+    #[test]
+    fn what_follows_a_message_is_refused() {
+        let mut bytes = encode(&ToSource::Loaded).unwrap();
+        bytes.push(0);
+        assert_eq!(
+            decode::<ToSource>(&bytes),
+            Err(WireError::Trailing { bytes: 1 })
+        );
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_give_an_answer(bytes in proptest::collection::vec(any::<u8>(), 0..200)) {
+            let _ = decode::<ToDestination>(&bytes);
+            let _ = decode::<ToSource>(&bytes);
+            let _ = decode::<Acknowledgement>(&bytes);
+        }
+
+        #[test]
+        fn acknowledgements_survive(
+            applied in proptest::collection::vec((any::<u64>(), any::<u32>()), 0..20),
+            start in 0u64..1 << 31, count in 0u64..1 << 31,
+        ) {
+            let message = Acknowledgement {
+                applied,
+                rejected: vec![(RegionId(3), BlockRange { start, count })],
+            };
+            prop_assert_eq!(decode(&encode(&message).unwrap()), Ok(message));
+        }
+
+        #[test]
+        fn a_resume_survives(id in any::<[u8; 8]>(), attempt in any::<u32>(), epoch in any::<u32>()) {
+            let message = ToDestination::Resume {
+                migration: MigrationId(id), attempt: Attempt(attempt), epoch: Epoch(epoch),
+            };
+            prop_assert_eq!(decode(&encode(&message).unwrap()), Ok(message));
+        }
+    }
+}
