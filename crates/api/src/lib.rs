@@ -4,6 +4,7 @@
 //! and the [`Client`] are all made from it, so none of them can know a route that the others
 //! do not. Every figure that was not measured is null, never 0; units stand last in names.
 
+pub mod client;
 pub mod error;
 pub mod guest;
 pub mod host;
@@ -13,6 +14,7 @@ pub mod operation;
 pub mod plan;
 pub mod report;
 
+pub use client::{Client, ClientError, Watch};
 pub use error::{ApiError, ErrorCode};
 pub use guest::{Guest, GuestState, Guests, StartGuest, StopGuest};
 pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};

@@ -1,0 +1,484 @@
+//! A client for the API: one connection a request, with limits and times on everything.
+
+use crate::operation::{Method, Operation};
+use crate::{
+    ANSWER_BYTES_MAX, ApiError, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
+    PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
+    Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
+};
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1;
+use hyper::{Request, Response};
+use hyper_util::rt::TokioIo;
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpStream, UnixStream};
+use tokio::time::timeout;
+
+const CONNECT_WAIT: Duration = Duration::from_secs(5);
+/// For what an agent answers from memory or its disk.
+const ANSWER_WAIT: Duration = Duration::from_secs(15);
+/// For what makes an agent talk to QEMU or to another host.
+const WORK_WAIT: Duration = Duration::from_secs(180);
+/// An agent that is watched says something every second.
+const WATCH_WAIT: Duration = Duration::from_secs(20);
+
+/// Why a request did not bring what was asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody answers there.
+    #[error("agent unreachable at {endpoint}: {source}")]
+    Unreachable {
+        /// Where the agent should be.
+        endpoint: String,
+        /// What happened.
+        source: io::Error,
+    },
+    /// It is there and says nothing.
+    #[error("the agent at {endpoint} did not answer within {wait_s} s")]
+    Silent {
+        /// Where the agent is.
+        endpoint: String,
+        /// How long it was waited for, in seconds.
+        wait_s: u64,
+    },
+    /// What it says is not this API.
+    #[error("the agent at {endpoint} gave an answer that makes no sense: {what}")]
+    Nonsense {
+        /// Where the agent is.
+        endpoint: String,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// The connection ended before the answer did.
+    #[error("the agent at {endpoint} went away: {what}")]
+    Lost {
+        /// Where the agent was.
+        endpoint: String,
+        /// What happened.
+        what: String,
+    },
+    /// It answered with an error.
+    #[error(transparent)]
+    Api(#[from] ApiError),
+}
+
+impl ClientError {
+    /// What to do about it.
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::Unreachable { endpoint, source } => Some(match source.kind() {
+                io::ErrorKind::PermissionDenied => format!(
+                    "{endpoint} belongs to the user that the agent runs as: use sudo, or \
+                     --socket for another agent"
+                ),
+                io::ErrorKind::InvalidData => {
+                    "compare the fingerprint with what `longhaul host` shows on that host"
+                        .to_owned()
+                }
+                _ => "is it running? systemctl status longhaul-agent (--socket, or \
+                      LONGHAUL_SOCKET, for an agent elsewhere)"
+                    .to_owned(),
+            }),
+            Self::Silent { .. } | Self::Lost { .. } => {
+                Some("its log says more: journalctl -u longhaul-agent".to_owned())
+            }
+            Self::Nonsense { .. } => {
+                Some("are command and agent of the same version? longhaul --version".to_owned())
+            }
+            Self::Api(error) => error.hint.clone(),
+        }
+    }
+
+    /// The exit code of a command that ends with it.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::Api(error) => error.code.exit_code(),
+            _ => 5,
+        }
+    }
+}
+
+/// Where an agent is.
+#[derive(Clone)]
+enum Endpoint {
+    Unix(PathBuf),
+    Tls {
+        address: String,
+        config: Arc<rustls::ClientConfig>,
+        token: String,
+    },
+}
+
+/// Asks one agent.
+#[derive(Clone)]
+pub struct Client {
+    endpoint: Endpoint,
+}
+
+impl Client {
+    /// An agent of this host, on its unix socket.
+    pub fn unix(path: impl AsRef<Path>) -> Self {
+        Self {
+            endpoint: Endpoint::Unix(path.as_ref().to_owned()),
+        }
+    }
+
+    /// An agent elsewhere, at `host:port`. Whose key counts is what `config` says.
+    pub fn tls(address: &str, config: Arc<rustls::ClientConfig>, token: &str) -> Self {
+        Self {
+            endpoint: Endpoint::Tls {
+                address: address.to_owned(),
+                config,
+                token: token.to_owned(),
+            },
+        }
+    }
+
+    /// What the agent's host is.
+    pub async fn host(&self) -> Result<Host, ClientError> {
+        self.get(Operation::GetHost, "").await
+    }
+
+    /// The hosts that it trusts.
+    pub async fn hosts(&self) -> Result<TrustedHosts, ClientError> {
+        self.get(Operation::ListHosts, "").await
+    }
+
+    /// Trusts a host from now on.
+    pub async fn trust(&self, trust: &Trust) -> Result<TrustedHost, ClientError> {
+        self.send(Operation::TrustHost, "", trust, ANSWER_WAIT)
+            .await
+    }
+
+    /// Trusts a host no longer.
+    pub async fn forget(&self, host: &str) -> Result<(), ClientError> {
+        let request = self.request(Operation::ForgetHost, host, Bytes::new())?;
+        timeout(ANSWER_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(ANSWER_WAIT))?
+            .map(|_| ())
+    }
+
+    /// Measures the link to a trusted host.
+    pub async fn probe(&self, host: &str, probe: &Probe) -> Result<ProbeResult, ClientError> {
+        self.send(Operation::ProbeHost, host, probe, WORK_WAIT)
+            .await
+    }
+
+    /// The guests.
+    pub async fn guests(&self) -> Result<Guests, ClientError> {
+        self.get(Operation::ListGuests, "").await
+    }
+
+    /// One guest.
+    pub async fn guest(&self, guest: &str) -> Result<Guest, ClientError> {
+        self.get(Operation::GetGuest, guest).await
+    }
+
+    /// Starts a guest.
+    pub async fn start_guest(&self, start: &StartGuest) -> Result<Guest, ClientError> {
+        self.send(Operation::StartGuest, "", start, WORK_WAIT).await
+    }
+
+    /// Stops a guest.
+    pub async fn stop_guest(&self, guest: &str, stop: &StopGuest) -> Result<Guest, ClientError> {
+        self.send(Operation::StopGuest, guest, stop, WORK_WAIT)
+            .await
+    }
+
+    /// Checks and predicts a migration.
+    pub async fn plan(&self, plan: &PlanRequest) -> Result<Plan, ClientError> {
+        self.send(Operation::PlanMigration, "", plan, WORK_WAIT)
+            .await
+    }
+
+    /// Starts a migration.
+    pub async fn migrate(&self, start: &StartMigration) -> Result<Migration, ClientError> {
+        self.send(Operation::StartMigration, "", start, WORK_WAIT)
+            .await
+    }
+
+    /// The migrations, the newest first.
+    pub async fn migrations(&self) -> Result<Migrations, ClientError> {
+        self.get(Operation::ListMigrations, "").await
+    }
+
+    /// One migration, by its id or the beginning of it.
+    pub async fn migration(&self, id: &str) -> Result<Migration, ClientError> {
+        self.get(Operation::GetMigration, id).await
+    }
+
+    /// Stops a migration and keeps the guest at the source.
+    pub async fn cancel(&self, id: &str) -> Result<Migration, ClientError> {
+        self.send(Operation::CancelMigration, id, &(), WORK_WAIT)
+            .await
+    }
+
+    /// Changes a migration's limit.
+    pub async fn limit(&self, id: &str, limit: &Limit) -> Result<Migration, ClientError> {
+        self.send(Operation::LimitMigration, id, limit, WORK_WAIT)
+            .await
+    }
+
+    /// A migration's report.
+    pub async fn report(&self, id: &str) -> Result<Report, ClientError> {
+        self.get(Operation::ReportMigration, id).await
+    }
+
+    /// Watches a migration.
+    pub async fn watch(&self, id: &str) -> Result<Watch, ClientError> {
+        let request = self.request(Operation::WatchMigration, id, Bytes::new())?;
+        let answer = timeout(ANSWER_WAIT, self.open(request))
+            .await
+            .map_err(|_| self.silent(ANSWER_WAIT))??;
+        let body = if answer.status().is_success() {
+            answer.into_body()
+        } else {
+            self.body(answer).await?;
+            return Err(self.nonsense("an error without content"));
+        };
+        Ok(Watch {
+            client: self.clone(),
+            body,
+            buffer: Vec::new(),
+            ended: false,
+        })
+    }
+
+    /// The API's description, as that agent serves it.
+    pub async fn openapi(&self) -> Result<serde_json::Value, ClientError> {
+        self.get(Operation::GetOpenapi, "").await
+    }
+
+    async fn get<T: DeserializeOwned>(
+        &self,
+        operation: Operation,
+        value: &str,
+    ) -> Result<T, ClientError> {
+        let request = self.request(operation, value, Bytes::new())?;
+        self.answer(request, ANSWER_WAIT).await
+    }
+
+    async fn send<T: DeserializeOwned>(
+        &self,
+        operation: Operation,
+        value: &str,
+        content: &impl Serialize,
+        wait: Duration,
+    ) -> Result<T, ClientError> {
+        let content = serde_json::to_vec(content).map_err(|error| self.nonsense(error))?;
+        // `()` is "no content".
+        let content = if content == b"null" {
+            Bytes::new()
+        } else {
+            Bytes::from(content)
+        };
+        self.answer(self.request(operation, value, content)?, wait)
+            .await
+    }
+
+    async fn answer<T: DeserializeOwned>(
+        &self,
+        request: Request<Full<Bytes>>,
+        wait: Duration,
+    ) -> Result<T, ClientError> {
+        let content = timeout(wait, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(wait))??;
+        serde_json::from_slice(&content).map_err(|error| self.nonsense(error))
+    }
+
+    async fn exchange(&self, request: Request<Full<Bytes>>) -> Result<Bytes, ClientError> {
+        let answer = self.open(request).await?;
+        self.body(answer).await
+    }
+
+    fn request(
+        &self,
+        operation: Operation,
+        value: &str,
+        content: Bytes,
+    ) -> Result<Request<Full<Bytes>>, ClientError> {
+        let method = match operation.method() {
+            Method::Get => hyper::Method::GET,
+            Method::Post => hyper::Method::POST,
+            Method::Put => hyper::Method::PUT,
+            Method::Delete => hyper::Method::DELETE,
+        };
+        let mut request = Request::builder()
+            .method(method)
+            .uri(operation.path_with(value))
+            .header("accept", "application/json, application/x-ndjson");
+        if !content.is_empty() {
+            request = request.header("content-type", "application/json");
+        }
+        match &self.endpoint {
+            Endpoint::Unix(_) => request = request.header("host", "agent"),
+            Endpoint::Tls { address, token, .. } => {
+                request = request
+                    .header("host", address)
+                    .header("authorization", format!("Bearer {token}"));
+            }
+        }
+        request
+            .body(Full::new(content))
+            .map_err(|error| self.nonsense(error))
+    }
+
+    async fn open(&self, request: Request<Full<Bytes>>) -> Result<Response<Incoming>, ClientError> {
+        let connect = async {
+            match &self.endpoint {
+                Endpoint::Unix(path) => {
+                    let stream = UnixStream::connect(path).await;
+                    stream.map(|stream| Box::new(stream) as Box<dyn Stream>)
+                }
+                Endpoint::Tls {
+                    address, config, ..
+                } => connect_tls(address, config).await,
+            }
+        };
+        let stream = timeout(CONNECT_WAIT, connect)
+            .await
+            .map_err(|_| io::ErrorKind::TimedOut.into())
+            .and_then(|result| result)
+            .map_err(|source| ClientError::Unreachable {
+                endpoint: self.endpoint(),
+                source,
+            })?;
+        let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.lost(error))?;
+        // Ends with the last byte of the answer, or when that is no longer wanted.
+        tokio::spawn(connection);
+        sender
+            .send_request(request)
+            .await
+            .map_err(|error| self.lost(error))
+    }
+
+    async fn body(&self, answer: Response<Incoming>) -> Result<Bytes, ClientError> {
+        let status = answer.status();
+        let content = Limited::new(answer.into_body(), ANSWER_BYTES_MAX)
+            .collect()
+            .await
+            .map_err(|error| {
+                if error.is::<LengthLimitError>() {
+                    self.nonsense("it is too long")
+                } else {
+                    self.lost(error)
+                }
+            })?
+            .to_bytes();
+        if status.is_success() {
+            return Ok(content);
+        }
+        Err(match serde_json::from_slice::<ApiError>(&content) {
+            Ok(error) => ClientError::Api(error),
+            Err(_) => self.nonsense(format!("status {status}")),
+        })
+    }
+
+    fn endpoint(&self) -> String {
+        match &self.endpoint {
+            Endpoint::Unix(path) => path.display().to_string(),
+            Endpoint::Tls { address, .. } => address.clone(),
+        }
+    }
+
+    fn silent(&self, wait: Duration) -> ClientError {
+        ClientError::Silent {
+            endpoint: self.endpoint(),
+            wait_s: wait.as_secs(),
+        }
+    }
+
+    fn nonsense(&self, what: impl ToString) -> ClientError {
+        ClientError::Nonsense {
+            endpoint: self.endpoint(),
+            what: what.to_string(),
+        }
+    }
+
+    fn lost(&self, what: impl ToString) -> ClientError {
+        ClientError::Lost {
+            endpoint: self.endpoint(),
+            what: what.to_string(),
+        }
+    }
+}
+
+trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+async fn connect_tls(
+    address: &str,
+    config: &Arc<rustls::ClientConfig>,
+) -> io::Result<Box<dyn Stream>> {
+    let invalid = |error| io::Error::new(io::ErrorKind::InvalidInput, error);
+    let (host, _) = address
+        .rsplit_once(':')
+        .ok_or_else(|| invalid("it is not host:port"))?;
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let name = rustls::pki_types::ServerName::try_from(host.to_owned())
+        .map_err(|_| invalid("its host is neither a name nor an address"))?;
+    let stream = TcpStream::connect(address).await?;
+    stream.set_nodelay(true)?;
+    let connector = tokio_rustls::TlsConnector::from(config.clone());
+    Ok(Box::new(connector.connect(name, stream).await?))
+}
+
+/// A migration that is watched.
+pub struct Watch {
+    client: Client,
+    body: Incoming,
+    buffer: Vec<u8>,
+    ended: bool,
+}
+
+impl Watch {
+    /// The next progress; none after the last, which has an outcome. May be dropped and called
+    /// again without losing anything.
+    pub async fn next(&mut self) -> Option<Result<Progress, ClientError>> {
+        if self.ended {
+            return None;
+        }
+        let progress = self.line().await.and_then(|line| {
+            serde_json::from_slice::<Progress>(&line).map_err(|error| self.client.nonsense(error))
+        });
+        self.ended = match &progress {
+            Ok(progress) => progress.outcome.is_some(),
+            Err(_) => true,
+        };
+        Some(progress)
+    }
+
+    async fn line(&mut self) -> Result<Vec<u8>, ClientError> {
+        loop {
+            if let Some(end) = self.buffer.iter().position(|byte| *byte == b'\n') {
+                let rest = self.buffer.split_off(end + 1);
+                let mut line = std::mem::replace(&mut self.buffer, rest);
+                line.pop();
+                return Ok(line);
+            }
+            if self.buffer.len() > WATCH_LINE_BYTES_MAX {
+                return Err(self.client.nonsense("a line of progress is too long"));
+            }
+            let frame = timeout(WATCH_WAIT, self.body.frame())
+                .await
+                .map_err(|_| self.client.silent(WATCH_WAIT))?
+                .ok_or_else(|| self.client.lost("it stopped telling of the migration"))?
+                .map_err(|error| self.client.lost(error))?;
+            if let Ok(data) = frame.into_data() {
+                self.buffer.extend_from_slice(&data);
+            }
+        }
+    }
+}
