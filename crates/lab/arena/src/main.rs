@@ -1,0 +1,311 @@
+//! The arena: the workload inside the laboratory's guests, which rewrites pages and verifies them.
+//!
+//! It speaks lines of JSON over the virtio-serial port `arena` and sends a heartbeat every 5 ms.
+//! Run as process 1 it is the whole of the `tiny` guest; in other guests it is a service.
+
+mod content;
+mod init;
+mod json;
+mod page;
+mod pages;
+mod port;
+mod sys;
+mod work;
+
+use content::Content;
+use json::{Line, Object};
+use port::Port;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+use std::thread;
+use std::time::{Duration, Instant};
+use work::{Answer, Plan, Shared, Work};
+
+const HEARTBEAT: Duration = Duration::from_millis(5);
+const RETRY: Duration = Duration::from_millis(20);
+const PORT_NAME: &str = "arena";
+
+fn main() -> ExitCode {
+    if std::process::id() == 1 {
+        init::set_up();
+    }
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    match Options::parse(&arguments) {
+        Ok(options) => Arena::new(options).serve(),
+        Err(problem) => {
+            init::say(&problem);
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// What the command line asks for.
+struct Options {
+    port: Option<PathBuf>,
+    /// The arena to start with, where the command line describes one.
+    plan: Option<Plan>,
+}
+
+impl Options {
+    fn parse(arguments: &[String]) -> Result<Self, String> {
+        let mut options = Self {
+            port: None,
+            plan: None,
+        };
+        for pair in arguments.chunks(2) {
+            let [name, value] = pair else {
+                return Err(format!(
+                    "usage: arena [--OPTION VALUE]...; {} has no value",
+                    pair[0]
+                ));
+            };
+            if name == "--port" {
+                options.port = Some(PathBuf::from(value));
+                continue;
+            }
+            let key = name.trim_start_matches('-').replace('-', "_");
+            let line = match value.parse::<u64>() {
+                Ok(number) => Line::new().number(&key, number),
+                Err(_) => Line::new().text(&key, value),
+            };
+            let object = Object::parse(&line.finish()).unwrap_or_default();
+            let plan = options.plan.take().unwrap_or_default();
+            options.plan = Some(planned(plan, &object)?);
+        }
+        Ok(options)
+    }
+}
+
+/// The plan with everything that `object` says about it.
+fn planned(mut plan: Plan, object: &Object) -> Result<Plan, String> {
+    if let Some(name) = object.text("content") {
+        plan.content =
+            Content::named(name).ok_or(format!("content is random, text or mix, not {name}"))?;
+    }
+    for (key, field) in [
+        ("arena_bytes", &mut plan.arena_bytes),
+        ("pages_per_s", &mut plan.pages_per_s),
+        ("working_set_bytes", &mut plan.working_set_bytes),
+        ("hot_bytes", &mut plan.hot_bytes),
+        ("hot_percent", &mut plan.hot_percent),
+        ("write_bytes", &mut plan.write_bytes),
+        ("verify_pages_per_s", &mut plan.verify_pages_per_s),
+        ("writers", &mut plan.writers),
+        ("seed", &mut plan.seed),
+    ] {
+        if let Some(number) = object.number(key) {
+            *field = number;
+        }
+    }
+    if plan.writers > 64 {
+        return Err(format!("writers is at most 64, not {}", plan.writers));
+    }
+    Ok(plan)
+}
+
+/// The thread that answers the laboratory.
+struct Arena {
+    options: Options,
+    work: Option<Work>,
+    idle: Shared,
+    beat: u64,
+    started: Instant,
+}
+
+impl Arena {
+    fn new(mut options: Options) -> Self {
+        let work = options
+            .plan
+            .take()
+            .and_then(|plan| Work::start(plan, 0).ok());
+        Self {
+            options,
+            work,
+            idle: Shared::default(),
+            beat: 0,
+            started: Instant::now(),
+        }
+    }
+
+    fn serve(mut self) -> ExitCode {
+        loop {
+            match self.open_port().and_then(|mut port| self.speak(&mut port)) {
+                Ok(()) => return ExitCode::SUCCESS,
+                Err(error) => {
+                    init::say(&format!("port {PORT_NAME}: {error}; trying again"));
+                    thread::sleep(RETRY);
+                }
+            }
+        }
+    }
+
+    fn open_port(&self) -> std::io::Result<Port> {
+        loop {
+            match self.options.port.clone().or_else(|| Port::find(PORT_NAME)) {
+                Some(path) => return Port::open(&path),
+                None => thread::sleep(RETRY),
+            }
+        }
+    }
+
+    /// Answers and beats until the port fails or `quit` is asked for.
+    fn speak(&mut self, port: &mut Port) -> std::io::Result<()> {
+        let mut next = Instant::now();
+        loop {
+            for line in port.read_lines()? {
+                if let Some(answer) = self.obey(&line) {
+                    port.send(&answer);
+                }
+                if self.options.port.is_some() && line.contains("\"quit\"") {
+                    return port.flush();
+                }
+            }
+            self.report_events(port);
+            self.beat += 1;
+            port.send_or_drop(&self.heartbeat())?;
+            // After a pause of the guest the rhythm starts anew instead of catching up.
+            next = (next + HEARTBEAT).max(Instant::now());
+            thread::sleep(next.saturating_duration_since(Instant::now()));
+        }
+    }
+
+    fn heartbeat(&self) -> String {
+        self.counters(Line::new().number("beat", self.beat))
+    }
+
+    fn counters(&self, line: Line) -> String {
+        let shared = self.work.as_ref().map_or(&self.idle, |work| &work.shared);
+        let clock_us = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX);
+        line.number("clock_us", clock_us)
+            .number("writes", shared.writes.load(Ordering::Relaxed))
+            .number("verified", shared.verified.load(Ordering::Relaxed))
+            .number("errors", shared.errors.load(Ordering::Relaxed))
+            .finish()
+    }
+
+    fn report_events(&self, port: &mut Port) {
+        let Some(work) = &self.work else { return };
+        while let Some(fault) = work.shared.take_fault() {
+            port.send(
+                &Line::new()
+                    .number("fault", fault.page as u64)
+                    .text("expected", &fault.mismatch.expected)
+                    .text("found", &fault.mismatch.found)
+                    .finish(),
+            );
+        }
+        while let Some(answer) = work.shared.take_answer() {
+            port.send(&match answer {
+                Answer::Started { id, pages } => Line::new()
+                    .number("answer", id)
+                    .number("pages", pages)
+                    .finish(),
+                Answer::Verified { id, pages, errors } => Line::new()
+                    .number("answer", id)
+                    .number("pages", pages)
+                    .number("found_errors", errors)
+                    .finish(),
+            });
+        }
+    }
+
+    /// Does what a line asks; the answer that can be given at once, if it can.
+    fn obey(&mut self, line: &str) -> Option<String> {
+        let command = Object::parse(line)?;
+        let id = command.number("id").unwrap_or(0);
+        match self.try_obey(&command, id) {
+            Ok(true) => Some(self.counters(Line::new().number("answer", id))),
+            Ok(false) => None,
+            Err(problem) => Some(
+                Line::new()
+                    .number("answer", id)
+                    .text("error", &problem)
+                    .finish(),
+            ),
+        }
+    }
+
+    /// `Ok(true)` where the command is done, `Ok(false)` where the answer follows.
+    fn try_obey(&mut self, command: &Object, id: u64) -> Result<bool, String> {
+        let name = command.text("command").unwrap_or_default();
+        if name == "start" {
+            let plan = planned(Plan::default(), command)?;
+            self.work = None;
+            self.work = Some(Work::start(plan, id).map_err(|error| error.to_string())?);
+            return Ok(false);
+        }
+        if name == "report" || name == "quit" {
+            return Ok(true);
+        }
+        let work = self.work.as_ref().ok_or("no arena was started")?;
+        match name {
+            "rate" => {
+                let rate = command
+                    .number("pages_per_s")
+                    .ok_or("pages_per_s is missing")?;
+                work.shared.pages_per_s.store(rate, Ordering::Relaxed);
+                Ok(true)
+            }
+            "stop" => {
+                work.shared.pages_per_s.store(0, Ordering::Relaxed);
+                Ok(true)
+            }
+            "verify" if id == 0 => Err("verify needs an id".to_owned()),
+            "verify" if work.verify(id) => Ok(false),
+            "verify" => Err("another verify is under way".to_owned()),
+            other => Err(format!("unknown command {other}")),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn arena() -> Arena {
+        Arena::new(Options {
+            port: None,
+            plan: None,
+        })
+    }
+
+    #[test]
+    fn options_become_a_plan() {
+        let arguments = [
+            "--content",
+            "text",
+            "--arena-bytes",
+            "8192",
+            "--pages-per-s",
+            "5",
+        ];
+        let options = Options::parse(&arguments.map(str::to_owned)).unwrap();
+        let plan = options.plan.unwrap();
+        assert_eq!(
+            (plan.content, plan.arena_bytes, plan.pages_per_s),
+            (Content::Text, 8192, 5)
+        );
+        assert!(Options::parse(&["--content".to_owned()]).is_err());
+        assert!(Options::parse(&["--content", "noise"].map(str::to_owned)).is_err());
+    }
+
+    #[test]
+    fn commands_need_an_arena() {
+        let mut arena = arena();
+        assert!(arena.obey("not json").is_none());
+        let answer = arena.obey(r#"{"id":4,"command":"verify"}"#).unwrap();
+        assert!(answer.contains("no arena was started"), "{answer}");
+        assert!(
+            arena
+                .obey(r#"{"id":5,"command":"start","arena_bytes":40960}"#)
+                .is_none()
+        );
+        let answer = arena
+            .obey(r#"{"id":6,"command":"rate","pages_per_s":100}"#)
+            .unwrap();
+        assert!(answer.starts_with("{\"answer\":6,"), "{answer}");
+        let answer = arena.obey(r#"{"id":7,"command":"dance"}"#).unwrap();
+        assert!(answer.contains("unknown command dance"), "{answer}");
+    }
+}

@@ -1,0 +1,63 @@
+//! The three calls to the kernel that the standard library has no name for.
+
+use std::ffi::{CString, c_char, c_int, c_long, c_ulong, c_void};
+use std::fs::File;
+use std::io;
+use std::os::fd::AsRawFd;
+
+const FINIT_MODULE: c_long = 313;
+const MODULE_INIT_COMPRESSED_FILE: c_int = 4;
+
+/// Flag of `open` that makes reads and writes return at once.
+pub(crate) const O_NONBLOCK: i32 = 0o4000;
+
+#[expect(unsafe_code, reason = "declares two functions of the C library")]
+// SAFETY: the signatures are those of the C library on 64-bit Linux.
+unsafe extern "C" {
+    fn mount(
+        source: *const c_char,
+        target: *const c_char,
+        kind: *const c_char,
+        flags: c_ulong,
+        data: *const c_void,
+    ) -> c_int;
+    fn syscall(number: c_long, ...) -> c_long;
+}
+
+/// Mounts a file system that has no device, such as `proc`.
+pub(crate) fn mount_virtual(kind: &str, target: &str) -> io::Result<()> {
+    let (kind, target) = (CString::new(kind)?, CString::new(target)?);
+    #[expect(unsafe_code, reason = "the standard library has no mount")]
+    // SAFETY: the strings end in NUL and outlive the call; no data is passed.
+    let result = unsafe {
+        mount(
+            kind.as_ptr(),
+            target.as_ptr(),
+            kind.as_ptr(),
+            0,
+            std::ptr::null(),
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
+
+/// Loads a kernel module from a file, compressed or not.
+pub(crate) fn load_module(file: &File, compressed: bool) -> io::Result<()> {
+    let flags = if compressed {
+        MODULE_INIT_COMPRESSED_FILE
+    } else {
+        0
+    };
+    #[expect(unsafe_code, reason = "the standard library has no finit_module")]
+    // SAFETY: the descriptor is open, the parameters are an empty string that ends in NUL.
+    let result = unsafe { syscall(FINIT_MODULE, file.as_raw_fd(), c"".as_ptr(), flags) };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
+}
