@@ -93,8 +93,8 @@ fn fill_text(bytes: &mut [u8], random: &mut Random) {
     while !rest.is_empty() {
         let choice = random.next();
         let digits: [u8; 8] = hexadecimal(choice as u32);
-        rest = put(rest, &digits[..3 + (choice >> 60) as usize % 3]);
-        for shift in [32, 37, 42, 47, 52] {
+        rest = put(rest, &digits[..6 + (choice >> 60) as usize % 3]);
+        for shift in [32, 37, 42] {
             rest = put(rest, WORDS[(choice >> shift) as usize % WORDS.len()]);
         }
     }

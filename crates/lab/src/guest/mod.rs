@@ -1,0 +1,4 @@
+//! The laboratory's guests.
+
+pub mod cpio;
+pub mod initramfs;
