@@ -1,1 +1,29 @@
-//! How blocks are encoded: zero, same, reference or literal; frames of many blocks.
+//! How blocks are encoded: zero, same, reference, duplicate or literal; frames of many blocks.
+//!
+//! The way of a batch at the source: its content is copied once into a staging buffer;
+//! [`Hasher::stage`] finds zero blocks and digests the others; the caller decides per block
+//! ([`Decision`]); [`Encoder::encode_frame`] makes one self-contained frame of them. At the
+//! destination [`Decoder::decode`] checks a frame as a whole before its first block is applied to a
+//! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
+//!
+//! Two kinds of entry will join these: changes against the previous version of a block, and
+//! references into disks. Both are one more [`Decision`] and one more kind of entry; their bytes
+//! are part of a frame's payload, whose length is declared in bytes for that reason.
+
+mod compress;
+mod decode;
+mod digest;
+mod encode;
+mod frame;
+mod policy;
+mod verify;
+
+pub use compress::Compression;
+pub use decode::{
+    BlockSink, BlockWrite, Content, DecodeError, Decoder, FrameError, Limits, Outcome,
+};
+pub use digest::{Digest, DigestKey, Hasher, Staged, is_zero};
+pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
+pub use frame::FRAME_VERSION;
+pub use policy::CompressionPolicy;
+pub use verify::{CHUNK_BLOCKS, Difference, RegionHasher, differing_blocks, differing_chunks};

@@ -1,0 +1,117 @@
+//! The compressors that a frame's payload may go through, with their contexts kept between frames.
+
+use std::io;
+
+/// How the payload of a frame is compressed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Compression {
+    /// Not at all.
+    Raw,
+    /// LZ4's block format.
+    Lz4,
+    /// One Zstandard frame, made at this level (negative levels are faster).
+    Zstd(i32),
+}
+
+/// The compressing contexts of one worker.
+pub(crate) struct Compressor {
+    lz4: lz4_flex::block::CompressTable,
+    zstd: Option<(i32, zstd::bulk::Compressor<'static>)>,
+    output: Vec<u8>,
+}
+
+impl Compressor {
+    pub(crate) fn new() -> Self {
+        Self {
+            lz4: lz4_flex::block::CompressTable::large(),
+            zstd: None,
+            output: Vec::new(),
+        }
+    }
+
+    /// Compresses `payload`; `None` when the result would save less than a sixty-fourth.
+    pub(crate) fn compress(
+        &mut self,
+        payload: &[u8],
+        compression: Compression,
+    ) -> io::Result<Option<&[u8]>> {
+        let length = match compression {
+            Compression::Raw => return Ok(None),
+            Compression::Lz4 => {
+                let bound = lz4_flex::block::get_maximum_output_size(payload.len());
+                let output = scratch(&mut self.output, bound);
+                lz4_flex::block::compress_into_with_table(payload, output, &mut self.lz4)
+                    .map_err(io::Error::other)?
+            }
+            Compression::Zstd(level) => {
+                let bound = zstd::zstd_safe::compress_bound(payload.len());
+                let output = scratch(&mut self.output, bound);
+                zstd_at(&mut self.zstd, level)?.compress_to_buffer(payload, output)?
+            }
+        };
+        let pays = length + payload.len() / 64 < payload.len();
+        Ok(pays.then_some(&self.output[..length]))
+    }
+}
+
+/// The Zstandard context, set to `level`.
+fn zstd_at<'a>(
+    context: &'a mut Option<(i32, zstd::bulk::Compressor<'static>)>,
+    level: i32,
+) -> io::Result<&'a mut zstd::bulk::Compressor<'static>> {
+    let (_, compressor) = match context.take() {
+        Some((set, compressor)) if set == level => context.insert((set, compressor)),
+        Some((_, mut compressor)) => {
+            compressor.set_compression_level(level)?;
+            context.insert((level, compressor))
+        }
+        None => context.insert((level, zstd::bulk::Compressor::new(level)?)),
+    };
+    Ok(compressor)
+}
+
+/// A buffer's first `length` bytes, whatever they hold; it grows and never shrinks.
+pub(crate) fn scratch(buffer: &mut Vec<u8>, length: usize) -> &mut [u8] {
+    if buffer.len() < length {
+        buffer.resize(length, 0);
+    }
+    &mut buffer[..length]
+}
+
+/// The decompressing contexts of one worker.
+pub(crate) struct Decompressor {
+    zstd: Option<zstd::bulk::Decompressor<'static>>,
+}
+
+impl Decompressor {
+    pub(crate) fn new() -> Self {
+        Self { zstd: None }
+    }
+
+    /// Fills `payload` from `stored`; false unless `stored` is valid and exactly that long.
+    pub(crate) fn decompress(
+        &mut self,
+        stored: &[u8],
+        compression: Stored,
+        payload: &mut [u8],
+    ) -> io::Result<bool> {
+        let length = match compression {
+            Stored::Lz4 => lz4_flex::block::decompress_into(stored, payload).ok(),
+            Stored::Zstd => {
+                let context = match self.zstd.take() {
+                    Some(context) => self.zstd.insert(context),
+                    None => self.zstd.insert(zstd::bulk::Decompressor::new()?),
+                };
+                context.decompress_to_buffer(stored, payload).ok()
+            }
+        };
+        Ok(length == Some(payload.len()))
+    }
+}
+
+/// How a payload that is not raw is stored.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stored {
+    Lz4,
+    Zstd,
+}

@@ -1,0 +1,609 @@
+//! Checks frames at the destination and applies what they describe.
+//!
+//! ```text
+//! header -> entries (ranges inside their regions) -> payload (exactly as long as the literals)
+//!        -> stale blocks left out -> references read and compared -> one apply for the frame
+//! ```
+//! Everything left of "stale" is decided before the sink is asked for anything but the lengths of
+//! its regions: a frame with an error changes nothing.
+
+use crate::compress::{Decompressor, Stored, scratch};
+use crate::frame::{
+    COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, FRAME_VERSION, HEADER_BYTES, Header,
+    KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_ZERO, Kind,
+};
+use crate::{BlockId, Digest, DigestKey, Hasher};
+use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use std::{fmt, io};
+
+/// Bytes of a digest in a frame.
+const DIGEST_BYTES: usize = 16;
+
+/// What a destination accepts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// Longest frame, in bytes as received.
+    pub frame_bytes: usize,
+    /// Most blocks that a frame may describe.
+    pub frame_blocks: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            frame_bytes: FRAME_BYTES_MAX,
+            frame_blocks: FRAME_BLOCKS_MAX,
+        }
+    }
+}
+
+/// Where decoded blocks go. It owns the regions and the version of each of their blocks.
+pub trait BlockSink {
+    /// What can go wrong when blocks are applied.
+    type Error;
+
+    /// The length of a region in blocks; `None` when there is no such region.
+    fn region_blocks(&self, region: RegionId) -> Option<u64>;
+
+    /// Whether version `seq` of a block may be applied: nothing newer is there. Changes nothing.
+    fn accepts(&self, id: BlockId, seq: u64) -> bool;
+
+    /// Reads a block as it was before this frame; false when its content cannot be used.
+    fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool;
+
+    /// Applies all that a frame brings, in order, as version `seq`; called once a frame, and not
+    /// at all when there is nothing to apply.
+    fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error>;
+}
+
+/// New content for consecutive blocks of one region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BlockWrite<'a> {
+    /// The region.
+    pub region: RegionId,
+    /// The blocks.
+    pub range: BlockRange,
+    /// What they are to hold.
+    pub content: Content<'a>,
+}
+
+/// The content of consecutive blocks.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Content<'a> {
+    /// Zero; fresh memory that was never written need not be touched.
+    Zero,
+    /// These bytes.
+    Bytes(&'a [u8]),
+}
+
+impl fmt::Debug for Content<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Zero => f.write_str("Zero"),
+            Self::Bytes(bytes) => write!(f, "Bytes({})", bytes.len()),
+        }
+    }
+}
+
+/// What became of a frame. Every block that it describes is counted in exactly one of the three.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outcome {
+    /// The frame's sequence number.
+    pub seq: u64,
+    /// Blocks that were applied.
+    pub applied: u64,
+    /// Blocks left out because something newer was there.
+    pub stale: u64,
+    /// Blocks whose reference did not hold here: the source must send them otherwise.
+    pub rejected: Vec<(RegionId, BlockRange)>,
+}
+
+/// Why a frame is refused. Each of these is a fault of the peer, and nothing was applied.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FrameError {
+    /// It is longer than is accepted.
+    #[error("a frame of {bytes} bytes, at most {limit} are accepted")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// It ends before what it announces.
+    #[error("a frame that is cut off")]
+    Truncated,
+    /// Bytes are left over between the entries and the payload.
+    #[error("a frame with {bytes} bytes that belong to nothing")]
+    Trailing {
+        /// How many.
+        bytes: usize,
+    },
+    /// It is of another version of the format.
+    #[error("a frame of version {0}, this agent reads version {FRAME_VERSION}")]
+    Version(u8),
+    /// Its compression is unknown.
+    #[error("a frame compressed with the unknown method {0}")]
+    Compression(u8),
+    /// An entry's kind is unknown.
+    #[error("an entry of the unknown kind {0}")]
+    Kind(u8),
+    /// A number is too large, or longer than it need be.
+    #[error("a number in an entry that is too large or written too long")]
+    Number,
+    /// An entry is of no blocks.
+    #[error("an entry of no blocks")]
+    Empty,
+    /// It describes more blocks than is accepted.
+    #[error("a frame of more than {limit} blocks")]
+    TooManyBlocks {
+        /// The limit.
+        limit: usize,
+    },
+    /// A region is not part of this migration.
+    #[error("region {} is not part of this migration", .0.0)]
+    UnknownRegion(RegionId),
+    /// Blocks lie beyond the end of their region.
+    #[error("blocks {start}+{count} lie beyond the end of region {} ({blocks} blocks)", region.0)]
+    BeyondRegion {
+        /// The region.
+        region: RegionId,
+        /// First block.
+        start: u64,
+        /// Number of blocks.
+        count: u64,
+        /// The region's length.
+        blocks: u64,
+    },
+    /// A duplicate names a literal that no earlier entry brought.
+    #[error("a duplicate of literals that no earlier entry brought")]
+    UnknownLiteral,
+    /// The declared payload is not what the entries need.
+    #[error("a payload of {declared} bytes where the entries need {needed}")]
+    PayloadLength {
+        /// What the header says.
+        declared: u64,
+        /// What the literals add up to.
+        needed: u64,
+    },
+    /// The stored payload does not decompress to exactly the declared length.
+    #[error("a payload that does not decompress to its declared length")]
+    Payload,
+}
+
+/// Why a frame was not applied.
+#[derive(Debug, thiserror::Error)]
+pub enum DecodeError<E> {
+    /// It is not a frame that may be sent: end the connection.
+    #[error("the peer sent {0}")]
+    Frame(#[from] FrameError),
+    /// There is no memory for a decompressor.
+    #[error("cannot decompress a frame")]
+    Decompressor(#[source] io::Error),
+    /// The blocks could not be applied, or not all of them.
+    #[error("cannot apply a frame")]
+    Sink(#[source] E),
+}
+
+/// Decodes frames; holds the contexts and buffers that are used again for each. One a worker.
+pub struct Decoder {
+    hasher: Hasher,
+    decompressor: Decompressor,
+    payload: Vec<u8>,
+    referenced: Vec<[u8; BLOCK_SIZE]>,
+}
+
+impl fmt::Debug for Decoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Decoder").finish_non_exhaustive()
+    }
+}
+
+impl Decoder {
+    /// A decoder for a migration whose digests are made with `key`.
+    pub fn new(key: DigestKey) -> Self {
+        Self {
+            hasher: Hasher::new(key),
+            decompressor: Decompressor::new(),
+            payload: Vec::new(),
+            referenced: Vec::new(),
+        }
+    }
+
+    /// Checks a frame, and applies those of its blocks that are not older than what is there.
+    pub fn decode<S: BlockSink>(
+        &mut self,
+        frame: &[u8],
+        limits: &Limits,
+        sink: &mut S,
+    ) -> Result<Outcome, DecodeError<S::Error>> {
+        let parsed = Parsed::new(frame, limits, |region| sink.region_blocks(region))?;
+        let payload = match parsed.compression {
+            None => parsed.stored,
+            Some(compression) => {
+                let payload = scratch(&mut self.payload, parsed.payload_bytes);
+                let valid = self
+                    .decompressor
+                    .decompress(parsed.stored, compression, payload)
+                    .map_err(DecodeError::Decompressor)?;
+                if !valid {
+                    return Err(FrameError::Payload.into());
+                }
+                payload
+            }
+        };
+        let seq = parsed.seq;
+        let mut applying = Applying {
+            wanted: Vec::new(),
+            stale: 0,
+            references: Vec::new(),
+            rejected: Vec::new(),
+        };
+        applying.leave_out_stale(&parsed.entries, |id| sink.accepts(id, seq));
+        applying.read_references(sink, &self.hasher, &mut self.referenced);
+        let writes = applying.writes(payload, &self.referenced);
+        let applied = writes.iter().map(|write| write.range.count).sum();
+        if !writes.is_empty() {
+            sink.apply(seq, &writes).map_err(DecodeError::Sink)?;
+        }
+        let Applying {
+            stale, rejected, ..
+        } = applying;
+        Ok(Outcome {
+            seq,
+            applied,
+            stale,
+            rejected,
+        })
+    }
+}
+
+/// A frame whose header and entries are valid.
+struct Parsed<'a> {
+    seq: u64,
+    entries: Vec<ParsedEntry<'a>>,
+    compression: Option<Stored>,
+    payload_bytes: usize,
+    stored: &'a [u8],
+}
+
+/// An entry, with what follows it in the frame.
+struct ParsedEntry<'a> {
+    entry: Entry,
+    /// The first of its blocks in the payload, where it has any.
+    literal: usize,
+    /// A digest for each block of a reference.
+    digests: &'a [[u8; DIGEST_BYTES]],
+}
+
+impl<'a> Parsed<'a> {
+    fn new(
+        frame: &'a [u8],
+        limits: &Limits,
+        region_blocks: impl Fn(RegionId) -> Option<u64>,
+    ) -> Result<Self, FrameError> {
+        if frame.len() > limits.frame_bytes {
+            return Err(FrameError::TooLong {
+                bytes: frame.len(),
+                limit: limits.frame_bytes,
+            });
+        }
+        let header = parse_header(frame)?;
+        let compression = match header.compression {
+            COMPRESSION_RAW => None,
+            COMPRESSION_LZ4 => Some(Stored::Lz4),
+            COMPRESSION_ZSTD => Some(Stored::Zstd),
+            other => return Err(FrameError::Compression(other)),
+        };
+        let body = &frame[HEADER_BYTES..];
+        let (rest, stored) = body
+            .len()
+            .checked_sub(header.stored_bytes as usize)
+            .and_then(|entries| body.split_at_checked(entries))
+            .ok_or(FrameError::Truncated)?;
+        let mut reader = Reader { rest };
+        let mut entries = Vec::new();
+        let (mut blocks, mut literals) = (0, 0);
+        for _ in 0..header.entries {
+            let parsed = reader.entry(literals)?;
+            let entry = &parsed.entry;
+            // No sum here can overflow: each count is at most what is left of the limit.
+            if entry.range.count > limits.frame_blocks as u64 - blocks {
+                return Err(FrameError::TooManyBlocks {
+                    limit: limits.frame_blocks,
+                });
+            }
+            blocks += entry.range.count;
+            inside(entry.region, entry.range, &region_blocks)?;
+            match entry.kind {
+                Kind::Literal => literals += entry.range.count,
+                Kind::Reference { region, start } => {
+                    inside(
+                        region,
+                        BlockRange::new(start, entry.range.count),
+                        &region_blocks,
+                    )?;
+                }
+                Kind::Zero | Kind::Duplicate { .. } => {}
+            }
+            entries.push(parsed);
+        }
+        if !reader.rest.is_empty() {
+            return Err(FrameError::Trailing {
+                bytes: reader.rest.len(),
+            });
+        }
+        let needed = literals * BLOCK_SIZE as u64;
+        let declared = u64::from(header.payload_bytes);
+        if declared != needed {
+            return Err(FrameError::PayloadLength { declared, needed });
+        }
+        if compression.is_none() && stored.len() as u64 != needed {
+            return Err(FrameError::Payload);
+        }
+        Ok(Self {
+            seq: header.seq,
+            entries,
+            compression,
+            payload_bytes: needed as usize,
+            stored,
+        })
+    }
+}
+
+fn parse_header(frame: &[u8]) -> Result<Header, FrameError> {
+    match frame.first() {
+        Some(&FRAME_VERSION) => {}
+        Some(&version) => return Err(FrameError::Version(version)),
+        None => return Err(FrameError::Truncated),
+    }
+    match frame.first_chunk() {
+        Some(bytes) => Ok(Header::from_bytes(bytes)),
+        None => Err(FrameError::Truncated),
+    }
+}
+
+fn inside(
+    region: RegionId,
+    range: BlockRange,
+    region_blocks: impl Fn(RegionId) -> Option<u64>,
+) -> Result<(), FrameError> {
+    let blocks = region_blocks(region).ok_or(FrameError::UnknownRegion(region))?;
+    let BlockRange { start, count } = range;
+    match start.checked_add(count) {
+        Some(end) if end <= blocks => Ok(()),
+        _ => Err(FrameError::BeyondRegion {
+            region,
+            start,
+            count,
+            blocks,
+        }),
+    }
+}
+
+/// Reads the entries of a frame.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// Reads an entry; `literals` are the blocks of the payload that earlier entries took.
+    fn entry(&mut self, literals: u64) -> Result<ParsedEntry<'a>, FrameError> {
+        let kind = self.byte()?;
+        if kind > KIND_REFERENCE {
+            return Err(FrameError::Kind(kind));
+        }
+        let region = self.region()?;
+        let start = self.number()?;
+        let count = self.number()?;
+        if count == 0 {
+            return Err(FrameError::Empty);
+        }
+        let mut literal = 0;
+        let mut digests: &[[u8; DIGEST_BYTES]] = &[];
+        let kind = match kind {
+            KIND_ZERO => Kind::Zero,
+            KIND_LITERAL => {
+                literal = literals as usize;
+                Kind::Literal
+            }
+            KIND_DUPLICATE => {
+                let first = self.number()?;
+                if first.checked_add(count).is_none_or(|end| end > literals) {
+                    return Err(FrameError::UnknownLiteral);
+                }
+                literal = first as usize;
+                Kind::Duplicate { literal: first }
+            }
+            _ => {
+                let (region, start) = (self.region()?, self.number()?);
+                digests = self.digests(count)?;
+                Kind::Reference { region, start }
+            }
+        };
+        let entry = Entry {
+            region,
+            range: BlockRange::new(start, count),
+            kind,
+        };
+        Ok(ParsedEntry {
+            entry,
+            literal,
+            digests,
+        })
+    }
+
+    fn byte(&mut self) -> Result<u8, FrameError> {
+        let (byte, rest) = self.rest.split_first().ok_or(FrameError::Truncated)?;
+        self.rest = rest;
+        Ok(*byte)
+    }
+
+    fn region(&mut self) -> Result<RegionId, FrameError> {
+        u16::try_from(self.number()?)
+            .map(RegionId)
+            .map_err(|_| FrameError::Number)
+    }
+
+    fn number(&mut self) -> Result<u64, FrameError> {
+        let mut value = 0;
+        for shift in (0..64).step_by(7) {
+            let byte = self.byte()?;
+            let bits = u64::from(byte & 0x7f);
+            if bits << shift >> shift != bits {
+                return Err(FrameError::Number);
+            }
+            value |= bits << shift;
+            if byte & 0x80 == 0 {
+                let too_long = byte == 0 && shift > 0;
+                return if too_long {
+                    Err(FrameError::Number)
+                } else {
+                    Ok(value)
+                };
+            }
+        }
+        Err(FrameError::Number)
+    }
+
+    fn digests(&mut self, count: u64) -> Result<&'a [[u8; DIGEST_BYTES]], FrameError> {
+        let (digests, rest) = usize::try_from(count)
+            .ok()
+            .and_then(|count| count.checked_mul(DIGEST_BYTES))
+            .and_then(|bytes| self.rest.split_at_checked(bytes))
+            .ok_or(FrameError::Truncated)?;
+        self.rest = rest;
+        Ok(digests.as_chunks().0)
+    }
+}
+
+/// Where the content of consecutive blocks lies.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Zero,
+    /// From this block of the payload on.
+    Payload(usize),
+    /// From this reference of the frame on.
+    Reference(usize),
+}
+
+/// A frame on its way into the sink.
+struct Applying {
+    /// What is to be applied, as far as it is not rejected.
+    wanted: Vec<(RegionId, BlockRange, Place)>,
+    stale: u64,
+    references: Vec<Reference>,
+    rejected: Vec<(RegionId, BlockRange)>,
+}
+
+/// A block that is to be read at the destination.
+struct Reference {
+    source: BlockId,
+    digest: Digest,
+    holds: bool,
+}
+
+impl Applying {
+    fn leave_out_stale(&mut self, entries: &[ParsedEntry<'_>], accepts: impl Fn(BlockId) -> bool) {
+        for ParsedEntry {
+            entry,
+            literal,
+            digests,
+        } in entries
+        {
+            let region = entry.region;
+            let mut continues = false;
+            for (index, block) in entry.range.blocks().enumerate() {
+                if !accepts(BlockId { region, block }) {
+                    self.stale += 1;
+                    continues = false;
+                    continue;
+                }
+                let place = match entry.kind {
+                    Kind::Zero => Place::Zero,
+                    Kind::Literal | Kind::Duplicate { .. } => Place::Payload(literal + index),
+                    Kind::Reference { region, start } => {
+                        let source = BlockId {
+                            region,
+                            block: start + index as u64,
+                        };
+                        let digest = Digest(digests[index]);
+                        self.references.push(Reference {
+                            source,
+                            digest,
+                            holds: false,
+                        });
+                        Place::Reference(self.references.len() - 1)
+                    }
+                };
+                match self.wanted.last_mut() {
+                    Some((_, range, _)) if continues => range.count += 1,
+                    _ => self.wanted.push((region, BlockRange::new(block, 1), place)),
+                }
+                continues = true;
+            }
+        }
+    }
+
+    fn read_references(
+        &mut self,
+        sink: &mut impl BlockSink,
+        hasher: &Hasher,
+        contents: &mut Vec<[u8; BLOCK_SIZE]>,
+    ) {
+        if contents.len() < self.references.len() {
+            contents.resize(self.references.len(), [0; BLOCK_SIZE]);
+        }
+        let contents = &mut contents[..self.references.len()];
+        for (reference, content) in self.references.iter_mut().zip(contents.iter_mut()) {
+            reference.holds = sink.read(reference.source, content);
+        }
+        let mut digests = Vec::with_capacity(contents.len());
+        hasher.digest_blocks(contents, &mut digests);
+        for (reference, digest) in self.references.iter_mut().zip(&digests) {
+            reference.holds &= reference.digest == *digest;
+        }
+    }
+
+    /// What is to be applied; fills in what is rejected.
+    fn writes<'a>(
+        &mut self,
+        payload: &'a [u8],
+        contents: &'a [[u8; BLOCK_SIZE]],
+    ) -> Vec<BlockWrite<'a>> {
+        let mut writes = Vec::with_capacity(self.wanted.len());
+        for &(region, range, place) in &self.wanted {
+            let length = range.count as usize * BLOCK_SIZE;
+            let content = match place {
+                Place::Zero => Content::Zero,
+                Place::Payload(first) => Content::Bytes(&payload[first * BLOCK_SIZE..][..length]),
+                Place::Reference(first) => {
+                    let references = &self.references[first..][..range.count as usize];
+                    let mut start = 0;
+                    for run in references.chunk_by(|a, b| a.holds == b.holds) {
+                        let range = BlockRange::new(range.start + start as u64, run.len() as u64);
+                        if run[0].holds {
+                            let held = &contents[first + start..][..run.len()];
+                            let content = Content::Bytes(held.as_flattened());
+                            writes.push(BlockWrite {
+                                region,
+                                range,
+                                content,
+                            });
+                        } else {
+                            self.rejected.push((region, range));
+                        }
+                        start += run.len();
+                    }
+                    continue;
+                }
+            };
+            writes.push(BlockWrite {
+                region,
+                range,
+                content,
+            });
+        }
+        writes
+    }
+}

@@ -1,0 +1,310 @@
+//! Makes frames of blocks at the source.
+
+use crate::compress::Compressor;
+use crate::frame::{
+    COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, HEADER_BYTES, Header, Kind,
+};
+use crate::{Compression, Digest};
+use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use std::{fmt, io};
+
+/// Slots of the table that finds duplicates: a power of two, twice what a frame can hold.
+const DUPLICATE_SLOTS: usize = 2 * FRAME_BLOCKS_MAX;
+/// A slot that holds no literal.
+const NO_LITERAL: u16 = u16::MAX;
+
+/// Names one block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct BlockId {
+    /// The region that it is in.
+    pub region: RegionId,
+    /// Its index there.
+    pub block: u64,
+}
+
+/// What is to be sent for a block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Decision {
+    /// Nothing: the destination has, or is getting, this very content for this very block.
+    Skip,
+    /// That it is zero.
+    Zero,
+    /// Where the destination holds the same content; it checks that against the digest.
+    Reference {
+        /// The block that holds it.
+        source: BlockId,
+        /// The content's digest.
+        digest: Digest,
+    },
+    /// Its content, or which earlier literal of the frame is the same.
+    Literal {
+        /// The content's digest.
+        digest: Digest,
+    },
+}
+
+/// A frame, and what the caller needs to know to choose the next one's compression.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EncodedFrame {
+    /// What is sent.
+    pub bytes: Vec<u8>,
+    /// Blocks that the frame describes: all but the skipped ones.
+    pub blocks: usize,
+    /// Literals before compression, in bytes.
+    pub payload_bytes: usize,
+    /// Literals as stored in the frame, in bytes.
+    pub stored_bytes: usize,
+    /// How the literals are stored: as asked, or raw where that would not have paid.
+    pub compression: Compression,
+}
+
+/// Why no frame can be made.
+#[derive(Debug, thiserror::Error)]
+pub enum EncodeError {
+    /// The three slices do not describe the same blocks.
+    #[error("{blocks} blocks with {content} contents and {decisions} decisions: give one of each")]
+    Mismatch {
+        /// Block names given.
+        blocks: usize,
+        /// Contents given.
+        content: usize,
+        /// Decisions given.
+        decisions: usize,
+    },
+    /// There are more blocks than a frame may hold.
+    #[error("{blocks} blocks in one frame: give at most {FRAME_BLOCKS_MAX}")]
+    TooManyBlocks {
+        /// Blocks given.
+        blocks: usize,
+    },
+    /// The frame came out longer than a destination accepts.
+    #[error("a frame of {bytes} bytes: at most {FRAME_BYTES_MAX} are accepted, give fewer blocks")]
+    TooLong {
+        /// Its length.
+        bytes: usize,
+    },
+    /// A compressor failed: there is no memory for its context.
+    #[error("cannot compress a frame")]
+    Compression(#[source] io::Error),
+}
+
+/// Makes frames; holds the contexts and buffers that are used again for each. One a worker.
+pub struct Encoder {
+    compressor: Compressor,
+    literals: Vec<u8>,
+    duplicates: Duplicates,
+}
+
+impl fmt::Debug for Encoder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Encoder").finish_non_exhaustive()
+    }
+}
+
+impl Default for Encoder {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Encoder {
+    /// An encoder without any context yet.
+    pub fn new() -> Self {
+        Self {
+            compressor: Compressor::new(),
+            literals: Vec::new(),
+            duplicates: Duplicates::new(),
+        }
+    }
+
+    /// Makes one frame of the blocks, in their order.
+    ///
+    /// `content` holds a copy of each block, the one that its decision was made on. A block should
+    /// not be named twice. Consecutive blocks that are decided alike cost no more than one.
+    pub fn encode_frame(
+        &mut self,
+        seq: u64,
+        blocks: &[BlockId],
+        content: &[[u8; BLOCK_SIZE]],
+        decisions: &[Decision],
+        compression: Compression,
+    ) -> Result<EncodedFrame, EncodeError> {
+        if blocks.len() != content.len() || blocks.len() != decisions.len() {
+            return Err(EncodeError::Mismatch {
+                blocks: blocks.len(),
+                content: content.len(),
+                decisions: decisions.len(),
+            });
+        }
+        if blocks.len() > FRAME_BLOCKS_MAX {
+            return Err(EncodeError::TooManyBlocks {
+                blocks: blocks.len(),
+            });
+        }
+        let mut entries = Entries::new();
+        self.literals.clear();
+        self.duplicates.clear();
+        let mut described = 0;
+        for ((id, content), decision) in blocks.iter().zip(content).zip(decisions) {
+            match *decision {
+                Decision::Skip => continue,
+                Decision::Zero => entries.push(*id, Kind::Zero),
+                Decision::Reference { source, digest } => {
+                    let BlockId { region, block } = source;
+                    entries.push(
+                        *id,
+                        Kind::Reference {
+                            region,
+                            start: block,
+                        },
+                    );
+                    entries.digests.extend_from_slice(&digest.0);
+                }
+                Decision::Literal { digest } => {
+                    match self
+                        .duplicates
+                        .find_or_add(&digest, content, &self.literals)
+                    {
+                        Some(literal) => entries.push(*id, Kind::Duplicate { literal }),
+                        None => {
+                            self.literals.extend_from_slice(content);
+                            entries.push(*id, Kind::Literal);
+                        }
+                    }
+                }
+            }
+            described += 1;
+        }
+        let compressed = self
+            .compressor
+            .compress(&self.literals, compression)
+            .map_err(EncodeError::Compression)?;
+        let (stored, compression) = match compressed {
+            Some(stored) => (stored, compression),
+            None => (&self.literals[..], Compression::Raw),
+        };
+        let bytes = entries.into_frame(seq, self.literals.len(), stored, compression);
+        if bytes.len() > FRAME_BYTES_MAX {
+            return Err(EncodeError::TooLong { bytes: bytes.len() });
+        }
+        Ok(EncodedFrame {
+            bytes,
+            blocks: described,
+            payload_bytes: self.literals.len(),
+            stored_bytes: stored.len(),
+            compression,
+        })
+    }
+}
+
+/// The entries of a frame in the making; the last one may still grow.
+struct Entries {
+    bytes: Vec<u8>,
+    count: u16,
+    open: Option<Entry>,
+    /// Digests of the open entry, if it is a reference.
+    digests: Vec<u8>,
+}
+
+impl Entries {
+    fn new() -> Self {
+        Self {
+            bytes: vec![0; HEADER_BYTES],
+            count: 0,
+            open: None,
+            digests: Vec::new(),
+        }
+    }
+
+    fn push(&mut self, id: BlockId, kind: Kind) {
+        if let Some(open) = &mut self.open
+            && open.extend(id.region, id.block, kind)
+        {
+            return;
+        }
+        self.close();
+        self.count += 1;
+        self.open = Some(Entry {
+            region: id.region,
+            range: BlockRange::new(id.block, 1),
+            kind,
+        });
+    }
+
+    fn close(&mut self) {
+        if let Some(entry) = self.open.take() {
+            entry.write(&mut self.bytes);
+            self.bytes.append(&mut self.digests);
+        }
+    }
+
+    fn into_frame(
+        mut self,
+        seq: u64,
+        payload_bytes: usize,
+        stored: &[u8],
+        compression: Compression,
+    ) -> Vec<u8> {
+        self.close();
+        let header = Header {
+            compression: match compression {
+                Compression::Raw => COMPRESSION_RAW,
+                Compression::Lz4 => COMPRESSION_LZ4,
+                Compression::Zstd(_) => COMPRESSION_ZSTD,
+            },
+            entries: self.count,
+            payload_bytes: payload_bytes as u32,
+            seq,
+            stored_bytes: stored.len() as u32,
+        };
+        self.bytes[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
+        self.bytes.extend_from_slice(stored);
+        self.bytes
+    }
+}
+
+/// The literals of one frame by their digests: an open hash table that is never more than half full.
+struct Duplicates {
+    slots: [u16; DUPLICATE_SLOTS],
+    digests: Vec<Digest>,
+}
+
+impl Duplicates {
+    fn new() -> Self {
+        Self {
+            slots: [NO_LITERAL; DUPLICATE_SLOTS],
+            digests: Vec::with_capacity(FRAME_BLOCKS_MAX),
+        }
+    }
+
+    fn clear(&mut self) {
+        self.slots.fill(NO_LITERAL);
+        self.digests.clear();
+    }
+
+    /// The literal that has this content; none, and the content counts as the next literal.
+    fn find_or_add(
+        &mut self,
+        digest: &Digest,
+        content: &[u8; BLOCK_SIZE],
+        literals: &[u8],
+    ) -> Option<u64> {
+        let mut slot = usize::from(u16::from_le_bytes([digest.0[0], digest.0[1]]));
+        loop {
+            slot %= DUPLICATE_SLOTS;
+            let literal = self.slots[slot];
+            if literal == NO_LITERAL {
+                self.slots[slot] = self.digests.len() as u16;
+                self.digests.push(*digest);
+                return None;
+            }
+            let index = usize::from(literal);
+            let same = self.digests[index] == *digest;
+            if same && literals.as_chunks().0[index] == *content {
+                return Some(u64::from(literal));
+            }
+            slot += 1;
+        }
+    }
+}

@@ -1,0 +1,149 @@
+//! The layout of a frame: its header, its entries, and the numbers they are made of.
+
+use longhaul_protocol::{BlockRange, RegionId};
+
+/// The version of the frame format that this crate writes and reads.
+pub const FRAME_VERSION: u8 = 1;
+
+/// Bytes in the header.
+pub(crate) const HEADER_BYTES: usize = 20;
+
+pub(crate) const COMPRESSION_RAW: u8 = 0;
+pub(crate) const COMPRESSION_LZ4: u8 = 1;
+pub(crate) const COMPRESSION_ZSTD: u8 = 2;
+
+pub(crate) const KIND_ZERO: u8 = 0;
+pub(crate) const KIND_LITERAL: u8 = 1;
+pub(crate) const KIND_DUPLICATE: u8 = 2;
+pub(crate) const KIND_REFERENCE: u8 = 3;
+
+/// What stands before the entries of a frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Header {
+    pub(crate) compression: u8,
+    pub(crate) entries: u16,
+    pub(crate) payload_bytes: u32,
+    pub(crate) seq: u64,
+    pub(crate) stored_bytes: u32,
+}
+
+impl Header {
+    pub(crate) fn to_bytes(self) -> [u8; HEADER_BYTES] {
+        let mut bytes = [0; HEADER_BYTES];
+        bytes[0] = FRAME_VERSION;
+        bytes[1] = self.compression;
+        bytes[2..4].copy_from_slice(&self.entries.to_le_bytes());
+        bytes[4..8].copy_from_slice(&self.payload_bytes.to_le_bytes());
+        bytes[8..16].copy_from_slice(&self.seq.to_le_bytes());
+        bytes[16..20].copy_from_slice(&self.stored_bytes.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a header whose version was found to be [`FRAME_VERSION`].
+    pub(crate) fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Self {
+        let [
+            _,
+            compression,
+            e0,
+            e1,
+            p0,
+            p1,
+            p2,
+            p3,
+            seq @ ..,
+            s0,
+            s1,
+            s2,
+            s3,
+        ] = *bytes;
+        Self {
+            compression,
+            entries: u16::from_le_bytes([e0, e1]),
+            payload_bytes: u32::from_le_bytes([p0, p1, p2, p3]),
+            seq: u64::from_le_bytes(seq),
+            stored_bytes: u32::from_le_bytes([s0, s1, s2, s3]),
+        }
+    }
+}
+
+/// What an entry says of its blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Zero,
+    /// The next blocks of the payload.
+    Literal,
+    /// The blocks of the payload from this one on, which earlier entries brought.
+    Duplicate {
+        literal: u64,
+    },
+    /// What the destination holds in these blocks; a digest for each follows.
+    Reference {
+        region: RegionId,
+        start: u64,
+    },
+}
+
+/// Consecutive blocks of one region that are encoded alike.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Entry {
+    pub(crate) region: RegionId,
+    pub(crate) range: BlockRange,
+    pub(crate) kind: Kind,
+}
+
+impl Entry {
+    /// Takes one more block into the entry, if it continues it.
+    pub(crate) fn extend(&mut self, region: RegionId, block: u64, kind: Kind) -> bool {
+        let count = self.range.count;
+        let continues = match (self.kind, kind) {
+            (Kind::Zero, Kind::Zero) | (Kind::Literal, Kind::Literal) => true,
+            (Kind::Duplicate { literal: first }, Kind::Duplicate { literal }) => {
+                first.checked_add(count) == Some(literal)
+            }
+            (
+                Kind::Reference {
+                    region: first_region,
+                    start: first,
+                },
+                Kind::Reference { region, start },
+            ) => first_region == region && first.checked_add(count) == Some(start),
+            _ => false,
+        };
+        let next = self.range.start.checked_add(count) == Some(block);
+        if self.region == region && next && continues {
+            self.range.count += 1;
+            return true;
+        }
+        false
+    }
+
+    /// Appends the entry, without the digests of a reference.
+    pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
+        bytes.push(match self.kind {
+            Kind::Zero => KIND_ZERO,
+            Kind::Literal => KIND_LITERAL,
+            Kind::Duplicate { .. } => KIND_DUPLICATE,
+            Kind::Reference { .. } => KIND_REFERENCE,
+        });
+        write_varint(bytes, u64::from(self.region.0));
+        write_varint(bytes, self.range.start);
+        write_varint(bytes, self.range.count);
+        match self.kind {
+            Kind::Zero | Kind::Literal => {}
+            Kind::Duplicate { literal } => write_varint(bytes, literal),
+            Kind::Reference { region, start } => {
+                write_varint(bytes, u64::from(region.0));
+                write_varint(bytes, start);
+            }
+        }
+    }
+}
+
+/// Appends a number, seven bits a byte, lowest first; the top bit says that more follow.
+pub(crate) fn write_varint(bytes: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        bytes.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    bytes.push(value as u8);
+}

@@ -1,0 +1,175 @@
+//! Which compression the next frame gets: the one that moves most guest bytes a second.
+//!
+//! A frame's bytes pass two stages that work side by side, the encoder and the link. With a
+//! compression that leaves `ratio` of the bytes, the pair moves `min(encode rate, link rate /
+//! ratio)`. Ratios and rates are measured on the frames that were made; a compression that was not
+//! used lately drifts back to what is typical, so that it is tried again when content changes.
+
+use crate::Compression;
+use std::time::Duration;
+
+/// The choices from the cheapest to the dearest, with what is typical of guest memory: the part of
+/// the bytes that is left, and guest bytes encoded a second.
+const TYPICAL: [(Compression, f64, f64); 5] = [
+    (Compression::Raw, 1.0, 4.0e9),
+    (Compression::Lz4, 0.50, 0.9e9),
+    (Compression::Zstd(-1), 0.42, 0.65e9),
+    (Compression::Zstd(1), 0.35, 0.55e9),
+    (Compression::Zstd(3), 0.33, 0.35e9),
+];
+
+/// What one more measurement weighs.
+const LEARN: f64 = 1.0 / 8.0;
+/// How far the unused ones go back to what is typical with each frame.
+const FORGET: f64 = 1.0 / 1024.0;
+/// A dearer compression must move this much more, so that noise does not decide.
+const GAIN_MIN: f64 = 1.05;
+
+/// Chooses a compression for each frame from what the last ones cost and saved.
+#[derive(Debug, Clone)]
+pub struct CompressionPolicy {
+    workers: f64,
+    /// Ratio and rate, in the order of [`TYPICAL`].
+    measured: [(f64, f64); TYPICAL.len()],
+}
+
+impl CompressionPolicy {
+    /// A policy for `workers` encoders that run at the same time.
+    pub fn new(workers: usize) -> Self {
+        Self {
+            workers: workers.max(1) as f64,
+            measured: TYPICAL.map(|(_, ratio, rate)| (ratio, rate)),
+        }
+    }
+
+    /// Learns what a frame took: `asked` is what was chosen for it, even if it was stored raw.
+    pub fn observe(
+        &mut self,
+        asked: Compression,
+        payload_bytes: usize,
+        stored_bytes: usize,
+        encode_time: Duration,
+    ) {
+        if payload_bytes == 0 || encode_time.is_zero() {
+            return;
+        }
+        let ratio = stored_bytes as f64 / payload_bytes as f64;
+        let rate = payload_bytes as f64 / encode_time.as_secs_f64();
+        for (known, typical) in self.measured.iter_mut().zip(TYPICAL) {
+            let (toward, weight) = match typical.0 == asked {
+                true => ((ratio, rate), LEARN),
+                false => ((typical.1, typical.2), FORGET),
+            };
+            known.0 += (toward.0 - known.0) * weight;
+            known.1 += (toward.1 - known.1) * weight;
+        }
+    }
+
+    /// The compression for the next frame. `queued_bytes` wait to be sent over a link of
+    /// `link_bytes_per_s`; while its rate is not known, the queue shows whether it is slow.
+    pub fn choose(&self, link_bytes_per_s: Option<f64>, queued_bytes: usize) -> Compression {
+        let Some(link) = link_bytes_per_s.filter(|rate| *rate > 0.0) else {
+            return if queued_bytes == 0 {
+                Compression::Lz4
+            } else {
+                Compression::Zstd(1)
+            };
+        };
+        let (mut best, mut best_rate) = (Compression::Raw, 0.0);
+        for ((compression, ..), (ratio, rate)) in TYPICAL.iter().zip(self.measured) {
+            let moved = (rate * self.workers).min(link / ratio.max(1e-3));
+            if moved > best_rate * GAIN_MIN {
+                (best, best_rate) = (*compression, moved);
+            }
+        }
+        best
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MBIT: f64 = 1e6 / 8.0;
+
+    #[test]
+    fn the_slower_the_link_the_dearer_the_compression() {
+        let policy = CompressionPolicy::new(1);
+        assert_eq!(
+            policy.choose(Some(100.0 * MBIT), 1 << 20),
+            Compression::Zstd(3)
+        );
+        assert_eq!(
+            policy.choose(Some(1000.0 * MBIT), 1 << 20),
+            Compression::Zstd(1)
+        );
+        assert_eq!(
+            policy.choose(Some(4000.0 * MBIT), 1 << 20),
+            Compression::Lz4
+        );
+        assert_eq!(policy.choose(Some(40_000.0 * MBIT), 0), Compression::Raw);
+        let dear = |mbit: u32| {
+            let choice = policy.choose(Some(f64::from(mbit) * MBIT), 0);
+            TYPICAL
+                .iter()
+                .position(|(compression, ..)| *compression == choice)
+        };
+        let choices: Vec<_> = (1..400).map(|step| dear(step * 100)).collect();
+        assert!(choices.is_sorted_by(|a, b| a >= b), "{choices:?}");
+    }
+
+    #[test]
+    fn an_unknown_link_is_judged_by_its_queue() {
+        let policy = CompressionPolicy::new(1);
+        assert_eq!(policy.choose(None, 0), Compression::Lz4);
+        assert_eq!(policy.choose(None, 1 << 20), Compression::Zstd(1));
+        assert_eq!(policy.choose(Some(0.0), 1 << 20), Compression::Zstd(1));
+    }
+
+    #[test]
+    fn content_that_does_not_compress_ends_up_raw_and_recovers() {
+        let mut policy = CompressionPolicy::new(1);
+        let link = Some(1000.0 * MBIT);
+        for _ in 0..300 {
+            let choice = policy.choose(link, 1 << 20);
+            policy.observe(choice, 1 << 18, 1 << 18, Duration::from_micros(400));
+        }
+        assert_eq!(policy.choose(link, 1 << 20), Compression::Raw);
+        let mut compressed = 0;
+        for _ in 0..3000 {
+            let choice = policy.choose(link, 1 << 20);
+            let stored = if choice == Compression::Raw {
+                1 << 18
+            } else {
+                1 << 16
+            };
+            compressed += u32::from(choice != Compression::Raw);
+            policy.observe(choice, 1 << 18, stored, Duration::from_micros(400));
+        }
+        assert!(compressed > 2000, "{compressed} of 3000");
+    }
+
+    #[test]
+    fn a_slow_encoder_is_not_asked_to_compress_for_a_fast_link() {
+        let mut policy = CompressionPolicy::new(1);
+        for _ in 0..200 {
+            for (compression, ..) in &TYPICAL[1..] {
+                policy.observe(*compression, 1 << 18, 1 << 17, Duration::from_millis(10));
+            }
+        }
+        assert_eq!(
+            policy.choose(Some(1000.0 * MBIT), 1 << 20),
+            Compression::Raw
+        );
+        assert_ne!(policy.choose(Some(100.0 * MBIT), 1 << 20), Compression::Raw);
+    }
+
+    #[test]
+    fn a_frame_without_literals_teaches_nothing() {
+        let mut policy = CompressionPolicy::new(2);
+        let before = policy.measured;
+        policy.observe(Compression::Lz4, 0, 0, Duration::from_millis(1));
+        policy.observe(Compression::Lz4, 100, 100, Duration::ZERO);
+        assert_eq!(before, policy.measured);
+    }
+}
