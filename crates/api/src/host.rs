@@ -65,11 +65,14 @@ pub struct Trust {
     pub name: String,
     /// Its fingerprint, as its own agent shows it.
     pub fingerprint: String,
-    /// Its UDP address, `host:port`.
-    pub address: String,
+    /// Where it may be reached: UDP addresses, `host:port` each, tried in this order.
+    pub addresses: Vec<String>,
     /// What it may ask of this host: `query` and `send` where it is left out.
     #[serde(default = "everything")]
     pub may: Vec<Scope>,
+    /// Whether it may take the place of another host that is trusted under that name.
+    #[serde(default)]
+    pub replace: bool,
 }
 
 fn everything() -> Vec<Scope> {
@@ -83,8 +86,8 @@ pub struct TrustedHost {
     pub name: String,
     /// Its fingerprint.
     pub fingerprint: String,
-    /// Its UDP address.
-    pub address: String,
+    /// Where it may be reached: UDP addresses, `host:port` each, tried in this order.
+    pub addresses: Vec<String>,
     /// What it may ask of this host.
     pub may: Vec<Scope>,
 }

@@ -25,7 +25,7 @@ pub use migration::{
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
-pub use report::{AgentCost, Agents, BytesByKind, DowntimeParts, PhaseTime, Report, VerifyResult};
+pub use report::{BytesByKind, Cost, DowntimeParts, HostCost, PhaseTime, Report, VerifyResult};
 
 /// Largest body of a request that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;

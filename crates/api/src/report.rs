@@ -56,8 +56,8 @@ pub struct Report {
     pub dirty_rate_bytes_per_s: Option<u64>,
     /// Interruptions of the link that were ridden out.
     pub interruptions: Option<u32>,
-    /// What the agents used.
-    pub agents: Agents,
+    /// What the move cost the two hosts.
+    pub cost: Cost,
     /// What the comparison of all memory found, where it was asked for.
     pub verify: Option<VerifyResult>,
 }
@@ -105,22 +105,24 @@ pub struct DowntimeParts {
     pub commit_ms: Option<f64>,
 }
 
-/// What the two agents used.
+/// What the move cost the two hosts, beside the link.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct Agents {
-    /// At the source.
-    pub source: AgentCost,
-    /// At the destination.
-    pub destination: AgentCost,
+pub struct Cost {
+    /// The source.
+    pub source: HostCost,
+    /// The destination.
+    pub destination: HostCost,
 }
 
-/// What an agent used during the migration.
+/// What the move cost a host.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
-pub struct AgentCost {
-    /// CPU time, in seconds.
-    pub cpu_s: Option<f64>,
-    /// Most memory that it used at once, without the guest's own.
-    pub peak_bytes: Option<u64>,
+pub struct HostCost {
+    /// CPU time of its agent during the migration, in seconds.
+    pub agent_cpu_s: Option<f64>,
+    /// Most memory that its agent used at once, without the guest's own.
+    pub agent_peak_bytes: Option<u64>,
+    /// CPU time of the guest's QEMU there during the migration, in seconds.
+    pub qemu_cpu_s: Option<f64>,
 }
 
 /// What comparing all memory found.

@@ -1,0 +1,169 @@
+//! The agent's configuration: one TOML document, every value with a default.
+
+use crate::agent::state::StartError;
+use serde::Deserialize;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+
+/// Where the configuration is when nothing else is said.
+pub(crate) const CONFIG_DEFAULT: &str = "/etc/longhaul/agent.toml";
+/// Largest configuration that is read, in bytes.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// The agent's configuration.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct Config {
+    /// The name that this host goes by; the machine's own where it is left out.
+    pub(crate) name: String,
+    /// The folder of identity, trust and journal.
+    pub(crate) state: PathBuf,
+    /// The UDP address for other agents.
+    pub(crate) listen: SocketAddr,
+    /// Where commands reach the agent.
+    pub(crate) api: ApiConfig,
+}
+
+/// Where commands reach the agent.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub(crate) struct ApiConfig {
+    /// The unix socket; only the agent's own user may use it.
+    pub(crate) socket: PathBuf,
+    /// TCP as well, where it is wanted.
+    pub(crate) tcp: Option<TcpConfig>,
+}
+
+/// The API over TCP: always with TLS and a token.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TcpConfig {
+    /// The address.
+    pub(crate) listen: SocketAddr,
+    /// The file that holds the token: 32 to 512 printable characters.
+    pub(crate) token_file: PathBuf,
+    /// The certificate (PEM); the agent makes its own where it is left out.
+    pub(crate) certificate: Option<PathBuf>,
+    /// Its private key (PEM).
+    pub(crate) key: Option<PathBuf>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            name: machine_name(),
+            state: PathBuf::from("/var/lib/longhaul"),
+            listen: SocketAddr::from(([0, 0, 0, 0], 7400)),
+            api: ApiConfig::default(),
+        }
+    }
+}
+
+impl Default for ApiConfig {
+    fn default() -> Self {
+        Self {
+            socket: PathBuf::from(longhaul_api::SOCKET_DEFAULT),
+            tcp: None,
+        }
+    }
+}
+
+fn machine_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map(|name| name.trim().to_owned())
+        .ok()
+        .filter(|name| is_name(name))
+        .unwrap_or_else(|| "localhost".to_owned())
+}
+
+/// Whether this can be the name of a host: what fits a path of the API, a file and a line.
+pub(crate) fn is_name(name: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    (1..=63).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.chars().all(fits)
+}
+
+impl Config {
+    /// Reads the configuration; without a path the one at [`CONFIG_DEFAULT`], which may be
+    /// missing.
+    pub(crate) fn read(path: Option<&Path>) -> Result<Self, StartError> {
+        let file = path.unwrap_or(Path::new(CONFIG_DEFAULT));
+        let error = |what: String, hint: Option<&str>| StartError {
+            message: format!("cannot read the configuration {}: {what}", file.display()),
+            hint: hint.map(str::to_owned),
+        };
+        match std::fs::metadata(file) {
+            Ok(found) if found.len() > CONFIG_BYTES_MAX => {
+                return Err(error("it is larger than 1 MiB".to_owned(), None));
+            }
+            Ok(_) => {}
+            Err(missing) if missing.kind() == std::io::ErrorKind::NotFound && path.is_none() => {
+                return Ok(Self::default());
+            }
+            Err(other) => return Err(error(other.to_string(), None)),
+        }
+        let text = std::fs::read_to_string(file).map_err(|other| error(other.to_string(), None))?;
+        Self::parse(&text).map_err(|what| {
+            error(
+                what,
+                Some("docs/operating.md, \"The agent's configuration\", lists what it may hold"),
+            )
+        })
+    }
+
+    fn parse(text: &str) -> Result<Self, String> {
+        let config: Self =
+            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
+        if !is_name(&config.name) {
+            return Err(format!(
+                "`name = {:?}`: a host's name has 1 to 63 letters, digits, `-`, `_` and `.`, and \
+                 begins with a letter or digit",
+                config.name
+            ));
+        }
+        for (what, path) in [("state", &config.state), ("api.socket", &config.api.socket)] {
+            if !path.is_absolute() {
+                return Err(format!(
+                    "`{what} = {path:?}`: the path must be absolute (begin with `/`)"
+                ));
+            }
+        }
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn everything_has_a_default() {
+        let config = Config::parse("").unwrap();
+        assert_eq!(config.state, Path::new("/var/lib/longhaul"));
+        assert_eq!(config.listen.port(), 7400);
+        assert!(config.api.tcp.is_none());
+        assert!(is_name(&config.name));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        let unknown = Config::parse("name = \"a\"\nstat = \"/x\"\n").unwrap_err();
+        assert!(unknown.contains("line 2"), "{unknown}");
+        assert!(unknown.contains("expected one of"), "{unknown}");
+        let address = Config::parse("listen = \"somewhere\"").unwrap_err();
+        assert!(address.contains("line 1"), "{address}");
+        let name = Config::parse("name = \"-x\"").unwrap_err();
+        assert!(name.contains("begins with a letter"), "{name}");
+        let path = Config::parse("state = \"here\"").unwrap_err();
+        assert!(path.contains("absolute"), "{path}");
+        let token = Config::parse("[api.tcp]\nlisten = \"0.0.0.0:7443\"").unwrap_err();
+        assert!(token.contains("token_file"), "{token}");
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error_only_where_it_was_named() {
+        let missing = Config::read(Some(Path::new("/nonexistent/agent.toml"))).unwrap_err();
+        assert!(missing.message.contains("/nonexistent/agent.toml"));
+    }
+}

@@ -1,0 +1,80 @@
+//! The agent: starts its parts, serves them, and stops without touching a guest.
+
+mod config;
+mod guests;
+mod hosts;
+mod http;
+mod migration;
+mod serve;
+mod state;
+mod tls;
+
+use config::Config;
+use guests::Guests;
+use hosts::Hosts;
+use http::Service;
+use migration::Manager;
+use serve::{TcpSocket, UnixSocket};
+pub(crate) use state::StartError;
+use state::{Parts, StateLock};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+/// How long migrations may take to be aborted or to reach the other side when the agent stops.
+const SHUT_DOWN_WAIT: Duration = Duration::from_secs(30);
+
+/// Runs the agent until it is told to stop.
+pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
+    let config = Arc::new(Config::read(config_file)?);
+    let cannot =
+        |error: std::io::Error| StartError::new(format!("cannot wait for signals: {error}"));
+    let mut terminate = signal(SignalKind::terminate()).map_err(cannot)?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(cannot)?;
+
+    let _lock = StateLock::take(&config.state)?;
+    let socket = UnixSocket::open(&config.api.socket).await?;
+    let tcp = match &config.api.tcp {
+        Some(tcp) => Some(TcpSocket::open(tcp, tls::server_config(tcp, &config.state)?).await?),
+        None => None,
+    };
+    let parts = Parts::open(config.clone())?;
+    let manager = Manager::start_up(parts.clone()).await?;
+    let service = Service {
+        hosts: Arc::new(Hosts::new(parts.clone())),
+        guests: Arc::new(Guests::new(parts)),
+        manager: manager.clone(),
+    };
+    let (stop, stopped) = watch::channel(false);
+    let router = http::router(service);
+    let unix_task = tokio::spawn(socket.serve(router.clone(), stopped.clone()));
+    let tcp_task = tcp.map(|tcp| tokio::spawn(tcp.serve(router, stopped)));
+    tracing::info!(
+        host = %config.name,
+        socket = %config.api.socket.display(),
+        listen = %config.listen,
+        state = %config.state.display(),
+        "agent {} is ready",
+        env!("CARGO_PKG_VERSION"),
+    );
+
+    let why = tokio::select! {
+        _ = terminate.recv() => "SIGTERM",
+        _ = interrupt.recv() => "SIGINT",
+    };
+    tracing::info!("{why}: stopping; guests go on running");
+    if timeout(SHUT_DOWN_WAIT, manager.shut_down()).await.is_err() {
+        tracing::warn!("migrations did not end in time; the journal holds where they are");
+    }
+    stop.send_replace(true);
+    for task in [Some(unix_task), tcp_task].into_iter().flatten() {
+        if let Err(error) = task.await {
+            tracing::error!(%error, "a part of the agent broke");
+        }
+    }
+    tracing::info!("agent stopped");
+    Ok(())
+}

@@ -1,0 +1,142 @@
+//! The agent's state folder and its lock, what its parts share, and why it could not start.
+
+use crate::agent::config::Config;
+use nix::fcntl::{Flock, FlockArg};
+use std::fs::{DirBuilder, File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::Arc;
+
+/// The file in the state folder that a running agent holds locked.
+const LOCK_FILE: &str = "agent.lock";
+
+/// What an agent's parts are given when they start.
+#[derive(Clone)]
+pub(crate) struct Parts {
+    /// The agent's configuration.
+    pub(crate) config: Arc<Config>,
+}
+
+impl Parts {
+    /// Opens what is in the state folder.
+    pub(crate) fn open(config: Arc<Config>) -> Result<Self, StartError> {
+        Ok(Self { config })
+    }
+}
+
+/// Why an agent could not start, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{message}")]
+pub(crate) struct StartError {
+    /// What is wrong.
+    pub(crate) message: String,
+    /// What to do about it.
+    pub(crate) hint: Option<String>,
+}
+
+impl StartError {
+    /// An error without a hint.
+    pub(crate) fn new(message: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            hint: None,
+        }
+    }
+
+    /// The same error, saying what to do about it.
+    pub(crate) fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+/// Holds the state folder for one agent; the kernel lets go of it however the agent ends.
+pub(crate) struct StateLock {
+    _file: Flock<File>,
+}
+
+impl StateLock {
+    /// Makes the folder where it is missing, and locks it.
+    pub(crate) fn take(folder: &Path) -> Result<Self, StartError> {
+        let error = |what: &dyn std::fmt::Display| {
+            StartError::new(format!(
+                "cannot use the state folder {}: {what}",
+                folder.display()
+            ))
+        };
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(folder)
+            .map_err(|other| {
+                error(&other).hint("run the agent as root, or name another folder: `state = ...`")
+            })?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(folder.join(LOCK_FILE))
+            .map_err(|other| {
+                error(&other).hint("run the agent as root, or name another folder: `state = ...`")
+            })?;
+        let mut file =
+            Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(mut file, other)| {
+                match other {
+                    nix::errno::Errno::EWOULDBLOCK => {
+                        let holder = read_holder(&mut file);
+                        error(&format!("another agent uses it{holder}")).hint(
+                        "two agents on one host need `state`, `listen` and `api.socket` of their \
+                         own",
+                    )
+                    }
+                    other => error(&other),
+                }
+            })?;
+        // For people only: nothing depends on it.
+        let note = file
+            .set_len(0)
+            .and_then(|()| writeln!(file, "{}", std::process::id()));
+        note.map_err(|other| error(&other))?;
+        Ok(Self { _file: file })
+    }
+}
+
+fn read_holder(file: &mut File) -> String {
+    use std::io::Read;
+    let mut text = String::new();
+    match file.take(20).read_to_string(&mut text) {
+        Ok(_) if !text.trim().is_empty() => format!(" (pid {})", text.trim()),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_agents_cannot_share_a_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("new/state");
+        let first = StateLock::take(&folder).unwrap();
+        let Err(error) = StateLock::take(&folder) else {
+            panic!("the second agent got the folder as well");
+        };
+        let pid = std::process::id();
+        assert!(error.message.contains(&format!("pid {pid}")), "{error}");
+        drop(first);
+        assert!(StateLock::take(&folder).is_ok());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_named() {
+        let Err(error) = StateLock::take(Path::new("/proc/nothing/here")) else {
+            panic!("a folder was made in /proc");
+        };
+        assert!(error.message.contains("/proc/nothing/here"));
+        assert!(error.hint.is_some());
+    }
+}
