@@ -1,1 +1,12 @@
 //! The one replication engine: source, destination, strategies, stop point and hand-over.
+//!
+//! A core: it does no I/O and has no clock. It does not know what QEMU, a disk or QUIC are; where
+//! regions differ, the difference is data of the region.
+
+mod block_map;
+mod content_index;
+pub mod destination;
+pub mod handover;
+pub mod source;
+pub mod stop;
+pub mod strategy;

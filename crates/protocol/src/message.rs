@@ -32,7 +32,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToDestination {
     /// Could this guest run here? Needs the scope *query*.
-    Query(Query),
+    Query(Box<Query>),
     /// Take this guest. Needs the scope *send guests*.
     Offer(Box<Offer>),
     /// Go on with an attempt over a new connection.

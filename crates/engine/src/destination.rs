@@ -1,0 +1,196 @@
+//! The destination's side of replication: which version of each block is here, and whether
+//! everything that was promised has come.
+
+use longhaul_codec::BlockId;
+use longhaul_protocol::limits::{ACKNOWLEDGED_MAX, REGIONS_MAX};
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::{BlockRange, Epoch, RegionId, RegionSpec};
+use std::collections::BTreeSet;
+
+/// More rejected blocks than this are not waited for.
+const MISSING_MAX: usize = 1 << 20;
+
+/// What a source said that makes no sense, or is too much.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum DestinationError {
+    /// Regions that are not numbered from 0, or too large to be counted.
+    #[error("the list of regions is not one that can be received")]
+    Regions,
+    /// A sequence number that came before, or that is too large.
+    #[error("frame {seq} is not one that can follow")]
+    Sequence {
+        /// Its number.
+        seq: u64,
+    },
+    /// Hardly any reference holds: the source does not know what is here.
+    #[error("{blocks} blocks were rejected and did not come again")]
+    Rejections {
+        /// How many.
+        blocks: usize,
+    },
+}
+
+#[derive(Debug)]
+struct Region {
+    spec: RegionSpec,
+    /// The frame that each block's content came with; 0 before the first.
+    versions: Vec<u32>,
+}
+
+/// One guest's state on its way in.
+#[derive(Debug)]
+pub struct Destination {
+    regions: Vec<Region>,
+    epoch: Epoch,
+    applied_in_epoch: u64,
+    unacknowledged: Acknowledgement,
+    announced: Option<u64>,
+    /// Blocks that were rejected and have not come again.
+    missing: BTreeSet<(RegionId, u64)>,
+    frames: u64,
+}
+
+impl Destination {
+    /// Nothing has arrived yet.
+    pub fn new(regions: &[RegionSpec]) -> Result<Self, DestinationError> {
+        let numbered = regions
+            .iter()
+            .enumerate()
+            .all(|(n, spec)| usize::from(spec.id.0) == n);
+        let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
+        if !numbered || regions.len() > REGIONS_MAX || blocks >= u64::from(u32::MAX) {
+            return Err(DestinationError::Regions);
+        }
+        let region = |spec: &RegionSpec| Region {
+            spec: spec.clone(),
+            versions: vec![0; spec.blocks as usize],
+        };
+        Ok(Self {
+            regions: regions.iter().map(region).collect(),
+            epoch: Epoch(1),
+            applied_in_epoch: 0,
+            unacknowledged: Acknowledgement::default(),
+            announced: None,
+            missing: BTreeSet::new(),
+            frames: 0,
+        })
+    }
+
+    /// Whether a block of frame `seq` is newer than what is here.
+    pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        let version = self
+            .region(id.region)
+            .and_then(|r| r.versions.get(id.block as usize));
+        version.is_some_and(|version| u64::from(*version) < seq)
+    }
+
+    /// Blocks of frame `seq` are about to be written. Returns whether none of them was ever
+    /// written before, and so is zero where the region starts so.
+    pub fn written(&mut self, region: RegionId, range: BlockRange, seq: u64) -> bool {
+        let Some(region_state) = self.regions.get_mut(usize::from(region.0)) else {
+            return false;
+        };
+        let mut fresh = region_state.spec.starts_zero;
+        for block in range.blocks() {
+            if let Some(version) = region_state.versions.get_mut(block as usize) {
+                fresh &= *version == 0;
+                *version = u32::try_from(seq).unwrap_or(u32::MAX);
+            }
+            self.missing.remove(&(region, block));
+        }
+        fresh
+    }
+
+    /// The length of a region in blocks.
+    pub fn region_blocks(&self, region: RegionId) -> Option<u64> {
+        self.region(region).map(|region| region.spec.blocks)
+    }
+
+    fn region(&self, region: RegionId) -> Option<&Region> {
+        self.regions.get(usize::from(region.0))
+    }
+
+    /// A frame of the connection `epoch` was applied, except for what is `rejected`.
+    pub fn applied(
+        &mut self,
+        epoch: Epoch,
+        seq: u64,
+        rejected: &[(RegionId, BlockRange)],
+    ) -> Result<(), DestinationError> {
+        if seq == 0 || u32::try_from(seq).is_err() {
+            return Err(DestinationError::Sequence { seq });
+        }
+        for (region, range) in rejected {
+            self.missing
+                .extend(range.blocks().map(|block| (*region, block)));
+        }
+        if self.missing.len() > MISSING_MAX {
+            return Err(DestinationError::Rejections {
+                blocks: self.missing.len(),
+            });
+        }
+        if epoch != self.epoch {
+            return Ok(());
+        }
+        self.frames += 1;
+        self.applied_in_epoch += 1;
+        match self.unacknowledged.applied.last_mut() {
+            Some((first, count)) if *first + u64::from(*count) == seq => *count += 1,
+            _ => self.unacknowledged.applied.push((seq, 1)),
+        }
+        self.unacknowledged.rejected.extend_from_slice(rejected);
+        Ok(())
+    }
+
+    /// A new connection: what was not acknowledged on the old one will come again.
+    pub fn connected(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+        self.applied_in_epoch = 0;
+        self.unacknowledged = Acknowledgement::default();
+        self.announced = None;
+    }
+
+    /// The source says that it has sent so many frames on this connection, and that is all.
+    pub fn announced(&mut self, epoch: Epoch, frames: u64) {
+        if epoch == self.epoch {
+            self.announced = Some(frames);
+        }
+    }
+
+    /// What the source should be told, if there is anything.
+    pub fn poll_acknowledgement(&mut self) -> Option<Acknowledgement> {
+        let waiting = &mut self.unacknowledged;
+        if waiting.applied.is_empty() {
+            return None;
+        }
+        if waiting.applied.len().max(waiting.rejected.len()) <= ACKNOWLEDGED_MAX {
+            return Some(std::mem::take(waiting));
+        }
+        let applied = waiting
+            .applied
+            .drain(..waiting.applied.len().min(ACKNOWLEDGED_MAX));
+        let applied = applied.collect();
+        let rejected = waiting
+            .rejected
+            .drain(..waiting.rejected.len().min(ACKNOWLEDGED_MAX));
+        Some(Acknowledgement {
+            applied,
+            rejected: rejected.collect(),
+        })
+    }
+
+    /// Whether everything that was announced on this connection is here.
+    pub fn is_complete(&self) -> bool {
+        self.missing.is_empty() && self.announced.is_some_and(|n| self.applied_in_epoch >= n)
+    }
+
+    /// The connection's number.
+    pub fn epoch(&self) -> Epoch {
+        self.epoch
+    }
+
+    /// Frames applied in all.
+    pub fn frames(&self) -> u64 {
+        self.frames
+    }
+}

@@ -1,0 +1,75 @@
+//! What the journals hold.
+
+use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use serde::{Deserialize, Serialize};
+
+/// Which end of a migration a journal belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Side {
+    /// Where the guest was.
+    Source,
+    /// Where it goes.
+    Destination,
+}
+
+/// One durable step of a migration. `docs/journal.md` describes its bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Record {
+    /// An attempt began.
+    Began {
+        /// The migration.
+        migration: MigrationId,
+        /// Its attempt.
+        attempt: Attempt,
+        /// Whose journal this is.
+        side: Side,
+        /// The guest's name.
+        guest: String,
+        /// The generation that the right to run has, held by the source.
+        generation: Generation,
+        /// The other host.
+        peer: HostId,
+        /// The other host's name here.
+        peer_name: String,
+        /// Whether the guest is paused and shall stay so.
+        paused: bool,
+    },
+    /// Destination: everything is here, and nothing runs without COMMIT.
+    Ready {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// Source: the guest is not resumed here any more unless the destination has ABORTED.
+    Released {
+        /// The attempt.
+        attempt: Attempt,
+        /// The generation that the destination will have.
+        generation: Generation,
+    },
+    /// Destination: the guest belongs here. The commit point.
+    Committed {
+        /// The attempt.
+        attempt: Attempt,
+        /// The generation that it has from now on.
+        generation: Generation,
+    },
+    /// Source: the destination is known to have committed.
+    Done {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// The attempt is over and the guest belongs to the source.
+    Aborted {
+        /// The attempt.
+        attempt: Attempt,
+        /// Why, for people.
+        reason: String,
+    },
+    /// Destination: committed, but `cont` failed before the guest ran; it belongs to the source.
+    Returned {
+        /// The attempt.
+        attempt: Attempt,
+        /// Why, for people.
+        reason: String,
+    },
+}

@@ -1,0 +1,611 @@
+//! The source's side of replication: which blocks are still here, which travel next, and when to
+//! stop the guest.
+//!
+//! ```text
+//! written(region, blocks) --> pending --take--> in flight --acknowledged--> at the destination
+//!                               ^                   |                              |
+//!                               +--- lost, rejected-+----------- written ----------+
+//! ```
+//!
+//! A block is taken out of the index *before* its content is read: a write that comes later is
+//! reported later and makes it pending again. So what is sent is never older than what the index
+//! says, and content need not be kept: it is read at the moment of sending.
+
+use crate::block_map::{BlockMap, ZERO};
+use crate::content_index::ContentIndex;
+use crate::stop::{StopReason, StopRule};
+use crate::strategy::{Before, Strategy};
+use longhaul_codec::{BlockId, Decision, Digest, Staged};
+use longhaul_protocol::limits::REGIONS_MAX;
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+pub use crate::block_map::Class;
+
+/// What cannot be replicated, or what a peer said that makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SourceError {
+    /// More regions, or more blocks in them, than this engine counts.
+    #[error("{blocks} blocks in {regions} regions are more than one migration can carry")]
+    TooLarge {
+        /// Number of regions.
+        regions: usize,
+        /// Blocks in all of them.
+        blocks: u64,
+    },
+    /// A region or block that is not part of this migration.
+    #[error("blocks {range:?} of region {region:?} are not part of this migration")]
+    Unknown {
+        /// The region that was named.
+        region: RegionId,
+        /// The blocks that were named.
+        range: BlockRange,
+    },
+    /// An acknowledgement for a frame that is not on its way.
+    #[error("frame {seq} was acknowledged and is not on its way")]
+    NotInFlight {
+        /// Its sequence number.
+        seq: u64,
+    },
+    /// More frames than sequence numbers.
+    #[error("this migration has sent more frames than can be numbered")]
+    Exhausted,
+}
+
+/// What the source would like to happen next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Advice {
+    /// Send: there are blocks that should travel.
+    Send,
+    /// Nothing to send until acknowledgements come.
+    Wait,
+    /// Find out what the guest has written since the last pass.
+    ReadPass,
+    /// Stop the guest.
+    Stop(StopReason),
+    /// The guest is stopped and every block is at the destination.
+    Complete,
+}
+
+/// Blocks to be read, encoded and sent as one frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// The frame's sequence number.
+    pub seq: u64,
+    /// The blocks: ascending within each region.
+    pub blocks: Vec<BlockId>,
+}
+
+/// What has been sent, by kind. Counts are blocks unless they say bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// All zero.
+    pub zero_blocks: u64,
+    /// Unchanged since it was last sent: not sent again.
+    pub same_blocks: u64,
+    /// Found in another block.
+    pub reference_blocks: u64,
+    /// Sent as they are.
+    pub literal_blocks: u64,
+    /// Frames as sent, in bytes.
+    pub frame_bytes: u64,
+    /// Number of frames.
+    pub frames: u64,
+    /// Blocks that had to be sent again because a reference did not hold.
+    pub rejected_blocks: u64,
+}
+
+/// The link, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Link {
+    /// What it carries of ours, in bytes per second.
+    pub rate_bytes_per_s: f64,
+    /// Round trip.
+    pub rtt: Duration,
+    /// Bytes handed over and not yet acknowledged by the link.
+    pub queued_bytes: u64,
+}
+
+/// Passes do not follow each other faster than this: each costs the source's QEMU a search for
+/// written pages.
+const PASS_MIN: Duration = Duration::from_millis(20);
+
+#[derive(Debug)]
+struct Region {
+    spec: RegionSpec,
+    first: u32,
+    map: BlockMap,
+}
+
+#[derive(Debug)]
+struct Flight {
+    blocks: Vec<BlockId>,
+    bytes: u64,
+}
+
+/// One guest's state on its way out.
+#[derive(Debug)]
+pub struct Source {
+    strategy: Strategy,
+    stop: StopRule,
+    regions: Vec<Region>,
+    index: ContentIndex,
+    flights: BTreeMap<u32, Flight>,
+    next_seq: u32,
+    pass: Pass,
+    frozen: bool,
+    sent: Sent,
+    first_cost: Cost,
+    again_cost: Cost,
+    link: Option<Link>,
+    switch_overhead: Duration,
+    hot_allowed: bool,
+}
+
+#[derive(Debug, Default)]
+struct Pass {
+    number: u32,
+    /// Blocks that the pass has reported so far.
+    reported_blocks: u64,
+    /// The time in which they were written; unknown for the first pass, which reports everything.
+    interval: Option<Duration>,
+    /// Whether it has been read as far as it will be before the next one.
+    read: bool,
+    /// Whether the stop rule has judged it.
+    judged: bool,
+    started_at: Duration,
+    /// Blocks that the guest writes per second, as the last pass showed.
+    dirty_blocks_per_s: Option<f64>,
+}
+
+/// Average bytes that a block costs on the link.
+#[derive(Debug, Default)]
+struct Cost {
+    average: Option<f64>,
+}
+
+impl Cost {
+    fn add(&mut self, blocks: usize, bytes: u64) {
+        let now = bytes as f64 / blocks as f64;
+        let weight = (blocks as f64 / 2048.0).min(0.5);
+        self.average = Some(self.average.map_or(now, |old| old + weight * (now - old)));
+    }
+}
+
+impl Source {
+    /// Everything in these regions is to be moved by this strategy, with a downtime of at most
+    /// `downtime` where the guest allows it. `switch_overhead` is what a switchover takes besides
+    /// the last blocks and the round trips: device state, loading, journals.
+    pub fn new(
+        strategy: Strategy,
+        regions: &[RegionSpec],
+        downtime: Duration,
+        switch_overhead: Duration,
+    ) -> Result<Self, SourceError> {
+        let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
+        let fits = regions.len() <= REGIONS_MAX && blocks < u64::from(u32::MAX);
+        let too_large = SourceError::TooLarge {
+            regions: regions.len(),
+            blocks,
+        };
+        let total = usize::try_from(blocks)
+            .ok()
+            .filter(|_| fits)
+            .ok_or(too_large)?;
+        let mut first = 0;
+        let mut maps = Vec::with_capacity(regions.len());
+        for spec in regions {
+            let map = BlockMap::new(spec.blocks as usize, spec.starts_zero);
+            maps.push(Region {
+                spec: spec.clone(),
+                first,
+                map,
+            });
+            first += spec.blocks as u32;
+        }
+        Ok(Self {
+            strategy,
+            stop: StopRule::new(downtime),
+            regions: maps,
+            index: ContentIndex::new(total),
+            flights: BTreeMap::new(),
+            next_seq: 1,
+            pass: Pass {
+                judged: true,
+                ..Pass::default()
+            },
+            frozen: false,
+            sent: Sent::default(),
+            first_cost: Cost::default(),
+            again_cost: Cost::default(),
+            link: None,
+            switch_overhead,
+            hot_allowed: false,
+        })
+    }
+
+    // Inputs.
+
+    /// A pass over what was written since the last one begins.
+    pub fn pass_started(&mut self, now: Duration) {
+        let interval = now.saturating_sub(self.pass.started_at);
+        self.pass = Pass {
+            number: self.pass.number + 1,
+            started_at: now,
+            interval: if self.pass.number == 0 {
+                None
+            } else {
+                Some(interval)
+            },
+            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
+            ..Pass::default()
+        };
+    }
+
+    /// How fast the guest writes, where that was measured before the first pass.
+    pub fn dirty_estimate(&mut self, blocks_per_s: f64) {
+        self.pass.dirty_blocks_per_s = Some(blocks_per_s);
+    }
+
+    /// The pass reports that these blocks were written.
+    pub fn written(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
+        self.pass.reported_blocks += range.count;
+        let pass = self.pass.number;
+        self.region(region, range)?.map.written(range, pass);
+        Ok(())
+    }
+
+    /// The pass has been read as far as it can be while the guest runs.
+    pub fn pass_read(&mut self) {
+        if !self.pass.read {
+            self.pass.read = true;
+            if let Some(interval) = self.pass.interval {
+                let seconds = interval.as_secs_f64().max(1e-3);
+                self.pass.dirty_blocks_per_s = Some(self.pass.reported_blocks as f64 / seconds);
+            }
+            let number = self.pass.number;
+            self.regions
+                .iter_mut()
+                .for_each(|region| region.map.pass_ended(number));
+        }
+    }
+
+    /// The guest is stopped and everything it wrote has been reported.
+    pub fn frozen(&mut self) {
+        self.frozen = true;
+    }
+
+    /// Somebody waits for this block.
+    pub fn wanted(&mut self, region: RegionId, block: u64) -> Result<(), SourceError> {
+        self.region(region, BlockRange::new(block, 1))?
+            .map
+            .want(block as usize);
+        Ok(())
+    }
+
+    /// What the link does at present.
+    pub fn link(&mut self, link: Link) {
+        self.link = Some(link);
+    }
+
+    /// The destination has applied frames, and could not use some of their blocks.
+    pub fn acknowledged(&mut self, message: &Acknowledgement) -> Result<(), SourceError> {
+        for (region, range) in &message.rejected {
+            self.region(*region, *range)?;
+        }
+        for (first, count) in &message.applied {
+            for seq in *first..first.saturating_add(u64::from(*count)) {
+                let unknown = SourceError::NotInFlight { seq };
+                let seq = u32::try_from(seq).map_err(|_| unknown.clone())?;
+                let flight = self.flights.remove(&seq).ok_or(unknown)?;
+                self.arrived(seq, &flight);
+            }
+        }
+        for (region, range) in &message.rejected {
+            self.sent.rejected_blocks += range.count;
+            let region = self.region(*region, *range)?;
+            range
+                .blocks()
+                .for_each(|block| region.map.rejected(block as usize));
+        }
+        Ok(())
+    }
+
+    /// The connection is gone: what was not acknowledged is pending again.
+    pub fn connection_lost(&mut self) {
+        for (seq, flight) in std::mem::take(&mut self.flights) {
+            for id in flight.blocks {
+                self.regions[usize::from(id.region.0)]
+                    .map
+                    .lost(id.block as usize, seq);
+            }
+        }
+    }
+
+    // Sending: take, then decide, then encoded.
+
+    /// Takes the next blocks out of the index. Their content must be read after this call.
+    pub fn take(&mut self, max_blocks: usize) -> Result<Option<Batch>, SourceError> {
+        if self.sendable().is_none() {
+            return Ok(None);
+        }
+        let seq = self.next_seq;
+        let mut blocks = Vec::with_capacity(max_blocks.min(256));
+        for class in Class::ALL {
+            if class == Class::Hot && !self.may_send_hot() {
+                continue;
+            }
+            for region in &mut self.regions {
+                let id = region.spec.id;
+                let room = max_blocks - blocks.len();
+                region.map.take(class, room, seq, self.frozen, |block| {
+                    blocks.push(BlockId { region: id, block });
+                });
+            }
+        }
+        if blocks.is_empty() {
+            return Ok(None);
+        }
+        self.next_seq = seq.checked_add(1).ok_or(SourceError::Exhausted)?;
+        blocks.sort_unstable();
+        self.flights.insert(
+            seq,
+            Flight {
+                blocks: blocks.clone(),
+                bytes: 0,
+            },
+        );
+        Ok(Some(Batch {
+            seq: u64::from(seq),
+            blocks,
+        }))
+    }
+
+    /// Says how each block of a batch is to travel, given what was found in the content that was
+    /// read.
+    pub fn decide(&mut self, batch: &Batch, staged: &[Staged]) -> Vec<Decision> {
+        let seq = batch.seq as u32;
+        let mut decisions = Vec::with_capacity(staged.len());
+        for (id, staged) in batch.blocks.iter().zip(staged) {
+            let digest = match staged {
+                Staged::Zero => ZERO,
+                Staged::Content(digest) => *digest,
+            };
+            let index = id.block as usize;
+            let map = &mut self.regions[usize::from(id.region.0)].map;
+            if map.holds(index, &digest) {
+                map.skip(index, seq);
+                self.sent.same_blocks += 1;
+                decisions.push(Decision::Skip);
+                continue;
+            }
+            map.sent(index, seq, digest);
+            decisions.push(if digest == ZERO {
+                self.sent.zero_blocks += 1;
+                Decision::Zero
+            } else if let Some(source) = self.find(&digest) {
+                self.sent.reference_blocks += 1;
+                Decision::Reference { source, digest }
+            } else {
+                self.sent.literal_blocks += 1;
+                Decision::Literal { digest }
+            });
+        }
+        decisions
+    }
+
+    /// The batch has become a frame of so many bytes, or nothing at all if every block was
+    /// skipped.
+    pub fn encoded(&mut self, batch: &Batch, frame_bytes: Option<usize>) {
+        let seq = batch.seq as u32;
+        let bytes = frame_bytes.unwrap_or(0) as u64;
+        if !batch.blocks.is_empty() {
+            let cost = if self.pass.number <= 1 {
+                &mut self.first_cost
+            } else {
+                &mut self.again_cost
+            };
+            cost.add(batch.blocks.len(), bytes);
+        }
+        match frame_bytes {
+            Some(_) => {
+                self.sent.frames += 1;
+                self.sent.frame_bytes += bytes;
+                if let Some(flight) = self.flights.get_mut(&seq) {
+                    flight.bytes = bytes;
+                }
+            }
+            None => {
+                self.flights.remove(&seq);
+            }
+        }
+    }
+
+    // Outputs.
+
+    /// What should happen next.
+    pub fn advise(&mut self, now: Duration) -> Advice {
+        if self.frozen {
+            return match (self.sendable(), self.flights.is_empty()) {
+                (Some(_), _) => Advice::Send,
+                (None, true) if self.pending_blocks() == 0 => Advice::Complete,
+                _ => Advice::Wait,
+            };
+        }
+        if self.sendable().is_some() {
+            return Advice::Send;
+        }
+        if self.pass.number == 0 || !self.pass.read {
+            return Advice::Wait;
+        }
+        match self.strategy.before {
+            Before::UntilStopRule => self.judge(now),
+        }
+    }
+
+    fn judge(&mut self, now: Duration) -> Advice {
+        let predicted = self.predicted_downtime(now);
+        let limit = self.stop.limit();
+        let hot = self.pending(Class::Hot);
+        if predicted > limit && hot > 0 && !self.hot_allowed && !self.pass.judged {
+            self.hot_allowed = self.switchover_time(hot as f64) > limit;
+            if self.hot_allowed {
+                return Advice::Send;
+            }
+        }
+        self.hot_allowed = false;
+        if !self.pass.judged && self.pass.dirty_blocks_per_s.is_some() {
+            self.pass.judged = true;
+            let left = self.left_blocks(now) * self.block_cost();
+            if let Some(reason) = self.stop.pass(left as u64, predicted) {
+                return Advice::Stop(reason);
+            }
+        }
+        if now.saturating_sub(self.pass.started_at) < PASS_MIN {
+            Advice::Wait
+        } else {
+            Advice::ReadPass
+        }
+    }
+
+    /// How long the guest would stand still if it were stopped now.
+    pub fn predicted_downtime(&self, now: Duration) -> Duration {
+        self.switchover_time(self.left_blocks(now))
+    }
+
+    fn switchover_time(&self, blocks: f64) -> Duration {
+        let Some(link) = self.link else {
+            return Duration::MAX;
+        };
+        let bytes = blocks * self.block_cost() + link.queued_bytes as f64;
+        let seconds = bytes / link.rate_bytes_per_s.max(1.0);
+        let blocks_time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
+        blocks_time.saturating_add(self.switch_overhead + link.rtt.mul_f64(1.5))
+    }
+
+    /// Blocks that would have to travel after a stop: pending ones, and what the guest has
+    /// probably written since the pass was made.
+    fn left_blocks(&self, now: Duration) -> f64 {
+        let since = now.saturating_sub(self.pass.started_at).as_secs_f64();
+        let unseen = self.pass.dirty_blocks_per_s.unwrap_or(0.0) * since;
+        let all: u64 = self
+            .regions
+            .iter()
+            .map(|region| region.map.len() as u64)
+            .sum();
+        (self.pending_blocks() as f64 + unseen).min(all as f64)
+    }
+
+    fn block_cost(&self) -> f64 {
+        let cost = self.again_cost.average.or(self.first_cost.average);
+        cost.unwrap_or(BLOCK_SIZE as f64)
+    }
+
+    /// How many blocks are pending.
+    pub fn pending_blocks(&self) -> u64 {
+        self.regions
+            .iter()
+            .map(|region| region.map.pending_total())
+            .sum()
+    }
+
+    /// How many bytes are probably still to be sent.
+    pub fn remaining_bytes(&self, now: Duration) -> u64 {
+        let in_flight: u64 = self.flights.values().map(|flight| flight.bytes).sum();
+        (self.left_blocks(now) * self.block_cost()) as u64 + in_flight
+    }
+
+    /// How many blocks of each region are pending.
+    pub fn pending_by_region(&self) -> Vec<(RegionSpec, u64)> {
+        self.regions
+            .iter()
+            .map(|r| (r.spec.clone(), r.map.pending_total()))
+            .collect()
+    }
+
+    /// Blocks that the guest wrote per second between the last two passes.
+    pub fn dirty_blocks_per_s(&self) -> Option<f64> {
+        self.pass.dirty_blocks_per_s
+    }
+
+    /// The number of the pass that is being read, from 1.
+    pub fn pass_number(&self) -> u32 {
+        self.pass.number
+    }
+
+    /// What has been sent so far.
+    pub fn sent(&self) -> Sent {
+        self.sent
+    }
+
+    /// Frames that are not acknowledged.
+    pub fn frames_in_flight(&self) -> usize {
+        self.flights.len()
+    }
+
+    // Inside.
+
+    fn region(&mut self, id: RegionId, range: BlockRange) -> Result<&mut Region, SourceError> {
+        let region = self.regions.get_mut(usize::from(id.0));
+        let region = region.filter(|region| range.end() <= region.map.len() as u64);
+        region.ok_or(SourceError::Unknown { region: id, range })
+    }
+
+    fn pending(&self, class: Class) -> u64 {
+        self.regions
+            .iter()
+            .map(|region| region.map.pending(class))
+            .sum()
+    }
+
+    fn may_send_hot(&self) -> bool {
+        self.frozen || self.hot_allowed
+    }
+
+    /// The first class that has blocks which may be sent now.
+    fn sendable(&self) -> Option<Class> {
+        let classes = Class::ALL.into_iter();
+        classes
+            .filter(|c| *c != Class::Hot || self.may_send_hot())
+            .find(|c| self.pending(*c) > 0)
+    }
+
+    fn find(&self, digest: &Digest) -> Option<BlockId> {
+        let found = self
+            .index
+            .find(digest, |global| holds(&self.regions, global, digest))?;
+        let (region, block) = locate(&self.regions, found)?;
+        Some(BlockId {
+            region: region.spec.id,
+            block,
+        })
+    }
+
+    fn arrived(&mut self, seq: u32, flight: &Flight) {
+        for id in &flight.blocks {
+            let region = &mut self.regions[usize::from(id.region.0)];
+            let global = region.first + id.block as u32;
+            let Some(digest) = region.map.acknowledged(id.block as usize, seq) else {
+                continue;
+            };
+            if digest != ZERO {
+                let (regions, index) = (&self.regions, &mut self.index);
+                index.insert(&digest, global, |other| holds(regions, other, &digest));
+            }
+        }
+    }
+}
+
+/// The region and block that a number over all regions means.
+fn locate(regions: &[Region], global: u32) -> Option<(&Region, u64)> {
+    let after = regions.partition_point(|region| region.first <= global);
+    let region = regions.get(after.checked_sub(1)?)?;
+    Some((region, u64::from(global - region.first)))
+}
+
+fn holds(regions: &[Region], global: u32, digest: &Digest) -> bool {
+    let block = locate(regions, global);
+    block.is_some_and(|(region, block)| region.map.holds(block as usize, digest))
+}

@@ -1,0 +1,362 @@
+//! Source and destination against each other and against a plain copy: whatever a guest writes,
+//! whatever the link loses, both ends hold the same when the destination is complete.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use longhaul_codec::{
+    BlockId, BlockSink, BlockWrite, Compression, Content, Decoder, DigestKey, Encoder, Hasher,
+    Limits,
+};
+use longhaul_engine::destination::Destination;
+use longhaul_engine::source::{Advice, Link, Source};
+use longhaul_engine::stop::StopReason;
+use longhaul_engine::strategy::Strategy as Row;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
+use proptest::prelude::*;
+use std::collections::{BTreeSet, VecDeque};
+use std::convert::Infallible;
+use std::time::Duration;
+
+const KEY: DigestKey = DigestKey([3; 32]);
+const SIZES: [u64; 2] = [70, 9];
+
+type Memory = Vec<Vec<[u8; BLOCK_SIZE]>>;
+
+fn regions() -> Vec<RegionSpec> {
+    let spec = |(n, blocks): (usize, &u64)| RegionSpec {
+        id: RegionId(n as u16),
+        name: format!("region {n}"),
+        blocks: *blocks,
+        durable: false,
+        starts_zero: n == 0,
+    };
+    SIZES.iter().enumerate().map(spec).collect()
+}
+
+fn memory(fill: u8) -> Memory {
+    SIZES
+        .iter()
+        .map(|blocks| vec![[fill; BLOCK_SIZE]; *blocks as usize])
+        .collect()
+}
+
+/// A destination whose RAM is a vector; the second region starts as garbage.
+struct Receiver {
+    memory: Memory,
+    state: Destination,
+}
+
+impl BlockSink for Receiver {
+    type Error = Infallible;
+
+    fn region_blocks(&self, region: RegionId) -> Option<u64> {
+        self.state.region_blocks(region)
+    }
+
+    fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        self.state.accepts(id, seq)
+    }
+
+    fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
+        *content = self.memory[usize::from(id.region.0)][id.block as usize];
+        true
+    }
+
+    fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {
+        for write in writes {
+            let fresh = self.state.written(write.region, write.range, seq);
+            for (n, block) in write.range.blocks().enumerate() {
+                let target = &mut self.memory[usize::from(write.region.0)][block as usize];
+                match write.content {
+                    Content::Zero if fresh => assert_eq!(*target, [0; BLOCK_SIZE]),
+                    Content::Zero => *target = [0; BLOCK_SIZE],
+                    Content::Bytes(bytes) => {
+                        target.copy_from_slice(&bytes[n * BLOCK_SIZE..(n + 1) * BLOCK_SIZE]);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+struct Bench {
+    guest: Memory,
+    dirty: BTreeSet<(u16, u64)>,
+    source: Source,
+    receiver: Receiver,
+    wire: VecDeque<Vec<u8>>,
+    acks: VecDeque<longhaul_protocol::message::Acknowledgement>,
+    encoder: Encoder,
+    decoder: Decoder,
+    epoch: Epoch,
+    frames_in_epoch: u64,
+    now: Duration,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let regions = regions();
+        let mut destination = memory(0);
+        destination[1].iter_mut().for_each(|block| block.fill(0xee));
+        let downtime = Duration::from_millis(300);
+        let mut source = Source::new(Row::PRECOPY, &regions, downtime, Duration::ZERO).unwrap();
+        source.pass_started(Duration::ZERO);
+        Self {
+            guest: memory(0),
+            dirty: BTreeSet::new(),
+            source,
+            receiver: Receiver {
+                memory: destination,
+                state: Destination::new(&regions).unwrap(),
+            },
+            wire: VecDeque::new(),
+            acks: VecDeque::new(),
+            encoder: Encoder::new(),
+            decoder: Decoder::new(KEY),
+            epoch: Epoch(1),
+            frames_in_epoch: 0,
+            now: Duration::ZERO,
+        }
+    }
+
+    fn write(&mut self, at: u16, content: u8) {
+        let at = u64::from(at) % (SIZES[0] + SIZES[1]);
+        let (region, block) = if at < SIZES[0] {
+            (0, at)
+        } else {
+            (1, at - SIZES[0])
+        };
+        self.guest[usize::from(region)][block as usize] = [content; BLOCK_SIZE];
+        self.dirty.insert((region, block));
+    }
+
+    fn report(&mut self) {
+        for (region, block) in std::mem::take(&mut self.dirty) {
+            self.source
+                .written(RegionId(region), BlockRange::new(block, 1))
+                .unwrap();
+        }
+    }
+
+    fn pass(&mut self) {
+        self.now += Duration::from_millis(100);
+        self.source.pass_started(self.now);
+        self.report();
+        self.source.pass_read();
+    }
+
+    fn send(&mut self, max: usize) -> bool {
+        let Some(batch) = self.source.take(max).unwrap() else {
+            return false;
+        };
+        let content: Vec<_> = batch
+            .blocks
+            .iter()
+            .map(|id| self.guest[usize::from(id.region.0)][id.block as usize])
+            .collect();
+        let mut staged = Vec::new();
+        Hasher::new(KEY).stage(&content, &mut staged);
+        let decisions = self.source.decide(&batch, &staged);
+        let frame = self
+            .encoder
+            .encode_frame(
+                batch.seq,
+                &batch.blocks,
+                &content,
+                &decisions,
+                Compression::Lz4,
+            )
+            .unwrap();
+        if frame.blocks == 0 {
+            self.source.encoded(&batch, None);
+        } else {
+            self.source.encoded(&batch, Some(frame.bytes.len()));
+            self.frames_in_epoch += 1;
+            self.wire.push_back(frame.bytes);
+        }
+        true
+    }
+
+    /// Frames may overtake each other: `which` picks one of those on their way.
+    fn deliver(&mut self, which: u16) -> bool {
+        if self.wire.is_empty() {
+            return false;
+        }
+        let which = usize::from(which) % self.wire.len();
+        let frame = self.wire.remove(which).unwrap();
+        let outcome = self
+            .decoder
+            .decode(&frame, &Limits::default(), &mut self.receiver)
+            .unwrap();
+        self.receiver
+            .state
+            .applied(self.epoch, outcome.seq, &outcome.rejected)
+            .unwrap();
+        true
+    }
+
+    fn acknowledge(&mut self) {
+        self.acks.extend(self.receiver.state.poll_acknowledgement());
+        if let Some(ack) = self.acks.pop_front() {
+            self.source.acknowledged(&ack).unwrap();
+        }
+    }
+
+    fn cut(&mut self) {
+        self.wire.clear();
+        self.acks.clear();
+        self.source.connection_lost();
+        self.epoch = Epoch(self.epoch.0 + 1);
+        self.frames_in_epoch = 0;
+        self.receiver.state.connected(self.epoch);
+    }
+
+    fn finish(&mut self) {
+        self.now += Duration::from_millis(100);
+        self.source.pass_started(self.now);
+        self.report();
+        self.source.frozen();
+        for _ in 0..10_000 {
+            match self.source.advise(self.now) {
+                Advice::Complete => break,
+                Advice::Send => assert!(self.send(5) || self.deliver(0) || !self.acks.is_empty()),
+                Advice::Wait => {
+                    self.deliver(0);
+                }
+                other => panic!("{other:?} after the guest was stopped"),
+            }
+            self.acknowledge();
+        }
+        self.receiver
+            .state
+            .announced(self.epoch, self.frames_in_epoch);
+        assert_eq!(self.source.advise(self.now), Advice::Complete);
+        assert!(self.receiver.state.is_complete());
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Write { at: u16, content: u8 },
+    Pass,
+    Send(usize),
+    Deliver(u16),
+    Acknowledge,
+    Cut,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        8 => (any::<u16>(), 0u8..6).prop_map(|(at, content)| Step::Write { at, content }),
+        1 => Just(Step::Pass),
+        6 => (1usize..20).prop_map(Step::Send),
+        6 => any::<u16>().prop_map(Step::Deliver),
+        3 => Just(Step::Acknowledge),
+        1 => Just(Step::Cut),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn both_ends_hold_the_same_in_the_end(
+        steps in proptest::collection::vec(step(), 0..300),
+    ) {
+        let mut bench = Bench::new();
+        for step in steps {
+            match step {
+                Step::Write { at, content } => bench.write(at, content),
+                Step::Pass => bench.pass(),
+                Step::Send(max) => { bench.send(max); }
+                Step::Deliver(which) => { bench.deliver(which); }
+                Step::Acknowledge => bench.acknowledge(),
+                Step::Cut => bench.cut(),
+            }
+        }
+        bench.finish();
+        for (ours, theirs) in bench.guest.iter().zip(&bench.receiver.memory) {
+            for (block, (ours, theirs)) in ours.iter().zip(theirs).enumerate() {
+                prop_assert_eq!(ours[0], theirs[0], "block {}", block);
+                prop_assert!(ours == theirs);
+            }
+        }
+    }
+}
+
+#[test]
+fn content_that_is_there_does_not_travel_again() {
+    let mut bench = Bench::new();
+    (0..SIZES[0] as u16).for_each(|at| bench.write(at, 1 + at as u8));
+    bench.report();
+    while bench.send(16) {}
+    while bench.deliver(0) {}
+    bench.acknowledge();
+    let literal = bench.source.sent().literal_blocks;
+    assert_eq!(literal, SIZES[0]);
+    bench.write(3, 4);
+    bench.write(72, 9);
+    bench.pass();
+    while bench.send(16) {}
+    let sent = bench.source.sent();
+    assert_eq!(sent.literal_blocks, literal, "found elsewhere or unchanged");
+    assert_eq!((sent.same_blocks, sent.reference_blocks), (1, 1));
+}
+
+#[test]
+fn an_idle_guest_is_stopped_after_one_pass() {
+    let mut bench = Bench::new();
+    bench.source.dirty_estimate(0.0);
+    let link = Link {
+        rate_bytes_per_s: 1e7,
+        rtt: Duration::from_millis(20),
+        queued_bytes: 0,
+    };
+    bench.source.link(link);
+    bench.source.pass_read();
+    assert_eq!(bench.source.advise(bench.now), Advice::Send);
+    while bench.send(64) {}
+    bench.now += Duration::from_secs(1);
+    assert_eq!(
+        bench.source.advise(bench.now),
+        Advice::Stop(StopReason::WithinLimit)
+    );
+}
+
+#[test]
+fn a_guest_of_unknown_rate_is_looked_at_again() {
+    let mut bench = Bench::new();
+    bench.source.link(Link {
+        rate_bytes_per_s: 1e7,
+        rtt: Duration::from_millis(20),
+        queued_bytes: 0,
+    });
+    bench.source.pass_read();
+    while bench.send(64) {}
+    bench.now += Duration::from_secs(1);
+    assert_eq!(bench.source.advise(bench.now), Advice::ReadPass);
+}
+
+#[test]
+fn hot_blocks_wait_for_the_stop() {
+    let mut bench = Bench::new();
+    let link = Link {
+        rate_bytes_per_s: 1e7,
+        rtt: Duration::from_millis(20),
+        queued_bytes: 0,
+    };
+    bench.source.link(link);
+    bench.source.pass_read();
+    while bench.send(64) {}
+    while bench.deliver(0) {}
+    bench.acknowledge();
+    for content in 0..3 {
+        bench.write(7, 100 + content);
+        bench.pass();
+        if content < 1 {
+            while bench.send(64) {}
+            while bench.deliver(0) {}
+            bench.acknowledge();
+        }
+    }
+    assert!(!bench.send(64), "block 7 is hot and stays");
+    assert_eq!(bench.source.pending_blocks(), 1);
+}
