@@ -1,0 +1,6 @@
+//! Frames as callers and peers see them.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+mod damaged;
+mod round_trip;
