@@ -1,1 +1,5 @@
-//! What an agent keeps on disk: the journal of the hand-over.
+//! What an agent keeps on disk: the journal of each migration.
+
+mod journal;
+
+pub use journal::{Journal, JournalError, MAGIC};
