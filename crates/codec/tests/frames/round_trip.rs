@@ -426,9 +426,8 @@ proptest! {
             }
         }
         for id in sink.blocks.keys() {
-            prop_assert!(REGIONS.iter().any(|(region, blocks)| {
-                *region == id.region && id.block < *blocks
-            }));
+            let blocks = REGIONS.iter().find(|(region, _)| *region == id.region);
+            prop_assert!(blocks.is_some_and(|(_, blocks)| id.block < *blocks));
         }
     }
 }
