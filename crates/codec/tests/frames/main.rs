@@ -4,3 +4,4 @@
 mod common;
 mod damaged;
 mod round_trip;
+mod wire_page;
