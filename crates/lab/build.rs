@@ -11,9 +11,28 @@ fn main() {
     println!("cargo::rerun-if-changed=arena/src");
     let variable = |name: &str| env::var(name).unwrap_or_else(|_| fail(&format!("{name} not set")));
     let status = Command::new(variable("RUSTC"))
-        .args(["--crate-name", "arena", "--edition", "2024", "--cap-lints", "allow"])
-        .args(["-C", "opt-level=3", "-C", "panic=abort", "-C", "strip=symbols"])
-        .args(["-C", "target-feature=+crt-static", "-C", "relocation-model=static"])
+        .args([
+            "--crate-name",
+            "arena",
+            "--edition",
+            "2024",
+            "--cap-lints",
+            "allow",
+        ])
+        .args([
+            "-C",
+            "opt-level=3",
+            "-C",
+            "panic=abort",
+            "-C",
+            "strip=symbols",
+        ])
+        .args([
+            "-C",
+            "target-feature=+crt-static",
+            "-C",
+            "relocation-model=static",
+        ])
         .args(["--target", &variable("TARGET"), "-o"])
         .arg(Path::new(&variable("OUT_DIR")).join("arena"))
         .arg("arena/src/main.rs")

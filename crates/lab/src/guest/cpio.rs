@@ -33,11 +33,25 @@ impl Archive {
         self.entries += 1;
         let links = if mode == FOLDER { 2 } else { 1 };
         let (content_bytes, name_bytes) = (content.len() as u32, name.len() as u32 + 1);
-        let fields =
-            [self.entries, mode, 0, 0, links, 0, content_bytes, 0, 0, 0, 0, name_bytes, 0];
+        let fields = [
+            self.entries,
+            mode,
+            0,
+            0,
+            links,
+            0,
+            content_bytes,
+            0,
+            0,
+            0,
+            0,
+            name_bytes,
+            0,
+        ];
         self.bytes.extend_from_slice(b"070701");
         for field in fields {
-            self.bytes.extend_from_slice(format!("{field:08x}").as_bytes());
+            self.bytes
+                .extend_from_slice(format!("{field:08x}").as_bytes());
         }
         self.bytes.extend_from_slice(name.as_bytes());
         self.bytes.push(0);

@@ -62,7 +62,10 @@ fn require(
     order: &mut Vec<PathBuf>,
     depth: usize,
 ) -> Result<(), InitramfsError> {
-    let problem = |problem| InitramfsError::Module { module: name.to_owned(), problem };
+    let problem = |problem| InitramfsError::Module {
+        module: name.to_owned(),
+        problem,
+    };
     let Some(path) = available.get(name) else {
         return if builtin.iter().any(|module| module == name) {
             Ok(())
@@ -91,14 +94,23 @@ fn dependencies(module: &[u8]) -> Option<Vec<String>> {
     let rest = module.get(start..)?;
     let end = rest.iter().position(|byte| *byte == 0)?;
     let names = std::str::from_utf8(&rest[..end]).ok()?;
-    Some(names.split(',').filter(|name| !name.is_empty()).map(normal).collect())
+    Some(
+        names
+            .split(',')
+            .filter(|name| !name.is_empty())
+            .map(normal)
+            .collect(),
+    )
 }
 
 fn find_modules(
     folder: &Path,
     found: &mut BTreeMap<String, PathBuf>,
 ) -> Result<(), InitramfsError> {
-    let failed = |source| InitramfsError::Read { path: folder.to_owned(), source };
+    let failed = |source| InitramfsError::Read {
+        path: folder.to_owned(),
+        source,
+    };
     for entry in fs::read_dir(folder).map_err(failed)? {
         let entry = entry.map_err(failed)?;
         let path = entry.path();
@@ -115,7 +127,10 @@ fn builtin(modules: &Path) -> Result<Vec<String>, InitramfsError> {
     let path = modules.join("modules.builtin");
     let list = read(&path)?;
     let list = String::from_utf8_lossy(&list);
-    Ok(list.lines().filter_map(|line| module_name(Path::new(line))).collect())
+    Ok(list
+        .lines()
+        .filter_map(|line| module_name(Path::new(line)))
+        .collect())
 }
 
 fn module_name(path: &Path) -> Option<String> {
@@ -127,7 +142,10 @@ fn normal(name: &str) -> String {
 }
 
 fn read(path: &Path) -> Result<Vec<u8>, InitramfsError> {
-    fs::read(path).map_err(|source| InitramfsError::Read { path: path.to_owned(), source })
+    fs::read(path).map_err(|source| InitramfsError::Read {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 #[cfg(test)]
@@ -145,19 +163,29 @@ mod tests {
             ("virtio.ko", ""),
             ("virtio_blk.ko", "virtio_ring"),
         ] {
-            fs::write(kernel.join(file), format!("ELF\0depends={depends}\0name=x\0")).unwrap();
+            fs::write(
+                kernel.join(file),
+                format!("ELF\0depends={depends}\0name=x\0"),
+            )
+            .unwrap();
         }
         let list = "kernel/drivers/char/virtio_console.ko\n";
         fs::write(folder.path().join("modules.builtin"), list).unwrap();
         let archive = build(folder.path()).unwrap();
         let at = |name: &str| {
-            archive.windows(name.len()).position(|window| window == name.as_bytes()).unwrap()
+            archive
+                .windows(name.len())
+                .position(|window| window == name.as_bytes())
+                .unwrap()
         };
         assert!(at("modules/00-virtio.ko") < at("modules/01-virtio-ring.ko"));
         assert!(at("modules/01-virtio-ring.ko") < at("modules/02-virtio_pci.ko"));
         assert!(at("modules/03-virtio_blk.ko") < at("init"));
         fs::write(folder.path().join("modules.builtin"), "").unwrap();
         let error = build(folder.path()).unwrap_err().to_string();
-        assert!(error.starts_with("virtio_console: the kernel has no such module"), "{error}");
+        assert!(
+            error.starts_with("virtio_console: the kernel has no such module"),
+            "{error}"
+        );
     }
 }

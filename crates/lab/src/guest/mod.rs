@@ -1,4 +1,123 @@
-//! The laboratory's guests.
+//! The guests that the laboratory makes itself, and the files that they boot from.
 
 pub mod cpio;
 pub mod initramfs;
+
+use crate::error::{During, LabError};
+use longhaul_protocol::guest::{Channel, GuestDescription, Kernel};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// The name of the kernel that `tiny` guests boot, in each host's configuration.
+pub const KERNEL_NAME: &str = "tiny";
+/// The name of the channel that the arena speaks on.
+pub const CHANNEL_NAME: &str = "arena";
+
+/// The chipset of a guest's machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Chipset {
+    /// PCI Express.
+    Q35,
+    /// The old PC.
+    Pc,
+}
+
+impl Chipset {
+    /// The chipset that `--machine` names.
+    pub fn named(name: &str) -> Option<Self> {
+        match name {
+            "q35" => Some(Self::Q35),
+            "pc" => Some(Self::Pc),
+            _ => None,
+        }
+    }
+
+    /// The machine type of this chipset in a QEMU version such as `7.2`.
+    pub fn machine_type(self, version: &str) -> String {
+        match self {
+            Self::Q35 => format!("pc-q35-{version}"),
+            Self::Pc => format!("pc-i440fx-{version}"),
+        }
+    }
+}
+
+/// A guest without disks whose whole user space is the arena: up in seconds without KVM.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tiny {
+    /// The guest's name.
+    pub name: String,
+    /// Its machine's chipset.
+    pub chipset: Chipset,
+    /// The QEMU version whose machine it has, such as `7.2`.
+    pub machine_version: String,
+    /// Number of virtual CPUs.
+    pub vcpus: u32,
+    /// Memory in MiB.
+    pub memory_mib: u64,
+}
+
+impl Tiny {
+    /// As small as a guest is that can be moved.
+    pub fn new(name: &str) -> Self {
+        Self {
+            name: name.to_owned(),
+            chipset: Chipset::Q35,
+            machine_version: "7.2".to_owned(),
+            vcpus: 1,
+            memory_mib: 128,
+        }
+    }
+
+    /// What the guest is, in words that hold on every host.
+    pub fn description(&self) -> GuestDescription {
+        GuestDescription {
+            name: self.name.clone(),
+            machine: self.chipset.machine_type(&self.machine_version),
+            cpu: "qemu64".to_owned(),
+            vcpus: self.vcpus,
+            memory_mib: self.memory_mib,
+            firmware: None,
+            kernel: Some(Kernel {
+                name: KERNEL_NAME.to_owned(),
+                command_line: "console=ttyS0 quiet panic=-1".to_owned(),
+            }),
+            disks: Vec::new(),
+            nics: Vec::new(),
+            channels: vec![Channel { name: CHANNEL_NAME.to_owned() }],
+        }
+    }
+}
+
+/// The files that `tiny` guests boot from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelFiles {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// The initial RAM file system, with the arena in it.
+    pub initramfs: PathBuf,
+}
+
+impl KernelFiles {
+    /// Makes the initial RAM file system for the kernel that `scripts/install lab` unpacked in
+    /// `kernel_folder` (`vmlinuz` and `modules`), and puts it into `folder`.
+    ///
+    /// # Errors
+    /// When the kernel is not there, or the folder cannot be written.
+    pub fn make(kernel_folder: &Path, folder: &Path) -> Result<Self, LabError> {
+        static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let archive = initramfs::build(&kernel_folder.join("modules")).map_err(|error| {
+            LabError::Missing {
+                what: format!("a kernel for the guests ({error})"),
+                hint: "sudo scripts/install lab".to_owned(),
+            }
+        })?;
+        let initramfs = folder.join("tiny.initramfs");
+        // Two laboratories may write at the same time: each sees a whole file.
+        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+        let new = folder.join(format!("tiny.initramfs.{}.{number}", std::process::id()));
+        fs::write(&new, archive).during(|| format!("write {}", new.display()))?;
+        fs::rename(&new, &initramfs).during(|| format!("write {}", initramfs.display()))?;
+        Ok(Self { kernel: kernel_folder.join("vmlinuz"), initramfs })
+    }
+}

@@ -1,0 +1,417 @@
+//! Talks to the arena inside a guest and keeps the times at which its heartbeats arrived.
+
+use serde::Deserialize;
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+const CONNECT_EVERY: Duration = Duration::from_millis(2);
+/// How long the reader of a silent socket goes on reading before it looks whether to end.
+const READ_SLICE: Duration = Duration::from_millis(100);
+const LONGEST_LINE: u64 = 64 << 10;
+const FAULTS_KEPT: usize = 64;
+
+/// What the arena holds and how it is rewritten.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Workload {
+    /// `random`, `text` or `mix`.
+    pub content: String,
+    /// Bytes of pages.
+    pub arena_bytes: u64,
+    /// The part of them that is rewritten; 0: all.
+    pub working_set_bytes: u64,
+    /// Pages rewritten per second.
+    pub pages_per_s: u64,
+    /// Bytes changed in a page that is rewritten.
+    pub write_bytes: u64,
+    /// Threads that write.
+    pub writers: u32,
+    /// Makes the content differ from that of another seed.
+    pub seed: u64,
+}
+
+/// A heartbeat, as it arrived.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Beat {
+    /// When it arrived, by the laboratory's monotonic clock.
+    pub at: Instant,
+    /// Its number; the guest counts every one that it could have sent.
+    pub number: u64,
+    /// Time since the arena started, by the guest's own clock.
+    pub clock_us: u64,
+    /// Pages rewritten so far.
+    pub writes: u64,
+    /// Pages verified so far.
+    pub verified: u64,
+    /// Pages found wrong so far.
+    pub errors: u64,
+}
+
+/// A page that did not hold what it should.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Fault {
+    /// The page's number in the arena.
+    #[serde(rename = "fault")]
+    pub page: u64,
+    /// What it should have held.
+    pub expected: String,
+    /// What it held.
+    pub found: String,
+}
+
+/// What verifying every page found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Verified {
+    /// Pages looked at.
+    pub pages: u64,
+    /// Pages that were wrong.
+    pub errors: u64,
+}
+
+/// Why the arena could not be asked.
+#[derive(Debug, thiserror::Error)]
+pub enum ArenaError {
+    /// No socket of the guest is connected.
+    #[error("the guest's arena cannot be reached: none of its sockets is there")]
+    NotConnected,
+    /// The guest said nothing.
+    #[error("the guest's arena did not {what} within {} s", limit.as_secs())]
+    TimedOut {
+        /// What it should have done.
+        what: String,
+        /// How long it was waited for.
+        limit: Duration,
+    },
+    /// The arena refused.
+    #[error("the guest's arena refused: {0}")]
+    Refused(String),
+    /// The socket broke.
+    #[error("writing to the guest's arena: {0}")]
+    Write(#[from] io::Error),
+}
+
+/// The arena of one guest, wherever the guest runs: it is heard on every socket that was attached.
+#[derive(Debug)]
+pub struct Arena {
+    shared: Arc<Shared>,
+    next_id: u64,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+    closed: AtomicBool,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    beats: Vec<Beat>,
+    faults: Vec<Fault>,
+    answers: HashMap<u64, Value>,
+    sockets: HashMap<PathBuf, UnixStream>,
+    /// Where the latest heartbeat came from: commands go there.
+    current: Option<PathBuf>,
+    bad_lines: u64,
+}
+
+impl Arena {
+    /// An arena that is not heard yet.
+    pub fn new() -> Self {
+        Self {
+            shared: Arc::default(),
+            next_id: 1,
+        }
+    }
+
+    /// Listens on a channel's socket from the moment at which it exists, until it breaks.
+    pub fn attach(&self, socket: &Path) -> io::Result<()> {
+        let (shared, path) = (self.shared.clone(), socket.to_owned());
+        thread::Builder::new()
+            .name("arena".to_owned())
+            .spawn(move || shared.listen(&path))?;
+        Ok(())
+    }
+
+    /// Fills the arena and starts to rewrite it.
+    pub fn start(&mut self, workload: &Workload, limit: Duration) -> Result<u64, ArenaError> {
+        let command = json!({
+            "command": "start",
+            "content": workload.content,
+            "arena_bytes": workload.arena_bytes,
+            "working_set_bytes": workload.working_set_bytes,
+            "pages_per_s": workload.pages_per_s,
+            "write_bytes": workload.write_bytes,
+            "writers": workload.writers,
+            "seed": workload.seed,
+        });
+        let answer = self.ask(command, limit)?;
+        Ok(answer.get("pages").and_then(Value::as_u64).unwrap_or(0))
+    }
+
+    /// Changes how many pages are rewritten per second; 0 stops it.
+    pub fn set_rate(&mut self, pages_per_s: u64, limit: Duration) -> Result<(), ArenaError> {
+        self.ask(
+            json!({"command": "rate", "pages_per_s": pages_per_s}),
+            limit,
+        )
+        .map(drop)
+    }
+
+    /// Verifies every page.
+    pub fn verify(&mut self, limit: Duration) -> Result<Verified, ArenaError> {
+        let answer = self.ask(json!({"command": "verify"}), limit)?;
+        let number = |key| answer.get(key).and_then(Value::as_u64);
+        match (number("pages"), number("found_errors")) {
+            (Some(pages), Some(errors)) => Ok(Verified { pages, errors }),
+            _ => Err(ArenaError::Refused(answer.to_string())),
+        }
+    }
+
+    /// Waits until a heartbeat arrives that was sent after this call, and gives it.
+    pub fn wait_for_beat(&self, limit: Duration) -> Result<Beat, ArenaError> {
+        let known = self.shared.state().beats.len();
+        let state = self.shared.wait(limit, |state| state.beats.len() > known);
+        state
+            .and_then(|state| state.beats.last().copied())
+            .ok_or(ArenaError::TimedOut {
+                what: "send a heartbeat".to_owned(),
+                limit,
+            })
+    }
+
+    /// Every heartbeat since the arena was first heard, in the order of arrival.
+    pub fn beats(&self) -> Vec<Beat> {
+        self.shared.state().beats.clone()
+    }
+
+    /// The latest heartbeat.
+    pub fn last_beat(&self) -> Option<Beat> {
+        self.shared.state().beats.last().copied()
+    }
+
+    /// The first pages that were found wrong.
+    pub fn faults(&self) -> Vec<Fault> {
+        self.shared.state().faults.clone()
+    }
+
+    /// The socket that the latest heartbeat came from.
+    pub fn heard_on(&self) -> Option<PathBuf> {
+        self.shared.state().current.clone()
+    }
+
+    fn ask(&mut self, mut command: Value, limit: Duration) -> Result<Value, ArenaError> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let what = command
+            .get("command")
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_owned();
+        command["id"] = json!(id);
+        {
+            let state = self.shared.state();
+            let path = state.current.as_ref().ok_or(ArenaError::NotConnected)?;
+            let mut socket = state.sockets.get(path).ok_or(ArenaError::NotConnected)?;
+            socket.write_all(format!("{command}\n").as_bytes())?;
+        }
+        let answer = self
+            .shared
+            .wait(limit, |state| state.answers.contains_key(&id))
+            .and_then(|mut state| state.answers.remove(&id))
+            .ok_or(ArenaError::TimedOut { what, limit })?;
+        match answer.get("error").and_then(Value::as_str) {
+            Some(problem) => Err(ArenaError::Refused(problem.to_owned())),
+            None => Ok(answer),
+        }
+    }
+}
+
+impl Default for Arena {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        self.shared.closed.store(true, Ordering::Relaxed);
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+
+    /// The state once `done` holds of it; `None` when the time is over.
+    fn wait(
+        &self,
+        limit: Duration,
+        mut done: impl FnMut(&State) -> bool,
+    ) -> Option<MutexGuard<'_, State>> {
+        let (state, result) = self
+            .changed
+            .wait_timeout_while(self.state(), limit, |state| !done(state))
+            .unwrap_or_else(PoisonError::into_inner);
+        (!result.timed_out()).then_some(state)
+    }
+
+    /// Connects again whenever the socket breaks: a guest may come back to a host it left.
+    fn listen(&self, path: &Path) {
+        while !self.closed() {
+            match UnixStream::connect(path) {
+                Ok(socket) => {
+                    // What ends a socket is seen by the heartbeats that stay away.
+                    let _ = self.read(path, socket);
+                    self.state().sockets.remove(path);
+                }
+                Err(_) => thread::sleep(CONNECT_EVERY),
+            }
+        }
+    }
+
+    fn read(&self, path: &Path, socket: UnixStream) -> io::Result<()> {
+        socket.set_read_timeout(Some(READ_SLICE))?;
+        self.state()
+            .sockets
+            .insert(path.to_owned(), socket.try_clone()?);
+        let mut reader = BufReader::new(socket);
+        let mut line = Vec::new();
+        while !self.closed() {
+            match reader.read_until(b'\n', &mut line) {
+                Ok(0) => break,
+                Ok(_) if line.ends_with(b"\n") => {
+                    self.take_line(path, &line, Instant::now());
+                    line.clear();
+                }
+                Ok(_) => {}
+                Err(error) if is_timeout(&error) => {}
+                Err(error) => return Err(error),
+            }
+            if line.len() as u64 > LONGEST_LINE {
+                line.clear();
+            }
+        }
+        Ok(())
+    }
+
+    fn take_line(&self, path: &Path, line: &[u8], at: Instant) {
+        let value: Value = serde_json::from_slice(line).unwrap_or(Value::Null);
+        let number = |key| value.get(key).and_then(Value::as_u64);
+        let mut state = self.state();
+        if let Some(beat) = number("beat") {
+            let newest = state.beats.last().is_none_or(|last| last.number < beat);
+            // A buffer that both QEMUs had may come twice; only what is newer counts.
+            if newest {
+                state.current = Some(path.to_owned());
+                state.beats.push(Beat {
+                    at,
+                    number: beat,
+                    clock_us: number("clock_us").unwrap_or(0),
+                    writes: number("writes").unwrap_or(0),
+                    verified: number("verified").unwrap_or(0),
+                    errors: number("errors").unwrap_or(0),
+                });
+            }
+        } else if let Some(id) = number("answer") {
+            state.answers.insert(id, value);
+        } else if let Ok(fault) = serde_json::from_value::<Fault>(value) {
+            if state.faults.len() < FAULTS_KEPT {
+                state.faults.push(fault);
+            }
+        } else {
+            state.bad_lines += 1;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+}
+
+fn is_timeout(error: &io::Error) -> bool {
+    use io::ErrorKind::{Interrupted, TimedOut, WouldBlock};
+    matches!(error.kind(), Interrupted | TimedOut | WouldBlock)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixListener;
+
+    const LIMIT: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn a_guest_is_heard_on_the_socket_that_it_moved_to() {
+        let folder = tempfile::tempdir().unwrap();
+        let (here, there) = (folder.path().join("here"), folder.path().join("there"));
+        let listener = UnixListener::bind(&here).unwrap();
+        let mut arena = Arena::new();
+        arena.attach(&here).unwrap();
+        arena.attach(&there).unwrap();
+        let (mut guest, _) = listener.accept().unwrap();
+        guest
+            .write_all(b"garbage\n{\"beat\":1,\"writes\":5}\n")
+            .unwrap();
+        wait_for_beat(&arena, 1);
+        assert_eq!(arena.heard_on(), Some(here));
+
+        let listener = UnixListener::bind(&there).unwrap();
+        let (mut moved, _) = listener.accept().unwrap();
+        moved
+            .write_all(b"{\"beat\":1}\n{\"beat\":2,\"errors\":3}\n")
+            .unwrap();
+        wait_for_beat(&arena, 2);
+        assert_eq!(arena.heard_on(), Some(there));
+        assert_eq!(arena.beats().len(), 2);
+
+        let answering = thread::spawn(move || {
+            let mut line = String::new();
+            BufReader::new(moved.try_clone().unwrap())
+                .read_line(&mut line)
+                .unwrap();
+            let id = serde_json::from_str::<Value>(&line).unwrap()["id"]
+                .as_u64()
+                .unwrap();
+            let fault = "{\"fault\":7,\"expected\":\"a\",\"found\":\"b\"}";
+            let answer = format!("{fault}\n{{\"answer\":{id},\"pages\":9,\"found_errors\":1}}\n");
+            moved.write_all(answer.as_bytes()).unwrap();
+            moved
+        });
+        assert_eq!(
+            arena.verify(LIMIT).unwrap(),
+            Verified {
+                pages: 9,
+                errors: 1
+            }
+        );
+        assert_eq!(arena.faults()[0].page, 7);
+        drop(answering.join().unwrap());
+    }
+
+    #[test]
+    fn silence_is_an_error_that_names_what_was_asked() {
+        let mut arena = Arena::new();
+        let error = arena.verify(LIMIT).unwrap_err();
+        assert!(matches!(error, ArenaError::NotConnected), "{error}");
+        let error = arena
+            .wait_for_beat(Duration::from_millis(1))
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("send a heartbeat"), "{error}");
+    }
+
+    fn wait_for_beat(arena: &Arena, number: u64) {
+        let done = |state: &State| state.beats.last().is_some_and(|beat| beat.number == number);
+        assert!(arena.shared.wait(LIMIT, done).is_some());
+    }
+}
