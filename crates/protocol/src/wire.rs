@@ -215,6 +215,31 @@ mod tests {
     }
 
     #[test]
+    fn the_examples_of_the_documentation_are_true() {
+        let page = include_str!("../../../docs/wire.md");
+        let commit = ToDestination::Commit {
+            attempt: Attempt(1),
+            generation: Generation(300),
+        };
+        let complete = ToDestination::Complete {
+            epoch: Epoch(2),
+            frames: 1000,
+            device_state_bytes: 2048,
+        };
+        let rejected = vec![(RegionId(1), BlockRange::new(5, 1))];
+        let acknowledgement = Acknowledgement {
+            applied: vec![(7, 3)],
+            rejected,
+        };
+        let examples = [encode(&commit), encode(&complete), encode(&acknowledgement)];
+        for bytes in examples.map(Result::unwrap) {
+            let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            let line = format!("\n{}\n", hex.join(" "));
+            assert!(page.contains(&line), "docs/wire.md lacks {line}");
+        }
+    }
+
+    #[test]
     fn limits_hold_in_both_directions() {
         let long = ToDestination::Start {
             prelude: vec![0; PRELUDE_BYTES_MAX + 1],
