@@ -1,0 +1,48 @@
+//! The stream's constants: marks, flags and commands, by the names that QEMU gives them.
+
+/// Bytes in a page of the guest, the unit of the stream's records.
+pub const PAGE_SIZE: usize = 4096;
+/// The content of one page.
+pub type Page = [u8; PAGE_SIZE];
+
+pub(crate) const MAGIC: u32 = 0x5145_564d;
+pub(crate) const VERSION: u32 = 3;
+
+pub(crate) mod mark {
+    pub(crate) const EOF: u8 = 0x00;
+    pub(crate) const SECTION_START: u8 = 0x01;
+    pub(crate) const SECTION_PART: u8 = 0x02;
+    pub(crate) const SECTION_END: u8 = 0x03;
+    pub(crate) const SECTION_FULL: u8 = 0x04;
+    pub(crate) const SUBSECTION: u8 = 0x05;
+    pub(crate) const VMDESCRIPTION: u8 = 0x06;
+    pub(crate) const CONFIGURATION: u8 = 0x07;
+    pub(crate) const COMMAND: u8 = 0x08;
+    pub(crate) const SECTION_FOOTER: u8 = 0x7e;
+}
+
+pub(crate) mod command {
+    pub(crate) const OPEN_RETURN_PATH: u16 = 1;
+    pub(crate) const PING: u16 = 2;
+    pub(crate) const POSTCOPY_ADVISE: u16 = 3;
+    pub(crate) const SWITCHOVER_START: u16 = 11;
+}
+
+/// Flags in the low bits of a RAM record's address.
+pub(crate) mod flag {
+    pub(crate) const ZERO: u64 = 0x02;
+    pub(crate) const MEM_SIZE: u64 = 0x04;
+    pub(crate) const PAGE: u64 = 0x08;
+    pub(crate) const EOS: u64 = 0x10;
+    pub(crate) const CONTINUE: u64 = 0x20;
+    pub(crate) const XBZRLE: u64 = 0x40;
+    pub(crate) const HOOK: u64 = 0x80;
+    pub(crate) const COMPRESS_PAGE: u64 = 0x100;
+    pub(crate) const MULTIFD_FLUSH: u64 = 0x200;
+    pub(crate) const ALL: u64 = 0xfff;
+}
+
+/// The version of section `ram` that 7.2 and 10.0 write.
+pub(crate) const RAM_VERSION: u32 = 4;
+/// The name of the only iterable section that can be moved.
+pub(crate) const RAM: &str = "ram";

@@ -1,0 +1,142 @@
+//! Finds where device state ends.
+//!
+//! The devices' sections carry no lengths, and with a return path QEMU leaves the socket open. The
+//! last thing it writes is a description of what it wrote: `00` (end mark), `06`, a length in
+//! four bytes, and a JSON object of just that length. The finder accepts the first place in the
+//! bytes where all of this holds, the object's nesting included. JSON has no bytes below 0x20 but
+//! white space, so at most one candidate is alive at a time and every byte is looked at once more
+//! at most.
+
+use crate::format::mark;
+
+/// Bytes before the description's JSON.
+const HEAD: usize = 6;
+
+/// Looks for the end in a growing array of bytes.
+#[derive(Debug, Default)]
+pub(crate) struct EndFinder {
+    from: usize,
+    object: Option<Object>,
+}
+
+#[derive(Debug)]
+struct Object {
+    at: usize,
+    end: usize,
+    depth: u32,
+    in_string: bool,
+    escaped: bool,
+}
+
+impl EndFinder {
+    /// The length of the device state at the head of `bytes`, once it is all there. Call it again
+    /// with the same bytes and more.
+    pub(crate) fn find(&mut self, bytes: &[u8]) -> Option<usize> {
+        loop {
+            if let Some(object) = &mut self.object {
+                match object.scan(bytes) {
+                    Scan::Ended => return Some(object.end),
+                    Scan::Unfinished => return None,
+                    Scan::Invalid => {
+                        self.object = None;
+                        self.from += 1;
+                    }
+                }
+            }
+            let rest = bytes.get(self.from..)?;
+            let Some(skip) = rest.iter().position(|byte| *byte == mark::EOF) else {
+                self.from = bytes.len();
+                return None;
+            };
+            self.from += skip;
+            let head = bytes.get(self.from..self.from + HEAD + 2)?;
+            let &[_, kind, a, b, c, d, e, f] = head else {
+                return None;
+            };
+            let length = u32::from_be_bytes([a, b, c, d]) as usize;
+            if kind == mark::VMDESCRIPTION && [e, f] == *b"{\"" {
+                let at = self.from + HEAD;
+                self.object = Some(Object {
+                    at,
+                    end: at.saturating_add(length),
+                    depth: 0,
+                    in_string: false,
+                    escaped: false,
+                });
+            } else {
+                self.from += 1;
+            }
+        }
+    }
+}
+
+enum Scan {
+    Ended,
+    Unfinished,
+    Invalid,
+}
+
+impl Object {
+    /// Follows strings and nesting up to the promised end.
+    fn scan(&mut self, bytes: &[u8]) -> Scan {
+        let end = self.end.min(bytes.len());
+        for byte in bytes.get(self.at..end).unwrap_or_default() {
+            self.at += 1;
+            match byte {
+                b'\t' | b'\n' | b'\r' if !self.in_string => {}
+                0..0x20 => return Scan::Invalid,
+                _ if self.escaped => self.escaped = false,
+                b'\\' if self.in_string => self.escaped = true,
+                b'"' => self.in_string = !self.in_string,
+                b'{' | b'[' if !self.in_string => self.depth += 1,
+                b'}' | b']' if !self.in_string => {
+                    self.depth = self.depth.saturating_sub(1);
+                    if self.depth == 0 {
+                        return if self.at == self.end {
+                            Scan::Ended
+                        } else {
+                            Scan::Invalid
+                        };
+                    }
+                }
+                _ => {}
+            }
+        }
+        if self.at == self.end {
+            Scan::Invalid
+        } else {
+            Scan::Unfinished
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn described(json: &str) -> Vec<u8> {
+        let mut bytes = vec![0, 6];
+        bytes.extend((json.len() as u32).to_be_bytes());
+        bytes.extend(json.as_bytes());
+        bytes
+    }
+
+    #[test]
+    fn the_description_is_found_behind_look_alikes() {
+        let mut bytes = b"\x04device".to_vec();
+        bytes.extend([0, 6, 0, 6, 0, 0, 6]);
+        bytes.extend(described("{\"a\":{}")); // not closed: cannot be the end
+        bytes.extend([0, 6, 0xff, 0xff, 0xff, 0xff]);
+        bytes.extend(b"{\"never ending");
+        bytes.extend([0, 6, 0, 0, 0, 2, b'{', b'"']);
+        bytes.extend(described("{\"a\":[1,\"}\\\"\"]}"));
+        let mut finder = EndFinder::default();
+        for length in 0..bytes.len() {
+            assert_eq!(finder.find(&bytes[..length]), None, "{length}");
+        }
+        assert_eq!(finder.find(&bytes), Some(bytes.len()));
+        let length = bytes.len();
+        bytes.extend([0; 9]);
+        assert_eq!(EndFinder::default().find(&bytes), Some(length));
+    }
+}
