@@ -1,3 +1,120 @@
-//! The laboratory: emulated hosts, links and guests on one machine; demo, end-to-end tests, benches.
+//! The program `lab`: emulated hosts, links and guests on one machine; demo and benches.
 
-fn main() {}
+use std::process::ExitCode;
+use std::time::Duration;
+
+use clap::{Parser, Subcommand};
+use longhaul_lab::error::LabError;
+use longhaul_lab::interrupt;
+use longhaul_lab::lab::{HOST_NAMES, Plan, say};
+use longhaul_lab::link::emulator::{EmulatorConfig, run_emulator};
+use longhaul_lab::link::spec::LinkSpec;
+use longhaul_lab::up::{self, LinkChange};
+use longhaul_protocol::units::parse_duration;
+
+/// Longhaul's laboratory: emulated hosts, links and guests on one machine. It needs root.
+#[derive(Debug, Parser)]
+#[command(version, arg_required_else_help = true)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Action,
+}
+
+#[derive(Debug, Subcommand)]
+enum Action {
+    /// Make a laboratory to play with, and say how to reach what is in it
+    Up(UpArguments),
+    /// Remove a laboratory made by `lab up`, and whatever earlier ones left over
+    Down {
+        /// Which one, as `lab ls` names it
+        id: Option<String>,
+        /// All that were made by `lab up`
+        #[arg(long, conflicts_with = "id")]
+        all: bool,
+    },
+    /// List laboratories, in use or left over
+    Ls,
+    /// Show or change the links of a laboratory while it runs
+    Link {
+        /// Which laboratory, as `lab ls` names it
+        id: String,
+        /// Make it another link, say 50mbit,40ms
+        #[arg(long, value_name = "SPEC", group = "change")]
+        to: Option<LinkSpec>,
+        /// Lose everything for this long, say 5s
+        #[arg(long, value_name = "TIME", value_parser = parse_duration, group = "change")]
+        cut: Option<Duration>,
+        /// End a cut
+        #[arg(long, group = "change")]
+        heal: bool,
+    },
+    /// The process of one link; started by the others
+    #[command(hide = true)]
+    EmulateLink {
+        /// What to emulate, in JSON
+        config: String,
+    },
+}
+
+#[derive(Debug, clap::Args)]
+struct UpArguments {
+    /// How many hosts
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=HOST_NAMES.len() as i64))]
+    hosts: u8,
+    /// The link between every two of them: RATE,RTT, then loss=1%, jitter=2ms, queue=50ms
+    #[arg(long, value_name = "SPEC", default_value = "100mbit,20ms")]
+    link: LinkSpec,
+    /// Decides which frames a lossy link loses
+    #[arg(long, default_value_t = 1)]
+    seed: u64,
+    /// Stay in the foreground until Ctrl-C
+    #[arg(long)]
+    foreground: bool,
+}
+
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    match run(arguments.command) {
+        Ok(status) => status,
+        Err(LabError::Interrupted) => ExitCode::from(130),
+        Err(error) => {
+            say(&format!("error: {error}"));
+            ExitCode::from(2)
+        }
+    }
+}
+
+fn run(command: Action) -> Result<ExitCode, LabError> {
+    if let Action::EmulateLink { config } = &command {
+        let config: EmulatorConfig =
+            serde_json::from_str(config).map_err(|error| LabError::Answer {
+                what: "the link's configuration".to_owned(),
+                message: error.to_string(),
+            })?;
+        run_emulator(&config)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    interrupt::catch()?;
+    match command {
+        Action::EmulateLink { .. } => {}
+        Action::Up(arguments) if arguments.foreground => up::hold(Plan {
+            purpose: String::new(),
+            hosts: usize::from(arguments.hosts),
+            link: arguments.link,
+            seed: arguments.seed,
+        })?,
+        Action::Up(_) => up::up(&std::env::args().skip(1).collect::<Vec<_>>())?,
+        Action::Down { id, all } => up::down(id.as_deref(), all)?,
+        Action::Ls => up::ls()?,
+        Action::Link { id, to, cut, heal } => {
+            let change = match (to, cut, heal) {
+                (Some(spec), ..) => LinkChange::To(spec),
+                (_, Some(time), _) => LinkChange::Cut(time),
+                (.., true) => LinkChange::Heal,
+                _ => LinkChange::Nothing,
+            };
+            up::change_links(&id, change)?;
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,279 @@
+//! A laboratory: hosts, each a network namespace with a folder and an address, and a link between
+//! every two of them. It removes itself when dropped; what a crash leaves, the next one removes.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+
+use crate::error::{During, LabError};
+use crate::link::measure::{self, Measured};
+use crate::link::spec::LinkSpec;
+use crate::link::{self, Control, End, Link};
+use crate::netns::Namespace;
+use crate::registry::{Claim, HostRecord, LAB_VARIABLE, LinkRecord, Record, Registry};
+
+/// What the hosts of a laboratory are called, in this order.
+pub const HOST_NAMES: [&str; 6] = ["lyon", "paris", "oslo", "porto", "turin", "delhi"];
+
+/// What a laboratory is to be.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// What it is made for, as `lab ls` shows it.
+    pub purpose: String,
+    /// How many hosts, from 1 to [`HOST_NAMES`]'s number.
+    pub hosts: usize,
+    /// The link between every two of them.
+    pub link: LinkSpec,
+    /// Decides which frames a lossy link loses.
+    pub seed: u64,
+}
+
+/// A laboratory that is there.
+#[derive(Debug)]
+pub struct Lab {
+    claim: Claim,
+    hosts: Vec<Host>,
+    links: Vec<(usize, usize, Link)>,
+}
+
+/// An emulated host.
+#[derive(Debug)]
+pub struct Host {
+    lab: String,
+    name: String,
+    number: u8,
+    address: String,
+    folder: PathBuf,
+    sockets: PathBuf,
+    namespace: Namespace,
+}
+
+impl Lab {
+    /// Removes what earlier laboratories left, then makes this one.
+    ///
+    /// # Errors
+    /// When some part of it cannot be made; what was made is removed again.
+    pub fn create(plan: &Plan) -> Result<Self, LabError> {
+        let limit = HOST_NAMES.len();
+        if !(1..=limit).contains(&plan.hosts) {
+            return Err(LabError::Which(format!(
+                "a laboratory has between 1 and {limit} hosts, not {}",
+                plan.hosts
+            )));
+        }
+        let registry = Registry::of_this_machine();
+        for id in registry.sweep()? {
+            say(&format!("removed what laboratory {id} had left"));
+        }
+        let mut lab = Self {
+            claim: registry.enter(&plan.purpose)?,
+            hosts: Vec::new(),
+            links: Vec::new(),
+        };
+        for (index, name) in HOST_NAMES.iter().take(plan.hosts).enumerate() {
+            lab.add_host(name, index as u8 + 1)?;
+        }
+        for first in 0..plan.hosts {
+            for second in first + 1..plan.hosts {
+                lab.add_link(first, second, plan)?;
+            }
+        }
+        lab.claim.save()?;
+        Ok(lab)
+    }
+
+    /// Its name.
+    pub fn id(&self) -> &str {
+        &self.claim.record.id
+    }
+
+    /// What the registry knows of it.
+    pub fn record(&self) -> &Record {
+        &self.claim.record
+    }
+
+    /// Its hosts, in the order of [`HOST_NAMES`].
+    pub fn hosts(&self) -> &[Host] {
+        &self.hosts
+    }
+
+    /// The first host: where guests start.
+    ///
+    /// # Errors
+    /// Never for a laboratory that was made.
+    pub fn host(&self, index: usize) -> Result<&Host, LabError> {
+        self.hosts
+            .get(index)
+            .ok_or_else(|| LabError::Which(format!("this laboratory has no host {index}")))
+    }
+
+    /// A folder on storage that all hosts see (they are on one machine).
+    ///
+    /// # Errors
+    /// When it cannot be made.
+    pub fn shared_folder(&self) -> Result<PathBuf, LabError> {
+        make_folder(&self.claim.record.data.join("shared"))
+    }
+
+    /// The way to change and ask the link between two hosts.
+    ///
+    /// # Errors
+    /// When there is none between these.
+    pub fn link(&self, first: usize, second: usize) -> Result<&Control, LabError> {
+        let pair = (first.min(second), first.max(second));
+        self.links
+            .iter()
+            .find(|(from, to, _)| (*from, *to) == pair)
+            .map(|(.., link)| link.control())
+            .ok_or_else(|| LabError::Which(format!("no link between hosts {first} and {second}")))
+    }
+
+    /// Measures the link between the first two hosts, which nothing else may use meanwhile, and
+    /// compares it with what was asked for. Tries again once: a busy machine may have been late.
+    ///
+    /// # Errors
+    /// When it cannot be measured, or differs by more than the laboratory's tolerances.
+    pub fn measure_link(&self, asked: LinkSpec) -> Result<Measured, LabError> {
+        let ends = [self.host(0)?.end(), self.host(1)?.end()];
+        let first = measure::measure(ends, asked)?;
+        match measure::judge(asked, first) {
+            Ok(()) => Ok(first),
+            Err(why) => {
+                say(&format!("{why}; measuring again"));
+                let second = measure::measure(ends, asked)?;
+                measure::judge(asked, second).map(|()| second)
+            }
+        }
+    }
+
+    /// Notes the socket of a host's agent, so that `lab ls` shows it.
+    ///
+    /// # Errors
+    /// When the record cannot be written.
+    pub fn note_agent(&mut self, host: &str, api: &Path) -> Result<(), LabError> {
+        for record in &mut self.claim.record.hosts {
+            if record.name == host {
+                record.api = Some(api.to_owned());
+            }
+        }
+        self.claim.save()
+    }
+
+    fn add_host(&mut self, name: &str, number: u8) -> Result<(), LabError> {
+        let id = self.claim.record.id.clone();
+        let namespace = format!("lh-{id}-{name}");
+        let address = format!("10.77.0.{number}");
+        self.claim.record.hosts.push(HostRecord {
+            name: name.to_owned(),
+            namespace: namespace.clone(),
+            address: address.clone(),
+            api: None,
+        });
+        self.claim.save()?;
+        self.hosts.push(Host {
+            name: name.to_owned(),
+            number,
+            address,
+            folder: make_folder(&self.claim.record.data.join(name))?,
+            sockets: self.claim.folder().to_owned(),
+            namespace: Namespace::create(&namespace)?,
+            lab: id,
+        });
+        Ok(())
+    }
+
+    fn add_link(&mut self, first: usize, second: usize, plan: &Plan) -> Result<(), LabError> {
+        let ends = [self.host(first)?.end(), self.host(second)?.end()];
+        let between = ends.map(|end| end.name.to_owned());
+        let link = Link::create(ends, plan.link, plan.seed, self.claim.folder())?;
+        self.claim.record.links.push(LinkRecord {
+            between,
+            asked: plan.link.to_string(),
+            control: link.control().socket().to_owned(),
+        });
+        self.links.push((first, second, link));
+        Ok(())
+    }
+}
+
+impl Drop for Lab {
+    fn drop(&mut self) {
+        self.links.clear();
+        if let Err(error) = self.claim.remove() {
+            say(&format!(
+                "laboratory {} was not removed: {error} (hint: lab down)",
+                self.id()
+            ));
+        }
+    }
+}
+
+impl Host {
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Its address on every link.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    /// The folder that holds its state; removed with the laboratory.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// The folder for sockets, whose path is short; shared by the laboratory's hosts.
+    pub fn socket_folder(&self) -> &Path {
+        &self.sockets
+    }
+
+    /// Its network.
+    pub fn namespace(&self) -> &Namespace {
+        &self.namespace
+    }
+
+    /// This host as the end of a link.
+    pub fn end(&self) -> End<'_> {
+        End {
+            name: &self.name,
+            number: self.number,
+            address: &self.address,
+            namespace: &self.namespace,
+        }
+    }
+
+    /// Starts a process on this host, as the laboratory's own: it ends with it.
+    ///
+    /// # Errors
+    /// When it cannot be started.
+    pub fn spawn(&self, command: &mut Command) -> Result<Child, LabError> {
+        self.namespace.spawn(command.env(LAB_VARIABLE, &self.lab))
+    }
+
+    /// Runs a process on this host to its end and gives its standard output.
+    ///
+    /// # Errors
+    /// When it cannot be started or fails.
+    pub fn output(&self, command: &mut Command) -> Result<String, LabError> {
+        self.namespace.output(command.env(LAB_VARIABLE, &self.lab))
+    }
+}
+
+/// Tells a person something, on the standard error: the standard output is for documents.
+pub fn say(text: &str) {
+    let mut stderr = std::io::stderr().lock();
+    // Nobody left to read it.
+    let _ = writeln!(stderr, "{text}");
+}
+
+fn make_folder(path: &Path) -> Result<PathBuf, LabError> {
+    std::fs::create_dir_all(path).during(|| format!("make {}", path.display()))?;
+    Ok(path.to_owned())
+}
+
+/// The name of the interface on one host towards another.
+pub fn interface_to(peer: &Host) -> String {
+    link::interface(&peer.name)
+}

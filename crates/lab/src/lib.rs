@@ -1,0 +1,13 @@
+//! The laboratory: emulated hosts, links and guests on one machine; demo, end-to-end tests, benches.
+//!
+//! [`lab`] makes hosts ([`netns`]) and [`link`]s and enters them in the [`registry`], so that nothing
+//! is left behind whatever happens.
+
+pub mod error;
+pub mod interrupt;
+pub mod lab;
+pub mod link;
+pub mod netns;
+pub mod process;
+pub mod registry;
+pub mod up;

@@ -1,0 +1,424 @@
+//! The emulator's process: a TAP in each of two namespaces, a thread per direction that carries
+//! frames between them as [`Direction`] says, and a socket through which the link is changed.
+//!
+//! It ends when its standard input does: with the process that started it, however that ended.
+
+use std::collections::VecDeque;
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Write};
+use std::os::fd::{AsFd, AsRawFd};
+use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use nix::libc;
+use nix::poll::{PollFd, PollFlags, ppoll};
+use nix::sys::time::TimeSpec;
+use serde::{Deserialize, Serialize};
+
+use super::shape::{Direction, Drop, Fate};
+use super::spec::LinkSpec;
+use super::stats::{DirectionStats, Lateness, LinkStats};
+use crate::error::{During, LabError};
+use crate::netns::Namespace;
+
+/// The longest frame: an Ethernet header and 1500 bytes, with some room for tags.
+const FRAME_BYTES_MAX: usize = 1600;
+/// Frames read in one go before those that are due are written.
+const BATCH_FRAMES: usize = 64;
+/// A direction does not wake up more often than this; departures in between share a wake-up.
+const NAP: Duration = Duration::from_micros(50);
+/// The longest sleep, so that a change of the link is noticed.
+const SLEEP_MAX: Duration = Duration::from_millis(100);
+/// Frames found after a late wake-up are taken to have come on time, up to this much.
+const CREDIT_MAX: Duration = Duration::from_millis(5);
+
+/// What an emulator process is started with, as JSON in its only argument.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct EmulatorConfig {
+    /// Namespace and interface name of either end.
+    pub ends: [EndConfig; 2],
+    /// The link to emulate.
+    pub spec: LinkSpec,
+    /// Decides which frames are lost.
+    pub seed: u64,
+    /// Where the socket is made through which the link is changed and asked.
+    pub control: PathBuf,
+}
+
+/// One end of an emulated link.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct EndConfig {
+    /// The network namespace's name.
+    pub namespace: String,
+    /// The name that the TAP gets in it.
+    pub interface: String,
+}
+
+/// What is asked of an emulator, one JSON object a line.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Request {
+    /// Tell the counters.
+    Stats,
+    /// Be another link from now on.
+    Change(LinkSpec),
+    /// Lose every frame for this long, in ms.
+    CutMs(u64),
+    /// End a cut now.
+    Heal,
+}
+
+/// What an emulator answers, one JSON object a line.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reply {
+    /// Done.
+    Done,
+    /// The counters.
+    Stats(LinkStats),
+    /// It could not be done, and why.
+    Failed(String),
+}
+
+/// Runs an emulator until its standard input ends.
+///
+/// # Errors
+/// When the TAPs or the socket cannot be made (it needs root and /dev/net/tun).
+pub fn run_emulator(config: &EmulatorConfig) -> Result<(), LabError> {
+    raise_priority();
+    let taps = [open_tap(&config.ends[0])?, open_tap(&config.ends[1])?];
+    let listener = UnixListener::bind(&config.control)
+        .during(|| format!("make the socket {}", config.control.display()))?;
+    let started = Instant::now();
+    let directions = [0, 1].map(|from| {
+        Arc::new(Carrier {
+            started,
+            link: Mutex::new(Direction::new(config.spec, config.seed ^ from)),
+            counters: Counters::default(),
+        })
+    });
+    for (from, carrier) in directions.iter().enumerate() {
+        let (input, output) = (duplicate(&taps[from])?, duplicate(&taps[1 - from])?);
+        let carrier = Arc::clone(carrier);
+        thread::Builder::new()
+            .name(format!("direction-{from}"))
+            .spawn(move || carrier.carry(&input, &output))
+            .during(|| "start a thread".to_owned())?;
+    }
+    thread::Builder::new()
+        .name("control".to_owned())
+        .spawn(move || serve(&listener, &directions))
+        .during(|| "start a thread".to_owned())?;
+    println_ready()?;
+    let mut rest = Vec::new();
+    // The other end of the pipe is held by whoever started this process and written to by nobody.
+    let _ = io::stdin().read_to_end(&mut rest);
+    let _ = fs::remove_file(&config.control);
+    Ok(())
+}
+
+/// Tells whoever started this process that the interfaces are there.
+fn println_ready() -> Result<(), LabError> {
+    let mut stdout = io::stdout().lock();
+    stdout
+        .write_all(b"ready\n")
+        .and_then(|()| stdout.flush())
+        .during(|| "say that the link is ready".to_owned())
+}
+
+fn duplicate(file: &File) -> Result<File, LabError> {
+    file.try_clone()
+        .during(|| "duplicate a descriptor".to_owned())
+}
+
+/// Makes this process run before others that want the processor; the nice value is set by whoever
+/// starts it. A session of its own keeps a Ctrl-C at the terminal away from it.
+fn raise_priority() {
+    // Already a session's leader: as good.
+    let _ = nix::unistd::setsid();
+    // With autogroups a nice value counts only inside its session, so the session gets one too.
+    // A kernel without them has no such file.
+    let _ = fs::write("/proc/self/autogroup", "-20");
+}
+
+/// Makes a TAP in a namespace; it lives as long as the file.
+fn open_tap(end: &EndConfig) -> Result<File, LabError> {
+    let namespace = Namespace::open(&end.namespace)?;
+    namespace.enter(|| {
+        let tap = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open("/dev/net/tun")
+            .during(|| "open /dev/net/tun (hint: modprobe tun)".to_owned())?;
+        attach(&tap, &end.interface).during(|| format!("make the TAP {}", end.interface))?;
+        Ok(tap)
+    })?
+}
+
+/// The kernel's `struct ifreq`, as far as TUNSETIFF reads it.
+#[repr(C)]
+struct InterfaceRequest {
+    name: [u8; 16],
+    flags: i16,
+    unused: [u8; 22],
+}
+
+nix::ioctl_write_ptr_bad!(
+    /// Makes or opens the interface that the request names.
+    tun_set_interface,
+    nix::request_code_write!(b'T', 202, size_of::<libc::c_int>()),
+    InterfaceRequest
+);
+
+fn attach(tap: &File, interface: &str) -> io::Result<()> {
+    let mut request = InterfaceRequest {
+        name: [0; 16],
+        flags: (libc::IFF_TAP | libc::IFF_NO_PI) as i16,
+        unused: [0; 22],
+    };
+    let name = interface.as_bytes();
+    if name.len() >= request.name.len() {
+        return Err(io::Error::other("the interface's name is too long"));
+    }
+    request.name[..name.len()].copy_from_slice(name);
+    #[expect(unsafe_code, reason = "there is no safe wrapper of TUNSETIFF")]
+    // SAFETY: the descriptor is open, and the request is a whole, initialised ifreq (40 bytes) that
+    // outlives the call; the kernel writes nothing beyond it.
+    unsafe {
+        tun_set_interface(tap.as_raw_fd(), &raw const request)?;
+    }
+    Ok(())
+}
+
+/// Carries one direction.
+struct Carrier {
+    started: Instant,
+    link: Mutex<Direction>,
+    counters: Counters,
+}
+
+/// A frame on its way.
+struct Frame {
+    due: Duration,
+    bytes: Vec<u8>,
+}
+
+impl Carrier {
+    fn carry(&self, input: &File, output: &File) {
+        // Sleeps end when asked to, not when it suits the kernel. Without it: later, and measured.
+        let _ = nix::sys::prctl::set_timerslack(1);
+        let mut flying: VecDeque<Frame> = VecDeque::new();
+        let mut spare: Vec<Vec<u8>> = Vec::new();
+        let mut read_at = Duration::ZERO;
+        let mut credit = Duration::ZERO;
+        loop {
+            let mut batch = 0;
+            while batch < BATCH_FRAMES {
+                let mut bytes = spare.pop().unwrap_or_else(|| vec![0; FRAME_BYTES_MAX]);
+                bytes.resize(FRAME_BYTES_MAX, 0);
+                let length = match (&*input).read(&mut bytes) {
+                    Ok(length) => length,
+                    Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
+                    Err(_) => {
+                        // WouldBlock: no more frames. Anything else: the interface is down.
+                        spare.push(bytes);
+                        break;
+                    }
+                };
+                batch += 1;
+                bytes.truncate(length);
+                let now = self.started.elapsed();
+                let came = now.saturating_sub(credit).max(read_at);
+                self.offer(came, bytes, &mut flying, &mut spare);
+            }
+            let now = self.started.elapsed();
+            if batch < BATCH_FRAMES {
+                read_at = now.saturating_sub(credit).max(read_at);
+                credit = Duration::ZERO;
+            }
+            self.deliver(output, &mut flying, &mut spare);
+            if batch == BATCH_FRAMES {
+                continue;
+            }
+            credit = wait(input, self.started, flying.front().map(|frame| frame.due));
+        }
+    }
+
+    fn offer(
+        &self,
+        came: Duration,
+        bytes: Vec<u8>,
+        flying: &mut VecDeque<Frame>,
+        spare: &mut Vec<Vec<u8>>,
+    ) {
+        let counters = &self.counters;
+        counters.offered_frames.add(1);
+        counters.offered_bytes.add(bytes.len() as u64);
+        let fate = self.lock().offer(came, bytes.len());
+        match fate {
+            Fate::Arrives(due) => flying.push_back(Frame { due, bytes }),
+            Fate::Dropped(why) => {
+                counters.dropped(why).add(1);
+                spare.push(bytes);
+            }
+        }
+    }
+
+    fn deliver(&self, output: &File, flying: &mut VecDeque<Frame>, spare: &mut Vec<Vec<u8>>) {
+        let mut now = self.started.elapsed();
+        while flying.front().is_some_and(|frame| frame.due <= now) {
+            let Some(frame) = flying.pop_front() else {
+                break;
+            };
+            if self.lock().is_cut(now) {
+                self.counters.dropped(Drop::Cut).add(1);
+            } else if (&*output).write(&frame.bytes).is_ok() {
+                self.counters.carried_frames.add(1);
+                self.counters.carried_bytes.add(frame.bytes.len() as u64);
+                self.counters.late(now.saturating_sub(frame.due));
+            } else {
+                self.counters.refused.add(1);
+            }
+            spare.push(frame.bytes);
+            now = self.started.elapsed();
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, Direction> {
+        // Nothing in there panics half-way through a change.
+        self.link
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Waits for a frame to come or one to be due; says by how much the wake-up was too late.
+fn wait(input: &File, started: Instant, due: Option<Duration>) -> Duration {
+    let now = started.elapsed();
+    let deadline = match due {
+        Some(due) => due.max(now + NAP).min(now + SLEEP_MAX),
+        None => now + SLEEP_MAX,
+    };
+    let mut files = [PollFd::new(input.as_fd(), PollFlags::POLLIN)];
+    let woken = ppoll(
+        &mut files,
+        Some(TimeSpec::from_duration(deadline - now)),
+        None,
+    );
+    let late = started.elapsed().saturating_sub(deadline);
+    match woken {
+        Ok(_) => late.min(CREDIT_MAX),
+        Err(_) => Duration::ZERO,
+    }
+}
+
+/// Answers requests, one connection after the other, for as long as the process lives.
+fn serve(listener: &UnixListener, directions: &[Arc<Carrier>; 2]) {
+    for stream in listener.incoming().flatten() {
+        // A caller that says nothing must not keep the others waiting for ever.
+        let limit = Some(Duration::from_secs(5));
+        if stream.set_read_timeout(limit).is_ok() && stream.set_write_timeout(limit).is_ok() {
+            // One that goes away without its answer needs none.
+            let _ = answer(&stream, directions);
+        }
+    }
+}
+
+fn answer(stream: &UnixStream, directions: &[Arc<Carrier>; 2]) -> io::Result<()> {
+    let mut line = String::new();
+    BufReader::new(stream.take(65_536)).read_line(&mut line)?;
+    let reply = match serde_json::from_str(&line) {
+        Ok(request) => apply(&request, directions),
+        Err(error) => Reply::Failed(error.to_string()),
+    };
+    let mut bytes = serde_json::to_vec(&reply)?;
+    bytes.push(b'\n');
+    (&*stream).write_all(&bytes)
+}
+
+fn apply(request: &Request, directions: &[Arc<Carrier>; 2]) -> Reply {
+    for carrier in directions {
+        let now = carrier.started.elapsed();
+        match request {
+            Request::Stats => {}
+            Request::Change(spec) => carrier.lock().change(*spec),
+            Request::CutMs(ms) => carrier.lock().cut(now + Duration::from_millis(*ms)),
+            Request::Heal => carrier.lock().cut(Duration::ZERO),
+        }
+    }
+    match request {
+        Request::Stats => Reply::Stats(LinkStats {
+            forth: directions[0].counters.read(),
+            back: directions[1].counters.read(),
+        }),
+        _ => Reply::Done,
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counter(AtomicU64);
+
+impl Counter {
+    fn add(&self, count: u64) {
+        self.0.fetch_add(count, Ordering::Relaxed);
+    }
+
+    fn read(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// What happened so far in one direction.
+#[derive(Debug, Default)]
+struct Counters {
+    offered_frames: Counter,
+    offered_bytes: Counter,
+    carried_frames: Counter,
+    carried_bytes: Counter,
+    dropped_cut: Counter,
+    dropped_loss: Counter,
+    dropped_queue: Counter,
+    refused: Counter,
+    lateness: Mutex<Lateness>,
+}
+
+impl Counters {
+    fn dropped(&self, why: Drop) -> &Counter {
+        match why {
+            Drop::Cut => &self.dropped_cut,
+            Drop::Loss => &self.dropped_loss,
+            Drop::Queue => &self.dropped_queue,
+        }
+    }
+
+    fn late(&self, by: Duration) {
+        if let Ok(mut lateness) = self.lateness.lock() {
+            lateness.add(by);
+        }
+    }
+
+    fn read(&self) -> DirectionStats {
+        DirectionStats {
+            offered_frames: self.offered_frames.read(),
+            offered_bytes: self.offered_bytes.read(),
+            carried_frames: self.carried_frames.read(),
+            carried_bytes: self.carried_bytes.read(),
+            dropped_cut: self.dropped_cut.read(),
+            dropped_loss: self.dropped_loss.read(),
+            dropped_queue: self.dropped_queue.read(),
+            refused: self.refused.read(),
+            lateness: self
+                .lateness
+                .lock()
+                .map(|it| it.clone())
+                .unwrap_or_default(),
+        }
+    }
+}

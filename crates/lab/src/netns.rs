@@ -1,0 +1,154 @@
+//! Network namespaces: made and removed by name, entered by one thread at a time.
+
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::os::linux::fs::MetadataExt;
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+
+use nix::sched::{CloneFlags, setns};
+
+use crate::error::{During, LabError};
+use crate::process::{self, run};
+
+/// A network namespace with a name, as `ip netns` lists it.
+#[derive(Debug)]
+pub struct Namespace {
+    name: String,
+    file: File,
+}
+
+impl Namespace {
+    /// Makes a namespace with nothing in it but a loopback interface that is up.
+    ///
+    /// # Errors
+    /// When `ip` is missing or may not make it (it needs root).
+    pub fn create(name: &str) -> Result<Self, LabError> {
+        run(Command::new("ip").args(["netns", "add", name]))?;
+        let namespace = Self::open(name)?;
+        namespace.configure("link set dev lo up\n")?;
+        // Addresses of version 6 would announce themselves and be counted as traffic.
+        namespace.enter(|| {
+            for key in ["all", "default"] {
+                set_sysctl(&format!("net/ipv6/conf/{key}/disable_ipv6"), "1");
+            }
+            // TCP's buffers must not be what limits the peers on a long fast link.
+            set_sysctl("net/ipv4/tcp_rmem", "4096 131072 67108864");
+            set_sysctl("net/ipv4/tcp_wmem", "4096 131072 67108864");
+            // What one connection learnt must not colour the next measurement.
+            set_sysctl("net/ipv4/tcp_no_metrics_save", "1");
+        })?;
+        Ok(namespace)
+    }
+
+    /// Opens a namespace that exists.
+    ///
+    /// # Errors
+    /// When there is none of that name.
+    pub fn open(name: &str) -> Result<Self, LabError> {
+        let path = path(name);
+        let file = File::open(&path).during(|| format!("open {}", path.display()))?;
+        Ok(Self {
+            name: name.to_owned(),
+            file,
+        })
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Runs something in a thread of its own inside the namespace: sockets and interfaces that it
+    /// opens belong to the namespace for as long as they live.
+    ///
+    /// # Errors
+    /// When the namespace cannot be entered (it needs root).
+    pub fn enter<T: Send>(&self, task: impl FnOnce() -> T + Send) -> Result<T, LabError> {
+        std::thread::scope(|scope| {
+            scope
+                .spawn(|| {
+                    setns(&self.file, CloneFlags::CLONE_NEWNET)
+                        .during(|| format!("enter the network namespace {}", self.name))?;
+                    Ok(task())
+                })
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Starts a process inside the namespace.
+    ///
+    /// # Errors
+    /// When the program cannot be started.
+    pub fn spawn(&self, command: &mut Command) -> Result<Child, LabError> {
+        let shown = process::show(command);
+        self.enter(|| command.spawn())?
+            .during(|| format!("start `{shown}`"))
+    }
+
+    /// Runs a process inside the namespace to its end and gives its standard output.
+    ///
+    /// # Errors
+    /// When it cannot be started or fails.
+    pub fn output(&self, command: &mut Command) -> Result<String, LabError> {
+        self.enter(|| run(command))?
+    }
+
+    /// Applies a batch of `ip` commands inside the namespace.
+    ///
+    /// # Errors
+    /// When one of them fails.
+    pub fn configure(&self, batch: &str) -> Result<(), LabError> {
+        let mut command = Command::new("ip");
+        command.args(["-n", &self.name, "-batch", "-"]);
+        process::run_with_input(&mut command, batch)?;
+        Ok(())
+    }
+
+    /// The processes whose network is this namespace.
+    ///
+    /// # Errors
+    /// When /proc cannot be read.
+    pub fn processes(&self) -> Result<Vec<i32>, LabError> {
+        let own = self
+            .file
+            .metadata()
+            .during(|| format!("look at the network namespace {}", self.name))?
+            .st_ino();
+        process::all_where(|pid| {
+            fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|other| other.st_ino() == own)
+        })
+    }
+
+    /// Removes a namespace by name; its interfaces go with it. One that is not there is no error.
+    ///
+    /// # Errors
+    /// When it is there and cannot be removed.
+    pub fn remove(name: &str) -> Result<(), LabError> {
+        if !path(name).exists() {
+            return Ok(());
+        }
+        run(Command::new("ip").args(["netns", "delete", name])).map(drop)
+    }
+}
+
+fn path(name: &str) -> PathBuf {
+    PathBuf::from("/run/netns").join(name)
+}
+
+/// Sets a kernel setting where the kernel has it; one that it lacks changes nothing here.
+fn set_sysctl(key: &str, value: &str) {
+    let path = PathBuf::from("/proc/sys").join(key);
+    if path.exists() {
+        // Refused inside some containers; the link's own measurement tells whether it matters.
+        let _ = fs::write(path, value);
+    }
+}
+
+/// A command that runs a program with no terminal to read from.
+pub fn command(program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new(program);
+    command.stdin(Stdio::null());
+    command
+}

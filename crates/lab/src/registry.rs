@@ -1,0 +1,330 @@
+//! Which laboratories there are on this machine: a folder each, whose lock its owner holds for as
+//! long as it lives, so that what a crashed owner left is told from what is in use.
+//!
+//! ```text
+//! /run/longhaul-lab/lock           held while a laboratory is entered or leftovers are claimed
+//! /run/longhaul-lab/ID/lock        held by the owner; free means that the owner is dead
+//! /run/longhaul-lab/ID/lab.json    what to remove: namespaces, folders (a `Record`)
+//! /run/longhaul-lab/ID/*.sock      the links' and agents' sockets
+//! ```
+
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use nix::fcntl::{Flock, FlockArg};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{During, LabError};
+use crate::netns::Namespace;
+use crate::process::{self, ProcessId};
+
+/// The variable by which every process of a laboratory is known, wherever it was started.
+pub const LAB_VARIABLE: &str = "LONGHAUL_LAB";
+
+/// What is known of a laboratory on disk.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Record {
+    /// Its name: six characters.
+    pub id: String,
+    /// What it was made for.
+    pub purpose: String,
+    /// The process that holds it.
+    pub owner: Option<ProcessId>,
+    /// When it was made, in seconds since 1970.
+    pub created_unix_s: u64,
+    /// Where its hosts keep their state; removed with it.
+    pub data: PathBuf,
+    /// Its hosts.
+    pub hosts: Vec<HostRecord>,
+    /// Its links.
+    pub links: Vec<LinkRecord>,
+}
+
+/// A host as it stands in a [`Record`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct HostRecord {
+    /// Its name.
+    pub name: String,
+    /// Its network namespace.
+    pub namespace: String,
+    /// Its address.
+    pub address: String,
+    /// Its agent's socket, if there is an agent.
+    pub api: Option<PathBuf>,
+}
+
+/// A link as it stands in a [`Record`].
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct LinkRecord {
+    /// The hosts that it joins.
+    pub between: [String; 2],
+    /// What was asked for.
+    pub asked: String,
+    /// The socket of its emulator.
+    pub control: PathBuf,
+}
+
+/// The registry of this machine, or another folder in tests.
+#[derive(Debug, Clone)]
+pub struct Registry {
+    folder: PathBuf,
+    data: PathBuf,
+}
+
+/// A laboratory's place in the registry, held by its owner.
+#[derive(Debug)]
+pub struct Claim {
+    folder: PathBuf,
+    /// The owner's hold on it; the system lets go of it when the owner dies.
+    _lock: Flock<File>,
+    /// What is on disk.
+    pub record: Record,
+}
+
+/// A laboratory found in the registry.
+#[derive(Debug)]
+pub struct Found {
+    /// What is on disk; nothing when its owner died before it wrote it.
+    pub record: Option<Record>,
+    /// Its name.
+    pub id: String,
+    /// Whether its owner lives.
+    pub in_use: bool,
+}
+
+impl Registry {
+    /// The registry of this machine.
+    pub fn of_this_machine() -> Self {
+        Self {
+            folder: PathBuf::from("/run/longhaul-lab"),
+            data: PathBuf::from("/var/tmp/longhaul-lab"),
+        }
+    }
+
+    /// Enters a new laboratory, with nothing in it yet.
+    ///
+    /// # Errors
+    /// When the folders cannot be made (it needs root).
+    pub fn enter(&self, purpose: &str) -> Result<Claim, LabError> {
+        let _held = self.hold()?;
+        let id = self.unused_id()?;
+        let folder = self.folder.join(&id);
+        let data = self.data.join(&id);
+        for path in [&folder, &data] {
+            fs::create_dir_all(path).during(|| format!("make {}", path.display()))?;
+        }
+        let lock = try_lock(&folder)?.ok_or_else(|| LabError::Answer {
+            what: folder.display().to_string(),
+            message: "a new laboratory's lock is held by another".to_owned(),
+        })?;
+        let claim = Claim {
+            folder,
+            _lock: lock,
+            record: Record {
+                id,
+                purpose: purpose.to_owned(),
+                owner: ProcessId::own(),
+                created_unix_s: SystemTime::now()
+                    .duration_since(UNIX_EPOCH)
+                    .map_or(0, |time| time.as_secs()),
+                data,
+                hosts: Vec::new(),
+                links: Vec::new(),
+            },
+        };
+        claim.save()?;
+        Ok(claim)
+    }
+
+    /// All laboratories, in use or left over.
+    ///
+    /// # Errors
+    /// When the registry cannot be read.
+    pub fn list(&self) -> Result<Vec<Found>, LabError> {
+        let _held = self.hold()?;
+        let mut found = Vec::new();
+        for id in self.ids()? {
+            let folder = self.folder.join(&id);
+            found.push(Found {
+                record: read_record(&folder),
+                in_use: try_lock(&folder)?.is_none(),
+                id,
+            });
+        }
+        Ok(found)
+    }
+
+    /// Removes everything that laboratories whose owners died have left, and names them.
+    ///
+    /// # Errors
+    /// When something of theirs cannot be removed.
+    pub fn sweep(&self) -> Result<Vec<String>, LabError> {
+        let _held = self.hold()?;
+        let mut removed = Vec::new();
+        for id in self.ids()? {
+            let folder = self.folder.join(&id);
+            // The lock is kept while its things are removed.
+            let Some(_lock) = try_lock(&folder)? else {
+                continue;
+            };
+            let namespaces = read_record(&folder).map_or_else(Vec::new, |record| {
+                record
+                    .hosts
+                    .into_iter()
+                    .map(|host| host.namespace)
+                    .collect()
+            });
+            remove_everything(&id, &namespaces, &self.data.join(&id), &folder)?;
+            removed.push(id);
+        }
+        Ok(removed)
+    }
+
+    /// Held while the list of laboratories changes.
+    fn hold(&self) -> Result<Flock<File>, LabError> {
+        let folder = &self.folder;
+        fs::create_dir_all(folder)
+            .during(|| format!("make {} (hint: run as root)", folder.display()))?;
+        let path = folder.join("lock");
+        let file = open_lock(&path)?;
+        Flock::lock(file, FlockArg::LockExclusive)
+            .map_err(|(_, error)| error)
+            .during(|| format!("lock {}", path.display()))
+    }
+
+    fn ids(&self) -> Result<Vec<String>, LabError> {
+        let entries =
+            fs::read_dir(&self.folder).during(|| format!("read {}", self.folder.display()))?;
+        let mut ids: Vec<String> = entries
+            .flatten()
+            .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+            .filter_map(|entry| entry.file_name().into_string().ok())
+            .filter(|name| is_id(name))
+            .collect();
+        ids.sort();
+        Ok(ids)
+    }
+
+    fn unused_id(&self) -> Result<String, LabError> {
+        let taken = self.ids()?;
+        let mut number = std::process::id() as u64;
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |time| time.as_nanos() as u64);
+        number = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ now;
+        loop {
+            number = number.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+            let id = format!("{:06x}", number >> 40);
+            if !taken.contains(&id) {
+                return Ok(id);
+            }
+        }
+    }
+}
+
+impl Claim {
+    /// The folder for the laboratory's sockets.
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Writes down what is to be removed; called before a thing is made, not after.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn save(&self) -> Result<(), LabError> {
+        let path = self.folder.join("lab.json");
+        let new = self.folder.join("lab.json.new");
+        serde_json::to_vec_pretty(&self.record)
+            .map_err(io::Error::from)
+            .and_then(|bytes| fs::write(&new, bytes))
+            .and_then(|()| fs::rename(&new, &path))
+            .during(|| format!("write {}", path.display()))
+    }
+
+    /// Ends and removes everything that belongs to this laboratory.
+    ///
+    /// # Errors
+    /// When something of it cannot be removed; a later sweep tries again.
+    pub fn remove(&self) -> Result<(), LabError> {
+        let namespaces: Vec<String> = self
+            .record
+            .hosts
+            .iter()
+            .map(|host| host.namespace.clone())
+            .collect();
+        remove_everything(
+            &self.record.id,
+            &namespaces,
+            &self.record.data,
+            &self.folder,
+        )
+    }
+}
+
+/// The owner of a laboratory that is in use.
+pub fn owner_of(found: &Found) -> Option<ProcessId> {
+    found
+        .record
+        .as_ref()?
+        .owner
+        .filter(|owner| owner.is_alive())
+}
+
+/// Processes first, then namespaces, then folders: the record goes last, so that a removal that is
+/// itself interrupted is taken up again.
+fn remove_everything(
+    id: &str,
+    namespaces: &[String],
+    data: &Path,
+    folder: &Path,
+) -> Result<(), LabError> {
+    let mut pids = process::all_with_variable(LAB_VARIABLE, id)?;
+    for name in namespaces {
+        if let Ok(namespace) = Namespace::open(name) {
+            pids.extend(namespace.processes()?);
+        }
+    }
+    process::kill_all(&pids)?;
+    for name in namespaces {
+        Namespace::remove(name)?;
+    }
+    for path in [data, folder] {
+        match fs::remove_dir_all(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).during(|| format!("remove {}", path.display()));
+            }
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn is_id(name: &str) -> bool {
+    name.len() == 6 && name.bytes().all(|byte| byte.is_ascii_hexdigit())
+}
+
+fn read_record(folder: &Path) -> Option<Record> {
+    serde_json::from_slice(&fs::read(folder.join("lab.json")).ok()?).ok()
+}
+
+fn open_lock(path: &Path) -> Result<File, LabError> {
+    OpenOptions::new()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(path)
+        .during(|| format!("open {}", path.display()))
+}
+
+/// Takes a laboratory's lock if nobody holds it.
+fn try_lock(folder: &Path) -> Result<Option<Flock<File>>, LabError> {
+    let path = folder.join("lock");
+    match Flock::lock(open_lock(&path)?, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(Some(lock)),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Ok(None),
+        Err((_, error)) => Err(error).during(|| format!("lock {}", path.display())),
+    }
+}

@@ -1,0 +1,248 @@
+//! `lab up`, `lab down`, `lab ls` and `lab link`: laboratories to play with.
+
+use std::io::{self, BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::error::{During, LabError};
+use crate::interrupt;
+use crate::lab::{Lab, Plan, say};
+use crate::link::Control;
+use crate::link::spec::LinkSpec;
+use crate::process::wait_until;
+use crate::registry::{self, Found, Record, Registry};
+
+/// The purpose of laboratories that people made to play with.
+const TO_PLAY_WITH: &str = "up";
+/// A laboratory with agents and a guest takes this long at most to come up.
+const DOWN_LIMIT: Duration = Duration::from_secs(30);
+
+/// Makes a laboratory and holds it until a signal asks to end. When it is there, its record is
+/// printed as one line of JSON.
+///
+/// # Errors
+/// When it cannot be made, or its link is not the one asked for.
+pub fn hold(mut plan: Plan) -> Result<(), LabError> {
+    TO_PLAY_WITH.clone_into(&mut plan.purpose);
+    let lab = Lab::create(&plan)?;
+    if plan.hosts > 1 {
+        let measured = lab.measure_link(plan.link)?;
+        say(&format!(
+            "link asked for {}: measured {:.1} Mbit/s, {:.1} ms round trip, {:.2} % lost",
+            plan.link,
+            measured.rate_bps / 1e6,
+            measured.rtt_ms,
+            measured.loss * 100.0
+        ));
+    }
+    print_record(lab.record()).during(|| "tell that the laboratory is there".to_owned())?;
+    while !interrupt::requested() {
+        // Ends early when asked to, which the condition sees.
+        let _ = interrupt::sleep(Duration::from_secs(3600));
+    }
+    Ok(())
+}
+
+fn print_record(record: &Record) -> io::Result<()> {
+    let mut stdout = io::stdout().lock();
+    serde_json::to_writer(&mut stdout, record)?;
+    stdout.write_all(b"\n")?;
+    stdout.flush()
+}
+
+/// Starts a process that [`hold`]s a laboratory, and says how to reach what is in it.
+///
+/// # Errors
+/// When it cannot be made.
+pub fn up(arguments: &[String]) -> Result<(), LabError> {
+    let program = std::env::current_exe().during(|| "find the running program".to_owned())?;
+    let mut keeper = Command::new(program)
+        .args(arguments)
+        .arg("--foreground")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .process_group(0)
+        .spawn()
+        .during(|| "start the laboratory's keeper".to_owned())?;
+    let mut line = String::new();
+    if let Some(stdout) = keeper.stdout.take() {
+        BufReader::new(stdout)
+            .read_line(&mut line)
+            .during(|| "wait for the laboratory".to_owned())?;
+    }
+    if let Ok(record) = serde_json::from_str::<Record>(&line) {
+        return print(&describe(&record));
+    }
+    let _ = keeper.wait();
+    Err(LabError::Which(
+        "no laboratory was made; the reason stands above".to_owned(),
+    ))
+}
+
+fn describe(record: &Record) -> String {
+    let mut text = format!("laboratory {}\n", record.id);
+    for host in &record.hosts {
+        text += &format!(
+            "  {:<6} {:<11} ip netns exec {} COMMAND\n",
+            host.name, host.address, host.namespace
+        );
+        if let Some(api) = &host.api {
+            text += &format!("  {:<18} longhaul --socket {} COMMAND\n", "", api.display());
+        }
+    }
+    for link in &record.links {
+        text += &format!(
+            "  link {} - {}: {}\n",
+            link.between[0], link.between[1], link.asked
+        );
+    }
+    text += &format!("remove it: lab down {}\n", record.id);
+    text
+}
+
+fn print(text: &str) -> Result<(), LabError> {
+    io::stdout()
+        .lock()
+        .write_all(text.as_bytes())
+        .during(|| "print".to_owned())
+}
+
+/// Lists the laboratories of this machine, in use or left over.
+///
+/// # Errors
+/// When the registry cannot be read.
+pub fn ls() -> Result<(), LabError> {
+    let all = Registry::of_this_machine().list()?;
+    if all.is_empty() {
+        return print("no laboratories\n");
+    }
+    let lines: String = all.iter().map(show).collect();
+    print(&lines)
+}
+
+fn show(found: &Found) -> String {
+    let state = if found.in_use { "in use" } else { "left over" };
+    match &found.record {
+        Some(record) => format!(
+            "{}  {state:<9}  {} hosts, {}{}\n",
+            found.id,
+            record.hosts.len(),
+            record.purpose,
+            registry::owner_of(found)
+                .map_or_else(String::new, |owner| format!(", process {}", owner.pid)),
+        ),
+        None => format!("{}  {state}\n", found.id),
+    }
+}
+
+/// Removes one laboratory, or all leftovers and the one that was made to play with.
+///
+/// # Errors
+/// When there is none such, or more than one, or it does not go away.
+pub fn down(id: Option<&str>, all: bool) -> Result<(), LabError> {
+    let registry = Registry::of_this_machine();
+    for id in registry.sweep()? {
+        say(&format!("removed what laboratory {id} had left"));
+        if all {
+            continue;
+        }
+    }
+    let in_use: Vec<Found> = registry
+        .list()?
+        .into_iter()
+        .filter(|it| it.in_use)
+        .collect();
+    for found in choose(in_use, id, all)? {
+        end(&registry, &found)?;
+        say(&format!("removed laboratory {}", found.id));
+    }
+    Ok(())
+}
+
+fn choose(in_use: Vec<Found>, id: Option<&str>, all: bool) -> Result<Vec<Found>, LabError> {
+    let to_play_with =
+        |found: &Found| matches!(&found.record, Some(record) if record.purpose == TO_PLAY_WITH);
+    let chosen: Vec<Found> = match id {
+        Some(id) => in_use.into_iter().filter(|found| found.id == id).collect(),
+        None => in_use.into_iter().filter(to_play_with).collect(),
+    };
+    if id.is_none() && chosen.len() > 1 && !all {
+        let ids: Vec<&str> = chosen.iter().map(|found| found.id.as_str()).collect();
+        return Err(LabError::Which(format!(
+            "there are several laboratories; name one of {}, or say --all",
+            ids.join(", ")
+        )));
+    }
+    Ok(chosen)
+}
+
+/// Asks a laboratory's owner to end and waits until it has put everything away.
+fn end(registry: &Registry, found: &Found) -> Result<(), LabError> {
+    if let Some(owner) = registry::owner_of(found) {
+        // Gone in the meantime: as wanted.
+        let _ = kill(Pid::from_raw(owner.pid), Signal::SIGTERM);
+        if !wait_until(DOWN_LIMIT, || !owner.is_alive()) {
+            return Err(LabError::Which(format!(
+                "laboratory {} does not end (hint: kill -9 {}; lab down)",
+                found.id, owner.pid
+            )));
+        }
+    }
+    registry.sweep().map(drop)
+}
+
+/// What to do to a link of a laboratory.
+#[derive(Debug, Clone, Copy)]
+pub enum LinkChange {
+    /// Lose everything for so long.
+    Cut(Duration),
+    /// End a cut.
+    Heal,
+    /// Be another link.
+    To(LinkSpec),
+    /// Only tell what it did so far.
+    Nothing,
+}
+
+/// Changes the links of a laboratory, and prints what they did so far.
+///
+/// # Errors
+/// When there is no such laboratory, or its links do not answer.
+pub fn change_links(id: &str, change: LinkChange) -> Result<(), LabError> {
+    let found = Registry::of_this_machine().list()?;
+    let record = found
+        .into_iter()
+        .find(|found| found.id == id && found.in_use)
+        .and_then(|found| found.record)
+        .ok_or_else(|| LabError::Which(format!("there is no laboratory {id} (hint: lab ls)")))?;
+    for link in &record.links {
+        let control = Control::at(link.control.clone());
+        match change {
+            LinkChange::Cut(time) => control.cut(time)?,
+            LinkChange::Heal => control.heal()?,
+            LinkChange::To(spec) => control.change(spec)?,
+            LinkChange::Nothing => {}
+        }
+        let stats = control.stats()?;
+        for (from, to, counted) in [(0, 1, &stats.forth), (1, 0, &stats.back)] {
+            print(&format!(
+                "{} > {}: {} bytes carried, {} frames dropped (queue {}, loss {}, cut {}), \
+                 late by {} us in 99 of 100 frames, {} us at most\n",
+                link.between[from],
+                link.between[to],
+                counted.carried_bytes,
+                counted.dropped_queue + counted.dropped_loss + counted.dropped_cut,
+                counted.dropped_queue,
+                counted.dropped_loss,
+                counted.dropped_cut,
+                counted.lateness.percentile_us(99.0).unwrap_or(0),
+                counted.lateness.max_us(),
+            ))?;
+        }
+    }
+    Ok(())
+}
