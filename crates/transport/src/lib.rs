@@ -1,1 +1,53 @@
 //! Host identities, trust, and the connections between hosts.
+//!
+//! A host has an [`Identity`] (a key pair, made at first start) and a [`TrustStore`] (which other
+//! hosts it knows, and what each may do here). Its [`Endpoint`] is one UDP socket, from which it
+//! dials trusted hosts and on which it is dialled. A [`Control`] connection carries messages in
+//! [`Channel`]s. A migration's data go over a second connection of their own: the receiving side
+//! makes a [`BulkOffer`], its token travels on the control connection, and the sending side
+//! redeems it for a [`BulkSender`]:
+//!
+//! ```text
+//! source                                          destination
+//! endpoint.connect("beta") -> Control   ------>   endpoint.accept() -> Control
+//! control.open() -> Channel             ------>   control.accept() -> Channel
+//!                                       <------   control.offer_bulk(..) -> BulkOffer
+//! control.connect_bulk(token, ..)       ======>   offer.accept() -> BulkReceiver
+//!   -> BulkSender
+//! sender.reserve() -> permit.send(..)   ======>   receiver.recv()
+//! sender.acknowledgement()              <======   receiver.acknowledge(..)
+//! ```
+
+mod bulk;
+mod control;
+mod endpoint;
+mod error;
+mod files;
+mod framing;
+mod hello;
+mod identity;
+mod probe;
+mod quic;
+mod rate;
+mod tls;
+mod trust;
+
+pub use bulk::{
+    ACKNOWLEDGEMENT_BYTES_MAX, BULK_STREAMS_MAX, BulkBinding, BulkConfig, BulkOffer, BulkOpening,
+    BulkPermit, BulkPurpose, BulkReceiver, BulkSender, BulkStats, BulkToken, BulkWireError,
+    StreamHeader, StreamKind,
+};
+pub use control::{CHANNELS_MAX, Channel, ChannelReceiver, ChannelSender, Control, Peer};
+pub use endpoint::{
+    CONNECTIONS_PER_PEER_MAX, Endpoint, EndpointConfig, EndpointError, HANDSHAKES_MAX,
+};
+pub use error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
+pub use hello::{
+    HELLO_BODY_BYTES_MAX, HELLO_MAGIC, Hello, HelloError, Incompatible, SOFTWARE_BYTES_MAX,
+};
+pub use identity::{Identity, IdentityError, KEY_FILE};
+pub use probe::{PROBE_TIME_MAX, ProbeConfig, ProbeError, ProbeReport, ProbeSample};
+pub use trust::{
+    ADDRESSES_MAX, Permission, Scope, TRUST_FILE, TRUSTED_HOSTS_MAX, TrustError, TrustStore,
+    TrustedHost,
+};

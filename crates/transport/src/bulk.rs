@@ -1,0 +1,55 @@
+//! Bulk connections: whole frames, striped over many streams of a QUIC connection of their own.
+
+mod offer;
+mod receiver;
+mod sender;
+mod wire;
+
+pub(crate) use offer::BulkOffers;
+pub use offer::{BulkOffer, BulkToken};
+pub use receiver::BulkReceiver;
+pub(crate) use receiver::read_opening;
+pub use sender::{BulkPermit, BulkSender, BulkStats};
+pub(crate) use sender::{connect, open};
+pub(crate) use wire::OPENING_ANSWER;
+pub use wire::{BulkOpening, BulkPurpose, BulkWireError, StreamHeader, StreamKind};
+
+use longhaul_protocol::{Attempt, Epoch, MigrationId};
+
+/// Most streams of frames on one bulk connection.
+pub const BULK_STREAMS_MAX: u8 = 64;
+/// Largest acknowledgement message, in bytes.
+pub const ACKNOWLEDGEMENT_BYTES_MAX: usize = 64 << 10;
+/// What a stream may be ahead of its reader, in bytes.
+pub(crate) const STREAM_WINDOW_BYTES: u32 = 2_000_000;
+/// What all streams of a bulk connection together may be ahead of their readers, in bytes.
+pub(crate) const BULK_WINDOW_BYTES: u32 = 32_000_000;
+
+/// What a bulk connection belongs to. Every stream of it says so again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct BulkBinding {
+    /// The migration.
+    pub migration: MigrationId,
+    /// Its attempt.
+    pub attempt: Attempt,
+    /// The connection of that attempt.
+    pub epoch: Epoch,
+}
+
+/// How a bulk connection is used by its sender.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BulkConfig {
+    /// Over how many streams frames are striped (1 to [`BULK_STREAMS_MAX`]).
+    pub streams: u8,
+    /// Limit in bits per second on the wire, headers included; none for none.
+    pub bandwidth_bps: Option<u64>,
+}
+
+impl Default for BulkConfig {
+    fn default() -> Self {
+        Self {
+            streams: 16,
+            bandwidth_bps: None,
+        }
+    }
+}

@@ -1,0 +1,503 @@
+//! The one UDP socket of a host, and the connections made and accepted on it.
+
+mod listen;
+mod socket;
+
+use crate::bulk::{BulkOffers, STREAM_WINDOW_BYTES};
+use crate::control::{CHANNELS_MAX, Control, Peer};
+use crate::error::{CloseCode, ConnectError, LinkError};
+use crate::hello::{HELLO_HEAD_BYTES, Hello};
+use crate::identity::Identity;
+use crate::quic::{
+    self, CryptoError, HmacKey, IdleTimeout, Link, QuicClientConfig, QuicServerConfig, RecvStream,
+    SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+};
+use crate::rate::{LimitedFactory, RateLimit, header_bytes};
+use crate::tls::{self, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
+use crate::trust::{TrustStore, TrustedHost};
+use longhaul_protocol::HostId;
+use std::collections::HashMap;
+use std::fmt;
+use std::io;
+use std::net::SocketAddr;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::{Semaphore, mpsc};
+
+/// Most connections (control and bulk) with one peer at once.
+pub const CONNECTIONS_PER_PEER_MAX: usize = 32;
+/// Most handshakes of strangers under way at once.
+pub const HANDSHAKES_MAX: usize = 64;
+/// What all streams of a control connection together may be ahead of their readers, in bytes.
+const CONTROL_WINDOW_BYTES: u32 = 8_000_000;
+/// The same before the peer is known.
+const OPENING_WINDOW_BYTES: u32 = 16_384;
+const CONTROLS_WAITING: usize = 16;
+const CLOSE_WITHIN: Duration = Duration::from_secs(1);
+
+/// How an endpoint listens and how patient it is.
+#[derive(Debug, Clone)]
+pub struct EndpointConfig {
+    /// Where to listen; port 0 for any.
+    pub listen: SocketAddr,
+    /// Protocol versions spoken, and the program's name: the Hello that peers get.
+    pub hello: Hello,
+    /// A peer must finish handshake and Hello within this time.
+    pub handshake_timeout: Duration,
+    /// A connection on which nothing is heard for this time is lost. Keep it under 25 s: up to
+    /// that the library probes a silent path every second, so traffic resumes within about a
+    /// second after a cut link heals.
+    pub idle_timeout: Duration,
+    /// How often an otherwise silent connection is kept alive.
+    pub keep_alive: Duration,
+    /// Whether to hand the kernel many datagrams at once (UDP segmentation offload). A switch for
+    /// network cards and kernels that get it wrong.
+    pub segmentation_offload: bool,
+}
+
+impl EndpointConfig {
+    /// The usual values.
+    pub fn new(listen: SocketAddr, hello: Hello) -> Self {
+        Self {
+            listen,
+            hello,
+            handshake_timeout: Duration::from_secs(10),
+            idle_timeout: Duration::from_secs(15),
+            keep_alive: Duration::from_secs(1),
+            segmentation_offload: true,
+        }
+    }
+}
+
+/// Why there is no endpoint.
+#[derive(Debug, thiserror::Error)]
+pub enum EndpointError {
+    /// The socket could not be had.
+    #[error("cannot listen on UDP {address}: {error}")]
+    Socket {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// The identity or a setting does not suit TLS or QUIC.
+    #[error("cannot set up TLS and QUIC: {0}")]
+    Setup(String),
+}
+
+/// A host's connections to other hosts. Cheap to clone; call [`Endpoint::close`] at the end.
+#[derive(Clone)]
+pub struct Endpoint {
+    pub(crate) inner: Arc<EndpointInner>,
+    accepted: Arc<tokio::sync::Mutex<mpsc::Receiver<Control>>>,
+}
+
+pub(crate) struct EndpointInner {
+    pub(crate) config: EndpointConfig,
+    pub(crate) identity: Identity,
+    pub(crate) trust: TrustStore,
+    pub(crate) bulk_offers: BulkOffers,
+    pub(crate) probed: Arc<AtomicBool>,
+    quic: quic::Endpoint,
+    handshakes: Arc<Semaphore>,
+    connections: Mutex<HashMap<HostId, Vec<WeakConnectionHandle>>>,
+}
+
+/// Whom to dial, and how.
+pub(crate) struct Dial {
+    pub(crate) expected: Option<HostId>,
+    pub(crate) name: String,
+    pub(crate) alpn: &'static [u8],
+    pub(crate) limit: RateLimit,
+}
+
+impl Endpoint {
+    /// Binds the socket and starts to listen. Needs a tokio runtime.
+    pub fn bind(
+        config: EndpointConfig,
+        identity: Identity,
+        trust: TrustStore,
+    ) -> Result<Self, EndpointError> {
+        let setup = |error: &dyn fmt::Display| EndpointError::Setup(error.to_string());
+        let socket = socket::bind(config.listen).map_err(|error| EndpointError::Socket {
+            address: config.listen,
+            error,
+        })?;
+        let server = tls::server(&identity).map_err(|e| setup(&e))?;
+        let server = QuicServerConfig::try_from(server).map_err(|e| setup(&e))?;
+        let mut server = quic::ServerConfig::with_crypto(Arc::new(server));
+        let transport = server_transport(&config).map_err(|e| setup(&e))?;
+        server
+            .transport_config(Arc::new(transport))
+            .max_incoming(HANDSHAKES_MAX * 4)
+            .incoming_buffer_size(64 << 10)
+            .incoming_buffer_size_total(4 << 20);
+        let reset_key = ResetKey(identity.derived_secret("longhaul 2026 QUIC stateless reset"));
+        let mut endpoint = quic::EndpointConfig::new(Arc::new(reset_key));
+        // Datagrams of other kinds share the socket, told apart by their first byte.
+        endpoint.grease_quic_bit(false);
+        let runtime = Arc::new(quic::TokioRuntime);
+        let quic =
+            quic::Endpoint::new(endpoint, Some(server), socket, runtime).map_err(|e| setup(&e))?;
+        let (sender, accepted) = mpsc::channel(CONTROLS_WAITING);
+        let inner = Arc::new(EndpointInner {
+            config,
+            identity,
+            trust,
+            bulk_offers: BulkOffers::default(),
+            probed: Arc::default(),
+            quic,
+            handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
+            connections: Mutex::default(),
+        });
+        tokio::spawn(listen::listen(inner.clone(), sender));
+        Ok(Self {
+            inner,
+            accepted: Arc::new(tokio::sync::Mutex::new(accepted)),
+        })
+    }
+
+    /// Where the socket listens.
+    pub fn local_address(&self) -> io::Result<SocketAddr> {
+        self.inner.quic.local_addr()
+    }
+
+    /// This host's identity.
+    pub fn host_id(&self) -> HostId {
+        self.inner.identity.host_id()
+    }
+
+    /// The trust store in use.
+    pub fn trust(&self) -> &TrustStore {
+        &self.inner.trust
+    }
+
+    /// Makes a control connection to a trusted host, at the first of its addresses that answers.
+    pub async fn connect(&self, name: &str) -> Result<Control, ConnectError> {
+        let host = self.inner.trusted(name)?;
+        let dial = Dial {
+            expected: Some(host.id),
+            name: host.name.clone(),
+            alpn: ALPN_CONTROL,
+            limit: RateLimit::default(),
+        };
+        let (link, address) = self.inner.dial_any(&dial, &host.addresses).await?;
+        self.inner.greet(link, host, address, &dial).await
+    }
+
+    /// The next control connection from a trusted host; none after [`Endpoint::close`]. What the
+    /// host may do is for the caller to ask ([`Control::allows`]). Safe to cancel.
+    pub async fn accept(&self) -> Option<Control> {
+        self.accepted.lock().await.recv().await
+    }
+
+    /// Asks who answers at an address, for people to compare before they trust it.
+    pub async fn identify(&self, address: &str) -> Result<HostId, ConnectError> {
+        let dial = Dial {
+            expected: None,
+            name: address.to_owned(),
+            alpn: ALPN_CONTROL,
+            limit: RateLimit::default(),
+        };
+        let (link, _) = self.inner.dial_any(&dial, &[address.to_owned()]).await?;
+        let id = link.peer_id();
+        link.close(CloseCode::Done, "only asked who is here");
+        id.ok_or_else(|| dial.error(LinkError::Failed("no certificate".to_owned())))
+    }
+
+    /// Ends all connections with a host, for example when it is no longer trusted.
+    pub fn disconnect(&self, id: HostId, code: CloseCode, reason: &str) {
+        let mut connections = self.inner.connections();
+        for connection in connections.remove(&id).unwrap_or_default() {
+            if let Some(connection) = connection.upgrade() {
+                connection.close(code.varint(), reason.as_bytes());
+            }
+        }
+    }
+
+    /// Ends all connections and stops listening.
+    pub async fn close(&self, reason: &str) {
+        let code = CloseCode::ShuttingDown.varint();
+        self.inner.quic.close(code, reason.as_bytes());
+        // Peers that do not acknowledge the close in time find out by their idle time-out.
+        let _ = tokio::time::timeout(CLOSE_WITHIN, self.inner.quic.wait_idle()).await;
+    }
+}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Endpoint({:?})", self.inner.identity)
+    }
+}
+
+impl EndpointInner {
+    pub(crate) fn trusted(&self, name: &str) -> Result<TrustedHost, ConnectError> {
+        let host = self.trust.by_name(name)?;
+        host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))
+    }
+
+    /// Dials the addresses in order until one answers with the identity expected.
+    pub(crate) async fn dial_any(
+        &self,
+        dial: &Dial,
+        addresses: &[String],
+    ) -> Result<(Link, SocketAddr), ConnectError> {
+        let mut tried = Vec::new();
+        for address in addresses {
+            let resolved = match tokio::net::lookup_host(address).await {
+                Ok(resolved) => resolved.collect::<Vec<_>>(),
+                Err(error) => {
+                    tried.push((address.clone(), error.to_string()));
+                    continue;
+                }
+            };
+            for resolved in resolved {
+                match self.dial(dial, resolved).await {
+                    Ok(link) => return Ok((link, resolved)),
+                    Err(ConnectError::Lost { error, .. }) => {
+                        tried.push((address.clone(), error.to_string()));
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+        }
+        let name = dial.name.clone();
+        Err(ConnectError::Unreachable { name, tried })
+    }
+
+    pub(crate) async fn dial(
+        &self,
+        dial: &Dial,
+        address: SocketAddr,
+    ) -> Result<Link, ConnectError> {
+        let address = self.mapped(address);
+        let setup = |text: String| dial.error(LinkError::Failed(text));
+        let expected = ExpectedServer::new(dial.expected);
+        let tls = tls::client(&self.identity, expected.clone(), dial.alpn);
+        let tls = tls.map_err(|e| setup(e.to_string()))?;
+        let tls = QuicClientConfig::try_from(tls).map_err(|e| setup(e.to_string()))?;
+        let mut client = quic::ClientConfig::new(Arc::new(tls));
+        let transport = client_transport(&self.config, dial, address);
+        client.transport_config(Arc::new(transport.map_err(setup)?));
+        let connecting = self
+            .quic
+            .connect_with(client, address, SERVER_NAME)
+            .map_err(|e| setup(e.to_string()))?;
+        match tokio::time::timeout(self.config.handshake_timeout, connecting).await {
+            Ok(Ok(connection)) => {
+                let link = Link::new(connection, address);
+                if let Some(id) = link.peer_id() {
+                    self.register(id, &link);
+                }
+                Ok(link)
+            }
+            Ok(Err(error)) => match (dial.expected, expected.found()) {
+                (Some(expected), Some(found)) if expected != found => {
+                    Err(ConnectError::IdentityChanged {
+                        name: dial.name.clone(),
+                        expected,
+                        found,
+                        address: address.to_string(),
+                    })
+                }
+                _ => Err(dial.error(error.into())),
+            },
+            Err(_) => Err(dial.error(LinkError::TimedOut)),
+        }
+    }
+
+    /// An IPv4 address as a dual-stack socket wants it.
+    fn mapped(&self, address: SocketAddr) -> SocketAddr {
+        match (address, self.config.listen) {
+            (SocketAddr::V4(v4), SocketAddr::V6(_)) => {
+                SocketAddr::new(v4.ip().to_ipv6_mapped().into(), v4.port())
+            }
+            _ => address,
+        }
+    }
+
+    /// The dialler's side of the Hello.
+    async fn greet(
+        self: &Arc<Self>,
+        link: Link,
+        host: TrustedHost,
+        address: SocketAddr,
+        dial: &Dial,
+    ) -> Result<Control, ConnectError> {
+        let theirs = tokio::time::timeout(self.config.handshake_timeout, async {
+            let streams = link.connection.open_bi().await;
+            let (mut send, mut receive) = streams.map_err(|error| link.error(error))?;
+            send_hello(&link, &mut send, &self.config.hello).await?;
+            receive_hello(&link, &mut receive).await
+        });
+        let theirs = theirs.await.unwrap_or_else(|_| {
+            link.close(CloseCode::BadOpening, "the Hello did not come in time");
+            Err(LinkError::TimedOut)
+        });
+        let theirs = theirs.map_err(|error| dial.error(error))?;
+        match self.config.hello.agree(&theirs) {
+            Ok(version) => Ok(self.control(link, host, address, theirs.software, version, true)),
+            Err(error) => {
+                link.close(CloseCode::Incompatible, &error.to_string());
+                Err(error.into())
+            }
+        }
+    }
+
+    fn control(
+        self: &Arc<Self>,
+        link: Link,
+        host: TrustedHost,
+        address: SocketAddr,
+        software: String,
+        version: u16,
+        dialled: bool,
+    ) -> Control {
+        let peer = Arc::new(Peer {
+            host,
+            address,
+            software,
+            version,
+        });
+        Control {
+            link,
+            peer,
+            endpoint: self.clone(),
+            dialled,
+        }
+    }
+
+    fn connections(&self) -> std::sync::MutexGuard<'_, HashMap<HostId, Vec<WeakConnectionHandle>>> {
+        let connections = self.connections.lock();
+        connections.unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts a connection with a peer; false when there are too many.
+    fn register(&self, id: HostId, link: &Link) -> bool {
+        let mut connections = self.connections();
+        connections.retain(|_, list| {
+            list.retain(WeakConnectionHandle::is_alive);
+            !list.is_empty()
+        });
+        let list = connections.entry(id).or_default();
+        if list.len() >= CONNECTIONS_PER_PEER_MAX {
+            return false;
+        }
+        list.push(link.connection.weak_handle());
+        true
+    }
+}
+
+impl Dial {
+    pub(crate) fn error(&self, error: LinkError) -> ConnectError {
+        let name = self.name.clone();
+        match error {
+            LinkError::ClosedByPeer { code, reason } => {
+                ConnectError::Refused { name, code, reason }
+            }
+            error => ConnectError::Lost { name, error },
+        }
+    }
+}
+
+async fn send_hello(link: &Link, send: &mut SendStream, hello: &Hello) -> Result<(), LinkError> {
+    let sent = send.write_all(&hello.encode()).await;
+    sent.map_err(|_| link.lost_or_cut())?;
+    // Fails only when the stream was finished before.
+    let _ = send.finish();
+    Ok(())
+}
+
+/// Reads a Hello; anything else closes the connection.
+async fn receive_hello(link: &Link, receive: &mut RecvStream) -> Result<Hello, LinkError> {
+    let read = async {
+        let mut head = [0; HELLO_HEAD_BYTES];
+        let read = receive.read_exact(&mut head).await;
+        read.map_err(|_| "the Hello was cut".to_owned())?;
+        let length = Hello::decode_head(&head).map_err(|e| e.to_string())?;
+        let mut body = vec![0; length];
+        let read = receive.read_exact(&mut body).await;
+        read.map_err(|_| "the Hello was cut".to_owned())?;
+        Hello::decode_body(&body).map_err(|e| e.to_string())
+    };
+    read.await.map_err(|reason| match link.lost() {
+        Some(error) => error,
+        None => {
+            link.close(CloseCode::BadOpening, &reason);
+            LinkError::Failed(reason)
+        }
+    })
+}
+
+fn common_transport(config: &EndpointConfig) -> Result<TransportConfig, String> {
+    let idle = IdleTimeout::try_from(config.idle_timeout).map_err(|e| e.to_string())?;
+    let mut transport = TransportConfig::default();
+    transport
+        .max_idle_timeout(Some(idle))
+        .keep_alive_interval(Some(config.keep_alive))
+        .stream_receive_window(VarInt::from_u32(STREAM_WINDOW_BYTES))
+        .send_fairness(false)
+        .datagram_receive_buffer_size(None)
+        .enable_segmentation_offload(config.segmentation_offload)
+        .congestion_controller_factory(Arc::new(LimitedFactory {
+            limit: RateLimit::default(),
+            header_bytes: header_bytes(config.listen),
+        }));
+    Ok(transport)
+}
+
+/// Until the peer is known it may open one stream and send little.
+fn server_transport(config: &EndpointConfig) -> Result<TransportConfig, String> {
+    let mut transport = common_transport(config)?;
+    transport
+        .receive_window(VarInt::from_u32(OPENING_WINDOW_BYTES))
+        .max_concurrent_bidi_streams(VarInt::from_u32(1))
+        .max_concurrent_uni_streams(VarInt::from_u32(0));
+    Ok(transport)
+}
+
+/// The peer proved the key expected of it.
+fn client_transport(
+    config: &EndpointConfig,
+    dial: &Dial,
+    address: SocketAddr,
+) -> Result<TransportConfig, String> {
+    let control = dial.alpn == ALPN_CONTROL;
+    let channels = if control { CHANNELS_MAX } else { 0 };
+    let mut transport = common_transport(config)?;
+    transport
+        .receive_window(VarInt::from_u32(CONTROL_WINDOW_BYTES))
+        .max_concurrent_bidi_streams(VarInt::from_u32(channels))
+        .max_concurrent_uni_streams(VarInt::from_u32(u32::from(!control)))
+        .congestion_controller_factory(Arc::new(LimitedFactory {
+            limit: dial.limit.clone(),
+            header_bytes: header_bytes(address),
+        }));
+    Ok(transport)
+}
+
+/// Signs stateless resets with a key that outlives the process, so that the peers of an agent
+/// that was restarted learn at once that their connections are gone.
+struct ResetKey([u8; 32]);
+
+impl HmacKey for ResetKey {
+    fn sign(&self, data: &[u8], signature_out: &mut [u8]) {
+        let hash = blake3::keyed_hash(&self.0, data);
+        signature_out.copy_from_slice(hash.as_bytes());
+    }
+
+    fn signature_len(&self) -> usize {
+        32
+    }
+
+    fn verify(&self, data: &[u8], signature: &[u8]) -> Result<(), CryptoError> {
+        let signature: [u8; 32] = signature.try_into().map_err(|_| CryptoError)?;
+        // Comparing hashes of this type takes the same time wherever they differ.
+        if blake3::keyed_hash(&self.0, data) == blake3::Hash::from(signature) {
+            Ok(())
+        } else {
+            Err(CryptoError)
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! The one place that names the QUIC library (see `docs/decisions/0002-quic-library.md`).
+
+pub(crate) use noq::congestion::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics};
+pub(crate) use noq::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
+pub(crate) use noq::crypto::{CryptoError, HmacKey};
+pub(crate) use noq::{
+    ClientConfig, Connection, ConnectionError, Endpoint, EndpointConfig, IdleTimeout, Incoming,
+    PathId, ReadError, RecvStream, SendStream, ServerConfig, TokioRuntime, TransportConfig, VarInt,
+    WeakConnectionHandle, WriteError,
+};
+
+use crate::error::{CloseCode, LinkError, REASON_BYTES_MAX};
+use longhaul_protocol::HostId;
+use rustls::pki_types::CertificateDer;
+use std::net::SocketAddr;
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
+
+/// A connection, and why this side closed it if it did. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Link {
+    pub(crate) connection: Connection,
+    address: SocketAddr,
+    closed_here: Arc<OnceLock<String>>,
+}
+
+impl Link {
+    pub(crate) fn new(connection: Connection, address: SocketAddr) -> Self {
+        Self {
+            connection,
+            address,
+            closed_here: Arc::new(OnceLock::new()),
+        }
+    }
+
+    /// Closes the connection; what was not yet acknowledged is dropped.
+    pub(crate) fn close(&self, code: CloseCode, reason: &str) {
+        let mut cut = reason.len().min(REASON_BYTES_MAX);
+        while !reason.is_char_boundary(cut) {
+            cut -= 1;
+        }
+        // Only the first reason counts.
+        let _ = self.closed_here.set(reason.to_owned());
+        self.connection
+            .close(code.varint(), &reason.as_bytes()[..cut]);
+    }
+
+    /// Why the connection is no more, if it is.
+    pub(crate) fn lost(&self) -> Option<LinkError> {
+        self.connection
+            .close_reason()
+            .map(|error| self.error(error))
+    }
+
+    pub(crate) fn error(&self, error: ConnectionError) -> LinkError {
+        match (error, self.closed_here.get()) {
+            (ConnectionError::LocallyClosed, Some(reason)) => LinkError::ClosedHere {
+                reason: reason.clone(),
+            },
+            (error, _) => error.into(),
+        }
+    }
+
+    /// What became of the connection after a stream of it failed.
+    pub(crate) fn lost_or_cut(&self) -> LinkError {
+        self.lost()
+            .unwrap_or_else(|| LinkError::Failed("a stream was reset by the other host".to_owned()))
+    }
+
+    pub(crate) async fn closed(&self) -> LinkError {
+        let error = self.connection.closed().await;
+        self.error(error)
+    }
+
+    /// Where the peer is: it may move while the connection lives.
+    pub(crate) fn address(&self) -> SocketAddr {
+        let path = self.connection.path(PathId::ZERO);
+        let address = path.and_then(|path| path.remote_address().ok());
+        address.unwrap_or(self.address)
+    }
+
+    /// The smoothed round-trip time.
+    pub(crate) fn rtt(&self) -> Duration {
+        self.connection.rtt(PathId::ZERO).unwrap_or_default()
+    }
+
+    /// The identity whose key the peer proved.
+    pub(crate) fn peer_id(&self) -> Option<HostId> {
+        let identity = self.connection.peer_identity()?;
+        let chain = identity.downcast::<Vec<CertificateDer<'static>>>().ok()?;
+        crate::identity::host_id_of(chain.first()?).ok()
+    }
+}

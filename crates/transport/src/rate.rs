@@ -1,0 +1,200 @@
+//! The rate of a bulk connection: the library's congestion controller under a limit that can be
+//! changed while it runs.
+
+use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics};
+use std::any::Any;
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+/// Bytes of IP and UDP headers around each datagram, by address family.
+pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
+    match address.ip().to_canonical() {
+        IpAddr::V4(_) => 28,
+        IpAddr::V6(_) => 48,
+    }
+}
+
+/// A limit in bits per second as they go on the wire, IP headers included. Shared and changeable.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct RateLimit(Arc<AtomicU64>);
+
+impl RateLimit {
+    pub(crate) fn new(limit_bps: Option<u64>) -> Self {
+        let limit = Self::default();
+        limit.set(limit_bps);
+        limit
+    }
+
+    pub(crate) fn set(&self, limit_bps: Option<u64>) {
+        let value = limit_bps.map_or(0, |limit| limit.max(1));
+        self.0.store(value, Ordering::Relaxed);
+    }
+
+    pub(crate) fn get(&self) -> Option<u64> {
+        Some(self.0.load(Ordering::Relaxed)).filter(|limit| *limit > 0)
+    }
+}
+
+/// Makes limited controllers for new connections.
+pub(crate) struct LimitedFactory {
+    pub(crate) limit: RateLimit,
+    pub(crate) header_bytes: u64,
+}
+
+impl ControllerFactory for LimitedFactory {
+    fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
+        Box::new(Limited {
+            inner: Arc::new(Bbr3Config::default()).build(now, mtu),
+            limit: self.limit.clone(),
+            header_bytes: self.header_bytes,
+            mtu,
+        })
+    }
+}
+
+/// A controller whose pacing rate never exceeds the limit.
+#[derive(Debug)]
+struct Limited {
+    inner: Box<dyn Controller>,
+    limit: RateLimit,
+    header_bytes: u64,
+    mtu: u16,
+}
+
+impl Limited {
+    /// The limit in bytes of UDP payload per second, which is what the pacer counts.
+    fn payload_rate(&self, limit_bps: u64) -> u64 {
+        let mtu = u64::from(self.mtu);
+        let payload = u128::from(limit_bps / 8) * u128::from(mtu);
+        let rate = payload / u128::from(mtu + self.header_bytes);
+        u64::try_from(rate).unwrap_or(u64::MAX).max(1)
+    }
+}
+
+impl Controller for Limited {
+    fn on_sent(&mut self, now: Instant, bytes: u64, largest_pn: u64) {
+        self.inner.on_sent(now, bytes, largest_pn);
+    }
+
+    fn on_packet_sent(&mut self, now: Instant, bytes: u16, pn: u64) {
+        self.inner.on_packet_sent(now, bytes, pn);
+    }
+
+    fn on_cwnd_limited(&mut self) {
+        self.inner.on_cwnd_limited();
+    }
+
+    fn on_ack(
+        &mut self,
+        now: Instant,
+        sent: Instant,
+        bytes: u64,
+        pn: u64,
+        app_limited: bool,
+        rtt: &noq_proto::RttEstimator,
+    ) {
+        self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
+    }
+
+    fn on_end_acks(
+        &mut self,
+        now: Instant,
+        in_flight: u64,
+        app_limited: bool,
+        largest_packet_num_acked: Option<u64>,
+    ) {
+        self.inner
+            .on_end_acks(now, in_flight, app_limited, largest_packet_num_acked);
+    }
+
+    fn on_congestion_event(
+        &mut self,
+        now: Instant,
+        sent: Instant,
+        is_persistent_congestion: bool,
+        is_ecn: bool,
+        lost_bytes: u64,
+        largest_lost_pn: u64,
+    ) {
+        self.inner.on_congestion_event(
+            now,
+            sent,
+            is_persistent_congestion,
+            is_ecn,
+            lost_bytes,
+            largest_lost_pn,
+        );
+    }
+
+    fn on_packet_lost(&mut self, lost_bytes: u16, pn: u64, now: Instant) {
+        self.inner.on_packet_lost(lost_bytes, pn, now);
+    }
+
+    fn on_spurious_congestion_event(&mut self) {
+        self.inner.on_spurious_congestion_event();
+    }
+
+    fn on_mtu_update(&mut self, new_mtu: u16) {
+        self.mtu = new_mtu;
+        self.inner.on_mtu_update(new_mtu);
+    }
+
+    fn on_ack_frequency_update(&mut self, threshold: u64, max_ack_delay: Duration) {
+        self.inner.on_ack_frequency_update(threshold, max_ack_delay);
+    }
+
+    fn window(&self) -> u64 {
+        self.inner.window()
+    }
+
+    fn metrics(&self) -> ControllerMetrics {
+        let mut metrics = self.inner.metrics();
+        if let Some(limit) = self.limit.get() {
+            let limit = self.payload_rate(limit);
+            metrics.pacing_rate = Some(metrics.pacing_rate.map_or(limit, |rate| rate.min(limit)));
+        }
+        metrics
+    }
+
+    fn clone_box(&self) -> Box<dyn Controller> {
+        Box::new(Self {
+            inner: self.inner.clone_box(),
+            limit: self.limit.clone(),
+            header_bytes: self.header_bytes,
+            mtu: self.mtu,
+        })
+    }
+
+    fn initial_window(&self) -> u64 {
+        self.inner.initial_window()
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pacing_rate_follows_the_limit() {
+        let limit = RateLimit::new(Some(80_000_000));
+        let factory = Arc::new(LimitedFactory {
+            limit: limit.clone(),
+            header_bytes: 28,
+        });
+        let mut controller = factory.build(Instant::now(), 1200);
+        controller.on_mtu_update(1452);
+        let rate = controller.metrics().pacing_rate.unwrap();
+        assert_eq!(rate, 10_000_000 * 1452 / 1480);
+        limit.set(Some(8_000_000));
+        let rate = controller.clone_box().metrics().pacing_rate.unwrap();
+        assert_eq!(rate, 1_000_000 * 1452 / 1480);
+        limit.set(None);
+        assert!(controller.metrics().pacing_rate.unwrap() > 1_000_000);
+    }
+}

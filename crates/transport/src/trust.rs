@@ -1,0 +1,455 @@
+//! The trust store: which hosts this one knows, by name, and what each may do here.
+
+use crate::files::write_atomic;
+use longhaul_protocol::HostId;
+use longhaul_protocol::limits::NAME_BYTES_MAX;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// The usual name of the file in the state folder.
+pub const TRUST_FILE: &str = "trust.toml";
+/// Most hosts that one store holds.
+pub const TRUSTED_HOSTS_MAX: usize = 10_000;
+/// Most addresses of one host.
+pub const ADDRESSES_MAX: usize = 16;
+const FILE_BYTES_MAX: u64 = 16 << 20;
+const HEADER: &str = "\
+# Hosts that this host trusts. Written by `longhaul host trust`; it may be edited by hand and is
+# read again when it changed. Comments are lost when Longhaul writes it.
+\n";
+
+/// What a trusted host may do here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Scope {
+    /// It may ask: plans, what this host has, the speed of the link.
+    pub may_query: bool,
+    /// It may send guests here.
+    pub may_send_guests: bool,
+}
+
+/// One thing that a scope allows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Permission {
+    /// [`Scope::may_query`].
+    Query,
+    /// [`Scope::may_send_guests`].
+    SendGuests,
+}
+
+impl Scope {
+    /// Whether the scope allows it.
+    pub fn allows(&self, permission: Permission) -> bool {
+        match permission {
+            Permission::Query => self.may_query,
+            Permission::SendGuests => self.may_send_guests,
+        }
+    }
+}
+
+impl fmt::Display for Permission {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Query => "query",
+            Self::SendGuests => "send guests here",
+        })
+    }
+}
+
+/// A host that this one knows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TrustedHost {
+    /// What people call it here.
+    pub name: String,
+    /// The only identity that is accepted under this name.
+    pub id: HostId,
+    /// Where it may be reached: `host:port` each, tried in order.
+    pub addresses: Vec<String>,
+    /// What it may do here.
+    pub scope: Scope,
+}
+
+/// Why the trust store could not be read or changed.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum TrustError {
+    /// The file cannot be read or written.
+    #[error("{}: {error}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        error: Arc<io::Error>,
+    },
+    /// The file is not what it should be; nobody is trusted until it is mended.
+    #[error("{}: {error}", path.display())]
+    Malformed {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        error: String,
+    },
+    /// The name is taken by another identity.
+    #[error(
+        "host `{name}` is trusted with another identity: it was {was}, this is {now}; compare, \
+         and if the change is right run `longhaul host trust {name} ... --replace`"
+    )]
+    IdentityChanged {
+        /// The name.
+        name: String,
+        /// The identity in the store.
+        was: HostId,
+        /// The identity given.
+        now: HostId,
+    },
+    /// The identity is trusted under another name.
+    #[error("identity {id} is trusted already, under the name `{name}`")]
+    OtherName {
+        /// The name in the store.
+        name: String,
+        /// The identity.
+        id: HostId,
+    },
+    /// There is no such host.
+    #[error("no host `{0}` is trusted here")]
+    NoSuchHost(String),
+    /// The entry itself is wrong.
+    #[error("{0}")]
+    BadEntry(String),
+}
+
+/// The trust store: a TOML file, and its content as last read. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct TrustStore(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    path: PathBuf,
+    cached: Mutex<Option<(Stamp, Arc<Hosts>)>>,
+}
+
+/// Tells one state of the file from another.
+type Stamp = Option<(u64, u64, i64, i64)>;
+type Hosts = BTreeMap<String, TrustedHost>;
+
+#[derive(Serialize, Deserialize, Default)]
+#[serde(deny_unknown_fields)]
+struct FileContent {
+    #[serde(default)]
+    host: BTreeMap<String, FileEntry>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct FileEntry {
+    fingerprint: String,
+    #[serde(default)]
+    addresses: Vec<String>,
+    #[serde(default)]
+    may_query: bool,
+    #[serde(default)]
+    may_send_guests: bool,
+}
+
+impl TrustStore {
+    /// Opens the store at `path`; a missing file trusts nobody.
+    pub fn open(path: &Path) -> Result<Self, TrustError> {
+        let store = Self(Arc::new(Inner {
+            path: path.to_owned(),
+            cached: Mutex::new(None),
+        }));
+        store.hosts()?;
+        Ok(store)
+    }
+
+    /// All hosts, by name.
+    pub fn list(&self) -> Result<Vec<TrustedHost>, TrustError> {
+        Ok(self.hosts()?.values().cloned().collect())
+    }
+
+    /// The host of that name.
+    pub fn by_name(&self, name: &str) -> Result<Option<TrustedHost>, TrustError> {
+        Ok(self.hosts()?.get(name).cloned())
+    }
+
+    /// The host of that identity.
+    pub fn by_id(&self, id: HostId) -> Result<Option<TrustedHost>, TrustError> {
+        Ok(self.hosts()?.values().find(|host| host.id == id).cloned())
+    }
+
+    /// Trusts a host, or changes addresses and scope of one; its identity must not change.
+    pub fn add(&self, host: TrustedHost) -> Result<(), TrustError> {
+        self.change(|hosts| {
+            if let Some(old) = hosts.get(&host.name)
+                && old.id != host.id
+            {
+                return Err(TrustError::IdentityChanged {
+                    name: host.name,
+                    was: old.id,
+                    now: host.id,
+                });
+            }
+            insert(hosts, host)
+        })
+    }
+
+    /// Trusts a host, whatever identity the name had before.
+    pub fn replace(&self, host: TrustedHost) -> Result<(), TrustError> {
+        self.change(|hosts| insert(hosts, host))
+    }
+
+    /// Trusts a host no longer, and says who it was.
+    pub fn forget(&self, name: &str) -> Result<TrustedHost, TrustError> {
+        let mut forgotten = None;
+        self.change(|hosts| {
+            forgotten = hosts.remove(name);
+            Ok(())
+        })?;
+        forgotten.ok_or_else(|| TrustError::NoSuchHost(name.to_owned()))
+    }
+
+    fn hosts(&self) -> Result<Arc<Hosts>, TrustError> {
+        let mut cached = self.0.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        self.read(&mut cached)
+    }
+
+    fn read(&self, cached: &mut Option<(Stamp, Arc<Hosts>)>) -> Result<Arc<Hosts>, TrustError> {
+        let stamp = stamp(&self.0.path).map_err(|error| self.file_error(error))?;
+        if let Some((known, hosts)) = cached
+            && *known == stamp
+        {
+            return Ok(hosts.clone());
+        }
+        *cached = None;
+        let hosts = match stamp {
+            None => Hosts::new(),
+            Some((_, bytes, ..)) if bytes > FILE_BYTES_MAX => {
+                return Err(self.malformed("the file is too large".to_owned()));
+            }
+            Some(_) => {
+                let text = std::fs::read_to_string(&self.0.path);
+                let text = text.map_err(|error| self.file_error(error))?;
+                parse(&text).map_err(|error| self.malformed(error))?
+            }
+        };
+        let hosts = Arc::new(hosts);
+        *cached = Some((stamp, hosts.clone()));
+        Ok(hosts)
+    }
+
+    fn change(
+        &self,
+        change: impl FnOnce(&mut Hosts) -> Result<(), TrustError>,
+    ) -> Result<(), TrustError> {
+        let mut cached = self.0.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut hosts = Hosts::clone(&*self.read(&mut cached)?);
+        change(&mut hosts)?;
+        let text = write(&hosts).map_err(TrustError::BadEntry)?;
+        *cached = None;
+        write_atomic(&self.0.path, text.as_bytes()).map_err(|error| self.file_error(error))
+    }
+
+    fn file_error(&self, error: io::Error) -> TrustError {
+        TrustError::File {
+            path: self.0.path.clone(),
+            error: Arc::new(error),
+        }
+    }
+
+    fn malformed(&self, error: String) -> TrustError {
+        TrustError::Malformed {
+            path: self.0.path.clone(),
+            error,
+        }
+    }
+}
+
+fn stamp(path: &Path) -> io::Result<Stamp> {
+    match std::fs::metadata(path) {
+        Ok(m) => Ok(Some((m.ino(), m.len(), m.mtime(), m.mtime_nsec()))),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn insert(hosts: &mut Hosts, host: TrustedHost) -> Result<(), TrustError> {
+    check(&host).map_err(TrustError::BadEntry)?;
+    if let Some(other) = hosts
+        .values()
+        .find(|other| other.id == host.id && other.name != host.name)
+    {
+        return Err(TrustError::OtherName {
+            name: other.name.clone(),
+            id: other.id,
+        });
+    }
+    if hosts.len() >= TRUSTED_HOSTS_MAX && !hosts.contains_key(&host.name) {
+        let text = format!("{TRUSTED_HOSTS_MAX} hosts are trusted already; forget some first");
+        return Err(TrustError::BadEntry(text));
+    }
+    hosts.insert(host.name.clone(), host);
+    Ok(())
+}
+
+fn check(host: &TrustedHost) -> Result<(), String> {
+    let good = |c: char| c.is_ascii_alphanumeric() || ".-_".contains(c);
+    let name = &host.name;
+    if name.is_empty() || name.len() > NAME_BYTES_MAX || !name.chars().all(good) {
+        return Err(format!(
+            "`{}` is not a host's name: letters, digits, `.`, `-`, `_`, at most {NAME_BYTES_MAX}",
+            name.chars().take(80).collect::<String>().escape_debug()
+        ));
+    }
+    if host.addresses.len() > ADDRESSES_MAX {
+        return Err(format!(
+            "host `{name}` has more than {ADDRESSES_MAX} addresses"
+        ));
+    }
+    for address in &host.addresses {
+        let port = address.rsplit_once(':').and_then(|(node, port)| {
+            let port: u16 = port.parse().ok()?;
+            (!node.is_empty() && node.len() <= NAME_BYTES_MAX && port != 0).then_some(port)
+        });
+        if port.is_none() {
+            return Err(format!(
+                "host `{name}`: address `{}` is not `host:port`",
+                address.chars().take(80).collect::<String>().escape_debug()
+            ));
+        }
+    }
+    Ok(())
+}
+
+fn parse(text: &str) -> Result<Hosts, String> {
+    let content: FileContent = toml::from_str(text).map_err(|error| error.to_string())?;
+    if content.host.len() > TRUSTED_HOSTS_MAX {
+        return Err(format!("more than {TRUSTED_HOSTS_MAX} hosts"));
+    }
+    let mut hosts = Hosts::new();
+    for (name, entry) in content.host {
+        let id = entry.fingerprint.parse();
+        let host = TrustedHost {
+            id: id.map_err(|error| format!("host `{name}`: {error}"))?,
+            name,
+            addresses: entry.addresses,
+            scope: Scope {
+                may_query: entry.may_query,
+                may_send_guests: entry.may_send_guests,
+            },
+        };
+        insert(&mut hosts, host).map_err(|error| error.to_string())?;
+    }
+    Ok(hosts)
+}
+
+fn write(hosts: &Hosts) -> Result<String, String> {
+    let host = hosts.values().map(|host| {
+        let entry = FileEntry {
+            fingerprint: host.id.to_string(),
+            addresses: host.addresses.clone(),
+            may_query: host.scope.may_query,
+            may_send_guests: host.scope.may_send_guests,
+        };
+        (host.name.clone(), entry)
+    });
+    let content = FileContent {
+        host: host.collect(),
+    };
+    let text = toml::to_string(&content).map_err(|error| error.to_string())?;
+    Ok(format!("{HEADER}{text}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn host(name: &str, id: u8) -> TrustedHost {
+        TrustedHost {
+            name: name.to_owned(),
+            id: HostId([id; 32]),
+            addresses: vec!["10.0.0.2:4433".to_owned(), "[fd00::2]:4433".to_owned()],
+            scope: Scope {
+                may_query: true,
+                may_send_guests: false,
+            },
+        }
+    }
+
+    fn store() -> (tempfile::TempDir, TrustStore) {
+        let folder = tempfile::tempdir().unwrap();
+        let store = TrustStore::open(&folder.path().join(TRUST_FILE)).unwrap();
+        (folder, store)
+    }
+
+    #[test]
+    fn hosts_are_added_listed_and_forgotten_across_restarts() {
+        let (folder, store) = store();
+        assert_eq!(store.list().unwrap(), []);
+        store.add(host("beta", 2)).unwrap();
+        store.add(host("alpha", 1)).unwrap();
+        let again = TrustStore::open(&folder.path().join(TRUST_FILE)).unwrap();
+        assert_eq!(again.list().unwrap(), [host("alpha", 1), host("beta", 2)]);
+        assert_eq!(again.by_id(HostId([2; 32])).unwrap(), Some(host("beta", 2)));
+        assert_eq!(again.forget("beta").unwrap(), host("beta", 2));
+        assert_eq!(store.by_name("beta").unwrap(), None);
+        let error = store.forget("beta").unwrap_err();
+        assert!(matches!(error, TrustError::NoSuchHost(_)), "{error}");
+    }
+
+    #[test]
+    fn an_identity_changes_only_when_told_to() {
+        let (_folder, store) = store();
+        store.add(host("alpha", 1)).unwrap();
+        let error = store.add(host("alpha", 2)).unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, TrustError::IdentityChanged { .. }));
+        assert!(text.contains("0101-0101") && text.contains("0202-0202"));
+        assert_eq!(store.by_name("alpha").unwrap().unwrap().id, HostId([1; 32]));
+        store.replace(host("alpha", 2)).unwrap();
+        assert_eq!(store.by_name("alpha").unwrap().unwrap().id, HostId([2; 32]));
+    }
+
+    #[test]
+    fn one_identity_has_one_name() {
+        let (_folder, store) = store();
+        store.add(host("alpha", 1)).unwrap();
+        let error = store.replace(host("beta", 1)).unwrap_err();
+        assert!(matches!(error, TrustError::OtherName { .. }), "{error}");
+    }
+
+    #[test]
+    fn an_edit_by_hand_is_seen_and_a_broken_one_trusts_nobody() {
+        let (folder, store) = store();
+        let path = folder.path().join(TRUST_FILE);
+        store.add(host("alpha", 1)).unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replace("alpha", "gamma")).unwrap();
+        assert!(store.by_name("gamma").unwrap().is_some());
+        std::fs::write(&path, "[host.alpha]\nfingerprint = 7\n").unwrap();
+        let error = store.by_name("gamma").unwrap_err();
+        assert!(matches!(error, TrustError::Malformed { .. }), "{error}");
+        let error = store.add(host("beta", 2)).unwrap_err();
+        assert!(matches!(error, TrustError::Malformed { .. }), "{error}");
+        std::fs::remove_file(&path).unwrap();
+        assert_eq!(store.list().unwrap(), []);
+    }
+
+    #[test]
+    fn bad_entries_are_refused() {
+        let (_folder, store) = store();
+        let mut many = host("many", 3);
+        many.addresses = vec!["h:1".to_owned(); ADDRESSES_MAX + 1];
+        assert!(store.add(many).is_err());
+        for name in ["", "a b", "a/b", "\u{1b}[2J", &"x".repeat(256)] {
+            assert!(store.add(host(name, 1)).is_err(), "{name:?}");
+        }
+        for address in ["", "host", "host:", "host:0", ":1", "host:65536"] {
+            let mut bad = host("alpha", 1);
+            bad.addresses = vec![address.to_owned()];
+            assert!(store.add(bad).is_err(), "{address:?}");
+        }
+    }
+}
