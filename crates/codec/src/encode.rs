@@ -92,8 +92,9 @@ pub enum EncodeError {
 /// Makes frames; holds the contexts and buffers that are used again for each. One a worker.
 pub struct Encoder {
     compressor: Compressor,
-    literals: Vec<u8>,
-    duplicates: Duplicates,
+    entries: Entries,
+    literals: Literals,
+    gathered: Vec<u8>,
 }
 
 impl fmt::Debug for Encoder {
@@ -113,8 +114,9 @@ impl Encoder {
     pub fn new() -> Self {
         Self {
             compressor: Compressor::new(),
-            literals: Vec::new(),
-            duplicates: Duplicates::new(),
+            entries: Entries::default(),
+            literals: Literals::new(),
+            gathered: Vec::new(),
         }
     }
 
@@ -142,56 +144,51 @@ impl Encoder {
                 blocks: blocks.len(),
             });
         }
-        let mut entries = Entries::new();
+        self.entries.clear();
         self.literals.clear();
-        self.duplicates.clear();
         let mut described = 0;
-        for ((id, content), decision) in blocks.iter().zip(content).zip(decisions) {
+        for (index, (id, decision)) in blocks.iter().zip(decisions).enumerate() {
             match *decision {
                 Decision::Skip => continue,
-                Decision::Zero => entries.push(*id, Kind::Zero),
+                Decision::Zero => self.entries.push(*id, Kind::Zero),
                 Decision::Reference { source, digest } => {
                     let BlockId { region, block } = source;
-                    entries.push(
+                    self.entries.push(
                         *id,
                         Kind::Reference {
                             region,
                             start: block,
                         },
                     );
-                    entries.digests.extend_from_slice(&digest.0);
+                    self.entries.digests.extend_from_slice(&digest.0);
                 }
                 Decision::Literal { digest } => {
-                    match self
-                        .duplicates
-                        .find_or_add(&digest, content, &self.literals)
-                    {
-                        Some(literal) => entries.push(*id, Kind::Duplicate { literal }),
-                        None => {
-                            self.literals.extend_from_slice(content);
-                            entries.push(*id, Kind::Literal);
-                        }
-                    }
+                    let kind = match self.literals.find_or_add(&digest, index, content) {
+                        Some(literal) => Kind::Duplicate { literal },
+                        None => Kind::Literal,
+                    };
+                    self.entries.push(*id, kind);
                 }
             }
             described += 1;
         }
+        self.entries.close();
+        let payload = self.literals.payload(content, &mut self.gathered);
         let compressed = self
             .compressor
-            .compress(&self.literals, compression)
+            .compress(payload, compression)
             .map_err(EncodeError::Compression)?;
         let (stored, compression) = match compressed {
             Some(stored) => (stored, compression),
-            None => (&self.literals[..], Compression::Raw),
+            None => (payload, Compression::Raw),
         };
-        let bytes = entries.into_frame(seq, self.literals.len(), stored, compression);
-        if bytes.len() > FRAME_BYTES_MAX {
-            return Err(EncodeError::TooLong { bytes: bytes.len() });
-        }
+        let bytes = self
+            .entries
+            .frame(seq, payload.len(), stored, compression)?;
         Ok(EncodedFrame {
             bytes,
             blocks: described,
-            payload_bytes: self.literals.len(),
+            payload_bytes: payload.len(),
             stored_bytes: stored.len(),
             compression,
         })
@@ -199,6 +196,7 @@ impl Encoder {
 }
 
 /// The entries of a frame in the making; the last one may still grow.
+#[derive(Default)]
 struct Entries {
     bytes: Vec<u8>,
     count: u16,
@@ -208,13 +206,11 @@ struct Entries {
 }
 
 impl Entries {
-    fn new() -> Self {
-        Self {
-            bytes: vec![0; HEADER_BYTES],
-            count: 0,
-            open: None,
-            digests: Vec::new(),
-        }
+    fn clear(&mut self) {
+        self.bytes.clear();
+        self.count = 0;
+        self.open = None;
+        self.digests.clear();
     }
 
     fn push(&mut self, id: BlockId, kind: Kind) {
@@ -225,9 +221,10 @@ impl Entries {
         }
         self.close();
         self.count += 1;
+        let range = BlockRange::new(id.block, 1);
         self.open = Some(Entry {
             region: id.region,
-            range: BlockRange::new(id.block, 1),
+            range,
             kind,
         });
     }
@@ -239,14 +236,17 @@ impl Entries {
         }
     }
 
-    fn into_frame(
-        mut self,
+    fn frame(
+        &self,
         seq: u64,
         payload_bytes: usize,
         stored: &[u8],
         compression: Compression,
-    ) -> Vec<u8> {
-        self.close();
+    ) -> Result<Vec<u8>, EncodeError> {
+        let length = HEADER_BYTES + self.bytes.len() + stored.len();
+        if length > FRAME_BYTES_MAX {
+            return Err(EncodeError::TooLong { bytes: length });
+        }
         let header = Header {
             compression: match compression {
                 Compression::Raw => COMPRESSION_RAW,
@@ -258,53 +258,69 @@ impl Entries {
             seq,
             stored_bytes: stored.len() as u32,
         };
-        self.bytes[..HEADER_BYTES].copy_from_slice(&header.to_bytes());
-        self.bytes.extend_from_slice(stored);
-        self.bytes
+        let mut frame = Vec::with_capacity(length);
+        frame.extend_from_slice(&header.to_bytes());
+        frame.extend_from_slice(&self.bytes);
+        frame.extend_from_slice(stored);
+        Ok(frame)
     }
 }
 
-/// The literals of one frame by their digests: an open hash table that is never more than half full.
-struct Duplicates {
+/// The literals of one frame, with an open hash table of their digests, at most half full.
+struct Literals {
     slots: [u16; DUPLICATE_SLOTS],
-    digests: Vec<Digest>,
+    /// Digest and index in the batch of each literal.
+    found: Vec<(Digest, usize)>,
 }
 
-impl Duplicates {
+impl Literals {
     fn new() -> Self {
         Self {
             slots: [NO_LITERAL; DUPLICATE_SLOTS],
-            digests: Vec::with_capacity(FRAME_BLOCKS_MAX),
+            found: Vec::with_capacity(FRAME_BLOCKS_MAX),
         }
     }
 
     fn clear(&mut self) {
         self.slots.fill(NO_LITERAL);
-        self.digests.clear();
+        self.found.clear();
     }
 
-    /// The literal that has this content; none, and the content counts as the next literal.
+    /// The literal that is the same as block `index`; when there is none, the block is the next.
     fn find_or_add(
         &mut self,
         digest: &Digest,
-        content: &[u8; BLOCK_SIZE],
-        literals: &[u8],
+        index: usize,
+        content: &[[u8; BLOCK_SIZE]],
     ) -> Option<u64> {
         let mut slot = usize::from(u16::from_le_bytes([digest.0[0], digest.0[1]]));
         loop {
             slot %= DUPLICATE_SLOTS;
             let literal = self.slots[slot];
             if literal == NO_LITERAL {
-                self.slots[slot] = self.digests.len() as u16;
-                self.digests.push(*digest);
+                self.slots[slot] = self.found.len() as u16;
+                self.found.push((*digest, index));
                 return None;
             }
-            let index = usize::from(literal);
-            let same = self.digests[index] == *digest;
-            if same && literals.as_chunks().0[index] == *content {
+            let (other, first) = &self.found[usize::from(literal)];
+            if other == digest && content[*first] == content[index] {
                 return Some(u64::from(literal));
             }
             slot += 1;
         }
+    }
+
+    /// All literals one after another: where they lie, or gathered if they lie apart.
+    fn payload<'a>(&self, content: &'a [[u8; BLOCK_SIZE]], gathered: &'a mut Vec<u8>) -> &'a [u8] {
+        if let (Some((_, first)), Some((_, last))) = (self.found.first(), self.found.last())
+            && last - first + 1 == self.found.len()
+        {
+            return content[*first..=*last].as_flattened();
+        }
+        gathered.clear();
+        for (_, index) in &self.found {
+            gathered.extend_from_slice(&content[*index]);
+        }
+        gathered
     }
 }

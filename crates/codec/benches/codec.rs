@@ -1,0 +1,176 @@
+//! How fast each step of the codec is on this machine: `cargo bench -p longhaul-codec`.
+//!
+//! `lab bench codec` measures whole pipelines; this is for work on a single step.
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
+use longhaul_codec::{
+    BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, DigestKey, Encoder,
+    Hasher, Limits, Staged, is_zero,
+};
+use longhaul_protocol::{BLOCK_SIZE, RegionId};
+use std::hint::black_box;
+use std::time::Instant;
+
+type Block = [u8; BLOCK_SIZE];
+
+const KEY: DigestKey = DigestKey([7; 32]);
+/// Blocks in the input: 64 MiB, more than a cache holds.
+const BLOCKS: usize = 16 << 10;
+const FRAME_BLOCKS: usize = 64;
+const REPEATS: usize = 5;
+
+fn main() {
+    // Test runs build benches and start them too, without this argument.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let random = input(|index, block| noise(index as u64, block));
+    let text = input(|index, block| prose(index as u64, block));
+    let mut copy = vec![[0; BLOCK_SIZE]; BLOCKS];
+    report("memcpy", || black_box(&mut copy).copy_from_slice(&random));
+    let zeros = input(|_, block| *block = black_box([0; BLOCK_SIZE]));
+    report("zero test", || {
+        assert!(black_box(&zeros).iter().all(is_zero))
+    });
+    report("BLAKE3, public function", || {
+        for block in &random {
+            black_box(blake3::keyed_hash(&KEY.0, block));
+        }
+    });
+    let hasher = Hasher::new(KEY);
+    let mut staged = Vec::new();
+    report("stage (zero test and batched BLAKE3)", || {
+        staged.clear();
+        hasher.stage(&random, &mut staged);
+    });
+    for (name, content) in [("random", &random), ("text", &text)] {
+        let levels = [-3, -1, 1, 3].map(Compression::Zstd);
+        for compression in [Compression::Raw, Compression::Lz4]
+            .into_iter()
+            .chain(levels)
+        {
+            pipeline(name, content, compression);
+        }
+    }
+}
+
+/// A frame at a time: copy to the staging buffer, stage, encode; then decode into memory.
+fn pipeline(name: &str, content: &[Block], compression: Compression) {
+    let hasher = Hasher::new(KEY);
+    let mut encoder = Encoder::new();
+    let mut staging = vec![[0; BLOCK_SIZE]; FRAME_BLOCKS];
+    let mut frames = vec![Vec::new(); BLOCKS / FRAME_BLOCKS];
+    let (mut staged, mut decisions) = (Vec::new(), Vec::new());
+    report(&format!("{name}: encode {compression:?}"), || {
+        for (seq, blocks) in content.chunks(FRAME_BLOCKS).enumerate() {
+            staging.copy_from_slice(blocks);
+            staged.clear();
+            decisions.clear();
+            hasher.stage(&staging, &mut staged);
+            decisions.extend(staged.iter().map(|staged| match *staged {
+                Staged::Zero => Decision::Zero,
+                Staged::Content(digest) => Decision::Literal { digest },
+            }));
+            let ids: [_; FRAME_BLOCKS] = std::array::from_fn(|index| BlockId {
+                region: RegionId(0),
+                block: (seq * FRAME_BLOCKS + index) as u64,
+            });
+            let frame = encoder.encode_frame(seq as u64, &ids, &staging, &decisions, compression);
+            frames[seq] = frame.unwrap().bytes;
+        }
+    });
+    let sent: usize = frames.iter().map(Vec::len).sum();
+    let mut sink = Memory(vec![[0; BLOCK_SIZE]; BLOCKS]);
+    let mut decoder = Decoder::new(KEY);
+    report(&format!("{name}: decode {compression:?}"), || {
+        for frame in &frames {
+            decoder
+                .decode(frame, &Limits::default(), &mut sink)
+                .unwrap();
+        }
+    });
+    assert!(sink.0 == content);
+    println!(
+        "{:>44} {:.3}",
+        "out / in",
+        sent as f64 / (BLOCKS * BLOCK_SIZE) as f64
+    );
+}
+
+/// Prints the best rate of several runs over the input.
+fn report(name: &str, mut run: impl FnMut()) {
+    let seconds = (0..REPEATS)
+        .map(|_| {
+            let start = Instant::now();
+            run();
+            start.elapsed().as_secs_f64()
+        })
+        .fold(f64::INFINITY, f64::min);
+    println!(
+        "{name:>44} {:6.2} GB/s",
+        (BLOCKS * BLOCK_SIZE) as f64 / seconds / 1e9
+    );
+}
+
+/// A destination in memory.
+struct Memory(Vec<Block>);
+
+impl BlockSink for Memory {
+    type Error = std::convert::Infallible;
+
+    fn region_blocks(&self, _: RegionId) -> Option<u64> {
+        Some(self.0.len() as u64)
+    }
+
+    fn accepts(&self, _: BlockId, _: u64) -> bool {
+        true
+    }
+
+    fn read(&mut self, id: BlockId, content: &mut Block) -> bool {
+        *content = self.0[id.block as usize];
+        true
+    }
+
+    fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {
+        for write in writes {
+            let blocks = write.range.start as usize..write.range.end() as usize;
+            let blocks = self.0[blocks].as_flattened_mut();
+            match write.content {
+                Content::Zero => blocks.fill(0),
+                Content::Bytes(bytes) => blocks.copy_from_slice(bytes),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn input(fill: impl Fn(usize, &mut Block)) -> Vec<Block> {
+    let mut blocks = vec![[0; BLOCK_SIZE]; BLOCKS];
+    blocks
+        .iter_mut()
+        .enumerate()
+        .for_each(|(index, block)| fill(index, block));
+    blocks
+}
+
+fn noise(seed: u64, block: &mut Block) {
+    blake3::Hasher::new()
+        .update(&seed.to_le_bytes())
+        .finalize_xof()
+        .fill(block);
+}
+
+/// Words from a small dictionary in random order: a little better than 3:1.
+fn prose(seed: u64, block: &mut Block) {
+    let mut random = [0; BLOCK_SIZE];
+    noise(seed, &mut random);
+    let mut words = Vec::with_capacity(BLOCK_SIZE + 16);
+    for pair in random.as_chunks::<2>().0 {
+        if words.len() >= BLOCK_SIZE {
+            break;
+        }
+        let word = u16::from_le_bytes(*pair) % 2048;
+        words.extend_from_slice(format!("w{word:x}ord ").as_bytes());
+    }
+    block.copy_from_slice(&words[..BLOCK_SIZE]);
+}
