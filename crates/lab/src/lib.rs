@@ -3,11 +3,17 @@
 //! [`lab`] makes hosts ([`netns`]) and [`link`]s and enters them in the [`registry`], so that nothing
 //! is left behind whatever happens.
 
+pub mod arena;
+pub mod bench;
 pub mod error;
+pub mod guest;
 pub mod interrupt;
 pub mod lab;
 pub mod link;
+pub mod measure;
+pub mod moves;
 pub mod netns;
+pub mod peer;
 pub mod process;
 pub mod registry;
 pub mod up;

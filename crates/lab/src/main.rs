@@ -4,6 +4,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use longhaul_lab::bench;
 use longhaul_lab::error::LabError;
 use longhaul_lab::interrupt;
 use longhaul_lab::lab::{HOST_NAMES, Plan, say};
@@ -47,6 +48,20 @@ enum Action {
         /// End a cut
         #[arg(long, group = "change")]
         heal: bool,
+    },
+    /// Run a bench: measure, print rows and the checks computed from them
+    Bench {
+        /// Which one, as --list names it
+        #[arg(required_unless_present = "list")]
+        name: Option<String>,
+        /// List the benches, what each compares, and how long it takes
+        #[arg(long)]
+        list: bool,
+        /// With --list: only their names
+        #[arg(long, requires = "list")]
+        names: bool,
+        #[command(flatten)]
+        options: bench::Options,
     },
     /// The process of one link; started by the others
     #[command(hide = true)]

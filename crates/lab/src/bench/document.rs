@@ -1,0 +1,311 @@
+//! The document that every bench prints: what was measured, on what, and whether the bars hold.
+
+use std::fs;
+use std::process::Command;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::lab::say;
+use crate::link::measure::Measured;
+use crate::link::spec::LinkSpec;
+use crate::process::run;
+
+/// What a bench found. It grows while the bench runs, so that an interrupted one can print what it
+/// has.
+#[derive(Debug, Serialize)]
+pub struct Document {
+    bench: String,
+    commit: Option<String>,
+    machine: Machine,
+    /// The link, or the first of several.
+    link: Option<LinkFigures>,
+    /// All links of a bench that uses several.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    links: Vec<LinkFigures>,
+    rows: Vec<Value>,
+    checks: Vec<Check>,
+}
+
+/// What a bench ran on. What plays no part in it is null.
+#[derive(Debug, Clone, Serialize)]
+pub struct Machine {
+    /// The processor's name.
+    pub cpu: Option<String>,
+    /// Processors that this bench could use.
+    pub cores: usize,
+    /// The kernel's release.
+    pub kernel: Option<String>,
+    /// How guests ran: `kvm` or `tcg`.
+    pub accel: Option<String>,
+    /// Version of QEMU.
+    pub qemu: Option<String>,
+}
+
+/// A link as it stands in rows: as asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct AskedLink {
+    /// Bits per second.
+    pub rate_bps: u64,
+    /// Round-trip time in ms.
+    pub rtt_ms: f64,
+    /// Share of frames lost.
+    pub loss: f64,
+}
+
+impl From<LinkSpec> for AskedLink {
+    fn from(spec: LinkSpec) -> Self {
+        Self {
+            rate_bps: spec.rate_bps,
+            rtt_ms: spec.rtt.as_secs_f64() * 1e3,
+            loss: spec.loss,
+        }
+    }
+}
+
+/// What was asked of a link, and what it was measured to be before the bench used it.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub struct LinkFigures {
+    /// As asked for.
+    pub asked: AskedLink,
+    /// As measured.
+    pub measured: Measured,
+}
+
+/// Which side of the limit is the good one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Sense {
+    /// The value holds when it is the limit or less.
+    AtMost,
+    /// The value holds when it is the limit or more.
+    AtLeast,
+}
+
+/// A bar, and how the rows of this run stand to it.
+#[derive(Debug, Clone, Serialize)]
+pub struct Check {
+    /// What is judged, of what: `bytes_vs_qemu_default.database`.
+    pub name: String,
+    /// Computed from the rows; null when they do not give it, and then it does not hold.
+    pub value: Option<f64>,
+    /// The bar.
+    pub limit: f64,
+    /// On which side of it the value has to be.
+    pub sense: Sense,
+    /// Whether it is.
+    pub holds: bool,
+}
+
+impl Document {
+    /// A document without rows, about this machine and commit.
+    pub fn new(bench: &str) -> Self {
+        Self {
+            bench: bench.to_owned(),
+            commit: commit(),
+            machine: Machine::this(),
+            link: None,
+            links: Vec::new(),
+            rows: Vec::new(),
+            checks: Vec::new(),
+        }
+    }
+
+    /// What the bench runs on, to add how guests run.
+    pub fn machine_mut(&mut self) -> &mut Machine {
+        &mut self.machine
+    }
+
+    /// Adds a link that was made and measured, and shows it.
+    pub fn add_link(&mut self, asked: LinkSpec, measured: Measured) {
+        say(&format!(
+            "link {asked}: measured {:.2} Mbit/s, {:.1} ms round trip, {:.2} % lost",
+            measured.rate_bps / 1e6,
+            measured.rtt_ms,
+            measured.loss * 100.0
+        ));
+        let figures = LinkFigures {
+            asked: asked.into(),
+            measured,
+        };
+        match self.link {
+            None => self.link = Some(figures),
+            Some(first) => {
+                if self.links.is_empty() {
+                    self.links.push(first);
+                }
+                self.links.push(figures);
+            }
+        }
+    }
+
+    /// Adds a row, and shows it in one line.
+    pub fn add_row(&mut self, row: &impl Serialize, line: &str) {
+        say(line);
+        match serde_json::to_value(row) {
+            Ok(value) => self.rows.push(value),
+            // A row is plain data with names for keys: this cannot happen, and must not be hidden.
+            Err(error) => say(&format!("error: a row could not be written: {error}")),
+        }
+    }
+
+    /// Judges a value against a bar. No value, or one that is not a number, does not hold.
+    pub fn add_check(&mut self, name: &str, value: Option<f64>, sense: Sense, limit: f64) {
+        let value = value.filter(|value| value.is_finite());
+        let holds = value.is_some_and(|value| match sense {
+            Sense::AtMost => value <= limit,
+            Sense::AtLeast => value >= limit,
+        });
+        self.checks.push(Check {
+            name: name.to_owned(),
+            value,
+            limit,
+            sense,
+            holds,
+        });
+    }
+
+    /// The rows so far.
+    pub fn rows(&self) -> &[Value] {
+        &self.rows
+    }
+
+    /// Whether every check holds.
+    pub fn holds(&self) -> bool {
+        self.checks.iter().all(|check| check.holds)
+    }
+
+    /// The checks for people, a line each.
+    pub fn show_checks(&self) -> String {
+        self.checks
+            .iter()
+            .map(|check| {
+                let mark = if check.holds { "holds " } else { "FAILS " };
+                let sense = match check.sense {
+                    Sense::AtMost => "at most",
+                    Sense::AtLeast => "at least",
+                };
+                let value = check
+                    .value
+                    .map_or_else(|| "not measured".to_owned(), |value| format!("{value:.3}"));
+                format!("{mark} {}: {value} ({sense} {})\n", check.name, check.limit)
+            })
+            .collect()
+    }
+}
+
+impl Machine {
+    /// This machine, of which guests are not known yet.
+    fn this() -> Self {
+        let cpu = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| {
+            let line = text.lines().find(|line| line.starts_with("model name"))?;
+            Some(line.split_once(':')?.1.trim().to_owned())
+        });
+        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease").ok();
+        Self {
+            cpu,
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            kernel: kernel.map(|text| text.trim().to_owned()),
+            accel: None,
+            qemu: None,
+        }
+    }
+}
+
+/// The commit of the checkout that this was built from, marked when it has changes on top.
+fn commit() -> Option<String> {
+    let mut command = Command::new("git");
+    command.args(["-C", env!("CARGO_MANIFEST_DIR")]).args([
+        "-c",
+        "safe.directory=*",
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]);
+    // Without git, or away from the checkout, nobody knows: the document says null.
+    run(&mut command).ok().map(|text| text.trim().to_owned())
+}
+
+/// The median; the mean of the middle two of an even number.
+pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
+    let mut sorted: Vec<f64> = values.into_iter().collect();
+    sorted.sort_by(f64::total_cmp);
+    let middle = sorted.len() / 2;
+    let upper = *sorted.get(middle)?;
+    if sorted.len() % 2 == 1 {
+        return Some(upper);
+    }
+    Some((sorted.get(middle - 1)? + upper) / 2.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_has_the_keys_that_its_readers_expect() {
+        let mut document = Document::new("link");
+        let measured = Measured {
+            rate_bps: 99.9e6,
+            rtt_ms: 20.3,
+            loss: 0.0,
+        };
+        document.add_link("100mbit,20ms".parse().unwrap(), measured);
+        document.add_row(&serde_json::json!({"system": "longhaul"}), "");
+        document.add_check("a.b", Some(0.5), Sense::AtMost, 0.5);
+        document.machine_mut().accel = Some("tcg".to_owned());
+        let value = serde_json::to_value(&document).unwrap();
+        assert_eq!(value["bench"], "link");
+        assert_eq!(
+            value["link"],
+            serde_json::json!({
+                "asked": {"rate_bps": 100_000_000, "rtt_ms": 20.0, "loss": 0.0},
+                "measured": {"rate_bps": 99.9e6, "rtt_ms": 20.3, "loss": 0.0},
+            })
+        );
+        assert_eq!(value["rows"], serde_json::json!([{"system": "longhaul"}]));
+        assert_eq!(
+            value["checks"],
+            serde_json::json!([
+                {"name": "a.b", "value": 0.5, "limit": 0.5, "sense": "at_most", "holds": true}
+            ])
+        );
+        assert_eq!(value["machine"]["accel"], "tcg");
+        assert_eq!(value["machine"]["qemu"], Value::Null);
+        assert!(value["machine"]["cores"].as_u64().unwrap() >= 1);
+        assert!(
+            value.get("links").is_none(),
+            "one link is not a list of links"
+        );
+        document.add_link("1gbit,20ms".parse().unwrap(), measured);
+        let value = serde_json::to_value(&document).unwrap();
+        assert_eq!(value["links"].as_array().unwrap().len(), 2);
+        assert_eq!(value["link"]["asked"]["rate_bps"], 100_000_000);
+    }
+
+    #[test]
+    fn a_check_holds_only_with_a_value_on_the_right_side() {
+        let holds = |value: Option<f64>, sense: Sense, limit: f64| {
+            let mut document = Document::new("x");
+            document.add_check("c", value, sense, limit);
+            document.holds()
+        };
+        assert!(holds(Some(0.9), Sense::AtLeast, 0.9));
+        assert!(!holds(Some(0.89), Sense::AtLeast, 0.9));
+        assert!(holds(Some(0.6), Sense::AtMost, 0.6));
+        assert!(!holds(Some(0.61), Sense::AtMost, 0.6));
+        assert!(!holds(None, Sense::AtMost, 1.0));
+        assert!(!holds(Some(f64::NAN), Sense::AtLeast, 0.0));
+        assert!(!holds(Some(f64::INFINITY), Sense::AtLeast, 0.0));
+    }
+
+    #[test]
+    fn the_median_is_the_middle_value() {
+        assert_eq!(median([]), None);
+        assert_eq!(median([3.0]), Some(3.0));
+        assert_eq!(median([9.0, 1.0, 5.0]), Some(5.0));
+        assert_eq!(median([1.0, 2.0, 4.0, 100.0]), Some(3.0));
+    }
+}
