@@ -121,6 +121,15 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         Action::Up(_) => up::up(&std::env::args().skip(1).collect::<Vec<_>>())?,
         Action::Down { id, all } => up::down(id.as_deref(), all)?,
         Action::Ls => up::ls()?,
+        Action::Bench {
+            name,
+            list,
+            names,
+            options,
+        } => match name {
+            Some(name) if !list => return bench::run(&name, &options),
+            _ => bench::list(names)?,
+        },
         Action::Link { id, to, cut, heal } => {
             let change = match (to, cut, heal) {
                 (Some(spec), ..) => LinkChange::To(spec),
