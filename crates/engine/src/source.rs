@@ -65,7 +65,7 @@ pub enum Advice {
     ReadPass,
     /// Stop the guest.
     Stop(StopReason),
-    /// The guest is stopped and every block is at the destination.
+    /// The guest is stopped and every block has been sent.
     Complete,
 }
 
@@ -133,6 +133,8 @@ pub struct Source {
     regions: Vec<Region>,
     index: ContentIndex,
     flights: BTreeMap<u32, Flight>,
+    /// Batches that were taken and are not encoded yet.
+    encoding: usize,
     next_seq: u32,
     pass: Pass,
     frozen: bool,
@@ -211,6 +213,7 @@ impl Source {
             regions: maps,
             index: ContentIndex::new(total),
             flights: BTreeMap::new(),
+            encoding: 0,
             next_seq: 1,
             pass: Pass {
                 judged: true,
@@ -290,6 +293,11 @@ impl Source {
         self.link = Some(link);
     }
 
+    /// What the link did when it was last looked at.
+    pub fn link_now(&self) -> Option<Link> {
+        self.link
+    }
+
     /// The destination has applied frames, and could not use some of their blocks.
     pub fn acknowledged(&mut self, message: &Acknowledgement) -> Result<(), SourceError> {
         for (region, range) in &message.rejected {
@@ -350,6 +358,7 @@ impl Source {
         }
         self.next_seq = seq.checked_add(1).ok_or(SourceError::Exhausted)?;
         blocks.sort_unstable();
+        self.encoding += 1;
         self.flights.insert(
             seq,
             Flight {
@@ -401,6 +410,7 @@ impl Source {
     pub fn encoded(&mut self, batch: &Batch, frame_bytes: Option<usize>) {
         let seq = batch.seq as u32;
         let bytes = frame_bytes.unwrap_or(0) as u64;
+        self.encoding -= 1;
         if !batch.blocks.is_empty() {
             let cost = if self.pass.number <= 1 {
                 &mut self.first_cost
@@ -428,10 +438,10 @@ impl Source {
     /// What should happen next.
     pub fn advise(&mut self, now: Duration) -> Advice {
         if self.frozen {
-            return match (self.sendable(), self.flights.is_empty()) {
+            return match (self.sendable(), self.encoding) {
                 (Some(_), _) => Advice::Send,
-                (None, true) if self.pending_blocks() == 0 => Advice::Complete,
-                _ => Advice::Wait,
+                (None, 0) => Advice::Complete,
+                (None, _) => Advice::Wait,
             };
         }
         if self.sendable().is_some() {

@@ -218,20 +218,24 @@ impl Bench {
         self.source.frozen();
         for _ in 0..10_000 {
             match self.source.advise(self.now) {
-                Advice::Complete => break,
-                Advice::Send => assert!(self.send(5) || self.deliver(0) || !self.acks.is_empty()),
-                Advice::Wait => {
-                    self.deliver(0);
+                Advice::Complete if self.wire.is_empty() && self.acks.is_empty() => {
+                    self.receiver
+                        .state
+                        .announced(self.epoch, self.frames_in_epoch);
+                    if self.receiver.state.is_complete() {
+                        return;
+                    }
                 }
+                Advice::Send => {
+                    self.send(5);
+                }
+                Advice::Wait | Advice::Complete => {}
                 other => panic!("{other:?} after the guest was stopped"),
             }
+            self.deliver(0);
             self.acknowledge();
         }
-        self.receiver
-            .state
-            .announced(self.epoch, self.frames_in_epoch);
-        assert_eq!(self.source.advise(self.now), Advice::Complete);
-        assert!(self.receiver.state.is_complete());
+        panic!("it never ends");
     }
 }
 
