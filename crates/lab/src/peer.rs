@@ -5,12 +5,12 @@ mod qmp;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
-use crate::netns::{Namespace, command};
+use crate::lab::Host;
+use crate::netns::command;
 use longhaul_protocol::guest::GuestDescription;
 use qmp::Qmp;
 use serde_json::{Value, json};
 use std::fs::{self, File};
-use std::net::Ipv4Addr;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -70,12 +70,10 @@ impl PeerSystem {
 /// What a host gives a peer's QEMU.
 #[derive(Debug)]
 pub struct PeerHost<'a> {
-    /// The host's network.
-    pub namespace: &'a Namespace,
+    /// The host.
+    pub host: &'a Host,
     /// The QEMU to run.
     pub qemu: &'a Path,
-    /// Where its sockets go.
-    pub folder: &'a Path,
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
 }
@@ -93,14 +91,15 @@ impl PeerQemu {
     /// Starts the guest, or with `incoming` a QEMU that waits for it.
     ///
     /// # Errors
-    /// When QEMU does not start; its own words are in `qemu.log` in the host's folder.
+    /// When QEMU does not start; its own words are in `peer-qemu.log` in the host's folder.
     pub fn start(
         host: &PeerHost<'_>,
         guest: &GuestDescription,
         files: &KernelFiles,
         incoming: bool,
     ) -> Result<Self, LabError> {
-        let (qmp, channel) = (host.folder.join("qmp.sock"), host.folder.join("arena.sock"));
+        let socket = |what| host.host.socket_folder().join(format!("{}-{what}", host.host.name()));
+        let (qmp, channel) = (socket("peer-qmp"), socket("peer-arena"));
         for old in [&qmp, &channel] {
             match fs::remove_file(old) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -109,14 +108,14 @@ impl PeerQemu {
                 _ => {}
             }
         }
-        let log = host.folder.join("qemu.log");
+        let log = host.host.folder().join("peer-qemu.log");
         let log = File::create(&log).during(|| format!("create {}", log.display()))?;
         let mut command = command_line(host, guest, files, &qmp, &channel);
         if incoming {
             command.args(["-incoming", "defer"]);
         }
         command.stdout(Stdio::null()).stderr(log);
-        let mut child = host.namespace.spawn(&mut command)?;
+        let mut child = host.host.spawn(&mut command)?;
         match Qmp::connect(&qmp) {
             Ok(qmp) => Ok(Self { child, qmp, channel, memory_bytes: guest.memory_mib << 20 }),
             Err(error) => {
@@ -162,11 +161,11 @@ fn end(child: &mut Child) {
 
 /// How a peer's move is run.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct PeerMove {
+pub struct PeerMove<'a> {
     /// The way.
     pub system: PeerSystem,
     /// The destination's address on the link.
-    pub destination: Ipv4Addr,
+    pub destination: &'a str,
     /// The downtime asked for.
     pub downtime_ms: u64,
     /// When it is given up.
@@ -188,7 +187,7 @@ pub struct PeerResult {
     pub passes: Option<u64>,
 }
 
-impl PeerMove {
+impl PeerMove<'_> {
     /// Moves the guest of `source` to `destination`, which was started to wait for it.
     ///
     /// # Errors
