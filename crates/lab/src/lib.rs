@@ -3,6 +3,7 @@
 //! [`lab`] makes hosts ([`netns`]) and [`link`]s and enters them in the [`registry`], so that nothing
 //! is left behind whatever happens.
 
+pub mod agent;
 pub mod arena;
 pub mod bench;
 pub mod error;

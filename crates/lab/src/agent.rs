@@ -1,0 +1,233 @@
+//! Agents of the product on emulated hosts: configured, started, killed and started again.
+
+use std::fs::{self, File};
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::Deserialize;
+
+use crate::error::{During, LabError};
+use crate::lab::{Host, Lab};
+use crate::process::{self, own_binary, wait_until};
+
+/// The UDP port on which agents listen for each other.
+pub const AGENT_PORT: u16 = 7400;
+/// An agent is up in a fraction of a second, on a machine that does nothing else.
+const START_LIMIT: Duration = Duration::from_secs(60);
+/// How long an agent may take to put its things away.
+const STOP_LIMIT: Duration = Duration::from_secs(20);
+
+/// The agent of an emulated host. It is ended when this is dropped; its guests are not.
+#[derive(Debug)]
+pub struct Agent {
+    name: String,
+    api: PathBuf,
+    config: PathBuf,
+    log: PathBuf,
+    process: Child,
+}
+
+/// What `longhaul host --json` says of a host, as far as the laboratory needs it.
+#[derive(Debug, Deserialize)]
+struct Identity {
+    fingerprint: String,
+}
+
+impl Agent {
+    /// Starts a host's agent and waits until it answers. `more` holds the tables of its
+    /// configuration that say what guests find on this host.
+    ///
+    /// # Errors
+    /// When it does not come up; the error names its log.
+    pub fn start(host: &Host, more: &toml::Table) -> Result<Self, LabError> {
+        let api = host.socket_folder().join(format!("{}.sock", host.name()));
+        let config = host.folder().join("agent.toml");
+        let log = host.folder().join("agent.log");
+        let text = configuration(host, &api, more)?;
+        fs::write(&config, text).during(|| format!("write {}", config.display()))?;
+        let process = start_process(host, &config, &log)?;
+        let mut agent = Self {
+            name: host.name().to_owned(),
+            api,
+            config,
+            log,
+            process,
+        };
+        agent.wait_until_it_answers()?;
+        Ok(agent)
+    }
+
+    /// The host's name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The socket of its API.
+    pub fn api(&self) -> &Path {
+        &self.api
+    }
+
+    /// What it logged.
+    pub fn log(&self) -> &Path {
+        &self.log
+    }
+
+    /// Its process number.
+    pub fn pid(&self) -> u32 {
+        self.process.id()
+    }
+
+    /// A command of the product's, told to talk to this agent.
+    ///
+    /// # Errors
+    /// When the product has not been built.
+    pub fn command(&self) -> Result<Command, LabError> {
+        let mut command = Command::new(own_binary("longhaul")?);
+        command.arg("--socket").arg(&self.api);
+        Ok(command)
+    }
+
+    /// Runs a command of the product's against this agent and gives its standard output.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn run(&self, arguments: &[&str]) -> Result<String, LabError> {
+        process::run(self.command()?.args(arguments))
+    }
+
+    /// Ends it without warning, as a crash would.
+    ///
+    /// # Errors
+    /// When it cannot be waited for.
+    pub fn kill(&mut self) -> Result<(), LabError> {
+        // Dead already is as wanted.
+        let _ = self.process.kill();
+        self.process
+            .wait()
+            .map(drop)
+            .during(|| format!("wait for the agent of {}", self.name))
+    }
+
+    /// Starts it again after it was killed, with the same state, and waits until it answers.
+    ///
+    /// # Errors
+    /// When it does not come up; the error names its log.
+    pub fn restart(&mut self, host: &Host) -> Result<(), LabError> {
+        self.kill()?;
+        self.process = start_process(host, &self.config, &self.log)?;
+        self.wait_until_it_answers()
+    }
+
+    fn wait_until_it_answers(&mut self) -> Result<(), LabError> {
+        let mut ended = None;
+        let answers = wait_until(START_LIMIT, || {
+            ended = self.process.try_wait().ok().flatten();
+            ended.is_some() || UnixStream::connect(&self.api).is_ok()
+        });
+        if let Some(status) = ended {
+            let log = fs::read_to_string(&self.log).unwrap_or_default();
+            let last: Vec<&str> = log.lines().rev().take(5).collect();
+            return Err(LabError::Command {
+                command: format!("longhaul agent on {}", self.name),
+                message: format!(
+                    "{status}: {}",
+                    last.into_iter().rev().collect::<Vec<_>>().join(" | ")
+                ),
+            });
+        }
+        if answers {
+            return Ok(());
+        }
+        Err(LabError::Late {
+            what: format!("the agent of {} did not answer", self.name),
+            seconds: START_LIMIT.as_secs(),
+            log: self.log.clone(),
+        })
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        if let Ok(pid) = i32::try_from(self.process.id()) {
+            // Gone already: as wanted.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
+        }
+        let ended = wait_until(STOP_LIMIT, || !matches!(self.process.try_wait(), Ok(None)));
+        if !ended {
+            let _ = self.kill();
+        }
+    }
+}
+
+/// Starts an agent on every host and makes each trust every other.
+///
+/// # Errors
+/// When an agent does not come up or refuses.
+pub fn start_all(lab: &mut Lab, more: &toml::Table) -> Result<Vec<Agent>, LabError> {
+    let agents = lab
+        .hosts()
+        .iter()
+        .map(|host| Agent::start(host, more))
+        .collect::<Result<Vec<Agent>, LabError>>()?;
+    let mut fingerprints = Vec::new();
+    for agent in &agents {
+        let said = agent.run(&["--json", "host"])?;
+        let identity: Identity = serde_json::from_str(&said).map_err(|error| LabError::Answer {
+            what: format!("the agent of {}", agent.name()),
+            message: error.to_string(),
+        })?;
+        fingerprints.push(identity.fingerprint);
+    }
+    for agent in &agents {
+        for (host, fingerprint) in lab.hosts().iter().zip(&fingerprints) {
+            if host.name() != agent.name() {
+                let address = format!("{}:{AGENT_PORT}", host.address());
+                agent.run(&["host", "trust", host.name(), fingerprint, &address])?;
+            }
+        }
+    }
+    for agent in &agents {
+        lab.note_agent(agent.name(), agent.api())?;
+    }
+    Ok(agents)
+}
+
+fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, LabError> {
+    let text = |path: &Path| toml::Value::String(path.display().to_string());
+    let mut table = more.clone();
+    table.insert("name".to_owned(), host.name().into());
+    table.insert("state".to_owned(), text(&host.folder().join("state")));
+    table.insert(
+        "listen".to_owned(),
+        format!("{}:{AGENT_PORT}", host.address()).into(),
+    );
+    let mut api_table = toml::Table::new();
+    api_table.insert("socket".to_owned(), text(api));
+    table.insert("api".to_owned(), api_table.into());
+    toml::to_string(&table).map_err(|error| LabError::Answer {
+        what: format!("the configuration of {}'s agent", host.name()),
+        message: error.to_string(),
+    })
+}
+
+/// An agent in a session of its own group: a Ctrl-C at the terminal is the laboratory's to handle.
+fn start_process(host: &Host, config: &Path, log: &Path) -> Result<Child, LabError> {
+    let output = File::options()
+        .create(true)
+        .append(true)
+        .open(log)
+        .during(|| format!("open {}", log.display()))?;
+    let errors = output
+        .try_clone()
+        .during(|| format!("open {}", log.display()))?;
+    let mut command = Command::new(own_binary("longhaul")?);
+    command.arg("agent").arg("--config").arg(config);
+    command.stdin(Stdio::null()).stdout(output).stderr(errors);
+    command.process_group(0);
+    host.spawn(&mut command)
+}
