@@ -1,0 +1,214 @@
+//! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
+
+use longhaul_codec::{
+    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, Limits,
+};
+use longhaul_engine::destination::{Destination, DestinationError};
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::wire::{self, WireError};
+use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
+use longhaul_transport::{BulkError, BulkReceiver};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::Notify;
+use tokio::task::block_in_place;
+use tokio::time::{Instant, timeout_at};
+
+/// An acknowledgement waits at most this long for others to go with it.
+const ACKNOWLEDGE_AFTER: Duration = Duration::from_millis(5);
+
+/// Where blocks are kept at the destination.
+pub(super) trait Store: Send + 'static {
+    /// Reads one block.
+    fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String>;
+
+    /// Writes blocks; those that are zero and were never written may be left alone (`fresh`).
+    fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String>;
+}
+
+/// Why receiving ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ReceiveError {
+    /// The connection is gone: the source may come back.
+    #[error(transparent)]
+    Lost(#[from] BulkError),
+    /// What came is not a frame.
+    #[error("the source breaks the protocol: {0}")]
+    Frame(#[from] FrameError),
+    /// What came does not fit what came before.
+    #[error("the source breaks the protocol: {0}")]
+    Engine(#[from] DestinationError),
+    /// The guest's memory here cannot be written.
+    #[error("cannot write the guest's memory: {0}")]
+    Store(String),
+    /// An acknowledgement has no bytes.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+}
+
+/// What the owner of an arriving guest and its receiving worker share.
+pub(super) struct Receiving {
+    inner: Mutex<Inner>,
+    complete: Notify,
+}
+
+struct Inner {
+    destination: Destination,
+    store: Box<dyn Store>,
+    decoder: Decoder,
+    error: Option<String>,
+    fresh: Vec<bool>,
+}
+
+impl Receiving {
+    pub(super) fn new(
+        regions: &[RegionSpec],
+        store: Box<dyn Store>,
+        key: DigestKey,
+    ) -> Result<Arc<Self>, DestinationError> {
+        let inner = Inner {
+            destination: Destination::new(regions)?,
+            store,
+            decoder: Decoder::new(key),
+            error: None,
+            fresh: Vec::new(),
+        };
+        Ok(Arc::new(Self { inner: Mutex::new(inner), complete: Notify::new() }))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Takes a new connection's epoch into use.
+    pub(super) fn connected(&self, epoch: Epoch) {
+        self.lock().destination.connected(epoch);
+    }
+
+    /// The source says how many frames it has sent over this connection in all.
+    pub(super) fn announced(&self, epoch: Epoch, frames: u64) {
+        self.lock().destination.announced(epoch, frames);
+        self.complete.notify_waiters();
+    }
+
+    /// Waits until everything that was announced is here.
+    pub(super) async fn completed(&self) {
+        loop {
+            let notified = self.complete.notified();
+            tokio::pin!(notified);
+            notified.as_mut().enable();
+            if self.lock().destination.is_complete() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Receives frames of one connection until it is gone, or something is wrong.
+    pub(super) async fn work(&self, epoch: Epoch, bulk: &BulkReceiver) -> ReceiveError {
+        match self.receive(epoch, bulk).await {
+            Ok(never) => match never {},
+            Err(error) => error,
+        }
+    }
+
+    async fn receive(
+        &self,
+        epoch: Epoch,
+        bulk: &BulkReceiver,
+    ) -> Result<std::convert::Infallible, ReceiveError> {
+        let mut acknowledge_at: Option<Instant> = None;
+        loop {
+            let frame = match acknowledge_at {
+                None => Some(bulk.recv().await?),
+                Some(at) => timeout_at(at, bulk.recv()).await.ok().transpose()?,
+            };
+            match frame {
+                Some(Some(frame)) => {
+                    let complete = block_in_place(|| self.lock().apply(epoch, &frame))?;
+                    let wait = if complete { Duration::ZERO } else { ACKNOWLEDGE_AFTER };
+                    let at = Instant::now() + wait;
+                    acknowledge_at = Some(acknowledge_at.map_or(at, |earlier| earlier.min(at)));
+                    if complete {
+                        self.complete.notify_waiters();
+                    }
+                }
+                Some(None) => {
+                    // The source sends no more frames; what is unacknowledged still goes out.
+                    self.acknowledge(bulk).await?;
+                    let error = bulk.closed().await;
+                    return Err(BulkError::Lost(error).into());
+                }
+                None => {
+                    acknowledge_at = None;
+                    self.acknowledge(bulk).await?;
+                }
+            }
+        }
+    }
+
+    async fn acknowledge(&self, bulk: &BulkReceiver) -> Result<(), ReceiveError> {
+        while let Some(message) = self.poll_acknowledgement() {
+            bulk.acknowledge(&wire::encode(&message)?).await?;
+        }
+        Ok(())
+    }
+
+    fn poll_acknowledgement(&self) -> Option<Acknowledgement> {
+        self.lock().destination.poll_acknowledgement()
+    }
+}
+
+impl Inner {
+    fn apply(&mut self, epoch: Epoch, frame: &[u8]) -> Result<bool, ReceiveError> {
+        let Self { destination, store, decoder, error, fresh } = self;
+        let mut sink = Sink { destination, store: store.as_mut(), error, fresh };
+        let outcome = match decoder.decode(frame, &Limits::default(), &mut sink) {
+            Ok(outcome) => outcome,
+            Err(DecodeError::Frame(error)) => return Err(error.into()),
+            Err(DecodeError::Sink(error)) => return Err(ReceiveError::Store(error)),
+        };
+        if let Some(error) = self.error.take() {
+            return Err(ReceiveError::Store(error));
+        }
+        self.destination.applied(epoch, outcome.seq, &outcome.rejected)?;
+        Ok(self.destination.is_complete())
+    }
+}
+
+struct Sink<'a> {
+    destination: &'a mut Destination,
+    store: &'a mut dyn Store,
+    error: &'a mut Option<String>,
+    fresh: &'a mut Vec<bool>,
+}
+
+impl BlockSink for Sink<'_> {
+    type Error = String;
+
+    fn region_blocks(&self, region: RegionId) -> Option<u64> {
+        self.destination.region_blocks(region)
+    }
+
+    fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        self.destination.accepts(id, seq)
+    }
+
+    fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
+        match self.store.read(id, content) {
+            Ok(()) => true,
+            Err(error) => {
+                self.error.get_or_insert(error);
+                false
+            }
+        }
+    }
+
+    fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {
+        self.fresh.clear();
+        for write in writes {
+            self.fresh.push(self.destination.written(write.region, write.range, seq));
+        }
+        self.store.write(writes, self.fresh)
+    }
+}

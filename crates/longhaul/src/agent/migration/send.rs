@@ -1,0 +1,257 @@
+//! The sending worker: takes blocks from the engine, reads and encodes them, and gives the frames
+//! to the bulk connection.
+//!
+//! Room on the connection comes first, then blocks are chosen, then their content is read: so what
+//! is sent is as fresh as it can be. A [`Line`] is one bulk connection; when it is lost it is marked
+//! dead *before* the engine is told, so that no block can be taken for it afterwards.
+
+use bytes::Bytes;
+use longhaul_codec::{BlockId, CompressionPolicy, DigestKey, EncodeError, Encoder, Hasher};
+use longhaul_engine::source::{Source, SourceError};
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::{BLOCK_SIZE, Epoch};
+use longhaul_transport::{BulkError, BulkSender};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{Notify, watch};
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+
+/// Blocks in a frame: what compresses well together, and still is small on a slow link.
+const FRAME_BLOCKS: usize = 64;
+/// How long a worker that found nothing to send waits at most before it looks again.
+const IDLE_WAIT: Duration = Duration::from_millis(50);
+
+/// Reads the content of blocks at the time of sending.
+pub(super) trait Content: Send + Sync + 'static {
+    /// Reads these blocks, in their order, into `into`, one after another.
+    fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String>;
+}
+
+/// Why sending ended.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SendError {
+    /// The guest's RAM cannot be read.
+    #[error("cannot read the guest's memory: {0}")]
+    Content(String),
+    /// A frame cannot be made.
+    #[error("cannot encode memory: {0}")]
+    Encode(#[from] EncodeError),
+    /// The engine refused.
+    #[error(transparent)]
+    Engine(#[from] SourceError),
+}
+
+/// One bulk connection.
+pub(super) struct Line {
+    pub(super) bulk: BulkSender,
+    pub(super) epoch: Epoch,
+    frames: AtomicU64,
+    dead: AtomicBool,
+}
+
+impl Line {
+    pub(super) fn new(bulk: BulkSender, epoch: Epoch) -> Arc<Self> {
+        Arc::new(Self { bulk, epoch, frames: AtomicU64::new(0), dead: AtomicBool::new(false) })
+    }
+
+    /// Frames that were given to it.
+    pub(super) fn frames(&self) -> u64 {
+        self.frames.load(Ordering::SeqCst)
+    }
+}
+
+/// What the owner of a migration and its sending workers share.
+pub(super) struct Sending {
+    engine: Mutex<Source>,
+    policy: Mutex<CompressionPolicy>,
+    line: watch::Sender<Option<Arc<Line>>>,
+    wake: Notify,
+    key: DigestKey,
+    content: Box<dyn Content>,
+    payload_bytes: AtomicU64,
+    stored_bytes: AtomicU64,
+}
+
+impl Sending {
+    pub(super) fn new(engine: Source, key: DigestKey, content: Box<dyn Content>) -> Arc<Self> {
+        Arc::new(Self {
+            engine: Mutex::new(engine),
+            policy: Mutex::new(CompressionPolicy::new(1)),
+            line: watch::Sender::new(None),
+            wake: Notify::new(),
+            key,
+            content,
+            payload_bytes: AtomicU64::new(0),
+            stored_bytes: AtomicU64::new(0),
+        })
+    }
+
+    /// The engine. Never held across an await.
+    pub(super) fn engine(&self) -> MutexGuard<'_, Source> {
+        lock(&self.engine)
+    }
+
+    /// Lets workers look again: something may be sent now.
+    pub(super) fn wake(&self) {
+        self.wake.notify_waiters();
+    }
+
+    /// Sends over this connection from now on.
+    pub(super) fn connect(&self, line: Arc<Line>) {
+        self.line.send_replace(Some(line));
+    }
+
+    /// The connection in use.
+    pub(super) fn line(&self) -> Option<Arc<Line>> {
+        self.line.borrow().clone()
+    }
+
+    /// The connection is gone: what it carried and was not acknowledged is pending again.
+    pub(super) fn disconnect(&self) {
+        if let Some(line) = self.line.send_replace(None) {
+            line.dead.store(true, Ordering::SeqCst);
+            self.engine().connection_lost();
+        }
+    }
+
+    /// Takes in what the destination acknowledges.
+    pub(super) fn acknowledged(&self, message: &Acknowledgement) -> Result<(), SourceError> {
+        self.engine().acknowledged(message)?;
+        self.wake();
+        Ok(())
+    }
+
+    /// Literal bytes before and after compression.
+    pub(super) fn compressed(&self) -> (u64, u64) {
+        (
+            self.payload_bytes.load(Ordering::Relaxed),
+            self.stored_bytes.load(Ordering::Relaxed),
+        )
+    }
+
+    /// Sends until something breaks. Run it as a task, and abort that.
+    pub(super) async fn work(self: Arc<Self>) -> SendError {
+        let mut line = self.line.subscribe();
+        let mut worker = Worker::new(self.key);
+        loop {
+            let current = line.borrow_and_update().clone();
+            let Some(current) = current else {
+                if line.changed().await.is_err() {
+                    std::future::pending::<()>().await;
+                }
+                continue;
+            };
+            // A lost connection is the owner's business: it replaces the line.
+            match self.send_over(&current, &mut worker).await {
+                Err(error) => return error,
+                Ok(Ended::Lost) => {
+                    let replaced = line.wait_for(|now| {
+                        now.as_ref().is_none_or(|now| !Arc::ptr_eq(now, &current))
+                    });
+                    if replaced.await.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                }
+            }
+        }
+    }
+
+    async fn send_over(&self, line: &Line, worker: &mut Worker) -> Result<Ended, SendError> {
+        loop {
+            let Ok(permit) = line.bulk.reserve().await else { return Ok(Ended::Lost) };
+            let notified = self.wake.notified();
+            match block_in_place(|| self.next_frame(line, worker))? {
+                Next::Nothing => {
+                    drop(permit);
+                    // Nothing is lost by looking once too often.
+                    let _ = timeout(IDLE_WAIT, notified).await;
+                }
+                Next::Skipped => {}
+                Next::Frame(frame) => {
+                    match permit.send(frame) {
+                        Ok(()) => {}
+                        Err(BulkError::TooLarge { bytes, .. }) => {
+                            let bytes = bytes as usize;
+                            return Err(EncodeError::TooLong { bytes }.into());
+                        }
+                        Err(_) => return Ok(Ended::Lost),
+                    }
+                }
+            }
+        }
+    }
+
+    fn next_frame(&self, line: &Line, worker: &mut Worker) -> Result<Next, SendError> {
+        let mut engine = self.engine();
+        if line.dead.load(Ordering::SeqCst) {
+            return Ok(Next::Nothing);
+        }
+        let Some(batch) = engine.take(FRAME_BLOCKS)? else { return Ok(Next::Nothing) };
+        drop(engine);
+        let content = &mut worker.content[..batch.blocks.len()];
+        self.content.read(&batch.blocks, content).map_err(SendError::Content)?;
+        worker.staged.clear();
+        worker.hasher.stage(content, &mut worker.staged);
+        let (decisions, link) = {
+            let mut engine = self.engine();
+            (engine.decide(&batch, &worker.staged), engine.link_now())
+        };
+        let rate = link.map(|link| link.rate_bytes_per_s);
+        let queued = link.map_or(0, |link| link.queued_bytes as usize);
+        let compression = lock(&self.policy).choose(rate, queued);
+        let began = Instant::now();
+        let frame = worker.encoder.encode_frame(
+            batch.seq,
+            &batch.blocks,
+            content,
+            &decisions,
+            compression,
+        )?;
+        let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
+        lock(&self.policy).observe(compression, payload, stored, began.elapsed());
+        self.payload_bytes.fetch_add(payload as u64, Ordering::Relaxed);
+        self.stored_bytes.fetch_add(stored as u64, Ordering::Relaxed);
+        if frame.blocks == 0 {
+            self.engine().encoded(&batch, None);
+            return Ok(Next::Skipped);
+        }
+        // Counted first: once the engine knows of the frame, the count may be announced.
+        line.frames.fetch_add(1, Ordering::SeqCst);
+        self.engine().encoded(&batch, Some(frame.bytes.len()));
+        Ok(Next::Frame(frame.bytes.into()))
+    }
+}
+
+enum Ended {
+    Lost,
+}
+
+enum Next {
+    Nothing,
+    Skipped,
+    Frame(Bytes),
+}
+
+struct Worker {
+    hasher: Hasher,
+    encoder: Encoder,
+    content: Vec<[u8; BLOCK_SIZE]>,
+    staged: Vec<longhaul_codec::Staged>,
+}
+
+impl Worker {
+    fn new(key: DigestKey) -> Self {
+        Self {
+            hasher: Hasher::new(key),
+            encoder: Encoder::new(),
+            content: vec![[0; BLOCK_SIZE]; FRAME_BLOCKS],
+            staged: Vec::with_capacity(FRAME_BLOCKS),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,75 @@
+//! Typed messages on a channel, with a time for each answer.
+
+use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::wire::{self, Message, WireError};
+use longhaul_transport::{Channel, ChannelError, ChannelReceiver, ChannelSender};
+use std::marker::PhantomData;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// Why a message did not go out or come in.
+#[derive(Debug, Clone, thiserror::Error)]
+pub(super) enum TalkError {
+    /// The connection or channel is gone.
+    #[error(transparent)]
+    Channel(#[from] ChannelError),
+    /// What came is not a message.
+    #[error("the other agent breaks the protocol: {0}")]
+    Wire(#[from] WireError),
+    /// The other agent closed the channel.
+    #[error("the other agent closed the channel")]
+    Closed,
+    /// There was no answer.
+    #[error("the other agent did not answer within {} s", .0.as_secs())]
+    Silent(Duration),
+}
+
+/// Sends messages of one kind.
+pub(super) struct Sender<M> {
+    channel: ChannelSender,
+    kind: PhantomData<fn(M)>,
+}
+
+/// Receives messages of one kind.
+pub(super) struct Receiver<M> {
+    channel: ChannelReceiver,
+    kind: PhantomData<fn() -> M>,
+}
+
+/// A channel as the side that opened it sees it.
+pub(super) fn as_source(channel: Channel) -> (Sender<ToDestination>, Receiver<ToSource>) {
+    halves(channel)
+}
+
+/// A channel as the side that was called sees it.
+pub(super) fn as_destination(channel: Channel) -> (Sender<ToSource>, Receiver<ToDestination>) {
+    halves(channel)
+}
+
+fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
+    let (sender, receiver) = channel.split();
+    (
+        Sender { channel: sender, kind: PhantomData },
+        Receiver { channel: receiver, kind: PhantomData },
+    )
+}
+
+impl<M: Message> Sender<M> {
+    /// Sends one message.
+    pub(super) async fn send(&mut self, message: &M) -> Result<(), TalkError> {
+        Ok(self.channel.send(&wire::encode(message)?).await?)
+    }
+}
+
+impl<M: Message> Receiver<M> {
+    /// The next message. Safe to cancel.
+    pub(super) async fn recv(&mut self) -> Result<M, TalkError> {
+        let bytes = self.channel.recv().await?.ok_or(TalkError::Closed)?;
+        Ok(wire::decode(&bytes)?)
+    }
+
+    /// The next message, if it comes within this time.
+    pub(super) async fn recv_within(&mut self, limit: Duration) -> Result<M, TalkError> {
+        timeout(limit, self.recv()).await.map_err(|_| TalkError::Silent(limit))?
+    }
+}

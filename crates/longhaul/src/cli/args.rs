@@ -1,0 +1,306 @@
+//! The command line: every command, its arguments and what help says of them.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap_complete::Shell;
+use longhaul_api::Scope;
+use longhaul_protocol::units::{parse_bit_rate, parse_duration};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Moves running virtual machines between hosts.
+#[derive(Debug, Parser)]
+#[command(name = "longhaul", version, max_term_width = 100)]
+#[command(
+    after_help = "Exit codes: 0 done · 1 failed, the guest runs where it was · 2 wrong usage \
+    · 3 refused, nothing was changed · 4 in doubt · 5 no agent · 130 stopped by you"
+)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) connection: Connection,
+    /// Print JSON instead of text
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+/// Which agent to talk to.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Which agent")]
+pub(crate) struct Connection {
+    /// The agent's unix socket [default: /run/longhaul/agent.sock]
+    #[arg(long, global = true, env = "LONGHAUL_SOCKET", value_name = "PATH")]
+    #[arg(hide_env_values = true)]
+    pub(crate) socket: Option<PathBuf>,
+    /// An agent on another machine, over TLS
+    #[arg(long, global = true, env = "LONGHAUL_API", value_name = "HOST:PORT")]
+    #[arg(hide_env_values = true, conflicts_with = "socket")]
+    pub(crate) api: Option<String>,
+    /// With --api: that agent's certificate (its state folder has api-certificate.pem)
+    #[arg(
+        long,
+        global = true,
+        env = "LONGHAUL_API_CERTIFICATE",
+        value_name = "FILE"
+    )]
+    #[arg(hide_env_values = true)]
+    pub(crate) api_certificate: Option<PathBuf>,
+    /// With --api: the file that holds its token
+    #[arg(
+        long,
+        global = true,
+        env = "LONGHAUL_API_TOKEN_FILE",
+        value_name = "FILE"
+    )]
+    #[arg(hide_env_values = true)]
+    pub(crate) api_token_file: Option<PathBuf>,
+}
+
+/// What to do.
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// Run this host's agent
+    Agent(AgentArgs),
+    /// Show this host; trust, list and forget others
+    Host(HostArgs),
+    /// List the guests of this host; start and stop them
+    Guests(GuestsArgs),
+    /// Check and predict a move without changing anything
+    Plan(PlanArgs),
+    /// Move a running guest to another host
+    Migrate(MigrateArgs),
+    /// Stop a move and keep the guest where it is
+    Cancel(IdArgs),
+    /// Change how fast a move may send
+    Limit(LimitArgs),
+    /// Show what a move was predicted to cost, and what it did
+    Report(ReportArgs),
+    /// List the moves from and to this host
+    Migrations,
+    /// Print completions for a shell
+    Completions {
+        /// The shell
+        shell: Shell,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct AgentArgs {
+    /// The configuration [default: /etc/longhaul/agent.toml, which may be missing]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct HostArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<HostCommand>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum HostCommand {
+    /// Show this host and its fingerprint
+    Show,
+    /// List the hosts that this one trusts
+    List,
+    /// Trust another host from now on
+    Trust(TrustArgs),
+    /// Trust a host no longer
+    Forget {
+        /// Its name here
+        name: String,
+    },
+    /// Measure the link to a trusted host
+    Probe(ProbeArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct TrustArgs {
+    /// The name to call it by here
+    pub(crate) name: String,
+    /// Its fingerprint, as `longhaul host` shows it there
+    pub(crate) fingerprint: String,
+    /// Where its agent listens, HOST:PORT; several are tried in turn
+    #[arg(required = true, value_name = "ADDRESS")]
+    pub(crate) addresses: Vec<String>,
+    /// What it may ask of this host
+    #[arg(
+        long,
+        value_delimiter = ',',
+        value_name = "WHAT",
+        default_value = "query,send"
+    )]
+    pub(crate) may: Vec<May>,
+    /// Take the place of another host of that name
+    #[arg(long)]
+    pub(crate) replace: bool,
+}
+
+/// What a trusted host may ask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum May {
+    /// Nothing: only this host asks that one
+    Nothing,
+    /// What this host is, has, and could take
+    Query,
+    /// To send guests here
+    Send,
+}
+
+impl May {
+    /// The scope that it stands for.
+    pub(crate) fn scope(self) -> Option<Scope> {
+        match self {
+            Self::Nothing => None,
+            Self::Query => Some(Scope::Query),
+            Self::Send => Some(Scope::Send),
+        }
+    }
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ProbeArgs {
+    /// Its name here
+    pub(crate) name: String,
+    /// How long to send
+    #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=60))]
+    pub(crate) seconds: u32,
+    /// Send no faster than this, say 80mbit
+    #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
+    pub(crate) bandwidth: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GuestsArgs {
+    #[command(subcommand)]
+    pub(crate) command: Option<GuestsCommand>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum GuestsCommand {
+    /// List the guests of this host
+    List,
+    /// Start a guest
+    Start {
+        /// A description (FILE.toml), or the name of a guest that is described here already
+        #[arg(value_name = "FILE|NAME")]
+        guest: String,
+    },
+    /// Ask a guest to shut down, and wait for it
+    Stop {
+        /// The guest
+        name: String,
+        /// End its QEMU at once, as if the power failed
+        #[arg(long)]
+        force: bool,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// The guest
+    pub(crate) guest: String,
+    /// The host to move it to
+    #[arg(long, value_name = "HOST")]
+    pub(crate) to: String,
+    #[command(flatten)]
+    pub(crate) wishes: Wishes,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct Wishes {
+    /// The downtime to aim for
+    #[arg(long, default_value = "300ms", value_name = "TIME", value_parser = parse_duration)]
+    pub(crate) downtime: Duration,
+    /// Send no faster than this, say 80mbit
+    #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
+    pub(crate) bandwidth: Option<u64>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MigrateArgs {
+    /// The guest
+    pub(crate) guest: String,
+    /// The host to move it to
+    #[arg(long, value_name = "HOST")]
+    pub(crate) to: String,
+    #[command(flatten)]
+    pub(crate) wishes: Wishes,
+    /// Hash all memory on both sides before the guest is handed over, and compare
+    #[arg(long)]
+    pub(crate) verify: bool,
+    /// How long to ride out an interruption of the link
+    #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
+    pub(crate) patience: Duration,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct IdArgs {
+    /// The migration's id or the beginning of it, or the guest that is moving
+    #[arg(value_name = "ID|GUEST")]
+    pub(crate) migration: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// The migration's id or the beginning of it, or the guest that is moving
+    #[arg(value_name = "ID|GUEST")]
+    pub(crate) migration: String,
+    /// Send no faster than this, say 80mbit; `none` for as fast as the link takes
+    #[arg(value_parser = parse_limit)]
+    pub(crate) rate: RateLimit,
+}
+
+/// A limit, or none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RateLimit(pub(crate) Option<u64>);
+
+fn parse_limit(text: &str) -> Result<RateLimit, String> {
+    if text == "none" {
+        return Ok(RateLimit(None));
+    }
+    parse_bit_rate(text)
+        .map(|rate| RateLimit(Some(rate)))
+        .map_err(|error| error.to_string())
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReportArgs {
+    /// The migration's id or the beginning of it; the latest where it is left out
+    #[arg(value_name = "ID")]
+    pub(crate) migration: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definitions_are_sound() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn quantities_are_read_with_their_units() {
+        let cli = Cli::try_parse_from([
+            "longhaul",
+            "migrate",
+            "web-7",
+            "--to",
+            "paris-2",
+            "--downtime",
+            "1.5s",
+            "--bandwidth",
+            "80mbit",
+        ]);
+        let Command::Migrate(migrate) = cli.unwrap().command else {
+            panic!("another command");
+        };
+        assert_eq!(migrate.wishes.downtime, Duration::from_millis(1500));
+        assert_eq!(migrate.wishes.bandwidth, Some(80_000_000));
+        assert_eq!(migrate.patience, Duration::from_secs(60));
+        let wrong = Cli::try_parse_from(["longhaul", "limit", "7f", "80"]).unwrap_err();
+        assert!(wrong.to_string().contains("80mbit"), "{wrong}");
+    }
+}

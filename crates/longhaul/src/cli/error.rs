@@ -1,0 +1,133 @@
+//! How a command ends when it does not do what was asked.
+
+use crate::agent::StartError;
+use crate::cli::paint::{Line, Tone};
+use longhaul_api::{ApiError, ClientError};
+
+/// An error as it is shown, and the exit code that goes with it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct CliError {
+    message: String,
+    hint: Option<String>,
+    state_of_guest: Option<String>,
+    /// The API's code, or a word for what the command found by itself.
+    code: String,
+    /// The exit code.
+    pub(crate) exit_code: u8,
+}
+
+impl CliError {
+    /// A wrong use of the command.
+    pub(crate) fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            hint: Some(hint.into()),
+            state_of_guest: None,
+            code: "usage".to_owned(),
+            exit_code: 2,
+        }
+    }
+
+    /// An agent's error, with another exit code than its own.
+    pub(crate) fn api(error: &ApiError, exit_code: u8) -> Self {
+        let code = serde_json::to_value(error.code).ok();
+        Self {
+            message: error.message.clone(),
+            hint: error.hint.clone(),
+            state_of_guest: error.state_of_guest.clone(),
+            code: code
+                .and_then(|code| code.as_str().map(str::to_owned))
+                .unwrap_or_default(),
+            exit_code,
+        }
+    }
+
+    /// What was left alone because somebody wanted to go.
+    pub(crate) fn stopped(message: impl Into<String>, state: impl Into<String>) -> Self {
+        Self {
+            message: message.into(),
+            hint: None,
+            state_of_guest: Some(state.into()),
+            code: "stopped".to_owned(),
+            exit_code: 130,
+        }
+    }
+
+    /// The same error, saying where the guest is or how to find out.
+    pub(crate) fn with_state(mut self, state: String) -> Self {
+        self.state_of_guest = Some(state);
+        self
+    }
+
+    /// As text.
+    pub(crate) fn lines(&self) -> Vec<Line> {
+        let mut lines = Vec::new();
+        for (index, text) in self.message.lines().enumerate() {
+            lines.push(match index {
+                0 => Line::default()
+                    .tone(Tone::Bad, "error")
+                    .plain(format!(": {text}")),
+                _ => Line::text(format!("  {text}")),
+            });
+        }
+        if let Some(hint) = &self.hint {
+            lines.push(Line::text(format!("  hint: {hint}")));
+        }
+        lines.extend(
+            self.state_of_guest
+                .as_ref()
+                .map(|state| Line::text(format!("  {state}"))),
+        );
+        lines
+    }
+
+    /// As JSON.
+    pub(crate) fn json(&self) -> serde_json::Value {
+        serde_json::json!({ "error": {
+            "code": self.code,
+            "message": self.message,
+            "hint": self.hint,
+            "state_of_guest": self.state_of_guest,
+        } })
+    }
+}
+
+impl From<ClientError> for CliError {
+    fn from(error: ClientError) -> Self {
+        match &error {
+            ClientError::Api(api) => Self::api(api, error.exit_code()),
+            other => Self {
+                message: other.to_string(),
+                hint: other.hint(),
+                state_of_guest: None,
+                code: "agent_unreachable".to_owned(),
+                exit_code: other.exit_code(),
+            },
+        }
+    }
+}
+
+impl From<StartError> for CliError {
+    fn from(error: StartError) -> Self {
+        Self {
+            message: error.message,
+            hint: error.hint,
+            state_of_guest: None,
+            code: "agent_start".to_owned(),
+            exit_code: 1,
+        }
+    }
+}
+
+/// Output that could not be written, such as to a pipe whose reader went away.
+impl From<std::io::Error> for CliError {
+    fn from(error: std::io::Error) -> Self {
+        Self {
+            message: format!("the output could not be written: {error}"),
+            hint: None,
+            state_of_guest: None,
+            code: "output".to_owned(),
+            exit_code: 1,
+        }
+    }
+}

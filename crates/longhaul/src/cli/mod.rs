@@ -1,0 +1,289 @@
+//! The commands that people type: each asks an agent and shows what it answers.
+
+mod args;
+mod connect;
+mod error;
+mod migrate;
+mod output;
+mod paint;
+mod show;
+
+use crate::agent;
+use args::{
+    Cli, Command, GuestsCommand, HostCommand, IdArgs, LimitArgs, PlanArgs, ProbeArgs, ReportArgs,
+    TrustArgs,
+};
+use clap::{CommandFactory, Parser};
+use error::CliError;
+use longhaul_api::{Client, GuestState, Limit, PlanRequest, Probe, StartGuest, StopGuest, Trust};
+use longhaul_protocol::units::show_bit_rate;
+use output::Output;
+use paint::{Line, Tone};
+use serde::Serialize;
+use serde_json::json;
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+/// Longest description of a guest that is sent to an agent, in bytes.
+const DESCRIPTION_BYTES_MAX: u64 = 128 << 10;
+
+/// Runs the command that the command line names.
+pub(crate) fn run() -> ExitCode {
+    let cli = Cli::parse();
+    let output = Output::new(cli.json);
+    let result = runtime(matches!(cli.command, Command::Agent(_)))
+        .map_err(CliError::from)
+        .and_then(|runtime| {
+            let result = runtime.block_on(perform(cli, &output));
+            // A thread may still wait for a line of the terminal; nobody waits for it.
+            runtime.shutdown_background();
+            result
+        });
+    match result {
+        Ok(code) => ExitCode::from(code),
+        Err(error) => {
+            if output.json {
+                // The exit code tells, even where this cannot be written.
+                let _ = output.json_line(&error.json());
+            }
+            output.aside(&error.lines());
+            ExitCode::from(error.exit_code)
+        }
+    }
+}
+
+fn runtime(agent: bool) -> std::io::Result<tokio::runtime::Runtime> {
+    let mut builder = if agent {
+        tokio::runtime::Builder::new_multi_thread()
+    } else {
+        tokio::runtime::Builder::new_current_thread()
+    };
+    builder.enable_all().build()
+}
+
+async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
+    let client = || connect::client(&cli.connection);
+    match cli.command {
+        Command::Agent(args) => {
+            log_to_stderr();
+            agent::run(args.config.as_deref()).await?;
+        }
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "longhaul", &mut script);
+            output.text(&script)?;
+        }
+        Command::Host(args) => host(&client()?, output, args.command).await?,
+        Command::Guests(args) => guests(&client()?, output, args.command).await?,
+        Command::Plan(args) => return plan(&client()?, output, args).await,
+        Command::Migrate(args) => return migrate::migrate(&client()?, output, args).await,
+        Command::Cancel(IdArgs { migration }) => {
+            return migrate::cancel(&client()?, output, &migration).await;
+        }
+        Command::Limit(args) => limit(&client()?, output, args).await?,
+        Command::Report(args) => report(&client()?, output, args).await?,
+        Command::Migrations => {
+            let list = client()?.migrations().await?;
+            show(output, &list, || {
+                show::list::migrations(&list.migrations, now_unix_ms())
+            })?;
+        }
+    }
+    Ok(0)
+}
+
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("LONGHAUL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(console::Term::stderr().is_term())
+        .with_writer(std::io::stderr)
+        .init();
+}
+
+fn show(
+    output: &Output,
+    content: &impl Serialize,
+    lines: impl FnOnce() -> Vec<Line>,
+) -> Result<(), CliError> {
+    if output.json {
+        output.document(content)?;
+    } else {
+        output.lines(&lines())?;
+    }
+    Ok(())
+}
+
+fn done(text: String) -> Vec<Line> {
+    vec![Line::default().tone(Tone::Good, "✓ ").plain(text)]
+}
+
+fn now_unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| {
+        u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
+    })
+}
+
+fn whole_ms(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+async fn host(
+    client: &Client,
+    output: &Output,
+    command: Option<HostCommand>,
+) -> Result<(), CliError> {
+    match command.unwrap_or(HostCommand::Show) {
+        HostCommand::Show => {
+            let host = client.host().await?;
+            show(output, &host, || show::list::host(&host))
+        }
+        HostCommand::List => {
+            let hosts = client.hosts().await?;
+            show(output, &hosts, || show::list::hosts(&hosts.hosts))
+        }
+        HostCommand::Trust(args) => trust(client, output, args).await,
+        HostCommand::Forget { name } => {
+            client.forget(&name).await?;
+            show(output, &json!({ "forgotten": name }), || {
+                done(format!("{name} is trusted no longer"))
+            })
+        }
+        HostCommand::Probe(ProbeArgs {
+            name,
+            seconds,
+            bandwidth,
+        }) => {
+            let probe = Probe {
+                seconds,
+                bandwidth_bps: bandwidth,
+            };
+            let result = client.probe(&name, &probe).await?;
+            show(output, &result, || show::list::probe(&result))
+        }
+    }
+}
+
+async fn trust(client: &Client, output: &Output, args: TrustArgs) -> Result<(), CliError> {
+    let mut may: Vec<_> = args.may.into_iter().filter_map(args::May::scope).collect();
+    may.sort();
+    may.dedup();
+    let trust = Trust {
+        name: args.name,
+        fingerprint: args.fingerprint,
+        addresses: args.addresses,
+        may,
+        replace: args.replace,
+    };
+    let host = client.trust(&trust).await?;
+    show(output, &host, || {
+        done(format!(
+            "{} is trusted; it may: {}",
+            host.name,
+            show::list::may(&host.may)
+        ))
+    })
+}
+
+async fn guests(
+    client: &Client,
+    output: &Output,
+    command: Option<GuestsCommand>,
+) -> Result<(), CliError> {
+    match command.unwrap_or(GuestsCommand::List) {
+        GuestsCommand::List => {
+            let guests = client.guests().await?;
+            show(output, &guests, || show::list::guests(&guests.guests))
+        }
+        GuestsCommand::Start { guest } => {
+            let guest = client.start_guest(&start_guest(&guest)?).await?;
+            show(output, &guest, || {
+                let pid = guest
+                    .pid
+                    .map_or(String::new(), |pid| format!(" (pid {pid})"));
+                done(format!("{} is started{pid}", guest.name))
+            })
+        }
+        GuestsCommand::Stop { name, force } => {
+            let guest = client.stop_guest(&name, &StopGuest { force }).await?;
+            show(output, &guest, || match guest.state {
+                GuestState::Stopped => done(format!("{} is stopped", guest.name)),
+                _ => vec![
+                    Line::text(format!("{} is ", guest.name))
+                        .plain(show::list::guest_state(&guest).render(usize::MAX, false)),
+                ],
+            })
+        }
+    }
+}
+
+/// A file where there is one of that name, else the name of a guest.
+fn start_guest(guest: &str) -> Result<StartGuest, CliError> {
+    let path = Path::new(guest);
+    let looks_like_a_file = guest.contains('/') || guest.ends_with(".toml");
+    if !looks_like_a_file {
+        return Ok(StartGuest::Name(guest.to_owned()));
+    }
+    let cannot = |what: String| {
+        CliError::usage(
+            format!("cannot read {guest}: {what}"),
+            "give the file of a description, or the name of a guest that `longhaul guests` lists",
+        )
+    };
+    let found = std::fs::metadata(path).map_err(|error| cannot(error.to_string()))?;
+    if found.len() > DESCRIPTION_BYTES_MAX {
+        return Err(cannot("it is larger than 128 KiB".to_owned()));
+    }
+    let text = std::fs::read_to_string(path).map_err(|error| cannot(error.to_string()))?;
+    Ok(StartGuest::Description(text))
+}
+
+async fn plan(client: &Client, output: &Output, args: PlanArgs) -> Result<u8, CliError> {
+    let request = PlanRequest {
+        guest: args.guest,
+        to: args.to,
+        downtime_ms: whole_ms(args.wishes.downtime),
+        bandwidth_bps: args.wishes.bandwidth,
+    };
+    let plan = client.plan(&request).await?;
+    show(output, &plan, || show::plan::plan(&plan, output.width()))?;
+    Ok(if plan.possible { 0 } else { 3 })
+}
+
+async fn limit(client: &Client, output: &Output, args: LimitArgs) -> Result<(), CliError> {
+    let id = migrate::find(client, &args.migration).await?;
+    let limit = Limit {
+        bandwidth_bps: args.rate.0,
+    };
+    let migration = client.limit(&id, &limit).await?;
+    show(output, &migration, || {
+        let rate = args.rate.0.map_or_else(
+            || "as fast as the link takes".to_owned(),
+            |rate| format!("at most {}", show_bit_rate(rate)),
+        );
+        done(format!("{} is sent {rate}", migration.guest))
+    })
+}
+
+async fn report(client: &Client, output: &Output, args: ReportArgs) -> Result<(), CliError> {
+    let id = match args.migration {
+        Some(id) => id,
+        None => {
+            let list = client.migrations().await?.migrations;
+            let latest = list.into_iter().next().ok_or_else(|| {
+                CliError::usage(
+                    "no guest was moved from or to this host",
+                    "there is no report yet",
+                )
+            })?;
+            latest.id
+        }
+    };
+    let report = client.report(&id).await?;
+    show(output, &report, || {
+        show::report::report(&report, output.width())
+    })
+}

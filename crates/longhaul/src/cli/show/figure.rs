@@ -1,0 +1,136 @@
+//! Figures with their units; one that was not measured is a dash.
+
+use longhaul_api::{Outcome, Phase, Strategy};
+use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
+use std::time::Duration;
+
+/// Stands for what was not measured.
+pub(crate) const UNKNOWN: &str = "-";
+
+/// A number of bytes.
+pub(crate) fn bytes(bytes: Option<u64>) -> String {
+    bytes.map_or_else(|| UNKNOWN.to_owned(), show_bytes)
+}
+
+/// A rate in bits per second.
+pub(crate) fn bit_rate(rate_bps: Option<u64>) -> String {
+    rate_bps.map_or_else(|| UNKNOWN.to_owned(), show_bit_rate)
+}
+
+/// A rate of bytes.
+pub(crate) fn byte_rate(bytes_per_s: u64) -> String {
+    format!("{}/s", show_bytes(bytes_per_s))
+}
+
+/// A time in milliseconds.
+pub(crate) fn ms(time_ms: Option<u64>) -> String {
+    time_ms.map_or_else(
+        || UNKNOWN.to_owned(),
+        |time_ms| show_duration(Duration::from_millis(time_ms)),
+    )
+}
+
+/// A time in milliseconds and parts of them.
+pub(crate) fn precise_ms(time_ms: Option<f64>) -> String {
+    time_ms.map_or_else(
+        || UNKNOWN.to_owned(),
+        |time_ms| show_duration(time(time_ms)),
+    )
+}
+
+/// The number of milliseconds alone, for lists of which only the last has its unit.
+pub(crate) fn bare_ms(time_ms: f64) -> String {
+    if time_ms < 9.95 {
+        format!("{time_ms:.1}")
+    } else {
+        format!("{time_ms:.0}")
+    }
+}
+
+fn time(time_ms: f64) -> Duration {
+    Duration::try_from_secs_f64(time_ms / 1e3).unwrap_or_default()
+}
+
+/// A part of a whole of bytes, in the whole's unit: `2.9 of 4.0 GiB`.
+pub(crate) fn part_of(part: u64, whole: u64) -> String {
+    let (factor, unit) = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")]
+        .into_iter()
+        .find(|(factor, _)| whole >= *factor)
+        .unwrap_or((1 << 10, "KiB"));
+    let show = |value: u64| {
+        let value = value as f64 / factor as f64;
+        if value < 99.95 {
+            format!("{value:.1}")
+        } else {
+            format!("{value:.0}")
+        }
+    };
+    format!("{} of {} {unit}", show(part), show(whole))
+}
+
+/// The share in whole percents; 100 only for all.
+pub(crate) fn percent(part: u64, whole: u64) -> u64 {
+    match whole {
+        0 => 100,
+        whole => u64::try_from(u128::from(part.min(whole)) * 100 / u128::from(whole)).unwrap_or(0),
+    }
+}
+
+/// How long ago a moment was.
+pub(crate) fn age(then_unix_ms: u64, now_unix_ms: u64) -> String {
+    let s = now_unix_ms.saturating_sub(then_unix_ms) / 1000;
+    match s {
+        0..120 => format!("{s} s ago"),
+        120..7200 => format!("{} min ago", s / 60),
+        7200..172_800 => format!("{} h ago", s / 3600),
+        _ => format!("{} days ago", s / 86_400),
+    }
+}
+
+/// A strategy's name for people.
+pub(crate) fn strategy(strategy: Strategy) -> &'static str {
+    match strategy {
+        Strategy::Precopy => "pre-copy",
+    }
+}
+
+/// A phase's name for people.
+pub(crate) fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Preparing => "preparing",
+        Phase::Precopy => "pre-copy",
+        Phase::Stopping => "stopping",
+        Phase::Loading => "loading",
+        Phase::Verifying => "verifying",
+        Phase::HandingOver => "handing over",
+        Phase::Finishing => "finishing",
+    }
+}
+
+/// An outcome's name for people.
+pub(crate) fn outcome(outcome: Outcome) -> &'static str {
+    match outcome {
+        Outcome::Completed => "completed",
+        Outcome::Aborted => "stopped",
+        Outcome::Failed => "failed",
+        Outcome::InDoubt => "in doubt",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures_have_units_and_gaps_are_dashes() {
+        assert_eq!(bytes(None), "-");
+        assert_eq!(part_of(3_113_851_289, 4 << 30), "2.9 of 4.0 GiB");
+        assert_eq!(part_of(5 << 20, 256 << 20), "5.0 of 256 MiB");
+        assert_eq!(precise_ms(Some(0.4)), "0.4 ms");
+        assert_eq!(precise_ms(Some(f64::NAN)), "0 ms");
+        assert_eq!(percent(999, 1000), 99);
+        assert_eq!(percent(0, 0), 100);
+        assert_eq!(age(1_000, 60_000), "59 s ago");
+        assert_eq!(age(0, 7_300_000), "2 h ago");
+    }
+}

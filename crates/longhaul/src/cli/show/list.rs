@@ -1,0 +1,262 @@
+//! Hosts, guests and migrations as people see them.
+
+use super::figure::{self, UNKNOWN};
+use crate::cli::paint::{Line, Tone, head, table};
+use longhaul_api::{
+    Guest, GuestState, Host, Migration, Outcome, ProbeResult, Qemu, Scope, Side, TrustedHost,
+};
+use longhaul_protocol::units::show_bytes;
+
+/// This host.
+pub(crate) fn host(host: &Host) -> Vec<Line> {
+    let mut lines = vec![Line::default().tone(Tone::Strong, host.name.clone())];
+    let mut line = |name: &str, text: String| {
+        lines.push(Line::text(format!("  {name}")).column(16).plain(text));
+    };
+    line("fingerprint", host.fingerprint.clone());
+    let versions: Vec<String> = host.protocol_versions.iter().map(u32::to_string).collect();
+    line(
+        "agent",
+        format!(
+            "{}, pid {}, protocol {}",
+            host.version,
+            host.pid,
+            versions.join(", ")
+        ),
+    );
+    let listen = host.listen.as_deref().unwrap_or(UNKNOWN);
+    line("for hosts", format!("{listen} (UDP)"));
+    if let Some(api) = &host.api_listen {
+        line("for commands", format!("{api} (TCP)"));
+    }
+    line("state folder", host.state_folder.clone());
+    let qemus: Vec<String> = host.qemus.iter().map(qemu).collect();
+    line(
+        "QEMU",
+        if qemus.is_empty() {
+            "none".to_owned()
+        } else {
+            qemus.join(", ")
+        },
+    );
+    if let Some(kvm) = host.kvm {
+        let text = if kvm {
+            "yes"
+        } else {
+            "no: guests run with TCG"
+        };
+        line("KVM", text.to_owned());
+    }
+    if let (Some(free), Some(total)) = (host.memory_free_bytes, host.memory_total_bytes) {
+        line(
+            "memory",
+            format!("{} free of {}", show_bytes(free), show_bytes(total)),
+        );
+    }
+    if let Some(guests) = host.guests_running {
+        line("guests", format!("{guests} running"));
+    }
+    lines.push(Line::default());
+    let port = listen.rsplit_once(':').map_or("PORT", |(_, port)| port);
+    let address = match listen.rsplit_once(':') {
+        Some((ip, _)) if !["0.0.0.0", "[::]"].contains(&ip) => listen.to_owned(),
+        _ => format!("ADDRESS:{port}"),
+    };
+    lines.push(Line::text("To trust this host, on another:"));
+    lines.push(Line::default().tone(
+        Tone::Strong,
+        format!(
+            "  longhaul host trust {} {} {address}",
+            host.name, host.fingerprint
+        ),
+    ));
+    lines
+}
+
+fn qemu(qemu: &Qemu) -> String {
+    let version = qemu.version.as_deref().unwrap_or("of an unknown version");
+    format!("{version} ({})", qemu.path)
+}
+
+/// The trusted hosts.
+pub(crate) fn hosts(hosts: &[TrustedHost]) -> Vec<Line> {
+    if hosts.is_empty() {
+        return vec![
+            Line::text("No host is trusted here. On the other host, `longhaul host` shows what to"),
+            Line::text("type here."),
+        ];
+    }
+    let mut rows = vec![head(&["host", "address", "may", "fingerprint"])];
+    for host in hosts {
+        rows.push(vec![
+            Line::text(host.name.clone()),
+            Line::text(host.addresses.join(" ")),
+            Line::text(may(&host.may)),
+            Line::text(host.fingerprint.clone()),
+        ]);
+    }
+    table(rows)
+}
+
+/// What a host may ask, in words.
+pub(crate) fn may(scopes: &[Scope]) -> String {
+    if scopes.is_empty() {
+        return "nothing".to_owned();
+    }
+    let names = scopes.iter().map(|scope| match scope {
+        Scope::Query => "query",
+        Scope::Send => "send",
+    });
+    names.collect::<Vec<_>>().join(", ")
+}
+
+/// The guests.
+pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
+    if guests.is_empty() {
+        return vec![
+            Line::text("No guest is described here. To start one:  ")
+                .tone(Tone::Strong, "longhaul guests start FILE.toml"),
+        ];
+    }
+    let mut rows = vec![head(&[
+        "guest", "state", "QEMU", "machine", "accel", "vCPU", "memory", "pid", "moves",
+    ])];
+    let text = |value: Option<String>| Line::text(value.unwrap_or_else(|| UNKNOWN.to_owned()));
+    for guest in guests {
+        rows.push(vec![
+            Line::text(guest.name.clone()),
+            guest_state(guest),
+            text(guest.qemu.clone()),
+            text(guest.machine_type.clone()),
+            text(guest.accelerator.clone()),
+            text(guest.vcpus.map(|count| count.to_string())),
+            text(guest.memory_bytes.map(show_bytes)),
+            text(guest.pid.map(|pid| pid.to_string())),
+            text(guest.generation.map(|generation| generation.to_string())),
+        ]);
+    }
+    table(rows)
+}
+
+/// What a guest is doing.
+pub(crate) fn guest_state(guest: &Guest) -> Line {
+    let (tone, name) = match guest.state {
+        GuestState::Stopped => (Tone::Plain, "stopped"),
+        GuestState::Running => (Tone::Good, "running"),
+        GuestState::Paused => (Tone::Warn, "paused"),
+        GuestState::MovingOut => (Tone::Good, "moving out"),
+        GuestState::MovingIn => (Tone::Good, "moving in"),
+        GuestState::Unresponsive => (Tone::Bad, "unresponsive"),
+        GuestState::InDoubt => (Tone::Bad, "in doubt"),
+        GuestState::Elsewhere => (Tone::Plain, "elsewhere"),
+    };
+    let line = Line::default().tone(tone, name);
+    match &guest.state_detail {
+        Some(detail) => line.plain(format!(" ({detail})")),
+        None => line,
+    }
+}
+
+/// The migrations.
+pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64) -> Vec<Line> {
+    if migrations.is_empty() {
+        return vec![Line::text("No guest was moved from or to this host.")];
+    }
+    let ids: Vec<&str> = migrations.iter().map(|m| m.id.as_str()).collect();
+    let mut rows = vec![head(&[
+        "id", "guest", "from", "to", "state", "began", "took",
+    ])];
+    for migration in migrations {
+        let (tone, state) = match migration.outcome {
+            None => (Tone::Good, figure::phase(migration.phase)),
+            Some(Outcome::Completed) => (Tone::Plain, "completed"),
+            Some(Outcome::Aborted) => (Tone::Plain, "stopped"),
+            Some(Outcome::Failed) => (Tone::Bad, "failed"),
+            Some(Outcome::InDoubt) => (Tone::Bad, "in doubt"),
+        };
+        let here = |side, name: &str| {
+            let name = name.to_owned();
+            if migration.side == side {
+                Line::default().tone(Tone::Faint, format!("{name} (here)"))
+            } else {
+                Line::text(name)
+            }
+        };
+        let took = migration
+            .ended_unix_ms
+            .map(|ended| ended.saturating_sub(migration.started_unix_ms));
+        rows.push(vec![
+            Line::text(short_id(&migration.id, &ids)),
+            Line::text(migration.guest.clone()),
+            here(Side::Source, &migration.source),
+            here(Side::Destination, &migration.destination),
+            Line::default().tone(tone, state),
+            Line::text(figure::age(migration.started_unix_ms, now_unix_ms)),
+            Line::text(figure::ms(took)),
+        ]);
+    }
+    table(rows)
+}
+
+/// As much of an id as tells it from the others, and at least four digits.
+pub(crate) fn short_id<'a>(id: &'a str, all: &[&str]) -> &'a str {
+    let unique = |prefix: &str| {
+        let mut others = all.iter().filter(|other| **other != id);
+        !others.any(|other| other.starts_with(prefix))
+    };
+    (4..id.len())
+        .filter_map(|length| id.get(..length))
+        .find(|prefix| unique(prefix))
+        .unwrap_or(id)
+}
+
+/// What a probe measured.
+pub(crate) fn probe(probe: &ProbeResult) -> Vec<Line> {
+    let mut text = format!(
+        "{} answers: {} round trip, {} to it",
+        probe.host,
+        figure::precise_ms(probe.rtt_ms),
+        figure::bit_rate(probe.rate_bps)
+    );
+    if let (Some(sent), Some(lost)) = (probe.packets_sent, probe.packets_lost) {
+        let share = lost as f64 * 100.0 / sent.max(1) as f64;
+        text.push_str(&format!(", {share:.1} % of {sent} packets lost"));
+    }
+    let mut lines = vec![Line::default().tone(Tone::Good, "✓ ").plain(text)];
+    if let (Some(bytes), Some(time_ms)) = (probe.received_bytes, probe.sent_ms) {
+        lines.push(Line::text(format!(
+            "  measured with {} in {}",
+            show_bytes(bytes),
+            figure::ms(Some(time_ms))
+        )));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+    use crate::cli::paint::golden;
+
+    #[test]
+    fn lists() {
+        golden::check_lines("host", &host(&sample::host()), 160);
+        golden::check_lines("hosts", &hosts(&sample::trusted_hosts()), 160);
+        golden::check_lines("hosts_none", &hosts(&[]), 80);
+        golden::check_lines("guests", &guests(&sample::guests()), 120);
+        golden::check_lines("guests_none", &guests(&[]), 80);
+        let list = sample::migrations();
+        golden::check_lines("migrations", &migrations(&list, 1_800_000_100_000), 120);
+        golden::check_lines("migrations_none", &migrations(&[], 0), 80);
+        golden::check_lines("probe", &probe(&sample::probe()), 80);
+    }
+
+    #[test]
+    fn ids_are_as_long_as_needed() {
+        let ids = ["7f3a0000", "7f3a0100", "81000000"];
+        assert_eq!(short_id(ids[0], &ids), "7f3a00");
+        assert_eq!(short_id(ids[2], &ids), "8100");
+        assert_eq!(short_id("7f", &["7f"]), "7f");
+    }
+}

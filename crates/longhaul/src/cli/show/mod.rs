@@ -1,0 +1,9 @@
+//! What people see: pure functions from the API's types to lines.
+
+pub(crate) mod figure;
+pub(crate) mod list;
+pub(crate) mod live;
+pub(crate) mod plan;
+pub(crate) mod report;
+#[cfg(test)]
+pub(crate) mod sample;

@@ -1,0 +1,246 @@
+//! A plan as people see it.
+
+use super::figure::{self, byte_rate};
+use crate::cli::paint::{Line, Tone, columns, head, table, wrap};
+use longhaul_api::{Check, Plan, Prediction, Verdict};
+use longhaul_protocol::units::show_bytes;
+
+/// Where texts begin that have a title before them.
+const INDENT: usize = 9;
+/// In a terminal at least this wide, what may happen stands in the table.
+const WIDE: usize = 100;
+
+/// The whole plan.
+pub(crate) fn plan(plan: &Plan, width: usize) -> Vec<Line> {
+    let mut lines = vec![headline(plan), Line::default()];
+    lines.extend(checks(&plan.checks, width));
+    lines.extend(state(plan));
+    if !plan.predictions.is_empty() {
+        lines.push(Line::default());
+        lines.extend(predictions(plan, width));
+    }
+    lines.push(Line::default());
+    let Plan {
+        guest, destination, ..
+    } = plan;
+    lines.push(if plan.possible {
+        Line::text("Nothing was changed. To go:  ").tone(
+            Tone::Strong,
+            format!("longhaul migrate {guest} --to {destination}"),
+        )
+    } else {
+        Line::text(format!(
+            "Nothing was changed. {guest} can move to {destination} when what is marked "
+        ))
+        .tone(Tone::Bad, "✗")
+        .plain(" is mended.")
+    });
+    lines
+}
+
+fn headline(plan: &Plan) -> Line {
+    let about: Vec<String> = [
+        plan.qemu.as_ref().map(|qemu| format!("QEMU {qemu}")),
+        plan.machine_type.clone(),
+        plan.accelerator.clone(),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    let mut line = Line::default()
+        .tone(Tone::Strong, plan.guest.clone())
+        .plain(format!(" · runs on {}", plan.source));
+    if !about.is_empty() {
+        line = line.plain(format!(" ({})", about.join(", ")));
+    }
+    if let Some(vcpus) = plan.vcpus {
+        line = line.plain(format!(" · {vcpus} vCPU"));
+    }
+    if let Some(memory) = plan.memory_bytes {
+        line = line.plain(format!(" · memory {}", show_bytes(memory)));
+        if let Some(used) = plan.memory_used_bytes {
+            line = line.plain(format!(" ({} used)", show_bytes(used)));
+        }
+    }
+    line
+}
+
+fn checks(checks: &[Check], width: usize) -> Vec<Line> {
+    let column = INDENT + width.saturating_sub(INDENT) / 2;
+    let half = column - INDENT;
+    let mut lines: Vec<Line> = Vec::new();
+    let mut open: Option<Line> = None;
+    for check in checks {
+        let (tone, sign) = match check.verdict {
+            Verdict::Ok => (Tone::Good, "✓"),
+            Verdict::Warn => (Tone::Warn, "!"),
+            Verdict::Refuse => (Tone::Bad, "✗"),
+        };
+        let fits = check.verdict == Verdict::Ok && columns(&check.message) + 3 < half;
+        if fits && let Some(line) = open.take() {
+            let line = line.column(column).tone(tone, sign);
+            lines.push(line.plain(format!(" {}", check.message)));
+            continue;
+        }
+        lines.extend(open.take());
+        let room = width.saturating_sub(INDENT + 2).max(20);
+        let mut pieces = wrap(&check.message, room).into_iter();
+        let first = pieces.next().unwrap_or_default();
+        let line = Line::text(" ".repeat(INDENT))
+            .tone(tone, sign)
+            .plain(format!(" {first}"));
+        if fits {
+            open = Some(line);
+            continue;
+        }
+        lines.push(line);
+        let indented = |text: String| Line::text(format!("{}{text}", " ".repeat(INDENT + 2)));
+        lines.extend(pieces.map(indented));
+        if let Some(hint) = &check.hint {
+            lines.extend(
+                wrap(&format!("hint: {hint}"), room)
+                    .into_iter()
+                    .map(indented),
+            );
+        }
+    }
+    lines.extend(open);
+    title("checks", lines)
+}
+
+/// Writes a title into the empty beginning of the first line.
+fn title(title: &str, mut lines: Vec<Line>) -> Vec<Line> {
+    if let Some(first) = lines.first_mut() {
+        *first = first.clone().titled(title);
+    }
+    lines
+}
+
+fn state(plan: &Plan) -> Vec<Line> {
+    let mut lines = Vec::new();
+    if let Some(rate) = plan.dirty_rate_bytes_per_s {
+        let hot = plan.hot_bytes.map_or(String::new(), |hot| {
+            format!(" (hot set about {})", show_bytes(hot))
+        });
+        lines.push(Line::text(format!(
+            "{}writes {} to memory{hot}",
+            " ".repeat(INDENT),
+            byte_rate(rate)
+        )));
+    }
+    let mut lines = title("state", lines);
+    if plan.rtt_ms.is_some() || plan.rate_bps.is_some() {
+        let link = Line::text(format!(
+            "{}{} round trip, {}",
+            " ".repeat(INDENT),
+            figure::precise_ms(plan.rtt_ms),
+            figure::bit_rate(plan.rate_bps)
+        ));
+        lines.extend(title("link", vec![link]));
+    }
+    lines
+}
+
+fn downtime(prediction: &Prediction) -> String {
+    let likely = figure::ms(prediction.downtime_ms);
+    match prediction.downtime_at_most_ms {
+        Some(most) => format!("{likely} (at most {})", figure::ms(Some(most))),
+        None => likely,
+    }
+}
+
+fn predictions(plan: &Plan, width: usize) -> Vec<Line> {
+    let wide = width >= WIDE;
+    let dies = format!("if {} dies", plan.source);
+    let mut names = vec!["strategy", "data", "time", "downtime"];
+    if wide {
+        names.extend(["if the link breaks", &dies]);
+    }
+    let figures = |prediction: &Prediction| {
+        [
+            figure::strategy(prediction.strategy).to_owned(),
+            figure::bytes(prediction.link_bytes),
+            figure::ms(prediction.total_ms),
+            downtime(prediction),
+        ]
+    };
+    let taken: usize = (0..4)
+        .map(|index| {
+            let cells = plan.predictions.iter().map(|p| columns(&figures(p)[index]));
+            cells.chain([columns(names[index])]).max().unwrap_or(0) + 3
+        })
+        .sum();
+    let room = width.saturating_sub(taken + 3) / 2;
+    let mut rows = vec![head(&names)];
+    let mut below: Vec<Line> = Vec::new();
+    for prediction in &plan.predictions {
+        let mut cells: Vec<Line> = figures(prediction).into_iter().map(Line::text).collect();
+        let breaks = wrap(&prediction.if_link_breaks, room.max(20));
+        let dead = wrap(&prediction.if_source_dies, room.max(20));
+        if wide {
+            cells.extend([&breaks, &dead].map(|text| Line::text(text[0].clone())));
+        }
+        rows.push(cells);
+        if wide {
+            for index in 1..breaks.len().max(dead.len()) {
+                let mut cells = vec![Line::default(); 4];
+                let piece = |text: &[String]| text.get(index).cloned().unwrap_or_default();
+                cells.extend([piece(&breaks), piece(&dead)].map(Line::text));
+                rows.push(cells);
+            }
+        } else {
+            for (what, text) in [
+                ("if the link breaks", &prediction.if_link_breaks),
+                (dies.as_str(), &prediction.if_source_dies),
+            ] {
+                let text = format!("{what}: {text}");
+                let pieces = wrap(&text, width.saturating_sub(4).max(20));
+                below.extend(
+                    pieces
+                        .into_iter()
+                        .map(|text| Line::text(format!("  {text}"))),
+                );
+            }
+        }
+        if let Some(note) = &prediction.note {
+            let pieces = wrap(note, width.saturating_sub(4).max(20));
+            below.extend(pieces.into_iter().enumerate().map(|(index, text)| {
+                Line::default()
+                    .tone(Tone::Warn, if index == 0 { "! " } else { "  " })
+                    .plain(text)
+            }));
+        }
+    }
+    let mut lines = table(rows);
+    lines.extend(below);
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+    use crate::cli::paint::golden;
+
+    #[test]
+    fn a_plan_that_can_go() {
+        golden::check_lines("plan", &plan(&sample::plan(), 140), 140);
+        golden::check_lines("plan_narrow", &plan(&sample::plan(), 80), 80);
+    }
+
+    #[test]
+    fn a_plan_that_is_refused() {
+        let mut refused = sample::plan();
+        refused.possible = false;
+        refused.predictions.clear();
+        refused.memory_used_bytes = None;
+        refused.dirty_rate_bytes_per_s = None;
+        refused.checks[1] = Check::refuse(
+            "machine_type",
+            "paris-2 has QEMU 7.2.22, and the guest's machine type pc-q35-10.0 needs 10.0 or newer",
+            "install QEMU 10.0 on paris-2 (Debian: bookworm-backports), or restart the guest with \
+             machine pc-q35-7.2",
+        );
+        golden::check_lines("plan_refused", &plan(&refused, 110), 110);
+    }
+}

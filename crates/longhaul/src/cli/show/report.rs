@@ -1,0 +1,272 @@
+//! A report as people see it: what was predicted beside what was.
+
+use super::figure::{self, bare_ms, byte_rate};
+use crate::cli::paint::{Line, Tone, columns, wrap};
+use longhaul_api::{BytesByKind, DowntimeParts, HostCost, Outcome, Phase, Report};
+use longhaul_protocol::units::show_bytes;
+
+const PREDICTED: usize = 14;
+const WAS: usize = 31;
+const DETAIL: usize = 44;
+
+/// The whole report.
+pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
+    let mut lines = vec![headline(report)];
+    if let Some(reason) = &report.reason {
+        let texts = [Some(&reason.message), reason.hint.as_ref()];
+        for text in texts.into_iter().flatten().chain(&reason.state_of_guest) {
+            let pieces = wrap(text, width.saturating_sub(4).max(20));
+            lines.extend(
+                pieces
+                    .into_iter()
+                    .map(|text| Line::text(format!("  {text}"))),
+            );
+        }
+    }
+    let names = Line::default()
+        .column(PREDICTED)
+        .tone(Tone::Faint, "predicted");
+    lines.push(names.column(WAS).tone(Tone::Faint, "was"));
+    let predicted = report.predicted.as_ref();
+    let mut row = |name: &str, predicted: String, was: String, detail: Vec<String>| {
+        lines.extend(self::row(name, &predicted, &was, &detail, width));
+    };
+    row(
+        "data",
+        figure::bytes(predicted.and_then(|p| p.link_bytes)),
+        figure::bytes(report.link_bytes),
+        data(&report.bytes),
+    );
+    row(
+        "time",
+        figure::ms(predicted.and_then(|p| p.total_ms)),
+        figure::ms(report.total_ms),
+        times(report),
+    );
+    row(
+        "downtime",
+        figure::ms(predicted.and_then(|p| p.downtime_ms)),
+        figure::precise_ms(report.downtime_ms),
+        downtime(&report.downtime),
+    );
+    lines.extend(below(report, width));
+    lines
+}
+
+fn headline(report: &Report) -> Line {
+    let (tone, how) = match report.outcome {
+        Some(Outcome::Completed) => (Tone::Good, figure::outcome(Outcome::Completed)),
+        Some(Outcome::Failed) => (Tone::Bad, figure::outcome(Outcome::Failed)),
+        Some(outcome) => (Tone::Warn, figure::outcome(outcome)),
+        None => (Tone::Plain, "under way"),
+    };
+    let mut line = Line::default()
+        .tone(Tone::Strong, report.guest.clone())
+        .plain(format!(
+            "  {} → {}  {} · ",
+            report.source,
+            report.destination,
+            figure::strategy(report.strategy)
+        ))
+        .tone(tone, how);
+    if report.outcome != Some(Outcome::Completed) {
+        line = line.plain(format!(" while {}", figure::phase(report.phase)));
+    }
+    line.tone(Tone::Faint, format!("  {}", report.id))
+}
+
+/// One row, its details broken between them where the terminal is too narrow.
+fn row(name: &str, predicted: &str, was: &str, detail: &[String], width: usize) -> Vec<Line> {
+    let mut line = Line::text(name).column(PREDICTED).plain(predicted);
+    line = line.column(WAS).tone(Tone::Strong, was);
+    let start = if width >= 90 { DETAIL } else { PREDICTED };
+    let mut lines = Vec::new();
+    let mut fresh = true;
+    if start == PREDICTED && !detail.is_empty() {
+        lines.push(std::mem::replace(&mut line, Line::default().column(start)));
+    } else if !detail.is_empty() {
+        line = line.column(start);
+    }
+    for part in detail {
+        let separator = if fresh { "" } else { " · " };
+        if !fresh && line.columns() + columns(separator) + columns(part) > width {
+            lines.push(std::mem::replace(&mut line, Line::default().column(start)));
+            line = line.plain(part.clone());
+            continue;
+        }
+        line = line.plain(format!("{separator}{part}"));
+        fresh = false;
+    }
+    lines.push(line);
+    lines
+}
+
+fn data(bytes: &BytesByKind) -> Vec<String> {
+    let mut parts = Vec::new();
+    let mut part = |name: &str, figure: Option<u64>| {
+        if let Some(figure) = figure.filter(|figure| *figure > 0) {
+            parts.push(format!("{name} {}", show_bytes(figure)));
+        }
+    };
+    part("zero", bytes.zero_bytes);
+    part("same", bytes.same_bytes);
+    part("found there", bytes.reference_bytes);
+    match (bytes.literal_bytes, bytes.compressed_bytes) {
+        (Some(literal), Some(compressed)) => parts.push(format!(
+            "compressed {} → {}",
+            show_bytes(literal),
+            show_bytes(compressed)
+        )),
+        (literal, _) => part("sent", literal),
+    }
+    parts
+}
+
+fn times(report: &Report) -> Vec<String> {
+    let stopped = [
+        Phase::Stopping,
+        Phase::Loading,
+        Phase::Verifying,
+        Phase::HandingOver,
+    ];
+    let mut parts = Vec::new();
+    let mut still_ms = None;
+    for time in &report.phases {
+        if stopped.contains(&time.phase) {
+            still_ms = Some(still_ms.unwrap_or(0.0) + time.time_ms);
+            continue;
+        }
+        if let Some(time_ms) = still_ms.take() {
+            parts.push(format!("stopped {}", figure::precise_ms(Some(time_ms))));
+        }
+        let shown = figure::precise_ms(Some(time.time_ms));
+        parts.push(format!("{} {shown}", figure::phase(time.phase)));
+    }
+    if let Some(time_ms) = still_ms {
+        parts.push(format!("stopped {}", figure::precise_ms(Some(time_ms))));
+    }
+    parts
+}
+
+fn downtime(parts: &DowntimeParts) -> Vec<String> {
+    let mut shown: Vec<String> = [
+        ("stop", parts.stop_ms),
+        ("last pages", parts.last_pages_ms),
+        ("device state", parts.device_state_ms),
+        ("load", parts.load_ms),
+        ("verify", parts.verify_ms),
+        ("commit", parts.commit_ms),
+    ]
+    .into_iter()
+    .filter_map(|(name, time_ms)| Some(format!("{name} {}", bare_ms(time_ms?))))
+    .collect();
+    if let Some(last) = shown.last_mut() {
+        last.push_str(" ms");
+    }
+    shown
+}
+
+fn below(report: &Report, width: usize) -> Vec<Line> {
+    let mut lines = Vec::new();
+    let mut line = |name: &str, text: String| {
+        let pieces = wrap(&text, width.saturating_sub(PREDICTED).max(20));
+        for (index, piece) in pieces.into_iter().enumerate() {
+            let name = if index == 0 { name } else { "" };
+            lines.push(Line::text(name).column(PREDICTED).plain(piece));
+        }
+    };
+    let mut memory: Vec<String> = Vec::new();
+    if let Some(bytes) = report.memory_bytes {
+        memory.push(show_bytes(bytes));
+    }
+    if let Some(rate) = report.dirty_rate_bytes_per_s {
+        memory.push(format!("{} changed", byte_rate(rate)));
+    }
+    match report.passes {
+        Some(1) => memory.push("1 pass".to_owned()),
+        Some(passes) => memory.push(format!("{passes} passes")),
+        None => {}
+    }
+    if !memory.is_empty() {
+        line("memory", memory.join(" · "));
+    }
+    match report.interruptions {
+        None | Some(0) => {}
+        Some(1) => line("link", "interrupted once, and ridden out".to_owned()),
+        Some(times) => line("link", format!("interrupted {times} times, and ridden out")),
+    }
+    if let Some(verify) = &report.verify {
+        let what = format!(
+            "{} in {} RAM blocks",
+            show_bytes(verify.bytes),
+            verify.regions
+        );
+        line(
+            "verified",
+            match (&verify.first_difference, verify.different_blocks) {
+                (None, 0) => format!("{what}: both sides equal"),
+                (first, count) => format!(
+                    "{what}: {count} pages differ, the first at {}",
+                    first.as_deref().unwrap_or("an unknown place")
+                ),
+            },
+        );
+    }
+    let costs = [
+        cost(&report.cost.source, &report.source),
+        cost(&report.cost.destination, &report.destination),
+    ];
+    let costs: Vec<String> = costs.into_iter().flatten().collect();
+    if !costs.is_empty() {
+        line("agent", costs.join("; "));
+    }
+    lines
+}
+
+fn cost(cost: &HostCost, host: &str) -> Option<String> {
+    let memory = cost
+        .agent_peak_bytes
+        .map(|bytes| format!("{} memory", show_bytes(bytes)));
+    let cpu = cost.agent_cpu_s.map(|cpu| format!("{cpu:.1} CPU s"));
+    let figures: Vec<String> = [memory, cpu].into_iter().flatten().collect();
+    (!figures.is_empty()).then(|| format!("{} at {host}", figures.join(", ")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::sample;
+    use super::*;
+    use crate::cli::paint::golden;
+    use longhaul_api::{ApiError, ErrorCode, VerifyResult};
+
+    #[test]
+    fn a_report_of_a_completed_migration() {
+        golden::check_lines("report", &report(&sample::report(), 140), 140);
+        golden::check_lines("report_narrow", &report(&sample::report(), 72), 72);
+    }
+
+    #[test]
+    fn a_report_of_one_that_failed() {
+        let mut failed = sample::report();
+        failed.outcome = Some(Outcome::Failed);
+        failed.phase = Phase::Verifying;
+        failed.reason = Some(
+            ApiError::new(
+                ErrorCode::Internal,
+                "3 pages of web-7 differ between the two sides",
+            )
+            .state_of_guest("web-7 runs on lyon-1"),
+        );
+        failed.downtime_ms = None;
+        failed.downtime = DowntimeParts::default();
+        failed.predicted = None;
+        failed.cost.destination = HostCost::default();
+        failed.verify = Some(VerifyResult {
+            regions: 6,
+            bytes: 4 << 30,
+            different_blocks: 3,
+            first_difference: Some("pc.ram, offset 0x1f3000".to_owned()),
+        });
+        golden::check_lines("report_failed", &report(&failed, 120), 120);
+    }
+}

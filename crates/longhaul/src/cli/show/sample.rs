@@ -1,0 +1,268 @@
+//! Made-up answers of an agent, for looking at what people see.
+
+use longhaul_api::*;
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+const FINGERPRINT: &str =
+    "3f21-9c04-aa17-5be2-0d4e-71c8-6690-f3ab-1e5d-2277-c90a-48b1-e6f0-937c-5a1d-80e4";
+
+fn asked() -> Asked {
+    Asked {
+        downtime_ms: 300,
+        bandwidth_bps: None,
+        verify: false,
+        patience_ms: 60_000,
+    }
+}
+
+pub(crate) fn plan() -> Plan {
+    Plan {
+        guest: "web-7".into(),
+        source: "lyon-1".into(),
+        destination: "paris-2".into(),
+        asked: asked(),
+        possible: true,
+        qemu: Some("10.0.2".into()),
+        machine_type: Some("pc-q35-10.0".into()),
+        accelerator: Some("kvm".into()),
+        vcpus: Some(2),
+        memory_bytes: Some(4 * GIB),
+        memory_used_bytes: Some(3174 * MIB),
+        dirty_rate_bytes_per_s: Some(14 * MIB),
+        hot_bytes: Some(210 * MIB),
+        rtt_ms: Some(21.2),
+        rate_bps: Some(94_000_000),
+        checks: vec![
+            Check::ok("peer_reachable", "paris-2 reachable, 21 ms, 94 Mbit/s up"),
+            Check::ok("machine_type", "QEMU 10.0.2 loads pc-q35-10.0"),
+            Check::ok("cpu", "CPU model EPYC-v4 available"),
+            Check::warn(
+                "memory",
+                "4 GiB of memory wanted, 5 GiB free: paris-2 will be almost full",
+                "`longhaul host probe paris-2` and `longhaul host` there show more",
+            ),
+        ],
+        predictions: vec![prediction()],
+    }
+}
+
+fn prediction() -> Prediction {
+    Prediction {
+        strategy: Strategy::Precopy,
+        link_bytes: Some(640 * MIB),
+        total_ms: Some(58_000),
+        downtime_ms: Some(240),
+        downtime_at_most_ms: Some(400),
+        if_link_breaks: "waits up to 60 s, then web-7 stays on lyon-1".into(),
+        if_source_dies: "before the switch: as without a move; after it: web-7 runs on paris-2"
+            .into(),
+        note: None,
+    }
+}
+
+pub(crate) fn migration() -> Migration {
+    Migration {
+        id: "7f3a0c11d2e3f405".into(),
+        guest: "web-7".into(),
+        side: Side::Source,
+        source: "lyon-1".into(),
+        destination: "paris-2".into(),
+        strategy: Strategy::Precopy,
+        asked: asked(),
+        started_unix_ms: 1_800_000_000_000,
+        ended_unix_ms: None,
+        phase: Phase::Precopy,
+        outcome: None,
+        reason: None,
+        progress: None,
+    }
+}
+
+pub(crate) fn migrations() -> Vec<Migration> {
+    let mut completed = migration();
+    completed.id = "7f3b000000000000".into();
+    completed.guest = "db-1".into();
+    completed.side = Side::Destination;
+    completed.outcome = Some(Outcome::Completed);
+    completed.started_unix_ms -= 7_300_000;
+    completed.ended_unix_ms = Some(completed.started_unix_ms + 41_200);
+    let mut failed = completed.clone();
+    failed.id = "a000000000000000".into();
+    failed.outcome = Some(Outcome::Failed);
+    vec![migration(), completed, failed]
+}
+
+pub(crate) fn progress() -> Progress {
+    Progress {
+        id: "7f3a0c11d2e3f405".into(),
+        elapsed_ms: 27_400,
+        phase: Phase::Precopy,
+        pass: Some(3),
+        regions: vec![
+            RegionProgress {
+                name: "pc.ram".into(),
+                blocks_total: 4 * GIB / 4096,
+                blocks_settled: 2970 * MIB / 4096,
+                blocks_pending: 1126 * MIB / 4096,
+            },
+            RegionProgress {
+                name: "vga.vram".into(),
+                blocks_total: 16 * MIB / 4096,
+                blocks_settled: 16 * MIB / 4096,
+                blocks_pending: 0,
+            },
+        ],
+        link: LinkProgress {
+            rate_bps: Some(91_000_000),
+            rtt_ms: Some(21.4),
+            sent_bytes: 212 * MIB,
+            guest_bytes: Some(3379 * MIB),
+            limit_bps: None,
+            interrupted_ms: None,
+        },
+        dirty_rate_bytes_per_s: Some(12 * MIB),
+        predicted_downtime_ms: Some(80),
+        remaining_ms: Some(13_200),
+        outcome: None,
+        reason: None,
+    }
+}
+
+pub(crate) fn report() -> Report {
+    let time = |phase, time_ms| PhaseTime { phase, time_ms };
+    Report {
+        id: "7f3a0c11d2e3f405".into(),
+        guest: "web-7".into(),
+        side: Side::Source,
+        source: "lyon-1".into(),
+        destination: "paris-2".into(),
+        strategy: Strategy::Precopy,
+        asked: asked(),
+        started_unix_ms: 1_800_000_000_000,
+        phase: Phase::Finishing,
+        outcome: Some(Outcome::Completed),
+        reason: None,
+        predicted: Some(prediction()),
+        link_bytes: Some(587 * MIB),
+        link_bytes_back: Some(2 * MIB),
+        memory_bytes: Some(4 * GIB),
+        bytes: BytesByKind {
+            zero_bytes: Some(922 * MIB),
+            same_bytes: Some(1229 * MIB),
+            reference_bytes: Some(614 * MIB),
+            literal_bytes: Some(1741 * MIB),
+            compressed_bytes: Some(571 * MIB),
+            device_state_bytes: Some(700_000),
+        },
+        total_ms: Some(41_300),
+        phases: vec![
+            time(Phase::Preparing, 1210.0),
+            time(Phase::Precopy, 39_900.0),
+            time(Phase::Stopping, 33.4),
+            time(Phase::Loading, 19.0),
+            time(Phase::HandingOver, 11.2),
+            time(Phase::Finishing, 120.0),
+        ],
+        passes: Some(4),
+        downtime_ms: Some(63.6),
+        downtime: DowntimeParts {
+            stop_ms: Some(0.4),
+            last_pages_ms: Some(21.0),
+            device_state_ms: Some(12.0),
+            load_ms: Some(19.0),
+            verify_ms: None,
+            commit_ms: Some(11.2),
+        },
+        dirty_rate_bytes_per_s: Some(14 * MIB),
+        interruptions: Some(1),
+        cost: Cost {
+            source: HostCost {
+                agent_cpu_s: Some(6.21),
+                agent_peak_bytes: Some(41 * MIB),
+                qemu_cpu_s: None,
+            },
+            destination: HostCost {
+                agent_cpu_s: Some(3.9),
+                agent_peak_bytes: Some(38 * MIB),
+                qemu_cpu_s: Some(1.0),
+            },
+        },
+        verify: Some(VerifyResult {
+            regions: 6,
+            bytes: 4 * GIB,
+            different_blocks: 0,
+            first_difference: None,
+        }),
+    }
+}
+
+pub(crate) fn host() -> Host {
+    Host {
+        name: "lyon-1".into(),
+        fingerprint: FINGERPRINT.into(),
+        version: "0.1.0".into(),
+        protocol_versions: vec![1],
+        listen: Some("0.0.0.0:7400".into()),
+        api_listen: None,
+        state_folder: "/var/lib/longhaul".into(),
+        qemus: vec![Qemu {
+            name: "debian".into(),
+            version: Some("10.0.2".into()),
+            path: "/usr/bin/qemu-system-x86_64".into(),
+        }],
+        kvm: Some(false),
+        memory_total_bytes: Some(24 * GIB),
+        memory_free_bytes: Some(22 * GIB),
+        guests_running: Some(4),
+        pid: 812,
+    }
+}
+
+pub(crate) fn trusted_hosts() -> Vec<TrustedHost> {
+    vec![TrustedHost {
+        name: "paris-2".into(),
+        fingerprint: FINGERPRINT.into(),
+        addresses: vec!["192.0.2.7:7400".into()],
+        may: vec![Scope::Query, Scope::Send],
+    }]
+}
+
+pub(crate) fn guests() -> Vec<Guest> {
+    let running = Guest {
+        name: "web-7".into(),
+        state: GuestState::MovingOut,
+        state_detail: Some("to paris-2".into()),
+        qemu: Some("10.0.2".into()),
+        machine_type: Some("pc-q35-10.0".into()),
+        accelerator: Some("kvm".into()),
+        vcpus: Some(2),
+        memory_bytes: Some(4 * GIB),
+        pid: Some(4711),
+        generation: Some(3),
+        migration: Some("7f3a0c11d2e3f405".into()),
+        channels: Default::default(),
+    };
+    let mut stopped = running.clone();
+    stopped.name = "db-1".into();
+    stopped.state = GuestState::Stopped;
+    stopped.state_detail = None;
+    stopped.qemu = None;
+    stopped.accelerator = None;
+    stopped.pid = None;
+    stopped.generation = None;
+    vec![running, stopped]
+}
+
+pub(crate) fn probe() -> ProbeResult {
+    ProbeResult {
+        host: "paris-2".into(),
+        version: Some("0.1.0".into()),
+        rtt_ms: Some(21.2),
+        rate_bps: Some(94_000_000),
+        received_bytes: Some(34 * MIB),
+        sent_ms: Some(3_000),
+        packets_sent: Some(25_000),
+        packets_lost: Some(60),
+    }
+}
