@@ -1,0 +1,93 @@
+//! The lists that the checks go by. An exception has its reason beside it.
+
+/// The cores: packages without sockets, files, clocks, threads and async.
+pub const CORES: [&str; 4] = [
+    "longhaul-protocol",
+    "longhaul-codec",
+    "longhaul-qemu-stream",
+    "longhaul-engine",
+];
+
+/// What each package of the workspace may depend on (dependencies of its tests left aside).
+pub const DIRECTION: [(&str, &[&str]); 12] = [
+    ("longhaul-protocol", &[]),
+    ("longhaul-codec", &["longhaul-protocol"]),
+    ("longhaul-qemu-stream", &["longhaul-protocol"]),
+    ("longhaul-engine", &CORES),
+    ("longhaul-hypervisor", &CORES),
+    ("longhaul-storage", &CORES),
+    ("longhaul-transport", &CORES),
+    ("longhaul-api", &["longhaul-protocol"]),
+    (
+        "longhaul-longhaul",
+        &[
+            "longhaul-protocol",
+            "longhaul-codec",
+            "longhaul-qemu-stream",
+            "longhaul-engine",
+            "longhaul-hypervisor",
+            "longhaul-storage",
+            "longhaul-transport",
+            "longhaul-api",
+        ],
+    ),
+    // The laboratory drives the product from outside.
+    ("longhaul-lab", &["longhaul-protocol", "longhaul-api"]),
+    ("longhaul-checks", &[]),
+    ("longhaul-arena", &[]),
+];
+
+/// Packages of others that may be part of a core, and why they do no I/O of their own.
+pub const CORE_DEPENDENCIES: [(&str, &str); 15] = [
+    ("arrayvec", "of blake3: arrays that fill up"),
+    ("blake3", "hashing; only its functions on slices are used"),
+    ("cfg-if", "a macro"),
+    ("cobs", "of postcard: not used by us"),
+    ("constant_time_eq", "of blake3: comparing"),
+    ("cpufeatures", "of blake3: asks the processor, nothing else"),
+    ("embedded-io", "of postcard: traits without implementations"),
+    ("lz4_flex", "compression of slices"),
+    ("postcard", "serialisation to and from slices"),
+    ("serde", "serialisation"),
+    ("serde_core", "serialisation"),
+    ("thiserror", "a macro for errors"),
+    ("zstd", "compression; only its functions on slices are used"),
+    ("zstd-safe", "of zstd: its safe interface"),
+    ("zstd-sys", "of zstd: the C library, built without threads"),
+];
+
+/// Licences whose code may be part of a program under Apache-2.0.
+pub const LICENCES: [&str; 9] = [
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Zlib",
+];
+
+/// The one registry that packages come from.
+pub const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
+
+/// Packages that may be built in several versions at once, and why.
+pub const DUPLICATES: [(&str, &str); 4] = [
+    (
+        "cpufeatures",
+        "blake3 and the generators of random numbers moved at different times",
+    ),
+    ("embedded-io", "postcard offers two versions of its traits"),
+    (
+        "getrandom",
+        "ring, rustls' parts and proptest moved at different times",
+    ),
+    ("syn", "macro packages are moving to version 3"),
+];
+
+/// Most lines in a source file.
+pub const LINES_MAX: usize = 800;
+
+/// Files that may be longer, and why.
+pub const LONG_FILES: [(&str, &str); 0] = [];

@@ -1,0 +1,202 @@
+//! The workspace keeps its own rules.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use longhaul_checks::dependencies::Graph;
+use longhaul_checks::{documents, policy, purity};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+use std::{env, fs};
+
+/// Folders that hold nothing of ours.
+const SKIPPED: [&str; 6] = [
+    ".git",
+    ".lab",
+    "target",
+    "corpus",
+    "artifacts",
+    "node_modules",
+];
+/// Endings of the files that people write.
+const TEXTS: [&str; 9] = [
+    "rs", "toml", "md", "sh", "service", "js", "html", "css", "yml",
+];
+/// Such files that have no ending.
+const NAMED: [&str; 3] = ["Makefile", "run", "install"];
+
+/// Every text of the repository, by its path from the root.
+static FILES: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
+    let mut files = BTreeMap::new();
+    let mut folders = vec![PathBuf::new()];
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(root().join(&folder)).unwrap() {
+            let entry = entry.unwrap();
+            let name = entry.file_name().into_string().unwrap();
+            let path = folder.join(&name);
+            let kind = entry.file_type().unwrap();
+            if kind.is_dir() && !SKIPPED.contains(&&name[..]) {
+                folders.push(path);
+                continue;
+            }
+            let ending = path
+                .extension()
+                .and_then(|ending| ending.to_str())
+                .unwrap_or_default();
+            if kind.is_file() && (TEXTS.contains(&ending) || NAMED.contains(&&name[..])) {
+                // A file may go away while it is looked for: only those that are there count.
+                if let Ok(text) = fs::read_to_string(entry.path()) {
+                    files.insert(path.to_str().unwrap().to_owned(), text);
+                }
+            }
+        }
+    }
+    assert!(files.contains_key("Cargo.toml") && files.contains_key("checks/src/lib.rs"));
+    files
+});
+
+static GRAPH: LazyLock<Graph> = LazyLock::new(|| {
+    let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .args(["metadata", "--offline", "--locked", "--format-version", "1"])
+        // Packages for other platforms need not be here.
+        .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
+        .current_dir(root())
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    Graph::new(&String::from_utf8(output.stdout).unwrap()).unwrap()
+});
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
+}
+
+fn none(findings: Vec<String>, help: &str) {
+    assert!(findings.is_empty(), "{help}:\n  {}", findings.join("\n  "));
+}
+
+#[test]
+fn cores_do_nothing_but_compute() {
+    let mut findings = Vec::new();
+    for core in policy::CORES {
+        let folder = format!("crates/{}/src/", core.trim_start_matches("longhaul-"));
+        let files = || FILES.iter().filter(|(path, _)| path.starts_with(&folder));
+        let mut tests = Vec::new();
+        for (path, text) in files() {
+            let module = path.trim_end_matches("lib.rs").trim_end_matches("mod.rs");
+            let module = module.trim_end_matches(".rs").trim_end_matches('/');
+            tests.extend(
+                purity::test_modules(text)
+                    .iter()
+                    .flat_map(|name| [format!("{module}/{name}.rs"), format!("{module}/{name}/")]),
+            );
+        }
+        let mut seen = 0;
+        for (path, text) in files() {
+            if tests.iter().any(|test| path.starts_with(test)) {
+                continue;
+            }
+            seen += 1;
+            let found = purity::findings(text).unwrap_or_else(|error| vec![error]);
+            findings.extend(found.iter().map(|finding| format!("{path}: {finding}")));
+        }
+        assert!(seen > 0, "no sources of {core}");
+    }
+    none(
+        findings,
+        "a core has no sockets, files, clocks, threads or async: pass these in",
+    );
+}
+
+#[test]
+fn cores_contain_no_packages_that_do_more() {
+    none(
+        GRAPH.core_findings(),
+        "see CORE_DEPENDENCIES in checks/src/policy.rs",
+    );
+}
+
+#[test]
+fn dependencies_point_one_way() {
+    none(
+        GRAPH.direction_findings(),
+        "see DIRECTION in checks/src/policy.rs",
+    );
+}
+
+#[test]
+fn licences_fit() {
+    none(
+        GRAPH.licence_findings(),
+        "see LICENCES in checks/src/policy.rs",
+    );
+}
+
+#[test]
+fn packages_come_from_the_registry() {
+    none(
+        GRAPH.source_findings(),
+        "packages come from crates.io or from this repository",
+    );
+}
+
+#[test]
+fn packages_are_built_in_one_version() {
+    none(
+        GRAPH.duplicate_findings(),
+        "see DUPLICATES in checks/src/policy.rs",
+    );
+}
+
+#[test]
+fn files_are_not_too_long() {
+    let sources = FILES.iter().filter(|(path, _)| !path.ends_with(".md"));
+    let long = sources.filter(|(path, text)| documents::is_too_long(path, text));
+    none(
+        long.map(|(path, _)| path.clone()).collect(),
+        "files of more than 800 lines",
+    );
+    let gone = policy::LONG_FILES
+        .iter()
+        .filter(|(path, _)| !FILES.contains_key(*path));
+    none(
+        gone.map(|(path, _)| (*path).to_owned()).collect(),
+        "excused files that are gone",
+    );
+}
+
+#[test]
+fn links_lead_somewhere() {
+    let mut findings = Vec::new();
+    for (path, text) in FILES.iter().filter(|(path, _)| path.ends_with(".md")) {
+        for link in documents::links(text) {
+            let target = documents::target(Path::new(path), &link);
+            let there = target.filter(|target| root().join(target).exists());
+            let heading = link.heading.as_ref();
+            let leads = there.is_some_and(|target| {
+                let text = FILES.get(target.to_str().unwrap());
+                heading.is_none_or(|name| {
+                    text.is_some_and(|text| documents::headings(text).contains(name))
+                })
+            });
+            if !leads {
+                findings.push(format!("{path}: {link:?}"));
+            }
+        }
+    }
+    none(findings, "links that lead nowhere");
+}
+
+#[test]
+fn nobodys_folders_are_named() {
+    let mut findings = Vec::new();
+    for (path, text) in FILES.iter() {
+        let found = documents::machine_paths(text);
+        findings.extend(found.iter().map(|line| format!("{path}: {line}")));
+    }
+    none(findings, "paths that exist on one machine only");
+}
