@@ -12,6 +12,7 @@ use nix::unistd::Pid;
 use serde::Deserialize;
 
 use crate::error::{During, LabError};
+use crate::installed::{self, QEMU_VERSIONS};
 use crate::lab::{Host, Lab};
 use crate::process::{self, own_binary, wait_until};
 
@@ -164,15 +165,51 @@ impl Drop for Agent {
     }
 }
 
+/// The tables of an agent's configuration that name this machine's QEMUs.
+///
+/// # Errors
+/// When no version of QEMU is there.
+pub fn tables() -> Result<toml::Table, LabError> {
+    let mut emulators = toml::Table::new();
+    let mut missing = None;
+    for version in QEMU_VERSIONS {
+        match installed::qemu(version) {
+            Ok(path) => {
+                emulators.insert(version.to_owned(), path.display().to_string().into());
+            }
+            Err(error) => missing = Some(error),
+        }
+    }
+    match missing {
+        Some(error) if emulators.is_empty() => Err(error),
+        _ => {
+            let qemu = toml::Table::from_iter([("emulators".to_owned(), emulators.into())]);
+            Ok(toml::Table::from_iter([("qemu".to_owned(), qemu.into())]))
+        }
+    }
+}
+
 /// Starts an agent on every host and makes each trust every other.
 ///
 /// # Errors
 /// When an agent does not come up or refuses.
 pub fn start_all(lab: &mut Lab, more: &toml::Table) -> Result<Vec<Agent>, LabError> {
+    start_each(lab, |_| more.clone())
+}
+
+/// As [`start_all`], with each host's own tables, by the host's index.
+///
+/// # Errors
+/// When an agent does not come up or refuses.
+pub fn start_each(
+    lab: &mut Lab,
+    more: impl Fn(usize) -> toml::Table,
+) -> Result<Vec<Agent>, LabError> {
     let agents = lab
         .hosts()
         .iter()
-        .map(|host| Agent::start(host, more))
+        .enumerate()
+        .map(|(index, host)| Agent::start(host, &more(index)))
         .collect::<Result<Vec<Agent>, LabError>>()?;
     let mut fingerprints = Vec::new();
     for agent in &agents {

@@ -253,7 +253,10 @@ pub fn note_verified(row: &mut MoveRow, verified: Result<u64, ArenaError>) {
 }
 
 fn silent(error: ArenaError) -> LabError {
-    LabError::Answer { what: "the guest".to_owned(), message: error.to_string() }
+    LabError::Answer {
+        what: "the guest".to_owned(),
+        message: error.to_string(),
+    }
 }
 
 /// Moves guests by QEMU's own means.
@@ -277,7 +280,10 @@ impl PeerMover<'_> {
     pub fn run(&self, case: &Case, system: PeerSystem) -> Result<MoveRow, LabError> {
         let mut row = MoveRow::of(case, system.name(), "precopy");
         let guest = case.guest.description();
-        let hosts = [self.peer_host(0, &self.qemus[0])?, self.peer_host(1, &self.qemus[1])?];
+        let hosts = [
+            self.peer_host(0, &self.qemus[0])?,
+            self.peer_host(1, &self.qemus[1])?,
+        ];
         let mut source = PeerQemu::start(&hosts[0], &guest, self.files, false)?;
         let mut arena = attached(source.channel())?;
         let mut destination = PeerQemu::start(&hosts[1], &guest, self.files, true)?;
@@ -317,7 +323,11 @@ impl PeerMover<'_> {
 
     fn peer_host<'a>(&'a self, index: usize, qemu: &'a Path) -> Result<PeerHost<'a>, LabError> {
         let host = self.lab.host(index)?;
-        Ok(PeerHost { host, qemu, accelerator: self.accelerator })
+        Ok(PeerHost {
+            host,
+            qemu,
+            accelerator: self.accelerator,
+        })
     }
 }
 

@@ -51,8 +51,10 @@ impl PeerSystem {
             Self::Xbzrle => &["xbzrle"],
             Self::MultifdZstd => &["multifd"],
         };
-        let list: Vec<Value> =
-            names.iter().map(|name| json!({"capability": name, "state": true})).collect();
+        let list: Vec<Value> = names
+            .iter()
+            .map(|name| json!({"capability": name, "state": true}))
+            .collect();
         json!({ "capabilities": list })
     }
 
@@ -98,7 +100,11 @@ impl PeerQemu {
         files: &KernelFiles,
         incoming: bool,
     ) -> Result<Self, LabError> {
-        let socket = |what| host.host.socket_folder().join(format!("{}-{what}", host.host.name()));
+        let socket = |what| {
+            host.host
+                .socket_folder()
+                .join(format!("{}-{what}", host.host.name()))
+        };
         let (qmp, channel) = (socket("peer-qmp"), socket("peer-arena"));
         for old in [&qmp, &channel] {
             match fs::remove_file(old) {
@@ -117,7 +123,12 @@ impl PeerQemu {
         command.stdout(Stdio::null()).stderr(log);
         let mut child = host.host.spawn(&mut command)?;
         match Qmp::connect(&qmp) {
-            Ok(qmp) => Ok(Self { child, qmp, channel, memory_bytes: guest.memory_mib << 20 }),
+            Ok(qmp) => Ok(Self {
+                child,
+                qmp,
+                channel,
+                memory_bytes: guest.memory_mib << 20,
+            }),
             Err(error) => {
                 end(&mut child);
                 Err(error)
@@ -136,9 +147,12 @@ impl PeerQemu {
     }
 
     fn prepare(&mut self, system: PeerSystem) -> Result<(), LabError> {
-        self.qmp.execute("migrate-set-capabilities", &system.capabilities())?;
+        self.qmp
+            .execute("migrate-set-capabilities", &system.capabilities())?;
         let parameters = system.parameters(self.memory_bytes);
-        self.qmp.execute("migrate-set-parameters", &parameters).map(drop)
+        self.qmp
+            .execute("migrate-set-parameters", &parameters)
+            .map(drop)
     }
 
     fn is_running(&mut self) -> Result<bool, LabError> {
@@ -246,7 +260,11 @@ impl PeerMove<'_> {
 
 fn migration_status(qemu: &mut PeerQemu) -> Result<String, LabError> {
     let info = qemu.qmp.execute("query-migrate", &json!({}))?;
-    Ok(info.get("status").and_then(Value::as_str).unwrap_or_default().to_owned())
+    Ok(info
+        .get("status")
+        .and_then(Value::as_str)
+        .unwrap_or_default()
+        .to_owned())
 }
 
 fn cancel(source: &mut PeerQemu) -> Result<(), LabError> {
@@ -273,16 +291,34 @@ fn command_line(
     channel: &Path,
 ) -> Command {
     let mut line = command(host.qemu);
-    line.args(["-name", &guest.name, "-nodefaults", "-no-user-config", "-display", "none"])
-        .args(["-machine", &guest.machine, "-accel", host.accelerator, "-cpu", &guest.cpu])
-        .args(["-smp", &guest.vcpus.to_string(), "-m", &format!("{}M", guest.memory_mib)])
-        .arg("-qmp")
-        .arg(format!("unix:{},server=on,wait=off", qmp.display()))
-        .arg("-kernel")
-        .arg(&files.kernel)
-        .arg("-initrd")
-        .arg(&files.initramfs)
-        .args(["-device", "virtio-serial-pci,id=channels"]);
+    line.args([
+        "-name",
+        &guest.name,
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+    ])
+    .args([
+        "-machine",
+        &guest.machine,
+        "-accel",
+        host.accelerator,
+        "-cpu",
+        &guest.cpu,
+    ])
+    .args([
+        "-smp",
+        &format!("cpus={0},sockets=1,cores={0},threads=1", guest.vcpus),
+    ])
+    .args(["-m", &format!("size={}M", guest.memory_mib)])
+    .arg("-qmp")
+    .arg(format!("unix:{},server=on,wait=off", qmp.display()))
+    .arg("-kernel")
+    .arg(&files.kernel)
+    .arg("-initrd")
+    .arg(&files.initramfs)
+    .args(["-device", "virtio-serial-pci,id=serial,addr=0x3"]);
     if let Some(kernel) = &guest.kernel {
         line.args(["-append", &kernel.command_line]);
     }
@@ -293,7 +329,11 @@ fn command_line(
                 channel.display()
             ))
             .arg("-device")
-            .arg(format!("virtserialport,chardev=channel{number},name={}", port.name));
+            .arg(format!(
+                "virtserialport,bus=serial.0,nr={},chardev=channel{number},name={}",
+                number + 1,
+                port.name
+            ));
     }
     line
 }

@@ -14,6 +14,23 @@ pub const KERNEL_NAME: &str = "tiny";
 /// The name of the channel that the arena speaks on.
 pub const CHANNEL_NAME: &str = "arena";
 
+/// Where `scripts/install lab` puts what Debian's packages do not put on the path.
+pub fn installed() -> PathBuf {
+    std::env::var_os("LONGHAUL_LAB_DIR")
+        .map_or_else(|| PathBuf::from("/var/lib/longhaul-lab"), PathBuf::from)
+}
+
+/// The program of a QEMU version such as `7.2`; what looks like a path is one.
+pub fn qemu(version: &str) -> PathBuf {
+    if version.contains('/') {
+        return PathBuf::from(version);
+    }
+    installed()
+        .join("qemu")
+        .join(version)
+        .join("qemu-system-x86_64")
+}
+
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Chipset {
@@ -84,7 +101,9 @@ impl Tiny {
             }),
             disks: Vec::new(),
             nics: Vec::new(),
-            channels: vec![Channel { name: CHANNEL_NAME.to_owned() }],
+            channels: vec![Channel {
+                name: CHANNEL_NAME.to_owned(),
+            }],
         }
     }
 }
@@ -99,13 +118,14 @@ pub struct KernelFiles {
 }
 
 impl KernelFiles {
-    /// Makes the initial RAM file system for the kernel that `scripts/install lab` unpacked in
-    /// `kernel_folder` (`vmlinuz` and `modules`), and puts it into `folder`.
+    /// Makes the initial RAM file system for the kernel that `scripts/install lab` unpacked, and
+    /// puts it into `folder`.
     ///
     /// # Errors
     /// When the kernel is not there, or the folder cannot be written.
-    pub fn make(kernel_folder: &Path, folder: &Path) -> Result<Self, LabError> {
+    pub fn make(folder: &Path) -> Result<Self, LabError> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
+        let kernel_folder = installed().join("kernel");
         let archive = initramfs::build(&kernel_folder.join("modules")).map_err(|error| {
             LabError::Missing {
                 what: format!("a kernel for the guests ({error})"),
@@ -118,6 +138,9 @@ impl KernelFiles {
         let new = folder.join(format!("tiny.initramfs.{}.{number}", std::process::id()));
         fs::write(&new, archive).during(|| format!("write {}", new.display()))?;
         fs::rename(&new, &initramfs).during(|| format!("write {}", initramfs.display()))?;
-        Ok(Self { kernel: kernel_folder.join("vmlinuz"), initramfs })
+        Ok(Self {
+            kernel: kernel_folder.join("vmlinuz"),
+            initramfs,
+        })
     }
 }

@@ -1,0 +1,421 @@
+//! Longhaul in the laboratory, driven from outside: agents on the hosts, guests on the agents, and
+//! moves by its own command line.
+
+use crate::agent::{self, Agent};
+use crate::error::{During, LabError};
+use crate::guest::{self, KERNEL_NAME, KernelFiles};
+use crate::lab::{Host, Lab};
+use crate::process;
+use longhaul_api::{Guest, Guests, Migration, Outcome, Phase, Progress, Report};
+use longhaul_protocol::guest::GuestDescription;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+use std::fs;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// What hosts find in their agent's configuration.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Which QEMU each host prefers: a version such as `7.2`, or a path.
+    pub qemus: Vec<String>,
+    /// `auto`, `kvm` or `tcg`.
+    pub accelerator: String,
+}
+
+impl Settings {
+    /// The tables of the configuration of the host of that index.
+    fn table(&self, index: usize, files: &KernelFiles) -> toml::Table {
+        let text = |path: &Path| toml::Value::from(path.display().to_string());
+        let table = |pairs: Vec<(&str, toml::Value)>| {
+            pairs
+                .into_iter()
+                .map(|(key, value)| (key.to_owned(), value))
+                .collect::<toml::Table>()
+        };
+        let label = self
+            .qemus
+            .get(index)
+            .or(self.qemus.last())
+            .cloned()
+            .unwrap_or_default();
+        let emulators = table(vec![("preferred", text(&guest::qemu(&label)))]);
+        let qemu = table(vec![
+            ("default", "preferred".into()),
+            ("accelerator", self.accelerator.as_str().into()),
+            ("emulators", emulators.into()),
+        ]);
+        let kernel = table(vec![
+            ("kernel", text(&files.kernel)),
+            ("initrd", text(&files.initramfs)),
+        ]);
+        let kernels = table(vec![(KERNEL_NAME, kernel.into())]);
+        table(vec![("qemu", qemu.into()), ("kernels", kernels.into())])
+    }
+}
+
+/// Agents on all hosts of a laboratory.
+#[derive(Debug)]
+pub struct Product {
+    agents: Vec<Agent>,
+}
+
+impl Product {
+    /// Starts an agent on every host; each trusts every other.
+    ///
+    /// # Errors
+    /// When one does not come up.
+    pub fn start(
+        lab: &mut Lab,
+        files: &KernelFiles,
+        settings: &Settings,
+    ) -> Result<Self, LabError> {
+        let agents = agent::start_each(lab, |index| settings.table(index, files))?;
+        Ok(Self { agents })
+    }
+
+    /// A host's agent.
+    ///
+    /// # Errors
+    /// When there is no such host.
+    pub fn agent(&self, host: usize) -> Result<&Agent, LabError> {
+        self.agents.get(host).ok_or_else(|| no_host(host))
+    }
+
+    /// A host's agent, to kill it and to start it again.
+    ///
+    /// # Errors
+    /// When there is no such host.
+    pub fn agent_mut(&mut self, host: usize) -> Result<&mut Agent, LabError> {
+        self.agents.get_mut(host).ok_or_else(|| no_host(host))
+    }
+
+    /// Whether guests of a host run with KVM.
+    ///
+    /// # Errors
+    /// When its agent does not answer.
+    pub fn has_kvm(&self, host: usize) -> Result<bool, LabError> {
+        let host: longhaul_api::Host = self.ask(host, &["host"])?;
+        Ok(host.kvm == Some(true))
+    }
+
+    /// Starts a guest on a host.
+    ///
+    /// # Errors
+    /// When the agent refuses.
+    pub fn start_guest(
+        &self,
+        lab: &Lab,
+        host: usize,
+        description: &GuestDescription,
+    ) -> Result<Guest, LabError> {
+        let text = toml::to_string(description).map_err(|error| LabError::Answer {
+            what: "the guest's description".to_owned(),
+            message: error.to_string(),
+        })?;
+        let path = lab
+            .host(host)?
+            .folder()
+            .join(format!("{}.toml", description.name));
+        fs::write(&path, text).during(|| format!("write {}", path.display()))?;
+        self.ask(host, &["guests", "start", &path.display().to_string()])
+    }
+
+    /// Ends a guest's QEMU at once.
+    ///
+    /// # Errors
+    /// When the agent refuses.
+    pub fn stop_guest(&self, host: usize, name: &str) -> Result<(), LabError> {
+        self.agent(host)?
+            .run(&["guests", "stop", "--force", name])
+            .map(drop)
+    }
+
+    /// What a host says of a guest; nothing where it does not know it.
+    ///
+    /// # Errors
+    /// When its agent does not answer.
+    pub fn guest(&self, host: usize, name: &str) -> Result<Option<Guest>, LabError> {
+        let guests: Guests = self.ask(host, &["guests"])?;
+        Ok(guests.guests.into_iter().find(|guest| guest.name == name))
+    }
+
+    /// The latest migration of a guest, as a host knows it.
+    ///
+    /// # Errors
+    /// When its agent does not answer.
+    pub fn latest_migration(&self, host: usize, name: &str) -> Result<Option<Migration>, LabError> {
+        let list: longhaul_api::Migrations = self.ask(host, &["migrations"])?;
+        Ok(list
+            .migrations
+            .into_iter()
+            .find(|migration| migration.guest == name))
+    }
+
+    /// Runs a command of the product's that answers with one JSON document.
+    ///
+    /// # Errors
+    /// When it fails.
+    pub fn ask<T: DeserializeOwned>(&self, host: usize, words: &[&str]) -> Result<T, LabError> {
+        let agent = self.agent(host)?;
+        let mut command = agent.command()?;
+        command.arg("--json").args(words);
+        let said = process::run(&mut command)?;
+        serde_json::from_str(&said).map_err(|error| LabError::Answer {
+            what: format!("`longhaul {}` on {}", words.join(" "), agent.name()),
+            message: format!("{error}: {}", said.trim()),
+        })
+    }
+
+    /// Starts to move a guest from a host; `more` are further words of the command line.
+    ///
+    /// # Errors
+    /// When the command cannot be started.
+    pub fn migrate(
+        &self,
+        host: usize,
+        name: &str,
+        to: &Host,
+        more: &[&str],
+    ) -> Result<Move, LabError> {
+        let mut command = self.agent(host)?.command()?;
+        command
+            .args(["--json", "migrate", name, "--to", to.name()])
+            .args(more);
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        let began = Instant::now();
+        let mut process = command.spawn().during(|| format!("move {name}"))?;
+        let (sender, events) = channel();
+        if let Some(stdout) = process.stdout.take() {
+            thread::spawn(move || {
+                for line in BufReader::new(stdout).lines().map_while(Result::ok) {
+                    // The other end is gone when nobody wants to know any more.
+                    let _ = sender.send((Instant::now(), Event::of(&line)));
+                }
+            });
+        }
+        Ok(Move {
+            process,
+            events,
+            began,
+            finished: Finished::new(began),
+        })
+    }
+}
+
+fn no_host(host: usize) -> LabError {
+    LabError::Which(format!("this laboratory has no agent {host}"))
+}
+
+/// The socket of a guest's channel on a host, also before the guest is there.
+pub fn channel_socket(host: &Host, guest: &str, channel: &str) -> PathBuf {
+    host.folder()
+        .join(format!("state/guests/{guest}/run/channel-{channel}"))
+}
+
+/// A line that `longhaul --json migrate` prints.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// It began.
+    Migration(Box<Migration>),
+    /// Where it is.
+    Progress(Box<Progress>),
+    /// What it came to.
+    Report(Option<Box<Report>>),
+    /// Why it did not go, or anything else.
+    Other(Value),
+}
+
+impl Event {
+    fn of(line: &str) -> Self {
+        let mut value: Value = serde_json::from_str(line).unwrap_or_else(|_| line.into());
+        let mut take = |key: &str| value.get_mut(key).map(Value::take);
+        if let Some(Ok(migration)) = take("migration").map(serde_json::from_value) {
+            return Self::Migration(migration);
+        }
+        if let Some(Ok(progress)) = take("progress").map(serde_json::from_value) {
+            return Self::Progress(progress);
+        }
+        if let Some(Ok(report)) = take("report").map(serde_json::from_value) {
+            return Self::Report(report);
+        }
+        Self::Other(value)
+    }
+}
+
+/// A move under way. The command is ended when this is dropped; the move is the agents'.
+#[derive(Debug)]
+pub struct Move {
+    process: Child,
+    events: Receiver<(Instant, Event)>,
+    began: Instant,
+    finished: Finished,
+}
+
+/// How a move ended.
+#[derive(Debug, Clone)]
+pub struct Finished {
+    /// When it was asked for.
+    pub began: Instant,
+    /// When its outcome was known.
+    pub ended: Instant,
+    /// The command's exit code, where it has one.
+    pub exit_code: Option<i32>,
+    /// How it ended, where the agent said so.
+    pub outcome: Option<Outcome>,
+    /// The agent's report.
+    pub report: Option<Box<Report>>,
+    /// What else was said: errors.
+    pub said: Vec<String>,
+    /// Every phase that was seen, with its time.
+    pub phases: Vec<(Instant, Phase)>,
+    /// The prediction while the guest still ran at the source, the last one.
+    pub last_prediction_ms: Option<u64>,
+    /// Interruptions of the link were shown.
+    pub interruption_seen: bool,
+}
+
+impl Finished {
+    fn new(began: Instant) -> Self {
+        Self {
+            began,
+            ended: began,
+            exit_code: None,
+            outcome: None,
+            report: None,
+            said: Vec::new(),
+            phases: Vec::new(),
+            last_prediction_ms: None,
+            interruption_seen: false,
+        }
+    }
+
+    /// Whether the guest was moved.
+    pub fn completed(&self) -> bool {
+        self.exit_code == Some(0) && self.outcome == Some(Outcome::Completed)
+    }
+
+    /// Why it was not moved, for people.
+    pub fn why(&self) -> String {
+        match self.said.as_slice() {
+            [] => format!("outcome {:?}, exit code {:?}", self.outcome, self.exit_code),
+            said => said.join(" | "),
+        }
+    }
+}
+
+impl Move {
+    /// Waits until the move is in that phase or a later one; false where it ended before, or was
+    /// not there in time.
+    pub fn wait_for_phase(&mut self, phase: Phase, limit: Duration) -> bool {
+        self.wait_until(limit, |finished| {
+            finished
+                .phases
+                .last()
+                .is_some_and(|(_, seen)| *seen >= phase)
+        })
+    }
+
+    /// Waits until a condition holds of what is known; false where the move ended before.
+    pub fn wait_until(
+        &mut self,
+        limit: Duration,
+        mut holds: impl FnMut(&Finished) -> bool,
+    ) -> bool {
+        let deadline = Instant::now() + limit;
+        while !holds(&self.finished) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok((at, event)) => self.note(at, event),
+                Err(_) => return false,
+            }
+        }
+        self.finished.outcome.is_none()
+    }
+
+    /// Waits until the command has ended.
+    ///
+    /// # Errors
+    /// When it does not end in time.
+    pub fn finish(mut self, limit: Duration) -> Result<Finished, LabError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok((at, event)) => self.note(at, event),
+                Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) => {
+                    return Err(LabError::Answer {
+                        what: "a move".to_owned(),
+                        message: format!(
+                            "it had not ended after {} s; last seen: {:?}",
+                            limit.as_secs(),
+                            self.finished.phases.last()
+                        ),
+                    });
+                }
+            }
+        }
+        let status = self
+            .process
+            .wait()
+            .during(|| "wait for a move".to_owned())?;
+        if let Some(stderr) = self.process.stderr.take() {
+            let lines = BufReader::new(stderr).lines().map_while(Result::ok);
+            self.finished
+                .said
+                .extend(lines.filter(|line| !line.trim().is_empty()));
+        }
+        self.finished.exit_code = status.code();
+        if self.finished.ended == self.began {
+            self.finished.ended = Instant::now();
+        }
+        Ok(self.finished.clone())
+    }
+
+    /// The id of the migration and what is known of it so far.
+    pub fn so_far(&self) -> &Finished {
+        &self.finished
+    }
+
+    fn note(&mut self, at: Instant, event: Event) {
+        let finished = &mut self.finished;
+        match event {
+            Event::Migration(migration) => finished.phases.push((at, migration.phase)),
+            Event::Progress(progress) => {
+                if finished
+                    .phases
+                    .last()
+                    .is_none_or(|(_, last)| *last != progress.phase)
+                {
+                    finished.phases.push((at, progress.phase));
+                }
+                if progress.phase == Phase::Precopy && progress.predicted_downtime_ms.is_some() {
+                    finished.last_prediction_ms = progress.predicted_downtime_ms;
+                }
+                finished.interruption_seen |= progress.link.interrupted_ms.is_some();
+                if progress.outcome.is_some() {
+                    finished.outcome = progress.outcome;
+                    finished.ended = at;
+                }
+            }
+            Event::Report(report) => finished.report = report,
+            Event::Other(value) => finished.said.push(value.to_string()),
+        }
+    }
+}
+
+impl Drop for Move {
+    fn drop(&mut self) {
+        // It has ended already where all went well.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
