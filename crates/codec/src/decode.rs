@@ -39,6 +39,9 @@ impl Default for Limits {
 }
 
 /// Where decoded blocks go. It owns the regions and the version of each of their blocks.
+///
+/// No other frame may come between `accepts` and `apply`: frames that are decoded at the
+/// same time need a lock around [`Decoder::decode`], or an `apply` that asks for versions again.
 pub trait BlockSink {
     /// What can go wrong when blocks are applied.
     type Error;

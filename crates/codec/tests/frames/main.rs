@@ -3,5 +3,6 @@
 
 mod common;
 mod damaged;
+mod fuzz_replay;
 mod round_trip;
 mod wire_page;
