@@ -1,6 +1,7 @@
 //! The benches: their options, their list, and what happens around each of them.
 
 pub mod document;
+mod link;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
@@ -9,6 +10,7 @@ use clap::builder::PossibleValuesParser;
 
 use self::document::Document;
 use crate::error::{During, LabError};
+use crate::interrupt;
 use crate::lab::say;
 use crate::link::spec::LinkSpec;
 
@@ -78,7 +80,7 @@ pub struct Bench {
 }
 
 /// All benches.
-pub const BENCHES: &[Bench] = &[];
+pub const BENCHES: &[Bench] = &[link::BENCH];
 
 /// Prints the benches; only their names when asked so.
 ///
@@ -117,7 +119,14 @@ pub fn run(name: &str, options: &Options) -> Result<ExitCode, LabError> {
             ))
         })?;
     let mut document = Document::new(bench.name);
-    let outcome = (bench.run)(options, &mut document);
+    let outcome = (bench.run)(options, &mut document).map_err(|error| {
+        // What was under way failed because of it.
+        if interrupt::requested() {
+            LabError::Interrupted
+        } else {
+            error
+        }
+    });
     if outcome.is_ok() || !document.rows().is_empty() {
         show(&document, options)?;
     }

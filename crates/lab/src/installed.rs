@@ -1,0 +1,77 @@
+//! Where `scripts/install` put what the laboratory needs beside Debian's packages.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::error::LabError;
+use crate::process::run;
+
+/// The versions of QEMU between which guests are moved.
+pub const QEMU_VERSIONS: [&str; 2] = ["7.2", "10.0"];
+
+/// How to get what is missing.
+const HINT: &str = "sudo scripts/install lab";
+
+/// The folder of QEMUs and kernel: /var/lib/longhaul-lab, or `LONGHAUL_LAB_DIR`.
+pub fn folder() -> PathBuf {
+    std::env::var_os("LONGHAUL_LAB_DIR")
+        .map_or_else(|| PathBuf::from("/var/lib/longhaul-lab"), PathBuf::from)
+}
+
+/// Whether a test must fail, instead of saying that it skips, when a QEMU is missing; so in CI.
+pub fn all_required() -> bool {
+    std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL").is_some_and(|value| value != "0")
+}
+
+/// The folder of the guests' kernel: `vmlinuz`, `modules` and `release`.
+///
+/// # Errors
+/// When it has not been installed.
+pub fn kernel() -> Result<PathBuf, LabError> {
+    let kernel = folder().join("kernel");
+    if kernel.join("vmlinuz").is_file() && kernel.join("modules").is_dir() {
+        return Ok(kernel);
+    }
+    Err(LabError::Missing {
+        what: format!("the guests' kernel in {}", kernel.display()),
+        hint: HINT.to_owned(),
+    })
+}
+
+/// The program of a version of QEMU, or of a path given instead of one.
+///
+/// # Errors
+/// When it has not been installed.
+pub fn qemu(version_or_path: &str) -> Result<PathBuf, LabError> {
+    let path = if version_or_path.contains('/') {
+        PathBuf::from(version_or_path)
+    } else {
+        folder()
+            .join("qemu")
+            .join(version_or_path)
+            .join("qemu-system-x86_64")
+    };
+    if path.is_file() {
+        return Ok(path);
+    }
+    Err(LabError::Missing {
+        what: format!("QEMU {version_or_path} ({})", path.display()),
+        hint: HINT.to_owned(),
+    })
+}
+
+/// The version that a QEMU says it is, such as `10.0.2`.
+///
+/// # Errors
+/// When it does not run.
+pub fn qemu_version(program: &Path) -> Result<String, LabError> {
+    let said = run(Command::new(program).arg("--version"))?;
+    said.split_ascii_whitespace()
+        .skip_while(|word| *word != "version")
+        .nth(1)
+        .map(str::to_owned)
+        .ok_or_else(|| LabError::Answer {
+            what: program.display().to_string(),
+            message: format!("no version in `{}`", said.trim()),
+        })
+}
