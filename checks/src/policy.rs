@@ -31,8 +31,8 @@ pub const DIRECTION: [(&str, &[&str]); 12] = [
             "longhaul-api",
         ],
     ),
-    // The laboratory drives the product from outside.
-    ("longhaul-lab", &["longhaul-protocol", "longhaul-api"]),
+    // The laboratory drives the product from outside; its bench of the codec calls that alone.
+    ("longhaul-lab", &["longhaul-protocol", "longhaul-api", "longhaul-codec"]),
     ("longhaul-checks", &[]),
     ("longhaul-arena", &[]),
 ];
