@@ -38,7 +38,7 @@ format: ## is the code formatted?
 
 checks: ## the workspace's own checks: cores without I/O, dependencies, documents
 	@echo "== workspace checks"
-	@if [ -x checks/run ]; then checks/run; fi
+	@checks/run --release
 
 clippy: ## lints, warnings denied
 	@echo "== lints"

@@ -194,7 +194,7 @@ pub fn tables() -> Result<toml::Table, LabError> {
 /// # Errors
 /// When an agent does not come up or refuses.
 pub fn start_all(lab: &mut Lab, more: &toml::Table) -> Result<Vec<Agent>, LabError> {
-    start_each(lab, |_| more.clone())
+    start_each(lab, |_| Ok(more.clone()))
 }
 
 /// As [`start_all`], with each host's own tables, by the host's index.
@@ -203,13 +203,13 @@ pub fn start_all(lab: &mut Lab, more: &toml::Table) -> Result<Vec<Agent>, LabErr
 /// When an agent does not come up or refuses.
 pub fn start_each(
     lab: &mut Lab,
-    more: impl Fn(usize) -> toml::Table,
+    more: impl Fn(usize) -> Result<toml::Table, LabError>,
 ) -> Result<Vec<Agent>, LabError> {
     let agents = lab
         .hosts()
         .iter()
         .enumerate()
-        .map(|(index, host)| Agent::start(host, &more(index)))
+        .map(|(index, host)| Agent::start(host, &more(index)?))
         .collect::<Result<Vec<Agent>, LabError>>()?;
     let mut fingerprints = Vec::new();
     for agent in &agents {

@@ -268,6 +268,18 @@ pub fn say(text: &str) {
     let _ = writeln!(stderr, "{text}");
 }
 
+/// Prints what a command was asked for, on the standard output.
+///
+/// # Errors
+/// When it cannot be written.
+pub fn print(text: &str) -> Result<(), LabError> {
+    let mut stdout = std::io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .during(|| "print".to_owned())
+}
+
 fn make_folder(path: &Path) -> Result<PathBuf, LabError> {
     std::fs::create_dir_all(path).during(|| format!("make {}", path.display()))?;
     Ok(path.to_owned())

@@ -6,6 +6,7 @@
 pub mod agent;
 pub mod arena;
 pub mod bench;
+pub mod doctor;
 pub mod error;
 pub mod guest;
 pub mod installed;

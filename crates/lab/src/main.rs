@@ -5,9 +5,10 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use longhaul_lab::bench;
+use longhaul_lab::doctor;
 use longhaul_lab::error::LabError;
 use longhaul_lab::interrupt;
-use longhaul_lab::lab::{HOST_NAMES, Plan, say};
+use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::emulator::{EmulatorConfig, run_emulator};
 use longhaul_lab::link::spec::LinkSpec;
 use longhaul_lab::up::{self, LinkChange};
@@ -23,6 +24,8 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Action {
+    /// Say what is here, what is missing and what mends it; exit 1 if the demo cannot run
+    Doctor,
     /// Make a laboratory to play with, and say how to reach what is in it
     Up(UpArguments),
     /// Remove a laboratory made by `lab up`, and whatever earlier ones left over
@@ -112,6 +115,11 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
     interrupt::catch()?;
     match command {
         Action::EmulateLink { .. } => {}
+        Action::Doctor => {
+            let (report, demo_runs) = doctor::examine();
+            print(&report)?;
+            return Ok(ExitCode::from(u8::from(!demo_runs)));
+        }
         Action::Up(arguments) if arguments.foreground => up::hold(Plan {
             purpose: String::new(),
             hosts: usize::from(arguments.hosts),

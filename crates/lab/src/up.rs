@@ -10,7 +10,7 @@ use nix::unistd::Pid;
 
 use crate::error::{During, LabError};
 use crate::interrupt;
-use crate::lab::{Lab, Plan, say};
+use crate::lab::{Lab, Plan, print, say};
 use crate::link::Control;
 use crate::link::spec::LinkSpec;
 use crate::process::wait_until;
@@ -102,13 +102,6 @@ fn describe(record: &Record) -> String {
     }
     text += &format!("remove it: lab down {}\n", record.id);
     text
-}
-
-fn print(text: &str) -> Result<(), LabError> {
-    io::stdout()
-        .lock()
-        .write_all(text.as_bytes())
-        .during(|| "print".to_owned())
 }
 
 /// Lists the laboratories of this machine, in use or left over.

@@ -1,17 +1,18 @@
 //! The benches: their options, their list, and what happens around each of them.
 
+mod codec;
 pub mod document;
 mod link;
+mod memory;
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
 use clap::builder::PossibleValuesParser;
 
 use self::document::Document;
-use crate::error::{During, LabError};
+use crate::error::LabError;
 use crate::interrupt;
-use crate::lab::say;
+use crate::lab::{print, say};
 use crate::link::spec::LinkSpec;
 
 /// The options of every bench; each uses those that mean something to it.
@@ -80,7 +81,7 @@ pub struct Bench {
 }
 
 /// All benches.
-pub const BENCHES: &[Bench] = &[link::BENCH];
+pub const BENCHES: &[Bench] = &[codec::BENCH, link::BENCH, memory::BENCH];
 
 /// Prints the benches; only their names when asked so.
 ///
@@ -154,12 +155,4 @@ fn show(document: &Document, options: &Options) -> Result<(), LabError> {
     })?;
     text.push('\n');
     print(&text)
-}
-
-fn print(text: &str) -> Result<(), LabError> {
-    let mut stdout = io::stdout().lock();
-    stdout
-        .write_all(text.as_bytes())
-        .and_then(|()| stdout.flush())
-        .during(|| "print".to_owned())
 }
