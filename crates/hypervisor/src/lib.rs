@@ -1,3 +1,24 @@
 //! QEMU from outside: QMP, launching guests, their memory and their migration sockets.
+//!
+//! A host's configuration ([`config`]) says what the names in a guest's description mean;
+//! [`launch`] makes a QEMU of the two, [`guest`] finds and ends it, [`observe`] reads its machine,
+//! [`capabilities`] says beforehand what this host could run.
 
+pub mod capabilities;
+mod command_line;
+pub mod config;
+pub mod description;
+pub mod folder;
+pub mod guest;
+pub mod launch;
+pub mod observe;
+mod probe;
+pub mod process;
 pub mod qmp;
+pub mod scope;
+mod tap;
+
+pub use capabilities::Accelerator;
+pub use command_line::ResolveError;
+pub use guest::Guest;
+pub use qmp::Qmp;

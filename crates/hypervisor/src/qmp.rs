@@ -168,10 +168,26 @@ impl Qmp {
             }
             Ok(Ok(stream)) => stream,
         };
+        let left = deadline.saturating_duration_since(Instant::now());
+        Self::over(stream, path, left).await
+    }
+
+    /// Makes a connection that is there already ready for commands; `path` is what it is called.
+    pub async fn over(
+        stream: UnixStream,
+        path: &Path,
+        timeout: Duration,
+    ) -> Result<Self, QmpError> {
+        let deadline = Instant::now() + timeout;
         let (reader, writer) = stream.into_split();
         let mut lines = Lines::new(reader);
         let greeting = match timeout_at(deadline, lines.next()).await {
-            Err(_) => return Err(busy()),
+            Err(_) => {
+                return Err(QmpError::Busy {
+                    path: path.to_owned(),
+                    waited: timeout,
+                });
+            }
             Ok(line) => line.map_err(|why| QmpError::NotQmp {
                 path: path.to_owned(),
                 why,

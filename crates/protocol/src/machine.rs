@@ -4,7 +4,11 @@
 //! same places, and CPU features. [`Machine::differences`] names everything that is not the same.
 
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+/// Most CPU features that one sentence names.
+const FEATURES_NAMED_MAX: usize = 16;
 
 /// What a QEMU says of the machine that it emulates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -43,4 +47,411 @@ pub struct Device {
     pub kind: String,
     /// Where it sits (`bus/slot.function` on PCI), where that is known.
     pub address: Option<String>,
+}
+
+/// Something that is not the same at both ends, so that the guest's state would not fit.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Difference {
+    /// What differs, in one sentence.
+    pub text: String,
+    /// What to do about it.
+    pub hint: String,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl Machine {
+    /// Everything in which this machine, at the destination, is not as the source's.
+    ///
+    /// QEMU's own version may differ: what it shows of the same machine must not.
+    pub fn differences(&self, source: &Self) -> Vec<Difference> {
+        let mut found = Vec::new();
+        self.compare_basics(source, &mut found);
+        self.compare_ram_blocks(source, &mut found);
+        self.compare_devices(source, &mut found);
+        self.compare_cpu(source, &mut found);
+        found
+    }
+
+    fn compare_basics(&self, source: &Self, found: &mut Vec<Difference>) {
+        let mut compare = |what: &str, there: &str, here: &str, hint: &str| {
+            if there != here {
+                found.push(Difference {
+                    text: format!("{what}: {there} at the source, {here} at the destination"),
+                    hint: hint.to_owned(),
+                });
+            }
+        };
+        compare(
+            "machine type",
+            &source.machine_type,
+            &self.machine_type,
+            "launch the guest with the same versioned machine type at both ends",
+        );
+        compare(
+            "accelerator",
+            &source.accelerator,
+            &self.accelerator,
+            "choose a host that runs guests with the same accelerator",
+        );
+        compare(
+            "number of vCPUs",
+            &source.vcpus.to_string(),
+            &self.vcpus.to_string(),
+            "give the guest the same number of vCPUs at both ends",
+        );
+    }
+
+    fn compare_ram_blocks(&self, source: &Self, found: &mut Vec<Difference>) {
+        let names: BTreeSet<&String> = source
+            .ram_blocks
+            .keys()
+            .chain(self.ram_blocks.keys())
+            .collect();
+        for name in names {
+            let text = match (source.ram_blocks.get(name), self.ram_blocks.get(name)) {
+                (Some(there), Some(here)) => match here.difference(there) {
+                    Some(text) => text,
+                    None => continue,
+                },
+                (Some(_), None) => "missing at the destination".to_owned(),
+                (None, Some(_)) => "at the destination only".to_owned(),
+                (None, None) => continue,
+            };
+            found.push(Difference {
+                text: format!("memory block {name}: {text}"),
+                hint: ram_block_hint(name).to_owned(),
+            });
+        }
+    }
+
+    fn compare_devices(&self, source: &Self, found: &mut Vec<Difference>) {
+        let names: BTreeSet<&String> = source.devices.keys().chain(self.devices.keys()).collect();
+        for name in names {
+            let text = match (source.devices.get(name), self.devices.get(name)) {
+                (Some(there), Some(here)) if there == here => continue,
+                (Some(there), Some(here)) => {
+                    format!("{there} at the source, {here} at the destination")
+                }
+                (Some(there), None) => format!("{there} at the source, missing at the destination"),
+                (None, Some(here)) => format!("{here} at the destination, missing at the source"),
+                (None, None) => continue,
+            };
+            found.push(Difference {
+                text: format!("device {name}: {text}"),
+                hint: "launch the guest with the same devices in the same order at both ends"
+                    .to_owned(),
+            });
+        }
+    }
+
+    fn compare_cpu(&self, source: &Self, found: &mut Vec<Difference>) {
+        let (mut lost, mut gained) = (Vec::new(), Vec::new());
+        let names: BTreeSet<&String> = source
+            .cpu_properties
+            .keys()
+            .chain(self.cpu_properties.keys())
+            .collect();
+        for name in names {
+            let there = source.cpu_properties.get(name).map(String::as_str);
+            let here = self.cpu_properties.get(name).map(String::as_str);
+            match (there, here) {
+                (there, here) if there == here => {}
+                (Some("on"), Some("off")) | (Some("on"), None) => lost.push(name.as_str()),
+                (Some("off"), Some("on")) | (None, Some("on")) => gained.push(name.as_str()),
+                // A QEMU that does not know a feature does not have it.
+                (Some("off"), None) | (None, Some("off")) => {}
+                // A number that one of them does not know, and the other leaves at nothing.
+                (Some("0"), None) | (None, Some("0")) => {}
+                (there, here) => found.push(Difference {
+                    text: format!(
+                        "CPU property {name}: {} at the source, {} at the destination",
+                        there.unwrap_or("unknown"),
+                        here.unwrap_or("unknown")
+                    ),
+                    hint: "launch the guest with a CPU model that is the same everywhere (not \
+                           `host` or `max`)"
+                        .to_owned(),
+                }),
+            }
+        }
+        push_features(
+            found,
+            &lost,
+            "the guest sees at the source and the destination lacks",
+        );
+        push_features(
+            found,
+            &gained,
+            "the destination has and the guest does not see now",
+        );
+    }
+}
+
+fn push_features(found: &mut Vec<Difference>, features: &[&str], what: &str) {
+    if features.is_empty() {
+        return;
+    }
+    let named = &features[..features.len().min(FEATURES_NAMED_MAX)];
+    let more = match features.len() - named.len() {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let taken: String = named.iter().map(|name| format!(",-{name}")).collect();
+    found.push(Difference {
+        text: format!("CPU features that {what}: {}{more}", named.join(", ")),
+        hint: format!(
+            "choose a host with the same CPU features, or take these from the guest's CPU in its \
+             description (cpu = \"MODEL{taken}\") and restart it"
+        ),
+    });
+}
+
+/// What a RAM block is made of decides what makes it equal.
+fn ram_block_hint(name: &str) -> &'static str {
+    if name.ends_with(".ram") || name.starts_with("mem") {
+        "give the guest the same memory, with pages of the same size, at both ends"
+    } else if name.ends_with(".rom") || name.ends_with(".bios") {
+        "install the same firmware images (packages such as seabios, ovmf, ipxe-qemu) on both hosts"
+    } else {
+        "launch the guest with the same machine type, devices and firmware at both ends"
+    }
+}
+
+impl RamBlock {
+    /// Why the source's block does not fit into this one.
+    fn difference(&self, source: &Self) -> Option<String> {
+        let between = |what: &str, there: u64, here: u64| {
+            format!(
+                "{what} {} at the source, {} at the destination",
+                bytes(there),
+                bytes(here)
+            )
+        };
+        if source.page_bytes != self.page_bytes {
+            return Some(between("pages of", source.page_bytes, self.page_bytes));
+        }
+        if source.max_bytes != self.max_bytes {
+            return Some(between("at most", source.max_bytes, self.max_bytes));
+        }
+        // A block below its maximum can be resized, and QEMU does so when it loads the state.
+        let fixed = self.used_bytes == self.max_bytes;
+        if source.used_bytes != self.used_bytes && (fixed || source.used_bytes > self.max_bytes) {
+            return Some(between("size", source.used_bytes, self.used_bytes));
+        }
+        None
+    }
+}
+
+impl fmt::Display for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.address {
+            Some(address) => write!(f, "{} at {address}", self.kind),
+            None => f.write_str(&self.kind),
+        }
+    }
+}
+
+/// A size as people read it, exact.
+fn bytes(value: u64) -> String {
+    let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
+    let unit = units
+        .iter()
+        .find(|(shift, _)| value >= 1 << shift && value.trailing_zeros() >= *shift);
+    match unit {
+        Some((shift, unit)) => format!("{} {unit}", value >> shift),
+        None => format!("{value} bytes"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(used_bytes: u64, max_bytes: u64) -> RamBlock {
+        RamBlock {
+            used_bytes,
+            max_bytes,
+            page_bytes: 4096,
+        }
+    }
+
+    fn device(kind: &str, address: &str) -> Device {
+        Device {
+            kind: kind.to_owned(),
+            address: Some(address.to_owned()),
+        }
+    }
+
+    fn map<T>(entries: impl IntoIterator<Item = (&'static str, T)>) -> BTreeMap<String, T> {
+        entries
+            .into_iter()
+            .map(|(name, value)| (name.to_owned(), value))
+            .collect()
+    }
+
+    fn machine() -> Machine {
+        Machine {
+            qemu: "7.2.22".to_owned(),
+            machine_type: "pc-q35-7.2".to_owned(),
+            accelerator: "tcg".to_owned(),
+            vcpus: 2,
+            ram_blocks: map([
+                ("pc.ram", block(256 << 20, 256 << 20)),
+                ("pc.bios", block(256 << 10, 256 << 10)),
+                ("/rom@etc/acpi/tables", block(0x20000, 0x200000)),
+            ]),
+            devices: map([
+                ("nic0", device("virtio-net-pci", "pcie.0/10.0")),
+                ("serial", device("virtio-serial-pci", "pcie.0/03.0")),
+            ]),
+            cpu_properties: map([
+                ("avx", "on"),
+                ("rdseed", "off"),
+                ("model", "107"),
+                ("vendor", "AuthenticAMD"),
+            ]
+            .map(|(name, value)| (name, value.to_owned()))),
+        }
+    }
+
+    fn texts(change: impl FnOnce(&mut Machine)) -> Vec<String> {
+        let mut destination = machine();
+        change(&mut destination);
+        let found = destination.differences(&machine());
+        assert!(found.iter().all(|difference| !difference.hint.is_empty()));
+        found.iter().map(Difference::to_string).collect()
+    }
+
+    #[test]
+    fn equal_machines_have_no_differences() {
+        assert!(texts(|_| ()).is_empty());
+        // Another QEMU that shows the same machine, with features that it knows and does not have.
+        let found = texts(|machine| {
+            machine.qemu = "10.0.2".to_owned();
+            machine
+                .cpu_properties
+                .insert("avx10".to_owned(), "off".to_owned());
+            machine
+                .cpu_properties
+                .insert("avx10-version".to_owned(), "0".to_owned());
+            machine.cpu_properties.remove("rdseed");
+            let tables = machine.ram_blocks.get_mut("/rom@etc/acpi/tables").unwrap();
+            tables.used_bytes = 0x40000;
+        });
+        assert!(found.is_empty(), "{found:?}");
+    }
+
+    #[test]
+    fn basics_that_differ_are_named() {
+        let found = texts(|machine| {
+            machine.machine_type = "pc-q35-10.0".to_owned();
+            machine.accelerator = "kvm".to_owned();
+            machine.vcpus = 1;
+        });
+        assert_eq!(
+            found,
+            [
+                "machine type: pc-q35-7.2 at the source, pc-q35-10.0 at the destination",
+                "accelerator: tcg at the source, kvm at the destination",
+                "number of vCPUs: 2 at the source, 1 at the destination",
+            ]
+        );
+    }
+
+    #[test]
+    fn ram_blocks_that_differ_are_named() {
+        let found = texts(|machine| {
+            machine
+                .ram_blocks
+                .insert("pc.ram".to_owned(), block(128 << 20, 128 << 20));
+            machine
+                .ram_blocks
+                .insert("vga.vram".to_owned(), block(16 << 20, 16 << 20));
+            machine.ram_blocks.remove("pc.bios");
+            let tables = machine.ram_blocks.get_mut("/rom@etc/acpi/tables").unwrap();
+            tables.page_bytes = 2 << 20;
+        });
+        assert_eq!(
+            found,
+            [
+                "memory block /rom@etc/acpi/tables: pages of 4 KiB at the source, 2 MiB at the \
+                 destination",
+                "memory block pc.bios: missing at the destination",
+                "memory block pc.ram: at most 256 MiB at the source, 128 MiB at the destination",
+                "memory block vga.vram: at the destination only",
+            ]
+        );
+    }
+
+    #[test]
+    fn a_block_that_cannot_be_resized_must_have_the_size() {
+        let fixed = block(0x20000, 0x20000);
+        assert_eq!(fixed.difference(&fixed), None);
+        let grown = block(0x20001, 0x20000);
+        assert_eq!(
+            fixed.difference(&grown).unwrap(),
+            "size 131073 bytes at the source, 128 KiB at the destination"
+        );
+        let resizable = block(0x1000, 0x20000);
+        assert_eq!(resizable.difference(&fixed), None);
+        assert!(resizable.difference(&grown).is_some());
+    }
+
+    #[test]
+    fn devices_that_differ_are_named() {
+        let found = texts(|machine| {
+            machine.devices.remove("serial");
+            machine
+                .devices
+                .insert("nic0".to_owned(), device("virtio-net-pci", "pcie.0/11.0"));
+            machine.devices.insert(
+                "blk-vda".to_owned(),
+                device("virtio-blk-pci", "pcie.0/04.0"),
+            );
+        });
+        assert_eq!(
+            found,
+            [
+                "device blk-vda: virtio-blk-pci at pcie.0/04.0 at the destination, missing at the \
+                 source",
+                "device nic0: virtio-net-pci at pcie.0/10.0 at the source, virtio-net-pci at \
+                 pcie.0/11.0 at the destination",
+                "device serial: virtio-serial-pci at pcie.0/03.0 at the source, missing at the \
+                 destination",
+            ]
+        );
+    }
+
+    #[test]
+    fn cpu_features_that_differ_are_named() {
+        let found = texts(|machine| {
+            let properties = &mut machine.cpu_properties;
+            properties.insert("avx".to_owned(), "off".to_owned());
+            properties.insert("rdseed".to_owned(), "on".to_owned());
+            properties.insert("model".to_owned(), "6".to_owned());
+            properties.remove("vendor");
+            for number in 0..20 {
+                properties.insert(format!("new{number:02}"), "on".to_owned());
+            }
+        });
+        assert_eq!(found.len(), 4);
+        assert_eq!(
+            found[0],
+            "CPU property model: 107 at the source, 6 at the destination"
+        );
+        assert_eq!(
+            found[1],
+            "CPU property vendor: AuthenticAMD at the source, unknown at the destination"
+        );
+        assert_eq!(
+            found[2],
+            "CPU features that the guest sees at the source and the destination lacks: avx"
+        );
+        assert!(found[3].ends_with("new15 and 5 more"), "{}", found[3]);
+    }
 }

@@ -1,0 +1,598 @@
+//! What this host can run, and whether a given guest is among it.
+
+use crate::config::{AcceleratorChoice, HostConfig};
+use crate::guest::{Found, find_all};
+use crate::probe::{self, ProbeError};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{Check, Verdict};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::sync::Arc;
+use tokio::sync::Mutex;
+
+/// What runs a guest's instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accelerator {
+    /// The processor.
+    Kvm,
+    /// QEMU itself.
+    Tcg,
+}
+
+/// What this host can run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Label of the emulator that is preferred.
+    pub default: String,
+    /// The emulators that answered, by label.
+    pub emulators: BTreeMap<String, Emulator>,
+    /// The emulators that did not, by label, and why.
+    pub broken: BTreeMap<String, String>,
+    /// What runs the guests' instructions.
+    pub accelerator: Accelerator,
+    /// Why it is not KVM, where that was tried.
+    pub no_kvm: Option<String>,
+    /// Memory for guests.
+    pub memory: Memory,
+    /// Names of the images.
+    pub images: BTreeSet<String>,
+    /// Names of the networks.
+    pub networks: BTreeSet<String>,
+    /// Names of the firmware images.
+    pub firmware: BTreeSet<String>,
+    /// Names of the kernels.
+    pub kernels: BTreeSet<String>,
+}
+
+/// What one emulator can do.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Emulator {
+    /// Its version, such as `10.0.2`.
+    pub version: String,
+    /// The machine types that it can build, by name.
+    pub machine_types: BTreeMap<String, MachineType>,
+    /// The CPU models that it knows, by name, and what it cannot give of each.
+    pub cpu_models: BTreeMap<String, Vec<String>>,
+}
+
+/// A machine type that an emulator can build.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineType {
+    /// Most virtual CPUs of such a machine.
+    pub cpus_max: u64,
+}
+
+/// Memory for guests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Memory {
+    /// What the host could give away now, in bytes.
+    pub available_bytes: u64,
+    /// What all guests may have together, in bytes.
+    pub limit_bytes: Option<u64>,
+    /// What the guests of this host have together, in bytes.
+    pub guests_bytes: u64,
+}
+
+/// A host that cannot say what it can run.
+#[derive(Debug, thiserror::Error)]
+pub enum CapabilitiesError {
+    /// The configuration names KVM, which does not work.
+    #[error(
+        "the configuration asks for KVM, and it does not work here: {0}; write accelerator = \
+         \"auto\" or \"tcg\""
+    )]
+    NoKvm(String),
+    /// No emulator works.
+    #[error("no emulator of this host works: {0}")]
+    NoEmulator(String),
+    /// The system cannot be asked.
+    #[error("cannot see what this host has: {0}")]
+    Host(#[from] io::Error),
+}
+
+/// Remembers what emulators can do, as long as their files do not change.
+#[derive(Debug, Clone)]
+pub struct Prober {
+    config: Arc<HostConfig>,
+    cache: Arc<Mutex<Cache>>,
+}
+
+/// What was found out, kept in the state folder as well.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Cache {
+    emulators: BTreeMap<String, Emulator>,
+    kvm: BTreeMap<String, Result<(), String>>,
+}
+
+impl Accelerator {
+    /// What QEMU calls it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Kvm => "kvm",
+            Self::Tcg => "tcg",
+        }
+    }
+}
+
+impl fmt::Display for Accelerator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl Prober {
+    /// Remembers nothing yet but what the state folder holds.
+    pub fn new(config: Arc<HostConfig>) -> Self {
+        let cache = fs::read(cache_file(&config.state))
+            .ok()
+            .and_then(|bytes| serde_json::from_slice(&bytes).ok())
+            .unwrap_or_default();
+        Self {
+            config,
+            cache: Arc::new(Mutex::new(cache)),
+        }
+    }
+
+    /// What this host can run now.
+    pub async fn capabilities(&self) -> Result<Capabilities, CapabilitiesError> {
+        let (accelerator, no_kvm) = self.accelerator().await?;
+        let mut emulators = BTreeMap::new();
+        let mut broken = BTreeMap::new();
+        for (label, path) in &self.config.qemu.emulators {
+            match self.emulator(path, accelerator).await {
+                Ok(emulator) => {
+                    emulators.insert(label.clone(), emulator);
+                }
+                Err(error) => {
+                    tracing::warn!(label, %error, "emulator cannot be used");
+                    broken.insert(label.clone(), error.to_string());
+                }
+            }
+        }
+        if emulators.is_empty() {
+            let reasons: Vec<String> = broken.into_values().collect();
+            return Err(CapabilitiesError::NoEmulator(reasons.join("; ")));
+        }
+        Ok(Capabilities {
+            default: self
+                .config
+                .default_emulator()
+                .unwrap_or_default()
+                .to_owned(),
+            emulators,
+            broken,
+            accelerator,
+            no_kvm,
+            memory: memory(&self.config)?,
+            images: self.config.images.keys().cloned().collect(),
+            networks: self.config.networks.keys().cloned().collect(),
+            firmware: self.config.firmware.keys().cloned().collect(),
+            kernels: self.config.kernels.keys().cloned().collect(),
+        })
+    }
+
+    /// What runs the guests' instructions here, and why it is not KVM.
+    pub async fn accelerator(&self) -> Result<(Accelerator, Option<String>), CapabilitiesError> {
+        let choice = self.config.qemu.accelerator;
+        if choice == AcceleratorChoice::Tcg {
+            return Ok((Accelerator::Tcg, None));
+        }
+        let label = self.config.default_emulator().unwrap_or_default();
+        let works = match self.config.qemu.emulators.get(label) {
+            Some(path) => self.kvm_works(path).await,
+            None => Err("no emulator is configured".to_owned()),
+        };
+        match (works, choice) {
+            (Ok(()), _) => Ok((Accelerator::Kvm, None)),
+            (Err(why), AcceleratorChoice::Kvm) => Err(CapabilitiesError::NoKvm(why)),
+            (Err(why), _) => {
+                tracing::info!(why, "guests run with TCG");
+                Ok((Accelerator::Tcg, Some(why)))
+            }
+        }
+    }
+
+    async fn kvm_works(&self, path: &Path) -> Result<(), String> {
+        let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+        let key = match file_key(path) {
+            Ok(key) => format!("{key} {}", boot.trim()),
+            Err(error) => return Err(format!("{}: {error}", path.display())),
+        };
+        let mut cache = self.cache.lock().await;
+        if let Some(known) = cache.kvm.get(&key) {
+            return known.clone();
+        }
+        let works = probe::kvm_works(path, &self.config.state).await;
+        // What was found out before this start of the machine is of no more use.
+        cache.kvm.retain(|key, _| key.ends_with(boot.trim()));
+        cache.kvm.insert(key, works.clone());
+        self.keep(&cache);
+        works
+    }
+
+    async fn emulator(
+        &self,
+        path: &Path,
+        accelerator: Accelerator,
+    ) -> Result<Emulator, ProbeError> {
+        let key = file_key(path).map_err(|source| ProbeError::Start {
+            path: path.to_owned(),
+            source,
+        })?;
+        let key = format!("{key} {accelerator}");
+        let mut cache = self.cache.lock().await;
+        if let Some(known) = cache.emulators.get(&key) {
+            return Ok(known.clone());
+        }
+        let emulator = probe::emulator(path, accelerator).await?;
+        let same = format!("{} ", path.display());
+        let others = format!(" {accelerator}");
+        cache
+            .emulators
+            .retain(|key, _| !(key.starts_with(&same) && key.ends_with(&others)));
+        cache.emulators.insert(key, emulator.clone());
+        self.keep(&cache);
+        Ok(emulator)
+    }
+
+    fn keep(&self, cache: &Cache) {
+        let write = || -> io::Result<()> {
+            let path = cache_file(&self.config.state);
+            let new = path.with_extension("new");
+            fs::create_dir_all(&self.config.state)?;
+            fs::write(&new, serde_json::to_vec(cache)?)?;
+            fs::rename(new, path)
+        };
+        if let Err(error) = write() {
+            tracing::debug!(%error, "what emulators can do is not kept on disk");
+        }
+    }
+}
+
+fn cache_file(state: &Path) -> std::path::PathBuf {
+    state.join("emulators.json")
+}
+
+/// Changes whenever the file does.
+fn file_key(path: &Path) -> io::Result<String> {
+    let file = fs::metadata(path)?;
+    let (seconds, nanos) = (file.mtime(), file.mtime_nsec());
+    Ok(format!(
+        "{} {} {seconds}.{nanos}",
+        path.display(),
+        file.len()
+    ))
+}
+
+fn memory(config: &HostConfig) -> io::Result<Memory> {
+    let text = fs::read_to_string("/proc/meminfo")?;
+    let available = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))
+        .and_then(|rest| rest.trim().strip_suffix(" kB")?.parse::<u64>().ok())
+        .ok_or_else(|| io::Error::other("/proc/meminfo says nothing of MemAvailable"))?;
+    let guests_bytes = find_all(&config.state)?
+        .iter()
+        .map(|found| match found {
+            Found::Running(guest) => guest.description().memory_mib << 20,
+            Found::Ended(_) | Found::Damaged { .. } => 0,
+        })
+        .sum();
+    Ok(Memory {
+        available_bytes: available * 1024,
+        limit_bytes: config.qemu.memory_limit,
+        guests_bytes,
+    })
+}
+
+impl Capabilities {
+    /// Label of the emulator that a guest would be launched with: the preferred one, or the newest
+    /// of those that can build its machine.
+    pub fn emulator_for(&self, machine_type: &str) -> Option<&str> {
+        let builds = |label: &&String| {
+            self.emulators[*label]
+                .machine_types
+                .contains_key(machine_type)
+        };
+        let mut labels: Vec<&String> = self.emulators.keys().filter(builds).collect();
+        labels.sort_by_key(|label| {
+            (
+                **label == self.default,
+                version(&self.emulators[*label].version),
+            )
+        });
+        labels.pop().map(String::as_str)
+    }
+}
+
+/// Every check of whether `host` can run a guest; `machine` is the guest's as it runs elsewhere.
+///
+/// The CPU's features are checked as far as the emulator's own list allows. The last word have the
+/// two machines, compared when the destination's QEMU is there ([`Machine::differences`]).
+pub fn can_run(
+    host: &str,
+    description: &GuestDescription,
+    machine: Option<&Machine>,
+    capabilities: &Capabilities,
+) -> Vec<Check> {
+    let question = Question {
+        host,
+        guest: description,
+        machine,
+        capabilities,
+    };
+    let mut checks = Vec::new();
+    let emulator = question.machine_type(&mut checks);
+    if let Some(emulator) = emulator {
+        question.cpu(emulator, &mut checks);
+    }
+    question.accelerator(&mut checks);
+    question.memory(&mut checks);
+    question.names(&mut checks);
+    checks
+}
+
+struct Question<'a> {
+    host: &'a str,
+    guest: &'a GuestDescription,
+    machine: Option<&'a Machine>,
+    capabilities: &'a Capabilities,
+}
+
+impl<'a> Question<'a> {
+    fn refuse(&self, why: impl fmt::Display, hint: String) -> Check {
+        Check {
+            verdict: Verdict::Refused,
+            text: format!("{} cannot run {}: {why}", self.host, self.guest.name),
+            hint: Some(hint),
+        }
+    }
+
+    fn machine_type(&self, checks: &mut Vec<Check>) -> Option<&'a Emulator> {
+        let (host, wanted) = (self.host, &self.guest.machine);
+        let Some(label) = self.capabilities.emulator_for(wanted) else {
+            checks.push(self.no_machine_type());
+            return None;
+        };
+        let emulator = &self.capabilities.emulators[label];
+        let cpus_max = emulator.machine_types[wanted].cpus_max;
+        if u64::from(self.guest.vcpus) > cpus_max {
+            let vcpus = self.guest.vcpus;
+            checks.push(self.refuse(
+                format!("it has {vcpus} vCPUs, and {wanted} has {cpus_max} at most there"),
+                format!("give {} fewer vCPUs", self.guest.name),
+            ));
+        } else {
+            checks.push(fine(format!(
+                "QEMU {} on {host} loads {wanted}",
+                emulator.version
+            )));
+        }
+        Some(emulator)
+    }
+
+    fn no_machine_type(&self) -> Check {
+        let (host, wanted) = (self.host, &self.guest.machine);
+        let mut emulators: Vec<&Emulator> = self.capabilities.emulators.values().collect();
+        emulators.sort_by_key(|emulator| version(&emulator.version));
+        let versions: Vec<&str> = emulators.iter().map(|e| e.version.as_str()).collect();
+        let newest = emulators.last();
+        let has = format!("it has QEMU {}", versions.join(" and "));
+        let (family, number) = wanted.rsplit_once('-').unwrap_or((wanted, ""));
+        let too_old = newest.is_some_and(|newest| version(&newest.version) < version(number));
+        let other = newest.and_then(|newest| {
+            newest
+                .machine_types
+                .keys()
+                .filter(|name| {
+                    name.strip_prefix(family)
+                        .is_some_and(|n| n.starts_with('-'))
+                })
+                .max_by_key(|name| version(name.rsplit_once('-').map_or("", |(_, n)| n)))
+        });
+        let restart = other.map_or(String::new(), |other| {
+            format!(", or restart the guest with machine = \"{other}\"")
+        });
+        if too_old {
+            self.refuse(
+                format!("{has}, and the guest's machine type {wanted} needs {number} or newer"),
+                format!("install QEMU {number} or newer on {host}{restart}"),
+            )
+        } else {
+            self.refuse(
+                format!("{has}, which does not have the guest's machine type {wanted}"),
+                format!("add an emulator to {host} that has it{restart}"),
+            )
+        }
+    }
+
+    fn cpu(&self, emulator: &Emulator, checks: &mut Vec<Check>) {
+        let cpu = &self.guest.cpu;
+        let mut parts = cpu.split(',');
+        let model = parts.next().unwrap_or_default();
+        let Some(missing) = emulator.cpu_models.get(model) else {
+            let version = &emulator.version;
+            checks.push(self.refuse(
+                format!("its QEMU {version} does not have the guest's CPU model {model}"),
+                "restart the guest with a model that both hosts have".to_owned(),
+            ));
+            return;
+        };
+        // A feature that the guest does not see where it runs is none that it could miss.
+        let sees = |feature: &&String| {
+            self.machine.is_none_or(|machine| {
+                machine.cpu_properties.get(*feature).map(String::as_str) == Some("on")
+            })
+        };
+        let taken: BTreeSet<&str> = parts.filter_map(|part| part.strip_prefix('-')).collect();
+        let missing: Vec<&str> = missing
+            .iter()
+            .filter(|feature| !taken.contains(feature.as_str()))
+            .filter(sees)
+            .map(String::as_str)
+            .collect();
+        if missing.is_empty() {
+            checks.push(fine(format!(
+                "CPU model {model} available on {}",
+                self.host
+            )));
+        } else if self.machine.is_some() {
+            checks.push(self.refuse(
+                format!(
+                    "its CPU cannot give {model} what the guest sees: {}",
+                    missing.join(", ")
+                ),
+                format!(
+                    "restart the guest with cpu = \"{}\"",
+                    without(cpu, &missing)
+                ),
+            ));
+        } else {
+            checks.push(Check {
+                verdict: Verdict::Warning,
+                text: format!(
+                    "{model} on {} comes without {}",
+                    self.host,
+                    missing.join(", ")
+                ),
+                hint: None,
+            });
+        }
+    }
+
+    fn accelerator(&self, checks: &mut Vec<Check>) {
+        let Some(machine) = self.machine else {
+            return;
+        };
+        let (here, there) = (self.capabilities.accelerator.name(), &machine.accelerator);
+        if here == there {
+            return;
+        }
+        let because = match &self.capabilities.no_kvm {
+            Some(why) => format!(" (KVM does not work: {why})"),
+            None => String::new(),
+        };
+        checks.push(self.refuse(
+            format!("it runs guests with {here}{because}, and the guest runs with {there}"),
+            format!("move it to a host that runs guests with {there}"),
+        ));
+    }
+
+    fn memory(&self, checks: &mut Vec<Check>) {
+        let memory = &self.capabilities.memory;
+        let needed = self.guest.memory_mib << 20;
+        if needed > memory.available_bytes {
+            checks.push(self.refuse(
+                format!(
+                    "it has {} of memory available, and the guest has {}",
+                    size(memory.available_bytes),
+                    size(needed)
+                ),
+                format!("free memory on {}, or choose another host", self.host),
+            ));
+            return;
+        }
+        if let Some(limit) = memory.limit_bytes {
+            let left = limit.saturating_sub(memory.guests_bytes);
+            if needed > left {
+                checks.push(self.refuse(
+                    format!(
+                        "its limit for guests is {}, of which {} are left, and the guest has {}",
+                        size(limit),
+                        size(left),
+                        size(needed)
+                    ),
+                    format!("raise qemu.memory_limit in {}'s configuration", self.host),
+                ));
+                return;
+            }
+        }
+        checks.push(fine(format!(
+            "{} memory on {} ({} available)",
+            size(needed),
+            self.host,
+            size(memory.available_bytes)
+        )));
+    }
+
+    fn names(&self, checks: &mut Vec<Check>) {
+        let (guest, here) = (self.guest, self.capabilities);
+        let disks = guest
+            .disks
+            .iter()
+            .map(|disk| ("image", "[images]", &here.images, &disk.image));
+        let nics = guest
+            .nics
+            .iter()
+            .map(|nic| ("network", "[networks]", &here.networks, &nic.network));
+        let firmware = guest
+            .firmware
+            .iter()
+            .map(|name| ("firmware", "[firmware]", &here.firmware, name));
+        let kernel = guest
+            .kernel
+            .iter()
+            .map(|kernel| ("kernel", "[kernels]", &here.kernels, &kernel.name));
+        let mut seen = BTreeSet::new();
+        for (kind, table, known, name) in disks.chain(nics).chain(firmware).chain(kernel) {
+            if !seen.insert((kind, name)) {
+                continue;
+            }
+            if known.contains(name) {
+                checks.push(fine(format!("{kind} {name} on {}", self.host)));
+            } else {
+                checks.push(self.refuse(
+                    format!("it has no {kind} called {name}"),
+                    format!(
+                        "add {name} under {table} in the configuration of {}",
+                        self.host
+                    ),
+                ));
+            }
+        }
+    }
+}
+
+fn fine(text: String) -> Check {
+    Check {
+        verdict: Verdict::Fine,
+        text,
+        hint: None,
+    }
+}
+
+/// A CPU description without some features.
+fn without(cpu: &str, features: &[&str]) -> String {
+    let added = |part: &&str| {
+        part.strip_prefix('+')
+            .is_none_or(|feature| !features.contains(&feature))
+    };
+    let kept: Vec<&str> = cpu.split(',').filter(added).collect();
+    let taken = features.iter().map(|feature| format!(",-{feature}"));
+    kept.join(",") + &taken.collect::<String>()
+}
+
+/// The numbers of a version, for comparison.
+fn version(text: &str) -> Vec<u32> {
+    text.split('.')
+        .map_while(|part| part.parse().ok())
+        .collect()
+}
+
+fn size(bytes: u64) -> String {
+    match bytes {
+        0..0x4000_0000 => format!("{} MiB", bytes >> 20),
+        _ => format!("{:.1} GiB", bytes as f64 / f64::from(1 << 30)),
+    }
+}
+
+#[cfg(test)]
+#[path = "capabilities_tests.rs"]
+mod tests;

@@ -1,0 +1,211 @@
+//! Which guests are refused, and in which words.
+
+use super::*;
+use crate::description::tests::sample;
+
+fn emulator(version: &str, machine_types: &[&str]) -> Emulator {
+    let models = [
+        ("qemu64", vec![]),
+        ("EPYC-v3", vec!["rdseed".to_owned(), "topoext".to_owned()]),
+    ];
+    Emulator {
+        version: version.to_owned(),
+        machine_types: machine_types
+            .iter()
+            .map(|name| ((*name).to_owned(), MachineType { cpus_max: 255 }))
+            .collect(),
+        cpu_models: models
+            .into_iter()
+            .map(|(name, missing)| (name.to_owned(), missing))
+            .collect(),
+    }
+}
+
+fn host() -> Capabilities {
+    let names = |name: &str| BTreeSet::from([name.to_owned()]);
+    Capabilities {
+        default: "7.2".to_owned(),
+        emulators: BTreeMap::from([(
+            "7.2".to_owned(),
+            emulator(
+                "7.2.22",
+                &["pc-q35-7.1", "pc-q35-7.2", "pc-i440fx-7.2", "pc-q35-6.9"],
+            ),
+        )]),
+        broken: BTreeMap::new(),
+        accelerator: Accelerator::Tcg,
+        no_kvm: None,
+        memory: Memory {
+            available_bytes: 1 << 30,
+            limit_bytes: None,
+            guests_bytes: 0,
+        },
+        images: names("debian"),
+        networks: names("office"),
+        firmware: names("ovmf"),
+        kernels: names("tiny"),
+    }
+}
+
+fn machine() -> Machine {
+    Machine {
+        qemu: "10.0.2".to_owned(),
+        machine_type: "pc-q35-7.2".to_owned(),
+        accelerator: "tcg".to_owned(),
+        vcpus: 2,
+        ram_blocks: BTreeMap::new(),
+        devices: BTreeMap::new(),
+        cpu_properties: BTreeMap::from([
+            ("rdseed".to_owned(), "on".to_owned()),
+            ("topoext".to_owned(), "off".to_owned()),
+        ]),
+    }
+}
+
+fn refusals(
+    change: impl FnOnce(&mut GuestDescription, &mut Machine, &mut Capabilities),
+) -> Vec<(String, String)> {
+    let (mut guest, mut machine, mut capabilities) = (sample(), machine(), host());
+    change(&mut guest, &mut machine, &mut capabilities);
+    can_run("paris-2", &guest, Some(&machine), &capabilities)
+        .into_iter()
+        .filter(|check| check.verdict == Verdict::Refused)
+        .map(|check| (check.text, check.hint.unwrap()))
+        .collect()
+}
+
+#[track_caller]
+fn refused(
+    change: impl FnOnce(&mut GuestDescription, &mut Machine, &mut Capabilities),
+    text: &str,
+    hint: &str,
+) {
+    let found = refusals(change);
+    assert_eq!(found, [(text.to_owned(), hint.to_owned())]);
+}
+
+#[test]
+fn a_guest_that_fits_is_not_refused() {
+    assert_eq!(refusals(|_, _, _| ()), []);
+    let checks = can_run("paris-2", &sample(), Some(&machine()), &host());
+    let texts: Vec<&str> = checks.iter().map(|check| check.text.as_str()).collect();
+    assert_eq!(
+        texts,
+        [
+            "QEMU 7.2.22 on paris-2 loads pc-q35-7.2",
+            "CPU model qemu64 available on paris-2",
+            "128 MiB memory on paris-2 (1.0 GiB available)",
+            "image debian on paris-2",
+            "network office on paris-2",
+            "firmware ovmf on paris-2",
+            "kernel tiny on paris-2",
+        ]
+    );
+}
+
+#[test]
+fn a_machine_type_that_is_too_new_is_refused() {
+    refused(
+        |guest, _, _| guest.machine = "pc-q35-10.0".to_owned(),
+        "paris-2 cannot run web-7: it has QEMU 7.2.22, and the guest's machine type pc-q35-10.0 \
+         needs 10.0 or newer",
+        "install QEMU 10.0 or newer on paris-2, or restart the guest with machine = \"pc-q35-7.2\"",
+    );
+}
+
+#[test]
+fn a_machine_type_that_is_no_more_is_refused() {
+    refused(
+        |guest, _, _| guest.machine = "pc-q35-2.4".to_owned(),
+        "paris-2 cannot run web-7: it has QEMU 7.2.22, which does not have the guest's machine \
+         type pc-q35-2.4",
+        "add an emulator to paris-2 that has it, or restart the guest with machine = \"pc-q35-7.2\"",
+    );
+}
+
+#[test]
+fn a_cpu_that_cannot_be_given_is_refused_by_feature() {
+    refused(
+        |guest, _, _| guest.cpu = "EPYC-v4".to_owned(),
+        "paris-2 cannot run web-7: its QEMU 7.2.22 does not have the guest's CPU model EPYC-v4",
+        "restart the guest with a model that both hosts have",
+    );
+    refused(
+        |guest, _, _| guest.cpu = "EPYC-v3,+avx".to_owned(),
+        "paris-2 cannot run web-7: its CPU cannot give EPYC-v3 what the guest sees: rdseed",
+        "restart the guest with cpu = \"EPYC-v3,+avx,-rdseed\"",
+    );
+    assert_eq!(
+        refusals(|guest, _, _| guest.cpu = "EPYC-v3,-rdseed".to_owned()),
+        []
+    );
+    assert_eq!(
+        refusals(|guest, machine, _| {
+            guest.cpu = "EPYC-v3".to_owned();
+            machine.cpu_properties.clear();
+        }),
+        []
+    );
+}
+
+#[test]
+fn another_accelerator_is_refused() {
+    refused(
+        |_, machine, capabilities| {
+            machine.accelerator = "kvm".to_owned();
+            capabilities.no_kvm = Some("it opens, and a guest stands still in it".to_owned());
+        },
+        "paris-2 cannot run web-7: it runs guests with tcg (KVM does not work: it opens, and a \
+         guest stands still in it), and the guest runs with kvm",
+        "move it to a host that runs guests with kvm",
+    );
+}
+
+#[test]
+fn memory_is_held_against_the_host_and_its_limit() {
+    refused(
+        |guest, _, _| guest.memory_mib = 2048,
+        "paris-2 cannot run web-7: it has 1.0 GiB of memory available, and the guest has 2.0 GiB",
+        "free memory on paris-2, or choose another host",
+    );
+    refused(
+        |_, _, capabilities| {
+            capabilities.memory.limit_bytes = Some(256 << 20);
+            capabilities.memory.guests_bytes = 192 << 20;
+        },
+        "paris-2 cannot run web-7: its limit for guests is 256 MiB, of which 64 MiB are left, and \
+         the guest has 128 MiB",
+        "raise qemu.memory_limit in paris-2's configuration",
+    );
+}
+
+#[test]
+fn names_that_mean_nothing_there_are_refused() {
+    let found = refusals(|_, _, capabilities| {
+        capabilities.images.clear();
+        capabilities.networks.clear();
+        capabilities.firmware.clear();
+        capabilities.kernels.clear();
+    });
+    assert_eq!(found.len(), 4);
+    assert_eq!(
+        found[1],
+        (
+            "paris-2 cannot run web-7: it has no network called office".to_owned(),
+            "add office under [networks] in the configuration of paris-2".to_owned()
+        )
+    );
+}
+
+#[test]
+fn the_preferred_emulator_is_taken_where_it_can() {
+    let mut host = host();
+    for version in ["9.2.1", "10.0.2"] {
+        let types = ["pc-q35-7.2", "pc-q35-9.2"];
+        host.emulators
+            .insert(version.to_owned(), emulator(version, &types));
+    }
+    assert_eq!(host.emulator_for("pc-q35-7.2"), Some("7.2"));
+    assert_eq!(host.emulator_for("pc-q35-9.2"), Some("10.0.2"));
+    assert_eq!(host.emulator_for("pc-q35-11.0"), None);
+}

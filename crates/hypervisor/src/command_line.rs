@@ -1,0 +1,354 @@
+//! QEMU's command line from a guest's description and this host's configuration.
+//!
+//! It is deterministic: every device has a slot of its own by its kind and place in the
+//! description, so that two hosts build the same machine. Texts of the description come here
+//! checked ([`crate::description::check`]); paths come from the host's own configuration only.
+
+use crate::capabilities::Accelerator;
+use crate::config::{HostConfig, Image, ImageFormat, Network};
+use crate::description::Chipset;
+use crate::folder::GuestFolder;
+use longhaul_protocol::guest::{Disk, GuestDescription};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// Slot of the controller of the channels.
+const CHANNELS_SLOT: usize = 0x03;
+/// Slot of the first disk.
+const DISKS_SLOT: usize = 0x04;
+/// Slot of the first network card.
+const NICS_SLOT: usize = 0x10;
+
+/// Why a description cannot be launched on this host.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ResolveError {
+    /// A name means nothing here.
+    #[error("this host has no {kind} called `{name}` (it has: {}): add it under {table} in the \
+             agent's configuration", known.join(", "))]
+    Unknown {
+        /// What kind of thing it names.
+        kind: &'static str,
+        /// Where such things are configured.
+        table: &'static str,
+        /// The name.
+        name: String,
+        /// The names that mean something.
+        known: Vec<String>,
+    },
+    /// The machine type is of a family that cannot be built.
+    #[error("machine type `{0}` cannot be built: only pc-q35-* and pc-i440fx-* can")]
+    Machine(String),
+}
+
+/// What a command line is made of, apart from the description.
+pub(crate) struct Surroundings<'a> {
+    pub(crate) config: &'a HostConfig,
+    pub(crate) accelerator: Accelerator,
+    pub(crate) folder: &'a GuestFolder,
+    /// The TAP device of each network card that has one, by the card's index.
+    pub(crate) taps: &'a BTreeMap<usize, String>,
+    pub(crate) incoming: bool,
+}
+
+/// QEMU's arguments, without the program itself.
+pub(crate) fn arguments(
+    description: &GuestDescription,
+    around: &Surroundings<'_>,
+) -> Result<Vec<String>, ResolveError> {
+    let chipset = Chipset::of(&description.machine)
+        .ok_or_else(|| ResolveError::Machine(description.machine.clone()))?;
+    let mut line = Line::default();
+    machine(&mut line, description, around);
+    boot(&mut line, description, around.config)?;
+    let bus = chipset.bus();
+    channels(&mut line, description, around.folder, bus);
+    for (index, disk) in description.disks.iter().enumerate() {
+        self::disk(&mut line, disk, image(around.config, disk)?, bus, index);
+    }
+    for (index, nic) in description.nics.iter().enumerate() {
+        let network = network(around.config, &nic.network)?;
+        let backend = match (network, around.taps.get(&index)) {
+            (Network::Bridge(_), Some(tap)) => Some(format!(
+                "tap,id=net{index},ifname={tap},script=no,downscript=no,vhost=off"
+            )),
+            (Network::User, _) => Some(format!("user,id=net{index},restrict=on")),
+            (Network::Bridge(_), None) | (Network::None, _) => None,
+        };
+        let netdev = backend
+            .as_ref()
+            .map_or(String::new(), |_| format!(",netdev=net{index}"));
+        if let Some(backend) = backend {
+            line.option("-netdev", backend);
+        }
+        // Without an option ROM: its size differs from one QEMU to the next.
+        line.option(
+            "-device",
+            format!(
+                "virtio-net-pci,id=nic{index}{netdev},mac={},bus={bus},addr={:#x},romfile=",
+                nic.mac,
+                NICS_SLOT + index
+            ),
+        );
+    }
+    Ok(line.0)
+}
+
+/// The bridge of each network card that needs a TAP device, by the card's index.
+pub(crate) fn bridges<'a>(
+    description: &GuestDescription,
+    config: &'a HostConfig,
+) -> Result<BTreeMap<usize, &'a str>, ResolveError> {
+    let mut bridges = BTreeMap::new();
+    for (index, nic) in description.nics.iter().enumerate() {
+        if let Network::Bridge(bridge) = network(config, &nic.network)? {
+            bridges.insert(index, bridge.as_str());
+        }
+    }
+    Ok(bridges)
+}
+
+/// Arguments, two by two.
+#[derive(Default)]
+struct Line(Vec<String>);
+
+impl Line {
+    fn flag(&mut self, flag: &str) {
+        self.0.push(flag.to_owned());
+    }
+
+    fn option(&mut self, option: &str, value: impl Into<String>) {
+        self.0.push(option.to_owned());
+        self.0.push(value.into());
+    }
+}
+
+fn machine(line: &mut Line, description: &GuestDescription, around: &Surroundings<'_>) {
+    let folder = around.folder;
+    line.flag("-nodefaults");
+    line.flag("-no-user-config");
+    line.option("-display", "none");
+    line.option(
+        "-name",
+        format!("guest={},debug-threads=on", description.name),
+    );
+    line.option(
+        "-sandbox",
+        "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
+    );
+    line.option("-msg", "timestamp=on");
+    line.option("-machine", description.machine.as_str());
+    line.option("-accel", around.accelerator.name());
+    line.option("-cpu", description.cpu.as_str());
+    let cpus = description.vcpus;
+    line.option(
+        "-smp",
+        format!("cpus={cpus},sockets=1,cores={cpus},threads=1"),
+    );
+    line.option("-m", format!("size={}M", description.memory_mib));
+    line.option("-chardev", server("qmp", &folder.qmp()));
+    line.option("-mon", "chardev=qmp,mode=control");
+    // The guest runs only once this QEMU is in the record.
+    line.flag("-S");
+    if around.incoming {
+        line.option("-incoming", "defer");
+    }
+}
+
+fn boot(
+    line: &mut Line,
+    description: &GuestDescription,
+    config: &HostConfig,
+) -> Result<(), ResolveError> {
+    if let Some(name) = &description.firmware {
+        let path = look_up("firmware", "[firmware]", &config.firmware, name)?;
+        line.option("-bios", text(path));
+    }
+    if let Some(kernel) = &description.kernel {
+        let files = look_up("kernel", "[kernels]", &config.kernels, &kernel.name)?;
+        line.option("-kernel", text(&files.kernel));
+        if let Some(initrd) = &files.initrd {
+            line.option("-initrd", text(initrd));
+        }
+        line.option("-append", kernel.command_line.as_str());
+    }
+    Ok(())
+}
+
+fn channels(line: &mut Line, description: &GuestDescription, folder: &GuestFolder, bus: &str) {
+    if description.channels.is_empty() {
+        return;
+    }
+    line.option(
+        "-device",
+        format!("virtio-serial-pci,id=serial,bus={bus},addr={CHANNELS_SLOT:#x}"),
+    );
+    for (index, channel) in description.channels.iter().enumerate() {
+        let socket = server(&format!("channel{index}"), &folder.channel(&channel.name));
+        line.option("-chardev", socket);
+        // Port 0 is the console's.
+        line.option(
+            "-device",
+            format!(
+                "virtserialport,id=port{index},bus=serial.0,nr={},chardev=channel{index},name={}",
+                index + 1,
+                channel.name
+            ),
+        );
+    }
+}
+
+fn disk(line: &mut Line, disk: &Disk, image: &Image, bus: &str, index: usize) {
+    let direct = image.direct.unwrap_or(disk.shared);
+    let (file, format) = (format!("file-{}", disk.name), format!("disk-{}", disk.name));
+    // QEMU's own lock stands beside the journal: it stops a person who starts a second QEMU.
+    let file_node = json!({
+        "driver": "file", "node-name": file, "filename": text(&image.path), "locking": "on",
+        "cache": {"direct": direct}, "read-only": disk.read_only, "discard": "unmap",
+    });
+    let driver = match image.format {
+        ImageFormat::Raw => "raw",
+        ImageFormat::Qcow2 => "qcow2",
+    };
+    let format_node = json!({
+        "driver": driver, "node-name": format, "file": file,
+        "cache": {"direct": direct}, "read-only": disk.read_only, "discard": "unmap",
+    });
+    line.option("-blockdev", file_node.to_string());
+    line.option("-blockdev", format_node.to_string());
+    line.option(
+        "-device",
+        format!(
+            "virtio-blk-pci,id={},drive={format},bus={bus},addr={:#x}",
+            disk_id(&disk.name),
+            DISKS_SLOT + index
+        ),
+    );
+}
+
+/// The device's id: prefixed, so that no disk's name meets another device's.
+fn disk_id(name: &str) -> String {
+    format!("blk-{name}")
+}
+
+fn image<'a>(config: &'a HostConfig, disk: &Disk) -> Result<&'a Image, ResolveError> {
+    look_up("image", "[images]", &config.images, &disk.image)
+}
+
+fn network<'a>(config: &'a HostConfig, name: &str) -> Result<&'a Network, ResolveError> {
+    look_up("network", "[networks]", &config.networks, name)
+}
+
+fn look_up<'a, T>(
+    kind: &'static str,
+    table: &'static str,
+    values: &'a BTreeMap<String, T>,
+    name: &str,
+) -> Result<&'a T, ResolveError> {
+    values.get(name).ok_or_else(|| ResolveError::Unknown {
+        kind,
+        table,
+        name: name.to_owned(),
+        known: match values.is_empty() {
+            true => vec!["none".to_owned()],
+            false => values.keys().cloned().collect(),
+        },
+    })
+}
+
+fn server(id: &str, path: &Path) -> String {
+    let path = text(path).replace(',', ",,");
+    format!("socket,id={id},path={path},server=on,wait=off")
+}
+
+/// A path as an argument; the configuration's check refuses what is not text.
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description::tests::sample;
+
+    fn config() -> HostConfig {
+        toml::from_str(
+            r#"
+            [qemu.emulators]
+            "10.0" = "/usr/bin/qemu-system-x86_64"
+            [images.debian]
+            path = "/srv/a,b.qcow2"
+            format = "qcow2"
+            [networks]
+            office = { bridge = "br0" }
+            [firmware]
+            ovmf = "/usr/share/ovmf/OVMF.fd"
+            [kernels.tiny]
+            kernel = "/srv/vmlinuz"
+            initrd = "/srv/initrd"
+        "#,
+        )
+        .unwrap()
+    }
+
+    fn line(description: &GuestDescription, config: &HostConfig, incoming: bool) -> String {
+        let folder = GuestFolder::new(Path::new("/s,t"), &description.name).unwrap();
+        let taps = BTreeMap::from([(0, "lh0".to_owned())]);
+        let around = Surroundings {
+            config,
+            accelerator: Accelerator::Tcg,
+            folder: &folder,
+            taps: &taps,
+            incoming,
+        };
+        arguments(description, &around).unwrap().join(" ")
+    }
+
+    #[test]
+    fn a_full_description_becomes_a_fixed_line() {
+        let expected = "-nodefaults -no-user-config -display none \
+            -name guest=web-7,debug-threads=on \
+            -sandbox on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny \
+            -msg timestamp=on -machine pc-q35-7.2 -accel tcg -cpu qemu64,+avx,-svm \
+            -smp cpus=2,sockets=1,cores=2,threads=1 -m size=128M \
+            -chardev socket,id=qmp,path=/s,,t/guests/web-7/run/qmp,server=on,wait=off \
+            -mon chardev=qmp,mode=control -S \
+            -bios /usr/share/ovmf/OVMF.fd -kernel /srv/vmlinuz -initrd /srv/initrd \
+            -append console=hvc0 -- a,b=c \
+            -device virtio-serial-pci,id=serial,bus=pcie.0,addr=0x3 \
+            -chardev socket,id=channel0,\
+            path=/s,,t/guests/web-7/run/channel-org.qemu.guest_agent.0,server=on,wait=off \
+            -device virtserialport,id=port0,bus=serial.0,nr=1,chardev=channel0,\
+            name=org.qemu.guest_agent.0 \
+            -blockdev {\"cache\":{\"direct\":true},\"discard\":\"unmap\",\"driver\":\"file\",\
+            \"filename\":\"/srv/a,b.qcow2\",\"locking\":\"on\",\"node-name\":\"file-vda\",\
+            \"read-only\":false} \
+            -blockdev {\"cache\":{\"direct\":true},\"discard\":\"unmap\",\"driver\":\"qcow2\",\
+            \"file\":\"file-vda\",\"node-name\":\"disk-vda\",\"read-only\":false} \
+            -device virtio-blk-pci,id=blk-vda,drive=disk-vda,bus=pcie.0,addr=0x4 \
+            -netdev tap,id=net0,ifname=lh0,script=no,downscript=no,vhost=off \
+            -device virtio-net-pci,id=nic0,netdev=net0,mac=52:54:00:12:34:56,bus=pcie.0,\
+            addr=0x10,romfile=";
+        assert_eq!(line(&sample(), &config(), false), expected);
+    }
+
+    #[test]
+    fn a_destination_differs_by_waiting_only() {
+        let source = line(&sample(), &config(), false);
+        let destination = line(&sample(), &config(), true);
+        assert_eq!(destination.replace(" -incoming defer", ""), source);
+    }
+
+    #[test]
+    fn names_that_mean_nothing_here_are_said() {
+        let mut none = config();
+        none.networks.clear();
+        let error = bridges(&sample(), &none).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "this host has no network called `office` (it has: none): add it under [networks] in \
+             the agent's configuration"
+        );
+        assert_eq!(bridges(&sample(), &config()).unwrap()[&0], "br0");
+    }
+}

@@ -1,0 +1,370 @@
+//! The host's own configuration: what the names in a guest's description mean on this host.
+//!
+//! It is the part of the agent's TOML document that concerns guests. Nothing in it ever comes from
+//! a peer, so this is the only place where paths, bridges and programs are named.
+
+use longhaul_protocol::units::parse_bytes;
+use serde::{Deserialize, Deserializer, Serialize, de};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// What this host offers its guests.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct HostConfig {
+    /// Folder of everything that must outlive the agent.
+    #[serde(default = "default_state")]
+    pub state: PathBuf,
+    /// QEMU on this host.
+    pub qemu: QemuConfig,
+    /// Disk images by name.
+    #[serde(default)]
+    pub images: BTreeMap<String, Image>,
+    /// Networks by name.
+    #[serde(default)]
+    pub networks: BTreeMap<String, Network>,
+    /// Firmware images by name.
+    #[serde(default)]
+    pub firmware: BTreeMap<String, PathBuf>,
+    /// Kernels for guests that do not boot from a disk, by name.
+    #[serde(default)]
+    pub kernels: BTreeMap<String, KernelFiles>,
+}
+
+/// QEMU on this host.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct QemuConfig {
+    /// The emulator that is preferred, by its label; may be left out where there is one only.
+    #[serde(default)]
+    pub default: Option<String>,
+    /// QEMU's programs by label.
+    pub emulators: BTreeMap<String, PathBuf>,
+    /// What runs the guests' instructions.
+    #[serde(default)]
+    pub accelerator: AcceleratorChoice,
+    /// The user that QEMU runs as; the agent's own where it is left out.
+    #[serde(default)]
+    pub run_as: Option<String>,
+    /// Most memory that all guests of this host may have together, in bytes.
+    #[serde(default, deserialize_with = "size")]
+    pub memory_limit: Option<u64>,
+}
+
+/// What runs the guests' instructions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum AcceleratorChoice {
+    /// KVM where a guest really runs with it, otherwise TCG.
+    #[default]
+    Auto,
+    /// The processor.
+    Kvm,
+    /// QEMU itself.
+    Tcg,
+}
+
+/// A disk image.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Image {
+    /// Where it is.
+    pub path: PathBuf,
+    /// What the file holds.
+    pub format: ImageFormat,
+    /// Whether to go past this host's page cache; where it is left out, shared disks do.
+    #[serde(default)]
+    pub direct: Option<bool>,
+}
+
+/// What an image file holds; never guessed from its content, which the guest could write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ImageFormat {
+    /// The disk, byte for byte.
+    Raw,
+    /// QEMU's own format.
+    Qcow2,
+}
+
+/// What a network is on this host.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Network {
+    /// The card's cable is not plugged in.
+    None,
+    /// QEMU's own small network, cut off from the host and everything else.
+    User,
+    /// A port of this Linux bridge.
+    Bridge(String),
+}
+
+/// The files of a kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct KernelFiles {
+    /// The kernel.
+    pub kernel: PathBuf,
+    /// Its initial RAM file system.
+    #[serde(default)]
+    pub initrd: Option<PathBuf>,
+}
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {}: {source}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// It is not TOML of the right shape; the text shows line and column.
+    #[error("{}: {source}", path.display())]
+    Parse {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong, and where.
+        source: toml::de::Error,
+    },
+    /// It is well formed and cannot be used.
+    #[error("{}: `{key}` {problem}", path.display())]
+    Value {
+        /// The file.
+        path: PathBuf,
+        /// What the value is called in the file.
+        key: String,
+        /// What is wrong, and what to do.
+        problem: String,
+    },
+}
+
+impl HostConfig {
+    /// Reads and checks a file that holds nothing else.
+    pub fn load(path: &Path) -> Result<Self, ConfigError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
+            path: path.to_owned(),
+            source,
+        })?;
+        let config: Self = toml::from_str(&text).map_err(|source| ConfigError::Parse {
+            path: path.to_owned(),
+            source,
+        })?;
+        config.check(path)?;
+        Ok(config)
+    }
+
+    /// Checks what the types cannot say; `file` is where the configuration was read from.
+    ///
+    /// Files of images and kernels are not looked at: they may come and go while the agent runs.
+    pub fn check(&self, file: &Path) -> Result<(), ConfigError> {
+        let problem = |key: String, problem: String| ConfigError::Value {
+            path: file.to_owned(),
+            key,
+            problem,
+        };
+        self.default_emulator_label()
+            .map_err(|text| problem("qemu.default".to_owned(), text))?;
+        let emulators = labelled("qemu.emulators", &self.qemu.emulators);
+        let firmware = labelled("firmware", &self.firmware);
+        let images = self
+            .images
+            .iter()
+            .map(|(name, image)| (format!("images.{name}.path"), &image.path));
+        let kernels = self
+            .kernels
+            .iter()
+            .map(|(name, files)| (format!("kernels.{name}.kernel"), &files.kernel));
+        let initrds = self.kernels.iter().filter_map(|(name, files)| {
+            let initrd = files.initrd.as_ref()?;
+            Some((format!("kernels.{name}.initrd"), initrd))
+        });
+        let state = std::iter::once(("state".to_owned(), &self.state));
+        for (key, path) in state
+            .chain(emulators)
+            .chain(firmware)
+            .chain(images)
+            .chain(kernels)
+            .chain(initrds)
+        {
+            check_path(path).map_err(|text| problem(key, text))?;
+        }
+        for (name, network) in &self.networks {
+            if let Network::Bridge(bridge) = network {
+                check_interface(bridge)
+                    .map_err(|text| problem(format!("networks.{name}.bridge"), text))?;
+            }
+        }
+        if let Some(user) = &self.qemu.run_as {
+            crate::process::Account::of(user)
+                .map_err(|text| problem("qemu.run_as".to_owned(), text))?;
+        }
+        Ok(())
+    }
+
+    /// The label of the emulator that is preferred.
+    pub fn default_emulator(&self) -> Option<&str> {
+        self.default_emulator_label().ok()
+    }
+
+    fn default_emulator_label(&self) -> Result<&str, String> {
+        let labels: Vec<&str> = self.qemu.emulators.keys().map(String::as_str).collect();
+        match (&self.qemu.default, labels.as_slice()) {
+            (_, []) => Err("has nothing to choose from: name at least one QEMU under \
+                 [qemu.emulators], such as \"10.0\" = \"/usr/bin/qemu-system-x86_64\""
+                .to_owned()),
+            (Some(label), _) if self.qemu.emulators.contains_key(label) => Ok(label),
+            (Some(label), _) => Err(format!(
+                "names `{label}`, and [qemu.emulators] has: {}",
+                labels.join(", ")
+            )),
+            (None, [only]) => Ok(only),
+            (None, _) => Err(format!("is needed: choose one of {}", labels.join(", "))),
+        }
+    }
+}
+
+fn labelled<'a>(
+    table: &'a str,
+    paths: &'a BTreeMap<String, PathBuf>,
+) -> impl Iterator<Item = (String, &'a PathBuf)> {
+    paths
+        .iter()
+        .map(move |(name, path)| (format!("{table}.{name}"), path))
+}
+
+fn check_path(path: &Path) -> Result<(), String> {
+    if !path.is_absolute() {
+        return Err(format!(
+            "is `{}`: write the whole path, from `/` on",
+            path.display()
+        ));
+    }
+    if path
+        .to_str()
+        .is_none_or(|text| text.contains(char::is_control))
+    {
+        return Err("holds a character that is not printable".to_owned());
+    }
+    Ok(())
+}
+
+fn check_interface(name: &str) -> Result<(), String> {
+    let known = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    if name.is_empty() || name.len() > 15 || !name.chars().all(known) {
+        return Err(format!(
+            "is `{name}`, which is no interface's name (1 to 15 letters, digits, `-`, `_`, `.`)"
+        ));
+    }
+    Ok(())
+}
+
+fn default_state() -> PathBuf {
+    PathBuf::from("/var/lib/longhaul")
+}
+
+fn size<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u64>, D::Error> {
+    let text = String::deserialize(deserializer)?;
+    parse_bytes(&text).map(Some).map_err(de::Error::custom)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FULL: &str = r#"
+        state = "/srv/longhaul"
+        [qemu]
+        default = "10.0"
+        accelerator = "tcg"
+        memory_limit = "8GiB"
+        [qemu.emulators]
+        "7.2" = "/usr/bin/qemu-system-x86_64"
+        "10.0" = "/opt/qemu/qemu-system-x86_64"
+        [images.debian]
+        path = "/srv/images/debian.qcow2"
+        format = "qcow2"
+        [networks]
+        office = { bridge = "br0" }
+        lab = "none"
+        cut-off = "user"
+        [firmware]
+        ovmf = "/usr/share/ovmf/OVMF.fd"
+        [kernels.tiny]
+        kernel = "/srv/vmlinuz"
+    "#;
+
+    fn load(text: &str) -> Result<HostConfig, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("host.toml");
+        std::fs::write(&path, text).unwrap();
+        HostConfig::load(&path).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_full_configuration_is_read() {
+        let config = load(FULL).unwrap();
+        assert_eq!(config.default_emulator(), Some("10.0"));
+        assert_eq!(config.qemu.memory_limit, Some(8 << 30));
+        assert_eq!(config.networks["office"], Network::Bridge("br0".to_owned()));
+        assert_eq!(config.networks["cut-off"], Network::User);
+        assert_eq!(config.images["debian"].format, ImageFormat::Qcow2);
+    }
+
+    #[test]
+    fn a_single_emulator_needs_no_default() {
+        let config = load("[qemu.emulators]\nmine = '/usr/bin/qemu-system-x86_64'").unwrap();
+        assert_eq!(config.default_emulator(), Some("mine"));
+        assert_eq!(config.state, Path::new("/var/lib/longhaul"));
+        assert_eq!(config.qemu.accelerator, AcceleratorChoice::Auto);
+    }
+
+    #[test]
+    fn mistakes_are_named_with_their_place() {
+        for (from, to, expected) in [
+            ("accelerator", "accelerater", "line 5"),
+            ("\"tcg\"", "\"xen\"", "unknown variant `xen`"),
+            ("\"8GiB\"", "\"much\"", "line 6"),
+            (
+                "default = \"10.0\"",
+                "default = \"9\"",
+                "`qemu.default` names `9`, and",
+            ),
+            (
+                "default = \"10.0\"",
+                "",
+                "`qemu.default` is needed: choose one of 10.0, 7.2",
+            ),
+            (
+                "/srv/vmlinuz",
+                "vmlinuz",
+                "`kernels.tiny.kernel` is `vmlinuz`: write the whole",
+            ),
+            ("/srv/images/", "images/", "`images.debian.path` is"),
+            (
+                "br0",
+                "a,b",
+                "`networks.office.bridge` is `a,b`, which is no interface's name",
+            ),
+            (
+                "\"qcow2\"",
+                "\"vmdk\"",
+                "unknown variant `vmdk`, expected `raw` or `qcow2`",
+            ),
+            (
+                "default =",
+                "run_as = \"nobody-like-this\"\ndefault =",
+                "`qemu.run_as`",
+            ),
+        ] {
+            assert!(FULL.contains(from), "{from}");
+            let error = load(&FULL.replacen(from, to, 1)).unwrap_err();
+            assert!(error.contains(expected), "{to}: {error}");
+            assert!(error.contains("host.toml"), "{error}");
+        }
+        let error = load("[qemu]\n[qemu.emulators]").unwrap_err();
+        assert!(error.contains("name at least one QEMU"), "{error}");
+    }
+}

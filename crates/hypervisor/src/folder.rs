@@ -1,0 +1,290 @@
+//! A guest's folder on this host: its description, the record by which its QEMU is found again,
+//! and the sockets through which it is reached.
+//!
+//! ```text
+//! STATE/guests/NAME/description.toml   the guest, as it was launched
+//!                   record.toml        which QEMU runs it
+//!                   qemu.log           what QEMU says
+//!                   run/               sockets; belongs to QEMU's user
+//! ```
+
+use crate::process::{Account, ProcessId};
+use crate::scope::Scope;
+use longhaul_protocol::guest::GuestDescription;
+use nix::unistd::chown;
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// Longest path of a unix socket, in bytes.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// Largest description or record that is read, in bytes.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+/// How much of QEMU's log is read to be shown, in bytes.
+const LOG_TAIL_BYTES: u64 = 2048;
+
+/// Where a guest's files are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GuestFolder {
+    path: PathBuf,
+}
+
+/// Which QEMU runs a guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Record {
+    /// Generation of the right to run, as it was when this was written.
+    pub generation: u64,
+    /// Label of the emulator.
+    pub emulator: String,
+    /// TAP devices that were made for it.
+    #[serde(default)]
+    pub taps: Vec<String>,
+    /// The process; none while it is being started.
+    #[serde(default)]
+    pub process: Option<ProcessId>,
+    /// What the process runs in.
+    #[serde(default)]
+    pub scope: Scope,
+}
+
+/// A socket whose path is longer than Linux allows.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the socket {} would have a path of {} bytes and Linux allows {SOCKET_PATH_BYTES_MAX}: choose \
+     a shorter `state` folder in the agent's configuration, or shorter names in the guest's \
+     description",
+    .0.display(), .0.as_os_str().len()
+)]
+pub struct PathTooLong(pub PathBuf);
+
+impl GuestFolder {
+    /// The folder of the guest of that (checked) name.
+    pub fn new(state: &Path, name: &str) -> Result<Self, PathTooLong> {
+        let folder = Self {
+            path: guests(state).join(name),
+        };
+        // The longest of those that every guest has.
+        folder.socket("incoming")?;
+        Ok(folder)
+    }
+
+    /// The folders of all guests under a state folder.
+    pub fn all(state: &Path) -> io::Result<Vec<Self>> {
+        let entries = match fs::read_dir(guests(state)) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other?,
+        };
+        let mut folders = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            if path.is_dir() {
+                folders.push(Self { path });
+            }
+        }
+        folders.sort_by(|a, b| a.path.cmp(&b.path));
+        Ok(folders)
+    }
+
+    /// The folder itself.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The guest's name, which is the folder's.
+    pub fn name(&self) -> String {
+        let name = self.path.file_name().unwrap_or_default();
+        name.to_string_lossy().into_owned()
+    }
+
+    /// The folder of the sockets.
+    pub fn run(&self) -> PathBuf {
+        self.path.join("run")
+    }
+
+    /// QEMU's control socket.
+    pub fn qmp(&self) -> PathBuf {
+        self.run().join("qmp")
+    }
+
+    /// The host's end of one of the guest's channels.
+    pub fn channel(&self, name: &str) -> PathBuf {
+        self.run().join(format!("channel-{name}"))
+    }
+
+    /// What QEMU writes on its standard output and error.
+    pub fn log(&self) -> PathBuf {
+        self.path.join("qemu.log")
+    }
+
+    /// A path in the run folder that a socket can have.
+    pub fn socket(&self, name: &str) -> Result<PathBuf, PathTooLong> {
+        let path = self.run().join(name);
+        if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+            return Err(PathTooLong(path));
+        }
+        Ok(path)
+    }
+
+    /// Makes the folder, with an empty run folder that belongs to QEMU's user.
+    ///
+    /// Fails with [`io::ErrorKind::AlreadyExists`] where the guest has a folder already.
+    pub(crate) fn create(&self, account: Option<&Account>) -> io::Result<()> {
+        let parent = self.path.parent().unwrap_or(Path::new("/"));
+        // Others may pass, and see only what they know the name of.
+        let passable = |recursive| {
+            let mut builder = DirBuilder::new();
+            builder.mode(0o711).recursive(recursive);
+            builder
+        };
+        passable(true).create(parent)?;
+        passable(false).create(&self.path)?;
+        let run = self.run();
+        DirBuilder::new().mode(0o700).create(&run)?;
+        if let Some(account) = account {
+            chown(&run, Some(account.uid), Some(account.gid))?;
+        }
+        sync(parent)
+    }
+
+    /// Removes the folder with everything in it.
+    pub(crate) fn remove(&self) -> io::Result<()> {
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            other => other?,
+        }
+        sync(self.path.parent().unwrap_or(Path::new("/")))
+    }
+
+    /// The guest's description.
+    pub fn description(&self) -> io::Result<GuestDescription> {
+        read_toml(&self.path.join("description.toml"))
+    }
+
+    /// Which QEMU runs the guest.
+    pub fn record(&self) -> io::Result<Record> {
+        read_toml(&self.path.join("record.toml"))
+    }
+
+    pub(crate) fn write_description(&self, description: &GuestDescription) -> io::Result<()> {
+        write_toml(&self.path.join("description.toml"), description)
+    }
+
+    pub(crate) fn write_record(&self, record: &Record) -> io::Result<()> {
+        write_toml(&self.path.join("record.toml"), record)
+    }
+
+    /// The log, to be written at its end.
+    pub(crate) fn open_log(&self) -> io::Result<File> {
+        OpenOptions::new()
+            .create(true)
+            .append(true)
+            .mode(0o600)
+            .open(self.log())
+    }
+
+    /// The end of the log, for people.
+    pub fn log_tail(&self) -> String {
+        let read = || -> io::Result<String> {
+            let mut file = File::open(self.log())?;
+            let length = file.metadata()?.len();
+            file.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL_BYTES)))?;
+            let mut bytes = Vec::new();
+            file.take(LOG_TAIL_BYTES).read_to_end(&mut bytes)?;
+            Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
+        };
+        match read() {
+            Ok(text) if text.is_empty() => "(its log is empty)".to_owned(),
+            Ok(text) => text,
+            Err(error) => format!("(its log cannot be read: {error})"),
+        }
+    }
+}
+
+fn guests(state: &Path) -> PathBuf {
+    state.join("guests")
+}
+
+fn read_toml<T: DeserializeOwned>(path: &Path) -> io::Result<T> {
+    let mut text = String::new();
+    File::open(path)?
+        .take(FILE_BYTES_MAX)
+        .read_to_string(&mut text)?;
+    toml::from_str(&text).map_err(|error| {
+        let text = format!("{}: {error}", path.display());
+        io::Error::new(io::ErrorKind::InvalidData, text)
+    })
+}
+
+/// Writes a file so that after a crash either the old one is there or the new one.
+fn write_toml<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
+    let text = toml::to_string(value).map_err(io::Error::other)?;
+    let new = path.with_extension("new");
+    let mut file = OpenOptions::new()
+        .create(true)
+        .write(true)
+        .truncate(true)
+        .mode(0o600)
+        .open(&new)?;
+    file.write_all(text.as_bytes())?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    sync(path.parent().unwrap_or(Path::new("/")))
+}
+
+fn sync(folder: &Path) -> io::Result<()> {
+    File::open(folder)?.sync_all()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::description::tests::sample;
+
+    #[test]
+    fn what_is_written_is_read_again() {
+        let state = tempfile::tempdir().unwrap();
+        let folder = GuestFolder::new(state.path(), "web-7").unwrap();
+        folder.create(None).unwrap();
+        let again = folder.create(None).unwrap_err();
+        assert_eq!(again.kind(), io::ErrorKind::AlreadyExists);
+        let record = Record {
+            generation: 3,
+            emulator: "10.0".to_owned(),
+            taps: vec!["lh0".to_owned()],
+            process: ProcessId::of(std::process::id() as i32).unwrap(),
+            scope: Scope::Unit("longhaul-web-7.service".to_owned()),
+        };
+        folder.write_record(&record).unwrap();
+        folder.write_description(&sample()).unwrap();
+        assert_eq!(GuestFolder::all(state.path()).unwrap(), [folder.clone()]);
+        assert_eq!(folder.record().unwrap(), record);
+        assert_eq!(folder.description().unwrap(), sample());
+        folder.remove().unwrap();
+        folder.remove().unwrap();
+        assert!(GuestFolder::all(state.path()).unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_path_too_long_for_a_socket_is_refused() {
+        let state = PathBuf::from(format!("/{}", "s".repeat(80)));
+        assert!(GuestFolder::new(&state, "a").is_ok());
+        let error = GuestFolder::new(&state, "a-guest-of-a-long-name").unwrap_err();
+        assert!(
+            error.to_string().contains("shorter `state` folder"),
+            "{error}"
+        );
+    }
+
+    #[test]
+    fn a_damaged_record_is_named() {
+        let state = tempfile::tempdir().unwrap();
+        let folder = GuestFolder::new(state.path(), "a").unwrap();
+        folder.create(None).unwrap();
+        fs::write(folder.path().join("record.toml"), "generation = 'x'").unwrap();
+        let error = folder.record().unwrap_err();
+        assert!(error.to_string().contains("record.toml"), "{error}");
+    }
+}

@@ -1,0 +1,288 @@
+//! Starting a guest's QEMU from its description, so that it is never without a record.
+//!
+//! ```text
+//! folder and record (no process)  ->  TAP devices  ->  QEMU, paused  ->  record (process)
+//!     ->  fresh start: the guest runs            destination: QEMU waits for the state
+//! ```
+//!
+//! An agent that dies on the way leaves a paused QEMU at most, which [`crate::guest::find_all`]
+//! finds.
+
+use crate::capabilities::Accelerator;
+use crate::command_line::{ResolveError, Surroundings, arguments, bridges};
+use crate::config::HostConfig;
+use crate::description::{self, DescriptionError};
+use crate::folder::{GuestFolder, PathTooLong, Record};
+use crate::guest::{Guest, StopError, account, scope_name, unique};
+use crate::process::{Process, ProcessId};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::scope::{Program, Scope, start};
+use crate::tap;
+use longhaul_protocol::guest::GuestDescription;
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Time that a QEMU gets until it answers.
+const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What a QEMU is started for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// The guest boots.
+    Fresh,
+    /// The guest's state will come from another host.
+    Destination,
+}
+
+/// A guest to be launched.
+#[derive(Debug, Clone, Copy)]
+pub struct Launch<'a> {
+    /// What it is.
+    pub description: &'a GuestDescription,
+    /// What for.
+    pub role: Role,
+    /// Label of the emulator.
+    pub emulator: &'a str,
+    /// What runs the guest's instructions.
+    pub accelerator: Accelerator,
+    /// The generation that is written into the record.
+    pub generation: u64,
+}
+
+/// Why a guest was not launched; nothing of it is left over, unless said otherwise.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// No host would launch it.
+    #[error(transparent)]
+    Description(#[from] DescriptionError),
+    /// This host cannot resolve a name in it.
+    #[error(transparent)]
+    Resolve(#[from] ResolveError),
+    /// There is no such emulator.
+    #[error(
+        "this host has no emulator labelled `{0}`: add it under [qemu.emulators] in the agent's \
+         configuration"
+    )]
+    Emulator(String),
+    /// A socket's path is too long.
+    #[error(transparent)]
+    Path(#[from] PathTooLong),
+    /// The guest has a folder here already.
+    #[error(
+        "{name} is on this host already (its folder is {}): stop it or move it away first",
+        folder.display()
+    )]
+    Exists {
+        /// The guest.
+        name: String,
+        /// Its folder.
+        folder: PathBuf,
+    },
+    /// Something on this host is in the way.
+    #[error("cannot launch {name}: {what}: {source}")]
+    Host {
+        /// The guest.
+        name: String,
+        /// What was being done.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// QEMU ended instead of starting.
+    #[error("cannot launch {name}: QEMU ended; the end of its log:\n{log}")]
+    Ended {
+        /// The guest.
+        name: String,
+        /// What QEMU said last.
+        log: String,
+    },
+    /// QEMU does not talk.
+    #[error("cannot launch {name}: {source}")]
+    Qmp {
+        /// The guest.
+        name: String,
+        /// What went wrong.
+        source: QmpError,
+    },
+    /// The launch failed, and so did clearing up.
+    #[error("{error}; then {left}")]
+    LeftOver {
+        /// Why the launch failed.
+        error: Box<LaunchError>,
+        /// Why something is left over.
+        left: Box<StopError>,
+    },
+}
+
+impl Launch<'_> {
+    /// Starts the guest's QEMU and connects to it.
+    ///
+    /// The future is to be driven to its end: dropped on the way it leaves a guest behind that
+    /// [`crate::guest::find_all`] finds.
+    pub async fn run(&self, config: &HostConfig) -> Result<(Guest, Qmp), LaunchError> {
+        description::check(self.description)?;
+        let name = &self.description.name;
+        let bridges = bridges(self.description, config)?;
+        let emulator = config
+            .qemu
+            .emulators
+            .get(self.emulator)
+            .ok_or_else(|| LaunchError::Emulator(self.emulator.to_owned()))?;
+        let folder = GuestFolder::new(&config.state, name)?;
+        for channel in &self.description.channels {
+            folder.socket(&format!("channel-{}", channel.name))?;
+        }
+        let account = account(config.qemu.run_as.as_deref())
+            .map_err(self.host("looking up the user that QEMU runs as"))?;
+        let taps: BTreeMap<usize, String> = bridges
+            .keys()
+            .map(|index| (*index, tap::name(unique(&folder), *index)))
+            .collect();
+        let around = Surroundings {
+            config,
+            accelerator: self.accelerator,
+            folder: &folder,
+            taps: &taps,
+            incoming: self.role == Role::Destination,
+        };
+        let arguments = arguments(self.description, &around)?;
+
+        folder.create(account.as_ref()).map_err(|source| {
+            match source.kind() == io::ErrorKind::AlreadyExists {
+                true => LaunchError::Exists {
+                    name: name.clone(),
+                    folder: folder.path().to_owned(),
+                },
+                false => self.host("making its folder")(source),
+            }
+        })?;
+        let mut guest = Guest::new(
+            folder.clone(),
+            self.description.clone(),
+            Record {
+                generation: self.generation,
+                emulator: self.emulator.to_owned(),
+                taps: taps.values().cloned().collect(),
+                process: None,
+                scope: Scope::Session,
+            },
+        );
+        let wires = taps.iter().filter_map(|(index, tap)| {
+            let bridge = bridges.get(index)?;
+            Some((tap.as_str(), *bridge))
+        });
+        let program = Program {
+            file: emulator,
+            arguments: &arguments,
+            account: account.as_ref(),
+            log: &folder.log(),
+            scope_name: &scope_name(&folder),
+        };
+        match self.bring_up(&mut guest, wires, &program).await {
+            Ok(qmp) => Ok((guest, qmp)),
+            Err(error) => match guest.stop(None).await {
+                Ok(()) => Err(error),
+                Err(left) => Err(LaunchError::LeftOver {
+                    error: Box::new(error),
+                    left: Box::new(left),
+                }),
+            },
+        }
+    }
+
+    async fn bring_up(
+        &self,
+        guest: &mut Guest,
+        wires: impl Iterator<Item = (&str, &str)>,
+        program: &Program<'_>,
+    ) -> Result<Qmp, LaunchError> {
+        guest
+            .folder()
+            .write_description(self.description)
+            .and_then(|()| guest.write_record())
+            .map_err(self.host("writing its record"))?;
+        for (tap, bridge) in wires {
+            tap::create(tap, bridge, program.account)
+                .await
+                .map_err(self.host("making its TAP device"))?;
+        }
+        // QEMU's log must be there before its user is the one who writes to it.
+        drop(
+            guest
+                .folder()
+                .open_log()
+                .map_err(self.host("making its log"))?,
+        );
+        let started = start(program).await.map_err(self.host("starting QEMU"))?;
+        if let Some(mut child) = started.child {
+            // So that it does not stay in the table of processes when it ends.
+            tokio::spawn(async move { child.wait().await });
+        }
+        let process = ProcessId::of(started.pid).map_err(self.host("finding QEMU's process"))?;
+        guest
+            .set_process(process.clone(), started.scope)
+            .map_err(self.host("writing its record"))?;
+        let process = match &process {
+            Some(id) => Process::open(id).map_err(self.host("finding QEMU's process"))?,
+            None => None,
+        };
+        let process = process.ok_or_else(|| self.ended(guest))?;
+        let qmp = self.connect(guest, &process).await?;
+        if self.role == Role::Fresh {
+            qmp.execute("cont", json!({}), COMMAND_TIMEOUT)
+                .await
+                .map_err(self.qmp())?;
+        }
+        Ok(qmp)
+    }
+
+    /// Connects as soon as QEMU listens.
+    async fn connect(&self, guest: &Guest, process: &Process) -> Result<Qmp, LaunchError> {
+        let path = guest.folder().qmp();
+        let deadline = Instant::now() + START_TIMEOUT;
+        let connected = async {
+            loop {
+                let left = deadline.saturating_duration_since(Instant::now());
+                match Qmp::connect(&path, left).await {
+                    Err(QmpError::Connect { .. }) if !left.is_zero() => {
+                        tokio::time::sleep(Duration::from_millis(10)).await;
+                    }
+                    other => return other.map_err(self.qmp()),
+                }
+            }
+        };
+        tokio::select! {
+            biased;
+            ended = process.ended() => {
+                ended.map_err(self.host("watching QEMU's process"))?;
+                Err(self.ended(guest))
+            }
+            connected = connected => connected.map_err(|error| {
+                // Its last words say more than the connection that it took with it.
+                let alive = process.id().is_alive().unwrap_or(true);
+                if alive { error } else { self.ended(guest) }
+            }),
+        }
+    }
+
+    fn host(&self, what: &'static str) -> impl FnOnce(io::Error) -> LaunchError + use<> {
+        let name = self.description.name.clone();
+        move |source| LaunchError::Host { name, what, source }
+    }
+
+    fn qmp(&self) -> impl FnOnce(QmpError) -> LaunchError + use<> {
+        let name = self.description.name.clone();
+        move |source| LaunchError::Qmp { name, source }
+    }
+
+    fn ended(&self, guest: &Guest) -> LaunchError {
+        LaunchError::Ended {
+            name: guest.name().to_owned(),
+            log: guest.folder().log_tail(),
+        }
+    }
+}

@@ -1,0 +1,505 @@
+//! A guest's machine as its running QEMU shows it, and what of it cannot be moved.
+//!
+//! What is read is what decides whether a state fits, and nothing that differs between two
+//! QEMUs that emulate the same machine: no addresses of this process, no names of objects that
+//! QEMU numbers as it likes, no CPU property that is only bookkeeping.
+
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use futures_util::{StreamExt, TryStreamExt, stream};
+use longhaul_protocol::limits::{CPU_PROPERTIES_MAX, DEVICES_MAX};
+use longhaul_protocol::machine::{Device, Machine, RamBlock};
+use serde_json::{Value, json};
+use std::collections::{BTreeMap, BTreeSet};
+
+/// Questions that are put to QEMU without waiting for their answers.
+const QUESTIONS_AT_ONCE: usize = 48;
+
+/// CPU properties that the guest sees and that are no feature bits.
+const CPU_VALUES: [&str; 10] = [
+    "family",
+    "guest-phys-bits",
+    "level",
+    "level-func7",
+    "model",
+    "model-id",
+    "phys-bits",
+    "stepping",
+    "vendor",
+    "xlevel",
+];
+/// Switches of what the guest sees that QEMU does not count among the features.
+const CPU_SWITCHES: [&str; 7] = [
+    "cpuid-0xb",
+    "kvm",
+    "l3-cache",
+    "legacy-cache",
+    "pmu",
+    "tcg-cpuid",
+    "vmware-cpuid-freq",
+];
+/// Features that follow from the number of vCPUs, and that only newer QEMUs show as such.
+const CPU_DERIVED: [&str; 2] = ["cmp-legacy", "ht"];
+/// Devices of a PC that are there or not by what its machine was asked for, and have no id.
+const OPTIONAL_DEVICES: [&str; 9] = [
+    "hpet",
+    "i8042",
+    "isa-debugcon",
+    "isa-fdc",
+    "isa-parallel",
+    "isa-serial",
+    "pvpanic",
+    "vmmouse",
+    "vmport",
+];
+
+/// Something that keeps a guest from being moved.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Blocker {
+    /// What it is, in one sentence.
+    pub text: String,
+    /// What to do about it.
+    pub hint: String,
+}
+
+/// Reads the machine of a running QEMU.
+pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
+    let cpus = list(
+        &ask(qmp, "query-cpus-fast", json!({})).await?,
+        "query-cpus-fast",
+    )?;
+    let first = cpus.first().and_then(|cpu| cpu["qom-path"].as_str());
+    let first = first.ok_or_else(|| not_understood("query-cpus-fast", "it names no vCPU"))?;
+    let machine_type = ask(
+        qmp,
+        "qom-get",
+        json!({"path": "/machine", "property": "type"}),
+    )
+    .await?;
+    let machine_type = machine_type.as_str().unwrap_or_default();
+    let kvm = ask(qmp, "query-kvm", json!({})).await?;
+    Ok(Machine {
+        qemu: qmp.version().to_string(),
+        machine_type: machine_type.trim_end_matches("-machine").to_owned(),
+        accelerator: match kvm["enabled"].as_bool() {
+            Some(true) => "kvm",
+            _ => "tcg",
+        }
+        .to_owned(),
+        vcpus: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
+        ram_blocks: ram_blocks(&qmp.hmp("info ramblock", COMMAND_TIMEOUT).await?)?,
+        devices: devices(qmp).await?,
+        cpu_properties: cpu_properties(qmp, first).await?,
+    })
+}
+
+/// Reads what `info ramblock` prints, in which newer QEMUs have more columns at the right.
+fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, QmpError> {
+    let parse = |line: &str| {
+        // The name may hold anything; it stands before its page size and three long numbers.
+        let long = |word: &&str| word.len() == 18 && word.starts_with("0x");
+        let first = line.split_ascii_whitespace().find(long)?;
+        let (name, page_bytes) = name_and_page_size(line.split(first).next()?)?;
+        let mut numbers = line
+            .split_ascii_whitespace()
+            .filter(long)
+            .filter_map(|word| u64::from_str_radix(&word[2..], 16).ok());
+        let (_offset, used_bytes, max_bytes) = (numbers.next()?, numbers.next()?, numbers.next()?);
+        let block = RamBlock {
+            used_bytes,
+            max_bytes,
+            page_bytes,
+        };
+        Some((name.to_owned(), block))
+    };
+    let mut blocks = BTreeMap::new();
+    for line in text.lines().skip(1).filter(|line| !line.trim().is_empty()) {
+        let (name, block) = parse(line).ok_or_else(|| {
+            not_understood("info ramblock", &format!("`{}` is no block", line.trim()))
+        })?;
+        blocks.insert(name, block);
+    }
+    match blocks.is_empty() {
+        true => Err(not_understood("info ramblock", "it lists no block")),
+        false => Ok(blocks),
+    }
+}
+
+/// Reads the likes of `  pc.ram    4 KiB  `.
+fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
+    let (rest, unit) = text.trim().rsplit_once(' ')?;
+    let (name, number) = rest.trim_end().rsplit_once(' ')?;
+    let shift = match unit {
+        "B" => 0,
+        "KiB" => 10,
+        "MiB" => 20,
+        "GiB" => 30,
+        _ => return None,
+    };
+    let number: u64 = number.parse().ok()?;
+    Some((name.trim(), number.checked_mul(1 << shift)?))
+}
+
+async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
+    let mut devices = BTreeMap::new();
+    for (container, prefix) in [("peripheral", ""), ("peripheral-anon", "unnamed ")] {
+        let path = format!("/machine/{container}");
+        for (name, kind) in children(qmp, &path).await? {
+            let address = address(qmp, &format!("{path}/{name}")).await?;
+            devices.insert(format!("{prefix}{name}"), Device { kind, address });
+        }
+    }
+    let buses = ask(qmp, "query-pci", json!({})).await?;
+    for bus in list(&buses, "query-pci")? {
+        // A bridge's bus has a number only once firmware gave it one, and sits on a named device.
+        if bus["bus"].as_u64() == Some(0) {
+            devices.extend(built_in(&bus));
+        }
+    }
+    let mut counts: BTreeMap<String, u32> = BTreeMap::new();
+    for (_, kind) in children(qmp, "/machine/unattached").await? {
+        if OPTIONAL_DEVICES.contains(&kind.as_str()) {
+            let count = counts.entry(kind.clone()).or_default();
+            devices.insert(
+                format!("{kind} {count}"),
+                Device {
+                    kind,
+                    address: None,
+                },
+            );
+            *count += 1;
+        }
+    }
+    if devices.len() > DEVICES_MAX {
+        let why = format!("there are more than {DEVICES_MAX} devices");
+        return Err(not_understood("qom-list", &why));
+    }
+    Ok(devices)
+}
+
+/// The children of an object that are devices, with their types.
+async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
+    let properties = ask(qmp, "qom-list", json!({"path": path})).await?;
+    let child = |property: &Value| {
+        let kind = property["type"].as_str()?;
+        let kind = kind.strip_prefix("child<")?.strip_suffix('>')?;
+        Some((property["name"].as_str()?.to_owned(), kind.to_owned()))
+    };
+    Ok(list(&properties, "qom-list")?
+        .iter()
+        .filter_map(child)
+        .collect())
+}
+
+/// Where a device sits: its bus, and its place on that.
+async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, QmpError> {
+    let (bus, slot, port) = tokio::try_join!(
+        property(qmp, path, "parent_bus"),
+        property(qmp, path, "addr"),
+        property(qmp, path, "nr"),
+    )?;
+    let Some(bus) = bus
+        .as_ref()
+        .and_then(Value::as_str)
+        .filter(|bus| !bus.is_empty())
+    else {
+        return Ok(None);
+    };
+    let bus = bus.rsplit('/').next().unwrap_or(bus);
+    let place = match (slot, port) {
+        (Some(Value::Number(slot)), _) => slot.as_u64().map(pci_place),
+        (Some(Value::String(slot)), _) => Some(slot),
+        (None, Some(port)) => Some(port.to_string()),
+        _ => None,
+    };
+    Ok(Some(match place {
+        Some(place) => format!("{bus}/{place}"),
+        None => bus.to_owned(),
+    }))
+}
+
+/// `slot.function` of what QEMU calls `devfn`.
+fn pci_place(devfn: u64) -> String {
+    format!("{:02x}.{:x}", devfn >> 3, devfn & 7)
+}
+
+/// The functions of a PCI bus that came with the machine, and so have no id.
+fn built_in(bus: &Value) -> Vec<(String, Device)> {
+    let nothing = Vec::new();
+    let functions = bus["devices"].as_array().unwrap_or(&nothing);
+    let entry = |function: &Value| {
+        if function["qdev_id"].as_str() != Some("") {
+            return None;
+        }
+        let devfn = function["slot"].as_u64()? << 3 | function["function"].as_u64()?;
+        let place = pci_place(devfn);
+        let id = &function["id"];
+        let (vendor, device) = (id["vendor"].as_u64()?, id["device"].as_u64()?);
+        let class = function["class_info"]["desc"]
+            .as_str()
+            .unwrap_or("PCI function");
+        let device = Device {
+            kind: format!("{class} {vendor:04x}:{device:04x}"),
+            address: Some(place.clone()),
+        };
+        Some((format!("PCI {place}"), device))
+    };
+    functions.iter().filter_map(entry).collect()
+}
+
+async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String>, QmpError> {
+    // Expanding the empty model lists every feature bit by the one name that is not an alias.
+    let model = json!({"type": "static", "model": {"name": "base"}});
+    let expanded = ask(qmp, "query-cpu-model-expansion", model).await?;
+    let features = expanded["model"]["props"].as_object();
+    let features = features
+        .ok_or_else(|| not_understood("query-cpu-model-expansion", "it lists no properties"))?;
+    let known = ask(qmp, "qom-list", json!({"path": path})).await?;
+    let known = list(&known, "qom-list")?;
+    let names: BTreeSet<&str> = known
+        .iter()
+        .filter_map(|property| property["name"].as_str())
+        .filter(|name| {
+            let feature = features.contains_key(*name) && !CPU_DERIVED.contains(name);
+            let enlightenment = name.starts_with("hv-") && *name != "hv-passthrough";
+            feature || enlightenment || CPU_VALUES.contains(name) || CPU_SWITCHES.contains(name)
+        })
+        .collect();
+    if names.len() > CPU_PROPERTIES_MAX {
+        let why = format!("a CPU has more than {CPU_PROPERTIES_MAX} properties");
+        return Err(not_understood("qom-list", &why));
+    }
+    stream::iter(names)
+        .map(|name| async move {
+            let value = property(qmp, path, name).await?;
+            Ok::<_, QmpError>(value.map(|value| (name.to_owned(), shown(&value))))
+        })
+        .buffer_unordered(QUESTIONS_AT_ONCE)
+        .try_filter_map(|entry| async move { Ok(entry) })
+        .try_collect()
+        .await
+}
+
+fn shown(value: &Value) -> String {
+    match value {
+        Value::Bool(true) => "on".to_owned(),
+        Value::Bool(false) => "off".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// What of a guest cannot be moved; empty where everything can.
+pub async fn blockers(qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, QmpError> {
+    let migration = ask(qmp, "query-migrate", json!({})).await?;
+    let reasons = migration["blocked-reasons"].as_array().cloned();
+    let reasons: Vec<String> = reasons
+        .unwrap_or_default()
+        .iter()
+        .filter_map(|reason| reason.as_str().map(str::to_owned))
+        .collect();
+    let guard = "confidential-guest-support";
+    let guard = property(qmp, "/machine", guard).await?;
+    let guard = guard.as_ref().and_then(Value::as_str).unwrap_or_default();
+    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
+    Ok(blockers_of(machine, &reasons, guard, &networks))
+}
+
+fn blockers_of(
+    machine: &Machine,
+    reasons: &[String],
+    confidential_guest: &str,
+    networks: &str,
+) -> Vec<Blocker> {
+    let mut found = Vec::new();
+    for (name, device) in &machine.devices {
+        if let Some((what, hint)) = immovable(&device.kind) {
+            found.push(Blocker {
+                text: format!("device {name} ({}) cannot be moved: {what}", device.kind),
+                hint: hint.to_owned(),
+            });
+        }
+    }
+    if !confidential_guest.is_empty() {
+        found.push(Blocker {
+            text: "the guest's memory is encrypted by the processor, so no other host can load it"
+                .to_owned(),
+            hint: "shut it down and start it at the destination".to_owned(),
+        });
+    }
+    if networks
+        .lines()
+        .any(|line| line.contains("type=vhost-user"))
+    {
+        found.push(Blocker {
+            text: "a network card is served by another process (vhost-user) that writes into the \
+                   guest's memory unseen"
+                .to_owned(),
+            hint: "give the guest a network card on a bridge instead".to_owned(),
+        });
+    }
+    found.extend(reasons.iter().map(|reason| {
+        Blocker {
+            text: format!("QEMU refuses to move the guest: {reason}"),
+            hint: "remove what QEMU names from the guest, or shut it down and start it at the \
+               destination"
+                .to_owned(),
+        }
+    }));
+    found
+}
+
+/// Kinds of devices whose state stays on a host, what that state is, and what to do.
+fn immovable(kind: &str) -> Option<(&'static str, &'static str)> {
+    const DETACH: &str = "detach it from the guest before moving, and attach it again afterwards";
+    const REPLACE: &str = "give the guest a disk or network card that QEMU serves itself";
+    const UNMOUNT: &str = "unmount the folder in the guest and detach the device before moving";
+    [
+        ("vfio-", "it is a piece of this host's hardware", DETACH),
+        (
+            "virtio-mem",
+            "memory that is plugged in and out is not supported",
+            DETACH,
+        ),
+        ("virtio-pmem", "its content is a file of this host", DETACH),
+        ("nvdimm", "its content is a file of this host", DETACH),
+        (
+            "ivshmem",
+            "it is memory shared with other programs of this host",
+            DETACH,
+        ),
+        ("virtio-9p", "it is a folder of this host", UNMOUNT),
+        ("vhost-user-fs", "it is a folder of this host", UNMOUNT),
+        (
+            "vhost-user-",
+            "another process of this host serves it",
+            REPLACE,
+        ),
+        ("vhost-vsock", "its connections end in this host", DETACH),
+        ("vhost-scsi", "this host's kernel serves it", REPLACE),
+        (
+            "vhost-vdpa",
+            "it is a piece of this host's hardware",
+            DETACH,
+        ),
+    ]
+    .into_iter()
+    .find_map(|(prefix, what, hint)| kind.starts_with(prefix).then_some((what, hint)))
+}
+
+async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpError> {
+    qmp.execute(command, arguments, COMMAND_TIMEOUT).await
+}
+
+/// An object's property; none where it has none of that name.
+async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
+    let question = json!({"path": path, "property": name});
+    match ask(qmp, "qom-get", question).await {
+        Ok(value) => Ok(Some(value)),
+        Err(QmpError::Refused { .. }) => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+fn list(value: &Value, command: &str) -> Result<Vec<Value>, QmpError> {
+    match value.as_array() {
+        Some(values) => Ok(values.clone()),
+        None => Err(not_understood(command, "it is no list")),
+    }
+}
+
+fn not_understood(command: &str, why: &str) -> QmpError {
+    QmpError::Answer {
+        command: command.to_owned(),
+        why: why.to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const OLD: &str = "              Block Name    PSize              Offset               Used              Total\r\n\
+                  pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000\r\n\
+ /rom@etc/acpi/tables    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000\r\n";
+    const NEW: &str = "              Block Name    PSize              Offset               Used              Total                HVA  RO\r\n\
+                  pc.ram    2 MiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fbfb7e00000  rw\r\n\
+        a block, named 0x1    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000 0x00007fc009200000  ro\r\n";
+
+    fn machine(kinds: &[&str]) -> Machine {
+        let device = |kind: &&str| {
+            let device = Device {
+                kind: (*kind).to_owned(),
+                address: None,
+            };
+            (format!("d-{kind}"), device)
+        };
+        Machine {
+            qemu: "10.0.2".to_owned(),
+            machine_type: "pc-q35-10.0".to_owned(),
+            accelerator: "tcg".to_owned(),
+            vcpus: 1,
+            ram_blocks: BTreeMap::new(),
+            devices: kinds.iter().map(device).collect(),
+            cpu_properties: BTreeMap::new(),
+        }
+    }
+
+    #[test]
+    fn both_forms_of_the_list_of_blocks_are_read() {
+        let old = ram_blocks(OLD).unwrap();
+        assert_eq!(old.len(), 2);
+        assert_eq!(old["pc.ram"].used_bytes, 64 << 20);
+        assert_eq!(old["/rom@etc/acpi/tables"].max_bytes, 2 << 20);
+        let new = ram_blocks(NEW).unwrap();
+        assert_eq!(new["pc.ram"].page_bytes, 2 << 20);
+        assert_eq!(new["pc.ram"].max_bytes, 64 << 20);
+    }
+
+    #[test]
+    fn a_list_that_is_not_understood_is_an_error() {
+        let head = OLD.lines().next().unwrap();
+        for text in [
+            "",
+            head,
+            &format!("{head}\npc.ram 4 KiB 0x0 0x0 0x0"),
+            "a\nb",
+        ] {
+            assert!(ram_blocks(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_moved_is_named() {
+        let fine = machine(&["virtio-net-pci", "virtio-blk-pci", "virtserialport"]);
+        assert_eq!(
+            blockers_of(&fine, &[], "", "nic0: type=nic\r\n \\ net0: type=tap"),
+            []
+        );
+        let kinds = [
+            "vfio-pci",
+            "virtio-mem-pci",
+            "virtio-9p-pci",
+            "vhost-user-fs-pci",
+        ];
+        let reasons = ["it is not migratable".to_owned()];
+        let found = blockers_of(
+            &machine(&kinds),
+            &reasons,
+            "/objects/sev0",
+            "a: type=vhost-user",
+        );
+        let texts: Vec<&str> = found.iter().map(|blocker| blocker.text.as_str()).collect();
+        assert_eq!(texts.len(), 7);
+        for (text, expected) in texts.iter().zip([
+            "device d-vfio-pci (vfio-pci) cannot be moved: it is a piece of this host's hardware",
+            "device d-vhost-user-fs-pci (vhost-user-fs-pci) cannot be moved: it is a folder",
+            "device d-virtio-9p-pci (virtio-9p-pci) cannot be moved: it is a folder of this host",
+            "device d-virtio-mem-pci (virtio-mem-pci) cannot be moved: memory that is plugged",
+            "the guest's memory is encrypted",
+            "a network card is served by another process (vhost-user)",
+            "QEMU refuses to move the guest: it is not migratable",
+        ]) {
+            assert!(text.starts_with(expected), "{text}");
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! Processes that may outlive the agent: naming one so that it is found again and never mistaken
+//! for another, ending it, and the account that it runs under.
+
+use nix::unistd::{Gid, Uid, User};
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use serde::{Deserialize, Serialize};
+use std::io;
+use std::os::fd::OwnedFd;
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+
+/// Names one process for as long as the machine is up, and none after that.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProcessId {
+    /// Its number, which the system gives out again.
+    pub pid: i32,
+    /// When it started, in clock ticks since the machine did.
+    pub start_ticks: u64,
+    /// Which start of the machine that was.
+    pub boot_id: String,
+}
+
+/// A hold on one process: signals reach it and never a successor of the same number.
+#[derive(Debug)]
+pub struct Process {
+    id: ProcessId,
+    fd: AsyncFd<OwnedFd>,
+}
+
+/// The account that a program runs under.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Account {
+    /// Its name.
+    pub name: String,
+    /// Its user id.
+    pub uid: Uid,
+    /// Its primary group.
+    pub gid: Gid,
+}
+
+impl ProcessId {
+    /// The process that has this number now, unless it has ended.
+    pub fn of(pid: i32) -> io::Result<Option<Self>> {
+        let Some(stat) = Stat::read(pid)? else {
+            return Ok(None);
+        };
+        let boot_id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
+        Ok((!stat.ended).then(|| Self {
+            pid,
+            start_ticks: stat.start_ticks,
+            boot_id: boot_id.trim().to_owned(),
+        }))
+    }
+
+    /// Whether the process still runs.
+    pub fn is_alive(&self) -> io::Result<bool> {
+        Ok(Self::of(self.pid)?.as_ref() == Some(self))
+    }
+}
+
+impl Process {
+    /// Takes hold of a process; none where it has ended.
+    pub fn open(id: &ProcessId) -> io::Result<Option<Self>> {
+        let Some(pid) = Pid::from_raw(id.pid.max(0)) else {
+            return Ok(None);
+        };
+        let fd = match pidfd_open(pid, PidfdFlags::empty()) {
+            Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(None),
+            other => other?,
+        };
+        // Only now, with the hold taken, does the comparison say anything.
+        if !id.is_alive()? {
+            return Ok(None);
+        }
+        #[expect(unsafe_code, reason = "tokio has no safe way to wait for a file")]
+        // SAFETY: an `OwnedFd` is open, and names the same file, for as long as it lives; nothing
+        // takes it out of the `AsyncFd`.
+        let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
+        let id = id.clone();
+        Ok(Some(Self { id, fd }))
+    }
+
+    /// Which process it is.
+    pub fn id(&self) -> &ProcessId {
+        &self.id
+    }
+
+    /// Asks the process to end.
+    pub fn terminate(&self) -> io::Result<()> {
+        self.signal(Signal::TERM)
+    }
+
+    /// Ends the process.
+    pub fn kill(&self) -> io::Result<()> {
+        self.signal(Signal::KILL)
+    }
+
+    /// Waits until the process has ended.
+    pub async fn ended(&self) -> io::Result<()> {
+        self.fd.readable().await.map(|_| ())
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(self.fd.get_ref(), signal) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Account {
+    /// The account of that name; an error says what to do.
+    pub fn of(name: &str) -> Result<Self, String> {
+        match User::from_name(name) {
+            Ok(Some(user)) => Ok(Self {
+                name: user.name,
+                uid: user.uid,
+                gid: user.gid,
+            }),
+            Ok(None) => Err(format!(
+                "is `{name}`, and this host has no such user: create it (useradd --system {name})"
+            )),
+            Err(error) => Err(format!("is `{name}`, which cannot be looked up: {error}")),
+        }
+    }
+}
+
+/// What `/proc/PID/stat` says.
+struct Stat {
+    start_ticks: u64,
+    ended: bool,
+}
+
+impl Stat {
+    fn read(pid: i32) -> io::Result<Option<Self>> {
+        let text = match std::fs::read_to_string(format!("/proc/{pid}/stat")) {
+            Ok(text) => text,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
+            // The process ended between opening and reading.
+            Err(error) if error.raw_os_error() == Some(nix::libc::ESRCH) => return Ok(None),
+            Err(error) => return Err(error),
+        };
+        Self::parse(&text)
+            .map(Some)
+            .ok_or_else(|| io::Error::other(format!("/proc/{pid}/stat has an unknown form")))
+    }
+
+    fn parse(text: &str) -> Option<Self> {
+        // The second field is the program's name in brackets, which may hold anything.
+        let (_, rest) = text.rsplit_once(')')?;
+        let mut fields = rest.split_ascii_whitespace();
+        let state = fields.next()?;
+        // The state is field 3, the start is field 22.
+        let start_ticks = fields.nth(18)?.parse().ok()?;
+        Some(Self {
+            start_ticks,
+            ended: matches!(state, "Z" | "X" | "x"),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::process::Command;
+
+    #[test]
+    fn the_start_is_read_whatever_the_name() {
+        let text = "7 (a) Z (b) S 1 7 7 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 4242 1 1";
+        let stat = Stat::parse(text).unwrap();
+        assert_eq!(stat.start_ticks, 4242);
+        assert!(!stat.ended);
+        assert!(Stat::parse("7 (a) S 1 2").is_none());
+    }
+
+    #[tokio::test]
+    async fn a_process_is_held_until_it_ends() {
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let id = ProcessId::of(child.id() as i32).unwrap().unwrap();
+        assert!(id.is_alive().unwrap());
+        let process = Process::open(&id).unwrap().unwrap();
+        process.kill().unwrap();
+        process.ended().await.unwrap();
+        // Ended and not yet reaped: gone for us.
+        assert!(!id.is_alive().unwrap());
+        child.wait().unwrap();
+        assert!(Process::open(&id).unwrap().is_none());
+        process.kill().unwrap();
+    }
+
+    #[tokio::test]
+    async fn another_process_of_the_same_number_is_not_taken() {
+        let mut id = ProcessId::of(std::process::id() as i32).unwrap().unwrap();
+        id.start_ticks += 1;
+        assert!(Process::open(&id).unwrap().is_none());
+        id.start_ticks -= 1;
+        assert!(id.is_alive().unwrap());
+        id.boot_id = "another".to_owned();
+        assert!(Process::open(&id).unwrap().is_none());
+        id.pid = -1;
+        assert!(Process::open(&id).unwrap().is_none());
+    }
+}

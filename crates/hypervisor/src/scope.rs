@@ -1,0 +1,372 @@
+//! Where a QEMU runs: never in the agent's own unit, session or cgroup, so that whatever ends the
+//! agent leaves the guests alone.
+//!
+//! Where systemd runs this machine, a QEMU is a transient service of its own. Elsewhere it gets a
+//! session of its own, and a cgroup wherever one can be made.
+
+use crate::process::Account;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+use tokio::process::{Child, Command};
+
+/// Folder of the guests' cgroups in each hierarchy.
+const CGROUP_FOLDER: &str = "longhaul";
+/// How often a cgroup is tried to be removed whose last process is ending.
+const CGROUP_TRIES: u32 = 50;
+/// What programs that are started here see as their environment.
+const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
+
+/// What a QEMU runs in.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Scope {
+    /// A session of its own.
+    #[default]
+    Session,
+    /// A session of its own, and these cgroups.
+    Cgroups(Vec<PathBuf>),
+    /// A transient unit of systemd.
+    Unit(String),
+}
+
+/// A program to be started.
+pub(crate) struct Program<'a> {
+    /// The program's file.
+    pub(crate) file: &'a Path,
+    pub(crate) arguments: &'a [String],
+    pub(crate) account: Option<&'a Account>,
+    /// Where its standard output and error go.
+    pub(crate) log: &'a Path,
+    /// A name that no other scope of this machine has.
+    pub(crate) scope_name: &'a str,
+}
+
+/// A program that was started.
+pub(crate) struct Started {
+    pub(crate) pid: i32,
+    pub(crate) scope: Scope,
+    /// The child to be waited for, where it is one of this process.
+    pub(crate) child: Option<Child>,
+}
+
+/// Whether systemd runs this machine, and sees the same network as this process.
+///
+/// An agent in a network namespace of its own (as in the laboratory) must keep its QEMUs in it.
+fn systemd_serves() -> bool {
+    let network = |process| fs::read_link(format!("/proc/{process}/ns/net")).ok();
+    let own = network("self");
+    Path::new("/run/systemd/system").is_dir()
+        && nix::unistd::geteuid().is_root()
+        && own.is_some()
+        && own == network("1")
+}
+
+/// Starts a program in a scope of its own.
+pub(crate) async fn start(program: &Program<'_>) -> io::Result<Started> {
+    if systemd_serves() {
+        start_unit(program).await
+    } else {
+        start_session(program)
+    }
+}
+
+fn unit_arguments(program: &Program<'_>, unit: &str) -> Vec<String> {
+    let log = program.log.display();
+    let mut arguments: Vec<String> = [
+        "--quiet",
+        "--collect",
+        "--no-ask-password",
+        "--service-type=exec",
+        "--working-directory=/",
+        "--property=NoNewPrivileges=yes",
+        "--property=StandardInput=null",
+    ]
+    .map(str::to_owned)
+    .into();
+    arguments.push(format!("--unit={unit}"));
+    arguments.push(format!(
+        "--description=Guest of Longhaul ({})",
+        program.scope_name
+    ));
+    arguments.push(format!("--property=StandardOutput=append:{log}"));
+    arguments.push(format!("--property=StandardError=append:{log}"));
+    if let Some(account) = program.account {
+        arguments.push(format!("--uid={}", account.name));
+    }
+    arguments.push("--".to_owned());
+    arguments.push(program.file.display().to_string());
+    // systemd would put variables in the place of their names.
+    let literal = |argument: &String| argument.replace('$', "$$");
+    arguments.extend(program.arguments.iter().map(literal));
+    arguments
+}
+
+fn unit_name(scope_name: &str) -> String {
+    format!("longhaul-guest-{scope_name}.service")
+}
+
+async fn start_unit(program: &Program<'_>) -> io::Result<Started> {
+    let unit = unit_name(program.scope_name);
+    run("systemd-run", &unit_arguments(program, &unit)).await?;
+    let shown = run(
+        "systemctl",
+        &["show", "--property=MainPID", "--value", &unit],
+    )
+    .await?;
+    let pid = shown.trim().parse().unwrap_or(0);
+    if pid == 0 {
+        return Err(io::Error::other(format!(
+            "systemd started {unit}, and it ended at once"
+        )));
+    }
+    Ok(Started {
+        pid,
+        scope: Scope::Unit(unit),
+        child: None,
+    })
+}
+
+fn start_session(program: &Program<'_>) -> io::Result<Started> {
+    close_files_on_exec()?;
+    let log = File::options()
+        .create(true)
+        .append(true)
+        .open(program.log)?;
+    let mut command = Command::new("setsid");
+    if let Some(account) = program.account {
+        command
+            .arg("setpriv")
+            .arg(format!("--reuid={}", account.uid))
+            .arg(format!("--regid={}", account.gid))
+            .args(["--init-groups", "--inh-caps=-all", "--no-new-privs", "--"]);
+    }
+    let child = command
+        .arg(program.file)
+        .args(program.arguments)
+        .env_clear()
+        .env("PATH", PATH)
+        .env("LANG", "C.UTF-8")
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log)
+        .kill_on_drop(false)
+        .spawn()?;
+    // None only for a child that was waited for.
+    let pid = child.id().unwrap_or(0) as i32;
+    let cgroups = join_cgroups(program.scope_name, pid);
+    Ok(Started {
+        pid,
+        scope: match cgroups.is_empty() {
+            true => Scope::Session,
+            false => Scope::Cgroups(cgroups),
+        },
+        child: Some(child),
+    })
+}
+
+/// Keeps files that this process was started with from being inherited by a QEMU.
+///
+/// All that Rust opens is closed on exec anyway.
+fn close_files_on_exec() -> io::Result<()> {
+    for entry in fs::read_dir("/proc/self/fd")? {
+        let name = entry?.file_name();
+        let Some(number) = name.to_str().and_then(|name| name.parse::<i32>().ok()) else {
+            continue;
+        };
+        if number <= 2 {
+            continue;
+        }
+        #[expect(
+            unsafe_code,
+            reason = "files that nothing in this process owns have no safe name"
+        )]
+        // SAFETY: the borrow lives for this one call, which neither reads nor closes the file. If
+        // another thread closed it meanwhile, the call fails, or marks a file of that thread's
+        // that was to be closed on exec as well.
+        let file = unsafe { BorrowedFd::borrow_raw(number) };
+        match rustix::io::fcntl_setfd(file, rustix::io::FdFlags::CLOEXEC) {
+            Ok(()) | Err(rustix::io::Errno::BADF) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Puts a process into a cgroup of its own in each hierarchy where that can be done.
+fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    let mut joined = Vec::new();
+    for hierarchy in hierarchies(&mounts) {
+        let path = hierarchy.join(CGROUP_FOLDER).join(name);
+        let join = || {
+            fs::create_dir_all(&path)?;
+            fs::write(path.join("cgroup.procs"), pid.to_string())
+        };
+        match join() {
+            Ok(()) => joined.push(path),
+            Err(error) => {
+                tracing::debug!(path = %path.display(), %error, "no cgroup of its own here");
+                let _ = fs::remove_dir(&path);
+            }
+        }
+    }
+    joined
+}
+
+/// Where the hierarchies are mounted in which a process's place decides what it dies with.
+fn hierarchies(mountinfo: &str) -> Vec<PathBuf> {
+    let hierarchy = |line: &str| {
+        let (mount, file_system) = line.split_once(" - ")?;
+        let mut file_system = file_system.split(' ');
+        let kind = file_system.next()?;
+        let options = file_system.nth(1)?;
+        let mut controllers = options.split(',');
+        let wanted = match kind {
+            "cgroup2" => true,
+            "cgroup" => controllers.any(|name| name == "pids" || name == "freezer"),
+            _ => false,
+        };
+        wanted.then(|| mount.split(' ').nth(4).map(PathBuf::from))?
+    };
+    mountinfo.lines().filter_map(hierarchy).collect()
+}
+
+impl Scope {
+    /// The scope of a process that was started under this name, where nothing else says it.
+    pub(crate) fn of_name(name: &str) -> Self {
+        if systemd_serves() {
+            return Self::Unit(unit_name(name));
+        }
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+        let mut paths = hierarchies(&mounts);
+        paths
+            .iter_mut()
+            .for_each(|path| path.extend([CGROUP_FOLDER, name]));
+        paths.retain(|path| path.is_dir());
+        match paths.is_empty() {
+            true => Self::Session,
+            false => Self::Cgroups(paths),
+        }
+    }
+
+    /// Removes what is left of the scope once its process has ended.
+    pub(crate) async fn remove(&self) -> io::Result<()> {
+        match self {
+            Self::Session => Ok(()),
+            Self::Cgroups(paths) => {
+                for path in paths {
+                    remove_cgroup(path).await?;
+                }
+                Ok(())
+            }
+            Self::Unit(unit) => {
+                // A unit that ended well is gone already; then these say that it is not loaded.
+                for verb in ["stop", "reset-failed"] {
+                    if let Err(error) = run("systemctl", &[verb, "--quiet", unit]).await {
+                        tracing::debug!(unit, %error, "unit is gone already");
+                    }
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+async fn remove_cgroup(path: &Path) -> io::Result<()> {
+    for attempt in 0.. {
+        match fs::remove_dir(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+            Err(error) if error.kind() == io::ErrorKind::ResourceBusy && attempt < CGROUP_TRIES => {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            Err(error) => return Err(error),
+            Ok(()) => break,
+        }
+    }
+    // Another guest's may be beside it.
+    let _ = path.parent().map(fs::remove_dir);
+    Ok(())
+}
+
+/// Runs a program of the system and returns what it prints.
+pub(crate) async fn run(program: &str, arguments: &[impl AsRef<str>]) -> io::Result<String> {
+    let output = Command::new(program)
+        .args(arguments.iter().map(AsRef::as_ref))
+        .env("PATH", PATH)
+        .env("LC_ALL", "C")
+        .stdin(Stdio::null())
+        .kill_on_drop(true)
+        .output()
+        .await
+        .map_err(|error| io::Error::new(error.kind(), format!("{program}: {error}")))?;
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).into_owned());
+    }
+    let first = arguments.first().map_or("", AsRef::as_ref);
+    let said = String::from_utf8_lossy(&output.stderr);
+    let said = said.trim();
+    Err(io::Error::other(format!(
+        "{program} {first}: {}: {said}",
+        output.status
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn hierarchies_are_those_that_matter() {
+        let mountinfo = "\
+            25 1 0:23 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755\n\
+            26 25 0:24 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n\
+            27 25 0:25 / /sys/fs/cgroup/freezer rw,relatime - cgroup cgroup rw,freezer\n\
+            28 25 0:26 / /sys/fs/cgroup/pids rw shared:7 - cgroup cgroup rw,pids\n\
+            29 25 0:27 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n\
+            nonsense\n";
+        let found = hierarchies(mountinfo);
+        let expected =
+            ["freezer", "pids", "unified"].map(|name| Path::new("/sys/fs/cgroup").join(name));
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn a_units_command_is_literal() {
+        let account = Account {
+            name: "qemu".to_owned(),
+            uid: 5.into(),
+            gid: 6.into(),
+        };
+        let arguments = unit_arguments(
+            &Program {
+                file: Path::new("/usr/bin/qemu"),
+                arguments: &["-append".to_owned(), "a=$HOME %n".to_owned()],
+                account: Some(&account),
+                log: Path::new("/s/qemu.log"),
+                scope_name: "web-7-0123",
+            },
+            "u.service",
+        );
+        let line = arguments.join(" ");
+        assert!(
+            line.ends_with("--uid=qemu -- /usr/bin/qemu -append a=$$HOME %n"),
+            "{line}"
+        );
+        assert!(
+            line.contains("--property=StandardOutput=append:/s/qemu.log"),
+            "{line}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_program_that_fails_is_quoted() {
+        let error = run("sh", &["-c", "echo no >&2; exit 3"]).await.unwrap_err();
+        assert!(error.to_string().contains("exit status: 3: no"), "{error}");
+    }
+}

@@ -1,0 +1,34 @@
+//! TAP devices: a guest's end of a network, made before its QEMU starts and removed after it.
+
+use crate::process::Account;
+use crate::scope::run;
+use std::io;
+
+/// A name for a TAP device that no other guest of this machine has.
+pub(crate) fn name(unique: u32, index: usize) -> String {
+    format!("lh{unique:08x}-{index}")
+}
+
+/// Makes a TAP device that `account` may open, and plugs it into a bridge.
+pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) -> io::Result<()> {
+    let mut add = vec!["tuntap", "add", "dev", name, "mode", "tap"];
+    let uid = account.map(|account| account.uid.to_string());
+    if let Some(uid) = &uid {
+        add.extend(["user", uid]);
+    }
+    run("ip", &add).await?;
+    let plugged = run("ip", &["link", "set", "dev", name, "master", bridge, "up"]).await;
+    if let Err(error) = plugged {
+        remove(name).await?;
+        return Err(error);
+    }
+    Ok(())
+}
+
+/// Removes a TAP device, if it is there.
+pub(crate) async fn remove(name: &str) -> io::Result<()> {
+    if !std::path::Path::new("/sys/class/net").join(name).exists() {
+        return Ok(());
+    }
+    run("ip", &["link", "del", "dev", name]).await.map(|_| ())
+}
