@@ -1,14 +1,16 @@
 //! One measured move of a guest between two hosts, by whichever system, and the row it gives.
 
 use crate::arena::{Arena, ArenaError, Workload};
+use crate::bench::document::AskedLink;
 use crate::error::LabError;
-use crate::guest::{KernelFiles, Tiny};
+use crate::guest::{CHANNEL_NAME, KernelFiles, Tiny};
 use crate::interrupt;
 use crate::lab::Lab;
 use crate::link::spec::LinkSpec;
 use crate::link::stats::LinkStats;
 use crate::measure::{self, Observed, ProcessMeter, Stalls, Used};
 use crate::peer::{PeerHost, PeerMove, PeerQemu, PeerSystem};
+use crate::product::{Finished, Product, channel_socket};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -16,6 +18,8 @@ use std::time::{Duration, Instant};
 /// A guest under TCG is up in 2 s, on a machine that does nothing else.
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
+/// What a command may take beyond the move itself.
+const FINISH_LIMIT: Duration = Duration::from_secs(60);
 const PAGE_BYTES: f64 = 4096.0;
 
 /// What is moved, and how it is asked for.
@@ -45,12 +49,12 @@ impl Case {
 }
 
 /// A row of the benches that move guests. What was not measured is null.
-#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+#[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MoveRow {
     /// Who moved the guest.
     pub system: String,
     /// The link as asked for.
-    pub link: LinkRow,
+    pub link: AskedLink,
     /// The strategy.
     pub strategy: String,
     /// What the arena holds.
@@ -97,27 +101,6 @@ pub struct MoveRow {
     pub passes: Option<u64>,
 }
 
-/// A link as it was asked for.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
-pub struct LinkRow {
-    /// Bits per second.
-    pub rate_bps: u64,
-    /// Round trip.
-    pub rtt_ms: f64,
-    /// Share of frames lost.
-    pub loss: f64,
-}
-
-impl From<LinkSpec> for LinkRow {
-    fn from(link: LinkSpec) -> Self {
-        Self {
-            rate_bps: link.rate_bps,
-            rtt_ms: link.rtt.as_secs_f64() * 1000.0,
-            loss: link.loss,
-        }
-    }
-}
-
 /// What the guest is and does.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Parameters {
@@ -146,6 +129,8 @@ pub struct Predicted {
     pub total_ms: Option<f64>,
     /// Downtime.
     pub downtime_ms: Option<f64>,
+    /// Downtime at most.
+    pub downtime_at_most_ms: Option<f64>,
     /// Bytes over the link.
     pub link_bytes: Option<u64>,
 }
@@ -191,8 +176,24 @@ impl MoveRow {
                 guest_memory_bytes: case.guest.memory_mib << 20,
             },
             repeat: case.repeat,
+            outcome: String::new(),
+            link_bytes: None,
+            link_bytes_back: None,
+            memory_bytes: None,
+            disk_bytes: None,
+            total_ms: None,
             asked_downtime_ms: case.downtime_ms,
-            ..Self::default()
+            downtime_ms: None,
+            stalls: None,
+            work_before_per_s: None,
+            work_during_per_s: None,
+            work_after_per_s: None,
+            predicted: Predicted::default(),
+            cpu_s: CpuRow::default(),
+            agent_peak_bytes: PeakRow::default(),
+            storage_bytes: None,
+            verify_errors: None,
+            passes: None,
         }
     }
 
@@ -203,10 +204,35 @@ impl MoveRow {
         self.link_bytes_back = carried(after.back.carried_bytes, before.back.carried_bytes);
     }
 
-    /// Notes what was seen of the guest.
+    /// Notes what the product said of its move.
+    pub fn note_finished(&mut self, finished: &Finished) {
+        self.outcome = if finished.completed() {
+            "completed".to_owned()
+        } else {
+            format!("failed: {}", finished.why())
+        };
+        self.total_ms = Some(ms(finished.began, finished.ended));
+        let Some(report) = &finished.report else {
+            return;
+        };
+        self.memory_bytes = report.link_bytes;
+        self.passes = report.passes.map(u64::from);
+        if let Some(predicted) = &report.predicted {
+            let number = |number: Option<u64>| number.map(|number| number as f64);
+            self.predicted = Predicted {
+                total_ms: number(predicted.total_ms),
+                downtime_ms: number(predicted.downtime_ms),
+                downtime_at_most_ms: number(predicted.downtime_at_most_ms),
+                link_bytes: predicted.link_bytes,
+            };
+        }
+    }
+
+    /// Notes what was seen of the guest; its outcome is known before.
     pub fn note_observed(&mut self, observed: Option<Observed>) {
         let Some(observed) = observed else { return };
-        self.downtime_ms = Some(observed.downtime_ms);
+        // The longest gap of a guest that stayed where it was is no downtime.
+        self.downtime_ms = self.is_completed().then_some(observed.downtime_ms);
         self.stalls = Some(observed.stalls);
         self.work_before_per_s = Some(observed.work_before_per_s);
         self.work_during_per_s = Some(observed.work_during_per_s);
@@ -314,10 +340,6 @@ impl PeerMover<'_> {
         note_verified(&mut row, verify(&mut arena)?);
         let observed = measure::observe(&arena.beats(), result.began, result.ended);
         row.note_observed(observed);
-        if !row.is_completed() {
-            // The longest gap of a guest that stayed where it was is no downtime.
-            row.downtime_ms = None;
-        }
         Ok(row)
     }
 
@@ -328,6 +350,73 @@ impl PeerMover<'_> {
             qemu,
             accelerator: self.accelerator,
         })
+    }
+}
+
+/// Moves guests by Longhaul.
+#[derive(Debug)]
+pub struct LonghaulMover<'a> {
+    /// The laboratory, whose first two hosts it uses.
+    pub lab: &'a Lab,
+    /// Longhaul on its hosts.
+    pub product: &'a Product,
+}
+
+impl LonghaulMover<'_> {
+    /// Boots the guest, moves it, and measures.
+    ///
+    /// # Errors
+    /// When there is nothing to move, or an agent dies; a move that fails is a row.
+    pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
+        let name = &case.guest.name;
+        let guest = self
+            .product
+            .start_guest(self.lab, 0, &case.guest.description())?;
+        let result = self.run_started(case, guest.pid);
+        // On which of them it is depends on how the move went; the other refuses.
+        let stopped = [0, 1].map(|host| self.product.stop_guest(host, name));
+        let row = result?;
+        let [here, there] = stopped;
+        here.or(there).map(|()| row)
+    }
+
+    fn run_started(&self, case: &Case, qemu: Option<u32>) -> Result<MoveRow, LabError> {
+        let mut row = MoveRow::of(case, "longhaul", "precopy");
+        let name = &case.guest.name;
+        let destination = self.lab.host(1)?;
+        let mut arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
+        attach(&arena, &channel_socket(destination, name, CHANNEL_NAME))?;
+        settle(&mut arena, &case.workload)?;
+
+        let link = self.lab.link(0, 1)?;
+        let before = link.stats()?;
+        let agents = [self.product.agent(0)?.pid(), self.product.agent(1)?.pid()];
+        let meters = [meter(agents[0])?, meter(agents[1])?];
+        let source_meter = qemu.map(meter).transpose()?;
+        let downtime = format!("{}ms", case.downtime_ms);
+        let running = self
+            .product
+            .migrate(0, name, destination, &["--downtime", &downtime])?;
+        let finished = running.finish(case.limit + FINISH_LIMIT)?;
+        row.note_link(&before, &link.stats()?);
+        let [source_used, destination_used] = meters.map(ProcessMeter::finish);
+        row.cpu_s.source_agent = source_used.map(|used| used.cpu_s);
+        row.cpu_s.destination_agent = destination_used.map(|used| used.cpu_s);
+        row.agent_peak_bytes.source = source_used.map(|used| used.peak_bytes);
+        row.agent_peak_bytes.destination = destination_used.map(|used| used.peak_bytes);
+        row.cpu_s.source_qemu = source_meter
+            .and_then(ProcessMeter::finish)
+            .map(|used| used.cpu_s);
+        let moved = self.product.guest(1, name)?.and_then(|guest| guest.pid);
+        row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
+        row.note_finished(&finished);
+        note_verified(&mut row, verify(&mut arena)?);
+        row.note_observed(measure::observe(
+            &arena.beats(),
+            finished.began,
+            finished.ended,
+        ));
+        Ok(row)
     }
 }
 

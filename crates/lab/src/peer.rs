@@ -5,6 +5,7 @@ mod qmp;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
+use crate::interrupt;
 use crate::lab::Host;
 use crate::netns::command;
 use longhaul_protocol::guest::GuestDescription;
@@ -253,7 +254,7 @@ impl PeerMove<'_> {
                 let seconds = self.limit.as_secs();
                 return Ok(Some(format!("it had not converged after {seconds} s")));
             }
-            thread::sleep(POLL_EVERY);
+            interrupt::sleep(POLL_EVERY)?;
         }
     }
 }

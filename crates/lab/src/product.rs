@@ -3,7 +3,9 @@
 
 use crate::agent::{self, Agent};
 use crate::error::{During, LabError};
-use crate::guest::{self, KERNEL_NAME, KernelFiles};
+use crate::guest::{KERNEL_NAME, KernelFiles};
+use crate::installed;
+use crate::interrupt;
 use crate::lab::{Host, Lab};
 use crate::process;
 use longhaul_api::{Guest, Guests, Migration, Outcome, Phase, Progress, Report};
@@ -18,6 +20,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
+/// How long nothing is heard of a move before it is looked whether somebody asked to end.
+const SLICE: Duration = Duration::from_millis(100);
+
 /// What hosts find in their agent's configuration.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -29,7 +34,7 @@ pub struct Settings {
 
 impl Settings {
     /// The tables of the configuration of the host of that index.
-    fn table(&self, index: usize, files: &KernelFiles) -> toml::Table {
+    fn table(&self, index: usize, files: &KernelFiles) -> Result<toml::Table, LabError> {
         let text = |path: &Path| toml::Value::from(path.display().to_string());
         let table = |pairs: Vec<(&str, toml::Value)>| {
             pairs
@@ -43,7 +48,7 @@ impl Settings {
             .or(self.qemus.last())
             .cloned()
             .unwrap_or_default();
-        let emulators = table(vec![("preferred", text(&guest::qemu(&label)))]);
+        let emulators = table(vec![("preferred", text(&installed::qemu(&label)?))]);
         let qemu = table(vec![
             ("default", "preferred".into()),
             ("accelerator", self.accelerator.as_str().into()),
@@ -54,7 +59,10 @@ impl Settings {
             ("initrd", text(&files.initramfs)),
         ]);
         let kernels = table(vec![(KERNEL_NAME, kernel.into())]);
-        table(vec![("qemu", qemu.into()), ("kernels", kernels.into())])
+        Ok(table(vec![
+            ("qemu", qemu.into()),
+            ("kernels", kernels.into()),
+        ]))
     }
 }
 
@@ -347,10 +355,11 @@ impl Move {
     pub fn finish(mut self, limit: Duration) -> Result<Finished, LabError> {
         let deadline = Instant::now() + limit;
         loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match self.events.recv_timeout(left) {
+            interrupt::check()?;
+            match self.events.recv_timeout(SLICE) {
                 Ok((at, event)) => self.note(at, event),
                 Err(RecvTimeoutError::Disconnected) => break,
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
                 Err(RecvTimeoutError::Timeout) => {
                     return Err(LabError::Answer {
                         what: "a move".to_owned(),

@@ -4,6 +4,7 @@ pub mod cpio;
 pub mod initramfs;
 
 use crate::error::{During, LabError};
+use crate::installed;
 use longhaul_protocol::guest::{Channel, GuestDescription, Kernel};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,23 +14,6 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub const KERNEL_NAME: &str = "tiny";
 /// The name of the channel that the arena speaks on.
 pub const CHANNEL_NAME: &str = "arena";
-
-/// Where `scripts/install lab` puts what Debian's packages do not put on the path.
-pub fn installed() -> PathBuf {
-    std::env::var_os("LONGHAUL_LAB_DIR")
-        .map_or_else(|| PathBuf::from("/var/lib/longhaul-lab"), PathBuf::from)
-}
-
-/// The program of a QEMU version such as `7.2`; what looks like a path is one.
-pub fn qemu(version: &str) -> PathBuf {
-    if version.contains('/') {
-        return PathBuf::from(version);
-    }
-    installed()
-        .join("qemu")
-        .join(version)
-        .join("qemu-system-x86_64")
-}
 
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -125,7 +109,7 @@ impl KernelFiles {
     /// When the kernel is not there, or the folder cannot be written.
     pub fn make(folder: &Path) -> Result<Self, LabError> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let kernel_folder = installed().join("kernel");
+        let kernel_folder = installed::kernel()?;
         let archive = initramfs::build(&kernel_folder.join("modules")).map_err(|error| {
             LabError::Missing {
                 what: format!("a kernel for the guests ({error})"),

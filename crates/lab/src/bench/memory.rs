@@ -1,0 +1,384 @@
+//! `lab bench memory`: Longhaul and QEMU's own pre-copy move the same guest over the same link.
+
+use super::document::{Document, Sense, median};
+use super::{Bench, Options};
+use crate::arena::Workload;
+use crate::error::LabError;
+use crate::guest::{Chipset, KernelFiles, Tiny};
+use crate::installed;
+use crate::lab::{Lab, Plan};
+use crate::link::spec::LinkSpec;
+use crate::moves::{Case, LonghaulMover, MoveRow, PeerMover};
+use crate::peer::PeerSystem;
+use crate::product::{Product, Settings};
+use std::time::Duration;
+
+/// The bench as `lab bench --list` shows it.
+pub(super) const BENCH: Bench = Bench {
+    name: "memory",
+    about: "a guest's memory moved by Longhaul and by QEMU's own pre-copy, at five dirty rates",
+    minutes: (25, 4),
+    run,
+};
+
+/// The dirty rates at which the bars are set, as shares of the link's rate.
+const BAR_SHARES: [f64; 4] = [0.0, 0.1, 0.3, 0.6];
+/// The dirty rate that no link can follow by sending whole pages.
+const FASTER_THAN_LINK: f64 = 1.5;
+const QUICK_SHARES: [f64; 2] = [0.0, 0.3];
+const LINK: &str = "100mbit,20ms";
+const ASKED_DOWNTIME_MS: u64 = 300;
+const GUEST_MEMORY_MIB: u64 = 256;
+const ARENA_BYTES: u64 = 96 << 20;
+const WORKING_SET_BYTES: u64 = 32 << 20;
+const LIMIT: Duration = Duration::from_secs(120);
+/// How long a move that cannot converge is watched.
+const HOPELESS_LIMIT: Duration = Duration::from_secs(60);
+
+const BYTES_LIMIT: f64 = 0.6;
+const RANDOM_BYTES_LIMIT: f64 = 1.02;
+const DOWNTIME_OF_QEMU: f64 = 1.1;
+
+/// Measures, adding rows and then checks to the document.
+fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
+    let systems = systems(options)?;
+    let link = match options.link {
+        Some(link) => link,
+        None => LINK
+            .parse()
+            .map_err(|error| LabError::Which(format!("{error}")))?,
+    };
+    let plan = Plan {
+        purpose: "bench memory".to_owned(),
+        hosts: 2,
+        link,
+        seed: options.seed,
+    };
+    let mut lab = Lab::create(&plan)?;
+    document.add_link(link, lab.measure_link(link)?);
+    let files = KernelFiles::make(lab.host(0)?.folder())?;
+    let settings = Settings {
+        qemus: vec![options.qemu.clone()],
+        accelerator: "auto".to_owned(),
+    };
+    let product = match systems.contains(&System::Longhaul) {
+        true => Some(Product::start(&mut lab, &files, &settings)?),
+        false => None,
+    };
+    // Peers run as Longhaul's guests do.
+    let kvm = product
+        .as_ref()
+        .map_or(Ok(false), |product| product.has_kvm(0))?;
+    let accelerator = if kvm { "kvm" } else { "tcg" };
+    let binary = installed::qemu(&options.qemu)?;
+    let version = installed::qemu_version(&binary)?;
+    document.machine_mut().accel = Some(accelerator.to_owned());
+    document.machine_mut().qemu = Some(version.clone());
+
+    let peers = PeerMover {
+        lab: &lab,
+        files: &files,
+        qemus: [binary.clone(), binary],
+        accelerator,
+    };
+    let longhaul = product
+        .as_ref()
+        .map(|product| LonghaulMover { lab: &lab, product });
+    let mut rows = Vec::new();
+    for case in cases(options, link, &version)? {
+        for system in &systems {
+            let row = match (system, &longhaul) {
+                (System::Peer(_), _) if case.is_hopeless() && case.case.repeat > 1 => continue,
+                (System::Peer(system), _) => peers.run(&case.case, *system)?,
+                (System::Longhaul, Some(longhaul)) => longhaul.run(&case.case)?,
+                (System::Longhaul, None) => continue,
+            };
+            document.add_row(&row, &show(&row));
+            rows.push(row);
+        }
+    }
+    if systems.contains(&System::Longhaul) && systems.contains(&System::Peer(PeerSystem::Default)) {
+        judge(&rows, document);
+    }
+    Ok(())
+}
+
+/// Who moves the guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum System {
+    Longhaul,
+    Peer(PeerSystem),
+}
+
+fn systems(options: &Options) -> Result<Vec<System>, LabError> {
+    if options.system.is_empty() {
+        return Ok(vec![System::Longhaul, System::Peer(PeerSystem::Default)]);
+    }
+    let named = |name: &String| {
+        let peer = PeerSystem::ALL.into_iter().find(|peer| peer.name() == name);
+        match (name.as_str(), peer) {
+            ("longhaul", _) => Ok(System::Longhaul),
+            (_, Some(peer)) => Ok(System::Peer(peer)),
+            _ => Err(LabError::Which(format!(
+                "this bench has no system `{name}`: it has longhaul, {}",
+                PeerSystem::ALL.map(PeerSystem::name).join(", ")
+            ))),
+        }
+    };
+    options.system.iter().map(named).collect()
+}
+
+struct MemoryCase {
+    case: Case,
+}
+
+impl MemoryCase {
+    /// Whether sending whole pages can never catch up.
+    fn is_hopeless(&self) -> bool {
+        self.case.dirty_share > 1.0
+    }
+}
+
+fn cases(options: &Options, link: LinkSpec, version: &str) -> Result<Vec<MemoryCase>, LabError> {
+    if options.guest != "tiny" {
+        let guest = &options.guest;
+        return Err(LabError::Which(format!(
+            "this bench moves the guest `tiny`, not `{guest}` (hint: --guest tiny)"
+        )));
+    }
+    let mut kinds: Vec<(&str, f64)> = if options.quick {
+        QUICK_SHARES.map(|share| ("mix", share)).to_vec()
+    } else {
+        BAR_SHARES
+            .into_iter()
+            .chain([FASTER_THAN_LINK])
+            .map(|share| ("mix", share))
+            .collect()
+    };
+    kinds.push(("random", 0.0));
+    kinds.retain(|(content, _)| options.wants_workload(content));
+    let mut guest = Tiny::new("bench");
+    guest.chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
+    guest.machine_version = major_minor(version);
+    guest.memory_mib = GUEST_MEMORY_MIB;
+    let mut cases = Vec::new();
+    for repeat in 1..=options.repeats() {
+        for (content, share) in &kinds {
+            let workload = Workload {
+                content: (*content).to_owned(),
+                arena_bytes: ARENA_BYTES,
+                working_set_bytes: WORKING_SET_BYTES,
+                pages_per_s: Case::pages_per_s(link, *share),
+                write_bytes: 512,
+                writers: 1,
+                seed: options.seed.wrapping_add(u64::from(repeat)),
+            };
+            let limit = if *share > 1.0 { HOPELESS_LIMIT } else { LIMIT };
+            cases.push(MemoryCase {
+                case: Case {
+                    guest: guest.clone(),
+                    workload,
+                    dirty_share: *share,
+                    link,
+                    downtime_ms: ASKED_DOWNTIME_MS,
+                    limit,
+                    repeat,
+                },
+            });
+        }
+    }
+    Ok(cases)
+}
+
+fn major_minor(version: &str) -> String {
+    version.split('.').take(2).collect::<Vec<_>>().join(".")
+}
+
+fn show(row: &MoveRow) -> String {
+    let number = |value: Option<f64>, unit: &str| {
+        value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))
+    };
+    format!(
+        "{:<18} {:<6} dirty {:.1} of link, repeat {}: {} over the link, {}, downtime {}, \
+         errors {}, {}",
+        row.system,
+        row.workload,
+        row.parameters.dirty_rate_of_link,
+        row.repeat,
+        number(row.link_bytes.map(|bytes| bytes as f64 / 1e6), "MB"),
+        number(row.total_ms.map(|ms| ms / 1e3), "s"),
+        number(row.downtime_ms, "ms"),
+        row.verify_errors
+            .map_or_else(|| "-".to_owned(), |errors| errors.to_string()),
+        row.outcome,
+    )
+}
+
+/// Computes the checks from the rows.
+fn judge(rows: &[MoveRow], document: &mut Document) {
+    let mut kinds: Vec<(String, f64)> = Vec::new();
+    for row in rows {
+        let kind = (row.workload.clone(), row.parameters.dirty_rate_of_link);
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+        }
+    }
+    for (workload, share) in kinds {
+        let of = |system: &str| -> Vec<&MoveRow> {
+            let of_kind = rows.iter().filter(|row| {
+                row.workload == workload && row.parameters.dirty_rate_of_link == share
+            });
+            of_kind
+                .filter(|row| row.system == system && counts(row))
+                .collect()
+        };
+        let (longhaul, peer) = (of("longhaul"), of(PeerSystem::Default.name()));
+        let bytes = ratio(&longhaul, &peer, |row| {
+            row.link_bytes.map(|bytes| bytes as f64)
+        });
+        if workload == "random" {
+            let name = "bytes_vs_qemu_default.random";
+            document.add_check(name, bytes, Sense::AtMost, RANDOM_BYTES_LIMIT);
+            continue;
+        }
+        if share > 1.0 {
+            let name = format!("downtime_vs_announced.{workload}_{share}");
+            let value = median(longhaul.iter().filter_map(|row| of_announced(row)));
+            document.add_check(&name, value, Sense::AtMost, DOWNTIME_OF_QEMU);
+            continue;
+        }
+        let name = format!("bytes_vs_qemu_default.{workload}_{share}");
+        document.add_check(&name, bytes, Sense::AtMost, BYTES_LIMIT);
+        let downtime = |rows: &[&MoveRow]| median(rows.iter().filter_map(|row| row.downtime_ms));
+        let qemu_ms = downtime(&peer).map_or(0.0, |ms| ms * DOWNTIME_OF_QEMU);
+        let limit_ms = qemu_ms.max(ASKED_DOWNTIME_MS as f64);
+        let name = format!("downtime_ms.{workload}_{share}");
+        document.add_check(&name, downtime(&longhaul), Sense::AtMost, limit_ms);
+    }
+    let own = || rows.iter().filter(|row| row.system == "longhaul");
+    // A row whose guest could not be asked is as bad as one with an error.
+    let errors = own()
+        .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))
+        .sum();
+    document.add_check("verify_errors.longhaul", Some(errors), Sense::AtMost, 0.0);
+    let failed = own().filter(|row| !row.is_completed()).count();
+    document.add_check(
+        "not_completed.longhaul",
+        Some(failed as f64),
+        Sense::AtMost,
+        0.0,
+    );
+}
+
+/// Only moves that went through, of guests that found nothing wrong, are compared.
+fn counts(row: &MoveRow) -> bool {
+    row.is_completed() && row.verify_errors == Some(0)
+}
+
+fn ratio(
+    ours: &[&MoveRow],
+    theirs: &[&MoveRow],
+    value: impl Fn(&MoveRow) -> Option<f64>,
+) -> Option<f64> {
+    let middle = |rows: &[&MoveRow]| median(rows.iter().filter_map(|row| value(row)));
+    Some(middle(ours)? / middle(theirs)?)
+}
+
+/// The downtime as a share of the longest that was announced or asked for.
+fn of_announced(row: &MoveRow) -> Option<f64> {
+    let predicted = row
+        .predicted
+        .downtime_at_most_ms
+        .or(row.predicted.downtime_ms)?;
+    Some(row.downtime_ms? / predicted.max(row.asked_downtime_ms as f64))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row(system: &str, workload: &str, share: f64, bytes: u64, downtime_ms: f64) -> MoveRow {
+        let link: LinkSpec = LINK.parse().unwrap();
+        let workload = Workload {
+            content: workload.to_owned(),
+            arena_bytes: ARENA_BYTES,
+            working_set_bytes: WORKING_SET_BYTES,
+            pages_per_s: Case::pages_per_s(link, share),
+            write_bytes: 512,
+            writers: 1,
+            seed: 1,
+        };
+        let case = Case {
+            guest: Tiny::new("g"),
+            workload,
+            dirty_share: share,
+            link,
+            downtime_ms: ASKED_DOWNTIME_MS,
+            limit: LIMIT,
+            repeat: 1,
+        };
+        let mut row = MoveRow::of(&case, system, "precopy");
+        row.outcome = "completed".to_owned();
+        row.link_bytes = Some(bytes);
+        row.downtime_ms = Some(downtime_ms);
+        row.verify_errors = Some(0);
+        row
+    }
+
+    fn judged(rows: &[MoveRow]) -> Vec<(String, Option<f64>, f64, bool)> {
+        let mut document = Document::new("memory");
+        judge(rows, &mut document);
+        let value = serde_json::to_value(&document).unwrap();
+        let checks = value["checks"].as_array().unwrap().iter();
+        checks
+            .map(|check| {
+                let name = check["name"].as_str().unwrap().to_owned();
+                let limit = check["limit"].as_f64().unwrap();
+                (
+                    name,
+                    check["value"].as_f64(),
+                    limit,
+                    check["holds"].as_bool().unwrap(),
+                )
+            })
+            .collect()
+    }
+
+    #[test]
+    fn the_bars_are_computed_from_medians_of_rows_that_count() {
+        let mut damaged = row("qemu-default", "mix", 0.3, 1, 1.0);
+        damaged.verify_errors = Some(4);
+        let mut late = row("longhaul", "mix", 1.5, 90, 900.0);
+        late.predicted.downtime_at_most_ms = Some(1000.0);
+        let rows = [
+            row("longhaul", "mix", 0.3, 50, 400.0),
+            row("longhaul", "mix", 0.3, 40, 100.0),
+            row("longhaul", "mix", 0.3, 60, 200.0),
+            row("qemu-default", "mix", 0.3, 100, 500.0),
+            damaged,
+            row("longhaul", "random", 0.0, 103, 100.0),
+            row("qemu-default", "random", 0.0, 100, 100.0),
+            late,
+        ];
+        let checks = judged(&rows);
+        let of = |name: &str| checks.iter().find(|check| check.0 == name).unwrap().clone();
+        let bytes = of("bytes_vs_qemu_default.mix_0.3");
+        assert_eq!((bytes.1, bytes.3), (Some(0.5), true));
+        let downtime = of("downtime_ms.mix_0.3");
+        assert_eq!((downtime.1, downtime.3), (Some(200.0), true));
+        assert!((downtime.2 - 550.0).abs() < 1e-9);
+        assert!(!of("bytes_vs_qemu_default.random").3);
+        assert_eq!(of("downtime_vs_announced.mix_1.5").1, Some(0.9));
+        assert!(of("verify_errors.longhaul").3);
+    }
+
+    #[test]
+    fn what_went_wrong_is_never_passed_over() {
+        let mut silent = row("longhaul", "mix", 0.0, 10, 1.0);
+        silent.outcome = "failed: it broke".to_owned();
+        silent.verify_errors = None;
+        let checks = judged(&[silent, row("qemu-default", "mix", 0.0, 100, 100.0)]);
+        assert!(checks.iter().all(|check| !check.3), "{checks:?}");
+        assert_eq!(checks.len(), 4);
+    }
+}
