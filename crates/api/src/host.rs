@@ -131,16 +131,17 @@ pub struct ProbeResult {
     pub host: String,
     /// The version of its agent.
     pub version: Option<String>,
-    /// Shortest round trip, in milliseconds.
+    /// Round trip before anything was sent, in milliseconds.
     pub rtt_ms: Option<f64>,
-    /// Rate from this host to that one, in bits per second of content.
+    /// Round trip while sending, in milliseconds.
+    pub rtt_loaded_ms: Option<f64>,
+    /// Rate from this host to that one, in bits per second of content, as the other side
+    /// counted it.
     pub rate_bps: Option<u64>,
-    /// Bytes of content that arrived.
-    pub received_bytes: Option<u64>,
-    /// Time for which it was sent, in milliseconds.
-    pub sent_ms: Option<u64>,
-    /// Packets sent.
-    pub packets_sent: Option<u64>,
-    /// Packets that were lost.
-    pub packets_lost: Option<u64>,
+    /// The same over the second half of the time.
+    pub rate_late_bps: Option<u64>,
+    /// Rate on the wire, in bits per second: with headers, and with what was lost.
+    pub wire_rate_bps: Option<u64>,
+    /// Share of the packets that were lost, from 0 to 1.
+    pub loss: Option<f64>,
 }

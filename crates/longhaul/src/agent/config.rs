@@ -1,27 +1,66 @@
 //! The agent's configuration: one TOML document, every value with a default.
 
 use crate::agent::state::StartError;
+use longhaul_hypervisor::config::{
+    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
+};
 use serde::Deserialize;
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Where the configuration is when nothing else is said.
 pub(crate) const CONFIG_DEFAULT: &str = "/etc/longhaul/agent.toml";
 /// Largest configuration that is read, in bytes.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
+/// Where a distribution's QEMU is.
+const QEMU_DEFAULT: &str = "/usr/bin/qemu-system-x86_64";
+
 /// The agent's configuration.
-#[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[derive(Debug, Clone)]
 pub(crate) struct Config {
     /// The name that this host goes by; the machine's own where it is left out.
     pub(crate) name: String,
-    /// The folder of identity, trust and journal.
+    /// The folder of identity, trust, journal and guests.
     pub(crate) state: PathBuf,
     /// The UDP address for other agents.
     pub(crate) listen: SocketAddr,
     /// Where commands reach the agent.
     pub(crate) api: ApiConfig,
+    /// What this host offers its guests.
+    pub(crate) hypervisor: Arc<HostConfig>,
+}
+
+/// The document.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    name: Option<String>,
+    #[serde(default = "default_state")]
+    state: PathBuf,
+    #[serde(default = "default_listen")]
+    listen: SocketAddr,
+    #[serde(default)]
+    api: ApiConfig,
+    qemu: Option<QemuConfig>,
+    #[serde(default)]
+    images: BTreeMap<String, Image>,
+    #[serde(default)]
+    networks: BTreeMap<String, Network>,
+    #[serde(default)]
+    firmware: BTreeMap<String, PathBuf>,
+    #[serde(default)]
+    kernels: BTreeMap<String, KernelFiles>,
+}
+
+fn default_state() -> PathBuf {
+    PathBuf::from("/var/lib/longhaul")
+}
+
+fn default_listen() -> SocketAddr {
+    SocketAddr::from(([0, 0, 0, 0], 7400))
 }
 
 /// Where commands reach the agent.
@@ -48,23 +87,25 @@ pub(crate) struct TcpConfig {
     pub(crate) key: Option<PathBuf>,
 }
 
-impl Default for Config {
-    fn default() -> Self {
-        Self {
-            name: machine_name(),
-            state: PathBuf::from("/var/lib/longhaul"),
-            listen: SocketAddr::from(([0, 0, 0, 0], 7400)),
-            api: ApiConfig::default(),
-        }
-    }
-}
-
 impl Default for ApiConfig {
     fn default() -> Self {
         Self {
             socket: PathBuf::from(longhaul_api::SOCKET_DEFAULT),
             tcp: None,
         }
+    }
+}
+
+/// The QEMU that a distribution installs, where there is one.
+fn default_qemu() -> QemuConfig {
+    let path = PathBuf::from(QEMU_DEFAULT);
+    let emulators = path.exists().then(|| ("system".to_owned(), path));
+    QemuConfig {
+        default: None,
+        emulators: emulators.into_iter().collect(),
+        accelerator: AcceleratorChoice::Auto,
+        run_as: None,
+        memory_limit: None,
     }
 }
 
@@ -93,18 +134,19 @@ impl Config {
             message: format!("cannot read the configuration {}: {what}", file.display()),
             hint: hint.map(str::to_owned),
         };
-        match std::fs::metadata(file) {
+        let text = match std::fs::metadata(file) {
             Ok(found) if found.len() > CONFIG_BYTES_MAX => {
                 return Err(error("it is larger than 1 MiB".to_owned(), None));
             }
-            Ok(_) => {}
+            Ok(_) => {
+                std::fs::read_to_string(file).map_err(|other| error(other.to_string(), None))?
+            }
             Err(missing) if missing.kind() == std::io::ErrorKind::NotFound && path.is_none() => {
-                return Ok(Self::default());
+                String::new()
             }
             Err(other) => return Err(error(other.to_string(), None)),
-        }
-        let text = std::fs::read_to_string(file).map_err(|other| error(other.to_string(), None))?;
-        Self::parse(&text).map_err(|what| {
+        };
+        Self::parse(&text, file).map_err(|what| {
             error(
                 what,
                 Some("docs/operating.md, \"The agent's configuration\", lists what it may hold"),
@@ -112,9 +154,24 @@ impl Config {
         })
     }
 
-    fn parse(text: &str) -> Result<Self, String> {
-        let config: Self =
+    fn parse(text: &str, file: &Path) -> Result<Self, String> {
+        let document: Document =
             toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
+        let configured = document.qemu.is_some();
+        let config = Self {
+            name: document.name.unwrap_or_else(machine_name),
+            state: document.state.clone(),
+            listen: document.listen,
+            api: document.api,
+            hypervisor: Arc::new(HostConfig {
+                state: document.state,
+                qemu: document.qemu.unwrap_or_else(default_qemu),
+                images: document.images,
+                networks: document.networks,
+                firmware: document.firmware,
+                kernels: document.kernels,
+            }),
+        };
         if !is_name(&config.name) {
             return Err(format!(
                 "`name = {:?}`: a host's name has 1 to 63 letters, digits, `-`, `_` and `.`, and \
@@ -129,6 +186,13 @@ impl Config {
                 ));
             }
         }
+        // A host that has no QEMU yet can be looked at, trusted and measured all the same.
+        if configured || !config.hypervisor.qemu.emulators.is_empty() {
+            config.hypervisor.check(file).map_err(|error| match error {
+                ConfigError::Value { key, problem, .. } => format!("`{key}` {problem}"),
+                other => other.to_string(),
+            })?;
+        }
         Ok(config)
     }
 }
@@ -137,9 +201,13 @@ impl Config {
 mod tests {
     use super::*;
 
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("agent.toml"))
+    }
+
     #[test]
     fn everything_has_a_default() {
-        let config = Config::parse("").unwrap();
+        let config = parse("").unwrap();
         assert_eq!(config.state, Path::new("/var/lib/longhaul"));
         assert_eq!(config.listen.port(), 7400);
         assert!(config.api.tcp.is_none());
@@ -148,16 +216,16 @@ mod tests {
 
     #[test]
     fn what_is_wrong_is_named_with_its_line() {
-        let unknown = Config::parse("name = \"a\"\nstat = \"/x\"\n").unwrap_err();
+        let unknown = parse("name = \"a\"\nstat = \"/x\"\n").unwrap_err();
         assert!(unknown.contains("line 2"), "{unknown}");
         assert!(unknown.contains("expected one of"), "{unknown}");
-        let address = Config::parse("listen = \"somewhere\"").unwrap_err();
+        let address = parse("listen = \"somewhere\"").unwrap_err();
         assert!(address.contains("line 1"), "{address}");
-        let name = Config::parse("name = \"-x\"").unwrap_err();
+        let name = parse("name = \"-x\"").unwrap_err();
         assert!(name.contains("begins with a letter"), "{name}");
-        let path = Config::parse("state = \"here\"").unwrap_err();
+        let path = parse("state = \"here\"").unwrap_err();
         assert!(path.contains("absolute"), "{path}");
-        let token = Config::parse("[api.tcp]\nlisten = \"0.0.0.0:7443\"").unwrap_err();
+        let token = parse("[api.tcp]\nlisten = \"0.0.0.0:7443\"").unwrap_err();
         assert!(token.contains("token_file"), "{token}");
     }
 

@@ -1,47 +1,494 @@
 //! The guests of this host as the API shows them; starting and stopping them.
+//!
+//! A guest is known here while its QEMU has a folder in the state folder, and from its
+//! description, which stays in `descriptions/` when its QEMU has ended.
 
-use crate::agent::migration::Manager;
+use crate::agent::migration::{Holder, Manager, Right};
 use crate::agent::state::Parts;
-use longhaul_api::{ApiError, ErrorCode, Guest, StartGuest, StopGuest};
+use futures_util::future::join_all;
+use longhaul_api::{
+    ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, Side, StartGuest, StopGuest,
+};
+use longhaul_hypervisor::capabilities::{Accelerator, can_run};
+use longhaul_hypervisor::description;
+use longhaul_hypervisor::guest::{self, Found};
+use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
+use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::Verdict;
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::time::timeout;
+
+/// How long a guest's QEMU may take to say how it is.
+const ASK_WAIT: Duration = Duration::from_secs(3);
+/// How long a guest may take to shut down when it is asked to.
+const SHUT_DOWN_WAIT: Duration = Duration::from_secs(120);
+/// Most bytes of a stored description.
+const DESCRIPTION_BYTES_MAX: u64 = 1 << 20;
 
 /// Answers for the guests of this host.
-pub(crate) struct Guests {}
+pub(crate) struct Guests {
+    parts: Parts,
+}
+
+/// What is known of a guest without asking its QEMU.
+enum Known {
+    Running(guest::Guest),
+    Ended(guest::Guest),
+    Damaged { name: String, why: String },
+    Described(GuestDescription),
+}
+
+/// What a QEMU said of its guest.
+struct Said {
+    status: String,
+    qemu: String,
+    kvm: Option<bool>,
+}
 
 impl Guests {
-    pub(crate) fn new(_parts: Parts) -> Self {
-        Self {}
+    pub(crate) fn new(parts: Parts) -> Self {
+        Self { parts }
     }
 
     /// Every guest that is described or runs here.
-    pub(crate) async fn list(&self, _manager: &Manager) -> Result<longhaul_api::Guests, ApiError> {
-        Err(not_available())
+    pub(crate) async fn list(&self, manager: &Manager) -> Result<GuestList, ApiError> {
+        let known = self.known()?;
+        let guests = known.values().map(|known| self.show(manager, known));
+        Ok(GuestList {
+            guests: join_all(guests).await,
+        })
     }
 
     /// One of them.
-    pub(crate) async fn get(&self, _manager: &Manager, _name: &str) -> Result<Guest, ApiError> {
-        Err(not_available())
+    pub(crate) async fn get(&self, manager: &Manager, name: &str) -> Result<Guest, ApiError> {
+        let known = self.known()?;
+        let known = known.get(name).ok_or_else(|| unknown(name))?;
+        Ok(self.show(manager, known).await)
+    }
+
+    /// Refuses what names a guest that is not known here.
+    pub(crate) fn require(&self, name: &str) -> Result<(), ApiError> {
+        match self.known()?.contains_key(name) {
+            true => Ok(()),
+            false => Err(unknown(name)),
+        }
     }
 
     /// Starts one.
     pub(crate) async fn start(
         &self,
-        _manager: &Manager,
-        _start: StartGuest,
+        manager: &Manager,
+        start: StartGuest,
     ) -> Result<Guest, ApiError> {
-        Err(not_available())
+        let description = match start {
+            StartGuest::Description(text) => description::parse(&text).map_err(|error| {
+                ApiError::new(ErrorCode::InvalidRequest, error.to_string())
+                    .hint("docs/operating.md, \"Describing a guest\", lists what it may hold")
+            })?,
+            StartGuest::Name(name) => {
+                let mut known = self.known()?;
+                match known.remove(&name) {
+                    Some(Known::Running(_)) => return Err(runs_already(&name)),
+                    Some(Known::Ended(guest)) => guest.description().clone(),
+                    Some(Known::Described(description)) => description,
+                    Some(Known::Damaged { why, .. }) => return Err(damaged(&name, &why)),
+                    None => return Err(unknown(&name)),
+                }
+            }
+        };
+        let name = description.name.clone();
+        let reservation = manager.reserve(&name).await?;
+        let right = manager.right(&name).await;
+        // Launching must come to its end even when nobody waits for the answer any more.
+        let parts = self.parts.clone();
+        let launched = tokio::spawn(async move {
+            let launched = launch(&parts, &description, &right).await;
+            drop(reservation);
+            launched
+        });
+        launched
+            .await
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))??;
+        tracing::info!(guest = %name, "started");
+        self.get(manager, &name).await
     }
 
     /// Stops one.
     pub(crate) async fn stop(
         &self,
-        _manager: &Manager,
-        _name: &str,
-        _stop: StopGuest,
+        manager: &Manager,
+        name: &str,
+        stop: StopGuest,
     ) -> Result<Guest, ApiError> {
-        Err(not_available())
+        let mut known = self.known()?;
+        let guest = match known.remove(name) {
+            Some(Known::Running(guest)) => guest,
+            Some(Known::Ended(_) | Known::Described(_)) => {
+                return Err(ApiError::new(
+                    ErrorCode::GuestState,
+                    format!("{name} does not run here"),
+                ));
+            }
+            Some(Known::Damaged { why, .. }) => return Err(damaged(name, &why)),
+            None => return Err(unknown(name)),
+        };
+        let reservation = manager.reserve(name).await?;
+        self.keep_description(guest.description())?;
+        let ending = tokio::spawn(async move {
+            let ended = end(&guest, stop.force).await;
+            drop(reservation);
+            ended
+        });
+        ending
+            .await
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))??;
+        tracing::info!(guest = %name, force = stop.force, "stopped");
+        self.get(manager, name).await
+    }
+
+    /// The QEMUs of this host, with the versions of those that answer.
+    pub(crate) async fn qemus(&self) -> Vec<Qemu> {
+        let found = self.parts.prober.capabilities().await;
+        let version = |label: &str| {
+            let found = found.as_ref().ok()?;
+            Some(found.emulators.get(label)?.version.clone())
+        };
+        let emulators = &self.parts.config.hypervisor.qemu.emulators;
+        emulators
+            .iter()
+            .map(|(label, path)| Qemu {
+                name: label.clone(),
+                version: version(label),
+                path: path.display().to_string(),
+            })
+            .collect()
+    }
+
+    /// Whether guests run with KVM here.
+    pub(crate) async fn kvm(&self) -> Option<bool> {
+        let (accelerator, _) = self.parts.prober.accelerator().await.ok()?;
+        Some(accelerator == Accelerator::Kvm)
+    }
+
+    /// How many guests have a QEMU here.
+    pub(crate) fn running(&self) -> Option<u32> {
+        let known = self.known().ok()?;
+        let running = known
+            .values()
+            .filter(|known| matches!(known, Known::Running(_)));
+        u32::try_from(running.count()).ok()
+    }
+
+    /// Everything that is known, by name.
+    fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
+        let state = &self.parts.config.state;
+        let failed = |error: io::Error| {
+            ApiError::new(
+                ErrorCode::Internal,
+                format!(
+                    "the state folder {} cannot be read: {error}",
+                    state.display()
+                ),
+            )
+        };
+        let mut known = BTreeMap::new();
+        for description in self.stored().map_err(failed)? {
+            known.insert(description.name.clone(), Known::Described(description));
+        }
+        for found in guest::find_all(state).map_err(failed)? {
+            let (name, found) = match found {
+                Found::Running(guest) => (guest.name().to_owned(), Known::Running(guest)),
+                Found::Ended(guest) => (guest.name().to_owned(), Known::Ended(guest)),
+                Found::Damaged { folder, why } => {
+                    let name = folder.name();
+                    (name.clone(), Known::Damaged { name, why })
+                }
+            };
+            known.insert(name, found);
+        }
+        Ok(known)
+    }
+
+    fn stored(&self) -> io::Result<Vec<GuestDescription>> {
+        let folder = descriptions(&self.parts);
+        let entries = match std::fs::read_dir(&folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            other => other?,
+        };
+        let mut found = Vec::new();
+        for entry in entries {
+            let path = entry?.path();
+            if path.extension().is_none_or(|extension| extension != "toml") {
+                continue;
+            }
+            let text = match std::fs::metadata(&path) {
+                Ok(metadata) if metadata.len() > DESCRIPTION_BYTES_MAX => {
+                    Err("it is too large".to_owned())
+                }
+                _ => std::fs::read_to_string(&path).map_err(|error| error.to_string()),
+            };
+            let read =
+                text.and_then(|text| description::parse(&text).map_err(|error| error.to_string()));
+            match read {
+                Ok(description) => found.push(description),
+                Err(error) => {
+                    tracing::warn!(file = %path.display(), %error, "not a guest's description");
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn keep_description(&self, description: &GuestDescription) -> Result<(), ApiError> {
+        keep_description(&self.parts, description)
+    }
+
+    async fn show(&self, manager: &Manager, known: &Known) -> Guest {
+        let (mut guest, found, record) = match known {
+            Known::Running(found) => (
+                described(found.description(), GuestState::Running),
+                Some(found),
+                Some(found.record()),
+            ),
+            Known::Ended(found) => {
+                let mut guest = described(found.description(), GuestState::Stopped);
+                guest.state_detail = Some("its QEMU ended by itself".to_owned());
+                (guest, None, Some(found.record()))
+            }
+            Known::Described(description) => {
+                (described(description, GuestState::Stopped), None, None)
+            }
+            Known::Damaged { name, why } => {
+                let mut guest = empty(name, GuestState::Unresponsive);
+                guest.state_detail = Some(format!("its folder is damaged: {why}"));
+                (guest, None, None)
+            }
+        };
+        let right = manager.right(&guest.name).await;
+        guest.generation = right.generation.or(record.map(|record| record.generation));
+        guest.migration = right.moving.map(|(id, _)| id.to_string());
+        if let Some(found) = found {
+            guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
+            for channel in &found.description().channels {
+                let socket = found.folder().channel(&channel.name);
+                guest
+                    .channels
+                    .insert(channel.name.clone(), socket.display().to_string());
+            }
+            // A guest that is moving has its QEMU's only control connection in use.
+            if right.moving.is_none() {
+                fill_in(&mut guest, ask(found).await);
+            }
+        }
+        apply_right(&mut guest, right);
+        guest
     }
 }
 
-fn not_available() -> ApiError {
-    ApiError::new(ErrorCode::Unavailable, "not yet")
+fn descriptions(parts: &Parts) -> PathBuf {
+    parts.config.state.join("descriptions")
+}
+
+/// Keeps a description for the next start.
+fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(), ApiError> {
+    let failed = |error: &dyn Display| {
+        ApiError::new(
+            ErrorCode::Internal,
+            format!("{}'s description cannot be kept: {error}", description.name),
+        )
+    };
+    let text = toml::to_string(description).map_err(|error| failed(&error))?;
+    let folder = descriptions(parts);
+    let path = folder.join(format!("{}.toml", description.name));
+    let new = path.with_extension("new");
+    std::fs::create_dir_all(&folder)
+        .and_then(|()| std::fs::write(&new, text))
+        .and_then(|()| std::fs::rename(&new, &path))
+        .map_err(|error| failed(&error))
+}
+
+async fn launch(
+    parts: &Parts,
+    description: &GuestDescription,
+    right: &Right,
+) -> Result<(), ApiError> {
+    let name = &description.name;
+    let config = &parts.config.hypervisor;
+    let found = guest::find_all(&parts.config.state)
+        .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+    let mut generation = right.generation;
+    for found in found {
+        match found {
+            Found::Running(guest) if guest.name() == name => return Err(runs_already(name)),
+            Found::Ended(guest) if guest.name() == name => {
+                generation = generation.or(Some(guest.record().generation));
+                guest
+                    .stop(None)
+                    .await
+                    .map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
+            }
+            _ => {}
+        }
+    }
+    let capabilities = parts.prober.capabilities().await.map_err(|error| {
+        ApiError::new(ErrorCode::Refused, error.to_string())
+            .hint("name a QEMU under [qemu.emulators] in the agent's configuration")
+    })?;
+    let checks = can_run(&parts.config.name, description, None, &capabilities);
+    if let Some(check) = checks
+        .into_iter()
+        .find(|check| check.verdict == Verdict::Refused)
+    {
+        let error = ApiError::new(ErrorCode::Refused, check.text);
+        return Err(match check.hint {
+            Some(hint) => error.hint(hint),
+            None => error,
+        });
+    }
+    let emulator = capabilities
+        .emulator_for(&description.machine)
+        .unwrap_or(&capabilities.default);
+    let launch = Launch {
+        description,
+        role: Role::Fresh,
+        emulator,
+        accelerator: capabilities.accelerator,
+        generation: generation.unwrap_or(0),
+    };
+    keep_description(parts, description)?;
+    launch.run(config).await.map_err(|error| {
+        let code = match &error {
+            LaunchError::Description(_) => ErrorCode::InvalidRequest,
+            LaunchError::Resolve(_) | LaunchError::Emulator(_) | LaunchError::Path(_) => {
+                ErrorCode::Refused
+            }
+            LaunchError::Exists { .. } => ErrorCode::AlreadyExists,
+            _ => ErrorCode::Qemu,
+        };
+        ApiError::new(code, error.to_string())
+    })?;
+    Ok(())
+}
+
+async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
+    let name = guest.name();
+    let failed = |error: &dyn Display| ApiError::new(ErrorCode::Qemu, error.to_string());
+    if !force {
+        let qmp = guest.connect().await.map_err(|error| {
+            failed(&error).hint(format!("longhaul guests stop --force {name} ends its QEMU"))
+        })?;
+        qmp.query("system_powerdown")
+            .await
+            .map_err(|error| failed(&error))?;
+        if timeout(SHUT_DOWN_WAIT, guest.ended()).await.is_err() {
+            let waited = SHUT_DOWN_WAIT.as_secs();
+            return Err(ApiError::new(
+                ErrorCode::GuestState,
+                format!("{name} was asked to shut down and still runs after {waited} s"),
+            )
+            .hint(format!(
+                "a guest without ACPI does not hear it: longhaul guests stop --force {name} ends \
+                 its QEMU, as if the power failed"
+            )));
+        }
+    }
+    guest.stop(None).await.map_err(|error| failed(&error))
+}
+
+async fn ask(guest: &guest::Guest) -> Result<Said, QmpError> {
+    let qmp = Qmp::connect(&guest.folder().qmp(), ASK_WAIT).await?;
+    let status = qmp.execute("query-status", json!({}), ASK_WAIT).await?;
+    let kvm = qmp.execute("query-kvm", json!({}), ASK_WAIT).await?;
+    Ok(Said {
+        status: status["status"].as_str().unwrap_or("unknown").to_owned(),
+        qemu: qmp.version().to_string(),
+        kvm: kvm.get("enabled").and_then(Value::as_bool),
+    })
+}
+
+fn fill_in(guest: &mut Guest, said: Result<Said, QmpError>) {
+    match said {
+        Ok(said) => {
+            guest.qemu = Some(said.qemu);
+            let name = |kvm| if kvm { "kvm" } else { "tcg" };
+            guest.accelerator = said.kvm.map(|kvm| name(kvm).to_owned());
+            if said.status != "running" {
+                guest.state = GuestState::Paused;
+                guest.state_detail = Some(said.status).filter(|status| status != "paused");
+            }
+        }
+        Err(error) => {
+            guest.state = GuestState::Unresponsive;
+            guest.state_detail = Some(error.to_string());
+        }
+    }
+}
+
+fn apply_right(guest: &mut Guest, right: Right) {
+    if let Some((_, side)) = right.moving {
+        guest.state = match side {
+            Side::Source => GuestState::MovingOut,
+            Side::Destination => GuestState::MovingIn,
+        };
+    }
+    let (state, detail) = match right.holder {
+        Holder::Here => return,
+        Holder::Elsewhere(host) => (GuestState::Elsewhere, format!("on {host}")),
+        Holder::InDoubt(why) => (GuestState::InDoubt, why),
+    };
+    guest.state = state;
+    guest.state_detail = Some(detail);
+}
+
+fn empty(name: &str, state: GuestState) -> Guest {
+    Guest {
+        name: name.to_owned(),
+        state,
+        state_detail: None,
+        qemu: None,
+        machine_type: None,
+        accelerator: None,
+        vcpus: None,
+        memory_bytes: None,
+        pid: None,
+        generation: None,
+        migration: None,
+        channels: BTreeMap::new(),
+    }
+}
+
+fn described(description: &GuestDescription, state: GuestState) -> Guest {
+    Guest {
+        machine_type: Some(description.machine.clone()),
+        vcpus: Some(description.vcpus),
+        memory_bytes: description.memory_mib.checked_mul(1 << 20),
+        ..empty(&description.name, state)
+    }
+}
+
+/// No guest of that name is known here.
+fn unknown(name: &str) -> ApiError {
+    let name: String = name.chars().take(80).collect();
+    ApiError::new(
+        ErrorCode::GuestUnknown,
+        format!("no guest called {name:?} is known here"),
+    )
+    .hint("`longhaul guests` lists them; `longhaul guests start FILE.toml` makes one known")
+}
+
+fn runs_already(name: &str) -> ApiError {
+    ApiError::new(ErrorCode::GuestState, format!("{name} runs here already"))
+}
+
+fn damaged(name: &str, why: &str) -> ApiError {
+    ApiError::new(
+        ErrorCode::Internal,
+        format!("what is kept of {name} is damaged: {why}"),
+    )
 }

@@ -1,8 +1,13 @@
 //! This host as the API shows it, and its trust in others.
 
+use crate::agent::config::is_name;
 use crate::agent::guests::Guests;
 use crate::agent::state::Parts;
-use longhaul_api::{ApiError, ErrorCode, Host, Trust, TrustedHost, TrustedHosts};
+use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
+use longhaul_protocol::HostId;
+use longhaul_protocol::wire::VERSION;
+use longhaul_transport as transport;
+use longhaul_transport::{TrustError, TrustStore};
 
 /// Answers for this host and its trust store.
 pub(crate) struct Hosts {
@@ -15,41 +20,181 @@ impl Hosts {
     }
 
     /// What this host is.
-    pub(crate) async fn this(&self, _guests: &Guests) -> Host {
+    pub(crate) async fn this(&self, guests: &Guests) -> Host {
         let config = &self.parts.config;
+        let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
         Host {
             name: config.name.clone(),
-            fingerprint: String::new(),
+            fingerprint: self.parts.identity.host_id().to_string(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            protocol_versions: Vec::new(),
+            protocol_versions: vec![VERSION.into()],
             listen: Some(config.listen.to_string()),
             api_listen: config.api.tcp.as_ref().map(|tcp| tcp.listen.to_string()),
             state_folder: config.state.display().to_string(),
-            qemus: Vec::new(),
-            kvm: None,
-            memory_total_bytes: None,
-            memory_free_bytes: None,
-            guests_running: None,
+            qemus: guests.qemus().await,
+            kvm: guests.kvm().await,
+            memory_total_bytes: meminfo(&memory, "MemTotal"),
+            memory_free_bytes: meminfo(&memory, "MemAvailable"),
+            guests_running: guests.running(),
             pid: std::process::id(),
         }
     }
 
     /// The hosts that this one trusts.
     pub(crate) async fn list(&self) -> Result<TrustedHosts, ApiError> {
-        Err(not_available())
+        let hosts = self.with_store(|store| store.list()).await?;
+        Ok(TrustedHosts {
+            hosts: hosts.iter().map(shown).collect(),
+        })
     }
 
     /// Trusts one more.
-    pub(crate) async fn trust(&self, _trust: Trust) -> Result<TrustedHost, ApiError> {
-        Err(not_available())
+    pub(crate) async fn trust(&self, trust: Trust) -> Result<TrustedHost, ApiError> {
+        let host = self.checked(&trust)?;
+        let answer = shown(&host);
+        self.with_store(move |store| match trust.replace {
+            true => store.replace(host),
+            false => store.add(host),
+        })
+        .await?;
+        tracing::info!(host = %answer.name, fingerprint = %answer.fingerprint, "trusted");
+        Ok(answer)
     }
 
     /// Trusts one no longer.
-    pub(crate) async fn forget(&self, _name: &str) -> Result<(), ApiError> {
-        Err(not_available())
+    pub(crate) async fn forget(&self, name: &str) -> Result<(), ApiError> {
+        let name = name.to_owned();
+        let host = self.with_store(move |store| store.forget(&name)).await?;
+        tracing::info!(host = %host.name, fingerprint = %host.id, "trusted no longer");
+        Ok(())
+    }
+
+    /// Refuses what names a host that is not trusted.
+    pub(crate) async fn require(&self, name: &str) -> Result<(), ApiError> {
+        let wanted = name.to_owned();
+        let found = self.with_store(move |store| store.by_name(&wanted)).await?;
+        found.map(|_| ()).ok_or_else(|| unknown_host(name))
+    }
+
+    fn checked(&self, trust: &Trust) -> Result<transport::TrustedHost, ApiError> {
+        let invalid = |message: String, hint: &str| {
+            ApiError::new(ErrorCode::InvalidRequest, message).hint(hint)
+        };
+        if !is_name(&trust.name) {
+            return Err(invalid(
+                format!("{:?} cannot be the name of a host", trust.name),
+                "1 to 63 letters, digits, `-`, `_` and `.`, the first a letter or digit",
+            ));
+        }
+        let id: HostId = trust.fingerprint.parse().map_err(|error| {
+            invalid(
+                format!("{error}"),
+                "`longhaul host` shows the fingerprint on that host",
+            )
+        })?;
+        if id == self.parts.identity.host_id() {
+            return Err(invalid(
+                "that is this host's own fingerprint".to_owned(),
+                "run `longhaul host` on the other host",
+            ));
+        }
+        if trust.addresses.is_empty() {
+            return Err(invalid(
+                format!("{} needs an address", trust.name),
+                "the address and port that its agent listens on, such as 192.0.2.7:7400",
+            ));
+        }
+        Ok(transport::TrustedHost {
+            name: trust.name.clone(),
+            id,
+            addresses: trust.addresses.clone(),
+            scope: transport::Scope {
+                may_query: trust.may.contains(&Scope::Query),
+                may_send_guests: trust.may.contains(&Scope::Send),
+            },
+        })
+    }
+
+    /// Uses the store where waiting for the disk holds nothing else up.
+    async fn with_store<T: Send + 'static>(
+        &self,
+        work: impl FnOnce(&TrustStore) -> Result<T, TrustError> + Send + 'static,
+    ) -> Result<T, ApiError> {
+        let store = self.parts.trust.clone();
+        let done = tokio::task::spawn_blocking(move || work(&store)).await;
+        done.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?
+            .map_err(|error| api_error(&error))
     }
 }
 
-fn not_available() -> ApiError {
-    ApiError::new(ErrorCode::Unavailable, "not yet")
+fn shown(host: &transport::TrustedHost) -> TrustedHost {
+    let scope = host.scope;
+    let may = [
+        (scope.may_query, Scope::Query),
+        (scope.may_send_guests, Scope::Send),
+    ];
+    TrustedHost {
+        name: host.name.clone(),
+        fingerprint: host.id.to_string(),
+        addresses: host.addresses.clone(),
+        may: may
+            .into_iter()
+            .filter_map(|(may, scope)| may.then_some(scope))
+            .collect(),
+    }
+}
+
+fn api_error(error: &TrustError) -> ApiError {
+    let make = |code| ApiError::new(code, error.to_string());
+    match error {
+        TrustError::IdentityChanged { name, was, now } => ApiError::new(
+            ErrorCode::AlreadyExists,
+            format!("{name} is trusted with another fingerprint: it is {was}, this is {now}"),
+        )
+        .hint(format!(
+            "compare with what `longhaul host` shows on {name}; if it really has a new one, add \
+             --replace"
+        )),
+        TrustError::OtherName { name, .. } => ApiError::new(
+            ErrorCode::AlreadyExists,
+            format!("that fingerprint is trusted already, under the name {name}"),
+        )
+        .hint(format!(
+            "to call it something else: longhaul host forget {name}"
+        )),
+        TrustError::NoSuchHost(name) => unknown_host(name),
+        TrustError::BadEntry(_) => make(ErrorCode::InvalidRequest),
+        TrustError::File { .. } | TrustError::Malformed { .. } => {
+            make(ErrorCode::Internal).hint("mend the file; until then this host trusts nobody")
+        }
+    }
+}
+
+/// No trusted host has that name.
+fn unknown_host(name: &str) -> ApiError {
+    let name: String = name.chars().take(80).collect();
+    ApiError::new(
+        ErrorCode::HostUnknown,
+        format!("no host called {name:?} is trusted here"),
+    )
+    .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
+}
+
+fn meminfo(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib = line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim();
+    kib.parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_read_from_what_the_kernel_says() {
+        let text = "MemTotal:       24576000 kB\nMemAvailable:   1000 kB\n";
+        assert_eq!(meminfo(text, "MemTotal"), Some(24_576_000 * 1024));
+        assert_eq!(meminfo(text, "MemAvailable"), Some(1_024_000));
+        assert_eq!(meminfo(text, "SwapTotal"), None);
+    }
 }

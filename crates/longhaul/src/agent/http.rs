@@ -174,6 +174,7 @@ async fn perform(
             let probe: Probe = parse_or_default(body)?;
             in_range("seconds", u64::from(probe.seconds), PROBE_SECONDS)?;
             check_bandwidth(probe.bandwidth_bps)?;
+            hosts.require(value).await?;
             ok(&manager.probe(value, probe).await?)
         }
         Operation::ListGuests => ok(&guests.list(manager).await?),
@@ -190,6 +191,8 @@ async fn perform(
             let plan: PlanRequest = parse(body)?;
             in_range("downtime_ms", plan.downtime_ms, DOWNTIME_MS)?;
             check_bandwidth(plan.bandwidth_bps)?;
+            guests.require(&plan.guest)?;
+            hosts.require(&plan.to).await?;
             ok(&manager.plan(plan).await?)
         }
         Operation::StartMigration => {
@@ -197,6 +200,8 @@ async fn perform(
             in_range("downtime_ms", start.downtime_ms, DOWNTIME_MS)?;
             in_range("patience_ms", start.patience_ms, PATIENCE_MS)?;
             check_bandwidth(start.bandwidth_bps)?;
+            guests.require(&start.guest)?;
+            hosts.require(&start.to).await?;
             json(StatusCode::ACCEPTED, &manager.start(start).await?)
         }
         Operation::ListMigrations => ok(&Migrations {
@@ -362,6 +367,55 @@ mod tests {
         assert_eq!(code("7f"), ErrorCode::MigrationAmbiguous);
         assert_eq!(code(""), ErrorCode::MigrationAmbiguous);
         assert_eq!(code("b"), ErrorCode::MigrationUnknown);
+    }
+
+    #[tokio::test]
+    async fn a_watch_ends_with_the_outcome_or_with_the_agent() {
+        let progress = |elapsed_ms, outcome| Progress {
+            id: "00".to_owned(),
+            elapsed_ms,
+            phase: longhaul_api::Phase::Precopy,
+            pass: None,
+            regions: Vec::new(),
+            link: longhaul_api::LinkProgress {
+                rate_bps: None,
+                rtt_ms: None,
+                sent_bytes: 0,
+                guest_bytes: None,
+                limit_bps: None,
+                interrupted_ms: None,
+            },
+            dirty_rate_bytes_per_s: None,
+            predicted_downtime_ms: None,
+            remaining_ms: None,
+            outcome,
+            reason: None,
+        };
+        let read = async |end: fn(watch::Sender<Progress>, Progress)| {
+            let (sender, receiver) = watch::channel(progress(1, None));
+            let body = watch_response(receiver).into_body();
+            let last = progress(2, Some(longhaul_api::Outcome::Completed));
+            end(sender, last);
+            let bytes = axum::body::to_bytes(body, usize::MAX).await.unwrap();
+            let lines = bytes
+                .split(|byte| *byte == b'\n')
+                .filter(|line| !line.is_empty());
+            let times = lines.map(|line| {
+                let progress: Progress = serde_json::from_slice(line).unwrap();
+                progress.elapsed_ms
+            });
+            times.collect::<Vec<_>>()
+        };
+        let completed = read(|sender, last| {
+            tokio::spawn(async move {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+                sender.send_replace(last);
+                tokio::time::sleep(Duration::from_secs(60)).await;
+            });
+        });
+        assert_eq!(completed.await, [1, 2]);
+        let gone = read(|sender, _| drop(sender)).await;
+        assert_eq!(gone, [1, 1], "without an outcome");
     }
 
     #[test]

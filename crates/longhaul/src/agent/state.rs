@@ -1,6 +1,8 @@
 //! The agent's state folder and its lock, what its parts share, and why it could not start.
 
 use crate::agent::config::Config;
+use longhaul_hypervisor::capabilities::Prober;
+use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
 use nix::fcntl::{Flock, FlockArg};
 use std::fs::{DirBuilder, File, OpenOptions};
 use std::io::Write;
@@ -16,12 +18,31 @@ const LOCK_FILE: &str = "agent.lock";
 pub(crate) struct Parts {
     /// The agent's configuration.
     pub(crate) config: Arc<Config>,
+    /// Who this host is.
+    pub(crate) identity: Identity,
+    /// Whom it trusts.
+    pub(crate) trust: TrustStore,
+    /// What its QEMUs can do.
+    pub(crate) prober: Prober,
 }
 
 impl Parts {
     /// Opens what is in the state folder.
     pub(crate) fn open(config: Arc<Config>) -> Result<Self, StartError> {
-        Ok(Self { config })
+        let identity = Identity::load_or_create(&config.state).map_err(|error| {
+            StartError::new(format!("this host's identity cannot be used: {error}"))
+        })?;
+        let trust = TrustStore::open(&config.state.join(TRUST_FILE)).map_err(|error| {
+            StartError::new(format!("the trusted hosts cannot be read: {error}"))
+                .hint("mend the file, or move it away and trust the hosts anew")
+        })?;
+        let prober = Prober::new(config.hypervisor.clone());
+        Ok(Self {
+            config,
+            identity,
+            trust,
+            prober,
+        })
     }
 }
 

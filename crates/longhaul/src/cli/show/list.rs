@@ -213,21 +213,20 @@ pub(crate) fn short_id<'a>(id: &'a str, all: &[&str]) -> &'a str {
 /// What a probe measured.
 pub(crate) fn probe(probe: &ProbeResult) -> Vec<Line> {
     let mut text = format!(
-        "{} answers: {} round trip, {} to it",
+        "{}: {} round trip, {} from here to there",
         probe.host,
         figure::precise_ms(probe.rtt_ms),
         figure::bit_rate(probe.rate_bps)
     );
-    if let (Some(sent), Some(lost)) = (probe.packets_sent, probe.packets_lost) {
-        let share = lost as f64 * 100.0 / sent.max(1) as f64;
-        text.push_str(&format!(", {share:.1} % of {sent} packets lost"));
+    if let Some(loss) = probe.loss {
+        text.push_str(&format!(", {:.1} % lost", loss * 100.0));
     }
     let mut lines = vec![Line::default().tone(Tone::Good, "✓ ").plain(text)];
-    if let (Some(bytes), Some(time_ms)) = (probe.received_bytes, probe.sent_ms) {
+    if probe.rtt_loaded_ms.is_some() || probe.wire_rate_bps.is_some() {
         lines.push(Line::text(format!(
-            "  measured with {} in {}",
-            show_bytes(bytes),
-            figure::ms(Some(time_ms))
+            "  while sending: {} round trip, {} on the wire",
+            figure::precise_ms(probe.rtt_loaded_ms),
+            figure::bit_rate(probe.wire_rate_bps)
         )));
     }
     lines

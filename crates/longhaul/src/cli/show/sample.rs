@@ -260,9 +260,9 @@ pub(crate) fn probe() -> ProbeResult {
         version: Some("0.1.0".into()),
         rtt_ms: Some(21.2),
         rate_bps: Some(94_000_000),
-        received_bytes: Some(34 * MIB),
-        sent_ms: Some(3_000),
-        packets_sent: Some(25_000),
-        packets_lost: Some(60),
+        rtt_loaded_ms: Some(24.8),
+        rate_late_bps: Some(95_100_000),
+        wire_rate_bps: Some(99_200_000),
+        loss: Some(0.0024),
     }
 }

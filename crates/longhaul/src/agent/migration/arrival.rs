@@ -1,0 +1,688 @@
+//! A guest on its way in: one task from the offer to the running guest, or to nothing left over.
+//!
+//! ```text
+//! offer -> checks -> QEMU with -incoming -> Accepted
+//!   -> frames into RAM -> Complete -> QEMU loads -> [compared] -> READY -> COMMIT -> runs
+//! ```
+//!
+//! The task owns the guest's QEMU until the hand-over is over; [`Arrival`] is what others see of
+//! it, so that a source that was cut off can come back over a new connection.
+
+use super::Context;
+use super::entry::{Entry, Facts};
+use super::inbound::{Inbound, InboundError};
+use super::peer::{Call, allows, attempt_state};
+use super::receive::{ReceiveError, Receiving};
+use super::registry::{Reservation, Taken};
+use super::talk::TalkError;
+use super::verify;
+use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
+use longhaul_engine::handover::{
+    DestinationAction, DestinationEvent, DestinationState, Record, step_destination,
+};
+use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
+use longhaul_protocol::message::{
+    Offer, Refusal, RefusalCode, Summary, ToDestination, ToSource,
+};
+use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
+use longhaul_storage::{Holder, Journal, Right};
+use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::{JoinHandle, block_in_place};
+use tokio::time::{Instant, sleep_until};
+
+/// How long a token for a bulk connection is good.
+const BULK_WITHIN: Duration = Duration::from_secs(60);
+/// A source's patience is believed up to this.
+const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+/// What the destination waits beyond the source's patience.
+const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
+/// After READY only the source decides; without a word the destination gives up after this, which
+/// it may, as long as it has not committed.
+const READY_PATIENCE: Duration = Duration::from_secs(600);
+
+/// What others see of an arrival.
+pub(super) struct Arrival {
+    pub(super) migration: MigrationId,
+    pub(super) attempt: Attempt,
+    pub(super) source: HostId,
+    state: Mutex<DestinationState>,
+    calls: mpsc::Sender<(Call, Epoch)>,
+}
+
+impl Arrival {
+    /// How far it is.
+    pub(super) fn state(&self) -> DestinationState {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_state(&self, state: &DestinationState) {
+        *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state.clone();
+    }
+
+    /// The source is back over another connection.
+    pub(super) async fn resume(&self, call: Call, epoch: Epoch) {
+        if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
+            let state = attempt_state(&self.state());
+            let message = ToSource::Status { attempt: self.attempt, state };
+            if let Err(error) = call.sender.send(&message).await {
+                tracing::debug!(%error, "a source that came back went again");
+            }
+        }
+    }
+}
+
+/// Deals with an offer, to its very end.
+pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer) {
+    let peer = call.control.peer().host.clone();
+    let span = (offer.migration, offer.guest.name.clone());
+    let prepared = match prepare(&context, &call, offer).await {
+        Ok(prepared) => prepared,
+        Err(refusal) => {
+            tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
+                "refused: {}", refusal.text);
+            if let Err(error) = call.sender.send(&ToSource::Refused(refusal)).await {
+                tracing::debug!(%error, "the source did not wait for the refusal");
+            }
+            return;
+        }
+    };
+    let (arrival, task) = prepared;
+    context.add_arrival(arrival.clone());
+    task.run(call).await;
+    context.remove_arrival(&arrival);
+}
+
+fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
+    Refusal { code, text: text.into(), hint: None }
+}
+
+async fn prepare(
+    context: &Arc<Context>,
+    call: &Call,
+    offer: Offer,
+) -> Result<(Arc<Arrival>, Task), Refusal> {
+    let host = &context.parts.config.name;
+    if !allows(&call.control, Permission::SendGuests) {
+        let text = format!("{host} does not let this host send guests");
+        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
+        return Err(Refusal { code: RefusalCode::NotAllowed, text, hint: Some(hint) });
+    }
+    let guest = offer.guest.name.clone();
+    let taken = Taken::Moving(offer.migration, Side::Destination);
+    let reservation = context.registry.take(&guest, taken).map_err(|error| Refusal {
+        code: RefusalCode::Busy,
+        text: format!("{host}: {}", error.message),
+        hint: error.hint,
+    })?;
+    let right = context.rights.get(&guest).map_err(|error| {
+        refuse(RefusalCode::Busy, format!("{host} cannot tell who may run {guest}: {error}"))
+    })?;
+    if let Some(right) = right.filter(|right| right.generation > offer.generation) {
+        let text = format!(
+            "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
+            right.generation.0, offer.generation.0
+        );
+        return Err(refuse(RefusalCode::Invalid, text));
+    }
+    let checks = context.local_checks(&offer.guest, &offer.machine).await.checks;
+    let refused = checks.into_iter().find(|check| {
+        check.verdict == longhaul_protocol::message::Verdict::Refused
+    });
+    if let Some(check) = refused {
+        let (text, hint) = (check.text, check.hint);
+        return Err(Refusal { code: RefusalCode::Unsuitable, text, hint });
+    }
+    let peer = call.control.peer().host.clone();
+    let invalid = |error: &dyn std::fmt::Display| {
+        refuse(RefusalCode::Invalid, format!("{host} cannot take part: {error}"))
+    };
+    let mut journal =
+        Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
+    if journal.records().iter().any(|record| record.attempt() >= offer.attempt) {
+        return Err(invalid(&"this attempt is over"));
+    }
+    let began = Record::Began {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        side: longhaul_engine::handover::Side::Destination,
+        guest: guest.clone(),
+        generation: offer.generation,
+        peer: peer.id,
+        peer_name: peer.name.clone(),
+        paused: offer.paused,
+    };
+    block_in_place(|| journal.append(&began)).map_err(|error| invalid(&error))?;
+    let entry = Arc::new(Entry::new(Facts {
+        id: offer.migration,
+        guest: guest.clone(),
+        side: Side::Destination,
+        source: peer.name.clone(),
+        destination: host.clone(),
+        asked: Asked {
+            downtime_ms: 0,
+            bandwidth_bps: None,
+            verify: offer.verify,
+            patience_ms: u64::from(offer.patience_ms),
+        },
+    }));
+    let inbound = match Inbound::launch(context, &offer).await {
+        Ok(inbound) => inbound,
+        Err(error) => {
+            let reason = error.to_string();
+            let aborted = Record::Aborted { attempt: offer.attempt, reason: short(&reason) };
+            if let Err(error) = block_in_place(|| journal.append(&aborted)) {
+                tracing::error!(%error, "cannot note that an attempt is over");
+            }
+            return Err(error.into_refusal(host));
+        }
+    };
+    context.registry.add(entry.clone());
+    let (calls, called) = mpsc::channel(4);
+    let arrival = Arc::new(Arrival {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        source: peer.id,
+        state: Mutex::new(DestinationState::Receiving),
+        calls,
+    });
+    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
+    let task = Task {
+        context: context.clone(),
+        entry,
+        arrival: arrival.clone(),
+        offer,
+        journal,
+        inbound,
+        called,
+        handover: DestinationState::Receiving,
+        call: None,
+        bulk: None,
+        epoch: Epoch(1),
+        patience: patience + PATIENCE_MARGIN,
+        lost_at: None,
+        device_state: Vec::new(),
+        loading: None,
+        loaded: false,
+        verified: false,
+        complete_at: None,
+        load_time: Duration::ZERO,
+        commit_at: None,
+        commit_time: Duration::ZERO,
+        _reservation: reservation,
+    };
+    Ok((arrival, task))
+}
+
+/// Texts of peers and programs are cut before they are kept.
+pub(super) fn short(text: &str) -> String {
+    text.chars().take(400).collect()
+}
+
+struct Task {
+    context: Arc<Context>,
+    entry: Arc<Entry>,
+    arrival: Arc<Arrival>,
+    offer: Offer,
+    journal: Journal,
+    inbound: Inbound,
+    called: mpsc::Receiver<(Call, Epoch)>,
+    handover: DestinationState,
+    call: Option<Call>,
+    bulk: Option<JoinHandle<BulkEnd>>,
+    epoch: Epoch,
+    patience: Duration,
+    lost_at: Option<Instant>,
+    device_state: Vec<u8>,
+    loading: Option<JoinHandle<Result<(), InboundError>>>,
+    loaded: bool,
+    verified: bool,
+    complete_at: Option<Instant>,
+    load_time: Duration,
+    commit_at: Option<Instant>,
+    commit_time: Duration,
+    _reservation: Reservation,
+}
+
+/// How a bulk connection ended.
+enum BulkEnd {
+    Lost(BulkError),
+    Broken(String),
+}
+
+enum Happened {
+    Message(Result<ToDestination, TalkError>),
+    Call(Option<(Call, Epoch)>),
+    Bulk(BulkEnd),
+    Everything,
+    Loaded(Result<(), InboundError>),
+    QemuEnded,
+    PatienceOver,
+    Cancelled,
+}
+
+impl Task {
+    async fn run(mut self, call: Call) {
+        let accepted = |bulk_token| ToSource::Accepted {
+            machine: Box::new(self.inbound.machine().clone()),
+            bulk_token,
+        };
+        let accepted = accepted(Vec::new());
+        self.connect(call, self.epoch, accepted).await;
+        while !self.over() {
+            let happened = self.wait().await;
+            self.handle(happened).await;
+        }
+        self.end().await;
+    }
+
+    fn over(&self) -> bool {
+        match self.handover {
+            DestinationState::Aborted => true,
+            // The source's DONE is waited for by the loop that follows COMMITTED.
+            DestinationState::Running => self.call.is_none(),
+            _ => false,
+        }
+    }
+
+    /// Takes a connection into use: answers on the channel with a token, and waits for the bulk
+    /// connection that brings it.
+    async fn connect(&mut self, mut call: Call, epoch: Epoch, answer: ToSource) {
+        self.disconnect();
+        self.epoch = epoch;
+        let receiving = self.inbound.receiving().clone();
+        receiving.connected(epoch);
+        let binding = BulkBinding {
+            migration: self.offer.migration,
+            attempt: self.offer.attempt,
+            epoch,
+        };
+        let expected = match call.control.offer_bulk(binding, BULK_WITHIN) {
+            Ok(expected) => expected,
+            Err(error) => {
+                tracing::warn!(%error, "cannot expect a bulk connection");
+                self.lost_at.get_or_insert_with(Instant::now);
+                return;
+            }
+        };
+        let token = expected.token().to_bytes().to_vec();
+        let answer = match answer {
+            ToSource::Accepted { machine, .. } => {
+                ToSource::Accepted { machine, bulk_token: token }
+            }
+            ToSource::Resumed { state, .. } => ToSource::Resumed { state, bulk_token: token },
+            other => other,
+        };
+        if let Err(error) = call.sender.send(&answer).await {
+            tracing::info!(%error, "the source went before it was answered");
+            self.lost_at.get_or_insert_with(Instant::now);
+            return;
+        }
+        self.bulk = Some(tokio::spawn(async move {
+            match expected.accept().await {
+                Ok(bulk) => receive_from(&receiving, epoch, &bulk).await,
+                Err(error) => BulkEnd::Lost(error),
+            }
+        }));
+        self.call = Some(call);
+        self.lost_at = None;
+    }
+
+    fn disconnect(&mut self) {
+        if let Some(bulk) = self.bulk.take() {
+            bulk.abort();
+        }
+        self.call = None;
+    }
+
+    async fn wait(&mut self) -> Happened {
+        let deadline = self.deadline();
+        let receiving = self.inbound.receiving().clone();
+        let ready_to_load = !self.loaded && self.loading.is_none() && self.complete_at.is_some();
+        let mut cancelled = self.entry.cancelled();
+        tokio::select! {
+            message = next_message(&mut self.call) => Happened::Message(message),
+            call = self.called.recv() => Happened::Call(call),
+            end = join(&mut self.bulk) => {
+                self.bulk = None;
+                Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string())))
+            }
+            () = receiving.completed(), if ready_to_load => Happened::Everything,
+            loaded = join(&mut self.loading) => {
+                self.loading = None;
+                Happened::Loaded(loaded.unwrap_or_else(|error| {
+                    Err(InboundError::Broken(error.to_string()))
+                }))
+            }
+            () = self.inbound.ended() => Happened::QemuEnded,
+            () = sleep_until(deadline) => Happened::PatienceOver,
+            Ok(_) = cancelled.wait_for(Option::is_some), if self.may_abort() => {
+                Happened::Cancelled
+            }
+        }
+    }
+
+    fn may_abort(&self) -> bool {
+        use DestinationState as Is;
+        matches!(self.handover, Is::Receiving | Is::Readying | Is::Ready)
+    }
+
+    fn deadline(&self) -> Instant {
+        let far = || Instant::now() + Duration::from_secs(86_400);
+        match (&self.handover, self.lost_at) {
+            (DestinationState::Ready, Some(at)) => at + READY_PATIENCE,
+            (DestinationState::Receiving | DestinationState::Readying, Some(at)) => {
+                at + self.patience
+            }
+            (DestinationState::Running, Some(at)) => at,
+            _ => far(),
+        }
+    }
+
+    async fn handle(&mut self, happened: Happened) {
+        match happened {
+            Happened::Message(Ok(message)) => self.message(message).await,
+            Happened::Message(Err(error)) => {
+                tracing::info!(migration = %self.offer.migration, %error, "the source is gone");
+                self.disconnect();
+                self.lost_at.get_or_insert_with(Instant::now);
+                if let TalkError::Wire(_) = error {
+                    self.abort(format!("{error}")).await;
+                }
+            }
+            Happened::Call(Some((call, epoch))) => self.resumed(call, epoch).await,
+            Happened::Call(None) => {}
+            Happened::Bulk(BulkEnd::Lost(error)) => {
+                tracing::info!(migration = %self.offer.migration, %error, "bulk is gone");
+                if self.call.is_none() {
+                    self.lost_at.get_or_insert_with(Instant::now);
+                }
+            }
+            Happened::Bulk(BulkEnd::Broken(reason)) => self.abort(reason).await,
+            Happened::Everything => self.load(),
+            Happened::Loaded(Ok(())) => self.loaded().await,
+            Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
+            Happened::QemuEnded => self.qemu_ended().await,
+            Happened::PatienceOver => match self.handover {
+                DestinationState::Running => self.disconnect(),
+                _ => self.abort("the source did not come back in time".to_owned()).await,
+            },
+            Happened::Cancelled => {
+                self.abort("it was cancelled at the destination".to_owned()).await;
+            }
+        }
+    }
+
+    async fn resumed(&mut self, mut call: Call, epoch: Epoch) {
+        if epoch <= self.epoch {
+            let reason = "this connection is older than the one in use".to_owned();
+            let attempt = self.offer.attempt;
+            if let Err(error) = call.sender.send(&ToSource::Aborted { attempt, reason }).await {
+                tracing::debug!(%error, "a source that came too late went again");
+            }
+            return;
+        }
+        let state = attempt_state(&self.handover);
+        let answer = ToSource::Resumed { bulk_token: Vec::new(), state };
+        self.connect(call, epoch, answer).await;
+        let loaded = self.loaded && matches!(self.handover, DestinationState::Receiving);
+        if loaded {
+            self.send(ToSource::Loaded).await;
+        }
+        self.step(DestinationEvent::Asked).await;
+    }
+
+    async fn message(&mut self, message: ToDestination) {
+        match message {
+            ToDestination::Start { prelude } => {
+                if let Err(error) = self.inbound.begin(&prelude).await {
+                    self.abort(error.to_string()).await;
+                } else {
+                    self.entry.enter(Phase::Precopy);
+                }
+            }
+            ToDestination::DeviceState { offset, total, bytes } => {
+                self.device_state(offset as usize, total as usize, &bytes).await;
+            }
+            ToDestination::Complete { epoch, frames, device_state_bytes } => {
+                if epoch == self.epoch {
+                    if self.device_state.len() != device_state_bytes as usize {
+                        let reason = "a piece of the device state is missing";
+                        return self.abort(reason.to_owned()).await;
+                    }
+                    self.complete_at.get_or_insert_with(Instant::now);
+                    self.inbound.receiving().announced(epoch, frames);
+                }
+            }
+            ToDestination::VerifyRegion { region, range, blocks_per_digest } => {
+                let digests =
+                    block_in_place(|| self.inbound.digests(region, range, blocks_per_digest));
+                match digests {
+                    Ok(digests) => self.send(ToSource::Digests { region, range, digests }).await,
+                    Err(error) => self.abort(error.to_string()).await,
+                }
+            }
+            ToDestination::Verified => {
+                self.verified = true;
+                self.ready_if_so().await;
+            }
+            ToDestination::Commit { attempt, generation } => {
+                self.commit_at.get_or_insert_with(Instant::now);
+                if generation.0 != self.offer.generation.0 + 1 {
+                    tracing::warn!(?generation, "a commit for another generation is ignored");
+                    return;
+                }
+                self.step(DestinationEvent::Commit(attempt, generation)).await;
+            }
+            ToDestination::Cancel { reason } => self.abort(reason).await,
+            ToDestination::Done => {
+                if self.handover == DestinationState::Running {
+                    self.disconnect();
+                }
+            }
+            ToDestination::Query(_)
+            | ToDestination::Offer(_)
+            | ToDestination::Resume { .. }
+            | ToDestination::Ask { .. } => {
+                self.abort("the source breaks the protocol: a second beginning".to_owned()).await;
+            }
+        }
+    }
+
+    async fn device_state(&mut self, offset: usize, total: usize, bytes: &[u8]) {
+        if offset == 0 && !self.loaded && self.loading.is_none() {
+            self.device_state.clear();
+        }
+        let fits = offset == self.device_state.len()
+            && offset + bytes.len() <= total
+            && total <= DEVICE_STATE_BYTES_MAX;
+        if !fits {
+            // Sent again after a reconnection, when it is here already.
+            if self.loaded || self.loading.is_some() || self.device_state.len() == total {
+                return;
+            }
+            return self.abort("the device state came out of order".to_owned()).await;
+        }
+        self.device_state.extend_from_slice(bytes);
+    }
+
+    fn load(&mut self) {
+        self.entry.enter(Phase::Loading);
+        self.complete_at = Some(Instant::now());
+        let load = self.inbound.load(std::mem::take(&mut self.device_state));
+        self.loading = Some(tokio::spawn(load));
+    }
+
+    async fn loaded(&mut self) {
+        self.loaded = true;
+        self.load_time = self.complete_at.map_or(Duration::ZERO, |at| at.elapsed());
+        if self.offer.verify && !self.verified {
+            self.entry.enter(Phase::Verifying);
+        }
+        self.send(ToSource::Loaded).await;
+        self.ready_if_so().await;
+    }
+
+    async fn ready_if_so(&mut self) {
+        if self.loaded && (self.verified || !self.offer.verify) {
+            self.entry.enter(Phase::HandingOver);
+            self.step(DestinationEvent::Loaded).await;
+        }
+    }
+
+    async fn qemu_ended(&mut self) {
+        let log = self.inbound.last_words();
+        tracing::error!(migration = %self.offer.migration, "QEMU ended: {log}");
+        self.inbound.forget_process();
+        self.step(DestinationEvent::QemuGone).await;
+        if self.handover == DestinationState::Running {
+            self.disconnect();
+        }
+    }
+
+    async fn abort(&mut self, reason: String) {
+        self.step(DestinationEvent::Abort(short(&reason))).await;
+    }
+
+    async fn send(&mut self, message: ToSource) {
+        let Some(call) = &mut self.call else { return };
+        if let Err(error) = call.sender.send(&message).await {
+            tracing::info!(%error, "the source is gone");
+            self.disconnect();
+            self.lost_at.get_or_insert_with(Instant::now);
+        }
+    }
+
+    /// Feeds the hand-over, and does what it says until it asks for nothing more.
+    async fn step(&mut self, event: DestinationEvent) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let attempt = self.offer.attempt;
+            let (next, actions) = step_destination(&self.handover, &event, attempt);
+            if next != self.handover {
+                tracing::info!(migration = %self.offer.migration, state = ?next, "hand-over");
+            }
+            self.handover = next;
+            self.arrival.set_state(&self.handover);
+            for action in actions {
+                events.extend(self.act(action).await);
+            }
+        }
+    }
+
+    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        let attempt = self.offer.attempt;
+        match action {
+            DestinationAction::Write(record) => {
+                return Some(match block_in_place(|| self.journal.append(&record)) {
+                    Ok(()) => DestinationEvent::Written(record),
+                    Err(error) => DestinationEvent::WriteFailed(error.to_string()),
+                });
+            }
+            DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
+            DestinationAction::Resume => return Some(self.resume_guest().await),
+            DestinationAction::SendCommitted => {
+                self.send(ToSource::Committed { attempt }).await;
+                let summary = self.summary();
+                self.send(ToSource::Summary(summary)).await;
+                self.entry.enter(Phase::Finishing);
+            }
+            DestinationAction::Quit => {
+                self.inbound.quit().await;
+                return Some(DestinationEvent::QemuGone);
+            }
+            DestinationAction::SendAborted => {
+                let reason = self.abort_reason();
+                self.send(ToSource::Aborted { attempt, reason }).await;
+            }
+            DestinationAction::SendStatus => {
+                let state = attempt_state(&self.handover);
+                self.send(ToSource::Status { attempt, state }).await;
+            }
+        }
+        None
+    }
+
+    async fn resume_guest(&mut self) -> DestinationEvent {
+        let generation = Generation(self.offer.generation.0 + 1);
+        let guest = self.offer.guest.name.clone();
+        let right = Right { guest, generation, holder: Holder::Here };
+        // The journal has the commit; the file of rights is made again from it when this fails.
+        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
+            tracing::error!(%error, "cannot note who may run the guest");
+        }
+        match self.inbound.resume(generation, self.offer.paused).await {
+            Ok(()) => {
+                self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
+                DestinationEvent::Resumed
+            }
+            Err(error) => DestinationEvent::ResumeFailed(short(&error.to_string())),
+        }
+    }
+
+    fn summary(&self) -> Summary {
+        let usage = self.inbound.usage();
+        Summary {
+            load_us: self.load_time.as_micros() as u64,
+            commit_us: self.commit_time.as_micros() as u64,
+            agent_cpu_us: usage.agent_cpu.as_micros() as u64,
+            qemu_cpu_us: usage.qemu_cpu.as_micros() as u64,
+            agent_peak_bytes: usage.agent_peak_bytes,
+        }
+    }
+
+    fn abort_reason(&self) -> String {
+        let reasons = self.journal.records().iter().rev().find_map(|record| match record {
+            Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
+                Some(reason.clone())
+            }
+            _ => None,
+        });
+        reasons.unwrap_or_else(|| "it was given up".to_owned())
+    }
+
+    async fn end(mut self) {
+        match self.handover {
+            DestinationState::Running => self.entry.end(Outcome::Completed, None),
+            _ => {
+                let reason = self.abort_reason();
+                let guest = &self.offer.guest.name;
+                let error = ApiError::new(ErrorCode::Internal, reason)
+                    .state_of_guest(format!("{guest} stays at {}", self.entry.report().source));
+                self.entry.end(Outcome::Aborted, Some(error));
+            }
+        }
+        // The source must have read the last message before the channel goes.
+        if let Some(call) = &mut self.call {
+            let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
+            tracing::debug!(?last, "the source's last word");
+        }
+        self.context.archive.keep(&self.entry);
+    }
+}
+
+async fn receive_from(receiving: &Receiving, epoch: Epoch, bulk: &BulkReceiver) -> BulkEnd {
+    match receiving.work(epoch, bulk).await {
+        ReceiveError::Lost(error) => BulkEnd::Lost(error),
+        other => {
+            bulk.close(longhaul_transport::CloseCode::Violation, &other.to_string());
+            BulkEnd::Broken(other.to_string())
+        }
+    }
+}
+
+async fn next_message(call: &mut Option<Call>) -> Result<ToDestination, TalkError> {
+    match call {
+        Some(call) => call.receiver.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn join<T>(handle: &mut Option<JoinHandle<T>>) -> Result<T, tokio::task::JoinError> {
+    match handle {
+        Some(handle) => handle.await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,336 @@
+//! The QEMU of an arriving guest: launched, filled, loaded, and told to run - or ended.
+
+use super::Context;
+use super::meter::{Meter, Usage};
+use super::receive::{Receiving, Store};
+use super::verify;
+use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
+use longhaul_engine::destination::DestinationError;
+use longhaul_hypervisor::capabilities::CapabilitiesError;
+use longhaul_hypervisor::guest::{Guest, ListenError};
+use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
+use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
+use longhaul_hypervisor::observe::{self, ObserveError};
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_protocol::machine::{Difference, Machine};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, RegionId, RegionSpec};
+use std::io;
+use std::sync::Arc;
+
+/// Why an arriving guest's QEMU could not do its part.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum InboundError {
+    /// What this host can do is not known.
+    #[error(transparent)]
+    Capabilities(#[from] CapabilitiesError),
+    /// No emulator here builds the machine.
+    #[error("no emulator here builds {0}")]
+    NoEmulator(String),
+    /// QEMU did not start.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// Its machine could not be looked at.
+    #[error(transparent)]
+    Observe(#[from] ObserveError),
+    /// It is not the same machine.
+    #[error("the machine here would not be the same: {}", differences(.0))]
+    Different(Vec<Difference>),
+    /// A region has no place in this QEMU.
+    #[error("region {name} of {blocks} blocks has no place in the machine here")]
+    Region {
+        /// Its name.
+        name: String,
+        /// Its length.
+        blocks: u64,
+    },
+    /// The list of regions is not one that can be received.
+    #[error(transparent)]
+    Regions(#[from] DestinationError),
+    /// Its memory cannot be reached.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// It does not wait for a guest.
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    /// It did not take the stream, or could not load it.
+    #[error(transparent)]
+    Incoming(#[from] IncomingError),
+    /// It does not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Its memory cannot be read.
+    #[error("cannot read the guest's memory: {0}")]
+    Memory(String),
+    /// The system refused.
+    #[error("cannot keep what is known of the guest: {0}")]
+    Host(#[from] io::Error),
+    /// Messages came in an order that makes no sense.
+    #[error("the source breaks the protocol: {0}")]
+    Order(&'static str),
+    /// A task of the agent broke.
+    #[error("a part of the agent broke: {0}")]
+    Broken(String),
+}
+
+fn differences(list: &[Difference]) -> String {
+    let shown: Vec<String> = list.iter().take(5).map(|one| one.text.clone()).collect();
+    let more = list.len().saturating_sub(shown.len());
+    let more = if more == 0 { String::new() } else { format!("; and {more} more") };
+    format!("{}{more}", shown.join("; "))
+}
+
+impl InboundError {
+    /// What the source is told.
+    pub(super) fn into_refusal(self, host: &str) -> Refusal {
+        let code = match &self {
+            Self::Different(_) | Self::NoEmulator(_) | Self::Capabilities(_) => {
+                RefusalCode::Unsuitable
+            }
+            Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
+            _ => RefusalCode::QemuFailed,
+        };
+        let hint = match &self {
+            Self::Different(list) => list.first().and_then(|first| first.hint.clone()),
+            _ => None,
+        };
+        Refusal { code, text: format!("{host}: {self}"), hint }
+    }
+}
+
+/// The QEMU of an arriving guest.
+pub(super) struct Inbound {
+    guest: Guest,
+    qmp: Qmp,
+    machine: Machine,
+    memory: GuestMemory,
+    places: Vec<usize>,
+    incoming: Option<Incoming>,
+    begun: bool,
+    receiving: Arc<Receiving>,
+    key: DigestKey,
+    gone: bool,
+    meter: Meter,
+}
+
+impl Inbound {
+    /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
+    pub(super) async fn launch(context: &Context, offer: &Offer) -> Result<Self, InboundError> {
+        let meter = Meter::start();
+        let capabilities = context.prober.capabilities().await?;
+        let machine_type = &offer.guest.machine;
+        let emulator = capabilities.emulator_for(machine_type);
+        let emulator =
+            emulator.ok_or_else(|| InboundError::NoEmulator(machine_type.clone()))?;
+        let launch = Launch {
+            description: &offer.guest,
+            role: Role::Destination,
+            emulator,
+            accelerator: capabilities.accelerator,
+            generation: offer.generation.0,
+        };
+        let (guest, qmp) = launch.run(&context.parts.config.host).await?;
+        match Self::set_up(offer, &guest, &qmp).await {
+            Ok((machine, memory, places, incoming, receiving)) => Ok(Self {
+                guest,
+                qmp,
+                machine,
+                memory,
+                places,
+                incoming: Some(incoming),
+                begun: false,
+                receiving,
+                key: DigestKey(offer.digest_key),
+                gone: false,
+                meter,
+            }),
+            Err(error) => {
+                stop(&guest, &qmp).await;
+                Err(error)
+            }
+        }
+    }
+
+    #[expect(clippy::type_complexity, reason = "taken apart in the one place that calls it")]
+    async fn set_up(
+        offer: &Offer,
+        guest: &Guest,
+        qmp: &Qmp,
+    ) -> Result<(Machine, GuestMemory, Vec<usize>, Incoming, Arc<Receiving>), InboundError> {
+        let machine = observe::machine(qmp).await?;
+        let different = machine.differences(&offer.machine);
+        if !different.is_empty() {
+            return Err(InboundError::Different(different));
+        }
+        let pid = guest.pid().ok_or_else(|| io::Error::other("QEMU has no process"))?;
+        let memory = GuestMemory::attach(qmp, pid).await?;
+        let places = places(&memory, &offer.regions)?;
+        let socket = guest.listen(qmp).await?;
+        let incoming = Incoming::connect(qmp.clone(), &socket).await?;
+        let store = GuestStore { memory: memory.clone(), places: places.clone() };
+        let key = DigestKey(offer.digest_key);
+        let receiving = Receiving::new(&offer.regions, Box::new(store), key)?;
+        Ok((machine, memory, places, incoming, receiving))
+    }
+
+    /// The machine that QEMU shows.
+    pub(super) fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Where frames go.
+    pub(super) fn receiving(&self) -> &Arc<Receiving> {
+        &self.receiving
+    }
+
+    /// Gives QEMU the head of the stream; again is nothing new.
+    pub(super) async fn begin(&mut self, prelude: &[u8]) -> Result<(), InboundError> {
+        if self.begun {
+            return Ok(());
+        }
+        self.begun = true;
+        let incoming = self.incoming.as_mut().ok_or(InboundError::Order("Start after Complete"))?;
+        Ok(incoming.start(prelude).await?)
+    }
+
+    /// Gives QEMU the rest of the stream, and waits until it has loaded.
+    pub(super) fn load(
+        &mut self,
+        tail: Vec<u8>,
+    ) -> impl Future<Output = Result<(), InboundError>> + Send + use<> {
+        let incoming = self.incoming.take();
+        async move {
+            let incoming = incoming.ok_or(InboundError::Order("Complete twice"))?;
+            incoming.finish(&tail).await?;
+            Ok(())
+        }
+    }
+
+    /// Digests of a piece of a region, as QEMU's RAM holds it.
+    pub(super) fn digests(
+        &self,
+        region: RegionId,
+        range: BlockRange,
+        blocks_per_digest: u32,
+    ) -> Result<Vec<[u8; 16]>, InboundError> {
+        let place = self.places.get(usize::from(region.0)).copied();
+        let place = place.ok_or(InboundError::Order("a region that is not moved"))?;
+        verify::digests(&self.memory, place, range, blocks_per_digest, self.key)
+            .map_err(InboundError::Memory)
+    }
+
+    /// Lets the guest run, unless it was paused, as the holder of this generation.
+    pub(super) async fn resume(
+        &mut self,
+        generation: Generation,
+        paused: bool,
+    ) -> Result<(), InboundError> {
+        if !paused {
+            self.qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT).await?;
+        }
+        // The guest runs: what cannot be noted now is made again from the journal.
+        if let Err(error) = self.guest.set_generation(generation.0) {
+            tracing::error!(guest = self.guest.name(), %error, "cannot note the generation");
+        }
+        Ok(())
+    }
+
+    /// Waits until QEMU has ended by itself.
+    pub(super) async fn ended(&self) {
+        if self.gone {
+            std::future::pending::<()>().await;
+        }
+        if let Err(error) = self.guest.ended().await {
+            tracing::error!(guest = self.guest.name(), %error, "cannot watch QEMU");
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// QEMU has ended by itself: what it leaves is removed, unless the guest is ours.
+    pub(super) fn forget_process(&mut self) {
+        self.gone = true;
+    }
+
+    /// Ends QEMU and removes what was made for it.
+    pub(super) async fn quit(&mut self) {
+        self.gone = true;
+        self.incoming = None;
+        stop(&self.guest, &self.qmp).await;
+    }
+
+    /// The end of QEMU's log.
+    pub(super) fn last_words(&self) -> String {
+        let log = std::fs::read_to_string(self.guest.folder().log()).unwrap_or_default();
+        let start = log.char_indices().rev().nth(400).map_or(0, |(at, _)| at);
+        log[start..].trim().to_owned()
+    }
+
+    /// What it cost so far.
+    pub(super) fn usage(&self) -> Usage {
+        self.meter.usage(self.guest.pid())
+    }
+}
+
+/// Ends a QEMU that the guest does not need any more.
+pub(super) async fn stop(guest: &Guest, qmp: &Qmp) {
+    if let Err(error) = guest.stop(Some(qmp)).await {
+        tracing::error!(guest = guest.name(), %error, "something of this guest is left over");
+    }
+}
+
+/// Where each region lies in a QEMU.
+fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, InboundError> {
+    let place = |spec: &RegionSpec| {
+        let place = memory.find(&spec.name);
+        let place = place.filter(|place| {
+            let block = &memory.blocks()[*place];
+            !block.is_kept() && block.blocks() == spec.blocks
+        });
+        let missing =
+            || InboundError::Region { name: spec.name.clone(), blocks: spec.blocks };
+        place.ok_or_else(missing)
+    };
+    regions.iter().map(place).collect()
+}
+
+/// The regions of a guest in the RAM of its QEMU.
+struct GuestStore {
+    memory: GuestMemory,
+    places: Vec<usize>,
+}
+
+impl GuestStore {
+    fn place(&self, region: RegionId) -> Result<usize, String> {
+        let place = self.places.get(usize::from(region.0)).copied();
+        place.ok_or_else(|| format!("there is no region {}", region.0))
+    }
+}
+
+impl Store for GuestStore {
+    fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        let range = BlockRange::new(id.block, 1);
+        let read = self.memory.read(self.place(id.region)?, &[range], into);
+        read.map_err(|error| error.to_string())
+    }
+
+    fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String> {
+        const ZEROS: [u8; 64 * BLOCK_SIZE] = [0; 64 * BLOCK_SIZE];
+        for (write, fresh) in writes.iter().zip(fresh) {
+            let place = self.place(write.region)?;
+            let done = match write.content {
+                Content::Zero if *fresh => Ok(()),
+                Content::Zero => {
+                    let mut pieces = (write.range.start..write.range.end()).step_by(64);
+                    pieces.try_for_each(|start| {
+                        let count = (write.range.end() - start).min(64);
+                        let zeros = &ZEROS[..count as usize * BLOCK_SIZE];
+                        self.memory.write(place, &[BlockRange::new(start, count)], zeros)
+                    })
+                }
+                Content::Bytes(bytes) => self.memory.write(place, &[write.range], bytes),
+            };
+            done.map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}

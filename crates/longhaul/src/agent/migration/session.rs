@@ -1,0 +1,178 @@
+//! The source's connection to the destination for one attempt, made and made again.
+
+use super::Context;
+use super::send::Line;
+use super::talk::{self, Receiver, Sender, TalkError};
+use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_transport::{
+    BulkBinding, BulkConfig, BulkToken, CloseCode, ConnectError, Control, LinkError,
+};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::sleep;
+
+/// The destination has to launch a QEMU before it answers an offer.
+const OFFER_WITHIN: Duration = Duration::from_secs(120);
+/// Any other answer.
+const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// Between two tries to connect again.
+const REDIAL_PAUSE: Duration = Duration::from_millis(250);
+
+/// An open connection: control, the migration's channel, and bulk.
+pub(super) struct Session {
+    pub(super) control: Control,
+    pub(super) sender: Sender<ToDestination>,
+    pub(super) receiver: Receiver<ToSource>,
+    pub(super) line: Arc<Line>,
+}
+
+/// Why there is no session.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum SessionError {
+    /// No connection.
+    #[error(transparent)]
+    Connect(#[from] ConnectError),
+    /// It was there, and is gone.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+    /// The channel ended, or broke the protocol.
+    #[error(transparent)]
+    Talk(#[from] TalkError),
+    /// The destination does not take the guest.
+    #[error("{}", .0.text)]
+    Refused(Refusal),
+    /// The attempt is over there.
+    #[error("the destination gave up: {0}")]
+    Aborted(String),
+    /// The destination has the guest.
+    #[error("the destination has committed")]
+    Committed,
+    /// An answer that does not fit.
+    #[error("the destination breaks the protocol: {0}")]
+    Protocol(&'static str),
+}
+
+/// What a source needs to come back.
+#[derive(Debug, Clone)]
+pub(super) struct Attempted {
+    pub(super) migration: MigrationId,
+    pub(super) attempt: Attempt,
+    pub(super) host: String,
+}
+
+/// Makes an offer. The machine is the destination's.
+pub(super) async fn offer(
+    control: Control,
+    offer: &Offer,
+    bandwidth_bps: Option<u64>,
+) -> Result<(Session, Machine), SessionError> {
+    let (mut sender, mut receiver) = talk::as_source(control.open().await?);
+    sender.send(&ToDestination::Offer(Box::new(offer.clone()))).await?;
+    let (machine, token) = match receiver.recv_within(OFFER_WITHIN).await? {
+        ToSource::Accepted { machine, bulk_token } => (*machine, bulk_token),
+        ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
+        _ => return Err(SessionError::Protocol("an offer is answered by Accepted or Refused")),
+    };
+    let binding =
+        BulkBinding { migration: offer.migration, attempt: offer.attempt, epoch: Epoch(1) };
+    let line = bulk(&control, &token, binding, bandwidth_bps).await?;
+    Ok((Session { control, sender, receiver, line }, machine))
+}
+
+async fn bulk(
+    control: &Control,
+    token: &[u8],
+    binding: BulkBinding,
+    bandwidth_bps: Option<u64>,
+) -> Result<Arc<Line>, SessionError> {
+    let token: [u8; 32] =
+        token.try_into().map_err(|_| SessionError::Protocol("a token has 32 bytes"))?;
+    let token = BulkToken::from_bytes(token);
+    let config = BulkConfig { bandwidth_bps, ..BulkConfig::default() };
+    let bulk = control.connect_bulk(&token, binding, config).await?;
+    Ok(Line::new(bulk, binding.epoch))
+}
+
+/// Connects again until it succeeds or the destination says that there is nothing to come back to.
+/// Whoever waits for this sets the limit.
+pub(super) async fn resume(
+    context: Arc<Context>,
+    attempted: Attempted,
+    epoch: Epoch,
+    bandwidth_bps: Option<u64>,
+) -> Result<(Session, AttemptState), SessionError> {
+    loop {
+        match try_resume(&context, &attempted, epoch, bandwidth_bps).await {
+            Err(SessionError::Connect(error)) if !is_final(&error) => {
+                tracing::debug!(%error, "not back yet");
+            }
+            Err(SessionError::Link(error)) => tracing::debug!(%error, "not back yet"),
+            Err(SessionError::Talk(TalkError::Channel(error))) => {
+                tracing::debug!(%error, "not back yet");
+            }
+            Err(SessionError::Talk(TalkError::Silent(_))) => {}
+            other => return other,
+        }
+        sleep(REDIAL_PAUSE).await;
+    }
+}
+
+fn is_final(error: &ConnectError) -> bool {
+    matches!(
+        error,
+        ConnectError::NotTrusted(_)
+            | ConnectError::Trust(_)
+            | ConnectError::IdentityChanged { .. }
+            | ConnectError::Incompatible { .. }
+    )
+}
+
+async fn try_resume(
+    context: &Context,
+    attempted: &Attempted,
+    epoch: Epoch,
+    bandwidth_bps: Option<u64>,
+) -> Result<(Session, AttemptState), SessionError> {
+    let control = context.endpoint.connect(&attempted.host).await?;
+    let (mut sender, mut receiver) = talk::as_source(control.open().await?);
+    let Attempted { migration, attempt, .. } = *attempted;
+    sender.send(&ToDestination::Resume { migration, attempt, epoch }).await?;
+    let (token, state) = match receiver.recv_within(ANSWER_WITHIN).await? {
+        ToSource::Resumed { bulk_token, state } => (bulk_token, state),
+        ToSource::Aborted { reason, .. } => return Err(SessionError::Aborted(reason)),
+        ToSource::Committed { .. } => return Err(SessionError::Committed),
+        ToSource::Status { .. } => return Err(TalkError::Silent(ANSWER_WITHIN).into()),
+        _ => return Err(SessionError::Protocol("Resume is answered by Resumed")),
+    };
+    let binding = BulkBinding { migration, attempt, epoch };
+    let line = bulk(&control, &token, binding, bandwidth_bps).await?;
+    Ok((Session { control, sender, receiver, line }, state))
+}
+
+/// What the destination says became of an attempt.
+pub(super) enum Fate {
+    /// The guest is there.
+    Committed,
+    /// It never will be.
+    Aborted(String),
+    /// Neither.
+    Open,
+}
+
+/// Asks once.
+pub(super) async fn ask(context: &Context, attempted: &Attempted) -> Result<Fate, SessionError> {
+    let control = context.endpoint.connect(&attempted.host).await?;
+    let (mut sender, mut receiver) = talk::as_source(control.open().await?);
+    let Attempted { migration, attempt, .. } = *attempted;
+    sender.send(&ToDestination::Ask { migration, attempt }).await?;
+    let fate = match receiver.recv_within(ANSWER_WITHIN).await? {
+        ToSource::Committed { .. } => Fate::Committed,
+        ToSource::Aborted { reason, .. } => Fate::Aborted(reason),
+        ToSource::Status { .. } | ToSource::Ready { .. } => Fate::Open,
+        _ => return Err(SessionError::Protocol("Ask is answered by what became of the attempt")),
+    };
+    control.close(CloseCode::Done, "asked and answered");
+    Ok(fate)
+}

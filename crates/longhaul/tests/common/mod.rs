@@ -1,0 +1,207 @@
+//! A running agent, commands against it, and texts to compare what they print with.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    dead_code,
+    missing_docs
+)]
+#![allow(unreachable_pub)]
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+/// Generous: it is only reached when something is broken.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// An agent with a state folder of its own, and without any QEMU.
+pub struct Agent {
+    pub folder: tempfile::TempDir,
+    pub child: Child,
+}
+
+impl Agent {
+    pub fn start() -> Self {
+        Self::start_with("")
+    }
+
+    /// Starts an agent whose configuration has more at its end.
+    pub fn start_with(more: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        configure(folder.path(), more);
+        let child = spawn(folder.path());
+        let mut agent = Self { folder, child };
+        agent.wait_until_ready();
+        agent
+    }
+
+    pub fn wait_until_ready(&mut self) {
+        let deadline = Instant::now() + LIMIT;
+        while std::os::unix::net::UnixStream::connect(self.socket()).is_err() {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                panic!("the agent ended ({status}): {}", self.log());
+            }
+            assert!(Instant::now() < deadline, "no agent: {}", self.log());
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+
+    pub fn socket(&self) -> PathBuf {
+        self.folder.path().join("agent.sock")
+    }
+
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
+    }
+
+    /// A command that talks to this agent.
+    pub fn longhaul(&self, arguments: &[&str]) -> Output {
+        longhaul(&self.socket(), arguments)
+    }
+
+    /// Compares what a command prints, and its exit code, with `golden/NAME.txt`.
+    pub fn check(&self, name: &str, arguments: &[&str]) {
+        let output = self.longhaul(arguments);
+        check(name, arguments, &output, self.folder.path());
+    }
+
+    pub fn end(&mut self, signal: nix::sys::signal::Signal) -> std::process::ExitStatus {
+        let pid = nix::unistd::Pid::from_raw(self.child.id().try_into().unwrap());
+        nix::sys::signal::kill(pid, signal).unwrap();
+        wait(&mut self.child)
+    }
+
+    pub fn restart(&mut self) {
+        self.child = spawn(self.folder.path());
+        self.wait_until_ready();
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+pub fn configure(folder: &Path, more: &str) {
+    let text = format!(
+        "name = \"lyon-1\"\nstate = {:?}\nlisten = \"127.0.0.1:0\"\n{more}\n\
+         [api]\nsocket = {:?}\n\
+         [qemu.emulators]\nmissing = \"/nonexistent/qemu\"\n",
+        folder.join("state"),
+        folder.join("agent.sock"),
+    );
+    std::fs::write(folder.join("agent.toml"), text).unwrap();
+}
+
+pub fn spawn(folder: &Path) -> Child {
+    let log = std::fs::File::options()
+        .create(true)
+        .append(true)
+        .open(folder.join("log"))
+        .unwrap();
+    Command::new(env!("CARGO_BIN_EXE_longhaul"))
+        .args(["agent", "--config"])
+        .arg(folder.join("agent.toml"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()
+        .unwrap()
+}
+
+pub fn wait(child: &mut Child) -> std::process::ExitStatus {
+    let deadline = Instant::now() + LIMIT;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() > deadline {
+            child.kill().unwrap();
+            panic!("it does not end");
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+pub fn command(socket: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_longhaul"));
+    command
+        .env_clear()
+        .env("LONGHAUL_SOCKET", socket)
+        .stdin(Stdio::null());
+    command
+}
+
+pub fn longhaul(socket: &Path, arguments: &[&str]) -> Output {
+    command(socket).args(arguments).output().unwrap()
+}
+
+/// Compares exit code, stdout and stderr with `golden/NAME.txt`; what differs from run to run is
+/// replaced first. With `LONGHAUL_BLESS` set the file is written anew.
+pub fn check(name: &str, arguments: &[&str], output: &Output, folder: &Path) {
+    let mut text = format!(
+        "$ longhaul {}\nexit {}\n",
+        arguments.join(" "),
+        output.status.code().unwrap_or(-1)
+    );
+    for (title, bytes) in [("stdout", &output.stdout), ("stderr", &output.stderr)] {
+        if !bytes.is_empty() {
+            text.push_str(&format!("--- {title}\n{}", String::from_utf8_lossy(bytes)));
+        }
+    }
+    let text = normalized(&text, folder);
+    let path = format!("{}/tests/golden/{name}.txt", env!("CARGO_MANIFEST_DIR"));
+    if std::env::var_os("LONGHAUL_BLESS").is_some() {
+        std::fs::write(&path, &text).unwrap();
+    }
+    let good = std::fs::read_to_string(&path).unwrap_or_default();
+    assert!(
+        good == text,
+        "{path} differs; if what follows is good, set LONGHAUL_BLESS=1\n{text}"
+    );
+}
+
+fn normalized(text: &str, folder: &Path) -> String {
+    let mut out = String::new();
+    for line in text
+        .replace(&folder.display().to_string(), "[FOLDER]")
+        .lines()
+    {
+        let changes_with_the_machine = ["  KVM", "  memory"];
+        if changes_with_the_machine
+            .iter()
+            .any(|start| line.starts_with(start))
+        {
+            continue;
+        }
+        let words: Vec<String> = line
+            .split(' ')
+            .map(|word| normalized_word(word).to_owned())
+            .collect();
+        out.push_str(&words.join(" "));
+        out.push('\n');
+    }
+    let mut parts = out.split("pid ");
+    let mut out = parts.next().unwrap_or_default().to_owned();
+    for part in parts {
+        let rest = part.trim_start_matches(|c: char| c.is_ascii_digit());
+        out.push_str("pid [PID]");
+        out.push_str(rest);
+    }
+    out
+}
+
+fn normalized_word(word: &str) -> &str {
+    let fingerprint = word.len() == 79
+        && word.split('-').count() == 16
+        && word.chars().all(|c| c == '-' || c.is_ascii_hexdigit());
+    let known = word.starts_with("1111-") || word.starts_with("2222-");
+    match fingerprint && !known {
+        true => "[FINGERPRINT]",
+        false => word,
+    }
+}
