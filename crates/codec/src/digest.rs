@@ -227,6 +227,31 @@ mod tests {
     }
 
     #[test]
+    #[cfg(target_arch = "x86_64")]
+    fn every_width_of_vectors_gives_the_same_digests() {
+        let key = DigestKey([5; 32]);
+        let blocks: Vec<_> = (0..37).map(block).collect();
+        let widths = [
+            Some(Platform::portable()),
+            Platform::sse2(),
+            Platform::sse41(),
+            Platform::avx2(),
+            Platform::avx512(),
+        ];
+        for platform in widths.into_iter().flatten() {
+            let hasher = Hasher {
+                platform,
+                ..Hasher::new(key)
+            };
+            let mut digests = Vec::new();
+            hasher.digest_blocks(&blocks, &mut digests);
+            for (block, digest) in blocks.iter().zip(&digests) {
+                assert_eq!(digest.0, blake3::keyed_hash(&key.0, block).as_bytes()[..16]);
+            }
+        }
+    }
+
+    #[test]
     fn one_byte_anywhere_makes_a_block_not_zero() {
         let mut block = [0; BLOCK_SIZE];
         assert!(is_zero(&block));
