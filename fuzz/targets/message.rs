@@ -1,0 +1,7 @@
+//! A message between agents, as a peer could send it: `cargo +nightly fuzz run message`.
+#![no_main]
+
+#[path = "../src/message.rs"]
+mod message;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| message::run(data));
