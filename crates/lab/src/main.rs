@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use longhaul_lab::bench;
+use longhaul_lab::demo;
 use longhaul_lab::doctor;
 use longhaul_lab::error::LabError;
 use longhaul_lab::interrupt;
@@ -26,6 +27,8 @@ struct Arguments {
 enum Action {
     /// Say what is here, what is missing and what mends it; exit 1 if the demo cannot run
     Doctor,
+    /// Move a running guest to another host and back, beside QEMU's own pre-copy (6 minutes)
+    Demo,
     /// Make a laboratory to play with, and say how to reach what is in it
     Up(UpArguments),
     /// Remove a laboratory made by `lab up`, and whatever earlier ones left over
@@ -120,6 +123,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
             print(&report)?;
             return Ok(ExitCode::from(u8::from(!demo_runs)));
         }
+        Action::Demo => return demo::run(),
         Action::Up(arguments) if arguments.foreground => up::hold(Plan {
             purpose: String::new(),
             hosts: usize::from(arguments.hosts),

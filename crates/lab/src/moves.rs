@@ -363,61 +363,97 @@ pub struct LonghaulMover<'a> {
 }
 
 impl LonghaulMover<'_> {
-    /// Boots the guest, moves it, and measures.
+    /// Boots the guest on the first host, moves it to the second, measures, and ends it.
     ///
     /// # Errors
     /// When there is nothing to move, or an agent dies; a move that fails is a row.
     pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
-        let name = &case.guest.name;
-        let guest = self
-            .product
-            .start_guest(self.lab, 0, &case.guest.description())?;
-        let result = self.run_started(case, guest.pid);
-        // On which of them it is depends on how the move went; the other refuses.
-        let stopped = [0, 1].map(|host| self.product.stop_guest(host, name));
+        let result = self
+            .boot(case)
+            .and_then(|mut arena| self.move_once(case, &mut arena, [0, 1], Show::Nothing));
+        let ended = self.end(case);
         let row = result?;
-        let [here, there] = stopped;
-        here.or(there).map(|()| row)
+        ended.map(|()| row)
     }
 
-    fn run_started(&self, case: &Case, qemu: Option<u32>) -> Result<MoveRow, LabError> {
+    /// Boots the guest on the first host and lets it settle.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn boot(&self, case: &Case) -> Result<Arena, LabError> {
+        let name = &case.guest.name;
+        let mut arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
+        attach(&arena, &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME))?;
+        self.product.start_guest(self.lab, 0, &case.guest.description())?;
+        settle(&mut arena, &case.workload)?;
+        Ok(arena)
+    }
+
+    /// Ends the guest, wherever it is.
+    ///
+    /// # Errors
+    /// When neither host could.
+    pub fn end(&self, case: &Case) -> Result<(), LabError> {
+        // On which of them it is depends on how the move went; the other refuses.
+        let [here, there] = [0, 1].map(|host| self.product.stop_guest(host, &case.guest.name));
+        here.or(there)
+    }
+
+    /// Moves the guest between two hosts, lets it verify its memory, and measures. Its workload
+    /// is stopped afterwards.
+    ///
+    /// # Errors
+    /// When an agent dies; a move that fails is a row.
+    pub fn move_once(
+        &self,
+        case: &Case,
+        arena: &mut Arena,
+        [from, to]: [usize; 2],
+        show: Show,
+    ) -> Result<MoveRow, LabError> {
         let mut row = MoveRow::of(case, "longhaul", "precopy");
         let name = &case.guest.name;
-        let destination = self.lab.host(1)?;
-        let mut arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
-        attach(&arena, &channel_socket(destination, name, CHANNEL_NAME))?;
-        settle(&mut arena, &case.workload)?;
-
-        let link = self.lab.link(0, 1)?;
+        let link = self.lab.link(from, to)?;
         let before = link.stats()?;
-        let agents = [self.product.agent(0)?.pid(), self.product.agent(1)?.pid()];
+        let agents = [self.product.agent(from)?.pid(), self.product.agent(to)?.pid()];
         let meters = [meter(agents[0])?, meter(agents[1])?];
-        let source_meter = qemu.map(meter).transpose()?;
+        let source = self.product.guest(from, name)?.and_then(|guest| guest.pid);
+        let source_meter = source.map(meter).transpose()?;
         let downtime = format!("{}ms", case.downtime_ms);
-        let running = self
-            .product
-            .migrate(0, name, destination, &["--downtime", &downtime])?;
-        let finished = running.finish(case.limit + FINISH_LIMIT)?;
+        let (target, words) = (self.lab.host(to)?, ["--downtime", downtime.as_str()]);
+        let finished = match show {
+            Show::Nothing => {
+                let running = self.product.migrate(from, name, target, &words)?;
+                running.finish(case.limit + FINISH_LIMIT)?
+            }
+            Show::Display => self.product.migrate_shown(from, name, target, &words)?,
+        };
         row.note_link(&before, &link.stats()?);
+        if from > to {
+            std::mem::swap(&mut row.link_bytes, &mut row.link_bytes_back);
+        }
         let [source_used, destination_used] = meters.map(ProcessMeter::finish);
         row.cpu_s.source_agent = source_used.map(|used| used.cpu_s);
         row.cpu_s.destination_agent = destination_used.map(|used| used.cpu_s);
         row.agent_peak_bytes.source = source_used.map(|used| used.peak_bytes);
         row.agent_peak_bytes.destination = destination_used.map(|used| used.peak_bytes);
-        row.cpu_s.source_qemu = source_meter
-            .and_then(ProcessMeter::finish)
-            .map(|used| used.cpu_s);
-        let moved = self.product.guest(1, name)?.and_then(|guest| guest.pid);
+        row.cpu_s.source_qemu = source_meter.and_then(ProcessMeter::finish).map(|used| used.cpu_s);
+        let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
         row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
         row.note_finished(&finished);
-        note_verified(&mut row, verify(&mut arena)?);
-        row.note_observed(measure::observe(
-            &arena.beats(),
-            finished.began,
-            finished.ended,
-        ));
+        note_verified(&mut row, verify(arena)?);
+        row.note_observed(measure::observe(&arena.beats(), finished.began, finished.ended));
         Ok(row)
     }
+}
+
+/// What people see of a move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Show {
+    /// Nothing.
+    Nothing,
+    /// The product's own display.
+    Display,
 }
 
 /// Milliseconds between two moments.

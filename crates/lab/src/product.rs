@@ -216,6 +216,30 @@ impl Product {
             finished: Finished::new(began),
         })
     }
+
+    /// Moves a guest with the product's own display on this terminal, to the end.
+    ///
+    /// # Errors
+    /// When the command cannot be run.
+    pub fn migrate_shown(
+        &self,
+        host: usize,
+        name: &str,
+        to: &Host,
+        more: &[&str],
+    ) -> Result<Finished, LabError> {
+        let mut command = self.agent(host)?.command()?;
+        command.args(["migrate", name, "--to", to.name()]).args(more);
+        let mut finished = Finished::new(Instant::now());
+        let status = command.status().during(|| format!("move {name}"))?;
+        finished.ended = Instant::now();
+        interrupt::check()?;
+        finished.exit_code = status.code();
+        let report: Report = self.ask(host, &["report"])?;
+        finished.outcome = report.outcome;
+        finished.report = Some(Box::new(report));
+        Ok(finished)
+    }
 }
 
 fn no_host(host: usize) -> LabError {

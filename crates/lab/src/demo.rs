@@ -1,0 +1,237 @@
+//! `lab demo`: a running guest moves to another host and back, then QEMU moves it, side by side.
+
+use crate::arena::Workload;
+use crate::error::{During, LabError};
+use crate::guest::{KernelFiles, Tiny};
+use crate::installed;
+use crate::lab::{Lab, Plan};
+use crate::link::spec::LinkSpec;
+use crate::moves::{Case, LonghaulMover, MoveRow, PeerMover, Show};
+use crate::peer::PeerSystem;
+use crate::product::{Product, Settings};
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::Duration;
+
+const LINK: &str = "100mbit,20ms";
+const QEMU: &str = "10.0";
+const GUEST: &str = "web-7";
+const DIRTY_SHARE: f64 = 0.3;
+const ARENA_BYTES: u64 = 96 << 20;
+const WORKING_SET_BYTES: u64 = 32 << 20;
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Shows what Longhaul does, on this machine, in less than 6 minutes. Exit status 1 where a move
+/// failed or the guest's memory was damaged.
+///
+/// # Errors
+/// When the laboratory cannot be made.
+pub fn run() -> Result<ExitCode, LabError> {
+    let link: LinkSpec = LINK
+        .parse()
+        .map_err(|error| LabError::Which(format!("{error}")))?;
+    title("Two hosts on this machine, lyon and paris, and a slow link between them")?;
+    let plan = Plan {
+        purpose: "demo".to_owned(),
+        hosts: 2,
+        link,
+        seed: 1,
+    };
+    let mut lab = Lab::create(&plan)?;
+    let measured = lab.measure_link(link)?;
+    tell(&format!(
+        "asked for 100 Mbit/s and 20 ms round trip; measured {:.1} Mbit/s and {:.1} ms",
+        measured.rate_bps / 1e6,
+        measured.rtt_ms
+    ))?;
+    let files = KernelFiles::make(lab.host(0)?.folder())?;
+    let settings = Settings {
+        qemus: vec![QEMU.to_owned()],
+        accelerator: "auto".to_owned(),
+    };
+    let product = Product::start(&mut lab, &files, &settings)?;
+    tell("each host runs its own agent (longhaul agent); each trusts the other's key")?;
+
+    let kvm = product.has_kvm(0)?;
+    let case = case(link)?;
+    let longhaul = LonghaulMover {
+        lab: &lab,
+        product: &product,
+    };
+    let rows = move_by_longhaul(&longhaul, &case, kvm)?;
+
+    title("The same guest over the same link by QEMU's own pre-copy")?;
+    let qemu = installed::qemu(QEMU)?;
+    let accelerator = if kvm { "kvm" } else { "tcg" };
+    let peers = PeerMover {
+        lab: &lab,
+        files: &files,
+        qemus: [qemu.clone(), qemu],
+        accelerator,
+    };
+    tell("$ QMP migrate, max-bandwidth 0, downtime-limit 300")?;
+    let peer = peers.run(&case, PeerSystem::Default)?;
+    tell(&one_line(&peer))?;
+
+    let [there, back] = &rows;
+    print(&report(there, back, &peer))?;
+    let sound = rows
+        .iter()
+        .all(|row| row.is_completed() && row.verify_errors == Some(0));
+    Ok(ExitCode::from(u8::from(!sound)))
+}
+
+fn case(link: LinkSpec) -> Result<Case, LabError> {
+    let version = installed::qemu_version(&installed::qemu(QEMU)?)?;
+    let mut guest = Tiny::new(GUEST);
+    guest.memory_mib = 256;
+    guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    let workload = Workload {
+        content: "mix".to_owned(),
+        arena_bytes: ARENA_BYTES,
+        working_set_bytes: WORKING_SET_BYTES,
+        pages_per_s: Case::pages_per_s(link, DIRTY_SHARE),
+        write_bytes: 512,
+        writers: 1,
+        seed: 1,
+    };
+    Ok(Case {
+        guest,
+        workload,
+        dirty_share: DIRTY_SHARE,
+        link,
+        downtime_ms: 300,
+        limit: LIMIT,
+        repeat: 1,
+    })
+}
+
+fn move_by_longhaul(
+    longhaul: &LonghaulMover<'_>,
+    case: &Case,
+    kvm: bool,
+) -> Result<[MoveRow; 2], LabError> {
+    title(&format!("A guest, {GUEST}, starts on lyon"))?;
+    let mut arena = longhaul.boot(case)?;
+    tell(&format!(
+        "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with checksums, \
+         rewrites {} of them per second ({:.0} % of the link's rate), and verifies them for ever",
+        if kvm {
+            "KVM"
+        } else {
+            "TCG (this machine has no usable KVM)"
+        },
+        ARENA_BYTES >> 20,
+        case.workload.pages_per_s,
+        DIRTY_SHARE * 100.0
+    ))?;
+
+    title(&format!("{GUEST} moves to paris while it runs"))?;
+    shown(longhaul, 0, &["plan", GUEST, "--to", "paris"])?;
+    tell(&format!("$ longhaul migrate {GUEST} --to paris"))?;
+    let there = longhaul.move_once(case, &mut arena, [0, 1], Show::Display)?;
+    tell(&one_line(&there))?;
+    shown(longhaul, 0, &["report"])?;
+
+    title(&format!("{GUEST} moves back to lyon"))?;
+    arena
+        .start(&case.workload, Duration::from_secs(60))
+        .map_err(|error| LabError::Which(error.to_string()))?;
+    crate::interrupt::sleep(crate::measure::BEFORE)?;
+    tell(&format!("$ longhaul migrate {GUEST} --to lyon"))?;
+    let back = longhaul.move_once(case, &mut arena, [1, 0], Show::Display)?;
+    tell(&one_line(&back))?;
+    longhaul.end(case)?;
+    Ok([there, back])
+}
+
+/// Runs one of the product's commands with its output on this terminal.
+fn shown(longhaul: &LonghaulMover<'_>, host: usize, words: &[&str]) -> Result<(), LabError> {
+    tell(&format!("$ longhaul {}", words.join(" ")))?;
+    let mut command = longhaul.product.agent(host)?.command()?;
+    // What it has to say, also of a failure, is on the screen.
+    command
+        .args(words)
+        .status()
+        .during(|| format!("run longhaul {}", words.join(" ")))?;
+    crate::interrupt::check()
+}
+
+fn one_line(row: &MoveRow) -> String {
+    let verified = match row.verify_errors {
+        Some(0) => "the guest verified all its pages: no error".to_owned(),
+        Some(errors) => format!("the guest found {errors} damaged pages"),
+        None => "the guest does not answer".to_owned(),
+    };
+    format!("{}; {verified}", row.outcome)
+}
+
+fn report(there: &MoveRow, back: &MoveRow, peer: &MoveRow) -> String {
+    let rows = [there, back, peer];
+    let line = |name: &str, figure: &dyn Fn(&MoveRow) -> String| {
+        let [there, back, peer] = rows.map(figure);
+        format!("{name:<34}{there:>14}{back:>14}{peer:>16}\n")
+    };
+    let unit = |value: Option<f64>, unit: &str, digits: usize| {
+        value.map_or_else(
+            || "-".to_owned(),
+            |value| format!("{value:.digits$} {unit}"),
+        )
+    };
+    let mut text = String::from("\n");
+    text += &format!(
+        "{:<34}{:>14}{:>14}{:>16}\n",
+        "", "Longhaul", "Longhaul", "QEMU's own"
+    );
+    text += &format!(
+        "{:<34}{:>14}{:>14}{:>16}\n",
+        "", "to paris", "back to lyon", "pre-copy"
+    );
+    text += &line("data over the link", &|row| {
+        unit(row.link_bytes.map(|bytes| bytes as f64 / 1e6), "MB", 1)
+    });
+    text += &line("time", &|row| unit(row.total_ms.map(|ms| ms / 1e3), "s", 1));
+    text += &line("downtime, seen from outside", &|row| {
+        unit(row.downtime_ms, "ms", 0)
+    });
+    text += &line("guest's work meanwhile", &|row| {
+        let share = row.work_during_per_s.zip(row.work_before_per_s);
+        unit(
+            share.map(|(during, before)| during / before * 100.0),
+            "%",
+            0,
+        )
+    });
+    text += &line("pages that the guest found damaged", &|row| {
+        row.verify_errors
+            .map_or_else(|| "-".to_owned(), |errors| errors.to_string())
+    });
+    text += &line("agents' memory (both, at most)", &|row| {
+        let bytes = row
+            .agent_peak_bytes
+            .source
+            .zip(row.agent_peak_bytes.destination);
+        unit(
+            bytes.map(|(source, destination)| (source + destination) as f64 / 1e6),
+            "MB",
+            0,
+        )
+    });
+    text
+}
+
+fn title(text: &str) -> Result<(), LabError> {
+    print(&format!("\n== {text}\n"))
+}
+
+fn tell(text: &str) -> Result<(), LabError> {
+    print(&format!("{text}\n"))
+}
+
+fn print(text: &str) -> Result<(), LabError> {
+    let mut stdout = std::io::stdout().lock();
+    stdout
+        .write_all(text.as_bytes())
+        .and_then(|()| stdout.flush())
+        .during(|| "print".to_owned())
+}
