@@ -158,11 +158,7 @@ fn wrong_usage_is_refused_without_an_agent() {
         ("usage_to", &["migrate", "web-7"]),
         ("usage_api", &["--api", "paris-2:7443", "host"]),
     ] {
-        let mut command = common::command(&socket);
-        if name == "usage_api" {
-            command.env_remove("LONGHAUL_SOCKET");
-        }
-        let output = command.args(arguments).output().unwrap();
+        let output = longhaul(&socket, arguments);
         check(name, arguments, &output, folder.path());
     }
     for shell in ["bash", "zsh", "fish"] {

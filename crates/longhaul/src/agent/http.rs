@@ -4,7 +4,8 @@ use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
 use crate::agent::migration::Manager;
 use axum::Router;
-use axum::body::{Body, Bytes};
+use axum::body::{Body, Bytes, HttpBody};
+use axum::extract::rejection::RawPathParamsRejection;
 use axum::extract::{DefaultBodyLimit, FromRequest, RawPathParams, Request, State};
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
@@ -32,6 +33,9 @@ const DOWNTIME_MS: RangeInclusive<u64> = 1..=600_000;
 const PATIENCE_MS: RangeInclusive<u64> = 100..=86_400_000;
 const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
 
+/// The value in an operation's path, where it has one.
+type Parameter = Result<RawPathParams, RawPathParamsRejection>;
+
 /// What the handlers work with.
 #[derive(Clone)]
 pub(crate) struct Service {
@@ -51,8 +55,8 @@ pub(crate) fn router(service: Service) -> Router {
             Method::Put => MethodFilter::PUT,
             Method::Delete => MethodFilter::DELETE,
         };
-        let handler = move |State(service): State<Service>, path: RawPathParams, body: Request| {
-            handle(operation, service, path, body)
+        let handler = move |State(service): State<Service>, path: Parameter, request: Request| {
+            handle(operation, service, path, request)
         };
         router = router.route(operation.path(), on(filter, handler));
     }
@@ -114,17 +118,21 @@ fn ok(content: &impl Serialize) -> Response {
 async fn handle(
     operation: Operation,
     service: Service,
-    path: RawPathParams,
+    parameter: Parameter,
     request: Request,
 ) -> Response {
-    let value = path
-        .iter()
-        .next()
-        .map_or(String::new(), |(_, value)| value.to_owned());
-    let result = match body(request).await {
-        Ok(body) => perform(operation, &service, &value, &body).await,
-        Err(error) => Err(error),
-    };
+    let result = async {
+        let value = match &parameter {
+            Ok(path) => path.iter().next().map_or("", |(_, value)| value),
+            Err(error) => {
+                let what = format!("the path cannot be understood: {error}");
+                return Err(ApiError::new(ErrorCode::InvalidRequest, what));
+            }
+        };
+        let body = body(request).await?;
+        perform(operation, &service, value, &body).await
+    }
+    .await;
     result.unwrap_or_else(|error| {
         tracing::debug!(?operation, code = ?error.code, message = %error.message, "refused");
         error_response(&error)
@@ -132,13 +140,18 @@ async fn handle(
 }
 
 async fn body(request: Request) -> Result<Bytes, ApiError> {
+    let too_large = || {
+        let what = format!("the request is larger than {REQUEST_BYTES_MAX} bytes");
+        ApiError::new(ErrorCode::RequestTooLarge, what)
+    };
+    // What announces itself as too large need not be waited for.
+    if request.body().size_hint().lower() > REQUEST_BYTES_MAX as u64 {
+        return Err(too_large());
+    }
     match timeout(BODY_WAIT, Bytes::from_request(request, &())).await {
         Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(rejection)) if rejection.status() == StatusCode::PAYLOAD_TOO_LARGE => {
-            Err(ApiError::new(
-                ErrorCode::RequestTooLarge,
-                format!("the request is larger than {REQUEST_BYTES_MAX} bytes"),
-            ))
+            Err(too_large())
         }
         Ok(Err(rejection)) => Err(ApiError::new(
             ErrorCode::InvalidRequest,

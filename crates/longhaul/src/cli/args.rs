@@ -24,35 +24,21 @@ pub(crate) struct Cli {
     pub(crate) command: Command,
 }
 
-/// Which agent to talk to.
+/// Which agent to talk to. Each can be left to the environment; `connect` says in what order.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Which agent")]
 pub(crate) struct Connection {
-    /// The agent's unix socket [default: /run/longhaul/agent.sock]
-    #[arg(long, global = true, env = "LONGHAUL_SOCKET", value_name = "PATH")]
-    #[arg(hide_env_values = true)]
+    /// The agent's unix socket [env: LONGHAUL_SOCKET] [default: /run/longhaul/agent.sock]
+    #[arg(long, global = true, value_name = "PATH", conflicts_with = "api")]
     pub(crate) socket: Option<PathBuf>,
-    /// An agent on another machine, over TLS
-    #[arg(long, global = true, env = "LONGHAUL_API", value_name = "HOST:PORT")]
-    #[arg(hide_env_values = true, conflicts_with = "socket")]
+    /// An agent on another machine, over TLS [env: LONGHAUL_API]
+    #[arg(long, global = true, value_name = "HOST:PORT")]
     pub(crate) api: Option<String>,
-    /// With --api: that agent's certificate (its state folder has api-certificate.pem)
-    #[arg(
-        long,
-        global = true,
-        env = "LONGHAUL_API_CERTIFICATE",
-        value_name = "FILE"
-    )]
-    #[arg(hide_env_values = true)]
+    /// With --api: that agent's certificate [env: LONGHAUL_API_CERTIFICATE]
+    #[arg(long, global = true, value_name = "FILE")]
     pub(crate) api_certificate: Option<PathBuf>,
-    /// With --api: the file that holds its token
-    #[arg(
-        long,
-        global = true,
-        env = "LONGHAUL_API_TOKEN_FILE",
-        value_name = "FILE"
-    )]
-    #[arg(hide_env_values = true)]
+    /// With --api: the file that holds its token [env: LONGHAUL_API_TOKEN_FILE]
+    #[arg(long, global = true, value_name = "FILE")]
     pub(crate) api_token_file: Option<PathBuf>,
 }
 

@@ -8,27 +8,53 @@ use rustls::crypto::{CryptoProvider, verify_tls12_signature, verify_tls13_signat
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName, UnixTime};
 use rustls::{CertificateError, ClientConfig, DigitallySignedStruct, Error, SignatureScheme};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The agent that the arguments and the environment name.
+/// The agent that the arguments name, else the one that the environment names, else this host's.
 pub(crate) fn client(connection: &Connection) -> Result<Client, CliError> {
-    let Some(address) = &connection.api else {
-        let socket = connection.socket.as_deref();
-        return Ok(Client::unix(
-            socket.unwrap_or(Path::new(longhaul_api::SOCKET_DEFAULT)),
-        ));
-    };
-    let file = |file: &Option<PathBuf>, option: &str| {
-        file.clone().ok_or_else(|| {
+    if let Some(socket) = &connection.socket {
+        return Ok(Client::unix(socket));
+    }
+    if let Some(address) = &connection.api {
+        return over_tls(connection, address);
+    }
+    if let Some(socket) = environment("LONGHAUL_SOCKET") {
+        return Ok(Client::unix(PathBuf::from(socket)));
+    }
+    match environment("LONGHAUL_API") {
+        Some(address) => over_tls(connection, &address.to_string_lossy()),
+        None => Ok(Client::unix(longhaul_api::SOCKET_DEFAULT)),
+    }
+}
+
+fn environment(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
+}
+
+fn over_tls(connection: &Connection, address: &str) -> Result<Client, CliError> {
+    let file = |given: &Option<PathBuf>, option: &str, variable: &str| {
+        let file = given
+            .clone()
+            .or_else(|| environment(variable).map(PathBuf::from));
+        file.ok_or_else(|| {
             CliError::usage(
                 format!("--api needs {option} as well"),
-                "the agent's machine has both files; docs/api.md says how to copy them",
+                "the agent's machine has the file; docs/api.md says how to copy it",
             )
         })
     };
-    let certificate = file(&connection.api_certificate, "--api-certificate")?;
-    let token_file = file(&connection.api_token_file, "--api-token-file")?;
+    let certificate = file(
+        &connection.api_certificate,
+        "--api-certificate",
+        "LONGHAUL_API_CERTIFICATE",
+    )?;
+    let token_file = file(
+        &connection.api_token_file,
+        "--api-token-file",
+        "LONGHAUL_API_TOKEN_FILE",
+    )?;
     let cannot = |path: &Path, what: &dyn std::fmt::Display| {
         CliError::usage(
             format!("cannot use {}: {what}", path.display()),

@@ -3,15 +3,16 @@
 use crate::agent::StartError;
 use crate::cli::paint::{Line, Tone};
 use longhaul_api::{ApiError, ClientError};
+use serde::Serialize;
 
 /// An error as it is shown, and the exit code that goes with it.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct CliError {
+    /// The API's code, or a word for what the command found by itself.
+    code: String,
     message: String,
     hint: Option<String>,
     state_of_guest: Option<String>,
-    /// The API's code, or a word for what the command found by itself.
-    code: String,
     /// The exit code.
     pub(crate) exit_code: u8,
 }
@@ -80,16 +81,12 @@ impl CliError {
         );
         lines
     }
+}
 
-    /// As JSON.
-    pub(crate) fn json(&self) -> serde_json::Value {
-        serde_json::json!({ "error": {
-            "code": self.code,
-            "message": self.message,
-            "hint": self.hint,
-            "state_of_guest": self.state_of_guest,
-        } })
-    }
+/// An error as JSON: `{"error": {...}}`.
+#[derive(Serialize)]
+pub(crate) struct ErrorDocument<'a> {
+    pub(crate) error: &'a CliError,
 }
 
 impl From<ClientError> for CliError {

@@ -14,8 +14,11 @@ use args::{
     TrustArgs,
 };
 use clap::{CommandFactory, Parser};
-use error::CliError;
-use longhaul_api::{Client, GuestState, Limit, PlanRequest, Probe, StartGuest, StopGuest, Trust};
+use error::{CliError, ErrorDocument};
+use longhaul_api::{
+    ApiError, Client, ErrorCode, GuestState, Limit, PlanRequest, Probe, StartGuest, StopGuest,
+    Trust,
+};
 use longhaul_protocol::units::show_bit_rate;
 use output::Output;
 use paint::{Line, Tone};
@@ -45,7 +48,7 @@ pub(crate) fn run() -> ExitCode {
         Err(error) => {
             if output.json {
                 // The exit code tells, even where this cannot be written.
-                let _ = output.json_line(&error.json());
+                let _ = output.json_line(&ErrorDocument { error: &error });
             }
             output.aside(&error.lines());
             ExitCode::from(error.exit_code)
@@ -274,10 +277,8 @@ async fn report(client: &Client, output: &Output, args: ReportArgs) -> Result<()
         None => {
             let list = client.migrations().await?.migrations;
             let latest = list.into_iter().next().ok_or_else(|| {
-                CliError::usage(
-                    "no guest was moved from or to this host",
-                    "there is no report yet",
-                )
+                let none = "no guest was moved from or to this host";
+                CliError::api(&ApiError::new(ErrorCode::MigrationUnknown, none), 3)
             })?;
             latest.id
         }

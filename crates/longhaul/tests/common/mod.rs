@@ -26,7 +26,7 @@ impl Agent {
         Self::start_with("")
     }
 
-    /// Starts an agent whose configuration has more at its end.
+    /// Starts an agent whose configuration has more in its first, nameless table.
     pub fn start_with(more: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         configure(folder.path(), more);
@@ -89,7 +89,7 @@ impl Drop for Agent {
 pub fn configure(folder: &Path, more: &str) {
     let text = format!(
         "name = \"lyon-1\"\nstate = {:?}\nlisten = \"127.0.0.1:0\"\n{more}\n\
-         [api]\nsocket = {:?}\n\
+         api.socket = {:?}\n\
          [qemu.emulators]\nmissing = \"/nonexistent/qemu\"\n",
         folder.join("state"),
         folder.join("agent.sock"),

@@ -1,0 +1,326 @@
+//! The API on a real socket: its routes against its description, and input that is wrong, too
+//! large, or no HTTP at all.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Agent, LIMIT};
+use longhaul_api::{Client, ClientError, ErrorCode, Operation, REQUEST_BYTES_MAX};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+/// One exchange, byte for byte; the answer up to the end of the connection.
+fn exchange(agent: &Agent, request: &[u8]) -> String {
+    let mut stream = UnixStream::connect(agent.socket()).unwrap();
+    stream.set_read_timeout(Some(LIMIT)).unwrap();
+    // What is too much may be refused before it has all been written.
+    let _ = stream.write_all(request);
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+fn request(agent: &Agent, method: &str, path: &str, body: &str) -> (u16, Value) {
+    let length = body.len();
+    let answer = exchange(
+        agent,
+        format!(
+            "{method} {path} HTTP/1.1\r\nhost: agent\r\nconnection: close\r\n\
+             content-length: {length}\r\n\r\n{body}"
+        )
+        .as_bytes(),
+    );
+    let status = answer
+        .split(' ')
+        .nth(1)
+        .unwrap_or_else(|| panic!("{method} {path}: {answer}"));
+    let (_, content) = answer.split_once("\r\n\r\n").unwrap();
+    let content = serde_json::from_str(content).unwrap_or(Value::Null);
+    (status.parse().unwrap(), content)
+}
+
+#[test]
+fn the_served_description_is_the_committed_one() {
+    let agent = Agent::start();
+    let (status, served) = request(&agent, "GET", "/v1/openapi.json", "");
+    assert_eq!(status, 200);
+    let committed = include_str!("../../api/openapi.json");
+    assert_eq!(served, serde_json::from_str::<Value>(committed).unwrap());
+}
+
+#[test]
+fn every_route_is_described_and_everything_described_is_routed() {
+    let agent = Agent::start();
+    let document = longhaul_api::openapi();
+    let mut described = 0;
+    for (path, item) in document["paths"].as_object().unwrap() {
+        for method in item.as_object().unwrap().keys() {
+            described += 1;
+            let path = path.replace("{host}", "x").replace("{guest}", "x");
+            let path = path.replace("{migration}", "00");
+            let (status, answer) = request(&agent, &method.to_uppercase(), &path, "");
+            let code = answer["code"].as_str().unwrap_or_default();
+            assert!(
+                !["route_unknown", "method_not_allowed"].contains(&code),
+                "{method} {path}: {status} {answer}"
+            );
+        }
+        // The reverse: no method is answered that is not described.
+        for method in ["GET", "POST", "PUT", "DELETE", "PATCH"] {
+            if item.get(method.to_lowercase()).is_none() {
+                let (status, answer) = request(&agent, method, path, "");
+                assert_eq!(status, 405, "{method} {path}: {answer}");
+                assert_eq!(answer["code"], "method_not_allowed");
+            }
+        }
+    }
+    assert_eq!(described, Operation::ALL.len());
+    for path in [
+        "/",
+        "/v1",
+        "/v1/",
+        "/v2/host",
+        "/v1/host/",
+        "/v1/hosts/a/b/c",
+    ] {
+        let (status, answer) = request(&agent, "GET", path, "");
+        assert_eq!(status, 404, "{path}");
+        assert_eq!(answer["code"], "route_unknown", "{path}");
+        assert!(answer["hint"].as_str().unwrap().contains("openapi.json"));
+    }
+}
+
+#[test]
+fn wrong_requests_are_refused_in_words() {
+    let agent = Agent::start();
+    for (method, path, body, status, code) in [
+        ("POST", "/v1/hosts", "", 400, "invalid_request"),
+        ("POST", "/v1/hosts", "{", 400, "invalid_request"),
+        ("POST", "/v1/hosts", "[]", 400, "invalid_request"),
+        (
+            "POST",
+            "/v1/hosts",
+            r#"{"name":"a"}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/guests",
+            r#"{"name":"a","extra":1}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/guests",
+            r#"{"name":"../../etc"}"#,
+            404,
+            "guest_unknown",
+        ),
+        (
+            "POST",
+            "/v1/guests",
+            r#"{"description":"name = 7"}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/plans",
+            r#"{"guest":"a","to":"b","downtime_ms":0}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/plans",
+            r#"{"guest":"a","to":"b","downtime_ms":-1}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/plans",
+            r#"{"guest":"a","to":"b"}"#,
+            404,
+            "guest_unknown",
+        ),
+        (
+            "POST",
+            "/v1/migrations",
+            r#"{"guest":"a","to":"b","bandwidth_bps":7}"#,
+            400,
+            "invalid_request",
+        ),
+        (
+            "POST",
+            "/v1/hosts/x/probe",
+            r#"{"seconds":1000}"#,
+            400,
+            "invalid_request",
+        ),
+        ("POST", "/v1/hosts/x/probe", "", 404, "host_unknown"),
+        ("DELETE", "/v1/hosts/x", "", 404, "host_unknown"),
+        ("GET", "/v1/migrations/%00%ff", "", 400, "invalid_request"),
+        ("GET", "/v1/migrations/%00", "", 404, "migration_unknown"),
+        ("GET", "/v1/guests/%2e%2e%2f", "", 404, "guest_unknown"),
+        (
+            "PUT",
+            "/v1/migrations/00/limit",
+            r#"{"bandwidth_bps":"x"}"#,
+            400,
+            "invalid_request",
+        ),
+    ] {
+        let (found, answer) = request(&agent, method, path, body);
+        assert_eq!(found, status, "{method} {path} {body}: {answer}");
+        assert_eq!(answer["code"], code, "{method} {path} {body}: {answer}");
+        assert!(
+            answer["message"]
+                .as_str()
+                .is_some_and(|text| !text.is_empty())
+        );
+    }
+}
+
+#[test]
+fn too_much_and_garbage_end_the_connection_and_nothing_else() {
+    let agent = Agent::start();
+    let large = "x".repeat(REQUEST_BYTES_MAX + 1);
+    let (status, answer) = request(&agent, "POST", "/v1/hosts", &large);
+    assert_eq!(
+        (status, answer["code"].as_str()),
+        (413, Some("request_too_large"))
+    );
+
+    // A length that is only claimed is refused as well, without waiting for it.
+    let claimed = exchange(
+        &agent,
+        b"POST /v1/hosts HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
+          content-length: 99999999999\r\n\r\n",
+    );
+    assert!(claimed.starts_with("HTTP/1.1 413"), "{claimed}");
+
+    // So is one that never ends.
+    let mut endless =
+        b"POST /v1/hosts HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".to_vec();
+    for _ in 0..40 {
+        endless.extend_from_slice(b"2000\r\n");
+        endless.extend_from_slice(&[b' '; 0x2000]);
+        endless.extend_from_slice(b"\r\n");
+    }
+    let answer = exchange(&agent, &endless);
+    assert!(answer.starts_with("HTTP/1.1 413"), "{answer}");
+
+    let long_head = format!(
+        "GET /v1/host HTTP/1.1\r\nx: {}\r\n\r\n",
+        "y".repeat(1 << 20)
+    );
+    let answer = exchange(&agent, long_head.as_bytes());
+    assert!(
+        answer.is_empty() || answer.starts_with("HTTP/1.1 431"),
+        "{answer}"
+    );
+    for garbage in [
+        &b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n"[..],
+        &[0; 4096],
+        b"\r\n\r\n\r\nGET\r\n\r\n",
+    ] {
+        let answer = exchange(&agent, garbage);
+        assert!(
+            answer.is_empty() || answer.starts_with("HTTP/1.1 400"),
+            "{answer}"
+        );
+    }
+    let (status, _) = request(&agent, "GET", "/v1/host", "");
+    assert_eq!(status, 200, "the agent goes on");
+}
+
+const TOKEN: &str = "0123456789abcdef0123456789abcdef";
+
+/// A port that is free now; the agent says so when somebody took it meanwhile.
+fn free_port() -> u16 {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().port()
+}
+
+#[test]
+fn over_tcp_there_is_tls_and_a_token() {
+    use std::os::unix::fs::PermissionsExt;
+    let folder = tempfile::tempdir().unwrap();
+    let token = folder.path().join("token");
+    std::fs::write(&token, format!("{TOKEN}\n")).unwrap();
+    std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let port = free_port();
+    let agent = Agent::start_with(&format!(
+        "api.tcp = {{ listen = \"127.0.0.1:{port}\", token_file = {token:?} }}"
+    ));
+    let address = format!("127.0.0.1:{port}");
+    let certificate = agent.folder.path().join("state/api-certificate.pem");
+    let ask = |address: &str, certificate: &std::path::Path, token: &std::path::Path| {
+        common::command(std::path::Path::new("/nonexistent"))
+            .args(["--json", "--api", address, "host", "--api-certificate"])
+            .arg(certificate)
+            .arg("--api-token-file")
+            .arg(token)
+            .output()
+            .unwrap()
+    };
+    let output = ask(&address, &certificate, &token);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let host: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!(host["name"], "lyon-1");
+    assert_eq!(host["api_listen"], address);
+
+    let wrong = folder.path().join("wrong");
+    std::fs::write(&wrong, "0123456789abcdef0123456789abcdeX").unwrap();
+    let output = ask(&address, &certificate, &wrong);
+    assert_eq!(output.status.code(), Some(3));
+    assert!(String::from_utf8_lossy(&output.stderr).contains("token"));
+
+    // Another certificate than the one that was copied: nothing is sent.
+    let other = Agent::start_with(&format!(
+        "api.tcp = {{ listen = \"127.0.0.1:{}\", token_file = {token:?} }}",
+        free_port()
+    ));
+    let others = other.folder.path().join("state/api-certificate.pem");
+    let output = ask(&address, &others, &token);
+    assert_eq!(output.status.code(), Some(5));
+    let text = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(text.contains("certificate"), "{text}");
+
+    // Without TLS nothing is answered.
+    let mut plain = std::net::TcpStream::connect(&address).unwrap();
+    plain.set_read_timeout(Some(LIMIT)).unwrap();
+    let _ = plain.write_all(b"GET /v1/host HTTP/1.1\r\nhost: a\r\n\r\n");
+    let mut answer = Vec::new();
+    let _ = plain.read_to_end(&mut answer);
+    assert!(!String::from_utf8_lossy(&answer).contains("HTTP/1.1"));
+}
+
+#[test]
+fn the_client_gives_the_agents_errors() {
+    let agent = Agent::start();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let client = Arc::new(Client::unix(agent.socket()));
+    runtime.block_on(async {
+        assert_eq!(client.openapi().await.unwrap(), longhaul_api::openapi());
+        let error = client.guest("web-7").await.unwrap_err();
+        assert!(matches!(&error, ClientError::Api(api) if api.code == ErrorCode::GuestUnknown));
+        assert_eq!(error.exit_code(), 3);
+        let Err(error) = client.watch("7f").await else {
+            panic!("there is no such migration");
+        };
+        assert!(matches!(&error, ClientError::Api(api) if api.code == ErrorCode::MigrationUnknown));
+    });
+}
