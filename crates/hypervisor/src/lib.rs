@@ -11,6 +11,7 @@ pub mod description;
 pub mod folder;
 pub mod guest;
 pub mod launch;
+pub mod memory;
 pub mod observe;
 mod probe;
 pub mod process;

@@ -1,0 +1,138 @@
+//! Where QEMU says its RAM blocks are, and what the system says of those places.
+
+/// A RAM block as HMP's `info ramblock` lists it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ListedBlock {
+    pub(crate) name: String,
+    pub(crate) used_bytes: u64,
+    pub(crate) max_bytes: u64,
+    /// Where it is in QEMU's own memory; QEMU 7.2 does not say.
+    pub(crate) address: Option<u64>,
+}
+
+/// Reads the table of HMP's `info ramblock`.
+pub(crate) fn parse_ram_blocks(table: &str) -> Result<Vec<ListedBlock>, String> {
+    let lines = table.lines().map(str::trim).filter(|line| !line.is_empty());
+    let rows = lines.filter(|line| !line.starts_with("Block Name"));
+    let blocks: Vec<ListedBlock> = rows
+        .map(|line| parse_row(line).ok_or_else(|| format!("line `{line}`")))
+        .collect::<Result<_, _>>()?;
+    match blocks.is_empty() {
+        true => Err("it lists no block".to_owned()),
+        false => Ok(blocks),
+    }
+}
+
+/// `pc.ram  4 KiB  OFFSET  USED  TOTAL [HVA  rw]`
+fn parse_row(line: &str) -> Option<ListedBlock> {
+    let words: Vec<&str> = line.split_whitespace().collect();
+    let first = words.iter().position(|word| word.starts_with("0x"))?;
+    // Before the first number stand the name and two words of page size.
+    let name = words.get(..first.checked_sub(2)?)?.join(" ");
+    let number = |at: usize| words.get(first + at).and_then(|word| hexadecimal(word));
+    (!name.is_empty()).then_some(())?;
+    Some(ListedBlock {
+        name,
+        used_bytes: number(1)?,
+        max_bytes: number(2)?,
+        address: number(3).filter(|address| *address != 0),
+    })
+}
+
+/// The block and the host address that HMP's `gpa2hva` names, if the guest has RAM there.
+pub(crate) fn parse_host_address(line: &str) -> Option<(String, u64)> {
+    let (_, rest) = line.trim().split_once('(')?;
+    let (name, rest) = rest.split_once(") is ")?;
+    Some((name.to_owned(), hexadecimal(rest.trim())?))
+}
+
+/// The 64-bit words that HMP's `xp /..gx` prints.
+pub(crate) fn parse_words(text: &str) -> Vec<u64> {
+    let words = text.lines().filter_map(|line| line.split_once(':'));
+    words
+        .flat_map(|(_, words)| words.split_whitespace())
+        .filter_map(hexadecimal)
+        .collect()
+}
+
+fn hexadecimal(word: &str) -> Option<u64> {
+    u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()
+}
+
+/// Whether all of `[start, start + length)` is mapped readable and writable, by `/proc/PID/maps`.
+pub(crate) fn is_writable(maps: &str, start: u64, length: u64) -> bool {
+    let Some(end) = start.checked_add(length) else {
+        return false;
+    };
+    let mut reached = start;
+    for line in maps.lines() {
+        let mut words = line.split_whitespace();
+        let bounds = words.next().and_then(|bounds| bounds.split_once('-'));
+        let Some((from, to)) = bounds.and_then(|(from, to)| {
+            let number = |text| u64::from_str_radix(text, 16).ok();
+            Some((number(from)?, number(to)?))
+        }) else {
+            continue;
+        };
+        let writable = words.next().is_some_and(|rights| rights.starts_with("rw"));
+        if writable && from <= reached && reached < to {
+            reached = to;
+        }
+        if reached >= end {
+            return true;
+        }
+    }
+    false
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_versions_tables_are_read() {
+        let old = "              Block Name    PSize              Offset               Used              Total
+                  pc.ram    4 KiB  0x0000000000000000 0x0000000140000000 0x0000000140000000
+    /rom@etc/acpi/tables    4 KiB  0x00000001410c0000 0x0000000000020000 0x0000000000200000
+";
+        let blocks = parse_ram_blocks(old).unwrap();
+        assert_eq!(blocks[0].name, "pc.ram");
+        assert_eq!(blocks[0].used_bytes, 5 << 30);
+        assert_eq!(blocks[0].address, None);
+        assert_eq!(
+            (blocks[1].used_bytes, blocks[1].max_bytes),
+            (0x20000, 0x200000)
+        );
+        let new = "  Block Name    PSize   Offset  Used   Total      HVA  RO
+    pc.ram    2 MiB  0x0 0x400000 0x400000 0x00007f2cd6000000  rw
+";
+        let blocks = parse_ram_blocks(new).unwrap();
+        assert_eq!(blocks[0].address, Some(0x7f2c_d600_0000));
+        for table in ["", "unknown command", "pc.ram 4 KiB 0x0 many"] {
+            assert!(parse_ram_blocks(table).is_err(), "{table}");
+        }
+    }
+
+    #[test]
+    fn addresses_and_words_are_read() {
+        let line = "Host virtual address for 0x100000 (pc.ram) is 0x7efcbff00000\r\n";
+        let found = parse_host_address(line).unwrap();
+        assert_eq!(found, ("pc.ram".to_owned(), 0x7efc_bff0_0000));
+        assert_eq!(
+            parse_host_address("No memory is mapped at address 0x100000000"),
+            None
+        );
+        let text = "0000000000010000: 0x00000000a27bf35f 0x0000000000000001\n";
+        assert_eq!(parse_words(text), [0xa27b_f35f, 1]);
+    }
+
+    #[test]
+    fn mappings_may_lie_side_by_side() {
+        let maps = "1000-3000 rw-p 0 00:00 0\n3000-5000 rw-p 0 00:00 0\n5000-6000 ---p 0 00:00 0\n";
+        assert!(is_writable(maps, 0x1000, 0x4000));
+        assert!(is_writable(maps, 0x2000, 0x1000));
+        assert!(!is_writable(maps, 0x2000, 0x4000));
+        assert!(!is_writable(maps, 0, 0x2000));
+        assert!(!is_writable(maps, u64::MAX, 2));
+    }
+}

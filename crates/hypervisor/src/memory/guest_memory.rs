@@ -1,0 +1,529 @@
+//! The RAM of a running QEMU: finding its blocks, proving the place, reading and writing.
+
+use super::address_map::{
+    ListedBlock, is_writable, parse_host_address, parse_ram_blocks, parse_words,
+};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use nix::errno::Errno;
+use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
+use nix::unistd::Pid;
+use std::io::{IoSlice, IoSliceMut};
+
+/// Largest block whose content may come from QEMU's stream.
+const KEPT_BLOCK_BYTES_MAX: u64 = 16 << 20;
+/// Largest sum of such blocks.
+const KEPT_BYTES_MAX: u64 = 40 << 20;
+/// Most pieces of guest RAM that one system call is given: more do not make it faster.
+const PIECES_MAX: usize = 256;
+/// Longest such piece, so that no call exceeds what the system moves at once.
+const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// Guest-physical addresses that hold the same RAM on every PC.
+const LOW_PROBE: u64 = 1 << 20;
+const HIGH_PROBE: u64 = 4 << 30;
+/// Places that are compared before an address is believed, and how often each is tried: a running
+/// guest may write between the two looks.
+const SAMPLES: u64 = 16;
+const SAMPLE_TRIES: u32 = 5;
+/// Places that may differ: firmware can hide RAM of its own (SMM) from everyone else.
+const SAMPLES_DIFFERENT_MAX: u64 = 3;
+
+/// One of QEMU's RAM blocks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemoryBlock {
+    /// Its name, the same at both ends.
+    pub name: String,
+    /// Bytes in use.
+    pub used_bytes: u64,
+    /// Where it lies in QEMU's memory, if that is proven and of use.
+    address: Option<u64>,
+}
+
+impl MemoryBlock {
+    /// Whether its content travels through QEMU's streams instead of [`GuestMemory::read`] and
+    /// [`GuestMemory::write`]. It is so for small blocks on every version of QEMU.
+    pub fn is_kept(&self) -> bool {
+        self.address.is_none()
+    }
+
+    /// Its length in blocks of 4 KiB.
+    pub fn blocks(&self) -> u64 {
+        self.used_bytes / BLOCK_SIZE as u64
+    }
+}
+
+/// The RAM of one QEMU process.
+#[derive(Debug, Clone)]
+pub struct GuestMemory {
+    pid: Pid,
+    blocks: Vec<MemoryBlock>,
+}
+
+/// Why a guest's RAM cannot be reached.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// QEMU did not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// QEMU's answer is not understood.
+    #[error("QEMU's answer to `{command}` is not understood: {why}")]
+    Answer {
+        /// The command.
+        command: &'static str,
+        /// What is wrong with it.
+        why: String,
+    },
+    /// The process cannot be looked at.
+    #[error("cannot look at QEMU's memory (process {pid}): {why}; the agent needs CAP_SYS_PTRACE")]
+    Process {
+        /// The process.
+        pid: i32,
+        /// What the system said.
+        why: String,
+    },
+    /// A block is not where it should be.
+    #[error("RAM block `{block}` of QEMU cannot be read from outside: {why}")]
+    NotProven {
+        /// The block.
+        block: String,
+        /// Why it is not believed.
+        why: String,
+    },
+    /// Too much would have to go through QEMU's stream.
+    #[error(
+        "RAM block `{block}` ({bytes} bytes) is too large to travel with the device state, and \
+         this QEMU does not say where it lies"
+    )]
+    TooLarge {
+        /// The block.
+        block: String,
+        /// Its size.
+        bytes: u64,
+    },
+}
+
+/// Why guest RAM was not read or written.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum AccessError {
+    /// QEMU is gone.
+    #[error("QEMU (process {0}) has ended")]
+    Ended(i32),
+    /// There is no such place.
+    #[error("there is no such place in RAM block {block}: blocks {start} to {end}")]
+    Bounds {
+        /// Place of the block in [`GuestMemory::blocks`].
+        block: usize,
+        /// First block of 4 KiB.
+        start: u64,
+        /// First one after the range.
+        end: u64,
+    },
+    /// The buffer does not fit the ranges.
+    #[error("{ranges} bytes of RAM do not fit a buffer of {buffer} bytes")]
+    Buffer {
+        /// Bytes in the ranges.
+        ranges: u64,
+        /// Bytes in the buffer.
+        buffer: u64,
+    },
+    /// The system refused.
+    #[error("cannot reach QEMU's memory (process {pid}): {errno}; the agent needs CAP_SYS_PTRACE")]
+    System {
+        /// The process.
+        pid: i32,
+        /// Why.
+        errno: Errno,
+    },
+}
+
+impl GuestMemory {
+    /// Finds the RAM of the QEMU behind `qmp`, which is process `pid`, and proves where it is.
+    pub async fn attach(qmp: &Qmp, pid: i32) -> Result<Self, AttachError> {
+        let table = qmp.hmp("info ramblock", COMMAND_TIMEOUT).await?;
+        let listed = parse_ram_blocks(&table).map_err(|why| AttachError::Answer {
+            command: "info ramblock",
+            why,
+        })?;
+        let mut memory = Self {
+            pid: Pid::from_raw(pid),
+            blocks: Vec::with_capacity(listed.len()),
+        };
+        let layout = Layout::find(qmp, &listed).await?;
+        let maps = memory.maps()?;
+        let mut kept_bytes = 0;
+        for (index, block) in listed.into_iter().enumerate() {
+            let main = index == layout.main;
+            let address = block.address.or(main.then_some(layout.base));
+            let small = !main && block.used_bytes <= KEPT_BLOCK_BYTES_MAX;
+            let address = address.filter(|_| !small);
+            let not_proven = |why: &str| AttachError::NotProven {
+                block: block.name.clone(),
+                why: why.to_owned(),
+            };
+            match address {
+                Some(address) if !is_writable(&maps, address, block.used_bytes) => {
+                    return Err(not_proven("there is no memory of that size at its address"));
+                }
+                Some(address) if main && address != layout.base => {
+                    return Err(not_proven("QEMU names two addresses for it"));
+                }
+                Some(_) => {}
+                None => kept_bytes += block.used_bytes,
+            }
+            if address.is_none() && (!small || kept_bytes > KEPT_BYTES_MAX) {
+                return Err(AttachError::TooLarge {
+                    block: block.name,
+                    bytes: block.used_bytes,
+                });
+            }
+            memory.blocks.push(MemoryBlock {
+                name: block.name,
+                used_bytes: block.used_bytes,
+                address,
+            });
+        }
+        memory.prove(qmp, &layout).await?;
+        Ok(memory)
+    }
+
+    /// The RAM blocks. Everything else names them by their place in this list.
+    pub fn blocks(&self) -> &[MemoryBlock] {
+        &self.blocks
+    }
+
+    /// The place of the block of this name.
+    pub fn find(&self, name: &str) -> Option<usize> {
+        self.blocks.iter().position(|block| block.name == name)
+    }
+
+    /// The process that has this RAM.
+    pub fn pid(&self) -> i32 {
+        self.pid.as_raw()
+    }
+
+    /// Reads ranges of a block, one after the other, into `out`, which they must fill.
+    pub fn read(
+        &self,
+        block: usize,
+        ranges: &[BlockRange],
+        out: &mut [u8],
+    ) -> Result<(), AccessError> {
+        let pieces = self.pieces(block, ranges, out.len())?;
+        let mut rest = out;
+        for batch in pieces.chunks(PIECES_MAX) {
+            let bytes = batch.iter().map(|piece| piece.len).sum();
+            let (head, tail) = std::mem::take(&mut rest).split_at_mut(bytes);
+            rest = tail;
+            self.transfer(batch, bytes, |done, batch| {
+                let head = head.get_mut(done..).unwrap_or_default();
+                process_vm_readv(self.pid, &mut [IoSliceMut::new(head)], batch)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Writes `content` over ranges of a block, one after the other.
+    ///
+    /// Only for a QEMU that has not begun to load device state, and whose guest does not run.
+    pub fn write(
+        &self,
+        block: usize,
+        ranges: &[BlockRange],
+        content: &[u8],
+    ) -> Result<(), AccessError> {
+        let pieces = self.pieces(block, ranges, content.len())?;
+        let mut rest = content;
+        for batch in pieces.chunks(PIECES_MAX) {
+            let bytes = batch.iter().map(|piece| piece.len).sum();
+            let (head, tail) = rest.split_at(bytes);
+            rest = tail;
+            self.transfer(batch, bytes, |done, batch| {
+                let head = head.get(done..).unwrap_or_default();
+                process_vm_writev(self.pid, &[IoSlice::new(head)], batch)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// The places in QEMU's memory that the ranges stand for.
+    fn pieces(
+        &self,
+        block: usize,
+        ranges: &[BlockRange],
+        buffer: usize,
+    ) -> Result<Vec<RemoteIoVec>, AccessError> {
+        let mut pieces = Vec::with_capacity(ranges.len());
+        let mut bytes = 0_u64;
+        for range in ranges {
+            let out_of_bounds = AccessError::Bounds {
+                block,
+                start: range.start,
+                end: range.end(),
+            };
+            let known = self.blocks.get(block);
+            let known = known.filter(|known| range.end() <= known.blocks());
+            let Some(base) = known.and_then(|known| known.address) else {
+                return Err(out_of_bounds);
+            };
+            // In bounds, so neither sum nor product exceeds the block's own.
+            let (mut at, end) = (
+                base + range.start * BLOCK_SIZE as u64,
+                base + range.end() * BLOCK_SIZE as u64,
+            );
+            bytes += end - at;
+            while at < end {
+                let len = (end - at).min(PIECE_BYTES_MAX);
+                pieces.push(RemoteIoVec {
+                    base: at as usize,
+                    len: len as usize,
+                });
+                at += len;
+            }
+        }
+        if bytes != buffer as u64 {
+            return Err(AccessError::Buffer {
+                ranges: bytes,
+                buffer: buffer as u64,
+            });
+        }
+        Ok(pieces)
+    }
+
+    /// Repeats a call until it has moved everything.
+    fn transfer(
+        &self,
+        batch: &[RemoteIoVec],
+        bytes: usize,
+        mut call: impl FnMut(usize, &[RemoteIoVec]) -> Result<usize, Errno>,
+    ) -> Result<(), AccessError> {
+        let mut done = 0;
+        let mut left = batch.to_vec();
+        while done < bytes {
+            let moved = match call(done, &left) {
+                Ok(0) | Err(Errno::ESRCH) => return Err(AccessError::Ended(self.pid())),
+                // Of a process that is ending the memory goes first.
+                Err(Errno::EFAULT) if !self.is_alive() => {
+                    return Err(AccessError::Ended(self.pid()));
+                }
+                Err(Errno::EINTR) => continue,
+                Err(errno) => {
+                    return Err(AccessError::System {
+                        pid: self.pid(),
+                        errno,
+                    });
+                }
+                Ok(moved) => moved,
+            };
+            done += moved;
+            skip(&mut left, moved);
+        }
+        Ok(())
+    }
+
+    fn is_alive(&self) -> bool {
+        let status = std::fs::read_to_string(format!("/proc/{}/statm", self.pid));
+        // What has no memory left is a zombie.
+        status.is_ok_and(|status| !status.starts_with("0 "))
+    }
+
+    fn maps(&self) -> Result<String, AttachError> {
+        let maps = std::fs::read_to_string(format!("/proc/{}/maps", self.pid));
+        maps.map_err(|error| AttachError::Process {
+            pid: self.pid(),
+            why: error.to_string(),
+        })
+    }
+
+    /// Compares places all over the main memory with what QEMU reads there.
+    async fn prove(&self, qmp: &Qmp, layout: &Layout) -> Result<(), AttachError> {
+        let Some(block) = self.blocks.get(layout.main) else {
+            return Ok(());
+        };
+        let last = block.blocks().saturating_sub(1);
+        let first = (LOW_PROBE / BLOCK_SIZE as u64).min(last);
+        let mut different = 0;
+        for sample in 0..SAMPLES {
+            let page = first + (last - first) * sample / (SAMPLES - 1);
+            let mut equal = false;
+            for _ in 0..SAMPLE_TRIES {
+                let line = format!("xp /8gx {:#x}", layout.guest_address(page));
+                let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
+                let mut content = vec![0; BLOCK_SIZE];
+                self.read(layout.main, &[BlockRange::new(page, 1)], &mut content)
+                    .map_err(|error| AttachError::NotProven {
+                        block: block.name.clone(),
+                        why: error.to_string(),
+                    })?;
+                let (words, _) = content.as_chunks();
+                let words = words.iter().take(8).copied().map(u64::from_le_bytes);
+                equal = words.eq(parse_words(&text));
+                if equal {
+                    break;
+                }
+            }
+            different += u64::from(!equal);
+        }
+        if different > SAMPLES_DIFFERENT_MAX {
+            return Err(AttachError::NotProven {
+                block: block.name.clone(),
+                why: format!("{different} of {SAMPLES} places differ from what QEMU reads there"),
+            });
+        }
+        Ok(())
+    }
+}
+
+/// Where the guest's main memory is, for QEMU and for the guest.
+struct Layout {
+    /// Its place in the list of blocks.
+    main: usize,
+    /// Its address in QEMU's memory.
+    base: u64,
+    /// How much of it lies below the hole under 4 GiB; all of it when there is nothing above.
+    below_4g: u64,
+}
+
+impl Layout {
+    async fn find(qmp: &Qmp, listed: &[ListedBlock]) -> Result<Self, AttachError> {
+        let not_understood = |why: String| AttachError::Answer {
+            command: "gpa2hva",
+            why,
+        };
+        let low = probe(qmp, LOW_PROBE).await?;
+        let (name, low) =
+            low.ok_or_else(|| not_understood("no RAM at 1 MiB: not a PC?".to_owned()))?;
+        // A memory backend's block has the path of its object, of which QEMU names the end.
+        let is_main = |block: &ListedBlock| {
+            block.name == name
+                || block
+                    .name
+                    .strip_suffix(&name)
+                    .is_some_and(|path| path.ends_with('/'))
+        };
+        let main = listed.iter().position(is_main);
+        let main = main.ok_or_else(|| not_understood(format!("`{name}` is not in the list")))?;
+        let used = listed.get(main).map_or(0, |block| block.used_bytes);
+        let base = low - LOW_PROBE.min(low);
+        let below_4g = match probe(qmp, HIGH_PROBE).await? {
+            Some((high_name, high)) if high_name == name => high
+                .checked_sub(base)
+                .filter(|offset| *offset < used && offset.is_multiple_of(BLOCK_SIZE as u64))
+                .ok_or_else(|| not_understood("the RAM above 4 GiB is elsewhere".to_owned()))?,
+            _ => used,
+        };
+        Ok(Self {
+            main,
+            base,
+            below_4g,
+        })
+    }
+
+    fn guest_address(&self, page: u64) -> u64 {
+        let offset = page * BLOCK_SIZE as u64;
+        match offset.checked_sub(self.below_4g) {
+            Some(above) => HIGH_PROBE + above,
+            None => offset,
+        }
+    }
+}
+
+async fn probe(qmp: &Qmp, address: u64) -> Result<Option<(String, u64)>, QmpError> {
+    let line = format!("gpa2hva {address:#x}");
+    let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
+    Ok(parse_host_address(&text))
+}
+
+/// Takes `bytes` off the head of the pieces.
+fn skip(pieces: &mut Vec<RemoteIoVec>, mut bytes: usize) {
+    let mut whole = 0;
+    for piece in pieces.iter_mut() {
+        if bytes < piece.len {
+            piece.base += bytes;
+            piece.len -= bytes;
+            break;
+        }
+        bytes -= piece.len;
+        whole += 1;
+    }
+    pieces.drain(..whole);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// This process's own memory, as if it were a guest's.
+    fn own(buffer: &[u8]) -> GuestMemory {
+        GuestMemory {
+            pid: Pid::this(),
+            blocks: vec![
+                MemoryBlock {
+                    name: "pc.ram".to_owned(),
+                    used_bytes: buffer.len() as u64,
+                    address: Some(buffer.as_ptr() as u64),
+                },
+                MemoryBlock {
+                    name: "pc.bios".to_owned(),
+                    used_bytes: 4096,
+                    address: None,
+                },
+            ],
+        }
+    }
+
+    #[test]
+    fn scattered_ranges_are_read_and_written() {
+        let blocks = 3000_u64;
+        let ram = vec![0_u8; blocks as usize * BLOCK_SIZE];
+        let memory = own(&ram);
+        let odd: Vec<BlockRange> = (0..blocks / 2)
+            .map(|i| BlockRange::new(2 * i + 1, 1))
+            .collect();
+        let content: Vec<u8> = (0..odd.len() * BLOCK_SIZE)
+            .map(|i| (i / BLOCK_SIZE) as u8 | 1)
+            .collect();
+        memory.write(0, &odd, &content).unwrap();
+        let mut all = vec![7; ram.len()];
+        memory
+            .read(0, &[BlockRange::new(0, blocks)], &mut all)
+            .unwrap();
+        for (index, block) in all.chunks(BLOCK_SIZE).enumerate() {
+            let expected = if index % 2 == 0 {
+                0
+            } else {
+                (index / 2) as u8 | 1
+            };
+            assert!(block.iter().all(|byte| *byte == expected), "block {index}");
+        }
+        drop(ram);
+    }
+
+    #[test]
+    fn what_is_not_there_is_refused() {
+        let ram = vec![0_u8; 4 * BLOCK_SIZE];
+        let memory = own(&ram);
+        let mut out = vec![0; BLOCK_SIZE];
+        for (block, start, count) in [(0, 4, 1), (0, u64::MAX, 1), (1, 0, 1), (2, 0, 1)] {
+            let error = memory.read(block, &[BlockRange::new(start, count)], &mut out);
+            assert!(
+                matches!(error, Err(AccessError::Bounds { .. })),
+                "{error:?}"
+            );
+        }
+        let error = memory.read(0, &[BlockRange::new(0, 2)], &mut out);
+        assert!(matches!(error, Err(AccessError::Buffer { .. })));
+    }
+
+    #[test]
+    fn a_dead_process_is_named() {
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        let pid = child.id() as i32;
+        child.wait().unwrap();
+        let ram = vec![0_u8; BLOCK_SIZE];
+        let mut memory = own(&ram);
+        memory.pid = Pid::from_raw(pid);
+        let mut out = vec![0; BLOCK_SIZE];
+        let error = memory.read(0, &[BlockRange::new(0, 1)], &mut out);
+        assert_eq!(error, Err(AccessError::Ended(pid)));
+    }
+}

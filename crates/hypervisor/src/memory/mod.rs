@@ -1,0 +1,61 @@
+//! A guest's memory while it moves: [`GuestMemory`] reads and writes the RAM of a QEMU process,
+//! [`Outgoing`] runs the source QEMU's migration, [`Incoming`] the destination's.
+//!
+//! What travels through QEMU's streams is little: at the source only the *records* of written
+//! pages matter, and the content of small blocks (ROMs, ACPI tables, video memory: *kept* blocks,
+//! see [`MemoryBlock::is_kept`]). Everything else is read from the source's RAM when it is sent
+//! and written into the destination's before its QEMU loads the devices.
+//!
+//! ```text
+//! source                                                    destination
+//! GuestMemory::attach                                       GuestMemory::attach
+//! Outgoing::start -> Prelude ------------------------------> Incoming::start(prelude)
+//!
+//!   READING  Written..., then HELD (some records left in the socket, QEMU waits)
+//!     ^        |   |                                         GuestMemory::write ...
+//!     '--------'   |  next_pass(): PassStarted, Written...
+//!   next_pass      |
+//!                  v
+//!   freeze()  `stop`, its reply, `query-status`; read to the end of the device state;
+//!     |       SHUT(0); `postmigrate`
+//!     v
+//!   FROZEN    Frozen { written, tail } --------------------> the last GuestMemory::write, then
+//!     |                                                      Incoming::finish(tail) -> loaded,
+//!     |                                                      paused, disks not yet active
+//!     '-> the guest may be released                          the owner's `cont` starts the guest
+//!
+//!   abort()   from any of these: the guest goes on here as it was before
+//! ```
+//!
+//! # Holding a QEMU that wants to be done
+//! A pass of QEMU's ends with a look at what was dirtied meanwhile; a QEMU that finds little there
+//! stops the guest and completes by itself. So a pass is never read to its end unless the owner
+//! asks for the next one: the reader stops while so much is left that the socket is full and QEMU
+//! waits in its write, holding nothing else. In the first pass that is a place computed from the
+//! guest's RAM (the last [`MARGIN_PAGES`] pages that are not zero), in later ones a count
+//! from QEMU's own. An idle guest stays in its first pass till it is frozen.
+//!
+//! - From 8.1 on (`switchover-ack`) QEMU needs a message for completing that it never gets.
+//! - Before that, a pass is ended only when samples of the RAM show that enough was dirtied, and
+//!   slowly (`max-bandwidth`), so that QEMU is caught at the beginning of the next one. Should it
+//!   complete all the same it is refused (SHUT(1)), goes on, and the migration starts again: event
+//!   [`Event::Restarted`], and every page is reported once more. The last pass of such a QEMU is
+//!   never used: it may lack writes.
+//!
+//! QEMU before 9.0 under TCG has another flaw: it does not see writes through TLB entries that are
+//! older than its newest look at the dirty pages. Kernels flush the TLB all the time, so a page's
+//! content some milliseconds later is right, but a guest that never does would lose writes there.
+
+mod address_map;
+mod guest_memory;
+mod incoming;
+mod outgoing;
+mod reader;
+mod sampler;
+mod source;
+
+pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
+pub use incoming::{Incoming, IncomingError, Loaded};
+pub use longhaul_qemu_stream::{Prelude, RamBlock};
+pub use outgoing::{Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written};
+pub use source::{SourceError, resume};

@@ -1,0 +1,514 @@
+//! The source's side: QEMU's migration into a socket of ours, paced, held, frozen or given up.
+
+mod freeze;
+mod pace;
+
+use super::guest_memory::{AccessError, GuestMemory};
+use super::reader::{End, Goal, ReadError, Reader, Shared};
+use super::sampler::start_of_last_non_zero;
+use super::source::{self, Before, SourceError};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_protocol::BlockRange;
+use longhaul_qemu_stream::Prelude;
+use serde_json::json;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+
+/// Pages of a pass that are left unread. A socket takes 60 of them before QEMU waits.
+pub const MARGIN_PAGES: u64 = 128;
+/// Fewest dirty pages with which a QEMU that may complete by itself is let end a pass.
+const DIRTY_PAGES_MIN: u64 = 256;
+/// Rate at which such a QEMU ends a pass, in bytes per second: 50 pages each 100 ms.
+const BANDWIDTH_AT_END: u64 = 2_000_000;
+/// Rate at which a QEMU writes no pages at all, in bytes per second; 0 would mean no limit.
+const BANDWIDTH_NONE: u64 = 10;
+/// How long such a QEMU must stand still before the guest is stopped.
+const STILLNESS: Duration = Duration::from_millis(150);
+/// How often the amount of dirty pages is estimated while the reader rests.
+const ESTIMATE_EVERY: Duration = Duration::from_millis(500);
+/// How often QEMU is asked for its pass, should its events be lost.
+const ASK_EVERY: Duration = Duration::from_millis(200);
+/// How long QEMU may take to connect, and to write the list of its RAM blocks.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long QEMU may take to stop a guest: its disks are drained first.
+const STOP_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long QEMU may take to write the rest of its stream, and to end.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(2);
+
+/// Blocks that the guest wrote.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Written {
+    /// Place of the RAM block in [`GuestMemory::blocks`]; never a kept one.
+    pub block: usize,
+    /// Which of its blocks of 4 KiB.
+    pub runs: Vec<BlockRange>,
+}
+
+/// What an [`Outgoing`] tells its owner.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// What follows was written since the pass before was looked at. Pass 1 has every page.
+    PassStarted {
+        /// Counts from 1.
+        pass: u64,
+    },
+    /// Blocks were written: what was sent of them before now is out of date.
+    Written(Written),
+    /// The pass is read as far as it may be. It is the owner's turn: [`Outgoing::next_pass`] or
+    /// [`Outgoing::freeze`].
+    Held {
+        /// The pass.
+        pass: u64,
+        /// About how many of its pages are left unread, until the next pass or the freeze.
+        unread_pages: u64,
+    },
+    /// QEMU completed by itself and was refused. Every page will be reported again, from pass 1.
+    Restarted,
+    /// It cannot go on; [`Outgoing::abort`] is what remains.
+    Failed(String),
+}
+
+/// How far an outgoing migration is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Progress {
+    /// The pass that is being read.
+    pub pass: u64,
+    /// Records of pages read since the start.
+    pub pages_read: u64,
+    /// About how many pages of this pass are left unread, where that is known.
+    pub unread_pages: Option<u64>,
+    /// About how many pages were dirtied since this pass began, by samples of the RAM.
+    pub dirty_pages: Option<u64>,
+    /// How long ago this pass began.
+    pub pass_age: Duration,
+}
+
+/// A guest that lies stopped in `postmigrate`.
+#[derive(Debug)]
+pub struct Frozen {
+    /// Everything that was reported written and not taken by [`Outgoing::next_event`] before.
+    pub written: Vec<Written>,
+    /// What the destination's QEMU is given after the prelude: the kept blocks and the devices.
+    pub tail: Vec<u8>,
+    /// Whether the guest ran before it was stopped.
+    pub was_running: bool,
+    /// From the order to stop to QEMU's reply: from then on the RAM does not change.
+    pub stop_time: Duration,
+    /// From the reply to the end of the stream.
+    pub read_time: Duration,
+    /// From the end of the stream to `postmigrate`.
+    pub finish_time: Duration,
+    /// When the order to stop was given.
+    pub stopped_at: Instant,
+}
+
+/// Why a guest cannot be moved on.
+#[derive(Debug, thiserror::Error)]
+pub enum OutgoingError {
+    /// QEMU is not in a state to be moved, or does not get back to one.
+    #[error(transparent)]
+    Source(#[from] SourceError),
+    /// QEMU's stream cannot be used.
+    #[error(transparent)]
+    Stream(#[from] ReadError),
+    /// The guest's RAM cannot be read.
+    #[error(transparent)]
+    Memory(#[from] AccessError),
+    /// The socket cannot be made.
+    #[error("cannot listen on {} for QEMU's stream: {why}", path.display())]
+    Listen {
+        /// The socket.
+        path: PathBuf,
+        /// What the system said.
+        why: String,
+    },
+    /// QEMU does not do its part.
+    #[error("QEMU did not {what} within {} s", waited.as_secs())]
+    Timeout {
+        /// What it should have done.
+        what: &'static str,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// QEMU completed by itself; it goes on, and so does the migration, from its beginning.
+    #[error("QEMU completed by itself; the migration starts again")]
+    Restarted,
+    /// The migration failed before.
+    #[error("the migration has failed: {0}")]
+    Failed(String),
+    /// QEMU is in a state that it should not be in.
+    #[error("QEMU is `{found}` where it should be `{expected}`")]
+    State {
+        /// As it should be.
+        expected: &'static str,
+        /// As it is.
+        found: String,
+    },
+}
+
+impl From<QmpError> for OutgoingError {
+    fn from(error: QmpError) -> Self {
+        Self::Source(error.into())
+    }
+}
+
+/// The migration of one guest away from here, up to the moment that it may be released.
+#[derive(Debug)]
+pub struct Outgoing {
+    migration: Arc<Migration>,
+    pacer: Option<JoinHandle<()>>,
+    wishes: watch::Sender<Wish>,
+}
+
+/// What the owner wants of the pacing task.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Wish {
+    /// Which of the migrations this is about: QEMU's may have to be started again.
+    life: u64,
+    /// Passes of it that may be begun.
+    passes: u64,
+    /// The task shall leave QEMU held and end.
+    end: bool,
+}
+
+/// What the owner's side and the pacing task share.
+#[derive(Debug)]
+struct Migration {
+    qmp: Qmp,
+    memory: Arc<GuestMemory>,
+    path: PathBuf,
+    before: Before,
+    prelude: Prelude,
+    inner: Mutex<Inner>,
+    /// Wakes who waits for an event of a stream that was replaced.
+    replaced: Notify,
+}
+
+#[derive(Debug)]
+struct Inner {
+    shared: Arc<Shared>,
+    socket: UnixStream,
+    life: u64,
+    /// Where the first pass is held.
+    first_goal: Goal,
+    progress: Progress,
+    pass_start: Instant,
+}
+
+impl Outgoing {
+    /// Prepares the source's QEMU and begins its migration into a socket at `path`, which is made
+    /// and removed here. QEMU's account must be able to reach it.
+    ///
+    /// On an error QEMU is as it was. Reading begins at once: events follow.
+    pub async fn start(
+        qmp: &Qmp,
+        memory: Arc<GuestMemory>,
+        path: &Path,
+    ) -> Result<(Self, Prelude), OutgoingError> {
+        let before = Before::look(qmp).await?;
+        let (connection, prelude) = match connect(qmp, &before, &memory, path).await {
+            Ok(connected) => connected,
+            Err(error) => {
+                source::resume(qmp, before.running).await?;
+                before.restore(qmp).await?;
+                return Err(error);
+            }
+        };
+        let migration = Arc::new(Migration {
+            qmp: qmp.clone(),
+            memory,
+            path: path.to_owned(),
+            before,
+            prelude: prelude.clone(),
+            inner: Mutex::new(connection),
+            replaced: Notify::new(),
+        });
+        let wishes = watch::Sender::new(Wish {
+            life: 0,
+            passes: 1,
+            end: false,
+        });
+        let pacer = tokio::spawn(Arc::clone(&migration).pace(wishes.subscribe()));
+        let outgoing = Self {
+            migration,
+            pacer: Some(pacer),
+            wishes,
+        };
+        Ok((outgoing, prelude))
+    }
+
+    /// Waits for what happens next. Events that are not taken hold the reader, some thousands of
+    /// runs later. Dropping the future loses nothing.
+    pub async fn next_event(&self) -> Event {
+        loop {
+            let shared = self.migration.shared();
+            let (event, replaced) = (shared.event.notified(), self.migration.replaced.notified());
+            tokio::pin!(event, replaced);
+            event.as_mut().enable();
+            replaced.as_mut().enable();
+            if let Some(event) = self.migration.shared().take_event() {
+                return event;
+            }
+            tokio::select! {
+                () = event => {}
+                () = replaced => {}
+            }
+        }
+    }
+
+    /// What has happened and was not taken yet, if anything.
+    pub fn try_event(&self) -> Option<Event> {
+        self.migration.shared().take_event()
+    }
+
+    /// Lets the next pass begin, now or as soon as this one is read. A QEMU that may complete by
+    /// itself is let do so only when enough is dirty; till then nothing happens.
+    pub fn next_pass(&self) {
+        let (life, pass) = self.migration.life_and_pass();
+        self.wishes.send_modify(|wish| {
+            wish.life = life;
+            wish.passes = pass + 1;
+        });
+    }
+
+    /// Stops reading in the middle of the pass (`true`), or goes on. QEMU waits, and the guest
+    /// goes on running.
+    pub fn hold(&self, held: bool) {
+        self.migration.shared().hold(held);
+    }
+
+    /// How far it is.
+    pub fn progress(&self) -> Progress {
+        self.migration.progress()
+    }
+
+    /// Whether the guest ran before the move.
+    pub fn was_running(&self) -> bool {
+        self.migration.before.running
+    }
+
+    /// Stops the guest, reads the rest of the stream and leaves QEMU in `postmigrate`.
+    ///
+    /// Only when this has returned may the guest be released to another host. On
+    /// [`OutgoingError::Restarted`] the guest runs on and the pass starts from 1 again; on any
+    /// other error [`Outgoing::abort`] is due.
+    pub async fn freeze(&mut self) -> Result<Frozen, OutgoingError> {
+        self.stop_pacing().await;
+        match self.migration.freeze().await {
+            Err(OutgoingError::Restarted) => {
+                let migration = Arc::clone(&self.migration);
+                self.wishes.send_modify(|wish| wish.end = false);
+                self.pacer = Some(tokio::spawn(migration.pace(self.wishes.subscribe())));
+                Err(OutgoingError::Restarted)
+            }
+            other => other,
+        }
+    }
+
+    /// Gives the move up: the guest goes on here as it was before, and so do QEMU's settings.
+    ///
+    /// At any moment until the guest is released, after a freeze as well. A guest that was paused
+    /// before and is frozen runs for a moment: QEMU has no other way back.
+    pub async fn abort(mut self) -> Result<(), OutgoingError> {
+        if let Some(pacer) = self.pacer.take() {
+            pacer.abort();
+            // It was told to end; how it ended says nothing.
+            let _ = pacer.await;
+        }
+        let migration = Arc::clone(&self.migration);
+        // A closed socket also frees a QEMU that waits in a write with its big lock held.
+        migration.shared().quit();
+        migration.close();
+        source::resume(&migration.qmp, migration.before.running).await?;
+        migration.before.restore(&migration.qmp).await?;
+        Ok(())
+    }
+
+    async fn stop_pacing(&mut self) {
+        self.wishes.send_modify(|wish| wish.end = true);
+        if let Some(pacer) = self.pacer.take() {
+            // A task that panicked left QEMU where it was, and the freeze looks for itself.
+            let _ = pacer.await;
+        }
+    }
+}
+
+impl Drop for Outgoing {
+    fn drop(&mut self) {
+        if let Some(pacer) = self.pacer.take() {
+            pacer.abort();
+        }
+        self.migration.shared().quit();
+    }
+}
+
+impl Migration {
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        // What is inside is whole whenever the lock is free.
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn shared(&self) -> Arc<Shared> {
+        Arc::clone(&self.inner().shared)
+    }
+
+    fn life_and_pass(&self) -> (u64, u64) {
+        let inner = self.inner();
+        (inner.life, inner.progress.pass)
+    }
+
+    fn progress(&self) -> Progress {
+        let inner = self.inner();
+        Progress {
+            pages_read: inner.shared.pages_read(),
+            pass_age: inner.pass_start.elapsed(),
+            ..inner.progress
+        }
+    }
+
+    /// Whether QEMU may complete by itself.
+    fn may_complete(&self) -> bool {
+        !self.before.has_switchover_ack
+    }
+
+    fn close(&self) {
+        // Closed by QEMU already, or closed now.
+        let _ = self.inner().socket.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+/// Sets QEMU up, begins its migration and reads the prelude.
+async fn connect(
+    qmp: &Qmp,
+    before: &Before,
+    memory: &Arc<GuestMemory>,
+    path: &Path,
+) -> Result<(Inner, Prelude), OutgoingError> {
+    // The place to stop at is known before QEMU can run past it. Where the RAM holds so little
+    // that a socket could take it all, QEMU is not let write any page.
+    let looking = Arc::clone(memory);
+    let places = tokio::task::spawn_blocking(move || last_places(&looking)).await;
+    let places = places.map_err(|error| OutgoingError::Failed(error.to_string()))??;
+    let little = places.iter().all(|(_, page)| *page == 0);
+    let none = little && !before.has_switchover_ack;
+    before
+        .set(qmp, if none { BANDWIDTH_NONE } else { 0 })
+        .await?;
+    let (shared, socket) = open(qmp, memory, path).await?;
+    let prelude = prelude(&shared).await?;
+    let goal = prelude
+        .blocks
+        .iter()
+        .enumerate()
+        .rev()
+        .find_map(|(index, block)| {
+            let at = memory.find(&block.name)?;
+            let (_, page) = places.iter().find(|(place, _)| *place == at)?;
+            Some(Goal::Place {
+                block: index,
+                page: *page,
+            })
+        });
+    let inner = Inner {
+        shared,
+        socket,
+        life: 0,
+        first_goal: goal.unwrap_or(Goal::Place { block: 0, page: 0 }),
+        progress: Progress::default(),
+        pass_start: Instant::now(),
+    };
+    Ok((inner, prelude))
+}
+
+/// For each block that is not kept, where its last pages with content begin.
+fn last_places(memory: &GuestMemory) -> Result<Vec<(usize, u64)>, AccessError> {
+    let blocks = memory.blocks().iter().enumerate();
+    let direct = blocks.filter(|(_, block)| !block.is_kept());
+    let place = |index| start_of_last_non_zero(memory, index, MARGIN_PAGES);
+    direct
+        .map(|(index, _)| Ok((index, place(index)?)))
+        .collect()
+}
+
+/// Waits for the beginning of the stream.
+async fn prelude(shared: &Shared) -> Result<Prelude, OutgoingError> {
+    if tokio::time::timeout(CONNECT_TIMEOUT, shared.rests())
+        .await
+        .is_err()
+    {
+        shared.quit();
+    }
+    match (shared.prelude(), shared.end()) {
+        (Some(prelude), _) => Ok(prelude),
+        (None, Some(End::Failed(error))) => Err(error.into()),
+        (None, _) => Err(OutgoingError::Timeout {
+            what: "write the beginning of its stream",
+            waited: CONNECT_TIMEOUT,
+        }),
+    }
+}
+
+/// Lets QEMU connect, and starts reading.
+async fn open(
+    qmp: &Qmp,
+    memory: &Arc<GuestMemory>,
+    path: &Path,
+) -> Result<(Arc<Shared>, UnixStream), OutgoingError> {
+    let failed = |error: std::io::Error| OutgoingError::Listen {
+        path: path.to_owned(),
+        why: error.to_string(),
+    };
+    let listener = listen(path, memory.pid()).map_err(failed)?;
+    let uri = json!({"uri": format!("unix:{}", path.display())});
+    let migrating = qmp.execute("migrate", uri, COMMAND_TIMEOUT).await;
+    let accepted = async {
+        migrating?;
+        let accepted = tokio::time::timeout(CONNECT_TIMEOUT, accept(&listener, memory.pid())).await;
+        let accepted = accepted.map_err(|_| OutgoingError::Timeout {
+            what: "connect to its migration socket",
+            waited: CONNECT_TIMEOUT,
+        })?;
+        accepted.map_err(failed)
+    };
+    let accepted = accepted.await;
+    // Nobody else shall connect. If it is gone already, so much the better.
+    let _ = std::fs::remove_file(path);
+    let socket = accepted?;
+    let shared = Shared::new();
+    let reading = socket.try_clone().map_err(failed)?;
+    Reader::start(Arc::clone(&shared), reading, Arc::clone(memory)).map_err(failed)?;
+    Ok((shared, socket))
+}
+
+/// A socket that only this QEMU's account can connect to.
+fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    match std::fs::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let listener = tokio::net::UnixListener::bind(path)?;
+    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
+    let qemu = std::fs::metadata(format!("/proc/{pid}"))?;
+    if qemu.uid() != std::fs::metadata(path)?.uid() {
+        chown(path, Some(qemu.uid()), None)?;
+    }
+    Ok(listener)
+}
+
+/// The connection that comes from this process; others are closed.
+async fn accept(listener: &tokio::net::UnixListener, pid: i32) -> std::io::Result<UnixStream> {
+    loop {
+        let (socket, _) = listener.accept().await?;
+        if socket.peer_cred()?.pid() == Some(pid) {
+            let socket = socket.into_std()?;
+            socket.set_nonblocking(false)?;
+            return Ok(socket);
+        }
+    }
+}

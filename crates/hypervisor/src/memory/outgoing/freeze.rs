@@ -1,0 +1,117 @@
+//! Stopping a guest so that nothing of it is lost and nothing can wake it by surprise.
+
+use super::pace::wait_for_end;
+use super::{
+    BANDWIDTH_NONE, FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT,
+};
+use crate::memory::reader::End;
+use crate::memory::source::{run_state, set_bandwidth, set_parameters};
+use longhaul_qemu_stream::return_path::Message;
+use longhaul_qemu_stream::{Page, Writer};
+use serde_json::json;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// The longest downtime that QEMU can be told to accept, in milliseconds.
+const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
+
+impl Migration {
+    /// The order that `stop`, SHUT and `postmigrate` must have.
+    pub(super) async fn freeze(&self) -> Result<Frozen, OutgoingError> {
+        let shared = self.shared();
+        shared.rest();
+        shared.rests().await;
+        if let Some(End::Failed(error)) = shared.end() {
+            return Err(error.into());
+        }
+        let qmp = self.qmp();
+        let must_be_paused = self.before.running && self.may_complete();
+        if must_be_paused {
+            // It writes nothing more, so it cannot complete between here and `stop`.
+            set_bandwidth(qmp, BANDWIDTH_NONE).await?;
+            tokio::time::sleep(STILLNESS).await;
+            if completes(&run_state(qmp).await?) {
+                self.restart().await?;
+                return Err(OutgoingError::Restarted);
+            }
+        }
+        let stopped_at = Instant::now();
+        if self.before.running {
+            qmp.execute("stop", json!({}), STOP_TIMEOUT).await?;
+            let state = run_state(qmp).await?;
+            if must_be_paused && completes(&state) {
+                self.restart().await?;
+                return Err(OutgoingError::Restarted);
+            }
+            if state != "paused" && !completes(&state) {
+                return Err(OutgoingError::State {
+                    expected: "paused",
+                    found: state,
+                });
+            }
+        }
+        let stop_time = stopped_at.elapsed();
+        shared.flush();
+        let (state, set) = tokio::join!(
+            wait_for_end(&shared),
+            set_parameters(qmp, 0, DOWNTIME_LIMIT_MAX)
+        );
+        let state = state?;
+        set?;
+        let read_time = stopped_at.elapsed() - stop_time;
+        self.send(&Message::Shut(0))?;
+        self.wait_for_postmigrate().await?;
+        Ok(Frozen {
+            written: shared.take_written(),
+            tail: self.tail(&shared.take_kept(), &state),
+            was_running: self.before.running,
+            stop_time,
+            read_time,
+            finish_time: stopped_at.elapsed() - stop_time - read_time,
+            stopped_at,
+        })
+    }
+
+    async fn wait_for_postmigrate(&self) -> Result<(), OutgoingError> {
+        let start = Instant::now();
+        loop {
+            match run_state(self.qmp()).await?.as_str() {
+                "postmigrate" => return Ok(()),
+                "running" => {
+                    return Err(OutgoingError::State {
+                        expected: "postmigrate",
+                        found: "running".to_owned(),
+                    });
+                }
+                _ if start.elapsed() > FINISH_TIMEOUT => {
+                    return Err(OutgoingError::Timeout {
+                        what: "end its migration",
+                        waited: FINISH_TIMEOUT,
+                    });
+                }
+                _ => tokio::time::sleep(POLL).await,
+            }
+        }
+    }
+
+    /// The kept blocks in a section of their own, the last section, the devices.
+    fn tail(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>, state: &[u8]) -> Vec<u8> {
+        let mut out = Vec::new();
+        let mut writer = Writer::new(&self.prelude);
+        writer.section_start(false, &mut out);
+        for ((block, page), content) in kept {
+            // These came out of this stream, so there are such pages.
+            writer.page(*block, *page, content.as_deref(), &mut out);
+        }
+        writer.section_end(&mut out);
+        writer.section_start(true, &mut out);
+        writer.section_end(&mut out);
+        out.extend_from_slice(state);
+        out
+    }
+}
+
+/// Whether a QEMU in this state has stopped the guest by itself.
+fn completes(state: &str) -> bool {
+    matches!(state, "finish-migrate" | "postmigrate")
+}

@@ -1,0 +1,372 @@
+//! The task that reads pass after pass, and never lets QEMU complete by itself.
+
+use super::{
+    ASK_EVERY, BANDWIDTH_AT_END, BANDWIDTH_NONE, DIRTY_PAGES_MIN, ESTIMATE_EVERY, Event,
+    FINISH_TIMEOUT, MARGIN_PAGES, Migration, OutgoingError, Wish, connect,
+};
+use crate::memory::reader::{End, Goal, Shared};
+use crate::memory::sampler::Sample;
+use crate::memory::source::{self, run_state, set_bandwidth};
+use crate::qmp::{self, Qmp};
+use longhaul_protocol::BLOCK_SIZE;
+use longhaul_qemu_stream::return_path::Message;
+use std::io::Write;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::sync::{broadcast, watch};
+
+/// How long QEMU may take to say whether the guest runs, before it is taken for completing.
+const STATE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Why the reader rests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stop {
+    /// The goal was reached.
+    Goal,
+    /// QEMU has begun a new pass.
+    Pass,
+    /// The owner wants the task to end.
+    Told,
+    /// QEMU completes by itself.
+    Completes,
+}
+
+/// What QEMU says of its pass.
+#[derive(Debug, Clone, Copy)]
+struct Pass {
+    syncs: u64,
+    remaining_pages: u64,
+}
+
+impl Migration {
+    /// Paces until it is told to end or something fails.
+    pub(super) async fn pace(self: Arc<Self>, mut wishes: watch::Receiver<Wish>) {
+        loop {
+            match self.pace_one_life(&mut wishes).await {
+                Ok(Stop::Completes) => match self.restart().await {
+                    Ok(()) => {}
+                    Err(error) => return self.shared().tell(Event::Failed(error.to_string())),
+                },
+                Ok(_) => return,
+                Err(error) => return self.shared().tell(Event::Failed(error.to_string())),
+            }
+        }
+    }
+
+    /// From the first pass on, until told to end or QEMU completes.
+    async fn pace_one_life(
+        &self,
+        wishes: &mut watch::Receiver<Wish>,
+    ) -> Result<Stop, OutgoingError> {
+        let mut events = self.qmp.events();
+        let first_goal = self.inner().first_goal;
+        let mut pass = 1;
+        let mut known = self.ask().await?;
+        let mut goal = Some(first_goal);
+        let mut unread_pages = self.pages_from(first_goal);
+        loop {
+            self.begin_pass(pass);
+            let sample = self.sample().await?;
+            if let Some(readable) = goal {
+                match self.run(readable, known.syncs, wishes, &mut events).await? {
+                    Stop::Goal => {}
+                    Stop::Pass => {
+                        (known, goal, unread_pages) = self.look_at_pass().await?;
+                        pass += 1;
+                        continue;
+                    }
+                    stop => return Ok(stop),
+                }
+            }
+            self.inner().progress.unread_pages = Some(unread_pages);
+            self.shared().tell(Event::Held { pass, unread_pages });
+            match self
+                .wait_for_wish(pass, &sample, wishes, &mut events)
+                .await?
+            {
+                Stop::Goal => {}
+                stop => return Ok(stop),
+            }
+            if self.may_complete() {
+                set_bandwidth(&self.qmp, BANDWIDTH_AT_END).await?;
+            }
+            let stop = self
+                .run(Goal::NextPass, known.syncs, wishes, &mut events)
+                .await?;
+            if stop == Stop::Completes {
+                return Ok(stop);
+            }
+            (known, goal, unread_pages) = self.look_at_pass().await?;
+            pass += 1;
+        }
+    }
+
+    /// Halts at the beginning of a pass, and finds out how much of it can be read.
+    async fn look_at_pass(&self) -> Result<(Pass, Option<Goal>, u64), OutgoingError> {
+        let shared = self.shared();
+        shared.rest();
+        if self.may_complete() {
+            set_bandwidth(&self.qmp, BANDWIDTH_NONE).await?;
+        }
+        shared.rests().await;
+        let pass = self.ask().await?;
+        let readable = pass.remaining_pages.saturating_sub(MARGIN_PAGES);
+        if readable == 0 {
+            return Ok((pass, None, pass.remaining_pages));
+        }
+        if self.may_complete() {
+            set_bandwidth(&self.qmp, 0).await?;
+        }
+        Ok((pass, Some(Goal::Pages(readable)), MARGIN_PAGES))
+    }
+
+    /// Reads until the goal is reached or something else happens; then the reader rests.
+    async fn run(
+        &self,
+        goal: Goal,
+        syncs: u64,
+        wishes: &mut watch::Receiver<Wish>,
+        events: &mut broadcast::Receiver<qmp::Event>,
+    ) -> Result<Stop, OutgoingError> {
+        let shared = self.shared();
+        shared.run(goal);
+        let mut told = false;
+        loop {
+            let happened = tokio::select! {
+                () = shared.rests() => Happened::Rest,
+                changed = wishes.changed() => {
+                    told |= changed.is_err() || wishes.borrow().end;
+                    Happened::Wish
+                }
+                event = events.recv() => Happened::of(event),
+                () = tokio::time::sleep(ASK_EVERY) => Happened::Time,
+            };
+            if let Some(end) = shared.end() {
+                return self.ended(end);
+            }
+            match happened {
+                Happened::Rest => return Ok(Stop::Goal),
+                // The end of a pass is no place to stay at.
+                Happened::Wish if told && goal != Goal::NextPass => {
+                    shared.rest();
+                    shared.rests().await;
+                    return Ok(Stop::Told);
+                }
+                Happened::Stop if self.completes().await => return Ok(Stop::Completes),
+                Happened::Pass | Happened::Time => {
+                    let pass = self.ask().await?;
+                    if pass.syncs > syncs {
+                        shared.rest();
+                        shared.rests().await;
+                        return Ok(Stop::Pass);
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Waits, held, until the next pass is wanted and can be had; keeps the estimate current.
+    async fn wait_for_wish(
+        &self,
+        pass: u64,
+        sample: &Arc<Sample>,
+        wishes: &mut watch::Receiver<Wish>,
+        events: &mut broadcast::Receiver<qmp::Event>,
+    ) -> Result<Stop, OutgoingError> {
+        let enough = if self.may_complete() {
+            DIRTY_PAGES_MIN
+        } else {
+            1
+        };
+        let mut estimated = None::<Instant>;
+        loop {
+            let wish = *wishes.borrow_and_update();
+            if wish.end {
+                return Ok(Stop::Told);
+            }
+            if estimated.is_none_or(|at| at.elapsed() >= ESTIMATE_EVERY) {
+                let (memory, sample) = (Arc::clone(&self.memory), Arc::clone(sample));
+                let changed = blocking(move || sample.changed_blocks(&memory)).await?;
+                self.inner().progress.dirty_pages = Some(changed);
+                estimated = Some(Instant::now());
+            }
+            let wanted = wish.life == self.inner().life && wish.passes > pass;
+            if wanted && self.inner().progress.dirty_pages >= Some(enough) {
+                return Ok(Stop::Goal);
+            }
+            let happened = tokio::select! {
+                changed = wishes.changed() => match changed {
+                    Ok(()) => Happened::Wish,
+                    Err(_) => return Ok(Stop::Told),
+                },
+                event = events.recv() => Happened::of(event),
+                () = tokio::time::sleep(ESTIMATE_EVERY) => Happened::Time,
+            };
+            // The events may have been lost, so time asks as well.
+            let ask = self.may_complete() && happened == Happened::Time;
+            if (ask || happened == Happened::Stop) && self.completes().await {
+                return Ok(Stop::Completes);
+            }
+            if self.qmp.is_closed() {
+                // The next command says why.
+                run_state(&self.qmp).await?;
+            }
+        }
+    }
+
+    fn ended(&self, end: End) -> Result<Stop, OutgoingError> {
+        match end {
+            End::Failed(error) => Err(error.into()),
+            // A guest that did not run has lost nothing: it is as good as frozen.
+            End::Complete(_) if !self.before.running => Ok(Stop::Told),
+            End::Complete(_) => Ok(Stop::Completes),
+        }
+    }
+
+    /// Whether QEMU has stopped the guest in order to complete.
+    async fn completes(&self) -> bool {
+        if !self.may_complete() || !self.before.running {
+            return false;
+        }
+        // QEMU answers nothing while it waits for its device state to be read.
+        let state = tokio::time::timeout(STATE_TIMEOUT, run_state(&self.qmp)).await;
+        match state {
+            Ok(Ok(state)) => matches!(state.as_str(), "finish-migrate" | "postmigrate"),
+            Ok(Err(_)) => false,
+            Err(_) => true,
+        }
+    }
+
+    fn begin_pass(&self, pass: u64) {
+        let mut inner = self.inner();
+        inner.progress.pass = pass;
+        inner.progress.unread_pages = None;
+        inner.progress.dirty_pages = None;
+        inner.pass_start = Instant::now();
+        inner.shared.tell(Event::PassStarted { pass });
+    }
+
+    async fn sample(&self) -> Result<Arc<Sample>, OutgoingError> {
+        let memory = Arc::clone(&self.memory);
+        Ok(Arc::new(blocking(move || Sample::take(&memory)).await?))
+    }
+
+    /// How many pages the first pass has from this place on.
+    fn pages_from(&self, goal: Goal) -> u64 {
+        let Goal::Place { block, page } = goal else {
+            return 0;
+        };
+        let pages = self
+            .prelude
+            .blocks
+            .iter()
+            .skip(block)
+            .map(|block| block.pages());
+        pages.sum::<u64>().saturating_sub(page)
+    }
+
+    async fn ask(&self) -> Result<Pass, OutgoingError> {
+        let migration = self.qmp.query("query-migrate").await?;
+        let number = |name: &str| migration["ram"][name].as_u64().unwrap_or(0);
+        Ok(Pass {
+            syncs: number("dirty-sync-count"),
+            remaining_pages: number("remaining") / BLOCK_SIZE as u64,
+        })
+    }
+
+    /// Refuses a stream that QEMU ended by itself, and begins another.
+    pub(super) async fn restart(&self) -> Result<(), OutgoingError> {
+        let shared = self.shared();
+        shared.flush();
+        wait_for_end(&shared).await?;
+        self.send(&Message::Shut(1))?;
+        source::resume(&self.qmp, self.before.running).await?;
+        shared.quit();
+        self.close();
+        let path = self.path.as_path();
+        let begun = connect(&self.qmp, &self.before, &self.memory, path).await?;
+        let (mut inner, prelude) = begun;
+        if prelude != self.prelude {
+            inner.shared.quit();
+            return Err(OutgoingError::Failed(
+                "QEMU's machine is not what it was when the move began".to_owned(),
+            ));
+        }
+        inner.shared.tell(Event::Restarted);
+        {
+            let mut old = self.inner();
+            inner.life = old.life + 1;
+            *old = inner;
+        }
+        self.replaced.notify_waiters();
+        Ok(())
+    }
+
+    /// Writes to the return path.
+    pub(super) fn send(&self, message: &Message) -> Result<(), OutgoingError> {
+        let mut bytes = Vec::new();
+        message.write(&mut bytes);
+        let written = (&self.inner().socket).write_all(&bytes);
+        written.map_err(|error| OutgoingError::Failed(format!("return path: {error}")))
+    }
+
+    pub(super) fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+}
+
+/// Waits until the stream has ended, and returns the device state.
+pub(super) async fn wait_for_end(shared: &Shared) -> Result<Vec<u8>, OutgoingError> {
+    let ended = tokio::time::timeout(FINISH_TIMEOUT, async {
+        loop {
+            let rested = shared.rested.notified();
+            tokio::pin!(rested);
+            rested.as_mut().enable();
+            if let Some(end) = shared.end() {
+                return end;
+            }
+            rested.await;
+        }
+    });
+    match ended.await {
+        Ok(End::Complete(state)) => Ok(state),
+        Ok(End::Failed(error)) => Err(error.into()),
+        Err(_) => Err(OutgoingError::Timeout {
+            what: "write the rest of its stream",
+            waited: FINISH_TIMEOUT,
+        }),
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Happened {
+    Rest,
+    Wish,
+    /// QEMU has looked for dirty pages.
+    Pass,
+    /// The guest was stopped.
+    Stop,
+    Time,
+    Other,
+}
+
+impl Happened {
+    fn of(event: Result<qmp::Event, broadcast::error::RecvError>) -> Self {
+        match event {
+            Ok(event) if event.name == "MIGRATION_PASS" => Self::Pass,
+            Ok(event) if event.name == "STOP" => Self::Stop,
+            Ok(_) => Self::Other,
+            Err(_) => Self::Time,
+        }
+    }
+}
+
+/// Runs something that reads much of the guest's RAM.
+async fn blocking<T: Send + 'static, E: Into<OutgoingError> + Send + 'static>(
+    work: impl FnOnce() -> Result<T, E> + Send + 'static,
+) -> Result<T, OutgoingError> {
+    let done = tokio::task::spawn_blocking(work).await;
+    done.map_err(|error| OutgoingError::Failed(error.to_string()))?
+        .map_err(Into::into)
+}

@@ -1,0 +1,518 @@
+//! The thread that reads a source's migration socket, and the state that it shares with the task
+//! that paces it.
+//!
+//! ```text
+//!        run(goal)                        flush()
+//! RESTS ----------> RUNS (till the goal) --------> FLUSHES -> ENDED(Complete)
+//!   ^---------------'  |                             |
+//!                      '-----------------------------'-----> ENDED(Failed)
+//! ```
+
+use super::guest_memory::GuestMemory;
+use super::outgoing::{Event, Written};
+use longhaul_protocol::BlockRange;
+use longhaul_qemu_stream as stream;
+use longhaul_qemu_stream::{Content, Page, ParseError, Parser, Prelude};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{ErrorKind, Read};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use tokio::sync::Notify;
+
+/// Events that may wait for the owner before the reader rests.
+const EVENTS_MAX: usize = 64;
+/// Runs of blocks in one event, at most.
+const RUNS_MAX: usize = 1024;
+/// Bytes that are read at once.
+const READ_BYTES: usize = 256 << 10;
+/// Bytes that are read at once where a pass ends, so that QEMU is not let run ahead.
+const READ_BYTES_AT_END: usize = 4096;
+/// How long the reader waits for bytes before it looks whether it is still wanted.
+const PATIENCE_MS: u16 = 100;
+/// Pause after a section without pages, where the next pass is waited for.
+const EMPTY_SECTION_PAUSE: Duration = Duration::from_millis(2);
+
+/// What ends a run of the reader.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Goal {
+    /// Everything before the first page.
+    Prelude,
+    /// The first page at or behind this place in the stream's order.
+    Place { block: usize, page: u64 },
+    /// So many pages.
+    Pages(u64),
+    /// The first page of the next pass.
+    NextPass,
+}
+
+/// How the stream ended.
+#[derive(Debug, Clone)]
+pub(crate) enum End {
+    /// The device state is there, complete.
+    Complete(Vec<u8>),
+    /// It cannot be read on.
+    Failed(ReadError),
+}
+
+/// Why a source's stream cannot be read on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ReadError {
+    /// The stream makes no sense.
+    #[error(transparent)]
+    Parse(#[from] ParseError),
+    /// QEMU closed it.
+    #[error("QEMU closed its migration socket before the end")]
+    Closed,
+    /// The system failed.
+    #[error("cannot read QEMU's migration socket: {0}")]
+    System(String),
+    /// A block that QEMU did not list.
+    #[error("QEMU migrates RAM block `{0}`, which it does not list, or with another size")]
+    Block(String),
+}
+
+#[derive(Debug)]
+enum Mode {
+    Rest,
+    Run(Goal),
+    Flush,
+    Quit,
+}
+
+#[derive(Debug)]
+struct State {
+    mode: Mode,
+    /// Counts the times that the mode was set.
+    orders: u64,
+    /// Whether the thread is at work.
+    busy: bool,
+    /// The owner holds the reader, whatever the mode.
+    held: bool,
+    events: VecDeque<Event>,
+    end: Option<End>,
+    prelude: Option<Prelude>,
+    pages_read: u64,
+    kept: BTreeMap<(usize, u64), Option<Box<Page>>>,
+}
+
+/// What the thread, the pacing task and the owner share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    state: Mutex<State>,
+    reader: Condvar,
+    /// Wakes whoever waits for the reader to rest or end.
+    pub(crate) rested: Notify,
+    /// Wakes whoever waits for an event.
+    pub(crate) event: Notify,
+}
+
+impl Shared {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::new(State {
+                mode: Mode::Run(Goal::Prelude),
+                orders: 0,
+                busy: true,
+                held: false,
+                events: VecDeque::new(),
+                end: None,
+                prelude: None,
+                pages_read: 0,
+                kept: BTreeMap::new(),
+            }),
+            reader: Condvar::new(),
+            rested: Notify::new(),
+            event: Notify::new(),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // The state is whole whenever the lock is free.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, mode: Mode) {
+        let mut state = self.lock();
+        if state.end.is_none() && !matches!(state.mode, Mode::Quit) {
+            state.mode = mode;
+            state.orders += 1;
+        }
+        drop(state);
+        self.reader.notify_all();
+    }
+
+    /// Reads till the goal.
+    pub(crate) fn run(&self, goal: Goal) {
+        self.set(Mode::Run(goal));
+    }
+
+    /// Stops reading.
+    pub(crate) fn rest(&self) {
+        self.set(Mode::Rest);
+    }
+
+    /// Reads to the end, whether or not the owner takes events.
+    pub(crate) fn flush(&self) {
+        self.lock().held = false;
+        self.set(Mode::Flush);
+    }
+
+    /// Ends the thread.
+    pub(crate) fn quit(&self) {
+        self.set(Mode::Quit);
+    }
+
+    /// Holds the reader, or lets it go on.
+    pub(crate) fn hold(&self, held: bool) {
+        self.lock().held = held;
+        self.reader.notify_all();
+    }
+
+    /// Whether the reader rests; the end counts as rest.
+    pub(crate) fn is_resting(&self) -> bool {
+        let state = self.lock();
+        state.end.is_some() || (matches!(state.mode, Mode::Rest) && !state.busy)
+    }
+
+    /// Waits until the reader rests.
+    pub(crate) async fn rests(&self) {
+        loop {
+            let rested = self.rested.notified();
+            tokio::pin!(rested);
+            rested.as_mut().enable();
+            if self.is_resting() {
+                return;
+            }
+            rested.await;
+        }
+    }
+
+    /// How the stream ended, if it has.
+    pub(crate) fn end(&self) -> Option<End> {
+        self.lock().end.clone()
+    }
+
+    /// The prelude, once it is there.
+    pub(crate) fn prelude(&self) -> Option<Prelude> {
+        self.lock().prelude.clone()
+    }
+
+    /// Records read so far.
+    pub(crate) fn pages_read(&self) -> u64 {
+        self.lock().pages_read
+    }
+
+    /// The oldest event that was not taken.
+    pub(crate) fn take_event(&self) -> Option<Event> {
+        let event = self.lock().events.pop_front();
+        self.reader.notify_all();
+        event
+    }
+
+    /// Everything that was reported written and not taken.
+    pub(crate) fn take_written(&self) -> Vec<Written> {
+        let events = std::mem::take(&mut self.lock().events);
+        let written = events.into_iter().filter_map(|event| match event {
+            Event::Written(written) => Some(written),
+            _ => None,
+        });
+        written.collect()
+    }
+
+    /// The newest content of the kept blocks' pages.
+    pub(crate) fn take_kept(&self) -> BTreeMap<(usize, u64), Option<Box<Page>>> {
+        std::mem::take(&mut self.lock().kept)
+    }
+
+    /// Tells the owner something, behind what the reader told it.
+    pub(crate) fn tell(&self, event: Event) {
+        self.lock().events.push_back(event);
+        self.event.notify_waiters();
+    }
+
+    /// Ends the run that was ordered so.
+    fn reached(&self, order: u64) {
+        let mut state = self.lock();
+        if state.orders == order {
+            state.mode = Mode::Rest;
+        }
+    }
+
+    fn finish(&self, end: End) {
+        self.lock().end = Some(end);
+        self.rested.notify_waiters();
+        self.event.notify_waiters();
+    }
+
+    /// Waits until there is something to read for, and returns the goal, if there is one, and the
+    /// order's number; none when the thread shall end.
+    fn wait_for_work(&self) -> Option<(Option<Goal>, u64)> {
+        let mut state = self.lock();
+        loop {
+            let full = state.events.len() >= EVENTS_MAX;
+            let goal = match state.mode {
+                Mode::Quit => return None,
+                Mode::Flush => Some(None),
+                // A pass's end is short, and no place to rest at.
+                Mode::Run(Goal::NextPass) => Some(Some(Goal::NextPass)),
+                Mode::Run(goal) if !full && !state.held => Some(Some(goal)),
+                _ => None,
+            };
+            state.busy = goal.is_some();
+            if let Some(goal) = goal {
+                return Some((goal, state.orders));
+            }
+            self.rested.notify_waiters();
+            state = self
+                .reader
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+/// Reads one stream, in a thread of its own.
+pub(crate) struct Reader {
+    shared: Arc<Shared>,
+    socket: UnixStream,
+    memory: Arc<GuestMemory>,
+    parser: Parser,
+    buffer: Vec<u8>,
+    /// What of the buffer has not been parsed.
+    unparsed: std::ops::Range<usize>,
+    /// The stream's blocks: their places in the guest's memory, and whether they are kept.
+    blocks: Vec<(usize, bool)>,
+    runs: Option<Written>,
+    pages: u64,
+    pages_in_section: u64,
+    /// The order that is being carried out, and pages and pass when it began.
+    order: Option<(u64, u64, u64)>,
+}
+
+impl Reader {
+    /// Starts the thread.
+    pub(crate) fn start(
+        shared: Arc<Shared>,
+        socket: UnixStream,
+        memory: Arc<GuestMemory>,
+    ) -> std::io::Result<()> {
+        let reader = Self {
+            shared,
+            socket,
+            memory,
+            parser: Parser::new(stream::Limits::default()),
+            buffer: vec![0; READ_BYTES],
+            unparsed: 0..0,
+            blocks: Vec::new(),
+            runs: None,
+            pages: 0,
+            pages_in_section: 0,
+            order: None,
+        };
+        let name = "qemu-stream".to_owned();
+        std::thread::Builder::new()
+            .name(name)
+            .spawn(|| reader.run())?;
+        Ok(())
+    }
+
+    fn run(mut self) {
+        while let Some((goal, order)) = self.shared.wait_for_work() {
+            if self.order.is_none_or(|(known, ..)| known != order) {
+                self.order = Some((order, self.pages, self.parser.pass()));
+            }
+            let result = self.read_some(goal);
+            // Everything read is told before anyone learns that the reader rests.
+            if !matches!(result, Ok(Step::On)) {
+                self.tell_runs();
+            }
+            match result {
+                Ok(Step::On) => {}
+                Ok(Step::Goal) => self.shared.reached(order),
+                Ok(Step::Complete(state)) => return self.shared.finish(End::Complete(state)),
+                Err(error) => return self.shared.finish(End::Failed(error)),
+            }
+        }
+    }
+
+    /// Parses what there is, or waits for more.
+    fn read_some(&mut self, goal: Option<Goal>) -> Result<Step, ReadError> {
+        if self.unparsed.is_empty() {
+            self.tell_runs();
+            if !self.fill(goal)? {
+                return Ok(Step::On);
+            }
+        }
+        self.parse(goal)
+    }
+
+    /// Reads from the socket; false when nothing came for a while.
+    fn fill(&mut self, goal: Option<Goal>) -> Result<bool, ReadError> {
+        let system = |error: std::io::Error| ReadError::System(error.to_string());
+        let mut ready = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut ready, PollTimeout::from(PATIENCE_MS)) {
+            Ok(0) | Err(nix::errno::Errno::EINTR) => return Ok(false),
+            Ok(_) => {}
+            Err(errno) => return Err(system(errno.into())),
+        }
+        let limit = match goal {
+            Some(Goal::NextPass) => READ_BYTES_AT_END,
+            _ => READ_BYTES,
+        };
+        let room = self.buffer.get_mut(..limit).unwrap_or_default();
+        match self.socket.read(room) {
+            Ok(0) => Err(ReadError::Closed),
+            Ok(length) => {
+                self.unparsed = 0..length;
+                Ok(true)
+            }
+            Err(error) if error.kind() == ErrorKind::Interrupted => Ok(false),
+            Err(error) if error.kind() == ErrorKind::ConnectionReset => Err(ReadError::Closed),
+            Err(error) => Err(system(error)),
+        }
+    }
+
+    fn parse(&mut self, goal: Option<Goal>) -> Result<Step, ReadError> {
+        let buffer = std::mem::take(&mut self.buffer);
+        let mut input = buffer.get(self.unparsed.clone()).unwrap_or_default();
+        let end = self.unparsed.end;
+        let mut result = Ok(Step::On);
+        loop {
+            match self.parser.next(&mut input) {
+                Ok(None) => break,
+                Ok(Some(event)) => match self.take(event, goal) {
+                    Ok(Step::On) => {}
+                    other => {
+                        result = other;
+                        break;
+                    }
+                },
+                Err(error) => {
+                    result = Err(error.into());
+                    break;
+                }
+            }
+        }
+        self.unparsed = end - input.len()..end;
+        self.buffer = buffer;
+        result
+    }
+
+    fn take(&mut self, event: stream::Event, goal: Option<Goal>) -> Result<Step, ReadError> {
+        match event {
+            stream::Event::Prelude(prelude) => {
+                self.know_blocks(&prelude)?;
+                self.shared.lock().prelude = Some(prelude);
+                Ok(Step::goal_if(goal == Some(Goal::Prelude)))
+            }
+            stream::Event::SectionStart { .. } => {
+                self.pages_in_section = 0;
+                Ok(Step::On)
+            }
+            stream::Event::Page {
+                block,
+                page,
+                content,
+            } => {
+                self.pages += 1;
+                self.pages_in_section += 1;
+                self.written(block, page, content);
+                Ok(Step::goal_if(self.is_reached(goal, (block, page))))
+            }
+            stream::Event::SectionEnd => {
+                if self.pages_in_section == 0 && goal == Some(Goal::NextPass) {
+                    // QEMU looks for dirty pages before each of these; it need not do so often.
+                    std::thread::sleep(EMPTY_SECTION_PAUSE);
+                }
+                Ok(Step::On)
+            }
+            stream::Event::Ping(_) | stream::Event::SwitchoverStart => Ok(Step::On),
+            stream::Event::DeviceState(bytes) => Ok(Step::Complete(bytes)),
+        }
+    }
+
+    fn is_reached(&self, goal: Option<Goal>, at: (usize, u64)) -> bool {
+        let (_, pages, pass) = self.order.unwrap_or_default();
+        match goal {
+            None | Some(Goal::Prelude) => false,
+            Some(Goal::Place { block, page }) => at >= (block, page),
+            Some(Goal::Pages(wanted)) => self.pages - pages >= wanted,
+            Some(Goal::NextPass) => self.parser.pass() > pass,
+        }
+    }
+
+    fn know_blocks(&mut self, prelude: &Prelude) -> Result<(), ReadError> {
+        for (index, block) in prelude.blocks.iter().enumerate() {
+            let known = self.memory.find(&block.name);
+            let known = known.and_then(|at| Some((at, self.memory.blocks().get(at)?)));
+            let Some((at, known)) = known.filter(|(_, known)| known.used_bytes == block.used_bytes)
+            else {
+                return Err(ReadError::Block(block.name.clone()));
+            };
+            if known.is_kept() {
+                self.parser.keep(index);
+            }
+            self.blocks.push((at, known.is_kept()));
+        }
+        Ok(())
+    }
+
+    /// Notes a record.
+    fn written(&mut self, index: usize, page: u64, content: Content) {
+        let Some((block, kept)) = self.blocks.get(index).copied() else {
+            return;
+        };
+        if kept {
+            let content = match content {
+                Content::Kept(content) => Some(content),
+                Content::Zero | Content::Skipped => None,
+            };
+            // Destinations are given pages by the stream's own numbers of blocks.
+            self.shared.lock().kept.insert((index, page), content);
+            return;
+        }
+        if let Some(written) = &mut self.runs
+            && written.block == block
+            && written.runs.len() < RUNS_MAX
+        {
+            match written.runs.last_mut() {
+                Some(last) if last.end() == page => last.count += 1,
+                _ => written.runs.push(BlockRange::new(page, 1)),
+            }
+            return;
+        }
+        self.tell_runs();
+        self.runs = Some(Written {
+            block,
+            runs: vec![BlockRange::new(page, 1)],
+        });
+    }
+
+    fn tell_runs(&mut self) {
+        let mut state = self.shared.lock();
+        state.pages_read = self.pages;
+        if let Some(written) = self.runs.take() {
+            state.events.push_back(Event::Written(written));
+            drop(state);
+            self.shared.event.notify_waiters();
+        }
+    }
+}
+
+enum Step {
+    On,
+    Goal,
+    Complete(Vec<u8>),
+}
+
+impl Step {
+    fn goal_if(reached: bool) -> Self {
+        match reached {
+            true => Self::Goal,
+            false => Self::On,
+        }
+    }
+}

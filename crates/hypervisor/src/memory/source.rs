@@ -1,0 +1,238 @@
+//! What a source QEMU is set to for a move, and how it gets back to what it was.
+
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+/// How long a migration may take to end once it is cancelled.
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
+/// How often its state is asked for.
+const POLL: Duration = Duration::from_millis(10);
+
+/// Why a source's QEMU could not be set up or brought back.
+#[derive(Debug, thiserror::Error)]
+pub enum SourceError {
+    /// QEMU did not answer, or refused.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// QEMU's answer is not understood.
+    #[error("QEMU's answer to `{command}` is not understood")]
+    Answer {
+        /// The command.
+        command: &'static str,
+    },
+    /// The guest cannot be moved in the state that it is in.
+    #[error("the guest is `{0}`: it can be moved only while it runs or is paused")]
+    RunState(String),
+    /// A migration is under way already.
+    #[error("QEMU has a migration under way already ({0}): end that one first")]
+    Migrating(String),
+    /// QEMU says why it cannot migrate.
+    #[error("QEMU cannot move this guest: {0}")]
+    Blocked(String),
+    /// The machine type is set to write a stream whose end cannot be found.
+    #[error("the machine has `suppress-vmdesc` on: its device state cannot be moved")]
+    NoDescription,
+    /// The migration does not end.
+    #[error("QEMU has not ended its migration within {} s (it is `{status}`)", waited.as_secs())]
+    DoesNotEnd {
+        /// Its state.
+        status: String,
+        /// How long was waited.
+        waited: Duration,
+    },
+    /// The guest does not run again.
+    #[error("the guest does not run again: it is `{0}`")]
+    DoesNotRun(String),
+}
+
+/// A source's state and settings before the move.
+#[derive(Debug, Clone)]
+pub(crate) struct Before {
+    /// Whether the guest ran.
+    pub(crate) running: bool,
+    /// Whether QEMU needs a message for completing, and gets none.
+    pub(crate) has_switchover_ack: bool,
+    capabilities: Vec<(String, bool)>,
+    max_bandwidth: u64,
+    downtime_limit: u64,
+}
+
+/// Capabilities that a move needs; all others that matter to a source are off.
+const NEEDED: [&str; 3] = ["return-path", "events", "switchover-ack"];
+/// A capability of destinations only.
+const LEFT_ALONE: &str = "late-block-activate";
+
+impl Before {
+    /// Looks at everything, and changes nothing.
+    pub(crate) async fn look(qmp: &Qmp) -> Result<Self, SourceError> {
+        let running = match run_state(qmp).await?.as_str() {
+            "running" => true,
+            "paused" | "prelaunch" => false,
+            other => return Err(SourceError::RunState(other.to_owned())),
+        };
+        let migration = qmp.query("query-migrate").await?;
+        if let Some(status) = migration["status"]
+            .as_str()
+            .filter(|status| !is_over(status))
+        {
+            return Err(SourceError::Migrating(status.to_owned()));
+        }
+        if let Some(reasons) = migration["blocked-reasons"].as_array() {
+            let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
+            return Err(SourceError::Blocked(reasons.join("; ")));
+        }
+        let property = json!({"path": "/machine", "property": "suppress-vmdesc"});
+        let suppressed = qmp.execute("qom-get", property, COMMAND_TIMEOUT).await;
+        if suppressed.is_ok_and(|suppressed| suppressed == json!(true)) {
+            return Err(SourceError::NoDescription);
+        }
+        let capabilities = capabilities(qmp).await?;
+        let parameters = qmp.query("query-migrate-parameters").await?;
+        let number = |name: &str| {
+            parameters[name].as_u64().ok_or(SourceError::Answer {
+                command: "query-migrate-parameters",
+            })
+        };
+        Ok(Self {
+            running,
+            has_switchover_ack: capabilities
+                .iter()
+                .any(|(name, _)| name == "switchover-ack"),
+            capabilities,
+            max_bandwidth: number("max-bandwidth")?,
+            downtime_limit: number("downtime-limit")?,
+        })
+    }
+
+    /// Sets capabilities and parameters for a move.
+    pub(crate) async fn set(&self, qmp: &Qmp, max_bandwidth: u64) -> Result<(), SourceError> {
+        let wanted = self
+            .capabilities
+            .iter()
+            .filter(|(name, _)| name != LEFT_ALONE);
+        let wanted = wanted.map(|(name, on)| (name, *on, NEEDED.contains(&name.as_str())));
+        let changed = wanted.filter(|(_, on, needed)| on != needed);
+        let changed = changed.map(|(name, _, needed)| (name.as_str(), needed));
+        set_capabilities(qmp, changed).await?;
+        let downtime_limit = if self.has_switchover_ack { 300 } else { 1 };
+        set_parameters(qmp, max_bandwidth, downtime_limit).await
+    }
+
+    /// Sets them back.
+    pub(crate) async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
+        let now = capabilities(qmp).await?;
+        let before = self.capabilities.iter();
+        let changed = before.filter(|capability| !now.contains(capability));
+        let changed = changed.map(|(name, on)| (name.as_str(), *on));
+        set_capabilities(qmp, changed).await?;
+        set_parameters(qmp, self.max_bandwidth, self.downtime_limit).await
+    }
+}
+
+async fn capabilities(qmp: &Qmp) -> Result<Vec<(String, bool)>, SourceError> {
+    let answer = qmp.query("query-migrate-capabilities").await?;
+    let capabilities = answer.as_array().and_then(|capabilities| {
+        let read = |one: &Value| {
+            Some((
+                one["capability"].as_str()?.to_owned(),
+                one["state"].as_bool()?,
+            ))
+        };
+        capabilities.iter().map(read).collect()
+    });
+    capabilities.ok_or(SourceError::Answer {
+        command: "query-migrate-capabilities",
+    })
+}
+
+pub(crate) async fn set_capabilities(
+    qmp: &Qmp,
+    changes: impl Iterator<Item = (&str, bool)>,
+) -> Result<(), SourceError> {
+    let change = |(name, on)| json!({"capability": name, "state": on});
+    let changes: Vec<Value> = changes.map(change).collect();
+    if !changes.is_empty() {
+        let arguments = json!({"capabilities": changes});
+        qmp.execute("migrate-set-capabilities", arguments, COMMAND_TIMEOUT)
+            .await?;
+    }
+    Ok(())
+}
+
+pub(crate) async fn set_parameters(
+    qmp: &Qmp,
+    max_bandwidth: u64,
+    downtime_limit: u64,
+) -> Result<(), SourceError> {
+    let arguments = json!({"max-bandwidth": max_bandwidth, "downtime-limit": downtime_limit});
+    qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT)
+        .await?;
+    Ok(())
+}
+
+pub(crate) async fn set_bandwidth(qmp: &Qmp, max_bandwidth: u64) -> Result<(), SourceError> {
+    let arguments = json!({"max-bandwidth": max_bandwidth});
+    qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT)
+        .await?;
+    Ok(())
+}
+
+/// QEMU's run state.
+pub(crate) async fn run_state(qmp: &Qmp) -> Result<String, SourceError> {
+    let status = qmp.query("query-status").await?;
+    let status = status["status"].as_str().map(str::to_owned);
+    status.ok_or(SourceError::Answer {
+        command: "query-status",
+    })
+}
+
+/// The state of QEMU's migration.
+pub(crate) async fn migration_state(qmp: &Qmp) -> Result<String, SourceError> {
+    let migration = qmp.query("query-migrate").await?;
+    Ok(migration["status"].as_str().unwrap_or("none").to_owned())
+}
+
+/// Whether a migration in this state has ended.
+pub(crate) fn is_over(status: &str) -> bool {
+    matches!(status, "none" | "completed" | "failed" | "cancelled")
+}
+
+/// Ends whatever migration a source's QEMU has under way, and brings the guest back to running
+/// (`run`) or leaves it stopped. For a source whose agent died as well: before the guest was
+/// released, this is all that it takes.
+pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
+    let start = Instant::now();
+    let mut status = migration_state(qmp).await?;
+    if !is_over(&status) {
+        qmp.query("migrate_cancel").await?;
+    }
+    while !is_over(&status) {
+        if start.elapsed() > CANCEL_TIMEOUT {
+            return Err(SourceError::DoesNotEnd {
+                status,
+                waited: start.elapsed(),
+            });
+        }
+        tokio::time::sleep(POLL).await;
+        status = migration_state(qmp).await?;
+    }
+    loop {
+        let state = run_state(qmp).await?;
+        match (state.as_str(), run) {
+            ("running", true) | ("paused" | "prelaunch", false) => return Ok(()),
+            ("running", false) => drop(qmp.query("stop").await?),
+            // QEMU is about to resume it, or about to say that it ended.
+            ("finish-migrate", _) if start.elapsed() < CANCEL_TIMEOUT => {
+                tokio::time::sleep(POLL).await;
+            }
+            // From here QEMU would refuse to migrate again; only by running for a moment does it
+            // get back to `paused`.
+            ("postmigrate", false) => drop(qmp.query("cont").await?),
+            ("paused" | "postmigrate" | "prelaunch", true) if start.elapsed() < CANCEL_TIMEOUT => {
+                qmp.query("cont").await?;
+            }
+            _ => return Err(SourceError::DoesNotRun(state)),
+        }
+    }
+}
