@@ -185,7 +185,7 @@ impl Lab {
     fn add_link(&mut self, first: usize, second: usize, plan: &Plan) -> Result<(), LabError> {
         let ends = [self.host(first)?.end(), self.host(second)?.end()];
         let between = ends.map(|end| end.name.to_owned());
-        let link = Link::create(ends, plan.link, plan.seed, self.claim.folder())?;
+        let link = Link::create(ends, plan.link, plan.seed, &self.claim)?;
         self.claim.record.links.push(LinkRecord {
             between,
             asked: plan.link.to_string(),

@@ -328,3 +328,85 @@ fn try_lock(folder: &Path) -> Result<Option<Flock<File>>, LabError> {
         Err((_, error)) => Err(error).during(|| format!("lock {}", path.display())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn registry(folder: &tempfile::TempDir) -> Registry {
+        Registry {
+            folder: folder.path().join("run"),
+            data: folder.path().join("data"),
+        }
+    }
+
+    #[test]
+    fn what_is_held_is_in_use_and_stays() {
+        let folder = tempfile::tempdir().unwrap();
+        let registry = registry(&folder);
+        let claim = registry.enter("test").unwrap();
+        let all = registry.list().unwrap();
+        assert_eq!(all.len(), 1);
+        assert!(all[0].in_use);
+        assert_eq!(owner_of(&all[0]), ProcessId::own());
+        assert_eq!(registry.sweep().unwrap(), Vec::<String>::new());
+        assert!(claim.record.data.is_dir());
+        claim.remove().unwrap();
+        assert!(!claim.record.data.exists());
+        assert!(registry.list().unwrap().is_empty());
+    }
+
+    #[test]
+    fn what_its_owner_let_go_of_is_swept_and_nothing_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let registry = registry(&folder);
+        let kept = registry.enter("kept").unwrap();
+        let dropped = registry.enter("dropped").unwrap();
+        assert_ne!(kept.record.id, dropped.record.id);
+        let (id, data) = (dropped.record.id.clone(), dropped.record.data.clone());
+        fs::write(data.join("state"), "x").unwrap();
+        drop(dropped); // as when its owner dies: the lock is free, the rest is there
+        let left: Vec<bool> = registry
+            .list()
+            .unwrap()
+            .iter()
+            .map(|it| it.in_use)
+            .collect();
+        assert_eq!(left.iter().filter(|in_use| !**in_use).count(), 1);
+        assert_eq!(registry.sweep().unwrap(), vec![id]);
+        assert!(!data.exists());
+        assert!(kept.record.data.exists());
+        kept.remove().unwrap();
+    }
+
+    #[test]
+    fn an_owner_that_died_before_it_wrote_anything_is_swept() {
+        let folder = tempfile::tempdir().unwrap();
+        let registry = registry(&folder);
+        registry.enter("first").unwrap().remove().unwrap();
+        let half = registry.folder.join("0123ab");
+        fs::create_dir_all(&half).unwrap();
+        fs::create_dir_all(registry.folder.join("not-a-laboratory")).unwrap();
+        assert_eq!(registry.sweep().unwrap(), vec!["0123ab".to_owned()]);
+        assert!(!half.exists());
+        assert!(registry.folder.join("not-a-laboratory").exists());
+    }
+
+    #[test]
+    fn processes_are_known_by_their_laboratory() {
+        let mut child = std::process::Command::new("sleep")
+            .arg("60")
+            .env(LAB_VARIABLE, "f0f0f0-test")
+            .spawn()
+            .unwrap();
+        let pid = i32::try_from(child.id()).unwrap();
+        let found = || process::all_with_variable(LAB_VARIABLE, "f0f0f0-test").unwrap();
+        // Its environment shows once the program has been started.
+        assert!(process::wait_until(
+            std::time::Duration::from_secs(30),
+            || found() == vec![pid]
+        ));
+        process::kill_all(&found()).unwrap();
+        assert!(!child.wait().unwrap().success());
+    }
+}

@@ -21,6 +21,7 @@ use self::stats::LinkStats;
 use crate::error::{During, LabError};
 use crate::netns::Namespace;
 use crate::process::{own_binary, show};
+use crate::registry::{Claim, LAB_VARIABLE};
 
 /// Frames that an interface holds for an emulator that is kept waiting for the processor.
 const INTERFACE_QUEUE_FRAMES: u32 = 10_000;
@@ -62,10 +63,10 @@ impl Link {
         ends: [End<'_>; 2],
         spec: LinkSpec,
         seed: u64,
-        folder: &Path,
+        lab: &Claim,
     ) -> Result<Self, LabError> {
         let [first, second] = ends;
-        let socket = folder.join(format!("link-{}-{}.sock", first.name, second.name));
+        let socket = lab.folder().join(format!("link-{}-{}.sock", first.name, second.name));
         let config = EmulatorConfig {
             ends: [(first, second), (second, first)].map(|(end, peer)| EndConfig {
                 namespace: end.namespace.name().to_owned(),
@@ -75,7 +76,7 @@ impl Link {
             seed,
             control: socket.clone(),
         };
-        let (process, alive) = start_emulator(&config)?;
+        let (process, alive) = start_emulator(&config, &lab.record.id)?;
         let link = Self {
             control: Control { socket },
             process,
@@ -190,7 +191,10 @@ pub fn interface(peer: &str) -> String {
     format!("to-{peer}")
 }
 
-fn start_emulator(config: &EmulatorConfig) -> Result<(Child, Option<ChildStdin>), LabError> {
+fn start_emulator(
+    config: &EmulatorConfig,
+    lab: &str,
+) -> Result<(Child, Option<ChildStdin>), LabError> {
     let text = serde_json::to_string(config).map_err(|error| LabError::Answer {
         what: "the link's configuration".to_owned(),
         message: error.to_string(),
@@ -198,7 +202,7 @@ fn start_emulator(config: &EmulatorConfig) -> Result<(Child, Option<ChildStdin>)
     // Without the right to such priority `nice` says so and goes on; lateness is measured anyway.
     let mut command = Command::new("nice");
     command.args(["-n", "-20"]).arg(own_binary("lab")?);
-    command.args(["emulate-link", &text]);
+    command.args(["emulate-link", &text]).env(LAB_VARIABLE, lab);
     command.stdin(Stdio::piped()).stdout(Stdio::piped());
     let shown = show(&command);
     let mut process = command.spawn().during(|| format!("start `{shown}`"))?;
