@@ -258,11 +258,7 @@ fn count(field: &str, count: usize, max: usize) -> Result<(), DescriptionError> 
     refuse(field, format!("has {count} entries: {max} is the most"))
 }
 
-fn unique<'a>(
-    field: &str,
-    seen: &mut BTreeSet<String>,
-    value: &'a str,
-) -> Result<(), DescriptionError> {
+fn unique(field: &str, seen: &mut BTreeSet<String>, value: &str) -> Result<(), DescriptionError> {
     if seen.insert(value.to_owned()) {
         return Ok(());
     }

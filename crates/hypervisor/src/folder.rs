@@ -259,7 +259,10 @@ mod tests {
         };
         folder.write_record(&record).unwrap();
         folder.write_description(&sample()).unwrap();
-        assert_eq!(GuestFolder::all(state.path()).unwrap(), [folder.clone()]);
+        assert_eq!(
+            GuestFolder::all(state.path()).unwrap().as_slice(),
+            std::slice::from_ref(&folder)
+        );
         assert_eq!(folder.record().unwrap(), record);
         assert_eq!(folder.description().unwrap(), sample());
         folder.remove().unwrap();

@@ -18,7 +18,7 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 /// Time that a QEMU gets to end by itself, and again after SIGTERM.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -274,6 +274,9 @@ impl Guest {
                 .await
                 .map_err(self.failed("ending its process"))?;
         }
+        self.reaped()
+            .await
+            .map_err(self.failed("waiting for its process"))?;
         self.clean_up().await
     }
 
@@ -281,7 +284,7 @@ impl Guest {
         if let Err(error) = self.quit(qmp).await {
             tracing::debug!(guest = self.name(), %error, "QEMU could not be asked to quit");
         } else if timeout(END_TIMEOUT, process.ended()).await.is_ok() {
-            return self.reaped(process).await;
+            return Ok(());
         }
         process.terminate()?;
         if timeout(END_TIMEOUT, process.ended()).await.is_err() {
@@ -295,7 +298,7 @@ impl Guest {
                 return Err(io::Error::other(text));
             }
         }
-        self.reaped(process).await
+        Ok(())
     }
 
     async fn quit(&self, qmp: Option<&Qmp>) -> Result<(), QmpError> {
@@ -315,24 +318,22 @@ impl Guest {
     }
 
     /// Waits until the parent has taken notice, so that not even an entry in `/proc` is left.
-    async fn reaped(&self, process: &Process) -> io::Result<()> {
-        let entry = PathBuf::from(format!("/proc/{}", process.id().pid));
-        let gone = async {
-            while entry.exists() {
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
+    async fn reaped(&self) -> io::Result<()> {
+        let Some(id) = &self.record.process else {
+            return Ok(());
         };
-        if timeout(END_TIMEOUT, gone).await.is_err() {
-            tracing::warn!(
-                guest = self.name(),
-                pid = process.id().pid,
-                "nobody reaps this QEMU"
-            );
+        let deadline = Instant::now() + END_TIMEOUT;
+        while id.is_unreaped()? {
+            if Instant::now() > deadline {
+                tracing::warn!(guest = self.name(), pid = id.pid, "nobody reaps this QEMU");
+                break;
+            }
+            tokio::time::sleep(Duration::from_millis(5)).await;
         }
         Ok(())
     }
 
-    pub(crate) async fn clean_up(&self) -> Result<(), StopError> {
+    async fn clean_up(&self) -> Result<(), StopError> {
         for tap in &self.record.taps {
             tap::remove(tap)
                 .await

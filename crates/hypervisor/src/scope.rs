@@ -59,7 +59,7 @@ pub(crate) struct Started {
 /// An agent in a network namespace of its own (as in the laboratory) must keep its QEMUs in it.
 fn systemd_serves() -> bool {
     let network = |process| fs::read_link(format!("/proc/{process}/ns/net")).ok();
-    let own = network("self");
+    let own = network("thread-self");
     Path::new("/run/systemd/system").is_dir()
         && nix::unistd::geteuid().is_root()
         && own.is_some()

@@ -27,7 +27,7 @@ pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) 
 
 /// Removes a TAP device, if it is there.
 pub(crate) async fn remove(name: &str) -> io::Result<()> {
-    if !std::path::Path::new("/sys/class/net").join(name).exists() {
+    if nix::net::if_::if_nametoindex(name) == Err(nix::errno::Errno::ENODEV) {
         return Ok(());
     }
     run("ip", &["link", "del", "dev", name]).await.map(|_| ())

@@ -1,0 +1,100 @@
+//! Real QEMUs for the tests: where they are, and hosts of a test's own that offer them.
+
+#![allow(dead_code, reason = "each test file uses what it needs")]
+
+use longhaul_hypervisor::Accelerator;
+use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
+use longhaul_hypervisor::{Guest, Qmp};
+use longhaul_protocol::guest::GuestDescription;
+use std::fs::Permissions;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use tempfile::TempDir;
+
+/// The emulators that this machine has, by label: those of the laboratory, else the system's.
+pub(crate) fn emulators() -> Vec<(String, PathBuf)> {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let lab = Path::new(&lab).join("qemu");
+    let mut found: Vec<(String, PathBuf)> = ["7.2", "10.0"]
+        .into_iter()
+        .map(|label| (label.to_owned(), lab.join(label).join("qemu-system-x86_64")))
+        .filter(|(_, path)| path.exists())
+        .collect();
+    let system = PathBuf::from("/usr/bin/qemu-system-x86_64");
+    if found.is_empty() && system.exists() {
+        found.push(("system".to_owned(), system));
+    }
+    assert!(!found.is_empty(), "no QEMU here: scripts/install lab");
+    found
+}
+
+/// A host with a state folder of its own.
+pub(crate) struct Host {
+    pub(crate) config: HostConfig,
+    pub(crate) folder: TempDir,
+}
+
+impl Host {
+    pub(crate) fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        // QEMU may run as somebody else.
+        std::fs::set_permissions(folder.path(), Permissions::from_mode(0o711)).unwrap();
+        let state = folder.path().join("state");
+        let image = folder.path().join("vda.raw");
+        std::fs::write(&image, vec![0; 1 << 20]).unwrap();
+        let mut text = format!(
+            "state = {state:?}\n[networks]\nlab = 'none'\n[images.vda]\npath = {image:?}\n\
+             format = 'raw'\ndirect = false\n[qemu]\naccelerator = 'tcg'\ndefault = {:?}\n\
+             [qemu.emulators]\n",
+            emulators()[0].0
+        );
+        for (label, path) in emulators() {
+            text.push_str(&format!("{label:?} = {path:?}\n"));
+        }
+        Self {
+            config: toml::from_str(&text).unwrap(),
+            folder,
+        }
+    }
+
+    pub(crate) fn state(&self) -> &Path {
+        &self.config.state
+    }
+
+    pub(crate) async fn launch(
+        &self,
+        description: &GuestDescription,
+        emulator: &str,
+        role: Role,
+    ) -> Result<(Guest, Qmp), LaunchError> {
+        let launch = Launch {
+            description,
+            role,
+            emulator,
+            accelerator: Accelerator::Tcg,
+            generation: 1,
+        };
+        launch.run(&self.config).await
+    }
+}
+
+/// A guest with one of everything, which boots from nothing.
+pub(crate) fn guest(machine: &str) -> GuestDescription {
+    let text = format!(
+        r#"
+        name = "web-7"
+        machine = "{machine}"
+        cpu = "qemu64"
+        vcpus = 2
+        memory_mib = 64
+        disks = [{{ name = "vda", image = "vda", shared = true }}]
+        nics = [{{ network = "lab", mac = "52:54:00:12:34:56" }}]
+        channels = [{{ name = "lab.arena" }}, {{ name = "org.qemu.guest_agent.0" }}]
+        "#
+    );
+    longhaul_hypervisor::description::parse(&text).unwrap()
+}
+
+/// The machine types of both families that every emulator here knows.
+pub(crate) const MACHINES: [&str; 2] = ["pc-q35-7.2", "pc-i440fx-7.2"];
