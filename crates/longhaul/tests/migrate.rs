@@ -66,12 +66,7 @@ impl Fake {
     }
 
     fn check(&self, name: &str, arguments: &[&str]) {
-        check(
-            name,
-            arguments,
-            &self.run(arguments),
-            Path::new("/nonexistent"),
-        );
+        check(name, arguments, &self.run(arguments), self.folder.path());
     }
 }
 
