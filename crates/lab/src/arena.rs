@@ -116,6 +116,8 @@ struct State {
     faults: Vec<Fault>,
     answers: HashMap<u64, Value>,
     sockets: HashMap<PathBuf, UnixStream>,
+    /// When each socket last brought a heartbeat, new or not.
+    heard: HashMap<PathBuf, Instant>,
     /// Where the latest heartbeat came from: commands go there.
     current: Option<PathBuf>,
     bad_lines: u64,
@@ -204,6 +206,13 @@ impl Arena {
     /// The socket that the latest heartbeat came from.
     pub fn heard_on(&self) -> Option<PathBuf> {
         self.shared.state().current.clone()
+    }
+
+    /// The sockets that brought a heartbeat since then: more than one are two copies of a guest.
+    pub fn heard_since(&self, since: Instant) -> Vec<PathBuf> {
+        let state = self.shared.state();
+        let heard = state.heard.iter().filter(|(_, at)| **at >= since);
+        heard.map(|(path, _)| path.clone()).collect()
     }
 
     fn ask(&mut self, mut command: Value, limit: Duration) -> Result<Value, ArenaError> {
@@ -311,6 +320,7 @@ impl Shared {
         let number = |key| value.get(key).and_then(Value::as_u64);
         let mut state = self.state();
         if let Some(beat) = number("beat") {
+            state.heard.insert(path.to_owned(), at);
             let newest = state.beats.last().is_none_or(|last| last.number < beat);
             // A buffer that both QEMUs had may come twice; only what is newer counts.
             if newest {
@@ -355,7 +365,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let (here, there) = (folder.path().join("here"), folder.path().join("there"));
         let listener = UnixListener::bind(&here).unwrap();
-        let mut arena = Arena::new();
+        let (mut arena, began) = (Arena::new(), Instant::now());
         arena.attach(&here).unwrap();
         arena.attach(&there).unwrap();
         let (mut guest, _) = listener.accept().unwrap();
@@ -373,6 +383,8 @@ mod tests {
         wait_for_beat(&arena, 2);
         assert_eq!(arena.heard_on(), Some(there));
         assert_eq!(arena.beats().len(), 2);
+        assert_eq!(arena.heard_since(began).len(), 2);
+        assert!(arena.heard_since(Instant::now()).is_empty());
 
         let answering = thread::spawn(move || {
             let mut line = String::new();

@@ -1,0 +1,257 @@
+//! What the end-to-end tests share: a laboratory with agents, guests in it, and judgements.
+#![allow(
+    dead_code,
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
+
+use longhaul_api::{GuestState, Outcome};
+use longhaul_lab::arena::{Arena, Workload};
+use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
+use longhaul_lab::installed;
+use longhaul_lab::lab::{Lab, Plan};
+use longhaul_lab::process::wait_until;
+use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
+use std::fs;
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Everything that is waited for gets this long, on however slow a machine.
+pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+/// A second guest, or silence, is looked for over this time.
+const WINDOW: Duration = Duration::from_millis(500);
+
+/// Guests under TCG share two cores badly: one test at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Two hosts, lyon and paris, each with its agent, and a link between them.
+pub(crate) struct Stage {
+    pub(crate) product: Product,
+    pub(crate) lab: Lab,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Stage {
+    /// Makes it, with a QEMU for each host; nothing where one of them is not installed and need
+    /// not be.
+    pub(crate) fn new(purpose: &str, qemus: [&str; 2], link: &str) -> Option<Self> {
+        for version in qemus {
+            if let Err(error) = installed::qemu(version) {
+                assert!(!installed::all_required(), "{error}");
+                eprintln!("SKIPPED {purpose}: {error}");
+                return None;
+            }
+        }
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let plan = Plan {
+            purpose: format!("test: {purpose}"),
+            hosts: 2,
+            link: link.parse().unwrap(),
+            seed: 1,
+        };
+        let mut lab = Lab::create(&plan).unwrap();
+        let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
+        let settings = Settings {
+            qemus: qemus.map(str::to_owned).to_vec(),
+            accelerator: "auto".to_owned(),
+        };
+        let product = Product::start(&mut lab, &files, &settings).unwrap();
+        Some(Self {
+            product,
+            lab,
+            _turn: turn,
+        })
+    }
+
+    /// Boots a guest on the first host, with a workload.
+    pub(crate) fn boot(&self, tiny: &Tiny, pages_per_s: u64) -> Running {
+        let mut running = Running {
+            name: tiny.name.clone(),
+            arena: Arena::new(),
+        };
+        for host in 0..2 {
+            running.arena.attach(&running.socket(self, host)).unwrap();
+        }
+        self.product
+            .start_guest(&self.lab, 0, &tiny.description())
+            .unwrap();
+        running.arena.wait_for_beat(LIMIT).unwrap();
+        let workload = Workload {
+            content: "mix".to_owned(),
+            arena_bytes: (tiny.memory_mib << 20) / 4,
+            working_set_bytes: 8 << 20,
+            pages_per_s,
+            write_bytes: 512,
+            writers: tiny.vcpus,
+            seed: 7,
+        };
+        running.arena.start(&workload, LIMIT).unwrap();
+        running
+    }
+
+    /// The QEMUs of a guest that are on a host, found without its agent.
+    pub(crate) fn qemus(&self, host: usize, guest: &str) -> Vec<i32> {
+        let wanted = format!("guest={guest},");
+        let in_namespace = self
+            .lab
+            .host(host)
+            .unwrap()
+            .namespace()
+            .processes()
+            .unwrap();
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0)
+                .any(|word| word.starts_with(wanted.as_bytes()))
+        };
+        in_namespace.into_iter().filter(is_one).collect()
+    }
+
+    /// Starts agents again that were killed.
+    pub(crate) fn restart(&mut self, hosts: &[usize]) {
+        for host in hosts {
+            let host_of_lab = self.lab.host(*host).unwrap();
+            self.product
+                .agent_mut(*host)
+                .unwrap()
+                .restart(host_of_lab)
+                .unwrap();
+        }
+    }
+}
+
+/// The smallest guest, of a chipset and a QEMU version's machine.
+pub(crate) fn tiny(name: &str, chipset: Chipset, version: &str, vcpus: u32) -> Tiny {
+    let mut tiny = Tiny::new(name);
+    tiny.chipset = chipset;
+    tiny.machine_version = version.to_owned();
+    tiny.vcpus = vcpus;
+    tiny
+}
+
+/// A guest that runs.
+pub(crate) struct Running {
+    pub(crate) name: String,
+    pub(crate) arena: Arena,
+}
+
+impl Running {
+    /// Starts to move it.
+    pub(crate) fn migrate(&self, stage: &Stage, from: usize, more: &[&str]) -> Move {
+        let to = stage.lab.host(1 - from).unwrap();
+        stage.product.migrate(from, &self.name, to, more).unwrap()
+    }
+
+    /// Moves it with `--verify`, and holds everything about that against what it must be.
+    pub(crate) fn move_verified(&mut self, stage: &Stage, from: usize) -> Finished {
+        let finished = self
+            .migrate(stage, from, &["--verify"])
+            .finish(LIMIT)
+            .unwrap();
+        self.assert_moved(stage, from, &finished);
+        let verify = finished.report.as_ref().unwrap().verify.as_ref().unwrap();
+        assert_eq!(verify.different_blocks, 0, "{verify:?}");
+        assert!(verify.regions > 0, "{verify:?}");
+        finished
+    }
+
+    /// It is on the other host, and only there, undamaged.
+    pub(crate) fn assert_moved(&mut self, stage: &Stage, from: usize, finished: &Finished) {
+        assert!(finished.completed(), "{}: {}", self.name, finished.why());
+        self.assert_runs_only_on(stage, 1 - from);
+        let gone = wait_until(LIMIT, || stage.qemus(from, &self.name).is_empty());
+        assert!(gone, "the source's QEMU is still there");
+    }
+
+    /// It runs there and nowhere else, and finds nothing wrong with its memory.
+    pub(crate) fn assert_runs_only_on(&mut self, stage: &Stage, host: usize) {
+        self.arena.wait_for_beat(LIMIT).unwrap();
+        assert_eq!(
+            self.heard(stage),
+            [host],
+            "{} runs where it should not",
+            self.name
+        );
+        let verified = self.arena.verify(LIMIT).unwrap();
+        assert!(verified.pages > 0);
+        let errors = self.arena.wait_for_beat(LIMIT).unwrap().errors;
+        assert_eq!(
+            (verified.errors, errors),
+            (0, 0),
+            "{:?}",
+            self.arena.faults()
+        );
+    }
+
+    /// The hosts from which it is heard now.
+    pub(crate) fn heard(&self, stage: &Stage) -> Vec<usize> {
+        let since = Instant::now();
+        thread::sleep(WINDOW);
+        let heard: Vec<PathBuf> = self.arena.heard_since(since);
+        (0..2)
+            .filter(|host| heard.contains(&self.socket(stage, *host)))
+            .collect()
+    }
+
+    /// Nothing of it is on a host: no QEMU, no folder, no word of it.
+    pub(crate) fn assert_nothing_on(&self, stage: &Stage, host: usize) {
+        let name = &self.name;
+        let state = stage
+            .lab
+            .host(host)
+            .unwrap()
+            .folder()
+            .join("state/guests")
+            .join(name);
+        let mut said = None;
+        let gone = wait_until(LIMIT, || {
+            said = stage.product.guest(host, name).unwrap();
+            let known = said.as_ref().is_some_and(|guest| {
+                !matches!(guest.state, GuestState::Elsewhere | GuestState::Stopped)
+            });
+            !known && !state.join("run").exists() && stage.qemus(host, name).is_empty()
+        });
+        let left = stage.qemus(host, name);
+        assert!(
+            gone,
+            "left on host {host}: QEMUs {left:?}, {}, {said:?}",
+            state.display()
+        );
+    }
+
+    /// The channel's socket on a host.
+    pub(crate) fn socket(&self, stage: &Stage, host: usize) -> PathBuf {
+        channel_socket(stage.lab.host(host).unwrap(), &self.name, CHANNEL_NAME)
+    }
+
+    /// Waits until neither host has a migration of it under way; how the latest ended, by host.
+    pub(crate) fn settled(&self, stage: &Stage) -> [Option<Outcome>; 2] {
+        let mut outcomes = [None, None];
+        let settled = wait_until(LIMIT, || {
+            (0..2).all(|host| {
+                let latest = stage.product.latest_migration(host, &self.name).unwrap();
+                outcomes[host] = latest.as_ref().and_then(|migration| migration.outcome);
+                latest.is_none() || outcomes[host].is_some()
+            })
+        });
+        assert!(
+            settled,
+            "a migration of {} does not end: {outcomes:?}",
+            self.name
+        );
+        outcomes
+    }
+
+    /// Ends it, wherever it is.
+    pub(crate) fn end(self, stage: &Stage) {
+        for host in 0..2 {
+            // On one of them it is not.
+            let _ = stage.product.stop_guest(host, &self.name);
+            self.assert_nothing_on(stage, host);
+        }
+    }
+}

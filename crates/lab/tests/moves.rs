@@ -1,0 +1,150 @@
+//! End to end: verified moves of real guests, on both QEMU versions and machine types.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{LIMIT, Stage, tiny};
+use longhaul_lab::guest::Chipset;
+use longhaul_lab::process::wait_until;
+use std::fs;
+
+const LINK: &str = "400mbit,4ms";
+/// Some pages rewritten per second, so that there are later passes.
+const BUSY: u64 = 500;
+
+#[test]
+fn qemu_10_moves_there_and_back() {
+    let Some(stage) = Stage::new("10.0 to 10.0", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let mut guest = stage.boot(&tiny("q35-1", Chipset::Q35, "10.0", 1), BUSY);
+    guest.move_verified(&stage, 0);
+    guest.move_verified(&stage, 1);
+    guest.end(&stage);
+    let mut guest = stage.boot(&tiny("pc-2", Chipset::Pc, "10.0", 2), BUSY);
+    guest.move_verified(&stage, 0);
+    guest.end(&stage);
+}
+
+#[test]
+fn qemu_7_2_moves_there_and_back() {
+    let Some(stage) = Stage::new("7.2 to 7.2", ["7.2", "7.2"], LINK) else {
+        return;
+    };
+    let mut guest = stage.boot(&tiny("q35-2", Chipset::Q35, "7.2", 2), BUSY);
+    guest.move_verified(&stage, 0);
+    guest.move_verified(&stage, 1);
+    guest.end(&stage);
+    let mut guest = stage.boot(&tiny("pc-1", Chipset::Pc, "7.2", 1), BUSY);
+    guest.move_verified(&stage, 0);
+    guest.end(&stage);
+}
+
+#[test]
+fn a_machine_type_that_both_know_moves_from_7_2_to_10() {
+    let Some(stage) = Stage::new("7.2 to 10.0", ["7.2", "10.0"], LINK) else {
+        return;
+    };
+    for (name, chipset, vcpus) in [("old-q35", Chipset::Q35, 1), ("old-pc", Chipset::Pc, 2)] {
+        let mut guest = stage.boot(&tiny(name, chipset, "7.2", vcpus), BUSY);
+        guest.move_verified(&stage, 0);
+        guest.end(&stage);
+    }
+}
+
+#[test]
+fn memory_above_4_gib_arrives() {
+    let Some(stage) = Stage::new("above 4 GiB", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let mut large = tiny("large", Chipset::Q35, "10.0", 1);
+    large.memory_mib = 5 * 1024;
+    let mut guest = stage.boot(&large, BUSY);
+    guest.move_verified(&stage, 0);
+    guest.end(&stage);
+}
+
+#[test]
+fn after_a_move_the_guest_needs_no_agent() {
+    let Some(mut stage) = Stage::new("no agent needed", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let kept = {
+        let mut guest = stage.boot(&tiny("alone", Chipset::Q35, "10.0", 1), BUSY);
+        guest.move_verified(&stage, 0);
+        guest.arena
+    };
+    for host in 0..2 {
+        stage.product.agent_mut(host).unwrap().kill().unwrap();
+    }
+    let pids = stage.qemus(1, "alone");
+    assert_eq!(pids.len(), 1, "{pids:?}");
+    let alone = wait_until(LIMIT, || connections(pids[0]) == ["channel-arena"]);
+    assert!(
+        alone,
+        "the guest is connected to {:?}",
+        connections(pids[0])
+    );
+    let files = files(pids[0]);
+    assert!(
+        files.iter().all(|file| file.ends_with("/qemu.log")),
+        "the guest has files of Longhaul's open: {files:?}"
+    );
+    kept.wait_for_beat(LIMIT).unwrap();
+
+    stage.restart(&[0, 1]);
+    let mut guest = common::Running {
+        name: "alone".to_owned(),
+        arena: kept,
+    };
+    guest.assert_runs_only_on(&stage, 1);
+    assert_eq!(stage.qemus(1, "alone"), pids);
+    // The restarted agents know it, and move it again.
+    guest.move_verified(&stage, 1);
+    guest.end(&stage);
+}
+
+/// The last parts of the paths of the unix sockets over which a process is connected, and `tcp` or
+/// `udp` for each such socket.
+fn connections(pid: i32) -> Vec<String> {
+    let sockets: Vec<String> = links(pid)
+        .iter()
+        .filter_map(|link| Some(link.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+        .collect();
+    let table = |name: &str| fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap();
+    let mut found = Vec::new();
+    for line in table("unix").lines().skip(1) {
+        let fields: Vec<&str> = line.split_whitespace().collect();
+        // State 03 is connected; a listening socket's is 01.
+        if fields[5] == "03" && sockets.iter().any(|inode| inode == fields[6]) {
+            let path = fields.get(7).copied().unwrap_or("unnamed");
+            found.push(path.rsplit('/').next().unwrap().to_owned());
+        }
+    }
+    for protocol in ["tcp", "udp"] {
+        for line in table(protocol).lines().skip(1) {
+            let inode = line.split_whitespace().nth(9).unwrap();
+            found.extend(
+                sockets
+                    .iter()
+                    .any(|own| own == inode)
+                    .then(|| protocol.to_owned()),
+            );
+        }
+    }
+    found
+}
+
+/// Files that a process has open below a laboratory's folders, or in memory.
+fn files(pid: i32) -> Vec<String> {
+    let of_longhaul = |link: &String| link.contains("/state/") || link.contains("memfd:");
+    links(pid).into_iter().filter(of_longhaul).collect()
+}
+
+fn links(pid: i32) -> Vec<String> {
+    fs::read_dir(format!("/proc/{pid}/fd"))
+        .unwrap()
+        .filter_map(|entry| fs::read_link(entry.unwrap().path()).ok())
+        .map(|link| link.to_string_lossy().into_owned())
+        .collect()
+}
