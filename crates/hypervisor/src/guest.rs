@@ -5,18 +5,16 @@
 //! guests that libvirt, Proxmox or a person started will be further sources of the same handle.
 
 use crate::description;
-use crate::folder::{GuestFolder, PathTooLong, Record};
+use crate::folder::{GuestFolder, Record};
 use crate::process::{Account, Process, ProcessId};
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError, Version};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use crate::scope::Scope;
 use crate::tap;
 use longhaul_protocol::guest::GuestDescription;
-use nix::unistd::{Uid, chown};
 use serde_json::json;
 use std::fs;
 use std::io;
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -26,8 +24,6 @@ const END_TIMEOUT: Duration = Duration::from_secs(5);
 const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a QEMU's control socket gets to answer when the QEMU is to end anyway.
 const LAST_WORD_TIMEOUT: Duration = Duration::from_secs(2);
-/// Version from which on QEMU can be told to stay after an incoming migration that failed.
-const STAYS_AFTER_FAILURE: (u32, u32) = (9, 1);
 
 /// A guest that has a QEMU on this host, or had one that died.
 #[derive(Debug, Clone)]
@@ -63,17 +59,6 @@ pub struct StopError {
     pub what: String,
     /// What the system said.
     pub source: io::Error,
-}
-
-/// A QEMU that cannot be made to listen for a guest's state.
-#[derive(Debug, thiserror::Error)]
-pub enum ListenError {
-    /// The socket cannot be where it should.
-    #[error(transparent)]
-    Path(#[from] PathTooLong),
-    /// QEMU refused.
-    #[error(transparent)]
-    Qmp(#[from] QmpError),
 }
 
 /// Looks at every guest's folder under a state folder.
@@ -234,35 +219,6 @@ impl Guest {
             Some(process) => process.ended().await,
             None => Ok(()),
         }
-    }
-
-    /// Lets its QEMU connect to a socket that this process listens on.
-    pub fn admit_qemu(&self, socket: &Path) -> io::Result<()> {
-        let run = fs::metadata(self.folder.run())?;
-        let owner = Uid::from_raw(run.uid());
-        if owner != nix::unistd::geteuid() {
-            chown(socket, Some(owner), Some(run.gid().into()))?;
-        }
-        Ok(())
-    }
-
-    /// Has a QEMU that was launched as a destination listen for the state, and says where.
-    ///
-    /// The socket is there on return, and QEMU takes one connection on it.
-    pub async fn listen(&self, qmp: &Qmp) -> Result<PathBuf, ListenError> {
-        let socket = self.folder.socket("incoming")?;
-        // Otherwise 7.2 takes the disks' locks before it is told to run.
-        let late = json!({"capabilities": [{"capability": "late-block-activate", "state": true}]});
-        qmp.execute("migrate-set-capabilities", late, COMMAND_TIMEOUT)
-            .await?;
-        let mut arguments = json!({"uri": format!("unix:{}", socket.display())});
-        let Version { major, minor, .. } = qmp.version();
-        if (major, minor) >= STAYS_AFTER_FAILURE {
-            arguments["exit-on-error"] = json!(false);
-        }
-        qmp.execute("migrate-incoming", arguments, COMMAND_TIMEOUT)
-            .await?;
-        Ok(socket)
     }
 
     /// Ends its QEMU and removes everything that was made for it.

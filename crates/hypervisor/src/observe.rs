@@ -61,24 +61,8 @@ pub struct Blocker {
     pub hint: String,
 }
 
-/// A machine that cannot be looked at.
-#[derive(Debug, thiserror::Error)]
-pub enum ObserveError {
-    /// QEMU does not answer, or refuses to.
-    #[error("cannot look at the guest's machine: {0}")]
-    Qmp(#[from] QmpError),
-    /// QEMU answers in a form that this program does not know.
-    #[error("cannot look at the guest's machine: QEMU's answer to `{command}`: {why}")]
-    Answer {
-        /// The command.
-        command: String,
-        /// What is wrong with its answer.
-        why: String,
-    },
-}
-
 /// Reads the machine of a running QEMU.
-pub async fn machine(qmp: &Qmp) -> Result<Machine, ObserveError> {
+pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
     let cpus = list(
         &ask(qmp, "query-cpus-fast", json!({})).await?,
         "query-cpus-fast",
@@ -109,7 +93,7 @@ pub async fn machine(qmp: &Qmp) -> Result<Machine, ObserveError> {
 }
 
 /// Reads what `info ramblock` prints, in which newer QEMUs have more columns at the right.
-fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, ObserveError> {
+fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, QmpError> {
     let parse = |line: &str| {
         // The name may hold anything; it stands before its page size and three long numbers.
         let long = |word: &&str| word.len() == 18 && word.starts_with("0x");
@@ -155,7 +139,7 @@ fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
     Some((name.trim(), number.checked_mul(1 << shift)?))
 }
 
-async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, ObserveError> {
+async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     let mut devices = BTreeMap::new();
     for (container, prefix) in [("peripheral", ""), ("peripheral-anon", "unnamed ")] {
         let path = format!("/machine/{container}");
@@ -193,7 +177,7 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, ObserveError> {
 }
 
 /// The children of an object that are devices, with their types.
-async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, ObserveError> {
+async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
     let properties = ask(qmp, "qom-list", json!({"path": path})).await?;
     let child = |property: &Value| {
         let kind = property["type"].as_str()?;
@@ -207,7 +191,7 @@ async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, Observ
 }
 
 /// Where a device sits: its bus, and its place on that.
-async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, ObserveError> {
+async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, QmpError> {
     let (bus, slot, port) = tokio::try_join!(
         property(qmp, path, "parent_bus"),
         property(qmp, path, "addr"),
@@ -262,7 +246,7 @@ fn built_in(bus: &Value) -> Vec<(String, Device)> {
     functions.iter().filter_map(entry).collect()
 }
 
-async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String>, ObserveError> {
+async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String>, QmpError> {
     // Expanding the empty model lists every feature bit by the one name that is not an alias.
     let model = json!({"type": "static", "model": {"name": "base"}});
     let expanded = ask(qmp, "query-cpu-model-expansion", model).await?;
@@ -287,7 +271,7 @@ async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String
     stream::iter(names)
         .map(|name| async move {
             let value = property(qmp, path, name).await?;
-            Ok::<_, ObserveError>(value.map(|value| (name.to_owned(), shown(&value))))
+            Ok::<_, QmpError>(value.map(|value| (name.to_owned(), shown(&value))))
         })
         .buffer_unordered(QUESTIONS_AT_ONCE)
         .try_filter_map(|entry| async move { Ok(entry) })
@@ -305,7 +289,7 @@ fn shown(value: &Value) -> String {
 }
 
 /// What of a guest cannot be moved; empty where everything can.
-pub async fn blockers(qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, ObserveError> {
+pub async fn blockers(qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, QmpError> {
     let migration = ask(qmp, "query-migrate", json!({})).await?;
     let reasons = migration["blocked-reasons"].as_array().cloned();
     let reasons: Vec<String> = reasons
@@ -407,24 +391,24 @@ async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpErr
 }
 
 /// An object's property; none where it has none of that name.
-async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, ObserveError> {
+async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
     let question = json!({"path": path, "property": name});
     match ask(qmp, "qom-get", question).await {
         Ok(value) => Ok(Some(value)),
         Err(QmpError::Refused { .. }) => Ok(None),
-        Err(error) => Err(error.into()),
+        Err(error) => Err(error),
     }
 }
 
-fn list(value: &Value, command: &str) -> Result<Vec<Value>, ObserveError> {
+fn list(value: &Value, command: &str) -> Result<Vec<Value>, QmpError> {
     match value.as_array() {
         Some(values) => Ok(values.clone()),
         None => Err(not_understood(command, "it is no list")),
     }
 }
 
-fn not_understood(command: &str, why: &str) -> ObserveError {
-    ObserveError::Answer {
+fn not_understood(command: &str, why: &str) -> QmpError {
+    QmpError::Answer {
         command: command.to_owned(),
         why: why.to_owned(),
     }

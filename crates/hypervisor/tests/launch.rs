@@ -363,7 +363,11 @@ async fn qemu_runs_sandboxed_and_as_somebody_else() {
         assert_eq!(field("Seccomp:"), ["2"]);
         assert_eq!(field("NoNewPrivs:"), ["1"]);
         assert_eq!(field("CapEff:"), ["0000000000000000"]);
-        let socket = guest.listen(&qmp).await.unwrap();
+        // It can make a socket of its own, for the state that is to come.
+        let socket = guest.folder().socket("incoming").unwrap();
+        let target = serde_json::json!({"uri": format!("unix:{}", socket.display())});
+        let listen = qmp.execute("migrate-incoming", target, Duration::from_secs(30));
+        listen.await.unwrap();
         assert!(socket.exists());
         stop(guest, Some(&qmp)).await;
     }

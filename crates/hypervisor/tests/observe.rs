@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 async fn machine(description: &GuestDescription, emulator: &str, role: Role) -> Machine {
     let host = Host::new();
     let (guest, qmp) = host.launch(description, emulator, role).await.unwrap();
-    let machine = observe::machine(&qmp).await.unwrap();
+    let machine = observe::observe(&qmp).await.unwrap();
     assert_eq!(observe::blockers(&qmp, &machine).await.unwrap(), []);
     guest.stop(Some(&qmp)).await.unwrap();
     machine
@@ -166,13 +166,15 @@ async fn moves(description: &GuestDescription, source: &str, destination: &str) 
         .await
         .unwrap();
     let equal = {
-        let there = observe::machine(&from_qmp).await.unwrap();
-        let here = observe::machine(&to_qmp).await.unwrap();
+        let there = observe::observe(&from_qmp).await.unwrap();
+        let here = observe::observe(&to_qmp).await.unwrap();
         texts(&here, &there)
     };
     assert_eq!(equal, [""; 0]);
-    let socket = to.listen(&to_qmp).await.unwrap();
+    let socket = to.folder().socket("incoming").unwrap();
     let target = json!({"uri": format!("unix:{}", socket.display())});
+    let listen = to_qmp.execute("migrate-incoming", target.clone(), COMMAND_TIMEOUT);
+    listen.await.unwrap();
     from_qmp
         .execute("migrate", target, COMMAND_TIMEOUT)
         .await
