@@ -375,6 +375,19 @@ impl<'a> Question<'a> {
                 emulator.version
             )));
         }
+        if let Some(machine) = self.machine
+            && version(&emulator.version) < version(&machine.qemu)
+        {
+            checks.push(Check {
+                verdict: Verdict::Warning,
+                text: format!(
+                    "{host} has QEMU {}, older than the {} that runs {}: QEMU promises to load the \
+                     state of older versions only",
+                    emulator.version, machine.qemu, self.guest.name
+                ),
+                hint: Some(format!("install QEMU {} on {host}", machine.qemu)),
+            });
+        }
         Some(emulator)
     }
 

@@ -49,7 +49,7 @@ fn host() -> Capabilities {
 
 fn machine() -> Machine {
     Machine {
-        qemu: "10.0.2".to_owned(),
+        qemu: "7.2.22".to_owned(),
         machine_type: "pc-q35-7.2".to_owned(),
         accelerator: "tcg".to_owned(),
         vcpus: 2,
@@ -110,6 +110,24 @@ fn a_machine_type_that_is_too_new_is_refused() {
         "paris-2 cannot run web-7: it has QEMU 7.2.22, and the guest's machine type pc-q35-10.0 \
          needs 10.0 or newer",
         "install QEMU 10.0 or newer on paris-2, or restart the guest with machine = \"pc-q35-7.2\"",
+    );
+}
+
+#[test]
+fn an_older_qemu_is_warned_of() {
+    let newer = Machine {
+        qemu: "10.0.2".to_owned(),
+        ..machine()
+    };
+    let checks = can_run("paris-2", &sample(), Some(&newer), &host());
+    let warning = checks
+        .iter()
+        .find(|check| check.verdict == Verdict::Warning)
+        .unwrap();
+    assert_eq!(
+        warning.text,
+        "paris-2 has QEMU 7.2.22, older than the 10.0.2 that runs web-7: QEMU promises to load \
+         the state of older versions only"
     );
 }
 

@@ -77,6 +77,7 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
     .await?;
     let machine_type = machine_type.as_str().unwrap_or_default();
     let kvm = ask(qmp, "query-kvm", json!({})).await?;
+    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
     Ok(Machine {
         qemu: qmp.version().to_string(),
         machine_type: machine_type.trim_end_matches("-machine").to_owned(),
@@ -87,7 +88,7 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
         .to_owned(),
         vcpus: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
         ram_blocks: ram_blocks(&qmp.hmp("info ramblock", COMMAND_TIMEOUT).await?)?,
-        devices: devices(qmp).await?,
+        devices: devices(qmp, &networks).await?,
         cpu_properties: cpu_properties(qmp, first).await?,
     })
 }
@@ -139,11 +140,14 @@ fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
     Some((name.trim(), number.checked_mul(1 << shift)?))
 }
 
-async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
+async fn devices(qmp: &Qmp, networks: &str) -> Result<BTreeMap<String, Device>, QmpError> {
     let mut devices = BTreeMap::new();
     for (container, prefix) in [("peripheral", ""), ("peripheral-anon", "unnamed ")] {
         let path = format!("/machine/{container}");
-        for (name, kind) in children(qmp, &path).await? {
+        for (name, mut kind) in children(qmp, &path).await? {
+            if kind.starts_with("virtio-net") && !has_offloads(networks, &name) {
+                kind.push_str(" without offloads");
+            }
             let address = address(qmp, &format!("{path}/{name}")).await?;
             devices.insert(format!("{prefix}{name}"), Device { kind, address });
         }
@@ -174,6 +178,18 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
         return Err(not_understood("qom-list", &why));
     }
     Ok(devices)
+}
+
+/// Whether a network card sits on a TAP device, which takes work off the guest.
+///
+/// A guest that has agreed with its card on that cannot go on with a card that does not offer it.
+fn has_offloads(networks: &str, name: &str) -> bool {
+    let card = format!("{name}: ");
+    let peer = networks
+        .lines()
+        .skip_while(|line| !line.starts_with(&card))
+        .nth(1);
+    peer.is_some_and(|peer| peer.starts_with(" \\ ") && peer.contains("type=tap"))
 }
 
 /// The children of an object that are devices, with their types.
@@ -466,6 +482,17 @@ mod tests {
         ] {
             assert!(ram_blocks(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn a_card_has_offloads_on_a_tap_only() {
+        let networks = "nic0: index=0,type=nic,model=virtio-net-pci\r\n\
+                        \x20\\ net0: index=0,type=tap,ifname=lh0,script=no\r\n\
+                        nic1: index=0,type=nic,model=virtio-net-pci\r\n\
+                        nic2: index=0,type=nic,model=virtio-net-pci\r\n\
+                        \x20\\ net2: index=0,type=user,net=10.0.2.0,restrict=on\r\n";
+        let with = ["nic0", "nic1", "nic2", "nic3"].map(|name| has_offloads(networks, name));
+        assert_eq!(with, [true, false, false, false]);
     }
 
     #[test]

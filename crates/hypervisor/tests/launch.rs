@@ -425,6 +425,8 @@ async fn launch_on_bridge() {
     };
     let ports = ip("-o link show master br-test");
     assert!(ports.contains(tap.as_str()), "{ports}");
+    let machine = longhaul_hypervisor::observe::observe(&qmp).await.unwrap();
+    assert_eq!(machine.devices["nic0"].kind, "virtio-net-pci");
     let tap = tap.clone();
     stop(guest, Some(&qmp)).await;
     assert!(!ip("-o link").contains(&tap));

@@ -47,7 +47,10 @@ async fn a_machine_is_seen_as_it_was_described() {
             for (id, place) in [
                 ("serial", format!("virtio-serial-pci at {bus}/03.0")),
                 ("blk-vda", format!("virtio-blk-pci at {bus}/04.0")),
-                ("nic0", format!("virtio-net-pci at {bus}/10.0")),
+                (
+                    "nic0",
+                    format!("virtio-net-pci without offloads at {bus}/10.0"),
+                ),
                 ("port1", "virtserialport at serial.0/2".to_owned()),
             ] {
                 assert_eq!(machine.devices[id].to_string(), place);

@@ -143,7 +143,8 @@ impl Machine {
             };
             found.push(Difference {
                 text: format!("device {name}: {text}"),
-                hint: "launch the guest with the same devices in the same order at both ends"
+                hint: "launch the guest with the same devices in the same order, and its cards on \
+                       the same kind of network, at both ends"
                     .to_owned(),
             });
         }
