@@ -1,11 +1,9 @@
 //! Stopping a guest so that nothing of it is lost and nothing can wake it by surprise.
 
 use super::pace::wait_for_end;
-use super::{
-    BANDWIDTH_NONE, FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT,
-};
+use super::{FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT};
 use crate::memory::reader::End;
-use crate::memory::source::{run_state, set_bandwidth, set_parameters};
+use crate::memory::source::{run_state, set_parameters};
 use longhaul_qemu_stream::return_path::Message;
 use longhaul_qemu_stream::{Page, Writer};
 use serde_json::json;
@@ -28,9 +26,9 @@ impl Migration {
         let must_be_paused = self.before.running && self.may_complete();
         if must_be_paused {
             // It writes nothing more, so it cannot complete between here and `stop`.
-            set_bandwidth(qmp, BANDWIDTH_NONE).await?;
+            let still = self.is_still().await?;
             tokio::time::sleep(STILLNESS).await;
-            if completes(&run_state(qmp).await?) {
+            if !still || completes(&run_state(qmp).await?) {
                 self.restart().await?;
                 return Err(OutgoingError::Restarted);
             }

@@ -15,8 +15,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, watch};
 
-/// How long QEMU may take to say whether the guest runs, before it is taken for completing.
-const STATE_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long QEMU may take to answer, or to write its devices, before it is taken for completing.
+const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Why the reader rests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,7 +71,10 @@ impl Migration {
                 match self.run(readable, known.syncs, wishes, &mut events).await? {
                     Stop::Goal => {}
                     Stop::Pass => {
-                        (known, goal, unread_pages) = self.look_at_pass().await?;
+                        let Some(begun) = self.look_at_pass().await? else {
+                            return Ok(Stop::Completes);
+                        };
+                        (known, goal, unread_pages) = begun;
                         pass += 1;
                         continue;
                     }
@@ -96,28 +99,48 @@ impl Migration {
             if stop == Stop::Completes {
                 return Ok(stop);
             }
-            (known, goal, unread_pages) = self.look_at_pass().await?;
+            let Some(begun) = self.look_at_pass().await? else {
+                return Ok(Stop::Completes);
+            };
+            (known, goal, unread_pages) = begun;
             pass += 1;
         }
     }
 
-    /// Halts at the beginning of a pass, and finds out how much of it can be read.
-    async fn look_at_pass(&self) -> Result<(Pass, Option<Goal>, u64), OutgoingError> {
+    /// Halts at the beginning of a pass, and finds out how much of it can be read; none when QEMU
+    /// completes.
+    async fn look_at_pass(&self) -> Result<Option<(Pass, Option<Goal>, u64)>, OutgoingError> {
         let shared = self.shared();
-        shared.rest();
-        if self.may_complete() {
-            set_bandwidth(&self.qmp, BANDWIDTH_NONE).await?;
+        // The reader goes on meanwhile if it has not reached the pass: should QEMU complete, it
+        // answers only when it is read.
+        if self.may_complete() && !self.is_still().await? {
+            return Ok(None);
         }
+        shared.rest();
         shared.rests().await;
+        if let Some(end) = shared.end() {
+            return self.ended(end).map(|_| None);
+        }
         let pass = self.ask().await?;
         let readable = pass.remaining_pages.saturating_sub(MARGIN_PAGES);
         if readable == 0 {
-            return Ok((pass, None, pass.remaining_pages));
+            return Ok(Some((pass, None, pass.remaining_pages)));
         }
         if self.may_complete() {
             set_bandwidth(&self.qmp, 0).await?;
         }
-        Ok((pass, Some(Goal::Pages(readable)), MARGIN_PAGES))
+        Ok(Some((pass, Some(Goal::Pages(readable)), MARGIN_PAGES)))
+    }
+
+    /// Keeps QEMU from writing pages, and so from completing; false when it does so already.
+    pub(super) async fn is_still(&self) -> Result<bool, OutgoingError> {
+        let set = set_bandwidth(&self.qmp, BANDWIDTH_NONE);
+        match tokio::time::timeout(STATE_TIMEOUT, set).await {
+            Ok(set) => set?,
+            // Its big lock is taken.
+            Err(_) => return Ok(false),
+        }
+        Ok(!self.completes().await)
     }
 
     /// Reads until the goal is reached or something else happens; then the reader rests.
@@ -156,8 +179,6 @@ impl Migration {
                 Happened::Pass | Happened::Time => {
                     let pass = self.ask().await?;
                     if pass.syncs > syncs {
-                        shared.rest();
-                        shared.rests().await;
                         return Ok(Stop::Pass);
                     }
                 }
@@ -279,11 +300,13 @@ impl Migration {
     pub(super) async fn restart(&self) -> Result<(), OutgoingError> {
         let shared = self.shared();
         shared.flush();
-        wait_for_end(&shared).await?;
-        self.send(&Message::Shut(1))?;
-        source::resume(&self.qmp, self.before.running).await?;
+        if let Ok(Ok(_)) = tokio::time::timeout(STATE_TIMEOUT, wait_for_end(&shared)).await {
+            self.send(&Message::Shut(1))?;
+        }
+        // Otherwise it did not complete after all; the end of the socket is the same to it.
         shared.quit();
         self.close();
+        source::resume(&self.qmp, self.before.running).await?;
         let path = self.path.as_path();
         let begun = connect(&self.qmp, &self.before, &self.memory, path).await?;
         let (mut inner, prelude) = begun;

@@ -1,0 +1,540 @@
+//! Moves between two real QEMUs on one machine, by the smallest loop that can do it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+mod payload;
+
+use common::{MACHINES, emulators};
+use longhaul_hypervisor::memory::{
+    Event, Frozen, GuestMemory, Incoming, IncomingError, Outgoing, OutgoingError, Prelude, Written,
+};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use longhaul_qemu_stream as stream;
+use payload::{Payload, Qemu, Spec};
+use serde_json::json;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+const LIMIT: Duration = Duration::from_secs(120);
+
+fn emulator(label: &str) -> Option<PathBuf> {
+    let found = emulators().into_iter().find(|(known, _)| known == label);
+    if found.is_none() {
+        println!("QEMU {label} is not here (scripts/install lab): NOT tested with it");
+    }
+    found.map(|(_, path)| path)
+}
+
+/// The pages that the destination has not got.
+#[derive(Default)]
+struct Pending {
+    pages: BTreeSet<(usize, u64)>,
+}
+
+impl Pending {
+    fn add(&mut self, written: &Written) {
+        for run in &written.runs {
+            self.pages
+                .extend(run.blocks().map(|page| (written.block, page)));
+        }
+    }
+
+    /// Sends everything; a page is no longer pending before its content is read.
+    fn send(&mut self, source: &GuestMemory, destination: &GuestMemory) {
+        let pages: Vec<(usize, u64)> = std::mem::take(&mut self.pages).into_iter().collect();
+        for batch in pages.chunks(64) {
+            for block in 0..source.blocks().len() {
+                let pages = batch.iter().filter(|(of, _)| *of == block);
+                let ranges: Vec<BlockRange> =
+                    pages.map(|(_, page)| BlockRange::new(*page, 1)).collect();
+                if ranges.is_empty() {
+                    continue;
+                }
+                let mut content = vec![0; ranges.len() * BLOCK_SIZE];
+                source.read(block, &ranges, &mut content).unwrap();
+                let name = &source.blocks()[block].name;
+                let at = destination.find(name).unwrap();
+                destination.write(at, &ranges, &content).unwrap();
+            }
+        }
+    }
+}
+
+/// A source under way.
+struct Source {
+    memory: Arc<GuestMemory>,
+    outgoing: Outgoing,
+    prelude: Prelude,
+    pending: Pending,
+    restarts: u32,
+}
+
+impl Source {
+    async fn start(qemu: &Qemu) -> Self {
+        let memory = Arc::new(qemu.memory().await);
+        let path = qemu.folder.path().join("outgoing");
+        let started = Outgoing::start(&qemu.qmp, Arc::clone(&memory), &path).await;
+        let (outgoing, prelude) = started.unwrap();
+        Self {
+            memory,
+            outgoing,
+            prelude,
+            pending: Pending::default(),
+            restarts: 0,
+        }
+    }
+
+    async fn event(&mut self) -> Event {
+        let event = tokio::time::timeout(LIMIT, self.outgoing.next_event()).await;
+        let event = event.expect("an event");
+        match &event {
+            Event::Written(written) => self.pending.add(written),
+            Event::Failed(why) => panic!("failed: {why}"),
+            Event::Restarted => self.restarts += 1,
+            _ => {}
+        }
+        event
+    }
+
+    /// Reads on until the pass is held, and returns its number.
+    async fn held(&mut self) -> u64 {
+        loop {
+            if let Event::Held { pass, .. } = self.event().await {
+                return pass;
+            }
+        }
+    }
+
+    async fn freeze(&mut self) -> Result<Frozen, OutgoingError> {
+        let frozen = tokio::time::timeout(LIMIT, self.outgoing.freeze())
+            .await
+            .expect("frozen");
+        let frozen = frozen?;
+        frozen
+            .written
+            .iter()
+            .for_each(|written| self.pending.add(written));
+        Ok(frozen)
+    }
+}
+
+/// Moves a guest after `passes` passes; both QEMUs stand still and equal in the end.
+async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
+    let mut moving = Source::start(source).await;
+    let destination = Qemu::waiting(to).await;
+    let memory = destination.memory().await;
+    let path = destination.folder.path().join("incoming");
+    let incoming = Incoming::start(&destination.qmp, &path, &moving.prelude.bytes).await;
+    let incoming = incoming.unwrap();
+    loop {
+        let pass = moving.held().await;
+        moving.pending.send(&moving.memory, &memory);
+        if pass >= passes {
+            break;
+        }
+        moving.outgoing.next_pass();
+    }
+    let frozen = moving.freeze().await.unwrap();
+    assert_eq!(source.state().await, "postmigrate");
+    moving.pending.send(&moving.memory, &memory);
+    let loaded = incoming.finish(&frozen.tail).await.unwrap();
+    println!(
+        "stop {:?}, read {:?}, finish {:?}, load {:?}, {} B of tail, {} restarts",
+        frozen.stop_time,
+        frozen.read_time,
+        frozen.finish_time,
+        loaded.load_time,
+        frozen.tail.len(),
+        moving.restarts
+    );
+    assert_equal(&moving.memory, &memory);
+    (destination, frozen)
+}
+
+/// Both hold the same in all blocks that are read from outside.
+fn assert_equal(source: &GuestMemory, destination: &GuestMemory) {
+    let mut compared = 0;
+    for (index, block) in source.blocks().iter().enumerate() {
+        if block.is_kept() {
+            continue;
+        }
+        let at = destination.find(&block.name).unwrap();
+        let mut different = Vec::new();
+        for start in (0..block.blocks()).step_by(256) {
+            let range = [BlockRange::new(start, 256.min(block.blocks() - start))];
+            let length = range[0].count as usize * BLOCK_SIZE;
+            let (mut ours, mut theirs) = (vec![0; length], vec![0; length]);
+            source.read(index, &range, &mut ours).unwrap();
+            destination.read(at, &range, &mut theirs).unwrap();
+            let pairs = ours.chunks(BLOCK_SIZE).zip(theirs.chunks(BLOCK_SIZE));
+            let unequal = pairs
+                .zip(start..)
+                .filter(|((ours, theirs), _)| ours != theirs);
+            different.extend(unequal.map(|(_, page)| page));
+            compared += range[0].count;
+        }
+        assert!(
+            different.is_empty(),
+            "{}: {} pages differ: {:?}",
+            block.name,
+            different.len(),
+            &different[..different.len().min(10)]
+        );
+    }
+    assert!(compared >= 16_384, "{compared} pages compared");
+}
+
+async fn runs(qemu: &Qemu, payload: Payload) {
+    qemu.qmp.query("cont").await.unwrap();
+    assert!(qemu.is_writing(payload).await, "the guest does not run");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn busy_guests_arrive_byte_by_byte() {
+    for (label, path) in emulators() {
+        for machine in MACHINES {
+            println!("{label} {machine}");
+            let mut spec = Spec::new(&path, machine, Payload::BUSY);
+            spec.vcpus = 2;
+            let source = Qemu::running(&spec).await;
+            let (destination, frozen) = move_guest(&source, &spec, 3).await;
+            assert!(frozen.was_running);
+            drop(source);
+            runs(&destination, spec.payload).await;
+            // And on from there, so that nothing was left behind in the first hop's target.
+            let (destination, _) = {
+                let again = move_guest(&destination, &spec, 2).await;
+                drop(destination);
+                again
+            };
+            runs(&destination, spec.payload).await;
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn idle_guests_stay_in_their_first_pass() {
+    for (label, path) in emulators() {
+        for machine in MACHINES {
+            println!("{label} {machine}");
+            let spec = Spec::new(&path, machine, Payload::IDLE);
+            let source = Qemu::running(&spec).await;
+            let mut moving = Source::start(&source).await;
+            assert_eq!(moving.held().await, 1);
+            // The next pass is asked for and cannot be had: nothing is dirty.
+            moving.outgoing.next_pass();
+            for _ in 0..30 {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                assert_eq!(moving.outgoing.try_event(), None);
+                assert_eq!(source.state().await, "running");
+            }
+            let progress = moving.outgoing.progress();
+            assert_eq!((progress.pass, progress.dirty_pages), (1, Some(0)));
+            let migration = source.qmp.query("query-migrate").await.unwrap();
+            assert_eq!(
+                migration["ram"]["dirty-sync-count"],
+                json!(1),
+                "QEMU does not spin"
+            );
+            moving.outgoing.abort().await.unwrap();
+            assert_eq!(source.state().await, "running");
+            let (destination, _) = move_guest(&source, &spec, 1).await;
+            destination.qmp.query("cont").await.unwrap();
+            assert_eq!(destination.state().await, "running");
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_moves_to_a_newer_qemu() {
+    let (Some(old), Some(new)) = (emulator("7.2"), emulator("10.0")) else {
+        return;
+    };
+    for machine in MACHINES {
+        let spec = Spec::new(&old, machine, Payload::BUSY);
+        let source = Qemu::running(&spec).await;
+        let to = Spec {
+            emulator: new.clone(),
+            ..spec.clone()
+        };
+        let (destination, _) = move_guest(&source, &to, 2).await;
+        drop(source);
+        runs(&destination, spec.payload).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_above_4_gib_arrives() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let mut spec = Spec::new(&path, MACHINES[0], Payload::IDLE);
+        spec.memory = "4100M".to_owned();
+        let source = Qemu::running(&spec).await;
+        // The guest sleeps and has no paging: write above 4 GiB on its behalf.
+        let memory = source.memory().await;
+        let main = memory.find("pc.ram").unwrap();
+        let last = memory.blocks()[main].blocks() - 1;
+        let content: Vec<u8> = (0..BLOCK_SIZE).map(|i| i as u8).collect();
+        memory
+            .write(main, &[BlockRange::new(last, 1)], &content)
+            .unwrap();
+        let above = format!("xp /1gx {:#x}", (4_u64 << 30) + (2052 << 20) - 4096);
+        let (destination, _) = move_guest(&source, &spec, 1).await;
+        let text = destination.qmp.hmp(&above, LIMIT).await.unwrap();
+        assert!(text.contains("0x0706050403020100"), "{text}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn kept_blocks_arrive_as_well() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let mut spec = Spec::new(&path, MACHINES[0], Payload::IDLE);
+        spec.more = vec!["-vga".to_owned(), "std".to_owned()];
+        let source = Qemu::running(&spec).await;
+        let (destination, first) = move_guest(&source, &spec, 1).await;
+        destination.qmp.query("cont").await.unwrap();
+        let (_, second) = move_guest(&destination, &spec, 1).await;
+        let (first, second) = (kept(&first.tail), kept(&second.tail));
+        assert!(
+            first.len() > 4096,
+            "video memory is kept: {} pages",
+            first.len()
+        );
+        assert!(first == second, "kept pages differ");
+        let with_content = first.iter().filter(|(_, content)| content.is_some());
+        assert!(with_content.count() > 3, "firmware and tables have content");
+    }
+}
+
+/// The kept pages in a tail, by block and page.
+fn kept(tail: &[u8]) -> std::collections::BTreeMap<(String, u64), Option<Vec<u8>>> {
+    let blocks: Vec<stream::RamBlock> = ["pc.ram", "0000:00:01.0/vga.vram"]
+        .into_iter()
+        .chain([
+            "/rom@etc/acpi/tables",
+            "pc.rom",
+            "pc.bios",
+            "0000:00:01.0/vga.rom",
+        ])
+        .chain(["/rom@etc/table-loader", "/rom@etc/acpi/rsdp"])
+        .map(|name| stream::RamBlock {
+            name: name.to_owned(),
+            used_bytes: 1 << 30,
+        })
+        .collect();
+    // Any prelude of the same section and blocks serves for reading.
+    let section = u32::from_be_bytes(tail[1..5].try_into().unwrap());
+    let mut bytes = stream::Writer::prelude("any", section, &blocks);
+    bytes.extend(tail);
+    let mut parser = stream::Parser::new(stream::Limits::default());
+    let mut input = bytes.as_slice();
+    let mut pages = std::collections::BTreeMap::new();
+    while let Some(event) = parser.next(&mut input).unwrap() {
+        match event {
+            stream::Event::Prelude(prelude) => {
+                (0..prelude.blocks.len()).for_each(|index| parser.keep(index));
+            }
+            stream::Event::Page {
+                block,
+                page,
+                content,
+            } => {
+                let content = match content {
+                    stream::Content::Kept(content) => Some(content.to_vec()),
+                    _ => None,
+                };
+                pages.insert((blocks[block].name.clone(), page), content);
+            }
+            _ => {}
+        }
+    }
+    pages
+}
+
+/// Where a move is given up.
+#[derive(Debug, Clone, Copy)]
+enum Point {
+    Started,
+    Reading,
+    Held,
+    SecondPass,
+    Frozen,
+    Loaded,
+}
+
+const POINTS: [Point; 6] = [
+    Point::Started,
+    Point::Reading,
+    Point::Held,
+    Point::SecondPass,
+    Point::Frozen,
+    Point::Loaded,
+];
+
+async fn settings(qemu: &Qemu) -> (serde_json::Value, serde_json::Value) {
+    let capabilities = qemu.qmp.query("query-migrate-capabilities").await.unwrap();
+    let parameters = qemu.qmp.query("query-migrate-parameters").await.unwrap();
+    (capabilities, parameters)
+}
+
+async fn give_up_at(point: Point, source: &Qemu, spec: &Spec) {
+    let mut moving = Source::start(source).await;
+    let mut loaded = None;
+    match point {
+        Point::Started => {}
+        Point::Reading => drop(moving.event().await),
+        Point::Held => drop(moving.held().await),
+        Point::SecondPass => {
+            moving.held().await;
+            moving.outgoing.next_pass();
+            while !matches!(moving.event().await, Event::PassStarted { pass: 2 }) {}
+        }
+        Point::Frozen => {
+            moving.held().await;
+            moving.freeze().await.unwrap();
+        }
+        Point::Loaded => {
+            moving.held().await;
+            let destination = Qemu::waiting(spec).await;
+            let path = destination.folder.path().join("incoming");
+            let incoming = Incoming::start(&destination.qmp, &path, &moving.prelude.bytes)
+                .await
+                .unwrap();
+            let frozen = moving.freeze().await.unwrap();
+            let memory = destination.memory().await;
+            moving.pending.send(&moving.memory, &memory);
+            incoming.finish(&frozen.tail).await.unwrap();
+            loaded = Some(destination);
+        }
+    }
+    drop(loaded);
+    tokio::time::timeout(LIMIT, moving.outgoing.abort())
+        .await
+        .expect("aborted")
+        .unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_move_is_given_up_anywhere_and_made_again() {
+    for (label, path) in emulators() {
+        let spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+        let source = Qemu::running(&spec).await;
+        let before = settings(&source).await;
+        for point in POINTS {
+            println!("{label} {point:?}");
+            give_up_at(point, &source, &spec).await;
+            assert_eq!(source.state().await, "running", "{label} {point:?}");
+            assert!(source.is_writing(spec.payload).await, "{label} {point:?}");
+            assert_eq!(settings(&source).await, before, "{label} {point:?}");
+        }
+        let (destination, _) = move_guest(&source, &spec, 2).await;
+        runs(&destination, spec.payload).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_paused_guest_moves_and_stays_paused() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let spec = Spec::new(&path, MACHINES[1], Payload::BUSY);
+        let source = Qemu::running(&spec).await;
+        source.qmp.query("stop").await.unwrap();
+        for point in [Point::Held, Point::Frozen] {
+            give_up_at(point, &source, &spec).await;
+            assert_eq!(source.state().await, "paused", "{label} {point:?}");
+        }
+        let (destination, frozen) = move_guest(&source, &spec, 1).await;
+        assert!(!frozen.was_running);
+        assert_eq!(destination.state().await, "paused");
+        runs(&destination, spec.payload).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_qemu_that_completes_by_itself_is_refused() {
+    let Some(path) = emulator("7.2") else {
+        return;
+    };
+    let spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+    let source = Qemu::running(&spec).await;
+    let mut moving = Source::start(&source).await;
+    moving.held().await;
+    let eager = json!({"downtime-limit": 2_000_000});
+    let set = source
+        .qmp
+        .execute("migrate-set-parameters", eager, LIMIT)
+        .await;
+    set.unwrap();
+    moving.outgoing.next_pass();
+    while moving.restarts == 0 {
+        moving.event().await;
+    }
+    assert!(source.is_writing(spec.payload).await, "the guest goes on");
+    assert_eq!(moving.held().await, 1);
+    let frozen = moving.freeze().await.unwrap();
+    assert!(frozen.was_running);
+    moving.outgoing.abort().await.unwrap();
+    let (destination, _) = move_guest(&source, &spec, 2).await;
+    runs(&destination, spec.payload).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_destination_says_why_it_cannot_load() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let spec = Spec::new(&path, MACHINES[0], Payload::IDLE);
+        let source = Qemu::running(&spec).await;
+        let mut moving = Source::start(&source).await;
+        moving.held().await;
+        let other = Spec {
+            more: vec!["-device".to_owned(), "virtio-balloon-pci".to_owned()],
+            memory: "32M".to_owned(),
+            ..spec.clone()
+        };
+        let destination = Qemu::waiting(&other).await;
+        let path = destination.folder.path().join("incoming");
+        let incoming = Incoming::start(&destination.qmp, &path, &moving.prelude.bytes).await;
+        let frozen = moving.freeze().await.unwrap();
+        let error = match incoming {
+            Err(error) => error,
+            Ok(incoming) => incoming.finish(&frozen.tail).await.unwrap_err(),
+        };
+        println!("{error}");
+        match label.as_str() {
+            "10.0" => assert!(matches!(error, IncomingError::Refused(_)), "{error}"),
+            _ => assert!(
+                matches!(error, IncomingError::Ended | IncomingError::Socket { .. }),
+                "{error}"
+            ),
+        }
+        moving.outgoing.abort().await.unwrap();
+        assert_eq!(source.state().await, "running");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_source_that_dies_is_noticed() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+        let mut source = Qemu::running(&spec).await;
+        let memory = Arc::new(source.memory().await);
+        let socket = source.folder.path().join("outgoing");
+        let started = Outgoing::start(&source.qmp, Arc::clone(&memory), &socket).await;
+        let (outgoing, _) = started.unwrap();
+        while !matches!(outgoing.next_event().await, Event::Held { .. }) {}
+        source.kill();
+        let failed = async { while !matches!(outgoing.next_event().await, Event::Failed(_)) {} };
+        tokio::time::timeout(LIMIT, failed).await.expect("noticed");
+        let mut page = vec![0; BLOCK_SIZE];
+        let main = memory.find("pc.ram").unwrap();
+        let error = memory
+            .read(main, &[BlockRange::new(300, 1)], &mut page)
+            .unwrap_err();
+        assert!(error.to_string().contains("has ended"), "{error}");
+        assert!(outgoing.abort().await.is_err());
+    }
+}
