@@ -50,6 +50,14 @@ pub enum ErrorCode {
     PeerVersion,
     /// QEMU would not do what it was asked, or cannot be reached.
     Qemu,
+    /// The migration was cancelled.
+    Cancelled,
+    /// The other agent said something that it may not say.
+    PeerProtocol,
+    /// The other agent ended the migration.
+    PeerGaveUp,
+    /// Both copies of the guest were compared, and differ.
+    VerifyFailed,
     /// The agent has no room for more of these now.
     Busy,
     /// The agent is starting or stopping, or was started without what this needs.
@@ -60,7 +68,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 28] = [
         Self::InvalidRequest,
         Self::RequestTooLarge,
         Self::Unauthorized,
@@ -82,6 +90,10 @@ impl ErrorCode {
         Self::PeerForbids,
         Self::PeerVersion,
         Self::Qemu,
+        Self::Cancelled,
+        Self::PeerProtocol,
+        Self::PeerGaveUp,
+        Self::VerifyFailed,
         Self::Busy,
         Self::Unavailable,
         Self::Internal,
@@ -103,21 +115,25 @@ impl ErrorCode {
             | Self::GuestState
             | Self::GuestElsewhere
             | Self::InDoubt
-            | Self::TooLate => 409,
+            | Self::TooLate
+            | Self::Cancelled => 409,
             Self::RequestTooLarge => 413,
             Self::Refused => 422,
-            Self::Internal => 500,
+            Self::Internal | Self::VerifyFailed => 500,
             Self::PeerUnreachable
             | Self::PeerIdentity
             | Self::PeerForbids
             | Self::PeerVersion
+            | Self::PeerProtocol
+            | Self::PeerGaveUp
             | Self::Qemu => 502,
             Self::Busy | Self::Unavailable => 503,
         }
     }
 
     /// The exit code of a command that was answered with it: 3 where nothing was changed because
-    /// something forbade it, 2 for a wrong request, 4 in doubt, 1 for what broke.
+    /// something forbade it, 2 for a wrong request, 4 in doubt, 130 where somebody wanted it to
+    /// stop, 1 for what broke.
     pub fn exit_code(self) -> u8 {
         match self {
             Self::InvalidRequest
@@ -142,7 +158,12 @@ impl ErrorCode {
             | Self::Busy
             | Self::Unavailable => 3,
             Self::InDoubt => 4,
-            Self::Qemu | Self::Internal => 1,
+            Self::Qemu
+            | Self::Internal
+            | Self::PeerProtocol
+            | Self::PeerGaveUp
+            | Self::VerifyFailed => 1,
+            Self::Cancelled => 130,
         }
     }
 }
@@ -208,7 +229,7 @@ mod tests {
         assert_eq!(known.map(Vec::len), Some(listed.len()));
         for code in ErrorCode::ALL {
             assert!((400..600).contains(&code.http_status()), "{code:?}");
-            assert!((1..=4).contains(&code.exit_code()), "{code:?}");
+            assert!([1, 2, 3, 4, 130].contains(&code.exit_code()), "{code:?}");
         }
     }
 

@@ -47,7 +47,8 @@ fn the_served_description_is_the_committed_one() {
     let (status, served) = request(&agent, "GET", "/v1/openapi.json", "");
     assert_eq!(status, 200);
     let committed = include_str!("../../api/openapi.json");
-    assert_eq!(served, serde_json::from_str::<Value>(committed).unwrap());
+    let committed: Value = serde_json::from_str(committed).unwrap();
+    assert!(served == committed, "see the tests of longhaul-api");
 }
 
 #[test]
@@ -314,7 +315,7 @@ fn the_client_gives_the_agents_errors() {
         .unwrap();
     let client = Arc::new(Client::unix(agent.socket()));
     runtime.block_on(async {
-        assert_eq!(client.openapi().await.unwrap(), longhaul_api::openapi());
+        assert!(client.openapi().await.unwrap() == longhaul_api::openapi());
         let error = client.guest("web-7").await.unwrap_err();
         assert!(matches!(&error, ClientError::Api(api) if api.code == ErrorCode::GuestUnknown));
         assert_eq!(error.exit_code(), 3);

@@ -36,11 +36,12 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     let mut interrupt = signal(SignalKind::interrupt()).map_err(cannot)?;
 
     let _lock = StateLock::take(&config.state)?;
-    let socket = UnixSocket::open(&config.api.socket).await?;
     let tcp = match &config.api.tcp {
         Some(tcp) => Some(TcpSocket::open(tcp, tls::server_config(tcp, &config.state)?).await?),
         None => None,
     };
+    // Last, as it is what others wait for.
+    let socket = UnixSocket::open(&config.api.socket).await?;
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
     let service = Service {

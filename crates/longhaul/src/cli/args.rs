@@ -15,11 +15,11 @@ use std::time::Duration;
     · 3 refused, nothing was changed · 4 in doubt · 5 no agent · 130 stopped by you"
 )]
 pub(crate) struct Cli {
-    #[command(flatten)]
-    pub(crate) connection: Connection,
     /// Print JSON instead of text
     #[arg(long, global = true)]
     pub(crate) json: bool,
+    #[command(flatten)]
+    pub(crate) connection: Connection,
     #[command(subcommand)]
     pub(crate) command: Command,
 }

@@ -349,7 +349,8 @@ impl<'a> Display<'a> {
         if self.asking {
             return;
         }
-        let width = self.output.err.width();
+        // The terminal writes ^C where the cursor stands: behind the last line.
+        let width = self.output.err.width().saturating_sub("^C".len() + 1);
         let frame = live::frame(self.migration, progress, mood, width);
         let mut text = self.back();
         for (index, line) in frame.iter().enumerate() {

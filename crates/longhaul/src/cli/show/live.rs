@@ -98,10 +98,13 @@ fn memory(progress: &Progress, total: u64, settled: u64, width: usize) -> Line {
 fn link(migration: &Migration, progress: &Progress) -> Line {
     let link = &progress.link;
     if let Some(silent_ms) = link.interrupted_ms {
+        let silent = match silent_ms {
+            0..1000 => "a moment".to_owned(),
+            _ => figure::ms(Some(silent_ms / 1000 * 1000)),
+        };
         let text = format!(
-            "nothing heard from {} for {}; goes on within {}",
+            "nothing heard from {} for {silent}; waits up to {}",
             migration.destination,
-            figure::ms(Some(silent_ms / 1000 * 1000)),
             figure::ms(Some(migration.asked.patience_ms))
         );
         return row("link").tone(Tone::Warn, text);
