@@ -24,10 +24,13 @@ use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 /// Time that a QEMU gets until it answers.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Time that a QEMU gets to end after it closed its control socket.
+const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// What a QEMU is started for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -261,11 +264,14 @@ impl Launch<'_> {
                 ended.map_err(self.host("watching QEMU's process"))?;
                 Err(self.ended(guest))
             }
-            connected = connected => connected.map_err(|error| {
-                // Its last words say more than the connection that it took with it.
-                let alive = process.id().is_alive().unwrap_or(true);
-                if alive { error } else { self.ended(guest) }
-            }),
+            connected = connected => match connected {
+                Ok(qmp) => Ok(qmp),
+                // A QEMU that is ending closes its socket first; its last words say more.
+                Err(error) => match timeout(LAST_WORDS_TIMEOUT, process.ended()).await {
+                    Ok(Ok(())) => Err(self.ended(guest)),
+                    Ok(Err(_)) | Err(_) => Err(error),
+                },
+            },
         }
     }
 
