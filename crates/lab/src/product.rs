@@ -229,12 +229,18 @@ impl Product {
         more: &[&str],
     ) -> Result<Finished, LabError> {
         let mut command = self.agent(host)?.command()?;
-        command.args(["migrate", name, "--to", to.name()]).args(more);
+        command
+            .args(["migrate", name, "--to", to.name()])
+            .args(more);
         let mut finished = Finished::new(Instant::now());
         let status = command.status().during(|| format!("move {name}"))?;
         finished.ended = Instant::now();
         interrupt::check()?;
         finished.exit_code = status.code();
+        if !status.success() {
+            finished.said.push("it said why above".to_owned());
+            return Ok(finished);
+        }
         let report: Report = self.ask(host, &["report"])?;
         finished.outcome = report.outcome;
         finished.report = Some(Box::new(report));

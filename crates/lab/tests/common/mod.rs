@@ -16,7 +16,7 @@ use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Finished, Move, Product, Settings, channel_socket};
 use std::fs;
 use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -27,6 +27,8 @@ const WINDOW: Duration = Duration::from_millis(500);
 
 /// Guests under TCG share two cores badly: one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
+/// To find out whether KVM works takes seconds: once is enough.
+static ACCELERATOR: OnceLock<&str> = OnceLock::new();
 
 /// Two hosts, lyon and paris, each with its agent, and a link between them.
 pub(crate) struct Stage {
@@ -57,9 +59,16 @@ impl Stage {
         let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
         let settings = Settings {
             qemus: qemus.map(str::to_owned).to_vec(),
-            accelerator: "auto".to_owned(),
+            accelerator: ACCELERATOR.get().map_or("auto", |known| *known).to_owned(),
         };
         let product = Product::start(&mut lab, &files, &settings).unwrap();
+        ACCELERATOR.get_or_init(|| {
+            if product.has_kvm(0).unwrap() {
+                "kvm"
+            } else {
+                "tcg"
+            }
+        });
         Some(Self {
             product,
             lab,
