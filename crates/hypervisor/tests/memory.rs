@@ -1,5 +1,10 @@
 //! Moves between two real QEMUs on one machine, by the smallest loop that can do it.
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stdout
+)]
 
 mod common;
 mod payload;
