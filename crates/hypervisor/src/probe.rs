@@ -77,7 +77,7 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
     let theirs = theirs.into_std().map_err(failed)?;
     theirs.set_nonblocking(false).map_err(failed)?;
     let theirs = std::os::fd::OwnedFd::from(theirs);
-    let child = Command::new(path)
+    let child = short_lived(path)
         .args([
             "-machine",
             "none",
@@ -90,7 +90,6 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
         .stdin(theirs.try_clone().map_err(failed)?)
         .stdout(theirs)
         .stderr(Stdio::null())
-        .kill_on_drop(true)
         .spawn()
         .map_err(failed)?;
     match Qmp::over(ours, path, START_TIMEOUT).await {
@@ -100,6 +99,14 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
             source,
         }),
     }
+}
+
+/// A program that ends with this one, whatever ends it.
+fn short_lived(path: &Path) -> Command {
+    let mut command = Command::new("setpriv");
+    command.args(["--pdeathsig", "KILL", "--"]).arg(path);
+    command.kill_on_drop(true);
+    command
 }
 
 async fn ask(qmp: &Qmp) -> Result<Emulator, QmpError> {
@@ -156,7 +163,7 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
     if let Err(error) = written {
         return Err(format!("{} cannot be written: {error}", firmware.display()));
     }
-    let child = Command::new(path)
+    let child = short_lived(path)
         .args([
             "-machine",
             "q35",
@@ -171,7 +178,6 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::null())
-        .kill_on_drop(true)
         .spawn();
     let outcome = match child {
         Err(error) => Err(format!("{} cannot be started: {error}", path.display())),
