@@ -121,13 +121,14 @@ impl BlockMap {
         }
     }
 
-    /// A pass reported writes to these blocks.
-    pub(crate) fn written(&mut self, range: BlockRange, pass: u32) {
+    /// A pass reported writes to these blocks; one without a number reports every block.
+    pub(crate) fn written(&mut self, range: BlockRange, pass: Option<u32>) {
         for index in range.blocks() {
             let index = index as usize;
-            let now = pass as u8;
             let block = &mut self.blocks[index];
-            if pass > 1 && block.last_pass != now {
+            if let Some(now) = pass.map(|pass| pass as u8)
+                && block.last_pass != now
+            {
                 let ran = block.last_pass == now.wrapping_sub(1) && block.last_pass != 0;
                 block.streak = if ran {
                     block.streak.saturating_add(1)
@@ -309,7 +310,7 @@ mod tests {
         let mut map = BlockMap::new(4, false);
         take_all(&mut map, Class::Cold, 1);
         map.sent(2, 1, digest(1));
-        map.written(BlockRange::new(2, 1), 2);
+        map.written(BlockRange::new(2, 1), Some(2));
         assert!(take_all(&mut map, Class::Rest, 2).is_empty());
         let mut taken = Vec::new();
         map.take(Class::Rest, 9, 3, true, |block| taken.push(block));
@@ -326,9 +327,9 @@ mod tests {
         let mut map = BlockMap::new(8, false);
         take_all(&mut map, Class::Cold, 1);
         (0..8).for_each(|index| map.skip(index, 1));
-        map.written(BlockRange::new(3, 2), 2);
+        map.written(BlockRange::new(3, 2), Some(2));
         assert_eq!(map.pending(Class::Rest), 2);
-        map.written(BlockRange::new(3, 1), 3);
+        map.written(BlockRange::new(3, 1), Some(3));
         map.pass_ended(3);
         assert_eq!((map.pending(Class::Hot), map.pending(Class::Rest)), (1, 1));
         map.pass_ended(4);

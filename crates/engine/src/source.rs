@@ -149,10 +149,14 @@ pub struct Source {
 #[derive(Debug, Default)]
 struct Pass {
     number: u32,
+    /// Whether it reports every block, written or not.
+    whole: bool,
     /// Blocks that the pass has reported so far.
     reported_blocks: u64,
     /// The time in which they were written; unknown for the first pass, which reports everything.
     interval: Option<Duration>,
+    /// Blocks written since it was made, by estimate.
+    unseen_blocks: Option<u64>,
     /// Whether it has been read as far as it will be before the next one.
     read: bool,
     /// Whether the stop rule has judged it.
@@ -231,31 +235,29 @@ impl Source {
 
     // Inputs.
 
-    /// A pass over what was written since the last one begins.
-    pub fn pass_started(&mut self, now: Duration) {
+    /// A pass begins: over what was written since the last one, or over everything (`whole`), as
+    /// the first one is.
+    pub fn pass_started(&mut self, now: Duration, whole: bool) {
         let interval = now.saturating_sub(self.pass.started_at);
         self.pass = Pass {
             number: self.pass.number + 1,
+            whole,
             started_at: now,
-            interval: if self.pass.number == 0 {
-                None
-            } else {
-                Some(interval)
-            },
+            interval: (!whole).then_some(interval),
             dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
             ..Pass::default()
         };
     }
 
-    /// How fast the guest writes, where that was measured before the first pass.
-    pub fn dirty_estimate(&mut self, blocks_per_s: f64) {
-        self.pass.dirty_blocks_per_s = Some(blocks_per_s);
+    /// About how many blocks were written since the pass was made, where somebody can tell.
+    pub fn unseen(&mut self, blocks: Option<u64>) {
+        self.pass.unseen_blocks = blocks;
     }
 
     /// The pass reports that these blocks were written.
     pub fn written(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         self.pass.reported_blocks += range.count;
-        let pass = self.pass.number;
+        let pass = (!self.pass.whole).then_some(self.pass.number);
         self.region(region, range)?.map.written(range, pass);
         Ok(())
     }
@@ -466,14 +468,19 @@ impl Source {
             }
         }
         self.hot_allowed = false;
-        if !self.pass.judged && self.pass.dirty_blocks_per_s.is_some() {
+        let known = self.pass.unseen_blocks.is_some() || self.pass.dirty_blocks_per_s.is_some();
+        if known && predicted <= limit {
+            return Advice::Stop(StopReason::WithinLimit);
+        }
+        if known && !self.pass.judged {
             self.pass.judged = true;
             let left = self.left_blocks(now) * self.block_cost();
             if let Some(reason) = self.stop.pass(left as u64, predicted) {
                 return Advice::Stop(reason);
             }
         }
-        if now.saturating_sub(self.pass.started_at) < PASS_MIN {
+        let young = now.saturating_sub(self.pass.started_at) < PASS_MIN;
+        if young {
             Advice::Wait
         } else {
             Advice::ReadPass
@@ -499,7 +506,11 @@ impl Source {
     /// probably written since the pass was made.
     fn left_blocks(&self, now: Duration) -> f64 {
         let since = now.saturating_sub(self.pass.started_at).as_secs_f64();
-        let unseen = self.pass.dirty_blocks_per_s.unwrap_or(0.0) * since;
+        let by_rate = self.pass.dirty_blocks_per_s.unwrap_or(0.0) * since;
+        let unseen = self
+            .pass
+            .unseen_blocks
+            .map_or(by_rate, |blocks| blocks as f64);
         let all: u64 = self
             .regions
             .iter()
@@ -523,8 +534,7 @@ impl Source {
 
     /// How many bytes are probably still to be sent.
     pub fn remaining_bytes(&self, now: Duration) -> u64 {
-        let in_flight: u64 = self.flights.values().map(|flight| flight.bytes).sum();
-        (self.left_blocks(now) * self.block_cost()) as u64 + in_flight
+        (self.left_blocks(now) * self.block_cost()) as u64 + self.in_flight_bytes()
     }
 
     /// How many blocks of each region are pending.
@@ -550,9 +560,9 @@ impl Source {
         self.sent
     }
 
-    /// Frames that are not acknowledged.
-    pub fn frames_in_flight(&self) -> usize {
-        self.flights.len()
+    /// Bytes of frames that are not acknowledged.
+    pub fn in_flight_bytes(&self) -> u64 {
+        self.flights.values().map(|flight| flight.bytes).sum()
     }
 
     // Inside.

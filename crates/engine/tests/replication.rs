@@ -100,7 +100,7 @@ impl Bench {
         destination[1].iter_mut().for_each(|block| block.fill(0xee));
         let downtime = Duration::from_millis(300);
         let mut source = Source::new(Row::PRECOPY, &regions, downtime, Duration::ZERO).unwrap();
-        source.pass_started(Duration::ZERO);
+        source.pass_started(Duration::ZERO, true);
         Self {
             guest: memory(0),
             dirty: BTreeSet::new(),
@@ -140,7 +140,7 @@ impl Bench {
 
     fn pass(&mut self) {
         self.now += Duration::from_millis(100);
-        self.source.pass_started(self.now);
+        self.source.pass_started(self.now, false);
         self.report();
         self.source.pass_read();
     }
@@ -213,7 +213,7 @@ impl Bench {
 
     fn finish(&mut self) {
         self.now += Duration::from_millis(100);
-        self.source.pass_started(self.now);
+        self.source.pass_started(self.now, false);
         self.report();
         self.source.frozen();
         for _ in 0..10_000 {
@@ -308,7 +308,7 @@ fn content_that_is_there_does_not_travel_again() {
 #[test]
 fn an_idle_guest_is_stopped_after_one_pass() {
     let mut bench = Bench::new();
-    bench.source.dirty_estimate(0.0);
+    bench.source.unseen(Some(0));
     let link = Link {
         rate_bytes_per_s: 1e7,
         rtt: Duration::from_millis(20),

@@ -8,6 +8,7 @@ pub mod capabilities;
 mod command_line;
 pub mod config;
 pub mod description;
+pub mod dirty_rate;
 pub mod folder;
 pub mod guest;
 pub mod launch;

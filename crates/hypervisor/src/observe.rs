@@ -5,7 +5,8 @@
 //! QEMU numbers as it likes, no CPU property that is only bookkeeping.
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use futures_util::{StreamExt, TryStreamExt, stream};
+use futures_util::future::BoxFuture;
+use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use longhaul_protocol::limits::{CPU_PROPERTIES_MAX, DEVICES_MAX};
 use longhaul_protocol::machine::{Device, Machine, RamBlock};
 use serde_json::{Value, json};
@@ -284,15 +285,20 @@ async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String
         let why = format!("a CPU has more than {CPU_PROPERTIES_MAX} properties");
         return Err(not_understood("qom-list", &why));
     }
-    stream::iter(names)
-        .map(|name| async move {
-            let value = property(qmp, path, name).await?;
-            Ok::<_, QmpError>(value.map(|value| (name.to_owned(), shown(&value))))
+    // Boxed, so that the compiler sees at once that they may move between threads.
+    let questions: Vec<BoxFuture<'_, _>> = names
+        .into_iter()
+        .map(|name| {
+            let ask = async move { Ok((name, property(qmp, path, name).await?)) };
+            ask.boxed()
         })
+        .collect();
+    let answers: Vec<(&str, Option<Value>)> = stream::iter(questions)
         .buffer_unordered(QUESTIONS_AT_ONCE)
-        .try_filter_map(|entry| async move { Ok(entry) })
         .try_collect()
-        .await
+        .await?;
+    let shown = |(name, value): (&str, Option<Value>)| Some((name.to_owned(), shown(&value?)));
+    Ok(answers.into_iter().filter_map(shown).collect())
 }
 
 fn shown(value: &Value) -> String {

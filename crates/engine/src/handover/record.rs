@@ -73,3 +73,18 @@ pub enum Record {
         reason: String,
     },
 }
+
+impl Record {
+    /// The attempt that a record belongs to.
+    pub fn attempt(&self) -> Attempt {
+        match self {
+            Record::Began { attempt, .. }
+            | Record::Ready { attempt }
+            | Record::Released { attempt, .. }
+            | Record::Committed { attempt, .. }
+            | Record::Done { attempt }
+            | Record::Aborted { attempt, .. }
+            | Record::Returned { attempt, .. } => *attempt,
+        }
+    }
+}

@@ -30,7 +30,9 @@ impl Archive {
     /// Uses a folder, and makes it where it is missing.
     pub(super) fn open(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
-        Ok(Self { folder: folder.to_owned() })
+        Ok(Self {
+            folder: folder.to_owned(),
+        })
     }
 
     /// Keeps the report of a migration that has ended. Nothing depends on it: a failure is told in
@@ -38,7 +40,10 @@ impl Archive {
     pub(super) fn keep(&self, entry: &Entry) {
         let mut migration = entry.migration();
         migration.progress = None;
-        let document = Document { migration, report: entry.report() };
+        let document = Document {
+            migration,
+            report: entry.report(),
+        };
         let path = self.folder.join(format!("{}.json", entry.id()));
         let written = serde_json::to_vec_pretty(&document)
             .map_err(io::Error::other)
@@ -55,7 +60,9 @@ impl Archive {
             let file = file?;
             let name = file.file_name();
             let id = name.to_str().and_then(|name| name.strip_suffix(".json"));
-            let Some(id) = id.and_then(|id| id.parse().ok()) else { continue };
+            let Some(id) = id.and_then(|id| id.parse().ok()) else {
+                continue;
+            };
             files.push((file.metadata()?.modified()?, file.path(), id));
         }
         files.sort();

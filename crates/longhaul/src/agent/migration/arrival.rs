@@ -15,15 +15,12 @@ use super::peer::{Call, allows, attempt_state};
 use super::receive::{ReceiveError, Receiving};
 use super::registry::{Reservation, Taken};
 use super::talk::TalkError;
-use super::verify;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
 use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, step_destination,
 };
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
-use longhaul_protocol::message::{
-    Offer, Refusal, RefusalCode, Summary, ToDestination, ToSource,
-};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, Summary, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::{Holder, Journal, Right};
 use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
@@ -55,7 +52,10 @@ pub(super) struct Arrival {
 impl Arrival {
     /// How far it is.
     pub(super) fn state(&self) -> DestinationState {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.state
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     fn set_state(&self, state: &DestinationState) {
@@ -66,7 +66,10 @@ impl Arrival {
     pub(super) async fn resume(&self, call: Call, epoch: Epoch) {
         if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
             let state = attempt_state(&self.state());
-            let message = ToSource::Status { attempt: self.attempt, state };
+            let message = ToSource::Status {
+                attempt: self.attempt,
+                state,
+            };
             if let Err(error) = call.sender.send(&message).await {
                 tracing::debug!(%error, "a source that came back went again");
             }
@@ -96,7 +99,11 @@ pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer)
 }
 
 fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
-    Refusal { code, text: text.into(), hint: None }
+    Refusal {
+        code,
+        text: text.into(),
+        hint: None,
+    }
 }
 
 async fn prepare(
@@ -108,17 +115,27 @@ async fn prepare(
     if !allows(&call.control, Permission::SendGuests) {
         let text = format!("{host} does not let this host send guests");
         let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
-        return Err(Refusal { code: RefusalCode::NotAllowed, text, hint: Some(hint) });
+        return Err(Refusal {
+            code: RefusalCode::NotAllowed,
+            text,
+            hint: Some(hint),
+        });
     }
     let guest = offer.guest.name.clone();
     let taken = Taken::Moving(offer.migration, Side::Destination);
-    let reservation = context.registry.take(&guest, taken).map_err(|error| Refusal {
-        code: RefusalCode::Busy,
-        text: format!("{host}: {}", error.message),
-        hint: error.hint,
-    })?;
+    let reservation = context
+        .registry
+        .take(&guest, taken)
+        .map_err(|error| Refusal {
+            code: RefusalCode::Busy,
+            text: format!("{host}: {}", error.message),
+            hint: error.hint,
+        })?;
     let right = context.rights.get(&guest).map_err(|error| {
-        refuse(RefusalCode::Busy, format!("{host} cannot tell who may run {guest}: {error}"))
+        refuse(
+            RefusalCode::Busy,
+            format!("{host} cannot tell who may run {guest}: {error}"),
+        )
     })?;
     if let Some(right) = right.filter(|right| right.generation > offer.generation) {
         let text = format!(
@@ -127,21 +144,35 @@ async fn prepare(
         );
         return Err(refuse(RefusalCode::Invalid, text));
     }
-    let checks = context.local_checks(&offer.guest, &offer.machine).await.checks;
-    let refused = checks.into_iter().find(|check| {
-        check.verdict == longhaul_protocol::message::Verdict::Refused
-    });
+    let checks = context
+        .local_checks(&offer.guest, &offer.machine)
+        .await
+        .checks;
+    let refused = checks
+        .into_iter()
+        .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
     if let Some(check) = refused {
         let (text, hint) = (check.text, check.hint);
-        return Err(Refusal { code: RefusalCode::Unsuitable, text, hint });
+        return Err(Refusal {
+            code: RefusalCode::Unsuitable,
+            text,
+            hint,
+        });
     }
     let peer = call.control.peer().host.clone();
     let invalid = |error: &dyn std::fmt::Display| {
-        refuse(RefusalCode::Invalid, format!("{host} cannot take part: {error}"))
+        refuse(
+            RefusalCode::Invalid,
+            format!("{host} cannot take part: {error}"),
+        )
     };
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    if journal.records().iter().any(|record| record.attempt() >= offer.attempt) {
+    if journal
+        .records()
+        .iter()
+        .any(|record| record.attempt() >= offer.attempt)
+    {
         return Err(invalid(&"this attempt is over"));
     }
     let began = Record::Began {
@@ -172,7 +203,10 @@ async fn prepare(
         Ok(inbound) => inbound,
         Err(error) => {
             let reason = error.to_string();
-            let aborted = Record::Aborted { attempt: offer.attempt, reason: short(&reason) };
+            let aborted = Record::Aborted {
+                attempt: offer.attempt,
+                reason: short(&reason),
+            };
             if let Err(error) = block_in_place(|| journal.append(&aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
             }
@@ -309,10 +343,14 @@ impl Task {
         };
         let token = expected.token().to_bytes().to_vec();
         let answer = match answer {
-            ToSource::Accepted { machine, .. } => {
-                ToSource::Accepted { machine, bulk_token: token }
-            }
-            ToSource::Resumed { state, .. } => ToSource::Resumed { state, bulk_token: token },
+            ToSource::Accepted { machine, .. } => ToSource::Accepted {
+                machine,
+                bulk_token: token,
+            },
+            ToSource::Resumed { state, .. } => ToSource::Resumed {
+                state,
+                bulk_token: token,
+            },
             other => other,
         };
         if let Err(error) = call.sender.send(&answer).await {
@@ -388,8 +426,8 @@ impl Task {
                 tracing::info!(migration = %self.offer.migration, %error, "the source is gone");
                 self.disconnect();
                 self.lost_at.get_or_insert_with(Instant::now);
-                if let TalkError::Wire(_) = error {
-                    self.abort(format!("{error}")).await;
+                if error.is_meant() {
+                    self.abort(error.to_string()).await;
                 }
             }
             Happened::Call(Some((call, epoch))) => self.resumed(call, epoch).await,
@@ -407,10 +445,14 @@ impl Task {
             Happened::QemuEnded => self.qemu_ended().await,
             Happened::PatienceOver => match self.handover {
                 DestinationState::Running => self.disconnect(),
-                _ => self.abort("the source did not come back in time".to_owned()).await,
+                _ => {
+                    self.abort("the source did not come back in time".to_owned())
+                        .await
+                }
             },
             Happened::Cancelled => {
-                self.abort("it was cancelled at the destination".to_owned()).await;
+                self.abort("it was cancelled at the destination".to_owned())
+                    .await;
             }
         }
     }
@@ -419,13 +461,20 @@ impl Task {
         if epoch <= self.epoch {
             let reason = "this connection is older than the one in use".to_owned();
             let attempt = self.offer.attempt;
-            if let Err(error) = call.sender.send(&ToSource::Aborted { attempt, reason }).await {
+            if let Err(error) = call
+                .sender
+                .send(&ToSource::Aborted { attempt, reason })
+                .await
+            {
                 tracing::debug!(%error, "a source that came too late went again");
             }
             return;
         }
         let state = attempt_state(&self.handover);
-        let answer = ToSource::Resumed { bulk_token: Vec::new(), state };
+        let answer = ToSource::Resumed {
+            bulk_token: Vec::new(),
+            state,
+        };
         self.connect(call, epoch, answer).await;
         let loaded = self.loaded && matches!(self.handover, DestinationState::Receiving);
         if loaded {
@@ -443,10 +492,19 @@ impl Task {
                     self.entry.enter(Phase::Precopy);
                 }
             }
-            ToDestination::DeviceState { offset, total, bytes } => {
-                self.device_state(offset as usize, total as usize, &bytes).await;
+            ToDestination::DeviceState {
+                offset,
+                total,
+                bytes,
+            } => {
+                self.device_state(offset as usize, total as usize, &bytes)
+                    .await;
             }
-            ToDestination::Complete { epoch, frames, device_state_bytes } => {
+            ToDestination::Complete {
+                epoch,
+                frames,
+                device_state_bytes,
+            } => {
                 if epoch == self.epoch {
                     if self.device_state.len() != device_state_bytes as usize {
                         let reason = "a piece of the device state is missing";
@@ -456,11 +514,22 @@ impl Task {
                     self.inbound.receiving().announced(epoch, frames);
                 }
             }
-            ToDestination::VerifyRegion { region, range, blocks_per_digest } => {
+            ToDestination::VerifyRegion {
+                region,
+                range,
+                blocks_per_digest,
+            } => {
                 let digests =
                     block_in_place(|| self.inbound.digests(region, range, blocks_per_digest));
                 match digests {
-                    Ok(digests) => self.send(ToSource::Digests { region, range, digests }).await,
+                    Ok(digests) => {
+                        self.send(ToSource::Digests {
+                            region,
+                            range,
+                            digests,
+                        })
+                        .await
+                    }
                     Err(error) => self.abort(error.to_string()).await,
                 }
             }
@@ -468,13 +537,17 @@ impl Task {
                 self.verified = true;
                 self.ready_if_so().await;
             }
-            ToDestination::Commit { attempt, generation } => {
+            ToDestination::Commit {
+                attempt,
+                generation,
+            } => {
                 self.commit_at.get_or_insert_with(Instant::now);
                 if generation.0 != self.offer.generation.0 + 1 {
                     tracing::warn!(?generation, "a commit for another generation is ignored");
                     return;
                 }
-                self.step(DestinationEvent::Commit(attempt, generation)).await;
+                self.step(DestinationEvent::Commit(attempt, generation))
+                    .await;
             }
             ToDestination::Cancel { reason } => self.abort(reason).await,
             ToDestination::Done => {
@@ -486,7 +559,8 @@ impl Task {
             | ToDestination::Offer(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => {
-                self.abort("the source breaks the protocol: a second beginning".to_owned()).await;
+                self.abort("the source breaks the protocol: a second beginning".to_owned())
+                    .await;
             }
         }
     }
@@ -503,7 +577,9 @@ impl Task {
             if self.loaded || self.loading.is_some() || self.device_state.len() == total {
                 return;
             }
-            return self.abort("the device state came out of order".to_owned()).await;
+            return self
+                .abort("the device state came out of order".to_owned())
+                .await;
         }
         self.device_state.extend_from_slice(bytes);
     }
@@ -608,7 +684,11 @@ impl Task {
     async fn resume_guest(&mut self) -> DestinationEvent {
         let generation = Generation(self.offer.generation.0 + 1);
         let guest = self.offer.guest.name.clone();
-        let right = Right { guest, generation, holder: Holder::Here };
+        let right = Right {
+            guest,
+            generation,
+            holder: Holder::Here,
+        };
         // The journal has the commit; the file of rights is made again from it when this fails.
         if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
             tracing::error!(%error, "cannot note who may run the guest");
@@ -634,12 +714,17 @@ impl Task {
     }
 
     fn abort_reason(&self) -> String {
-        let reasons = self.journal.records().iter().rev().find_map(|record| match record {
-            Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
-                Some(reason.clone())
-            }
-            _ => None,
-        });
+        let reasons = self
+            .journal
+            .records()
+            .iter()
+            .rev()
+            .find_map(|record| match record {
+                Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
+                    Some(reason.clone())
+                }
+                _ => None,
+            });
         reasons.unwrap_or_else(|| "it was given up".to_owned())
     }
 

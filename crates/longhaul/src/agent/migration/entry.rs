@@ -107,7 +107,11 @@ impl Entry {
         Self {
             id: facts.id,
             started: Instant::now(),
-            state: Mutex::new(State { migration, report, phase_began: Duration::ZERO }),
+            state: Mutex::new(State {
+                migration,
+                report,
+                phase_began: Duration::ZERO,
+            }),
             progress: watch::Sender::new(progress),
             cancel: watch::Sender::new(None),
             limit: watch::Sender::new(facts.asked.bandwidth_bps),
@@ -131,7 +135,11 @@ impl Entry {
             progress.reason = migration.reason.clone();
             progress.elapsed_ms = report.total_ms.unwrap_or(0);
         });
-        *entry.lock() = State { migration, report, phase_began: Duration::ZERO };
+        *entry.lock() = State {
+            migration,
+            report,
+            phase_began: Duration::ZERO,
+        };
         entry
     }
 
@@ -262,7 +270,12 @@ impl State {
     fn close_phase(&mut self, now: Duration) {
         let phase = self.migration.phase;
         let time_ms = now.saturating_sub(self.phase_began).as_secs_f64() * 1e3;
-        match self.report.phases.iter_mut().find(|time| time.phase == phase) {
+        match self
+            .report
+            .phases
+            .iter_mut()
+            .find(|time| time.phase == phase)
+        {
             Some(time) => time.time_ms += time_ms,
             None => self.report.phases.push(PhaseTime { phase, time_ms }),
         }

@@ -7,10 +7,11 @@ use super::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
 use longhaul_hypervisor::capabilities::CapabilitiesError;
-use longhaul_hypervisor::guest::{Guest, ListenError};
+use longhaul_hypervisor::folder::PathTooLong;
+use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
 use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
-use longhaul_hypervisor::observe::{self, ObserveError};
+use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
@@ -30,9 +31,6 @@ pub(super) enum InboundError {
     /// QEMU did not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// Its machine could not be looked at.
-    #[error(transparent)]
-    Observe(#[from] ObserveError),
     /// It is not the same machine.
     #[error("the machine here would not be the same: {}", differences(.0))]
     Different(Vec<Difference>),
@@ -50,9 +48,9 @@ pub(super) enum InboundError {
     /// Its memory cannot be reached.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// It does not wait for a guest.
+    /// Its socket has no place.
     #[error(transparent)]
-    Listen(#[from] ListenError),
+    Path(#[from] PathTooLong),
     /// It did not take the stream, or could not load it.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
@@ -76,7 +74,11 @@ pub(super) enum InboundError {
 fn differences(list: &[Difference]) -> String {
     let shown: Vec<String> = list.iter().take(5).map(|one| one.text.clone()).collect();
     let more = list.len().saturating_sub(shown.len());
-    let more = if more == 0 { String::new() } else { format!("; and {more} more") };
+    let more = if more == 0 {
+        String::new()
+    } else {
+        format!("; and {more} more")
+    };
     format!("{}{more}", shown.join("; "))
 }
 
@@ -91,10 +93,14 @@ impl InboundError {
             _ => RefusalCode::QemuFailed,
         };
         let hint = match &self {
-            Self::Different(list) => list.first().and_then(|first| first.hint.clone()),
+            Self::Different(list) => list.first().map(|first| first.hint.clone()),
             _ => None,
         };
-        Refusal { code, text: format!("{host}: {self}"), hint }
+        Refusal {
+            code,
+            text: format!("{host}: {self}"),
+            hint,
+        }
     }
 }
 
@@ -117,27 +123,36 @@ impl Inbound {
     /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
     pub(super) async fn launch(context: &Context, offer: &Offer) -> Result<Self, InboundError> {
         let meter = Meter::start();
-        let capabilities = context.prober.capabilities().await?;
+        let capabilities = context.parts.prober.capabilities().await?;
         let machine_type = &offer.guest.machine;
         let emulator = capabilities.emulator_for(machine_type);
-        let emulator =
-            emulator.ok_or_else(|| InboundError::NoEmulator(machine_type.clone()))?;
-        let launch = Launch {
-            description: &offer.guest,
-            role: Role::Destination,
-            emulator,
-            accelerator: capabilities.accelerator,
-            generation: offer.generation.0,
-        };
-        let (guest, qmp) = launch.run(&context.parts.config.host).await?;
+        let emulator = emulator.ok_or_else(|| InboundError::NoEmulator(machine_type.clone()))?;
+        let (description, emulator) = (offer.guest.clone(), emulator.to_owned());
+        let (accelerator, generation) = (capabilities.accelerator, offer.generation.0);
+        let config = context.parts.config.hypervisor.clone();
+        // A launch must come to its end even when nobody waits for it any more.
+        let launched = tokio::spawn(async move {
+            let launch = Launch {
+                description: &description,
+                role: Role::Destination,
+                emulator: &emulator,
+                accelerator,
+                generation,
+            };
+            launch.run(&config).await
+        });
+        let launched = launched
+            .await
+            .map_err(|error| InboundError::Broken(error.to_string()))?;
+        let (guest, qmp) = launched?;
         match Self::set_up(offer, &guest, &qmp).await {
-            Ok((machine, memory, places, incoming, receiving)) => Ok(Self {
+            Ok((machine, memory, places, receiving)) => Ok(Self {
                 guest,
                 qmp,
                 machine,
                 memory,
                 places,
-                incoming: Some(incoming),
+                incoming: None,
                 begun: false,
                 receiving,
                 key: DigestKey(offer.digest_key),
@@ -151,26 +166,28 @@ impl Inbound {
         }
     }
 
-    #[expect(clippy::type_complexity, reason = "taken apart in the one place that calls it")]
     async fn set_up(
         offer: &Offer,
         guest: &Guest,
         qmp: &Qmp,
-    ) -> Result<(Machine, GuestMemory, Vec<usize>, Incoming, Arc<Receiving>), InboundError> {
-        let machine = observe::machine(qmp).await?;
+    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>), InboundError> {
+        let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
         if !different.is_empty() {
             return Err(InboundError::Different(different));
         }
-        let pid = guest.pid().ok_or_else(|| io::Error::other("QEMU has no process"))?;
+        let pid = guest
+            .pid()
+            .ok_or_else(|| io::Error::other("QEMU has no process"))?;
         let memory = GuestMemory::attach(qmp, pid).await?;
         let places = places(&memory, &offer.regions)?;
-        let socket = guest.listen(qmp).await?;
-        let incoming = Incoming::connect(qmp.clone(), &socket).await?;
-        let store = GuestStore { memory: memory.clone(), places: places.clone() };
+        let store = GuestStore {
+            memory: memory.clone(),
+            places: places.clone(),
+        };
         let key = DigestKey(offer.digest_key);
         let receiving = Receiving::new(&offer.regions, Box::new(store), key)?;
-        Ok((machine, memory, places, incoming, receiving))
+        Ok((machine, memory, places, receiving))
     }
 
     /// The machine that QEMU shows.
@@ -189,8 +206,9 @@ impl Inbound {
             return Ok(());
         }
         self.begun = true;
-        let incoming = self.incoming.as_mut().ok_or(InboundError::Order("Start after Complete"))?;
-        Ok(incoming.start(prelude).await?)
+        let socket = self.guest.folder().socket("incoming")?;
+        self.incoming = Some(Incoming::start(&self.qmp, &socket, prelude).await?);
+        Ok(())
     }
 
     /// Gives QEMU the rest of the stream, and waits until it has loaded.
@@ -200,7 +218,7 @@ impl Inbound {
     ) -> impl Future<Output = Result<(), InboundError>> + Send + use<> {
         let incoming = self.incoming.take();
         async move {
-            let incoming = incoming.ok_or(InboundError::Order("Complete twice"))?;
+            let incoming = incoming.ok_or(InboundError::Order("Complete without Start"))?;
             incoming.finish(&tail).await?;
             Ok(())
         }
@@ -226,7 +244,9 @@ impl Inbound {
         paused: bool,
     ) -> Result<(), InboundError> {
         if !paused {
-            self.qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT).await?;
+            self.qmp
+                .execute("cont", serde_json::json!({}), COMMAND_TIMEOUT)
+                .await?;
         }
         // The guest runs: what cannot be noted now is made again from the journal.
         if let Err(error) = self.guest.set_generation(generation.0) {
@@ -260,15 +280,20 @@ impl Inbound {
 
     /// The end of QEMU's log.
     pub(super) fn last_words(&self) -> String {
-        let log = std::fs::read_to_string(self.guest.folder().log()).unwrap_or_default();
-        let start = log.char_indices().rev().nth(400).map_or(0, |(at, _)| at);
-        log[start..].trim().to_owned()
+        end_of_log(&self.guest)
     }
 
     /// What it cost so far.
     pub(super) fn usage(&self) -> Usage {
         self.meter.usage(self.guest.pid())
     }
+}
+
+/// The end of a QEMU's log.
+pub(super) fn end_of_log(guest: &Guest) -> String {
+    let log = std::fs::read(guest.folder().log()).unwrap_or_default();
+    let end = String::from_utf8_lossy(&log[log.len().saturating_sub(400)..]).into_owned();
+    end.trim().to_owned()
 }
 
 /// Ends a QEMU that the guest does not need any more.
@@ -286,8 +311,10 @@ fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, In
             let block = &memory.blocks()[*place];
             !block.is_kept() && block.blocks() == spec.blocks
         });
-        let missing =
-            || InboundError::Region { name: spec.name.clone(), blocks: spec.blocks };
+        let missing = || InboundError::Region {
+            name: spec.name.clone(),
+            blocks: spec.blocks,
+        };
         place.ok_or_else(missing)
     };
     regions.iter().map(place).collect()
@@ -324,7 +351,8 @@ impl Store for GuestStore {
                     pieces.try_for_each(|start| {
                         let count = (write.range.end() - start).min(64);
                         let zeros = &ZEROS[..count as usize * BLOCK_SIZE];
-                        self.memory.write(place, &[BlockRange::new(start, count)], zeros)
+                        self.memory
+                            .write(place, &[BlockRange::new(start, count)], zeros)
                     })
                 }
                 Content::Bytes(bytes) => self.memory.write(place, &[write.range], bytes),

@@ -22,7 +22,9 @@ pub(super) struct Usage {
 
 impl Meter {
     pub(super) fn start() -> Self {
-        Self { agent_cpu: agent_cpu() }
+        Self {
+            agent_cpu: agent_cpu(),
+        }
     }
 
     /// So far; QEMU's time is that of its whole life.
@@ -36,7 +38,9 @@ impl Meter {
 }
 
 fn agent_cpu() -> Duration {
-    let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return Duration::ZERO };
+    let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else {
+        return Duration::ZERO;
+    };
     let time = |value: nix::sys::time::TimeVal| {
         Duration::from_secs(value.tv_sec().unsigned_abs())
             + Duration::from_micros(value.tv_usec().unsigned_abs())
@@ -58,7 +62,9 @@ pub(super) fn process_cpu(pid: i32) -> Option<Duration> {
 
 fn peak_bytes() -> Option<u64> {
     let status = fs::read_to_string("/proc/self/status").ok()?;
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }

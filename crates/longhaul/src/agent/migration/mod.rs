@@ -1,16 +1,58 @@
 //! Migrations of this host's guests: who may run what, which are under way, what became of them.
+//!
+//! [`Manager`] is what the API asks. `departure` and `arrival` are the two ends of a migration, a
+//! task each; `peer` answers the other agents; `recovery` takes up what an earlier agent left.
+
+mod archive;
+mod arrival;
+mod departure;
+mod entry;
+mod failure;
+mod inbound;
+mod meter;
+mod outbound;
+mod peer;
+mod plan;
+mod prepare;
+mod receive;
+mod recovery;
+mod registry;
+mod send;
+mod session;
+mod talk;
+mod verify;
 
 use crate::agent::state::{Parts, StartError};
+use archive::Archive;
+use arrival::Arrival;
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Plan, PlanRequest, Probe, ProbeResult, Progress, Report,
     Side, StartMigration,
 };
-use longhaul_protocol::MigrationId;
-use std::sync::Arc;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{Answer, Check, Verdict};
+use longhaul_protocol::{Attempt, HostId, MigrationId};
+use longhaul_storage::Rights;
+use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
+use registry::{Registry, Taken};
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+pub(crate) use registry::Reservation;
+
+/// How long a stopping agent waits for its migrations to end.
+const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
 
 /// Owns every migration of this host, and the journal of the right to run its guests.
-pub(crate) struct Manager {}
+pub(crate) struct Manager {
+    context: Arc<Context>,
+    accepting: JoinHandle<()>,
+}
 
 /// What this host's journal says of a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,91 +76,303 @@ pub(crate) enum Holder {
     InDoubt(String),
 }
 
-/// Keeps migrations off a guest while it is started or stopped; they are let in on drop.
-pub(crate) struct Reservation {}
+/// What every migration's task uses.
+struct Context {
+    parts: Parts,
+    endpoint: Endpoint,
+    journals: PathBuf,
+    rights: Rights,
+    registry: Registry,
+    archive: Archive,
+    arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
+    /// What the link to a host was seen to carry, in bytes per second.
+    rates: Mutex<HashMap<String, f64>>,
+}
+
+impl Context {
+    fn arrivals(&self) -> MutexGuard<'_, HashMap<MigrationId, Arc<Arrival>>> {
+        lock(&self.arrivals)
+    }
+
+    fn add_arrival(&self, arrival: Arc<Arrival>) {
+        self.arrivals().insert(arrival.migration, arrival);
+    }
+
+    fn remove_arrival(&self, arrival: &Arrival) {
+        self.arrivals().remove(&arrival.migration);
+    }
+
+    /// The arrival of this attempt from this source, if it is under way.
+    fn arrival(
+        &self,
+        migration: MigrationId,
+        attempt: Attempt,
+        source: HostId,
+    ) -> Option<Arc<Arrival>> {
+        let found = self.arrivals().get(&migration).cloned();
+        found.filter(|arrival| arrival.attempt == attempt && arrival.source == source)
+    }
+
+    /// What the link to a host was last seen to carry, in bytes per second.
+    fn link_rate(&self, host: &str) -> Option<f64> {
+        lock(&self.rates).get(host).copied()
+    }
+
+    /// Remembers what the link to a host carries: the most of late.
+    fn note_link_rate(&self, host: &str, bytes_per_s: f64) {
+        let mut rates = lock(&self.rates);
+        let known = rates.entry(host.to_owned()).or_insert(bytes_per_s);
+        *known = (*known * 0.999).max(bytes_per_s);
+    }
+
+    /// Everything that says whether this host could run a guest.
+    async fn local_checks(&self, guest: &GuestDescription, machine: &Machine) -> Answer {
+        let host = self.parts.config.name.clone();
+        let refused = |text: String, hint: Option<String>| Check {
+            verdict: Verdict::Refused,
+            text,
+            hint,
+        };
+        let mut checks = match self.parts.prober.capabilities().await {
+            Ok(capabilities) => longhaul_hypervisor::capabilities::can_run(
+                &host,
+                guest,
+                Some(machine),
+                &capabilities,
+            ),
+            Err(error) => vec![refused(format!("{host}: {error}"), None)],
+        };
+        if let Err(error) = longhaul_hypervisor::description::check(guest) {
+            checks.push(refused(
+                format!("{host} cannot run {}: {error}", guest.name),
+                None,
+            ));
+        }
+        let unshared = guest
+            .disks
+            .iter()
+            .find(|disk| !disk.shared && !disk.read_only);
+        if let Some(disk) = unshared {
+            checks.push(refused(
+                format!(
+                    "disk {} of {} is not on storage that both hosts see",
+                    disk.name, guest.name
+                ),
+                Some(
+                    "put it on shared storage, and write `shared = true` in its description".into(),
+                ),
+            ));
+        }
+        let folder =
+            longhaul_hypervisor::folder::GuestFolder::new(&self.parts.config.state, &guest.name);
+        if folder.is_ok_and(|folder| folder.path().exists()) {
+            checks.push(refused(
+                format!("{host} has a guest called {} already", guest.name),
+                Some(format!(
+                    "on {host}: longhaul guests, and stop or rename the one there"
+                )),
+            ));
+        }
+        Answer { host, checks }
+    }
+}
 
 impl Manager {
     /// Reads the journal, takes up what an earlier agent left (in a task of its own) and begins to
     /// accept other hosts' connections.
-    pub(crate) async fn start_up(_parts: Parts) -> Result<Arc<Self>, StartError> {
-        Ok(Arc::new(Self {}))
+    pub(crate) async fn start_up(parts: Parts) -> Result<Arc<Self>, StartError> {
+        let state = &parts.config.state;
+        let cannot = |what: &str, error: &dyn std::fmt::Display| {
+            StartError::new(format!("cannot {what}: {error}"))
+        };
+        let journals = state.join("journal");
+        std::fs::create_dir_all(&journals).map_err(|e| cannot("make the journal's folder", &e))?;
+        let rights = Rights::open(&state.join("rights"))
+            .map_err(|error| cannot("read who may run which guest", &error))?;
+        let archive = Archive::open(&state.join("reports"))
+            .map_err(|error| cannot("make the folder of reports", &error))?;
+        let software = format!("longhaul {}", env!("CARGO_PKG_VERSION"));
+        let version = longhaul_protocol::wire::VERSION;
+        let hello = Hello {
+            version_min: version,
+            version_max: version,
+            software,
+        };
+        let config = EndpointConfig::new(parts.config.listen, hello);
+        let endpoint = Endpoint::bind(config, parts.identity.clone(), parts.trust.clone())
+            .map_err(|error| {
+                cannot("open the socket for other agents", &error)
+                    .hint("another program may use the port: change `listen`")
+            })?;
+        let registry = Registry::default();
+        let kept = archive
+            .load()
+            .map_err(|error| cannot("read the reports", &error))?;
+        kept.into_iter()
+            .for_each(|entry| registry.add(Arc::new(entry)));
+        let context = Arc::new(Context {
+            parts,
+            endpoint,
+            journals,
+            rights,
+            registry,
+            archive,
+            arrivals: Mutex::default(),
+            rates: Mutex::default(),
+        });
+        recovery::take_up(&context).await.map_err(|error| {
+            StartError::new(format!(
+                "cannot take up what an earlier agent left: {error}"
+            ))
+            .hint("nothing was changed: mend what the message names, and start the agent again")
+        })?;
+        let accepting = tokio::spawn(peer::accept(context.clone()));
+        Ok(Arc::new(Self { context, accepting }))
     }
 
     /// Ends every task: what was not released is aborted; guests are left running.
-    pub(crate) async fn shut_down(&self) {}
+    pub(crate) async fn shut_down(&self) {
+        self.accepting.abort();
+        let under_way = || {
+            let entries = self.context.registry.list();
+            entries
+                .into_iter()
+                .filter(|entry| entry.outcome().is_none())
+                .collect::<Vec<_>>()
+        };
+        for entry in under_way() {
+            entry.cancel("the agent was stopped");
+        }
+        while !under_way().is_empty() {
+            tokio::time::sleep(SHUT_DOWN_STEP).await;
+        }
+        self.context.endpoint.close("the agent was stopped").await;
+    }
 
     /// Checks and predicts, changing nothing.
-    pub(crate) async fn plan(&self, _request: PlanRequest) -> Result<Plan, ApiError> {
-        Err(not_available())
+    pub(crate) async fn plan(&self, request: PlanRequest) -> Result<Plan, ApiError> {
+        plan::plan(&self.context, request).await
     }
 
     /// Begins a migration, or refuses it.
-    pub(crate) async fn start(&self, _request: StartMigration) -> Result<Migration, ApiError> {
-        Err(not_available())
+    pub(crate) async fn start(&self, request: StartMigration) -> Result<Migration, ApiError> {
+        let entry = prepare::start(&self.context, request)?;
+        Ok(entry.migration())
     }
 
     /// Asks a migration to stop; its progress tells when and how it has.
-    pub(crate) async fn cancel(&self, _id: MigrationId) -> Result<Migration, ApiError> {
-        Err(not_available())
+    pub(crate) async fn cancel(&self, id: MigrationId) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        if entry.outcome().is_some() {
+            let text = format!("migration {id} has ended: there is nothing to cancel");
+            return Err(ApiError::new(ErrorCode::TooLate, text));
+        }
+        entry.cancel("it was cancelled");
+        Ok(entry.migration())
     }
 
     /// Changes a migration's limit.
-    pub(crate) async fn limit(
-        &self,
-        _id: MigrationId,
-        _limit: Limit,
-    ) -> Result<Migration, ApiError> {
-        Err(not_available())
+    pub(crate) async fn limit(&self, id: MigrationId, limit: Limit) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        if entry.outcome().is_some() || entry.report().side == Side::Destination {
+            let text = format!("migration {id} does not send from here");
+            return Err(ApiError::new(ErrorCode::TooLate, text)
+                .hint("a limit is set at the source, while the guest moves"));
+        }
+        entry.limit(limit.bandwidth_bps);
+        Ok(entry.migration())
     }
 
     /// The migrations of this host, on either side, the newest first.
     pub(crate) async fn list(&self) -> Vec<Migration> {
-        Vec::new()
+        let entries = self.context.registry.list();
+        entries.into_iter().map(|entry| entry.migration()).collect()
     }
 
     /// One migration.
-    pub(crate) async fn get(&self, _id: MigrationId) -> Result<Migration, ApiError> {
-        Err(not_available())
+    pub(crate) async fn get(&self, id: MigrationId) -> Result<Migration, ApiError> {
+        Ok(self.context.registry.get(id)?.migration())
     }
 
     /// A migration's report; of one under way, so far.
-    pub(crate) async fn report(&self, _id: MigrationId) -> Result<Report, ApiError> {
-        Err(not_available())
+    pub(crate) async fn report(&self, id: MigrationId) -> Result<Report, ApiError> {
+        Ok(self.context.registry.get(id)?.report())
     }
 
     /// A migration's progress, as it changes. The last has an outcome; for one that has ended
     /// there is only that.
     pub(crate) async fn watch(
         &self,
-        _id: MigrationId,
+        id: MigrationId,
     ) -> Result<watch::Receiver<Progress>, ApiError> {
-        Err(not_available())
+        Ok(self.context.registry.get(id)?.watch())
     }
 
     /// Measures the link to a trusted host.
-    pub(crate) async fn probe(&self, _host: &str, _probe: Probe) -> Result<ProbeResult, ApiError> {
-        Err(not_available())
+    pub(crate) async fn probe(&self, host: &str, probe: Probe) -> Result<ProbeResult, ApiError> {
+        let config = ProbeConfig {
+            duration: Duration::from_secs(u64::from(probe.seconds.clamp(1, 300))),
+            bandwidth_bps: probe.bandwidth_bps,
+            ..ProbeConfig::default()
+        };
+        let report = self.context.endpoint.probe(host, config, |_| {}).await;
+        let report = report.map_err(|error| failure::probe(host, &error))?;
+        if probe.bandwidth_bps.is_none() {
+            self.context
+                .note_link_rate(host, report.throughput_bps as f64 / 8.0);
+        }
+        Ok(plan::probe_result(host, &report))
     }
 
     /// What the journal says of a guest.
-    pub(crate) async fn right(&self, _guest: &str) -> Right {
-        Right {
-            generation: None,
-            holder: Holder::Here,
-            moving: None,
+    pub(crate) async fn right(&self, guest: &str) -> Right {
+        let moving = match self.context.registry.taken(guest) {
+            Some(Taken::Moving(id, side)) => Some((id, side)),
+            Some(Taken::Locally) | None => None,
+        };
+        match self.context.rights.get(guest) {
+            Ok(None) => Right {
+                generation: None,
+                holder: Holder::Here,
+                moving,
+            },
+            Ok(Some(right)) => {
+                let generation = Some(right.generation.0);
+                let holder = match right.holder {
+                    longhaul_storage::Holder::Here => Holder::Here,
+                    longhaul_storage::Holder::Elsewhere { host } => Holder::Elsewhere(host),
+                    longhaul_storage::Holder::InDoubt { host } => Holder::InDoubt(host),
+                };
+                Right {
+                    generation,
+                    holder,
+                    moving,
+                }
+            }
+            // Whoever cannot read who may run a guest must not run it.
+            Err(error) => {
+                tracing::error!(%error, guest, "cannot read who may run a guest");
+                Right {
+                    generation: None,
+                    holder: Holder::InDoubt(error.to_string()),
+                    moving,
+                }
+            }
         }
     }
 
     /// Keeps migrations off a guest; refuses while one is under way, and where the right to run
     /// it is not here.
-    pub(crate) async fn reserve(&self, _guest: &str) -> Result<Reservation, ApiError> {
-        Ok(Reservation {})
+    pub(crate) async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
+        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        let right = self.right(guest).await;
+        match right.holder {
+            Holder::Here => Ok(reservation),
+            holder => Err(failure::not_here(guest, &holder)),
+        }
     }
 }
 
-fn not_available() -> ApiError {
-    ApiError::new(
-        ErrorCode::Unavailable,
-        "this agent does not move guests yet",
-    )
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

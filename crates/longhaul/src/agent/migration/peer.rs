@@ -47,7 +47,11 @@ async fn answer(context: Arc<Context>, control: Control, channel: Channel) {
     let peer = control.peer().host.name.clone();
     let (sender, mut receiver) = talk::as_destination(channel);
     let first = receiver.recv_within(FIRST_MESSAGE).await;
-    let call = Call { control, sender, receiver };
+    let call = Call {
+        control,
+        sender,
+        receiver,
+    };
     let done = match first {
         Ok(first) => dispatch(context, call, first).await,
         Err(TalkError::Wire(error)) => {
@@ -80,7 +84,11 @@ async fn dispatch(
             arrival::receive(context, call, *offer).await;
             Ok(())
         }
-        ToDestination::Resume { migration, attempt, epoch } => {
+        ToDestination::Resume {
+            migration,
+            attempt,
+            epoch,
+        } => {
             let arrival = context.arrival(migration, attempt, call.control.peer().host.id);
             match arrival {
                 Some(arrival) => {
@@ -110,18 +118,25 @@ async fn tell(
     attempt: Attempt,
 ) -> Result<(), TalkError> {
     let peer = call.control.peer().host.id;
-    let said = context.arrival(migration, attempt, peer).map(|arrival| arrival.state());
+    let said = context
+        .arrival(migration, attempt, peer)
+        .map(|arrival| arrival.state());
     let message = match said {
         Some(DestinationState::Running) => ToSource::Committed { attempt },
-        Some(DestinationState::Aborted) => {
-            ToSource::Aborted { attempt, reason: "it was given up".to_owned() }
-        }
-        Some(state) => ToSource::Status { attempt, state: attempt_state(&state) },
+        Some(DestinationState::Aborted) => ToSource::Aborted {
+            attempt,
+            reason: "it was given up".to_owned(),
+        },
+        Some(state) => ToSource::Status {
+            attempt,
+            state: attempt_state(&state),
+        },
         None => match abort_unknown(context, migration, attempt) {
             Ok(message) => message,
             Err(error) => {
                 tracing::error!(%migration, %error, "cannot say what became of an attempt");
-                call.control.close(CloseCode::Busy, "the journal here cannot be used");
+                call.control
+                    .close(CloseCode::Busy, "the journal here cannot be used");
                 return Ok(());
             }
         },
@@ -142,17 +157,26 @@ fn abort_unknown(
                 return Ok(ToSource::Committed { attempt });
             }
             Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
-                return Ok(ToSource::Aborted { attempt, reason: reason.clone() });
+                return Ok(ToSource::Aborted {
+                    attempt,
+                    reason: reason.clone(),
+                });
             }
             // An arrival that the recovery has not come to yet.
             Record::Ready { .. } => {
-                return Ok(ToSource::Status { attempt, state: AttemptState::Ready });
+                return Ok(ToSource::Status {
+                    attempt,
+                    state: AttemptState::Ready,
+                });
             }
             Record::Began { .. } | Record::Released { .. } => {}
         }
     }
     let reason = "the destination does not know this attempt".to_owned();
-    journal.append(&Record::Aborted { attempt, reason: reason.clone() })?;
+    journal.append(&Record::Aborted {
+        attempt,
+        reason: reason.clone(),
+    })?;
     Ok(ToSource::Aborted { attempt, reason })
 }
 

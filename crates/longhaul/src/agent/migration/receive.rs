@@ -73,7 +73,10 @@ impl Receiving {
             error: None,
             fresh: Vec::new(),
         };
-        Ok(Arc::new(Self { inner: Mutex::new(inner), complete: Notify::new() }))
+        Ok(Arc::new(Self {
+            inner: Mutex::new(inner),
+            complete: Notify::new(),
+        }))
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -126,7 +129,11 @@ impl Receiving {
             match frame {
                 Some(Some(frame)) => {
                     let complete = block_in_place(|| self.lock().apply(epoch, &frame))?;
-                    let wait = if complete { Duration::ZERO } else { ACKNOWLEDGE_AFTER };
+                    let wait = if complete {
+                        Duration::ZERO
+                    } else {
+                        ACKNOWLEDGE_AFTER
+                    };
                     let at = Instant::now() + wait;
                     acknowledge_at = Some(acknowledge_at.map_or(at, |earlier| earlier.min(at)));
                     if complete {
@@ -161,17 +168,32 @@ impl Receiving {
 
 impl Inner {
     fn apply(&mut self, epoch: Epoch, frame: &[u8]) -> Result<bool, ReceiveError> {
-        let Self { destination, store, decoder, error, fresh } = self;
-        let mut sink = Sink { destination, store: store.as_mut(), error, fresh };
+        let Self {
+            destination,
+            store,
+            decoder,
+            error,
+            fresh,
+        } = self;
+        let mut sink = Sink {
+            destination,
+            store: store.as_mut(),
+            error,
+            fresh,
+        };
         let outcome = match decoder.decode(frame, &Limits::default(), &mut sink) {
             Ok(outcome) => outcome,
             Err(DecodeError::Frame(error)) => return Err(error.into()),
             Err(DecodeError::Sink(error)) => return Err(ReceiveError::Store(error)),
+            Err(DecodeError::Decompressor(error)) => {
+                return Err(ReceiveError::Store(error.to_string()));
+            }
         };
         if let Some(error) = self.error.take() {
             return Err(ReceiveError::Store(error));
         }
-        self.destination.applied(epoch, outcome.seq, &outcome.rejected)?;
+        self.destination
+            .applied(epoch, outcome.seq, &outcome.rejected)?;
         Ok(self.destination.is_complete())
     }
 }
@@ -207,7 +229,8 @@ impl BlockSink for Sink<'_> {
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {
         self.fresh.clear();
         for write in writes {
-            self.fresh.push(self.destination.written(write.region, write.range, seq));
+            self.fresh
+                .push(self.destination.written(write.region, write.range, seq));
         }
         self.store.write(writes, self.fresh)
     }

@@ -43,7 +43,11 @@ impl Registry {
     pub(super) fn add(&self, entry: Arc<Entry>) {
         let mut entries = lock(&self.entries);
         entries.insert(entry.id(), entry);
-        let ended = |entry: &Entry| entry.outcome().is_some_and(|outcome| outcome != Outcome::InDoubt);
+        let ended = |entry: &Entry| {
+            entry
+                .outcome()
+                .is_some_and(|outcome| outcome != Outcome::InDoubt)
+        };
         if entries.values().filter(|entry| ended(entry)).count() > ENDED_MAX {
             let oldest = entries.values().filter(|entry| ended(entry));
             let oldest = oldest.min_by_key(|entry| entry.report().started_unix_ms);
@@ -57,8 +61,11 @@ impl Registry {
     pub(super) fn get(&self, id: MigrationId) -> Result<Arc<Entry>, ApiError> {
         let found = lock(&self.entries).get(&id).cloned();
         found.ok_or_else(|| {
-            ApiError::new(ErrorCode::MigrationUnknown, format!("there is no migration {id} here"))
-                .hint("`longhaul migrations` lists those that this host knows")
+            ApiError::new(
+                ErrorCode::MigrationUnknown,
+                format!("there is no migration {id} here"),
+            )
+            .hint("`longhaul migrations` lists those that this host knows")
         })
     }
 
@@ -84,7 +91,10 @@ impl Registry {
             return Err(ApiError::new(ErrorCode::GuestBusy, error).hint(hint));
         }
         taken.insert(guest.to_owned(), what);
-        Ok(Reservation { taken: self.taken.clone(), guest: guest.to_owned() })
+        Ok(Reservation {
+            taken: self.taken.clone(),
+            guest: guest.to_owned(),
+        })
     }
 
     /// What keeps a guest.
@@ -105,10 +115,16 @@ mod tests {
     fn a_guest_is_taken_once_and_given_back() {
         let registry = Registry::default();
         let id = MigrationId([1; 8]);
-        let first = registry.take("web", Taken::Moving(id, Side::Source)).unwrap();
+        let first = registry
+            .take("web", Taken::Moving(id, Side::Source))
+            .unwrap();
         let refused = registry.take("web", Taken::Locally).unwrap_err();
         assert_eq!(refused.code, ErrorCode::GuestBusy);
-        assert!(refused.hint.is_some_and(|hint| hint.contains(&id.to_string())));
+        assert!(
+            refused
+                .hint
+                .is_some_and(|hint| hint.contains(&id.to_string()))
+        );
         drop(first);
         assert!(registry.take("web", Taken::Locally).is_ok());
     }

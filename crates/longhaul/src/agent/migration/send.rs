@@ -53,7 +53,12 @@ pub(super) struct Line {
 
 impl Line {
     pub(super) fn new(bulk: BulkSender, epoch: Epoch) -> Arc<Self> {
-        Arc::new(Self { bulk, epoch, frames: AtomicU64::new(0), dead: AtomicBool::new(false) })
+        Arc::new(Self {
+            bulk,
+            epoch,
+            frames: AtomicU64::new(0),
+            dead: AtomicBool::new(false),
+        })
     }
 
     /// Frames that were given to it.
@@ -123,6 +128,11 @@ impl Sending {
         Ok(())
     }
 
+    /// Bytes of frames that were sent and not acknowledged.
+    pub(super) fn queued_bytes(&self) -> u64 {
+        self.engine().in_flight_bytes()
+    }
+
     /// Literal bytes before and after compression.
     pub(super) fn compressed(&self) -> (u64, u64) {
         (
@@ -147,9 +157,8 @@ impl Sending {
             match self.send_over(&current, &mut worker).await {
                 Err(error) => return error,
                 Ok(Ended::Lost) => {
-                    let replaced = line.wait_for(|now| {
-                        now.as_ref().is_none_or(|now| !Arc::ptr_eq(now, &current))
-                    });
+                    let replaced = line
+                        .wait_for(|now| now.as_ref().is_none_or(|now| !Arc::ptr_eq(now, &current)));
                     if replaced.await.is_err() {
                         std::future::pending::<()>().await;
                     }
@@ -160,7 +169,9 @@ impl Sending {
 
     async fn send_over(&self, line: &Line, worker: &mut Worker) -> Result<Ended, SendError> {
         loop {
-            let Ok(permit) = line.bulk.reserve().await else { return Ok(Ended::Lost) };
+            let Ok(permit) = line.bulk.reserve().await else {
+                return Ok(Ended::Lost);
+            };
             let notified = self.wake.notified();
             match block_in_place(|| self.next_frame(line, worker))? {
                 Next::Nothing => {
@@ -169,16 +180,14 @@ impl Sending {
                     let _ = timeout(IDLE_WAIT, notified).await;
                 }
                 Next::Skipped => {}
-                Next::Frame(frame) => {
-                    match permit.send(frame) {
-                        Ok(()) => {}
-                        Err(BulkError::TooLarge { bytes, .. }) => {
-                            let bytes = bytes as usize;
-                            return Err(EncodeError::TooLong { bytes }.into());
-                        }
-                        Err(_) => return Ok(Ended::Lost),
+                Next::Frame(frame) => match permit.send(frame) {
+                    Ok(()) => {}
+                    Err(BulkError::TooLarge { bytes, .. }) => {
+                        let bytes = bytes as usize;
+                        return Err(EncodeError::TooLong { bytes }.into());
                     }
-                }
+                    Err(_) => return Ok(Ended::Lost),
+                },
             }
         }
     }
@@ -188,10 +197,14 @@ impl Sending {
         if line.dead.load(Ordering::SeqCst) {
             return Ok(Next::Nothing);
         }
-        let Some(batch) = engine.take(FRAME_BLOCKS)? else { return Ok(Next::Nothing) };
+        let Some(batch) = engine.take(FRAME_BLOCKS)? else {
+            return Ok(Next::Nothing);
+        };
         drop(engine);
         let content = &mut worker.content[..batch.blocks.len()];
-        self.content.read(&batch.blocks, content).map_err(SendError::Content)?;
+        self.content
+            .read(&batch.blocks, content)
+            .map_err(SendError::Content)?;
         worker.staged.clear();
         worker.hasher.stage(content, &mut worker.staged);
         let (decisions, link) = {
@@ -211,8 +224,10 @@ impl Sending {
         )?;
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
         lock(&self.policy).observe(compression, payload, stored, began.elapsed());
-        self.payload_bytes.fetch_add(payload as u64, Ordering::Relaxed);
-        self.stored_bytes.fetch_add(stored as u64, Ordering::Relaxed);
+        self.payload_bytes
+            .fetch_add(payload as u64, Ordering::Relaxed);
+        self.stored_bytes
+            .fetch_add(stored as u64, Ordering::Relaxed);
         if frame.blocks == 0 {
             self.engine().encoded(&batch, None);
             return Ok(Next::Skipped);

@@ -3,8 +3,8 @@
 use super::Context;
 use super::send::Line;
 use super::talk::{self, Receiver, Sender, TalkError};
-use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_transport::{
     BulkBinding, BulkConfig, BulkToken, CloseCode, ConnectError, Control, LinkError,
@@ -69,16 +69,36 @@ pub(super) async fn offer(
     bandwidth_bps: Option<u64>,
 ) -> Result<(Session, Machine), SessionError> {
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
-    sender.send(&ToDestination::Offer(Box::new(offer.clone()))).await?;
+    sender
+        .send(&ToDestination::Offer(Box::new(offer.clone())))
+        .await?;
     let (machine, token) = match receiver.recv_within(OFFER_WITHIN).await? {
-        ToSource::Accepted { machine, bulk_token } => (*machine, bulk_token),
+        ToSource::Accepted {
+            machine,
+            bulk_token,
+        } => (*machine, bulk_token),
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
-        _ => return Err(SessionError::Protocol("an offer is answered by Accepted or Refused")),
+        _ => {
+            return Err(SessionError::Protocol(
+                "an offer is answered by Accepted or Refused",
+            ));
+        }
     };
-    let binding =
-        BulkBinding { migration: offer.migration, attempt: offer.attempt, epoch: Epoch(1) };
+    let binding = BulkBinding {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        epoch: Epoch(1),
+    };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
-    Ok((Session { control, sender, receiver, line }, machine))
+    Ok((
+        Session {
+            control,
+            sender,
+            receiver,
+            line,
+        },
+        machine,
+    ))
 }
 
 async fn bulk(
@@ -87,10 +107,14 @@ async fn bulk(
     binding: BulkBinding,
     bandwidth_bps: Option<u64>,
 ) -> Result<Arc<Line>, SessionError> {
-    let token: [u8; 32] =
-        token.try_into().map_err(|_| SessionError::Protocol("a token has 32 bytes"))?;
+    let token: [u8; 32] = token
+        .try_into()
+        .map_err(|_| SessionError::Protocol("a token has 32 bytes"))?;
     let token = BulkToken::from_bytes(token);
-    let config = BulkConfig { bandwidth_bps, ..BulkConfig::default() };
+    let config = BulkConfig {
+        bandwidth_bps,
+        ..BulkConfig::default()
+    };
     let bulk = control.connect_bulk(&token, binding, config).await?;
     Ok(Line::new(bulk, binding.epoch))
 }
@@ -100,10 +124,13 @@ async fn bulk(
 pub(super) async fn resume(
     context: Arc<Context>,
     attempted: Attempted,
-    epoch: Epoch,
+    last: Epoch,
     bandwidth_bps: Option<u64>,
 ) -> Result<(Session, AttemptState), SessionError> {
+    let mut epoch = last;
     loop {
+        // The destination may have taken an epoch into use of which this side never heard.
+        epoch = Epoch(epoch.0 + 1);
         match try_resume(&context, &attempted, epoch, bandwidth_bps).await {
             Err(SessionError::Connect(error)) if !is_final(&error) => {
                 tracing::debug!(%error, "not back yet");
@@ -125,7 +152,7 @@ fn is_final(error: &ConnectError) -> bool {
         ConnectError::NotTrusted(_)
             | ConnectError::Trust(_)
             | ConnectError::IdentityChanged { .. }
-            | ConnectError::Incompatible { .. }
+            | ConnectError::Incompatible(_)
     )
 }
 
@@ -137,8 +164,16 @@ async fn try_resume(
 ) -> Result<(Session, AttemptState), SessionError> {
     let control = context.endpoint.connect(&attempted.host).await?;
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
-    let Attempted { migration, attempt, .. } = *attempted;
-    sender.send(&ToDestination::Resume { migration, attempt, epoch }).await?;
+    let Attempted {
+        migration, attempt, ..
+    } = *attempted;
+    sender
+        .send(&ToDestination::Resume {
+            migration,
+            attempt,
+            epoch,
+        })
+        .await?;
     let (token, state) = match receiver.recv_within(ANSWER_WITHIN).await? {
         ToSource::Resumed { bulk_token, state } => (bulk_token, state),
         ToSource::Aborted { reason, .. } => return Err(SessionError::Aborted(reason)),
@@ -146,9 +181,21 @@ async fn try_resume(
         ToSource::Status { .. } => return Err(TalkError::Silent(ANSWER_WITHIN).into()),
         _ => return Err(SessionError::Protocol("Resume is answered by Resumed")),
     };
-    let binding = BulkBinding { migration, attempt, epoch };
+    let binding = BulkBinding {
+        migration,
+        attempt,
+        epoch,
+    };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
-    Ok((Session { control, sender, receiver, line }, state))
+    Ok((
+        Session {
+            control,
+            sender,
+            receiver,
+            line,
+        },
+        state,
+    ))
 }
 
 /// What the destination says became of an attempt.
@@ -165,13 +212,21 @@ pub(super) enum Fate {
 pub(super) async fn ask(context: &Context, attempted: &Attempted) -> Result<Fate, SessionError> {
     let control = context.endpoint.connect(&attempted.host).await?;
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
-    let Attempted { migration, attempt, .. } = *attempted;
-    sender.send(&ToDestination::Ask { migration, attempt }).await?;
+    let Attempted {
+        migration, attempt, ..
+    } = *attempted;
+    sender
+        .send(&ToDestination::Ask { migration, attempt })
+        .await?;
     let fate = match receiver.recv_within(ANSWER_WITHIN).await? {
         ToSource::Committed { .. } => Fate::Committed,
         ToSource::Aborted { reason, .. } => Fate::Aborted(reason),
         ToSource::Status { .. } | ToSource::Ready { .. } => Fate::Open,
-        _ => return Err(SessionError::Protocol("Ask is answered by what became of the attempt")),
+        _ => {
+            return Err(SessionError::Protocol(
+                "Ask is answered by what became of the attempt",
+            ));
+        }
     };
     control.close(CloseCode::Done, "asked and answered");
     Ok(fate)

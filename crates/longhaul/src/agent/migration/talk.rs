@@ -2,7 +2,9 @@
 
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::wire::{self, Message, WireError};
-use longhaul_transport::{Channel, ChannelError, ChannelReceiver, ChannelSender};
+use longhaul_transport::{
+    Channel, ChannelError, ChannelReceiver, ChannelSender, CloseCode, LinkError,
+};
 use std::marker::PhantomData;
 use std::time::Duration;
 use tokio::time::timeout;
@@ -22,6 +24,19 @@ pub(super) enum TalkError {
     /// There was no answer.
     #[error("the other agent did not answer within {} s", .0.as_secs())]
     Silent(Duration),
+}
+
+impl TalkError {
+    /// Whether the other side meant to end it, so that it will not come back.
+    pub(super) fn is_meant(&self) -> bool {
+        match self {
+            Self::Channel(ChannelError::Lost(LinkError::ClosedByPeer { code, .. })) => {
+                *code != CloseCode::ShuttingDown
+            }
+            Self::Wire(_) | Self::Closed => true,
+            Self::Channel(_) | Self::Silent(_) => false,
+        }
+    }
 }
 
 /// Sends messages of one kind.
@@ -49,8 +64,14 @@ pub(super) fn as_destination(channel: Channel) -> (Sender<ToSource>, Receiver<To
 fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
     let (sender, receiver) = channel.split();
     (
-        Sender { channel: sender, kind: PhantomData },
-        Receiver { channel: receiver, kind: PhantomData },
+        Sender {
+            channel: sender,
+            kind: PhantomData,
+        },
+        Receiver {
+            channel: receiver,
+            kind: PhantomData,
+        },
     )
 }
 
@@ -70,6 +91,8 @@ impl<M: Message> Receiver<M> {
 
     /// The next message, if it comes within this time.
     pub(super) async fn recv_within(&mut self, limit: Duration) -> Result<M, TalkError> {
-        timeout(limit, self.recv()).await.map_err(|_| TalkError::Silent(limit))?
+        timeout(limit, self.recv())
+            .await
+            .map_err(|_| TalkError::Silent(limit))?
     }
 }

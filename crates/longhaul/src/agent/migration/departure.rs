@@ -1,0 +1,921 @@
+//! A guest on its way out: one task from the request to the guest's running elsewhere, or on here.
+//!
+//! ```text
+//! Preparing -> Precopy -> Stopping -> Loading -> [Verifying] -> HandingOver -> Finishing
+//!     \___________\___________\__________\____________\______/ abort: the guest runs on here
+//! ```
+//!
+//! One loop owns everything: it waits for what happens, tells the engine and the hand-over, and
+//! does what they say. A lost connection is made again beside it, within patience.
+
+use super::Context;
+use super::entry::Entry;
+use super::failure;
+use super::outbound::{Outbound, Stopped};
+use super::registry::Reservation;
+use super::send::{SendError, Sending};
+use super::session::{self, Attempted, Session, SessionError};
+use super::talk::TalkError;
+use super::verify::{Comparison, Next};
+use longhaul_api::{ApiError, Outcome, Phase, RegionProgress};
+use longhaul_codec::DigestKey;
+use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState, step_source};
+use longhaul_engine::source::{Advice, Link};
+use longhaul_engine::stop::StopReason;
+use longhaul_hypervisor::memory::Event;
+use longhaul_protocol::message::{
+    Acknowledgement, AttemptState, Offer, Summary, ToDestination, ToSource,
+};
+use longhaul_protocol::{BLOCK_SIZE, Epoch, Generation, wire};
+use longhaul_storage::{Holder, Journal, Right};
+use longhaul_transport::BulkError;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::{JoinHandle, block_in_place};
+use tokio::time::{Instant, sleep_until};
+
+/// How often the engine is asked what to do next.
+const TICK: Duration = Duration::from_millis(5);
+/// How often what people see is brought up to date.
+const SHOW_EVERY: Duration = Duration::from_millis(200);
+/// Length of a piece of device state, in bytes.
+const PIECE_BYTES: usize = 1 << 20;
+/// How long the destination gets to confirm that it has given up.
+const GIVE_UP_WITHIN: Duration = Duration::from_secs(5);
+/// How long the destination's figures are waited for when everything else is done.
+const SUMMARY_WITHIN: Duration = Duration::from_secs(2);
+
+/// Everything that preparing has made.
+pub(super) struct Task {
+    pub(super) context: Arc<Context>,
+    pub(super) entry: Arc<Entry>,
+    pub(super) offer: Offer,
+    pub(super) host: String,
+    pub(super) outbound: Outbound,
+    pub(super) sending: Arc<Sending>,
+    pub(super) journal: Journal,
+    pub(super) patience: Duration,
+    pub(super) downtime: Duration,
+    pub(super) _reservation: Reservation,
+}
+
+/// A task at work.
+pub(super) struct Departure {
+    task: Task,
+    handover: SourceState,
+    session: Option<Session>,
+    epoch: Epoch,
+    redial: Option<JoinHandle<Result<(Session, AttemptState), SessionError>>>,
+    lost_at: Option<Instant>,
+    interruptions: u32,
+    worker: JoinHandle<SendError>,
+    cancelled: watch::Receiver<Option<String>>,
+    limits: watch::Receiver<Option<u64>>,
+    began: Instant,
+    shown_at: Instant,
+    wire_bytes: (u64, u64),
+    stopped: Option<StoppedAt>,
+    announced: Option<(Epoch, u64)>,
+    comparing: Option<Comparison>,
+    verified: bool,
+    failure: Option<ApiError>,
+    summary: Option<Summary>,
+    committed_at: Option<Instant>,
+    finished: bool,
+}
+
+struct StoppedAt {
+    at: Instant,
+    what: Stopped,
+    /// When everything had been sent.
+    sent_at: Option<Instant>,
+    loaded_at: Option<Instant>,
+    ready_at: Option<Instant>,
+}
+
+enum Happened {
+    Guest(Event),
+    Acknowledged(Result<Acknowledgement, BulkOrWire>),
+    Message(Result<ToSource, TalkError>),
+    Worker(SendError),
+    Redialled(Result<(Session, AttemptState), SessionError>),
+    Compared(Next),
+    Cancelled(String),
+    Limit(Option<u64>),
+    QemuEnded,
+    Tick,
+}
+
+enum BulkOrWire {
+    Lost(BulkError),
+    Wire(wire::WireError),
+}
+
+impl Departure {
+    /// Takes over from preparing: the destination waits, the source's QEMU tracks writes.
+    pub(super) fn new(task: Task, session: Session) -> Self {
+        let now = Instant::now();
+        task.sending.connect(session.line.clone());
+        let worker = tokio::spawn(task.sending.clone().work());
+        let (cancelled, limits) = (task.entry.cancelled(), task.entry.limits());
+        Self {
+            handover: SourceState::Here { postmigrate: false },
+            epoch: session.line.epoch,
+            session: Some(session),
+            redial: None,
+            lost_at: None,
+            interruptions: 0,
+            worker,
+            cancelled,
+            limits,
+            began: now,
+            shown_at: now,
+            wire_bytes: (0, 0),
+            stopped: None,
+            announced: None,
+            comparing: None,
+            verified: false,
+            failure: None,
+            summary: None,
+            committed_at: None,
+            finished: false,
+            task,
+        }
+    }
+
+    fn entry(&self) -> &Entry {
+        &self.task.entry
+    }
+
+    fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    /// Moves the guest, or brings everything back to where it was.
+    pub(super) async fn run(mut self) {
+        self.entry().enter(Phase::Precopy);
+        let prelude = self.task.outbound.prelude().to_vec();
+        self.send(ToDestination::Start { prelude }).await;
+        while !self.finished {
+            let happened = self.wait().await;
+            self.handle(happened).await;
+        }
+        self.worker.abort();
+        self.close().await;
+    }
+
+    // Waiting.
+
+    async fn wait(&mut self) -> Happened {
+        let next = Instant::now() + TICK;
+        let line = self.session.as_ref().map(|session| session.line.clone());
+        let may_cancel = matches!(self.handover, SourceState::Here { .. });
+        tokio::select! {
+            biased;
+            Ok(why) = self.cancelled.wait_for(Option::is_some), if may_cancel => {
+                Happened::Cancelled(why.clone().unwrap_or_default())
+            }
+            Ok(()) = self.limits.changed() => Happened::Limit(*self.limits.borrow_and_update()),
+            error = &mut self.worker, if self.failure.is_none() => {
+                Happened::Worker(error.unwrap_or_else(|error| {
+                    SendError::Content(format!("a part of the agent broke: {error}"))
+                }))
+            }
+            message = next_message(&mut self.session) => Happened::Message(message),
+            acknowledged = next_acknowledgement(line) => Happened::Acknowledged(acknowledged),
+            event = self.task.outbound.event() => Happened::Guest(event),
+            done = join(&mut self.redial) => {
+                self.redial = None;
+                Happened::Redialled(done)
+            }
+            next = next_comparison(&mut self.comparing), if self.may_compare() => {
+                Happened::Compared(next)
+            }
+            () = self.task.outbound.qemu_ended() => Happened::QemuEnded,
+            () = sleep_until(next) => Happened::Tick,
+        }
+    }
+
+    async fn handle(&mut self, happened: Happened) {
+        match happened {
+            Happened::Tick => self.tick().await,
+            Happened::Guest(event) => self.guest(event).await,
+            Happened::Acknowledged(Ok(message)) => {
+                if let Err(error) = self.task.sending.acknowledged(&message) {
+                    self.fail(failure::protocol(&self.task.host, &error)).await;
+                }
+            }
+            Happened::Acknowledged(Err(BulkOrWire::Lost(error))) => {
+                self.lost(&error.to_string());
+            }
+            Happened::Acknowledged(Err(BulkOrWire::Wire(error))) => {
+                self.fail(failure::protocol(&self.task.host, &error)).await;
+            }
+            Happened::Message(Ok(message)) => self.message(message).await,
+            Happened::Message(Err(TalkError::Wire(error))) => {
+                self.fail(failure::protocol(&self.task.host, &error)).await;
+            }
+            Happened::Message(Err(error)) => self.lost(&error.to_string()),
+            Happened::Worker(error) => {
+                self.fail(failure::internal(&error.to_string())).await;
+            }
+            Happened::Redialled(result) => self.redialled(result).await,
+            Happened::Compared(next) => self.compare(next).await,
+            Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
+            Happened::Limit(limit) => {
+                if let Some(session) = &self.session {
+                    session.line.bulk.set_bandwidth(limit);
+                }
+            }
+            Happened::QemuEnded => self.qemu_ended().await,
+        }
+    }
+
+    // The engine.
+
+    async fn tick(&mut self) {
+        self.watch_patience().await;
+        if self.finished || self.failure.is_some() {
+            return;
+        }
+        let now = self.now();
+        if let Some(session) = &self.session {
+            let stats = session.line.bulk.stats();
+            let rate = stats.delivery_rate_bps as f64 / 8.0;
+            let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
+            let known = self.task.context.link_rate(&self.task.host);
+            // A link that is not filled says nothing of what it could carry.
+            let rate = rate.max(known.unwrap_or(0.0)).max(1e4);
+            let rate = limit.map_or(rate, |limit| rate.min(limit));
+            self.task
+                .context
+                .note_link_rate(&self.task.host, stats.delivery_rate_bps as f64 / 8.0);
+            let queued_bytes = self.task.sending.queued_bytes();
+            self.task.sending.engine().link(Link {
+                rate_bytes_per_s: rate,
+                rtt: stats.rtt,
+                queued_bytes,
+            });
+        }
+        if self.shown_at.elapsed() >= SHOW_EVERY {
+            self.show();
+        }
+        if self.stopped.is_some() {
+            self.announce().await;
+            return;
+        }
+        let advice = {
+            let mut engine = self.task.sending.engine();
+            engine.unseen(self.task.outbound.unseen_blocks());
+            engine.advise(now)
+        };
+        match advice {
+            Advice::Send => self.task.sending.wake(),
+            Advice::Wait | Advice::Complete => {}
+            Advice::ReadPass => {
+                if self.session.is_some() {
+                    self.task.outbound.next_pass();
+                }
+            }
+            Advice::Stop(reason) => {
+                if self.session.is_some() {
+                    self.stop(reason).await;
+                }
+            }
+        }
+    }
+
+    async fn guest(&mut self, event: Event) {
+        let now = self.now();
+        let mut next = Some(event);
+        // Whole bursts at once: the reader has thousands of runs ready.
+        while let Some(event) = next {
+            let noted = self
+                .task
+                .outbound
+                .note(event, &mut self.task.sending.engine(), now);
+            if let Err(error) = noted {
+                return self.fail(error.into_api()).await;
+            }
+            next = self.task.outbound.try_event();
+        }
+        self.task.sending.wake();
+    }
+
+    /// Stops the guest, and sends what is left.
+    async fn stop(&mut self, reason: StopReason) {
+        self.entry().enter(Phase::Stopping);
+        let predicted = self.task.sending.engine().predicted_downtime(self.now());
+        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, "stopping");
+        let now = self.now();
+        let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
+        let what = match stopped {
+            Ok(Some(what)) => what,
+            Ok(None) => return self.entry().enter(Phase::Precopy),
+            Err(error) => return self.fail(error.into_api()).await,
+        };
+        let stop_ms = what.stop_time.as_secs_f64() * 1e3;
+        self.entry()
+            .report_with(|report| report.downtime.stop_ms = Some(stop_ms));
+        let at = what.stopped_at;
+        self.stopped = Some(StoppedAt {
+            at,
+            what,
+            sent_at: None,
+            loaded_at: None,
+            ready_at: None,
+        });
+        self.task.sending.wake();
+        self.step(SourceEvent::Postmigrate).await;
+        if self.task.offer.verify {
+            self.comparing = Some(Comparison::begin(
+                &self.task.outbound,
+                DigestKey(self.task.offer.digest_key),
+            ));
+        }
+        self.send_tail().await;
+        self.announce().await;
+    }
+
+    async fn send_tail(&mut self) {
+        let Some(stopped) = &self.stopped else { return };
+        let tail = stopped.what.tail.clone();
+        let total = tail.len() as u32;
+        for (n, piece) in tail.chunks(PIECE_BYTES).enumerate() {
+            let offset = (n * PIECE_BYTES) as u32;
+            let bytes = piece.to_vec();
+            self.send(ToDestination::DeviceState {
+                offset,
+                total,
+                bytes,
+            })
+            .await;
+        }
+    }
+
+    /// Says how many frames there are, once all have been given to the connection.
+    async fn announce(&mut self) {
+        let (Some(session), Some(stopped)) = (&self.session, &mut self.stopped) else {
+            return;
+        };
+        if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
+            self.task.sending.wake();
+            return;
+        }
+        // The engine is done, so the count does not change any more.
+        let announcement = (session.line.epoch, session.line.frames());
+        if self.announced == Some(announcement) {
+            return;
+        }
+        self.announced = Some(announcement);
+        stopped.sent_at.get_or_insert_with(Instant::now);
+        let device_state_bytes = stopped.what.tail.len() as u32;
+        if self.entry().phase() == Phase::Stopping {
+            self.entry().enter(Phase::Loading);
+        }
+        let (epoch, frames) = announcement;
+        self.send(ToDestination::Complete {
+            epoch,
+            frames,
+            device_state_bytes,
+        })
+        .await;
+    }
+
+    // The destination.
+
+    async fn message(&mut self, message: ToSource) {
+        let attempt = self.task.offer.attempt;
+        match message {
+            ToSource::Loaded => {
+                if let Some(stopped) = &mut self.stopped {
+                    stopped.loaded_at.get_or_insert_with(Instant::now);
+                }
+            }
+            ToSource::Digests {
+                region,
+                range,
+                digests,
+            } => {
+                if let Some(comparing) = &mut self.comparing {
+                    comparing.answered(region, range, digests);
+                }
+            }
+            ToSource::Ready { attempt: of } => {
+                if let Some(stopped) = &mut self.stopped {
+                    stopped.ready_at.get_or_insert_with(Instant::now);
+                }
+                if self.task.offer.verify && !self.verified {
+                    let error = "Ready before both copies were compared";
+                    return self.fail(failure::protocol(&self.task.host, &error)).await;
+                }
+                self.entry().enter(Phase::HandingOver);
+                self.step(SourceEvent::Ready(of)).await;
+            }
+            ToSource::Committed { attempt: of } => {
+                self.committed_at.get_or_insert_with(Instant::now);
+                self.step(SourceEvent::Committed(of)).await;
+            }
+            ToSource::Aborted {
+                attempt: of,
+                reason,
+            } => {
+                if of == attempt && self.failure.is_none() {
+                    self.failure = Some(failure::peer_gave_up(&self.task.host, &reason));
+                }
+                self.step(SourceEvent::PeerAborted(of)).await;
+            }
+            ToSource::Summary(summary) => self.summary = Some(summary),
+            ToSource::Status { .. } => {}
+            ToSource::Answer(_)
+            | ToSource::Accepted { .. }
+            | ToSource::Refused(_)
+            | ToSource::Resumed { .. } => {
+                let error = "an answer that nothing was asked for";
+                self.fail(failure::protocol(&self.task.host, &error)).await;
+            }
+        }
+    }
+
+    /// Once the destination has loaded, and as long as it can be asked.
+    fn may_compare(&self) -> bool {
+        let loaded = self
+            .stopped
+            .as_ref()
+            .is_some_and(|stopped| stopped.loaded_at.is_some());
+        loaded && self.session.is_some()
+    }
+
+    async fn compare(&mut self, next: Next) {
+        match next {
+            Next::Ask(question) => {
+                if self.entry().phase() == Phase::Loading {
+                    self.entry().enter(Phase::Verifying);
+                }
+                self.send(question).await;
+            }
+            Next::Done(Ok(compared)) => {
+                self.comparing = None;
+                let result = compared.result();
+                self.entry()
+                    .report_with(|report| report.verify = Some(result.clone()));
+                if result.different_blocks == 0 {
+                    self.verified = true;
+                    self.send(ToDestination::Verified).await;
+                } else {
+                    self.fail(failure::different(&result)).await;
+                }
+            }
+            Next::Done(Err(error)) => {
+                self.comparing = None;
+                self.fail(failure::internal(&error)).await;
+            }
+        }
+    }
+
+    // The connection.
+
+    fn lost(&mut self, why: &str) {
+        if self.session.take().is_none() {
+            return;
+        }
+        self.task.sending.disconnect();
+        if self.finished || self.handover.is_over() {
+            return;
+        }
+        tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
+        self.keep_wire_bytes();
+        self.interruptions += 1;
+        self.lost_at.get_or_insert_with(Instant::now);
+        let attempted = self.attempted();
+        let limit = *self.limits.borrow();
+        let resume = session::resume(self.task.context.clone(), attempted, self.epoch, limit);
+        self.redial = Some(tokio::spawn(resume));
+    }
+
+    fn attempted(&self) -> Attempted {
+        Attempted {
+            migration: self.task.offer.migration,
+            attempt: self.task.offer.attempt,
+            host: self.task.host.clone(),
+        }
+    }
+
+    async fn watch_patience(&mut self) {
+        let (Some(at), SourceState::Here { .. }) = (self.lost_at, &self.handover) else {
+            return;
+        };
+        let patience = match &self.stopped {
+            // The guest stands still: no longer than was asked for.
+            Some(stopped) => self
+                .task
+                .downtime
+                .saturating_sub(at.saturating_duration_since(stopped.at)),
+            None => self.task.patience,
+        };
+        if at.elapsed() > patience && self.failure.is_none() {
+            self.fail(failure::link_cut(
+                &self.task.host,
+                at.elapsed(),
+                self.stopped.is_some(),
+            ))
+            .await;
+        }
+    }
+
+    async fn redialled(&mut self, result: Result<(Session, AttemptState), SessionError>) {
+        let attempt = self.task.offer.attempt;
+        match result {
+            Ok((session, state)) => {
+                tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
+                self.lost_at = None;
+                self.epoch = session.line.epoch;
+                self.task.sending.connect(session.line.clone());
+                self.session = Some(session);
+                self.announced = None;
+                if state == AttemptState::Receiving {
+                    let prelude = self.task.outbound.prelude().to_vec();
+                    self.send(ToDestination::Start { prelude }).await;
+                    self.send_tail().await;
+                }
+                if let Some(question) = self.comparing.as_ref().and_then(Comparison::unanswered) {
+                    self.send(question).await;
+                }
+                if self.verified {
+                    self.send(ToDestination::Verified).await;
+                }
+                self.task.sending.wake();
+                self.step(SourceEvent::Connected).await;
+            }
+            Err(SessionError::Aborted(reason)) => {
+                if self.failure.is_none() {
+                    self.failure = Some(failure::peer_gave_up(&self.task.host, &reason));
+                }
+                self.step(SourceEvent::PeerAborted(attempt)).await;
+            }
+            Err(SessionError::Committed) => {
+                self.committed_at.get_or_insert_with(Instant::now);
+                self.step(SourceEvent::Committed(attempt)).await;
+            }
+            Err(error) if matches!(self.handover, SourceState::Here { .. }) => {
+                self.fail(failure::session(&self.task.host, &error)).await;
+            }
+            Err(error) => {
+                // Released: there is no other way than to go on trying.
+                tracing::error!(%error, "cannot ask the destination");
+                let attempted = self.attempted();
+                let context = self.task.context.clone();
+                let epoch = self.epoch;
+                self.redial = Some(tokio::spawn(async move {
+                    tokio::time::sleep(Duration::from_secs(2)).await;
+                    session::resume(context, attempted, epoch, None).await
+                }));
+            }
+        }
+    }
+
+    async fn send(&mut self, message: ToDestination) {
+        let Some(session) = &mut self.session else {
+            return;
+        };
+        if let Err(error) = session.sender.send(&message).await {
+            self.lost(&error.to_string());
+        }
+    }
+
+    // The hand-over.
+
+    /// Ends the attempt, where that is still this side's to decide.
+    async fn fail(&mut self, error: ApiError) {
+        if self.failure.is_none() {
+            tracing::warn!(migration = %self.task.offer.migration, %error, "giving up");
+            let reason = error.message.clone();
+            if matches!(
+                self.handover,
+                SourceState::Here { .. } | SourceState::Releasing
+            ) {
+                self.failure = Some(error);
+            }
+            self.step(SourceEvent::Abort(super::arrival::short(&reason)))
+                .await;
+        }
+    }
+
+    async fn qemu_ended(&mut self) {
+        self.task.outbound.forget_process();
+        if self.handover.is_over() {
+            return;
+        }
+        let guest = &self.task.offer.guest.name;
+        self.fail(failure::qemu_ended(guest, &self.task.outbound.last_words()))
+            .await;
+    }
+
+    async fn step(&mut self, event: SourceEvent) {
+        let mut events = vec![event];
+        while let Some(event) = events.pop() {
+            let attempt = self.task.offer.attempt;
+            let next = Generation(self.task.offer.generation.0 + 1);
+            let (state, actions) = step_source(&self.handover, &event, attempt, next);
+            if state != self.handover {
+                tracing::info!(migration = %self.task.offer.migration, ?state, "hand-over");
+            }
+            self.handover = state;
+            for action in actions {
+                events.extend(self.act(action).await);
+            }
+        }
+        if self.handover.is_over() {
+            self.finished = true;
+        }
+    }
+
+    async fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
+        let attempt = self.task.offer.attempt;
+        match action {
+            SourceAction::Write(record) => {
+                return Some(match block_in_place(|| self.task.journal.append(&record)) {
+                    Ok(()) => SourceEvent::Written(record),
+                    Err(error) => SourceEvent::WriteFailed(error.to_string()),
+                });
+            }
+            SourceAction::Fence(generation) => {
+                self.set_right(
+                    generation,
+                    Holder::InDoubt {
+                        host: self.task.host.clone(),
+                    },
+                );
+            }
+            SourceAction::Unfence => self.set_right(self.task.offer.generation, Holder::Here),
+            SourceAction::SendCommit(generation) => {
+                self.send(ToDestination::Commit {
+                    attempt,
+                    generation,
+                })
+                .await;
+            }
+            SourceAction::SendCancel(reason) => {
+                self.send(ToDestination::Cancel { reason }).await;
+            }
+            SourceAction::SendDone => self.send(ToDestination::Done).await,
+            // A new session begins with the question.
+            SourceAction::Ask => {}
+            SourceAction::Resume => {
+                if let Err(error) = self.task.outbound.abort().await {
+                    let error = error.into_api();
+                    tracing::error!(%error, "the guest could not be resumed here");
+                    self.failure = Some(error);
+                }
+            }
+            SourceAction::Quit => {
+                self.entry().enter(Phase::Finishing);
+                let next = Generation(self.task.offer.generation.0 + 1);
+                self.set_right(
+                    next,
+                    Holder::Elsewhere {
+                        host: self.task.host.clone(),
+                    },
+                );
+                self.collect_summary().await;
+                self.task.outbound.quit().await;
+            }
+        }
+        None
+    }
+
+    fn set_right(&self, generation: Generation, holder: Holder) {
+        let guest = self.task.offer.guest.name.clone();
+        let right = Right {
+            guest,
+            generation,
+            holder,
+        };
+        if let Err(error) = block_in_place(|| self.task.context.rights.set(&right)) {
+            // The journal says it too, and is read first.
+            tracing::error!(%error, "cannot note who may run the guest");
+        }
+    }
+
+    async fn collect_summary(&mut self) {
+        let until = Instant::now() + SUMMARY_WITHIN;
+        while self.summary.is_none() {
+            let message = tokio::time::timeout_at(until, next_message(&mut self.session)).await;
+            match message {
+                Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
+                Ok(Ok(_)) => {}
+                Ok(Err(_)) | Err(_) => return,
+            }
+        }
+    }
+
+    // What people see.
+
+    fn keep_wire_bytes(&mut self) {
+        if let Some(line) = self.task.sending.line() {
+            let stats = line.bulk.stats();
+            self.wire_bytes.0 += stats.wire_bytes_sent;
+            self.wire_bytes.1 += stats.wire_bytes_received;
+        }
+    }
+
+    fn wire_bytes_now(&self) -> (u64, u64) {
+        let line = self
+            .session
+            .as_ref()
+            .map(|session| session.line.bulk.stats());
+        let (sent, received) = line.map_or((0, 0), |stats| {
+            (stats.wire_bytes_sent, stats.wire_bytes_received)
+        });
+        (self.wire_bytes.0 + sent, self.wire_bytes.1 + received)
+    }
+
+    fn show(&mut self) {
+        self.shown_at = Instant::now();
+        let now = self.now();
+        let engine = self.task.sending.engine();
+        let regions: Vec<RegionProgress> = engine
+            .pending_by_region()
+            .into_iter()
+            .map(|(spec, pending)| RegionProgress {
+                name: spec.name,
+                blocks_total: spec.blocks,
+                blocks_settled: spec.blocks - pending,
+                blocks_pending: pending,
+            })
+            .collect();
+        let pass = engine.pass_number();
+        let dirty = engine.dirty_blocks_per_s();
+        let predicted = engine.predicted_downtime(now);
+        let remaining = engine.remaining_bytes(now);
+        let sent = engine.sent();
+        drop(engine);
+        let stats = self
+            .session
+            .as_ref()
+            .map(|session| session.line.bulk.stats());
+        let (sent_bytes, _) = self.wire_bytes_now();
+        let blocks =
+            sent.zero_blocks + sent.same_blocks + sent.reference_blocks + sent.literal_blocks;
+        let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        self.entry().progress(|progress| {
+            progress.pass = Some(pass);
+            progress.regions = regions;
+            progress.link.rate_bps = stats.map(|stats| stats.delivery_rate_bps);
+            progress.link.rtt_ms = stats.map(|stats| stats.rtt.as_secs_f64() * 1e3);
+            progress.link.sent_bytes = sent_bytes;
+            progress.link.guest_bytes = Some(blocks * BLOCK_SIZE as u64);
+            progress.link.interrupted_ms = lost_ms;
+            progress.dirty_rate_bytes_per_s =
+                dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
+            progress.predicted_downtime_ms =
+                (predicted < Duration::from_secs(86_400)).then(|| predicted.as_millis() as u64);
+            progress.remaining_ms = stats
+                .filter(|stats| stats.delivery_rate_bps > 0)
+                .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
+        });
+    }
+
+    /// Ends what is left, and writes the report.
+    async fn close(mut self) {
+        self.show();
+        let (sent_bytes, received_bytes) = self.wire_bytes_now();
+        let aborted = self.handover == SourceState::Aborted;
+        if aborted {
+            self.wait_for_abort().await;
+        }
+        let usage = self.task.outbound.usage();
+        let engine = self.task.sending.engine();
+        let (sent, pass, dirty) = (
+            engine.sent(),
+            engine.pass_number(),
+            engine.dirty_blocks_per_s(),
+        );
+        drop(engine);
+        let (_, stored) = self.task.sending.compressed();
+        let rtt = self.session.as_ref().map(|session| session.control.rtt());
+        let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
+        let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
+        let verify = self.task.offer.verify;
+        let interruptions = self.interruptions;
+        self.entry().report_with(|report| {
+            report.link_bytes = Some(sent_bytes);
+            report.link_bytes_back = Some(received_bytes);
+            report.memory_bytes = Some(sent.frame_bytes);
+            report.bytes.zero_bytes = blocks(sent.zero_blocks);
+            report.bytes.same_bytes = blocks(sent.same_blocks);
+            report.bytes.reference_bytes = blocks(sent.reference_blocks);
+            report.bytes.literal_bytes = blocks(sent.literal_blocks);
+            report.bytes.compressed_bytes = Some(stored);
+            report.passes = Some(pass);
+            report.dirty_rate_bytes_per_s = dirty.map(|rate| (rate * BLOCK_SIZE as f64) as u64);
+            report.interruptions = Some(interruptions);
+            report.cost.source.agent_cpu_s = Some(usage.agent_cpu.as_secs_f64());
+            report.cost.source.agent_peak_bytes = Some(usage.agent_peak_bytes);
+            report.cost.source.qemu_cpu_s = Some(usage.qemu_cpu.as_secs_f64());
+            if let Some(summary) = summary {
+                let seconds = |us: u64| Some(us as f64 / 1e6);
+                report.cost.destination.agent_cpu_s = seconds(summary.agent_cpu_us);
+                report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
+                report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
+            }
+            if let Some(stopped) = stopped {
+                stopped.report(report, committed_at, rtt, summary, verify);
+            }
+        });
+        match self.handover {
+            SourceState::Done => self.entry().end(Outcome::Completed, None),
+            _ => {
+                let failure = self.failure.take();
+                let failure =
+                    failure.unwrap_or_else(|| failure::internal("the attempt was given up"));
+                let outcome = failure::outcome(&failure);
+                let failure = failure::with_guest(failure, &self.task);
+                self.entry().end(outcome, Some(failure));
+            }
+        }
+        self.task.context.archive.keep(&self.task.entry);
+    }
+
+    /// The destination should know that it is over before this side closes the connection.
+    async fn wait_for_abort(&mut self) {
+        let until = Instant::now() + GIVE_UP_WITHIN;
+        while self.session.is_some() {
+            let message = tokio::time::timeout_at(until, next_message(&mut self.session)).await;
+            match message {
+                Ok(Ok(ToSource::Aborted { .. })) | Ok(Err(_)) | Err(_) => return,
+                Ok(Ok(_)) => {}
+            }
+        }
+    }
+}
+
+impl StoppedAt {
+    fn report(
+        &self,
+        report: &mut longhaul_api::Report,
+        committed_at: Option<Instant>,
+        rtt: Option<Duration>,
+        summary: Option<Summary>,
+        verify: bool,
+    ) {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let half_rtt = rtt.unwrap_or_default() / 2;
+        report.bytes.device_state_bytes = Some(self.what.tail.len() as u64);
+        let parts = &mut report.downtime;
+        parts.device_state_ms = Some(ms(self.what.device_state_time));
+        parts.last_pages_ms = self.sent_at.map(|sent| {
+            ms((sent - self.at).saturating_sub(self.what.device_state_time) + half_rtt)
+        });
+        parts.load_ms = summary.map(|summary| summary.load_us as f64 / 1e3);
+        parts.verify_ms = match (verify, self.loaded_at, self.ready_at) {
+            (true, Some(loaded), Some(ready)) => Some(ms(ready - loaded)),
+            _ => None,
+        };
+        if let (Some(ready), Some(committed)) = (self.ready_at, committed_at) {
+            parts.commit_ms = Some(ms((committed - ready).saturating_sub(half_rtt)));
+        }
+        // COMMITTED left the destination right after the guest was told to run.
+        report.downtime_ms =
+            committed_at.map(|committed| ms((committed - self.at).saturating_sub(half_rtt)));
+    }
+}
+
+async fn next_message(session: &mut Option<Session>) -> Result<ToSource, TalkError> {
+    match session {
+        Some(session) => session.receiver.recv().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_comparison(comparing: &mut Option<Comparison>) -> Next {
+    match comparing {
+        Some(comparing) => comparing.next().await,
+        None => std::future::pending().await,
+    }
+}
+
+async fn next_acknowledgement(
+    line: Option<Arc<super::send::Line>>,
+) -> Result<Acknowledgement, BulkOrWire> {
+    let Some(line) = line else {
+        return std::future::pending().await;
+    };
+    match line.bulk.acknowledgement().await {
+        Ok(Some(bytes)) => wire::decode(&bytes).map_err(BulkOrWire::Wire),
+        Ok(None) => Err(BulkOrWire::Lost(BulkError::Lost(line.bulk.closed().await))),
+        Err(error) => Err(BulkOrWire::Lost(error)),
+    }
+}
+
+async fn join(
+    redial: &mut Option<JoinHandle<Result<(Session, AttemptState), SessionError>>>,
+) -> Result<(Session, AttemptState), SessionError> {
+    match redial {
+        Some(handle) => handle.await.unwrap_or(Err(SessionError::Protocol(
+            "connecting again was interrupted",
+        ))),
+        None => std::future::pending().await,
+    }
+}

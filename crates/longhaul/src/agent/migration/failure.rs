@@ -1,0 +1,171 @@
+//! Failures of a migration in the words of the people who asked for it.
+
+use super::Holder;
+use super::departure::Task;
+use super::session::SessionError;
+use longhaul_api::{ApiError, ErrorCode, Outcome, VerifyResult};
+use longhaul_protocol::message::{Refusal, RefusalCode};
+use longhaul_transport::{ConnectError, ProbeError};
+use std::fmt::Display;
+use std::time::Duration;
+
+pub(super) fn internal(what: &str) -> ApiError {
+    ApiError::new(ErrorCode::Internal, what)
+}
+
+pub(super) fn cancelled(why: &str) -> ApiError {
+    ApiError::new(ErrorCode::Cancelled, why)
+}
+
+pub(super) fn protocol(host: &str, error: &dyn Display) -> ApiError {
+    ApiError::new(
+        ErrorCode::PeerProtocol,
+        format!("{host} breaks the protocol: {error}"),
+    )
+    .hint(format!(
+        "look into the log of the agent on {host}; update both agents"
+    ))
+}
+
+pub(super) fn peer_gave_up(host: &str, reason: &str) -> ApiError {
+    ApiError::new(ErrorCode::PeerGaveUp, format!("{host} gave up: {reason}"))
+        .hint(format!("the log of the agent on {host} says more"))
+}
+
+pub(super) fn link_cut(host: &str, after: Duration, stopped: bool) -> ApiError {
+    let text = format!(
+        "{host} could not be reached for {:.1} s",
+        after.as_secs_f64()
+    );
+    let hint = match stopped {
+        true => {
+            "the guest stood still, and waits no longer than the downtime asked for: try \
+                 again, or allow more with --downtime"
+        }
+        false => "try again when the link is back, or wait longer with --patience",
+    };
+    ApiError::new(ErrorCode::PeerUnreachable, text).hint(hint)
+}
+
+pub(super) fn qemu_ended(guest: &str, log: &str) -> ApiError {
+    let log = if log.is_empty() {
+        "it said nothing"
+    } else {
+        log
+    };
+    ApiError::new(
+        ErrorCode::Qemu,
+        format!("the QEMU of {guest} ended here: {log}"),
+    )
+}
+
+pub(super) fn different(result: &VerifyResult) -> ApiError {
+    let place = result.first_difference.as_deref().unwrap_or("nowhere");
+    let blocks = result.different_blocks;
+    ApiError::new(
+        ErrorCode::VerifyFailed,
+        format!("the copies differ in {blocks} blocks of 4 KiB, the first in {place}"),
+    )
+    .hint("please report this: it is a defect of Longhaul or of QEMU")
+}
+
+pub(super) fn refused(refusal: Refusal) -> ApiError {
+    let code = match refusal.code {
+        RefusalCode::NotAllowed => ErrorCode::PeerForbids,
+        RefusalCode::Busy | RefusalCode::Unsuitable => ErrorCode::Refused,
+        RefusalCode::QemuFailed => ErrorCode::Qemu,
+        RefusalCode::Invalid => ErrorCode::PeerProtocol,
+    };
+    let error = ApiError::new(code, refusal.text);
+    match refusal.hint {
+        Some(hint) => error.hint(hint),
+        None => error,
+    }
+}
+
+pub(super) fn connect(host: &str, error: &ConnectError) -> ApiError {
+    let code = match error {
+        ConnectError::NotTrusted(_) => ErrorCode::HostUnknown,
+        ConnectError::Trust(_) => ErrorCode::Internal,
+        ConnectError::Unreachable { .. } | ConnectError::Lost { .. } => ErrorCode::PeerUnreachable,
+        ConnectError::IdentityChanged { .. } => ErrorCode::PeerIdentity,
+        ConnectError::Refused { .. } => ErrorCode::PeerForbids,
+        ConnectError::Incompatible(_) => ErrorCode::PeerVersion,
+    };
+    let hint = match code {
+        ErrorCode::PeerUnreachable => Some(format!(
+            "is the agent on {host} running, and its UDP port open? `longhaul host list` shows \
+             the address"
+        )),
+        ErrorCode::PeerForbids => Some(format!(
+            "on {host}, this host must be trusted: `longhaul host` shows its fingerprint"
+        )),
+        _ => None,
+    };
+    let api = ApiError::new(code, error.to_string());
+    match hint {
+        Some(hint) => api.hint(hint),
+        None => api,
+    }
+}
+
+pub(super) fn session(host: &str, error: &SessionError) -> ApiError {
+    match error {
+        SessionError::Connect(error) => connect(host, error),
+        SessionError::Refused(refusal) => refused(refusal.clone()),
+        SessionError::Protocol(what) => protocol(host, what),
+        SessionError::Aborted(reason) => peer_gave_up(host, reason),
+        SessionError::Link(_) | SessionError::Talk(_) | SessionError::Committed => {
+            ApiError::new(ErrorCode::PeerUnreachable, format!("{host}: {error}"))
+        }
+    }
+}
+
+/// Whether a failure is an abort that somebody wanted.
+pub(super) fn outcome(failure: &ApiError) -> Outcome {
+    match failure.code {
+        ErrorCode::Cancelled => Outcome::Aborted,
+        _ => Outcome::Failed,
+    }
+}
+
+/// Says what has become of the guest.
+pub(super) fn with_guest(failure: ApiError, task: &Task) -> ApiError {
+    if failure.state_of_guest.is_some() {
+        return failure;
+    }
+    let guest = &task.offer.guest.name;
+    let here = &task.context.parts.config.name;
+    let state = match (failure.code, task.outbound.is_gone()) {
+        (_, true) => format!("the QEMU of {guest} has ended on {here}"),
+        _ if task.offer.paused => format!("nothing was moved; {guest} is paused on {here}"),
+        _ => format!("nothing was moved; {guest} runs on {here}"),
+    };
+    failure.state_of_guest(state)
+}
+
+pub(super) fn probe(host: &str, error: &ProbeError) -> ApiError {
+    match error {
+        ProbeError::Connect(error) => connect(host, error),
+        other => ApiError::new(ErrorCode::PeerUnreachable, format!("{host}: {other}")),
+    }
+}
+
+/// The right to run a guest is not here.
+pub(super) fn not_here(guest: &str, holder: &Holder) -> ApiError {
+    match holder {
+        Holder::Here => internal("a right that is here was refused"),
+        Holder::Elsewhere(host) => ApiError::new(
+            ErrorCode::GuestElsewhere,
+            format!("{guest} was moved to {host}"),
+        )
+        .hint(format!(
+            "it may only run there: look with `longhaul guests` on {host}"
+        )),
+        Holder::InDoubt(host) => ApiError::new(
+            ErrorCode::InDoubt,
+            format!("{guest} was handed to {host}, which has not said whether it runs there"),
+        )
+        .hint("it is known as soon as the two agents meet: see `longhaul migrations`"),
+    }
+}

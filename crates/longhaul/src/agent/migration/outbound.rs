@@ -1,0 +1,316 @@
+//! The QEMU of a departing guest: its migration, its RAM, and its end - or its going on.
+
+use super::meter::{Meter, Usage};
+use super::send::{Content, Sending};
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_codec::BlockId;
+use longhaul_engine::source::{Source, SourceError};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::memory::{
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Written,
+};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Why a departing guest's QEMU could not do its part.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum OutboundError {
+    /// Its memory cannot be reached.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// Its migration cannot go on.
+    #[error(transparent)]
+    Outgoing(#[from] OutgoingError),
+    /// The engine refused what it reported.
+    #[error(transparent)]
+    Engine(#[from] SourceError),
+    /// The socket has no place.
+    #[error(transparent)]
+    Path(#[from] longhaul_hypervisor::folder::PathTooLong),
+    /// The system refused.
+    #[error("QEMU cannot be watched: {0}")]
+    Host(#[from] io::Error),
+    /// The migration was ended before.
+    #[error("the migration has ended")]
+    Over,
+}
+
+impl OutboundError {
+    pub(super) fn into_api(self) -> ApiError {
+        ApiError::new(ErrorCode::Qemu, self.to_string())
+    }
+}
+
+/// The QEMU of a departing guest.
+pub(super) struct Outbound {
+    guest: Guest,
+    qmp: Qmp,
+    memory: Arc<GuestMemory>,
+    regions: Vec<RegionSpec>,
+    places: Vec<usize>,
+    outgoing: Option<Outgoing>,
+    prelude: Vec<u8>,
+    gone: bool,
+    meter: Meter,
+}
+
+/// A guest that was stopped.
+pub(super) struct Stopped {
+    pub(super) stopped_at: tokio::time::Instant,
+    pub(super) stop_time: Duration,
+    pub(super) device_state_time: Duration,
+    pub(super) tail: Vec<u8>,
+}
+
+impl Outbound {
+    /// Looks at a guest's memory; nothing is changed.
+    pub(super) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, OutboundError> {
+        let pid = guest
+            .pid()
+            .ok_or_else(|| io::Error::other("it has no process"))?;
+        let memory = Arc::new(GuestMemory::attach(&qmp, pid).await?);
+        let mut regions = Vec::new();
+        let mut places = Vec::new();
+        let direct = memory
+            .blocks()
+            .iter()
+            .enumerate()
+            .filter(|(_, block)| !block.is_kept());
+        for (place, block) in direct {
+            let id = RegionId(places.len() as u16);
+            places.push(place);
+            regions.push(RegionSpec {
+                id,
+                name: block.name.clone(),
+                blocks: block.blocks(),
+                durable: false,
+                starts_zero: true,
+            });
+        }
+        Ok(Self {
+            guest,
+            qmp,
+            memory,
+            regions,
+            places,
+            outgoing: None,
+            prelude: Vec::new(),
+            gone: false,
+            meter: Meter::start(),
+        })
+    }
+
+    pub(super) fn qmp(&self) -> &Qmp {
+        &self.qmp
+    }
+
+    /// What of its memory travels in frames.
+    pub(super) fn regions(&self) -> &[RegionSpec] {
+        &self.regions
+    }
+
+    /// Its memory, and the place there of each region.
+    pub(super) fn memory(&self) -> (Arc<GuestMemory>, Vec<usize>) {
+        (self.memory.clone(), self.places.clone())
+    }
+
+    /// Reads its regions for sending.
+    pub(super) fn content(&self) -> Box<dyn Content> {
+        Box::new(GuestContent {
+            memory: self.memory.clone(),
+            places: self.places.clone(),
+        })
+    }
+
+    /// Begins QEMU's migration.
+    pub(super) async fn start(&mut self) -> Result<(), OutboundError> {
+        let path: PathBuf = self.guest.folder().socket("outgoing")?;
+        let (outgoing, prelude) = Outgoing::start(&self.qmp, self.memory.clone(), &path).await?;
+        self.prelude = prelude.bytes;
+        self.outgoing = Some(outgoing);
+        Ok(())
+    }
+
+    /// QEMU's stream up to and including its list of RAM blocks.
+    pub(super) fn prelude(&self) -> &[u8] {
+        &self.prelude
+    }
+
+    /// What QEMU reports next. Safe to cancel.
+    pub(super) async fn event(&self) -> Event {
+        match &self.outgoing {
+            Some(outgoing) => outgoing.next_event().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// What QEMU has reported already, if anything.
+    pub(super) fn try_event(&self) -> Option<Event> {
+        self.outgoing.as_ref().and_then(Outgoing::try_event)
+    }
+
+    /// Tells the engine what QEMU reported.
+    pub(super) fn note(
+        &self,
+        event: Event,
+        engine: &mut Source,
+        now: Duration,
+    ) -> Result<(), OutboundError> {
+        match event {
+            Event::PassStarted { pass } => engine.pass_started(now, pass == 1),
+            Event::Written(written) => self.written(&written, engine)?,
+            Event::Held { .. } => engine.pass_read(),
+            Event::Restarted => {
+                tracing::info!(guest = self.guest.name(), "QEMU starts its migration again");
+            }
+            Event::Failed(why) => return Err(OutgoingError::Failed(why).into()),
+        }
+        Ok(())
+    }
+
+    fn written(&self, written: &Written, engine: &mut Source) -> Result<(), OutboundError> {
+        // A block that is not moved in frames travels with the device state.
+        let region = self.places.iter().position(|place| *place == written.block);
+        let Some(region) = region else { return Ok(()) };
+        for run in &written.runs {
+            engine.written(RegionId(region as u16), *run)?;
+        }
+        Ok(())
+    }
+
+    /// Lets QEMU begin another pass.
+    pub(super) fn next_pass(&self) {
+        if let Some(outgoing) = &self.outgoing {
+            outgoing.next_pass();
+        }
+    }
+
+    /// About how many blocks were written since the pass began, where QEMU's memory tells.
+    pub(super) fn unseen_blocks(&self) -> Option<u64> {
+        self.outgoing
+            .as_ref()
+            .and_then(|outgoing| outgoing.progress().dirty_pages)
+    }
+
+    /// Whether QEMU has ended by itself, or was quit.
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    /// Stops the guest and reads its stream to the end. None when QEMU has to begin again, and the
+    /// guest runs on.
+    pub(super) async fn freeze(
+        &mut self,
+        sending: &Sending,
+        now: Duration,
+    ) -> Result<Option<Stopped>, OutboundError> {
+        let outgoing = self.outgoing.as_mut().ok_or(OutboundError::Over)?;
+        let frozen = match outgoing.freeze().await {
+            Ok(frozen) => frozen,
+            Err(OutgoingError::Restarted) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        while let Some(event) = self.try_event() {
+            self.note(event, &mut sending.engine(), now)?;
+        }
+        let Frozen {
+            written,
+            tail,
+            stop_time,
+            read_time,
+            finish_time,
+            stopped_at,
+            ..
+        } = frozen;
+        let mut engine = sending.engine();
+        for written in &written {
+            self.written(written, &mut engine)?;
+        }
+        engine.frozen();
+        Ok(Some(Stopped {
+            stopped_at: Instant::into(stopped_at),
+            stop_time,
+            device_state_time: read_time + finish_time,
+            tail,
+        }))
+    }
+
+    /// Lets the guest go on here as before.
+    pub(super) async fn abort(&mut self) -> Result<(), OutboundError> {
+        if self.gone {
+            return Ok(());
+        }
+        match self.outgoing.take() {
+            Some(outgoing) => Ok(outgoing.abort().await?),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until QEMU has ended by itself.
+    pub(super) async fn qemu_ended(&self) {
+        if self.gone {
+            std::future::pending::<()>().await;
+        }
+        if let Err(error) = self.guest.ended().await {
+            tracing::error!(guest = self.guest.name(), %error, "cannot watch QEMU");
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// QEMU has ended by itself.
+    pub(super) fn forget_process(&mut self) {
+        self.gone = true;
+        self.outgoing = None;
+    }
+
+    /// Ends QEMU: the guest runs elsewhere.
+    pub(super) async fn quit(&mut self) {
+        self.gone = true;
+        self.outgoing = None;
+        super::inbound::stop(&self.guest, &self.qmp).await;
+    }
+
+    /// The end of QEMU's log.
+    pub(super) fn last_words(&self) -> String {
+        super::inbound::end_of_log(&self.guest)
+    }
+
+    /// What it cost so far.
+    pub(super) fn usage(&self) -> Usage {
+        self.meter.usage(self.guest.pid())
+    }
+}
+
+struct GuestContent {
+    memory: Arc<GuestMemory>,
+    places: Vec<usize>,
+}
+
+impl Content for GuestContent {
+    fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
+        let mut done = 0;
+        let mut ranges: Vec<BlockRange> = Vec::with_capacity(blocks.len());
+        for same in blocks.chunk_by(|one, next| one.region == next.region) {
+            let Some(first) = same.first() else { continue };
+            let place = self.places.get(usize::from(first.region.0)).copied();
+            let place = place.ok_or_else(|| format!("there is no region {}", first.region.0))?;
+            ranges.clear();
+            for id in same {
+                match ranges.last_mut() {
+                    Some(range) if range.end() == id.block => range.count += 1,
+                    _ => ranges.push(BlockRange::new(id.block, 1)),
+                }
+            }
+            let out = into[done..done + same.len()].as_flattened_mut();
+            self.memory
+                .read(place, &ranges, out)
+                .map_err(|error| error.to_string())?;
+            done += same.len();
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,330 @@
+//! What a migration would meet and cost, found out without changing anything.
+
+use super::outbound::Outbound;
+use super::prepare::{Candidate, candidate, is_paused};
+use super::registry::Taken;
+use super::talk;
+use super::{Context, failure};
+use longhaul_api::{
+    ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Strategy,
+};
+use longhaul_hypervisor::dirty_rate;
+use longhaul_hypervisor::observe::{blockers, observe};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::BLOCK_SIZE;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
+use longhaul_protocol::units::{show_bit_rate, show_duration};
+use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+
+const ANSWER_WITHIN: Duration = Duration::from_secs(60);
+/// How long the link is measured where nothing is known of it.
+const PROBE_TIME: Duration = Duration::from_secs(1);
+/// Blocks that are looked at to guess what the memory costs.
+const SAMPLES: u64 = 512;
+/// A compressed block of guest memory costs about this share of it, before anything was sent.
+const LITERAL_SHARE: f64 = 0.45;
+/// What a switchover takes besides last pages and round trips.
+const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
+
+/// Looks at everything, and predicts.
+pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result<Plan, ApiError> {
+    let candidate = candidate(context, &request.guest, &request.to)?;
+    let mut plan = Plan {
+        guest: request.guest.clone(),
+        source: context.parts.config.name.clone(),
+        destination: request.to.clone(),
+        asked: Asked {
+            downtime_ms: request.downtime_ms,
+            bandwidth_bps: request.bandwidth_bps,
+            verify: false,
+            patience_ms: 0,
+        },
+        possible: false,
+        qemu: None,
+        machine_type: Some(candidate.guest.description().machine.clone()),
+        accelerator: None,
+        vcpus: Some(candidate.guest.description().vcpus),
+        memory_bytes: Some(candidate.guest.description().memory_mib << 20),
+        memory_used_bytes: None,
+        dirty_rate_bytes_per_s: None,
+        hot_bytes: None,
+        rtt_ms: None,
+        rate_bps: None,
+        checks: Vec::new(),
+        predictions: Vec::new(),
+    };
+    if let Some(Taken::Moving(id, _)) = context.registry.taken(&request.guest) {
+        let text = format!("{} is moving already (migration {id})", request.guest);
+        plan.checks.push(Check::refuse(
+            "guest",
+            text,
+            format!("wait for it, or: longhaul cancel {id}"),
+        ));
+        return Ok(plan);
+    }
+    // Nobody else talks to this QEMU meanwhile.
+    let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
+    let machine = look_here(&candidate, &mut plan).await?;
+    let control = ask_there(context, &candidate, &machine, &mut plan).await;
+    if control.is_some() {
+        measure_link(context, &mut plan).await;
+    }
+    plan.possible = plan
+        .checks
+        .iter()
+        .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
+    plan.predictions.push(predict(&plan));
+    Ok(plan)
+}
+
+fn qemu(error: &dyn Display) -> ApiError {
+    ApiError::new(ErrorCode::Qemu, error.to_string())
+}
+
+async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<Machine, ApiError> {
+    let qmp = candidate
+        .guest
+        .connect()
+        .await
+        .map_err(|error| qemu(&error))?;
+    let machine = observe(&qmp).await.map_err(|error| qemu(&error))?;
+    plan.qemu = Some(machine.qemu.clone());
+    plan.machine_type = Some(machine.machine_type.clone());
+    plan.accelerator = Some(machine.accelerator.clone());
+    plan.vcpus = Some(machine.vcpus);
+    let blockers = blockers(&qmp, &machine)
+        .await
+        .map_err(|error| qemu(&error))?;
+    if blockers.is_empty() {
+        plan.checks
+            .push(Check::ok("devices", "all devices can be moved"));
+    }
+    plan.checks.extend(
+        blockers
+            .into_iter()
+            .map(|b| Check::refuse("devices", b.text, b.hint)),
+    );
+    if let Err(error) = is_paused(&qmp).await {
+        plan.checks.push(Check::refuse(
+            "guest",
+            error.message,
+            "resume it, or stop it, first",
+        ));
+    }
+    let rate = dirty_rate::measure(&qmp).await;
+    plan.dirty_rate_bytes_per_s = rate.ok();
+    memory_used(candidate, qmp, plan).await;
+    Ok(machine)
+}
+
+/// Looks at some of the guest's blocks: what is not zero has to travel.
+async fn memory_used(candidate: &Candidate, qmp: Qmp, plan: &mut Plan) {
+    let outbound = match Outbound::attach(candidate.guest.clone(), qmp).await {
+        Ok(outbound) => outbound,
+        Err(error) => {
+            plan.checks.push(Check::refuse(
+                "memory",
+                error.to_string(),
+                "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
+            ));
+            return;
+        }
+    };
+    let (memory, places) = outbound.memory();
+    let (mut looked_at, mut used, mut total) = (0_u64, 0_u64, 0_u64);
+    for (spec, place) in outbound.regions().iter().zip(places) {
+        total += spec.blocks;
+        let step = (spec.blocks / SAMPLES).max(1);
+        for block in (0..spec.blocks).step_by(step as usize) {
+            let mut content = [0; BLOCK_SIZE];
+            let range = longhaul_protocol::BlockRange::new(block, 1);
+            if memory.read(place, &[range], &mut content).is_ok() {
+                looked_at += 1;
+                used += u64::from(!longhaul_codec::is_zero(&content));
+            }
+        }
+    }
+    if looked_at > 0 {
+        plan.memory_used_bytes = Some(total * BLOCK_SIZE as u64 * used / looked_at);
+    }
+}
+
+async fn ask_there(
+    context: &Arc<Context>,
+    candidate: &Candidate,
+    machine: &Machine,
+    plan: &mut Plan,
+) -> Option<Control> {
+    let host = &candidate.host.name;
+    let control = match context.endpoint.connect(host).await {
+        Ok(control) => control,
+        Err(error) => {
+            let error = failure::connect(host, &error);
+            let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+            plan.checks
+                .push(Check::refuse("destination", error.message, hint));
+            return None;
+        }
+    };
+    let rtt = control.rtt();
+    plan.rtt_ms = Some(rtt.as_secs_f64() * 1e3);
+    let reachable = format!("{host} reachable, direct, {}", show_duration(rtt));
+    plan.checks.push(Check::ok("destination", reachable));
+    match query(&control, candidate, machine).await {
+        Ok(checks) => plan.checks.extend(checks),
+        Err(error) => {
+            let hint = format!("on {host}: longhaul host trust ... --may query,send");
+            plan.checks.push(Check::refuse(
+                "destination",
+                format!("{host}: {error}"),
+                hint,
+            ));
+        }
+    }
+    Some(control)
+}
+
+async fn query(
+    control: &Control,
+    candidate: &Candidate,
+    machine: &Machine,
+) -> Result<Vec<Check>, talk::TalkError> {
+    let (mut sender, mut receiver) = talk::as_source(
+        control
+            .open()
+            .await
+            .map_err(longhaul_transport::ChannelError::from)?,
+    );
+    let query = Query {
+        guest: candidate.guest.description().clone(),
+        machine: machine.clone(),
+    };
+    sender.send(&ToDestination::Query(Box::new(query))).await?;
+    let answer = receiver.recv_within(ANSWER_WITHIN).await?;
+    control.close(CloseCode::Done, "asked and answered");
+    let ToSource::Answer(answer) = answer else {
+        return Err(talk::TalkError::Closed);
+    };
+    let check = |check: longhaul_protocol::message::Check| {
+        let hint = check.hint.unwrap_or_else(|| "see the message".to_owned());
+        match check.verdict {
+            Verdict::Fine => Check::ok("destination", check.text),
+            Verdict::Warning => Check::warn("destination", check.text, hint),
+            Verdict::Refused => Check::refuse("destination", check.text, hint),
+        }
+    };
+    Ok(answer.checks.into_iter().map(check).collect())
+}
+
+async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
+    let host = plan.destination.clone();
+    let config = ProbeConfig {
+        duration: PROBE_TIME,
+        bandwidth_bps: plan.asked.bandwidth_bps,
+        ..ProbeConfig::default()
+    };
+    match context.endpoint.probe(&host, config, |_| {}).await {
+        Ok(report) => {
+            let rate = report.throughput_late_bps;
+            plan.rate_bps = Some(rate);
+            plan.rtt_ms = Some(report.rtt_idle.as_secs_f64() * 1e3);
+            if plan.asked.bandwidth_bps.is_none() {
+                context.note_link_rate(&host, rate as f64 / 8.0);
+            }
+            let text = format!("the link carries about {}", show_bit_rate(rate));
+            plan.checks.push(Check::ok("link", text));
+        }
+        Err(error) => {
+            let error = failure::probe(&host, &error);
+            plan.checks.push(Check::warn(
+                "link",
+                format!("the link could not be measured: {}", error.message),
+                "the prediction lacks what it needs; the move may work all the same",
+            ));
+        }
+    }
+}
+
+/// Pre-copy: a first pass over what is not zero, then what was written meanwhile, and so on.
+fn predict(plan: &Plan) -> Prediction {
+    let rate = plan
+        .rate_bps
+        .filter(|rate| *rate > 0)
+        .map(|rate| rate as f64 / 8.0);
+    let (Some(rate), Some(used)) = (rate, plan.memory_used_bytes) else {
+        return prediction(None, None, None, plan, None);
+    };
+    let dirty = plan.dirty_rate_bytes_per_s.unwrap_or(0) as f64;
+    let rtt = Duration::from_secs_f64(plan.rtt_ms.unwrap_or(0.0) / 1e3);
+    let overhead = SWITCH_OVERHEAD + rtt.mul_f64(1.5);
+    let limit = Duration::from_millis(plan.asked.downtime_ms);
+    let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
+    let mut left = used as f64 * LITERAL_SHARE;
+    let (mut bytes, mut seconds) = (0.0, 0.0);
+    for _ in 0..10 {
+        let pass = left / rate;
+        bytes += left;
+        seconds += pass;
+        // What a guest writes in a pass is at most what it has.
+        left = (dirty * pass).min(used as f64) * LITERAL_SHARE;
+        if left <= budget {
+            break;
+        }
+    }
+    let downtime = overhead + Duration::from_secs_f64(left / rate);
+    let note = (downtime > limit).then(|| {
+        format!(
+            "{} writes faster than the link carries: the downtime asked for ({}) cannot be kept",
+            plan.guest,
+            show_duration(limit)
+        )
+    });
+    let total = seconds + downtime.as_secs_f64();
+    let ms = |seconds: f64| (seconds * 1e3) as u64;
+    prediction(
+        Some((bytes + left) as u64),
+        Some(ms(total)),
+        Some(downtime),
+        plan,
+        note,
+    )
+}
+
+fn prediction(
+    link_bytes: Option<u64>,
+    total_ms: Option<u64>,
+    downtime: Option<Duration>,
+    plan: &Plan,
+    note: Option<String>,
+) -> Prediction {
+    let downtime_ms = downtime.map(|time| time.as_millis() as u64);
+    Prediction {
+        strategy: Strategy::Precopy,
+        link_bytes,
+        total_ms,
+        downtime_ms,
+        downtime_at_most_ms: downtime_ms.map(|ms| ms.max(plan.asked.downtime_ms)),
+        if_link_breaks: format!("stays on {}", plan.source),
+        if_source_dies: "before the switch: as without a move".to_owned(),
+        note,
+    }
+}
+
+/// A measurement as the API shows it.
+pub(super) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
+    let ms = |time: Duration| Some(time.as_secs_f64() * 1e3);
+    ProbeResult {
+        host: host.to_owned(),
+        version: None,
+        rtt_ms: ms(report.rtt_idle),
+        rtt_loaded_ms: ms(report.rtt_loaded),
+        rate_bps: Some(report.throughput_bps),
+        rate_late_bps: Some(report.throughput_late_bps),
+        wire_rate_bps: Some(report.wire_bps),
+        loss: Some(report.loss),
+    }
+}

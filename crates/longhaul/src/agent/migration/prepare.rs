@@ -1,0 +1,348 @@
+//! Before a guest departs: finding it, checking everything, and bringing the destination to wait
+//! for it. Whatever fails here leaves the guest as it was.
+
+use super::departure::{Departure, Task};
+use super::entry::{Entry, Facts};
+use super::outbound::Outbound;
+use super::registry::{Reservation, Taken};
+use super::send::Sending;
+use super::session::{self, Session, SessionError};
+use super::{Context, Holder, failure};
+use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
+use longhaul_codec::DigestKey;
+use longhaul_engine::handover::{self, Record};
+use longhaul_engine::source::Source;
+use longhaul_engine::strategy::Strategy;
+use longhaul_hypervisor::guest::{self, Found, Guest};
+use longhaul_hypervisor::observe::{blockers, observe};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::message::{Offer, ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Generation, MigrationId};
+use longhaul_storage::Journal;
+use longhaul_transport::{CloseCode, Control, TrustedHost};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+
+/// What a switchover takes besides last pages and round trips, before anything was measured.
+const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
+/// How long the destination gets to confirm that an offer is withdrawn.
+const WITHDRAW_WITHIN: Duration = Duration::from_secs(10);
+
+/// A guest that could move, as it was found.
+pub(super) struct Candidate {
+    pub(super) guest: Guest,
+    pub(super) host: TrustedHost,
+    pub(super) generation: Generation,
+}
+
+/// Finds a guest and a host by name, and refuses what can be refused without asking anybody.
+pub(super) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
+    let found = guest::find_all(&context.parts.config.state)
+        .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
+    let running = found.into_iter().find_map(|found| match found {
+        Found::Running(guest) if guest.name() == name => Some(guest),
+        Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
+    });
+    let right = context
+        .rights
+        .get(name)
+        .map_err(|error| failure::internal(&error.to_string()))?;
+    let Some(guest) = running else {
+        if let Some(right) = right
+            && let longhaul_storage::Holder::Elsewhere { host } = right.holder
+        {
+            return Err(failure::not_here(name, &Holder::Elsewhere(host)));
+        }
+        let error = ApiError::new(ErrorCode::GuestUnknown, format!("{name} does not run here"));
+        return Err(error.hint("`longhaul guests` lists those that do"));
+    };
+    let generation = match right {
+        None => Generation(guest.record().generation.max(1)),
+        Some(right) => match right.holder {
+            longhaul_storage::Holder::Here => right.generation,
+            longhaul_storage::Holder::Elsewhere { host } => {
+                return Err(failure::not_here(name, &Holder::Elsewhere(host)));
+            }
+            longhaul_storage::Holder::InDoubt { host } => {
+                return Err(failure::not_here(name, &Holder::InDoubt(host)));
+            }
+        },
+    };
+    let host = context
+        .parts
+        .trust
+        .by_name(to)
+        .map_err(|error| failure::internal(&error.to_string()))?
+        .ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::HostUnknown,
+                format!("there is no trusted host called {to}"),
+            )
+            .hint("`longhaul host list` lists them; `longhaul host trust` adds one")
+            .state_of_guest(format!("nothing was moved; {name} runs here"))
+        })?;
+    Ok(Candidate {
+        guest,
+        host,
+        generation,
+    })
+}
+
+/// Begins a migration in a task of its own.
+pub(super) fn start(
+    context: &Arc<Context>,
+    request: StartMigration,
+) -> Result<Arc<Entry>, ApiError> {
+    let candidate = candidate(context, &request.guest, &request.to)?;
+    let mut id = [0; 8];
+    let mut key = [0; 32];
+    let random = getrandom::fill(&mut id).and_then(|()| getrandom::fill(&mut key));
+    random.map_err(|error| failure::internal(&format!("no random numbers: {error}")))?;
+    let id = MigrationId(id);
+    let reservation = context
+        .registry
+        .take(&request.guest, Taken::Moving(id, Side::Source))?;
+    let entry = Arc::new(Entry::new(Facts {
+        id,
+        guest: request.guest.clone(),
+        side: Side::Source,
+        source: context.parts.config.name.clone(),
+        destination: request.to.clone(),
+        asked: Asked::from(&request),
+    }));
+    context.registry.add(entry.clone());
+    let (context, shown) = (context.clone(), entry.clone());
+    tokio::spawn(async move {
+        let preparing = Preparing {
+            context,
+            entry,
+            candidate,
+            request,
+            key,
+        };
+        preparing.run(reservation).await;
+    });
+    Ok(shown)
+}
+
+struct Preparing {
+    context: Arc<Context>,
+    entry: Arc<Entry>,
+    candidate: Candidate,
+    request: StartMigration,
+    key: [u8; 32],
+}
+
+impl Preparing {
+    async fn run(self, reservation: Reservation) {
+        let entry = self.entry.clone();
+        let context = self.context.clone();
+        let state = format!(
+            "nothing was moved; {} runs on {}",
+            entry.migration().guest,
+            context.parts.config.name
+        );
+        let prepared = self.prepare(reservation).await;
+        match prepared {
+            Ok((task, session)) => Departure::new(task, session).run().await,
+            Err(mut error) => {
+                error.state_of_guest.get_or_insert(state);
+                let outcome = failure::outcome(&error);
+                entry.end(outcome, Some(error));
+                context.archive.keep(&entry);
+            }
+        }
+    }
+
+    async fn prepare(self, reservation: Reservation) -> Result<(Task, Session), ApiError> {
+        let qemu =
+            |error: &dyn std::fmt::Display| ApiError::new(ErrorCode::Qemu, error.to_string());
+        let Candidate {
+            guest,
+            host,
+            generation,
+        } = &self.candidate;
+        let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
+        let machine = observe(&qmp).await.map_err(|error| qemu(&error))?;
+        let blockers = blockers(&qmp, &machine)
+            .await
+            .map_err(|error| qemu(&error))?;
+        if let Some(blocker) = blockers.into_iter().next() {
+            return Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint));
+        }
+        let paused = is_paused(&qmp).await?;
+        let mut outbound = Outbound::attach(guest.clone(), qmp)
+            .await
+            .map_err(super::outbound::OutboundError::into_api)?;
+        let control = self
+            .unless_cancelled(self.context.endpoint.connect(&host.name))
+            .await?;
+        let control = control.map_err(|error| failure::connect(&host.name, &error))?;
+        let offer = Offer {
+            migration: self.entry.id(),
+            attempt: Attempt(1),
+            generation: *generation,
+            guest: guest.description().clone(),
+            machine,
+            regions: outbound.regions().to_vec(),
+            digest_key: self.key,
+            paused,
+            verify: self.request.verify,
+            patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
+        };
+        let mut journal = Journal::open(&self.context.journals, offer.migration)
+            .map_err(|error| failure::internal(&error.to_string()))?;
+        let began = Record::Began {
+            migration: offer.migration,
+            attempt: offer.attempt,
+            side: handover::Side::Source,
+            guest: offer.guest.name.clone(),
+            generation: offer.generation,
+            peer: host.id,
+            peer_name: host.name.clone(),
+            paused,
+        };
+        let write = |journal: &mut Journal, record: &Record| {
+            block_in_place(|| journal.append(record))
+                .map_err(|error| failure::internal(&error.to_string()))
+        };
+        write(&mut journal, &began)?;
+        let guard = Withdrawal {
+            control: Some(control.clone()),
+        };
+        let begun = self.begin(control, &offer, &mut outbound).await;
+        let (session, sending) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                if let Err(error) = outbound.abort().await {
+                    tracing::error!(%error, "the guest's QEMU could not be set back");
+                }
+                let reason = super::arrival::short(&error.message);
+                write(
+                    &mut journal,
+                    &Record::Aborted {
+                        attempt: offer.attempt,
+                        reason,
+                    },
+                )?;
+                return Err(error);
+            }
+        };
+        guard.keep();
+        let task = Task {
+            context: self.context,
+            entry: self.entry,
+            offer,
+            host: host.name.clone(),
+            outbound,
+            sending,
+            journal,
+            patience: Duration::from_millis(self.request.patience_ms),
+            downtime: Duration::from_millis(self.request.downtime_ms),
+            _reservation: reservation,
+        };
+        Ok((task, session))
+    }
+
+    /// The destination waits, the machines are the same, QEMU tracks writes.
+    async fn begin(
+        &self,
+        control: Control,
+        offer: &Offer,
+        outbound: &mut Outbound,
+    ) -> Result<(Session, Arc<Sending>), ApiError> {
+        let host = &self.candidate.host.name;
+        let offered = session::offer(control, offer, self.request.bandwidth_bps);
+        let offered = self.unless_cancelled(offered).await?;
+        let (mut session, machine) = offered.map_err(|error| self.refused(&error))?;
+        if let Some(difference) = machine.differences(&offer.machine).into_iter().next() {
+            withdraw(&mut session, &difference.text).await;
+            let text = format!("{host} would run another machine: {}", difference.text);
+            return Err(ApiError::new(ErrorCode::Refused, text).hint(difference.hint));
+        }
+        if let Err(error) = outbound.start().await {
+            withdraw(&mut session, "the source's QEMU cannot begin").await;
+            return Err(error.into_api());
+        }
+        let downtime = Duration::from_millis(self.request.downtime_ms);
+        let engine = Source::new(
+            Strategy::PRECOPY,
+            outbound.regions(),
+            downtime,
+            SWITCH_OVERHEAD,
+        )
+        .map_err(|error| failure::internal(&error.to_string()))?;
+        let key = DigestKey(offer.digest_key);
+        Ok((session, Sending::new(engine, key, outbound.content())))
+    }
+
+    /// Waits for another host, which may take long.
+    async fn unless_cancelled<T>(&self, future: impl Future<Output = T>) -> Result<T, ApiError> {
+        let mut cancelled = self.entry.cancelled();
+        tokio::select! {
+            done = future => Ok(done),
+            Ok(why) = cancelled.wait_for(Option::is_some) => {
+                Err(failure::cancelled(why.as_deref().unwrap_or_default()))
+            }
+        }
+    }
+
+    fn refused(&self, error: &SessionError) -> ApiError {
+        failure::session(&self.candidate.host.name, error)
+    }
+}
+
+/// Tells the destination that nothing comes, should preparing be dropped half-way.
+struct Withdrawal {
+    control: Option<Control>,
+}
+
+impl Withdrawal {
+    fn keep(mut self) {
+        self.control = None;
+    }
+}
+
+impl Drop for Withdrawal {
+    fn drop(&mut self) {
+        if let Some(control) = &self.control {
+            control.close(CloseCode::Done, "the migration was given up");
+        }
+    }
+}
+
+/// Tells the destination that the offer is withdrawn, and waits for its word.
+async fn withdraw(session: &mut Session, reason: &str) {
+    let cancel = ToDestination::Cancel {
+        reason: super::arrival::short(reason),
+    };
+    let withdrawn = async {
+        session.sender.send(&cancel).await?;
+        loop {
+            if let ToSource::Aborted { .. } = session.receiver.recv().await? {
+                return Ok::<(), super::talk::TalkError>(());
+            }
+        }
+    };
+    match timeout(WITHDRAW_WITHIN, withdrawn).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(%error, "the destination went first"),
+        Err(_) => tracing::warn!("the destination does not confirm that the offer is withdrawn"),
+    }
+}
+
+/// Whether a guest is paused, and could stay so.
+pub(super) async fn is_paused(qmp: &Qmp) -> Result<bool, ApiError> {
+    let status = qmp.query("query-status").await;
+    let status = status.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
+    match status["status"].as_str().unwrap_or_default() {
+        "running" => Ok(false),
+        "paused" | "prelaunch" => Ok(true),
+        other => Err(ApiError::new(
+            ErrorCode::GuestState,
+            format!("the guest is `{other}`: it can be moved while it runs or is paused"),
+        )),
+    }
+}
