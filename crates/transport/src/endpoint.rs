@@ -2,6 +2,8 @@
 
 mod listen;
 mod socket;
+#[cfg(test)]
+mod tests;
 
 use crate::bulk::{BulkOffers, STREAM_WINDOW_BYTES};
 use crate::control::{CHANNELS_MAX, Control, Peer};
@@ -9,8 +11,8 @@ use crate::error::{CloseCode, ConnectError, LinkError};
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
 use crate::quic::{
-    self, CryptoError, HmacKey, IdleTimeout, Link, QuicClientConfig, QuicServerConfig, RecvStream,
-    SendStream, TransportConfig, VarInt, WeakConnectionHandle,
+    self, CryptoError, HashedConnectionIdGenerator, HmacKey, IdleTimeout, Link, QuicClientConfig,
+    QuicServerConfig, RecvStream, SendStream, TransportConfig, VarInt, WeakConnectionHandle,
 };
 use crate::rate::{LimitedFactory, RateLimit, header_bytes};
 use crate::tls::{self, ALPN_CONTROL, ExpectedServer, SERVER_NAME};
@@ -133,8 +135,17 @@ impl Endpoint {
             .max_incoming(HANDSHAKES_MAX * 4)
             .incoming_buffer_size(64 << 10)
             .incoming_buffer_size_total(4 << 20);
+        // Both keys outlive the process, so that the peers of an agent that was restarted learn
+        // at once that their connections are gone.
         let reset_key = ResetKey(identity.derived_secret("longhaul 2026 QUIC stateless reset"));
+        let id_key = identity.derived_secret("longhaul 2026 QUIC connection ids");
+        let id_key = id_key
+            .first_chunk()
+            .map_or(0, |key| u64::from_le_bytes(*key));
         let mut endpoint = quic::EndpointConfig::new(Arc::new(reset_key));
+        endpoint.cid_generator(Arc::new(move || {
+            Box::new(HashedConnectionIdGenerator::from_key(id_key))
+        }));
         // Datagrams of other kinds share the socket, told apart by their first byte.
         endpoint.grease_quic_bit(false);
         let runtime = Arc::new(quic::TokioRuntime);
@@ -419,7 +430,10 @@ async fn receive_hello(link: &Link, receive: &mut RecvStream) -> Result<Hello, L
         let mut body = vec![0; length];
         let read = receive.read_exact(&mut body).await;
         read.map_err(|_| "the Hello was cut".to_owned())?;
-        Hello::decode_body(&body).map_err(|e| e.to_string())
+        match receive.read_chunk(1).await {
+            Ok(None) => Hello::decode_body(&body).map_err(|e| e.to_string()),
+            _ => Err("something follows the Hello on its stream".to_owned()),
+        }
     };
     read.await.map_err(|reason| match link.lost() {
         Some(error) => error,
@@ -477,8 +491,7 @@ fn client_transport(
     Ok(transport)
 }
 
-/// Signs stateless resets with a key that outlives the process, so that the peers of an agent
-/// that was restarted learn at once that their connections are gone.
+/// Signs stateless resets.
 struct ResetKey([u8; 32]);
 
 impl HmacKey for ResetKey {

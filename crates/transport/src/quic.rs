@@ -8,6 +8,7 @@ pub(crate) use noq::{
     PathId, ReadError, RecvStream, SendStream, ServerConfig, TokioRuntime, TransportConfig, VarInt,
     WeakConnectionHandle, WriteError,
 };
+pub(crate) use noq_proto::{HashedConnectionIdGenerator, RttEstimator};
 
 use crate::error::{CloseCode, LinkError, REASON_BYTES_MAX};
 use longhaul_protocol::HostId;

@@ -1,7 +1,7 @@
 //! The rate of a bulk connection: the library's congestion controller under a limit that can be
 //! changed while it runs.
 
-use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics};
+use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics, RttEstimator};
 use std::any::Any;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -93,7 +93,7 @@ impl Controller for Limited {
         bytes: u64,
         pn: u64,
         app_limited: bool,
-        rtt: &noq_proto::RttEstimator,
+        rtt: &RttEstimator,
     ) {
         self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
     }
