@@ -521,6 +521,40 @@ async fn a_destination_says_why_it_cannot_load() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_cannot_be_moved_is_refused_by_name() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let mut spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+        spec.memory = "64M,maxmem=1G".to_owned();
+        spec.more = ["-object", "memory-backend-ram,id=vmem,size=128M", "-device"]
+            .map(str::to_owned)
+            .to_vec();
+        spec.more
+            .push("virtio-mem-pci,memdev=vmem,requested-size=64M".to_owned());
+        spec.payload = Payload {
+            filled: (0, 0),
+            ..Payload::IDLE
+        };
+        let source = Qemu::running(&spec).await;
+        let before = settings(&source).await;
+        let attached = GuestMemory::attach(&source.qmp, source.pid()).await;
+        let error = match attached {
+            // QEMU 7.2 does not say where the memory of such a device is.
+            Err(error) => error.to_string(),
+            Ok(memory) => {
+                let socket = source.folder.path().join("outgoing");
+                let started = Outgoing::start(&source.qmp, Arc::new(memory), &socket).await;
+                started.unwrap_err().to_string()
+            }
+        };
+        println!("{error}");
+        assert!(error.contains("mem"), "{error}");
+        assert_eq!(source.state().await, "running");
+        assert_eq!(settings(&source).await, before);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_source_that_dies_is_noticed() {
     for (label, path) in emulators() {
         println!("{label}");

@@ -452,22 +452,22 @@ fn skip(pieces: &mut Vec<RemoteIoVec>, mut bytes: usize) {
 mod tests {
     use super::*;
 
-    /// This process's own memory, as if it were a guest's.
-    fn own(buffer: &[u8]) -> GuestMemory {
-        GuestMemory {
-            pid: Pid::this(),
-            blocks: vec![
-                MemoryBlock {
-                    name: "pc.ram".to_owned(),
-                    used_bytes: buffer.len() as u64,
-                    address: Some(buffer.as_ptr() as u64),
-                },
-                MemoryBlock {
-                    name: "pc.bios".to_owned(),
-                    used_bytes: 4096,
-                    address: None,
-                },
-            ],
+    impl GuestMemory {
+        /// This process's own memory, as if it were a guest's, and a kept block.
+        pub(in crate::memory) fn of_own(name: &str, buffer: &[u8]) -> Self {
+            let block = |name: &str, used_bytes, address| MemoryBlock {
+                name: name.to_owned(),
+                used_bytes,
+                address,
+            };
+            let address = Some(buffer.as_ptr() as u64);
+            Self {
+                pid: Pid::this(),
+                blocks: vec![
+                    block(name, buffer.len() as u64, address),
+                    block("pc.bios", 4096, None),
+                ],
+            }
         }
     }
 
@@ -475,7 +475,7 @@ mod tests {
     fn scattered_ranges_are_read_and_written() {
         let blocks = 3000_u64;
         let ram = vec![0_u8; blocks as usize * BLOCK_SIZE];
-        let memory = own(&ram);
+        let memory = GuestMemory::of_own("pc.ram", &ram);
         let odd: Vec<BlockRange> = (0..blocks / 2)
             .map(|i| BlockRange::new(2 * i + 1, 1))
             .collect();
@@ -501,7 +501,7 @@ mod tests {
     #[test]
     fn what_is_not_there_is_refused() {
         let ram = vec![0_u8; 4 * BLOCK_SIZE];
-        let memory = own(&ram);
+        let memory = GuestMemory::of_own("pc.ram", &ram);
         let mut out = vec![0; BLOCK_SIZE];
         for (block, start, count) in [(0, 4, 1), (0, u64::MAX, 1), (1, 0, 1), (2, 0, 1)] {
             let error = memory.read(block, &[BlockRange::new(start, count)], &mut out);
@@ -520,7 +520,7 @@ mod tests {
         let pid = child.id() as i32;
         child.wait().unwrap();
         let ram = vec![0_u8; BLOCK_SIZE];
-        let mut memory = own(&ram);
+        let mut memory = GuestMemory::of_own("pc.ram", &ram);
         memory.pid = Pid::from_raw(pid);
         let mut out = vec![0; BLOCK_SIZE];
         let error = memory.read(0, &[BlockRange::new(0, 1)], &mut out);

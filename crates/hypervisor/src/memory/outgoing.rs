@@ -69,7 +69,7 @@ pub enum Event {
     },
     /// QEMU completed by itself and was refused. Every page will be reported again, from pass 1.
     Restarted,
-    /// It cannot go on; [`Outgoing::abort`] is what remains.
+    /// It cannot go on, and there are no further events; [`Outgoing::abort`] is what remains.
     Failed(String),
 }
 

@@ -171,6 +171,11 @@ impl Shared {
         self.reader.notify_all();
     }
 
+    /// Whether the owner holds the reader.
+    pub(crate) fn is_held(&self) -> bool {
+        self.lock().held
+    }
+
     /// Whether the reader rests; the end counts as rest.
     pub(crate) fn is_resting(&self) -> bool {
         let state = self.lock();

@@ -9,6 +9,8 @@ const SAMPLES_MIN: u64 = 1024;
 const SAMPLES_MAX: u64 = 8192;
 /// Blocks that are read at once.
 const BATCH: usize = 64;
+/// Zeros that are all looked at, in blocks, before the steps grow: 512 MiB.
+const ZEROS_SEEN_WHOLE: u64 = 1 << 17;
 
 /// The content of some blocks at one moment.
 #[derive(Debug)]
@@ -98,29 +100,45 @@ fn hash(content: &[u8]) -> u64 {
     })
 }
 
-/// The first block of 4 KiB from which on at least `wanted` blocks are not zero; 0 where there
-/// are not that many.
+/// A block of 4 KiB from which on at least `wanted` blocks are not zero, near the end; 0 where
+/// there are not that many. Of a large stretch of zeros only a little is looked at.
 pub(crate) fn start_of_last_non_zero(
     memory: &GuestMemory,
     block: usize,
     wanted: u64,
 ) -> Result<u64, AccessError> {
-    let mut end = memory.blocks().get(block).map_or(0, |block| block.blocks());
+    let batch = BATCH as u64;
+    let mut start = memory.blocks().get(block).map_or(0, |block| block.blocks());
     let mut content = vec![0; BATCH * BLOCK_SIZE];
-    let mut found = 0;
-    while end > 0 {
-        let start = end.saturating_sub(BATCH as u64);
+    let (mut found, mut step, mut zeros) = (0, batch, 0);
+    while start > 0 {
+        let before = start;
+        start = start.saturating_sub(step);
+        let count = batch.min(before - start);
         let content = content
-            .get_mut(..(end - start) as usize * BLOCK_SIZE)
+            .get_mut(..count as usize * BLOCK_SIZE)
             .unwrap_or_default();
-        memory.read(block, &[BlockRange::new(start, end - start)], content)?;
+        memory.read(block, &[BlockRange::new(start, count)], content)?;
+        let mut non_zero = false;
         for (index, block) in content.chunks(BLOCK_SIZE).enumerate().rev() {
-            found += u64::from(block.iter().any(|byte| *byte != 0));
-            if found == wanted {
+            let (words, _) = block.as_chunks::<8>();
+            if words
+                .iter()
+                .fold(0, |all, word| all | u64::from_ne_bytes(*word))
+                != 0
+            {
+                non_zero = true;
+                found += 1;
+            }
+            if found >= wanted {
                 return Ok(start + index as u64);
             }
         }
-        end = start;
+        zeros = if non_zero { 0 } else { zeros + step };
+        step = match zeros > ZEROS_SEEN_WHOLE {
+            true => step + step / 4,
+            false => batch,
+        };
     }
     Ok(0)
 }
@@ -135,6 +153,35 @@ mod tests {
         assert!((150..=157).contains(&places.len()), "{}", places.len());
         assert!(places.windows(2).all(|pair| pair[0] < pair[1]));
         assert!(places.iter().all(|place| *place < 10_000));
+    }
+
+    #[test]
+    fn the_last_content_is_found_behind_zeros() {
+        let mut ram = vec![0_u8; 4000 * BLOCK_SIZE];
+        let memory = GuestMemory::of_own("pc.ram", &ram);
+        assert_eq!(start_of_last_non_zero(&memory, 0, 128), Ok(0));
+        for page in 500..1000 {
+            ram[page * BLOCK_SIZE + 77] = 1;
+        }
+        let start = start_of_last_non_zero(&memory, 0, 128).unwrap();
+        assert!((500..=872).contains(&start), "{start}");
+        for page in 3900..4000 {
+            ram[page * BLOCK_SIZE] = 1;
+        }
+        assert_eq!(start_of_last_non_zero(&memory, 0, 100), Ok(3900));
+    }
+
+    #[test]
+    fn changes_are_estimated() {
+        let mut ram = vec![0_u8; 4096 * BLOCK_SIZE];
+        let memory = GuestMemory::of_own("pc.ram", &ram);
+        let sample = Sample::take(&memory).unwrap();
+        assert_eq!(sample.changed_blocks(&memory), Ok(0));
+        for page in 1000..3000 {
+            ram[page * BLOCK_SIZE + 4095] = 1;
+        }
+        let changed = sample.changed_blocks(&memory).unwrap();
+        assert!((1900..2100).contains(&changed), "{changed}");
     }
 
     #[test]

@@ -82,6 +82,13 @@ impl Before {
             let reasons: Vec<&str> = reasons.iter().filter_map(Value::as_str).collect();
             return Err(SourceError::Blocked(reasons.join("; ")));
         }
+        let devices = qmp.query("query-memory-devices").await?;
+        let mut kinds = devices.as_array().into_iter().flatten();
+        if kinds.any(|device| device["type"] == "virtio-mem") {
+            return Err(SourceError::Blocked(
+                "it has a virtio-mem device".to_owned(),
+            ));
+        }
         let property = json!({"path": "/machine", "property": "suppress-vmdesc"});
         let suppressed = qmp.execute("qom-get", property, COMMAND_TIMEOUT).await;
         if suppressed.is_ok_and(|suppressed| suppressed == json!(true)) {

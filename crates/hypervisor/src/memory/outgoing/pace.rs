@@ -316,6 +316,7 @@ impl Migration {
                 "QEMU's machine is not what it was when the move began".to_owned(),
             ));
         }
+        inner.shared.hold(shared.is_held());
         inner.shared.tell(Event::Restarted);
         {
             let mut old = self.inner();
