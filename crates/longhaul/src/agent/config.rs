@@ -149,7 +149,7 @@ impl Config {
         Self::parse(&text, file).map_err(|what| {
             error(
                 what,
-                Some("docs/operating.md, \"The agent's configuration\", lists what it may hold"),
+                Some("docs/operating.md, \"The host's configuration\", lists what it may hold"),
             )
         })
     }

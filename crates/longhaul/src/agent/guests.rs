@@ -89,7 +89,7 @@ impl Guests {
         let description = match start {
             StartGuest::Description(text) => description::parse(&text).map_err(|error| {
                 ApiError::new(ErrorCode::InvalidRequest, error.to_string())
-                    .hint("docs/operating.md, \"Describing a guest\", lists what it may hold")
+                    .hint("docs/operating.md, \"Guests\", lists what it may hold")
             })?,
             StartGuest::Name(name) => {
                 let mut known = self.known()?;
@@ -386,6 +386,8 @@ async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
         qmp.query("system_powerdown")
             .await
             .map_err(|error| failed(&error))?;
+        // So that the guest can be looked at while it shuts down.
+        drop(qmp);
         if timeout(SHUT_DOWN_WAIT, guest.ended()).await.is_err() {
             let waited = SHUT_DOWN_WAIT.as_secs();
             return Err(ApiError::new(

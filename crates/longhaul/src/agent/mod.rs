@@ -44,11 +44,18 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     let socket = UnixSocket::open(&config.api.socket).await?;
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
+    let prober = parts.prober.clone();
     let service = Service {
         hosts: Arc::new(Hosts::new(parts.clone())),
         guests: Arc::new(Guests::new(parts)),
         manager: manager.clone(),
     };
+    // Takes seconds at the first start, and whoever asks later gets it at once.
+    tokio::spawn(async move {
+        if let Err(error) = prober.capabilities().await {
+            tracing::warn!(%error, "no guest can be started or taken");
+        }
+    });
     let (stop, stopped) = watch::channel(false);
     let router = http::router(service);
     let unix_task = tokio::spawn(socket.serve(router.clone(), stopped.clone()));
