@@ -25,7 +25,7 @@ use tokio::sync::watch;
 use tokio::time::timeout;
 
 /// How long migrations may take to be aborted or to reach the other side when the agent stops.
-const SHUT_DOWN_WAIT: Duration = Duration::from_secs(30);
+const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 
 /// Runs the agent until it is told to stop.
 pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {

@@ -1,0 +1,81 @@
+//! The client against agents that are wrong: too much, too long, cut off, or no agent at all.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use longhaul_api::{ANSWER_BYTES_MAX, Client, ClientError, ErrorCode, WATCH_LINE_BYTES_MAX};
+use std::path::PathBuf;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixListener;
+
+/// An agent that answers every request with the same bytes, and a client for it.
+fn agent(folder: &tempfile::TempDir, answer: Vec<u8>) -> Client {
+    let path: PathBuf = folder.path().join("agent.sock");
+    let listener = UnixListener::bind(&path).unwrap();
+    tokio::spawn(async move {
+        while let Ok((mut stream, _)) = listener.accept().await {
+            let answer = answer.clone();
+            tokio::spawn(async move {
+                let mut head = vec![0; 4096];
+                let _ = stream.read(&mut head).await;
+                // The client stops reading what is too much.
+                let _ = stream.write_all(&answer).await;
+            });
+        }
+    });
+    Client::unix(path)
+}
+
+fn http(status: u16, content: &[u8]) -> Vec<u8> {
+    let length = content.len();
+    let mut answer =
+        format!("HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\r\n").into_bytes();
+    answer.extend_from_slice(content);
+    answer
+}
+
+#[tokio::test]
+async fn an_answer_that_is_too_long_is_not_read() {
+    let folder = tempfile::tempdir().unwrap();
+    let client = agent(&folder, http(200, &vec![b' '; ANSWER_BYTES_MAX + 1]));
+    let error = client.guests().await.unwrap_err();
+    assert!(matches!(error, ClientError::Nonsense { .. }), "{error}");
+    assert_eq!(error.exit_code(), 5);
+}
+
+#[tokio::test]
+async fn an_error_that_is_not_the_apis_own_is_named_by_its_status() {
+    let folder = tempfile::tempdir().unwrap();
+    let client = agent(&folder, http(502, b"<html>"));
+    let error = client.guests().await.unwrap_err();
+    assert!(error.to_string().contains("502"), "{error}");
+}
+
+#[tokio::test]
+async fn the_apis_errors_are_given_whole() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = br#"{"code":"guest_busy","message":"m","hint":"h","state_of_guest":null}"#;
+    let client = agent(&folder, http(409, text));
+    let error = client.cancel("7f").await.unwrap_err();
+    let ClientError::Api(api) = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(api.code, ErrorCode::GuestBusy);
+    assert_eq!(error.hint().as_deref(), Some("h"));
+}
+
+#[tokio::test]
+async fn a_watch_ends_at_nonsense_at_a_long_line_and_at_a_cut() {
+    for (lines, expected) in [
+        (b"{}\n".to_vec(), "makes no sense"),
+        (vec![b'x'; 2 * WATCH_LINE_BYTES_MAX], "too long"),
+        (b"{\"id\":\"7f\"".to_vec(), "went away"),
+        (Vec::new(), "went away"),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let mut answer = b"HTTP/1.1 200 x\r\nconnection: close\r\n\r\n".to_vec();
+        answer.extend_from_slice(&lines);
+        let mut watch = agent(&folder, answer).watch("7f").await.unwrap();
+        let error = watch.next().await.unwrap().unwrap_err();
+        assert!(error.to_string().contains(expected), "{expected}: {error}");
+        assert!(watch.next().await.is_none(), "it is over");
+    }
+}
