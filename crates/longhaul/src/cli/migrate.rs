@@ -157,7 +157,7 @@ impl Interrupts {
 
 /// What happened next.
 enum Event {
-    Progress(Result<Progress, ClientError>),
+    Progress(Box<Result<Progress, ClientError>>),
     Interrupted { urgent: bool },
     Answered(bool),
 }
@@ -189,18 +189,22 @@ impl<'a> Watching<'a> {
         let mut latest: Option<Progress> = None;
         loop {
             let event = tokio::select! {
-                progress = watch.next() => match progress {
-                    Some(progress) => Event::Progress(progress),
-                    None => Event::Progress(Err(ClientError::Lost {
+                progress = watch.next() => {
+                    let progress = progress.unwrap_or_else(|| Err(ClientError::Lost {
                         endpoint: "its socket".to_owned(),
                         what: "it stopped telling of the migration".to_owned(),
-                    })),
-                },
+                    }));
+                    Event::Progress(Box::new(progress))
+                }
                 urgent = interrupts.next() => Event::Interrupted { urgent },
                 yes = answered(&mut self.answer) => Event::Answered(yes),
             };
             match event {
-                Event::Progress(Ok(progress)) => {
+                Event::Progress(progress) => {
+                    let progress = progress.or_else(|error| {
+                        self.display.leave();
+                        Err(self.lost(error))
+                    })?;
                     if self.output.json {
                         self.output.json_line(&json!({ "progress": progress }))?;
                     }
@@ -210,10 +214,6 @@ impl<'a> Watching<'a> {
                     }
                     self.display.show(&progress, self.mood);
                     latest = Some(progress);
-                }
-                Event::Progress(Err(error)) => {
-                    self.display.leave();
-                    return Err(self.lost(error));
                 }
                 Event::Interrupted { urgent } => {
                     let asks = !urgent && self.display.in_place && std::io::stdin().is_terminal();
