@@ -13,9 +13,9 @@ use crate::scope::Scope;
 use longhaul_protocol::guest::GuestDescription;
 use nix::unistd::chown;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
-use std::fs::{self, DirBuilder, File, OpenOptions};
+use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 /// Longest path of a unix socket, in bytes.
@@ -130,21 +130,22 @@ impl GuestFolder {
 
     /// Makes the folder, with an empty run folder that belongs to QEMU's user.
     ///
+    /// Where that is not this process's, the state folder is made passable as well.
+    ///
     /// Fails with [`io::ErrorKind::AlreadyExists`] where the guest has a folder already.
     pub(crate) fn create(&self, account: Option<&Account>) -> io::Result<()> {
         let parent = self.path.parent().unwrap_or(Path::new("/"));
-        // Others may pass, and see only what they know the name of.
-        let passable = |recursive| {
-            let mut builder = DirBuilder::new();
-            builder.mode(0o711).recursive(recursive);
-            builder
-        };
-        passable(true).create(parent)?;
-        passable(false).create(&self.path)?;
+        make_passable(parent, true)?;
+        make_passable(&self.path, false)?;
         let run = self.run();
         DirBuilder::new().mode(0o700).create(&run)?;
         if let Some(account) = account {
             chown(&run, Some(account.uid), Some(account.gid))?;
+            let state = parent.parent().unwrap_or(Path::new("/"));
+            let mode = fs::metadata(state)?.permissions().mode();
+            if mode & 0o111 != 0o111 {
+                fs::set_permissions(state, Permissions::from_mode(mode | 0o111))?;
+            }
         }
         sync(parent)
     }
@@ -205,6 +206,13 @@ impl GuestFolder {
 
 fn guests(state: &Path) -> PathBuf {
     state.join("guests")
+}
+
+/// Makes a folder that others may pass through, to what they know the name of.
+fn make_passable(path: &Path, with_parents: bool) -> io::Result<()> {
+    DirBuilder::new().recursive(with_parents).create(path)?;
+    // Whatever the umask of this process is.
+    fs::set_permissions(path, Permissions::from_mode(0o711))
 }
 
 fn read_toml<T: DeserializeOwned>(path: &Path) -> io::Result<T> {

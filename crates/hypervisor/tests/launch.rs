@@ -343,6 +343,9 @@ async fn qemu_runs_sandboxed_and_as_somebody_else() {
         let mut host = Host::new();
         host.config.qemu.run_as = Some("nobody".to_owned());
         let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
+        // As an agent makes it that keeps everything to itself.
+        fs::create_dir(host.state()).unwrap();
+        fs::set_permissions(host.state(), fs::Permissions::from_mode(0o700)).unwrap();
         let image = host.folder.path().join("vda.raw");
         nix::unistd::chown(&image, Some(nobody.uid), None).unwrap();
         let (guest, qmp) = host
