@@ -203,12 +203,10 @@ fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut joined = Vec::new();
     for hierarchy in hierarchies(&mounts) {
-        let path = hierarchy.join(CGROUP_FOLDER).join(name);
-        let join = || {
-            fs::create_dir_all(&path)?;
-            fs::write(path.join("cgroup.procs"), pid.to_string())
-        };
-        match join() {
+        let folder = hierarchy.join(CGROUP_FOLDER);
+        sweep(&folder);
+        let path = folder.join(name);
+        match join_cgroup(&path, pid) {
             Ok(()) => joined.push(path),
             Err(error) => {
                 tracing::debug!(path = %path.display(), %error, "no cgroup of its own here");
@@ -217,6 +215,27 @@ fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
         }
     }
     joined
+}
+
+fn join_cgroup(path: &Path, pid: i32) -> io::Result<()> {
+    for _ in 0..CGROUP_TRIES {
+        fs::create_dir_all(path)?;
+        match fs::write(path.join("cgroup.procs"), pid.to_string()) {
+            // Another agent has swept it away before there was a process in it.
+            Err(_) if !path.exists() => {}
+            other => return other,
+        }
+    }
+    Err(io::Error::other("it is removed again and again"))
+}
+
+/// Removes cgroups without a process: of guests whose QEMU ended and whose agent never came back.
+fn sweep(folder: &Path) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        // One that is in use cannot be removed, and files never can.
+        let _ = fs::remove_dir(entry.path());
+    }
+    let _ = fs::remove_dir(folder);
 }
 
 /// Where the hierarchies are mounted in which a process's place decides what it dies with.
@@ -289,8 +308,7 @@ async fn remove_cgroup(path: &Path) -> io::Result<()> {
             Ok(()) => break,
         }
     }
-    // Another guest's may be beside it.
-    let _ = path.parent().map(fs::remove_dir);
+    path.parent().map(sweep);
     Ok(())
 }
 

@@ -205,6 +205,40 @@ async fn a_qemu_that_died_is_told_from_one_that_runs() {
 }
 
 #[tokio::test]
+async fn cgroups_that_nobody_came_back_for_are_swept_away() {
+    let host = Host::new();
+    let (emulator, _) = &emulators()[0];
+    let launch = || async {
+        let description = guest(MACHINES[0]);
+        host.launch(&description, emulator, Role::Fresh)
+            .await
+            .unwrap()
+    };
+    let (forgotten, _qmp) = launch().await;
+    let cgroups = cgroups(&forgotten);
+    if cgroups.is_empty() {
+        eprintln!("no cgroup can be made here");
+        forgotten.stop(Some(&_qmp)).await.unwrap();
+        return;
+    }
+    forgotten.process().unwrap().unwrap().kill().unwrap();
+    forgotten.ended().await.unwrap();
+    while Path::new(&format!("/proc/{}", forgotten.pid().unwrap())).exists() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    fs::remove_dir_all(forgotten.folder().path()).unwrap();
+
+    // Another guest of another host.
+    let host = Host::new();
+    let (guest, qmp) = host
+        .launch(&guest(MACHINES[0]), emulator, Role::Fresh)
+        .await
+        .unwrap();
+    assert!(!cgroups.iter().any(|path| path.exists()), "{cgroups:?}");
+    stop(guest, Some(&qmp)).await;
+}
+
+#[tokio::test]
 async fn a_damaged_folder_is_reported_and_left_alone() {
     let host = Host::new();
     let (emulator, _) = &emulators()[0];
