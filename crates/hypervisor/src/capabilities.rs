@@ -1,6 +1,7 @@
 //! What this host can run, and whether a given guest is among it.
 
 use crate::config::{AcceleratorChoice, HostConfig};
+use crate::description;
 use crate::guest::{Found, find_all};
 use crate::probe::{self, ProbeError};
 use longhaul_protocol::guest::GuestDescription;
@@ -322,6 +323,14 @@ pub fn can_run(
     machine: Option<&Machine>,
     capabilities: &Capabilities,
 ) -> Vec<Check> {
+    if let Err(error) = description::check(description) {
+        // A peer may have sent it: nothing in it is shown or looked up.
+        return vec![Check {
+            verdict: Verdict::Refused,
+            text: format!("{host} cannot run this guest: {error}"),
+            hint: Some("mend the guest's description".to_owned()),
+        }];
+    }
     let question = Question {
         host,
         guest: description,

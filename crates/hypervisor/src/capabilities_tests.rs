@@ -104,6 +104,16 @@ fn a_guest_that_fits_is_not_refused() {
 }
 
 #[test]
+fn a_description_that_no_host_would_launch_is_refused_alone() {
+    refused(
+        |guest, _, _| guest.name = "\u{1b}[2J/../x".to_owned(),
+        "paris-2 cannot run this guest: guest description: `name` is `\\u{1b}[2J/../x`: a name has \
+         1 to 48 letters, digits, `-`, `_` and `.`, and begins with a letter or digit",
+        "mend the guest's description",
+    );
+}
+
+#[test]
 fn a_machine_type_that_is_too_new_is_refused() {
     refused(
         |guest, _, _| guest.machine = "pc-q35-10.0".to_owned(),
@@ -137,7 +147,8 @@ fn a_machine_type_that_is_no_more_is_refused() {
         |guest, _, _| guest.machine = "pc-q35-2.4".to_owned(),
         "paris-2 cannot run web-7: it has QEMU 7.2.22, which does not have the guest's machine \
          type pc-q35-2.4",
-        "add an emulator to paris-2 that has it, or restart the guest with machine = \"pc-q35-7.2\"",
+        "add an emulator to paris-2 that has it, or restart the guest with machine = \
+         \"pc-q35-7.2\"",
     );
 }
 

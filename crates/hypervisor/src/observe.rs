@@ -440,12 +440,19 @@ fn not_understood(command: &str, why: &str) -> QmpError {
 mod tests {
     use super::*;
 
-    const OLD: &str = "              Block Name    PSize              Offset               Used              Total\r\n\
-                  pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000\r\n\
- /rom@etc/acpi/tables    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000\r\n";
-    const NEW: &str = "              Block Name    PSize              Offset               Used              Total                HVA  RO\r\n\
-                  pc.ram    2 MiB  0x0000000000000000 0x0000000004000000 0x0000000004000000 0x00007fbfb7e00000  rw\r\n\
-        a block, named 0x1    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000 0x00007fc009200000  ro\r\n";
+    const OLD: &str = concat!(
+        "      Block Name    PSize              Offset               Used              Total\r\n",
+        "          pc.ram    4 KiB  0x0000000000000000 0x0000000004000000 0x0000000004000000\r\n",
+        " /rom@etc/tables    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000\r\n",
+    );
+    const NEW: &str = concat!(
+        "   Block Name    PSize              Offset               Used              Total",
+        "                HVA  RO\r\n",
+        "       pc.ram    2 MiB  0x0000000000000000 0x0000000004000000 0x0000000004000000",
+        " 0x00007fbfb7e00000  rw\r\n",
+        " a block, 0x1    4 KiB  0x0000000004080000 0x0000000000020000 0x0000000000200000",
+        " 0x00007fc009200000  ro\r\n",
+    );
 
     fn machine(kinds: &[&str]) -> Machine {
         let device = |kind: &&str| {
@@ -471,10 +478,11 @@ mod tests {
         let old = ram_blocks(OLD).unwrap();
         assert_eq!(old.len(), 2);
         assert_eq!(old["pc.ram"].used_bytes, 64 << 20);
-        assert_eq!(old["/rom@etc/acpi/tables"].max_bytes, 2 << 20);
+        assert_eq!(old["/rom@etc/tables"].max_bytes, 2 << 20);
         let new = ram_blocks(NEW).unwrap();
         assert_eq!(new["pc.ram"].page_bytes, 2 << 20);
         assert_eq!(new["pc.ram"].max_bytes, 64 << 20);
+        assert_eq!(new["a block, 0x1"].page_bytes, 4096);
     }
 
     #[test]
