@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
-/// Pages of a pass that are left unread. A socket takes 60 of them before QEMU waits.
-pub const MARGIN_PAGES: u64 = 128;
+/// Pages of a pass that are left unread. QEMU waits when 60 are in the socket, 32 in its own
+/// buffer, and 16 in ours.
+pub const MARGIN_PAGES: u64 = 192;
 /// Fewest dirty pages with which a QEMU that may complete by itself is let end a pass.
 const DIRTY_PAGES_MIN: u64 = 256;
 /// Rate at which such a QEMU ends a pass, in bytes per second: 50 pages each 100 ms.
@@ -194,8 +195,8 @@ struct Inner {
     shared: Arc<Shared>,
     socket: UnixStream,
     life: u64,
-    /// Where the first pass is held.
-    first_goal: Goal,
+    /// Where the first pass is held; none: before its first page.
+    first_goal: Option<Goal>,
     progress: Progress,
     pass_start: Instant,
 }
@@ -418,7 +419,7 @@ async fn connect(
         shared,
         socket,
         life: 0,
-        first_goal: goal.unwrap_or(Goal::Place { block: 0, page: 0 }),
+        first_goal: goal.filter(|_| !none),
         progress: Progress::default(),
         pass_start: Instant::now(),
     };

@@ -26,8 +26,8 @@ use tokio::sync::Notify;
 const EVENTS_MAX: usize = 64;
 /// Runs of blocks in one event, at most.
 const RUNS_MAX: usize = 1024;
-/// Bytes that are read at once.
-const READ_BYTES: usize = 256 << 10;
+/// Bytes that are read at once; they count as left unread when the reader rests.
+const READ_BYTES: usize = 64 << 10;
 /// Bytes that are read at once where a pass ends, so that QEMU is not let run ahead.
 const READ_BYTES_AT_END: usize = 4096;
 /// How long the reader waits for bytes before it looks whether it is still wanted.

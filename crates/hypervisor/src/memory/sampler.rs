@@ -9,8 +9,8 @@ const SAMPLES_MIN: u64 = 1024;
 const SAMPLES_MAX: u64 = 8192;
 /// Blocks that are read at once.
 const BATCH: usize = 64;
-/// Zeros that are all looked at, in blocks, before the steps grow: 512 MiB.
-const ZEROS_SEEN_WHOLE: u64 = 1 << 17;
+/// Zeros that are all looked at, in blocks, before the steps grow: 8 GiB.
+const ZEROS_SEEN_WHOLE: u64 = 1 << 21;
 
 /// The content of some blocks at one moment.
 #[derive(Debug)]

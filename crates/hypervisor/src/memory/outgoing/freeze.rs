@@ -28,7 +28,7 @@ impl Migration {
             // It writes nothing more, so it cannot complete between here and `stop`.
             let still = self.is_still().await?;
             tokio::time::sleep(STILLNESS).await;
-            if !still || completes(&run_state(qmp).await?) {
+            if !still || self.completes().await {
                 self.restart().await?;
                 return Err(OutgoingError::Restarted);
             }

@@ -61,8 +61,10 @@ impl Migration {
         let mut events = self.qmp.events();
         let first_goal = self.inner().first_goal;
         let mut pass = 1;
-        let mut known = self.ask().await?;
-        let mut goal = Some(first_goal);
+        let Some(mut known) = self.ask().await? else {
+            return Ok(Stop::Completes);
+        };
+        let mut goal = first_goal;
         let mut unread_pages = self.pages_from(first_goal);
         loop {
             self.begin_pass(pass);
@@ -121,7 +123,9 @@ impl Migration {
         if let Some(end) = shared.end() {
             return self.ended(end).map(|_| None);
         }
-        let pass = self.ask().await?;
+        let Some(pass) = self.ask().await? else {
+            return Ok(None);
+        };
         let readable = pass.remaining_pages.saturating_sub(MARGIN_PAGES);
         if readable == 0 {
             return Ok(Some((pass, None, pass.remaining_pages)));
@@ -176,12 +180,11 @@ impl Migration {
                     return Ok(Stop::Told);
                 }
                 Happened::Stop if self.completes().await => return Ok(Stop::Completes),
-                Happened::Pass | Happened::Time => {
-                    let pass = self.ask().await?;
-                    if pass.syncs > syncs {
-                        return Ok(Stop::Pass);
-                    }
-                }
+                Happened::Pass | Happened::Time => match self.ask().await? {
+                    Some(pass) if pass.syncs > syncs => return Ok(Stop::Pass),
+                    Some(_) => {}
+                    None => return Ok(Stop::Completes),
+                },
                 _ => {}
             }
         }
@@ -246,7 +249,7 @@ impl Migration {
     }
 
     /// Whether QEMU has stopped the guest in order to complete.
-    async fn completes(&self) -> bool {
+    pub(super) async fn completes(&self) -> bool {
         if !self.may_complete() || !self.before.running {
             return false;
         }
@@ -274,26 +277,33 @@ impl Migration {
     }
 
     /// How many pages the first pass has from this place on.
-    fn pages_from(&self, goal: Goal) -> u64 {
-        let Goal::Place { block, page } = goal else {
-            return 0;
+    fn pages_from(&self, goal: Option<Goal>) -> u64 {
+        let (block, page) = match goal {
+            Some(Goal::Place { block, page }) => (block, page),
+            _ => (0, 0),
         };
-        let pages = self
-            .prelude
-            .blocks
-            .iter()
-            .skip(block)
-            .map(|block| block.pages());
-        pages.sum::<u64>().saturating_sub(page)
+        let rest = self.prelude.blocks.iter().skip(block);
+        let pages: u64 = rest.map(|block| block.pages()).sum();
+        pages.saturating_sub(page)
     }
 
-    async fn ask(&self) -> Result<Pass, OutgoingError> {
-        let migration = self.qmp.query("query-migrate").await?;
+    /// Asks QEMU for its pass; none when it is completing.
+    async fn ask(&self) -> Result<Option<Pass>, OutgoingError> {
+        let asked = self.qmp.query("query-migrate");
+        let migration = if self.may_complete() {
+            match tokio::time::timeout(STATE_TIMEOUT, asked).await {
+                Ok(migration) => migration?,
+                // Its big lock is taken until somebody reads the devices.
+                Err(_) => return Ok(None),
+            }
+        } else {
+            asked.await?
+        };
         let number = |name: &str| migration["ram"][name].as_u64().unwrap_or(0);
-        Ok(Pass {
+        Ok(Some(Pass {
             syncs: number("dirty-sync-count"),
             remaining_pages: number("remaining") / BLOCK_SIZE as u64,
-        })
+        }))
     }
 
     /// Refuses a stream that QEMU ended by itself, and begins another.
