@@ -104,32 +104,31 @@ fn after_a_move_the_guest_needs_no_agent() {
     guest.end(&stage);
 }
 
-/// The last parts of the paths of the unix sockets over which a process is connected, and `tcp` or
-/// `udp` for each such socket.
+/// What a process's sockets are connected to: the last part of a unix socket's path, or what else
+/// it is. A unix socket stands in the table of the network namespace that its client connected from.
 fn connections(pid: i32) -> Vec<String> {
-    let sockets: Vec<String> = links(pid)
-        .iter()
-        .filter_map(|link| Some(link.strip_prefix("socket:[")?.strip_suffix(']')?.to_owned()))
+    let table = |of: &str| fs::read_to_string(format!("/proc/{of}/net/unix")).unwrap();
+    let tables = table("self") + &table(&pid.to_string());
+    let unix: Vec<Vec<&str>> = tables
+        .lines()
+        .map(|line| line.split_whitespace().collect())
         .collect();
-    let table = |name: &str| fs::read_to_string(format!("/proc/{pid}/net/{name}")).unwrap();
     let mut found = Vec::new();
-    for line in table("unix").lines().skip(1) {
-        let fields: Vec<&str> = line.split_whitespace().collect();
-        // State 03 is connected; a listening socket's is 01.
-        if fields[5] == "03" && sockets.iter().any(|inode| inode == fields[6]) {
-            let path = fields.get(7).copied().unwrap_or("unnamed");
-            found.push(path.rsplit('/').next().unwrap().to_owned());
-        }
-    }
-    for protocol in ["tcp", "udp"] {
-        for line in table(protocol).lines().skip(1) {
-            let inode = line.split_whitespace().nth(9).unwrap();
-            found.extend(
-                sockets
-                    .iter()
-                    .any(|own| own == inode)
-                    .then(|| protocol.to_owned()),
-            );
+    for link in links(pid) {
+        let Some(inode) = link
+            .strip_prefix("socket:[")
+            .and_then(|rest| rest.strip_suffix(']'))
+        else {
+            continue;
+        };
+        match unix.iter().find(|fields| fields.get(6) == Some(&inode)) {
+            // State 03 is connected; a listening socket's is 01.
+            Some(fields) if fields[5] == "01" => {}
+            Some(fields) => {
+                let path = fields.get(7).copied().unwrap_or("unnamed");
+                found.push(path.rsplit('/').next().unwrap().to_owned());
+            }
+            None => found.push(link),
         }
     }
     found
