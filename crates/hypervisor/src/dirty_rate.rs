@@ -7,6 +7,8 @@ use tokio::time::{Instant, sleep};
 
 /// How long QEMU counts, in seconds: its shortest time.
 const COUNT_S: u64 = 1;
+/// From this version on the bitmap is known to be counted safely under TCG.
+const BITMAP_WITHOUT_KVM: u32 = 10;
 const POLL: Duration = Duration::from_millis(50);
 const MIB: u64 = 1 << 20;
 
@@ -23,7 +25,13 @@ pub enum DirtyRateError {
 
 /// Bytes per second, in pages that were written at least once in a second; to the MiB.
 pub async fn measure(qmp: &Qmp) -> Result<u64, DirtyRateError> {
-    let arguments = json!({"calc-time": COUNT_S, "mode": "dirty-bitmap"});
+    // Asked for the bitmap without KVM, 7.2 looks into KVM's state, which is not there, and dies.
+    let kvm = qmp.query("query-kvm").await?["enabled"] == true;
+    let mode = match kvm || qmp.version().major >= BITMAP_WITHOUT_KVM {
+        true => "dirty-bitmap",
+        false => "page-sampling",
+    };
+    let arguments = json!({"calc-time": COUNT_S, "mode": mode});
     qmp.execute("calc-dirty-rate", arguments, COMMAND_TIMEOUT)
         .await?;
     let deadline = Instant::now() + Duration::from_secs(COUNT_S) + COMMAND_TIMEOUT;
