@@ -3,6 +3,7 @@
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::thread;
 use std::time::Duration;
 
 use nix::sys::signal::{Signal, kill};
@@ -65,9 +66,16 @@ pub fn up(arguments: &[String]) -> Result<(), LabError> {
         .arg("--foreground")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
         .process_group(0)
         .spawn()
         .during(|| "start the laboratory's keeper".to_owned())?;
+    // What it says until the laboratory is there is passed on. It must not hold this command's own
+    // standard error, or whoever reads that would wait for the laboratory's end.
+    let passing_on = keeper
+        .stderr
+        .take()
+        .map(|mut stderr| thread::spawn(move || io::copy(&mut stderr, &mut io::stderr())));
     let mut line = String::new();
     if let Some(stdout) = keeper.stdout.take() {
         BufReader::new(stdout)
@@ -78,8 +86,12 @@ pub fn up(arguments: &[String]) -> Result<(), LabError> {
         return print(&describe(&record));
     }
     let _ = keeper.wait();
+    if let Some(thread) = passing_on {
+        // What it said last stands before the error; nobody to read it is no other error.
+        let _ = thread.join();
+    }
     Err(LabError::Which(
-        "no laboratory was made; the reason stands above".to_owned(),
+        "no laboratory was made (the reason stands above)".to_owned(),
     ))
 }
 

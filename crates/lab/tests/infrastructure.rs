@@ -38,7 +38,7 @@ struct Held {
 impl Held {
     fn start() -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_lab"))
-            .args(["up", "--foreground", "--link", "10mbit,20ms"])
+            .args(["up", "--foreground", "--link", "1mbit,200ms"])
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -144,12 +144,12 @@ fn laboratories_do_not_disturb_each_other() {
 #[test]
 fn a_link_is_what_was_asked_for() {
     // Slow, so that a busy machine keeps up with it.
-    let asked = "20mbit,30ms,loss=2%";
+    let asked = "5mbit,100ms,loss=10%";
     let lab = Lab::create(&plan("test: measure", asked)).unwrap();
     let measured = lab.measure_link(asked.parse().unwrap()).unwrap();
     assert!(measured.loss > 0.0, "{measured:?}");
     // The same link is not taken for another.
-    let error = lab.measure_link("20mbit,60ms,loss=2%".parse().unwrap());
+    let error = lab.measure_link("5mbit,30ms,loss=10%".parse().unwrap());
     assert!(matches!(error, Err(LabError::Link(_))), "{error:?}");
 }
 

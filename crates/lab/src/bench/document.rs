@@ -251,6 +251,7 @@ mod tests {
             rate_bps: 99.9e6,
             rtt_ms: 20.3,
             loss: 0.0,
+            datagrams: 1000,
         };
         document.add_link("100mbit,20ms".parse().unwrap(), measured);
         document.add_row(&serde_json::json!({"system": "longhaul"}), "");

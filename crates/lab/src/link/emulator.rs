@@ -6,6 +6,7 @@
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, BufRead, BufReader, Read, Write};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::OpenOptionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -35,7 +36,7 @@ const BATCH_FRAMES: usize = 64;
 const NAP: Duration = Duration::from_micros(50);
 /// The longest sleep, so that a change of the link is noticed.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
-/// Frames found after a late wake-up are taken to have come on time, up to this much.
+/// Frames found after a late wake-up may have come up to this much earlier.
 const CREDIT_MAX: Duration = Duration::from_millis(5);
 
 /// What an emulator process is started with, as JSON in its only argument.
@@ -235,12 +236,12 @@ impl Carrier {
                 batch += 1;
                 bytes.truncate(length);
                 let now = self.started.elapsed();
-                let came = now.saturating_sub(credit).max(read_at);
-                self.offer(came, bytes, &mut flying, &mut spare);
+                let since = now.saturating_sub(credit).max(read_at);
+                self.offer(since..now, bytes, &mut flying, &mut spare);
             }
             let now = self.started.elapsed();
             if batch < BATCH_FRAMES {
-                read_at = now.saturating_sub(credit).max(read_at);
+                read_at = now;
                 credit = Duration::ZERO;
             }
             self.deliver(output, &mut flying, &mut spare);
@@ -253,7 +254,7 @@ impl Carrier {
 
     fn offer(
         &self,
-        came: Duration,
+        came: Range<Duration>,
         bytes: Vec<u8>,
         flying: &mut VecDeque<Frame>,
         spare: &mut Vec<Vec<u8>>,
@@ -261,7 +262,7 @@ impl Carrier {
         let counters = &self.counters;
         counters.offered_frames.add(1);
         counters.offered_bytes.add(bytes.len() as u64);
-        let fate = self.lock().offer(came, bytes.len());
+        let fate = self.lock().offer(came.start, came.end, bytes.len());
         match fate {
             Fate::Arrives(due) => flying.push_back(Frame { due, bytes }),
             Fate::Dropped(why) => {

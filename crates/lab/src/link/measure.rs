@@ -15,11 +15,13 @@ use crate::error::{During, LabError};
 const PAYLOAD_BYTES: usize = 1400;
 const HEADER_BYTES: usize = 14 + 20 + 8;
 /// How long each direction is filled, and how much of the beginning does not count.
-const FILL: Duration = Duration::from_millis(2000);
-const WARM_UP: Duration = Duration::from_millis(400);
+const FILL: Duration = Duration::from_millis(1600);
+const WARM_UP: Duration = Duration::from_millis(300);
 /// A measured rate may differ by this share, a round-trip time by that and 2 ms.
 const TOLERANCE: f64 = 0.05;
 const RTT_TOLERANCE_MS: f64 = 2.0;
+/// A measured loss may differ by this, and by four times what chance makes of so many datagrams.
+const LOSS_TOLERANCE: f64 = 0.002;
 
 /// What a link was found to be.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -30,6 +32,9 @@ pub struct Measured {
     pub rtt_ms: f64,
     /// Share of datagrams that did not arrive at a rate well below the link's; both directions.
     pub loss: f64,
+    /// How many datagrams the loss was told from.
+    #[serde(skip)]
+    pub datagrams: u64,
 }
 
 /// Measures a link; it must be otherwise unused.
@@ -41,14 +46,23 @@ pub fn measure(ends: [End<'_>; 2], spec: LinkSpec) -> Result<Measured, LabError>
     let rtt_ms = round_trip_ms(first, second)?;
     let forth = blast(first, second, spec, Load::Full)?.rate_bps;
     let back = blast(second, first, spec, Load::Full)?.rate_bps;
-    let forth_light = blast(first, second, spec, Load::Light)?;
-    let back_light = blast(second, first, spec, Load::Light)?;
+    // Light loads do not disturb each other.
+    let (forth_light, back_light) = std::thread::scope(|scope| {
+        let back = scope.spawn(|| blast(second, first, spec, Load::Light));
+        let forth = blast(first, second, spec, Load::Light);
+        let back = back
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        (forth, back)
+    });
+    let (forth_light, back_light) = (forth_light?, back_light?);
     let sent = forth_light.sent + back_light.sent;
     let arrived = forth_light.arrived + back_light.arrived;
     Ok(Measured {
         rate_bps: forth.min(back),
         rtt_ms,
         loss: 1.0 - arrived as f64 / sent.max(1) as f64,
+        datagrams: sent,
     })
 }
 
@@ -73,8 +87,8 @@ pub fn judge(asked: LinkSpec, measured: Measured) -> Result<(), LabError> {
             measured.rtt_ms
         ));
     }
-    // A few thousand datagrams tell a share within some tenths of a percent.
-    if (measured.loss - asked.loss).abs() > 0.005 + 0.3 * asked.loss {
+    let chance = asked.loss * (1.0 - asked.loss) / measured.datagrams.max(1) as f64;
+    if (measured.loss - asked.loss).abs() > LOSS_TOLERANCE + 4.0 * chance.sqrt() {
         wrong.push(format!(
             "loss {:.2} % instead of {:.2}",
             measured.loss * 100.0,
@@ -269,6 +283,7 @@ mod tests {
             rate_bps: 1e8,
             rtt_ms: 20.2,
             loss: 0.011,
+            datagrams: 6400,
         };
         let verdict = |measured: Measured| judge(asked, measured).map_err(|it| it.to_string());
         assert_eq!(verdict(right), Ok(()));

@@ -55,8 +55,10 @@ impl Direction {
         }
     }
 
-    /// Takes in a frame that came to the link at `now`, in order of time.
-    pub fn offer(&mut self, now: Duration, frame_bytes: usize) -> Fate {
+    /// Takes in a frame that came to the link between `since` and `now`, in order of time. Where the
+    /// link was busy until some time in between, the frame follows without a gap: a caller that
+    /// looks late does not slow a busy link down. On an idle link it counts as come now.
+    pub fn offer(&mut self, since: Duration, now: Duration, frame_bytes: usize) -> Fate {
         if self.is_cut(now) {
             return Fate::Dropped(Drop::Cut);
         }
@@ -65,8 +67,12 @@ impl Direction {
         if lost < self.spec.loss {
             return Fate::Dropped(Drop::Loss);
         }
-        let starts = self.idle_at.max(now);
-        if self.bytes_in(starts - now) + frame_bytes as u64 > self.spec.queue_bytes {
+        let starts = if self.idle_at >= since {
+            self.idle_at
+        } else {
+            now
+        };
+        if self.bytes_in(starts.saturating_sub(now)) + frame_bytes as u64 > self.spec.queue_bytes {
             return Fate::Dropped(Drop::Queue);
         }
         self.idle_at = starts + self.time_of(frame_bytes);
@@ -131,15 +137,15 @@ mod tests {
     fn a_lone_frame_takes_its_length_and_half_the_round_trip() {
         // 1250 bytes at 10 Mbit/s are 1 ms.
         let mut link = link("10mbit,20ms");
-        assert_eq!(link.offer(ms(5), 1250), Fate::Arrives(ms(16)));
-        assert_eq!(link.offer(ms(100), 1250), Fate::Arrives(ms(111)));
+        assert_eq!(link.offer(ms(5), ms(5), 1250), Fate::Arrives(ms(16)));
+        assert_eq!(link.offer(ms(100), ms(100), 1250), Fate::Arrives(ms(111)));
     }
 
     #[test]
     fn frames_offered_at_once_leave_at_the_rate() {
         let mut link = link("10mbit,20ms");
         for n in 1..=20 {
-            assert_eq!(link.offer(ms(0), 1250), Fate::Arrives(ms(10 + n)));
+            assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(ms(10 + n)));
         }
     }
 
@@ -149,7 +155,11 @@ mod tests {
         let (mut carried, mut dropped) = (0_u64, 0_u64);
         // Twice the rate for ten seconds: 1250 bytes every 50 us.
         for n in 0..200_000 {
-            match link.offer(Duration::from_micros(50 * n), 1250) {
+            match link.offer(
+                Duration::from_micros(50 * n),
+                Duration::from_micros(50 * n),
+                1250,
+            ) {
                 Fate::Arrives(_) => carried += 1250,
                 Fate::Dropped(why) => {
                     assert_eq!(why, Drop::Queue);
@@ -166,12 +176,12 @@ mod tests {
     fn the_queue_holds_its_bytes_and_not_one_more() {
         let mut link = link("10mbit,20ms,queue=5000B");
         for _ in 0..4 {
-            assert!(matches!(link.offer(ms(0), 1250), Fate::Arrives(_)));
+            assert!(matches!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(_)));
         }
-        assert_eq!(link.offer(ms(0), 1250), Fate::Dropped(Drop::Queue));
-        assert_eq!(link.offer(ms(0), 60), Fate::Dropped(Drop::Queue));
+        assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Dropped(Drop::Queue));
+        assert_eq!(link.offer(ms(0), ms(0), 60), Fate::Dropped(Drop::Queue));
         // After 1 ms one frame has left.
-        assert_eq!(link.offer(ms(1), 1250), Fate::Arrives(ms(15)));
+        assert_eq!(link.offer(ms(1), ms(1), 1250), Fate::Arrives(ms(15)));
     }
 
     #[test]
@@ -179,7 +189,9 @@ mod tests {
         let lost = |seed: u64, rate: &str| -> Vec<usize> {
             let mut link = Direction::new(format!("{rate},20ms,loss=1%").parse().unwrap(), seed);
             (0..200_000)
-                .filter(|n| link.offer(ms(*n as u64), 60) == Fate::Dropped(Drop::Loss))
+                .filter(|n| {
+                    link.offer(ms(*n as u64), ms(*n as u64), 60) == Fate::Dropped(Drop::Loss)
+                })
                 .collect()
         };
         let first = lost(7, "10mbit");
@@ -206,7 +218,7 @@ mod tests {
         let (mut least, mut most) = (Duration::MAX, Duration::ZERO);
         for n in 0..10_000 {
             let sent = ms(10 * n);
-            let Fate::Arrives(at) = link.offer(sent, 125) else {
+            let Fate::Arrives(at) = link.offer(sent, sent, 125) else {
                 panic!("dropped");
             };
             assert!(at >= last);
@@ -220,7 +232,7 @@ mod tests {
         );
         assert!(most <= ms(12) + Duration::from_micros(1), "{most:?}");
         assert!(most > Duration::from_micros(11_900), "{most:?}");
-        let at_once: Vec<Fate> = (0..100).map(|_| link.offer(last, 125)).collect();
+        let at_once: Vec<Fate> = (0..100).map(|_| link.offer(last, last, 125)).collect();
         assert!(at_once.is_sorted_by_key(|fate| match fate {
             Fate::Arrives(at) => *at,
             Fate::Dropped(_) => panic!("dropped"),
@@ -230,25 +242,43 @@ mod tests {
     #[test]
     fn a_cut_loses_what_comes_and_what_is_under_way() {
         let mut link = link("10mbit,20ms");
-        assert_eq!(link.offer(ms(0), 1250), Fate::Arrives(ms(11)));
+        assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(ms(11)));
         link.cut(ms(5_000));
         assert!(
             link.is_cut(ms(11)),
             "the frame under way is lost when it would arrive"
         );
-        assert_eq!(link.offer(ms(4_999), 1250), Fate::Dropped(Drop::Cut));
+        assert_eq!(
+            link.offer(ms(4_999), ms(4_999), 1250),
+            Fate::Dropped(Drop::Cut)
+        );
         assert!(!link.is_cut(ms(5_000)));
-        assert_eq!(link.offer(ms(5_000), 1250), Fate::Arrives(ms(5_011)));
+        assert_eq!(
+            link.offer(ms(5_000), ms(5_000), 1250),
+            Fate::Arrives(ms(5_011))
+        );
     }
 
     #[test]
     fn a_change_takes_hold_for_the_frames_after_it() {
         let mut link = link("10mbit,20ms");
-        assert_eq!(link.offer(ms(0), 1250), Fate::Arrives(ms(11)));
+        assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(ms(11)));
         link.change("100mbit,40ms".parse().unwrap());
         assert_eq!(
-            link.offer(ms(50), 1250),
+            link.offer(ms(50), ms(50), 1250),
             Fate::Arrives(Duration::from_micros(70_100))
         );
+    }
+
+    #[test]
+    fn a_late_look_keeps_a_busy_link_busy_and_makes_no_idle_one_faster() {
+        let mut link = link("10mbit,20ms");
+        assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(ms(11)));
+        // Busy until 1 ms; what came between 0.5 and 3 ms is taken to have waited.
+        let since = Duration::from_micros(500);
+        assert_eq!(link.offer(since, ms(3), 1250), Fate::Arrives(ms(12)));
+        assert_eq!(link.offer(since, ms(3), 1250), Fate::Arrives(ms(13)));
+        // Idle since 3 ms.
+        assert_eq!(link.offer(ms(8), ms(10), 1250), Fate::Arrives(ms(21)));
     }
 }
