@@ -15,6 +15,7 @@ mod decode;
 mod digest;
 mod encode;
 mod frame;
+mod pack;
 mod policy;
 mod verify;
 
@@ -25,5 +26,6 @@ pub use decode::{
 pub use digest::{Digest, DigestKey, Hasher, Staged, is_zero};
 pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
 pub use frame::FRAME_VERSION;
+pub use pack::{pack, unpack};
 pub use policy::CompressionPolicy;
 pub use verify::{CHUNK_BLOCKS, Difference, RegionHasher, differing_blocks, differing_chunks};

@@ -550,6 +550,11 @@ impl Source {
         self.pass.dirty_blocks_per_s
     }
 
+    /// Whether the pass has been read as far as it can be while the guest runs.
+    pub fn pass_is_read(&self) -> bool {
+        self.pass.read
+    }
+
     /// The number of the pass that is being read, from 1.
     pub fn pass_number(&self) -> u32 {
         self.pass.number

@@ -7,6 +7,7 @@
 //!   Start(prelude) ---------------------->   QEMU has the list of RAM blocks
 //!   ==== frames of blocks (bulk) ========>   decoded into the guest's RAM
 //!   <=== Acknowledgement (bulk) ==========
+//!   Early ------------------------------->   what will not change until the end
 //!   (guest stopped)
 //!   DeviceState... ---------------------->
 //!   Complete(epoch, frames) ------------->   all frames applied: QEMU loads
@@ -56,11 +57,17 @@ pub enum ToDestination {
         /// The bytes.
         prelude: Vec<u8>,
     },
-    /// A piece of what QEMU writes after its last RAM section.
+    /// What the rest of QEMU's stream will probably begin with: the content of small RAM blocks,
+    /// sent while the guest runs.
+    Early {
+        /// The bytes, packed.
+        packed: Vec<u8>,
+    },
+    /// A piece of the rest of QEMU's stream, as far as it does not begin as was said early.
     DeviceState {
-        /// Where the piece belongs, in bytes.
+        /// Where the piece belongs, in packed bytes.
         offset: u32,
-        /// Length of the whole, in bytes.
+        /// Length of the whole, in packed bytes.
         total: u32,
         /// The bytes.
         bytes: Vec<u8>,
@@ -71,7 +78,9 @@ pub enum ToDestination {
         epoch: Epoch,
         /// Frames sent on it.
         frames: u64,
-        /// Number of device-state bytes.
+        /// How many of the early bytes the rest of QEMU's stream begins with.
+        early_bytes: u32,
+        /// Length of the rest of QEMU's stream, in bytes, the early ones included.
         device_state_bytes: u32,
     },
     /// Hash these chunks of a region as QEMU's RAM holds it.

@@ -145,6 +145,7 @@ impl Message for ToDestination {
             Self::Start { prelude } => {
                 limit("a prelude", prelude.len() as u64, PRELUDE_BYTES_MAX as u64)
             }
+            Self::Early { packed } => limit("a device state", packed.len() as u64, state_max),
             Self::DeviceState {
                 offset,
                 total,
@@ -210,7 +211,7 @@ mod tests {
             generation: Generation(300),
         };
         let bytes = encode(&commit).unwrap();
-        assert_eq!(bytes, [9, 1, 0xac, 0x02]);
+        assert_eq!(bytes, [10, 1, 0xac, 0x02]);
         assert_eq!(decode::<ToDestination>(&bytes), Ok(commit));
     }
 
@@ -224,6 +225,7 @@ mod tests {
         let complete = ToDestination::Complete {
             epoch: Epoch(2),
             frames: 1000,
+            early_bytes: 5,
             device_state_bytes: 2048,
         };
         let rejected = vec![(RegionId(1), BlockRange::new(5, 1))];

@@ -288,6 +288,12 @@ impl Outgoing {
         self.migration.progress()
     }
 
+    /// What the tail would begin with if the guest were frozen now: the kept blocks, as far as they
+    /// were read. They seldom change, so most of it can travel before.
+    pub fn kept_so_far(&self) -> Vec<u8> {
+        self.migration.kept_section(&self.migration.shared().kept())
+    }
+
     /// Whether the guest ran before the move.
     pub fn was_running(&self) -> bool {
         self.migration.before.running

@@ -227,6 +227,11 @@ impl Shared {
         written.collect()
     }
 
+    /// The content of the kept blocks' pages so far.
+    pub(crate) fn kept(&self) -> BTreeMap<(usize, u64), Option<Box<Page>>> {
+        self.lock().kept.clone()
+    }
+
     /// The newest content of the kept blocks' pages.
     pub(crate) fn take_kept(&self) -> BTreeMap<(usize, u64), Option<Box<Page>>> {
         std::mem::take(&mut self.lock().kept)

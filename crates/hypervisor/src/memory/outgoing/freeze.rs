@@ -92,8 +92,8 @@ impl Migration {
         }
     }
 
-    /// The kept blocks in a section of their own, the last section, the devices.
-    fn tail(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>, state: &[u8]) -> Vec<u8> {
+    /// The kept blocks in a section of their own.
+    pub(super) fn kept_section(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>) -> Vec<u8> {
         let mut out = Vec::new();
         let mut writer = Writer::new(&self.prelude);
         writer.section_start(false, &mut out);
@@ -102,6 +102,13 @@ impl Migration {
             writer.page(*block, *page, content.as_deref(), &mut out);
         }
         writer.section_end(&mut out);
+        out
+    }
+
+    /// The kept blocks, the last section, the devices.
+    fn tail(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>, state: &[u8]) -> Vec<u8> {
+        let mut out = self.kept_section(kept);
+        let mut writer = Writer::new(&self.prelude);
         writer.section_start(true, &mut out);
         writer.section_end(&mut out);
         out.extend_from_slice(state);

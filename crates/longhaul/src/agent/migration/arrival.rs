@@ -16,6 +16,7 @@ use super::receive::{ReceiveError, Receiving};
 use super::registry::{Reservation, Taken};
 use super::talk::TalkError;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
+use longhaul_codec::unpack;
 use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, step_destination,
 };
@@ -237,7 +238,9 @@ async fn prepare(
         epoch: Epoch(1),
         patience: patience + PATIENCE_MARGIN,
         lost_at: None,
+        early: Vec::new(),
         device_state: Vec::new(),
+        tail: Vec::new(),
         loading: None,
         loaded: false,
         verified: false,
@@ -269,7 +272,9 @@ struct Task {
     epoch: Epoch,
     patience: Duration,
     lost_at: Option<Instant>,
+    early: Vec<u8>,
     device_state: Vec<u8>,
+    tail: Vec<u8>,
     loading: Option<JoinHandle<Result<(), InboundError>>>,
     loaded: bool,
     verified: bool,
@@ -492,6 +497,13 @@ impl Task {
                     self.entry.enter(Phase::Precopy);
                 }
             }
+            ToDestination::Early { packed } => match unpack(&packed, DEVICE_STATE_BYTES_MAX) {
+                Ok(early) => self.early = early,
+                Err(error) => {
+                    self.abort(format!("the source breaks the protocol: {error}"))
+                        .await;
+                }
+            },
             ToDestination::DeviceState {
                 offset,
                 total,
@@ -503,16 +515,20 @@ impl Task {
             ToDestination::Complete {
                 epoch,
                 frames,
+                early_bytes,
                 device_state_bytes,
             } => {
-                if epoch == self.epoch {
-                    if self.device_state.len() != device_state_bytes as usize {
-                        let reason = "a piece of the device state is missing";
-                        return self.abort(reason.to_owned()).await;
-                    }
-                    self.complete_at.get_or_insert_with(Instant::now);
-                    self.inbound.receiving().announced(epoch, frames);
+                if epoch != self.epoch {
+                    return;
                 }
+                let known = self.loading.is_some() || self.loaded || !self.tail.is_empty();
+                if !known && let Err(reason) = self.put_together(early_bytes, device_state_bytes) {
+                    return self
+                        .abort(format!("the source breaks the protocol: {reason}"))
+                        .await;
+                }
+                self.complete_at.get_or_insert_with(Instant::now);
+                self.inbound.receiving().announced(epoch, frames);
             }
             ToDestination::VerifyRegion {
                 region,
@@ -584,10 +600,22 @@ impl Task {
         self.device_state.extend_from_slice(bytes);
     }
 
+    fn put_together(&mut self, early_bytes: u32, total_bytes: u32) -> Result<(), String> {
+        let early = self.early.get(..early_bytes as usize);
+        let early = early.ok_or("it did not send as much early as it says")?;
+        let rest = unpack(&self.device_state, DEVICE_STATE_BYTES_MAX);
+        let rest = rest.map_err(|error| error.to_string())?;
+        if early.len() + rest.len() != total_bytes as usize {
+            return Err("a piece of the device state is missing".to_owned());
+        }
+        self.tail = [early, &rest].concat();
+        Ok(())
+    }
+
     fn load(&mut self) {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
-        let load = self.inbound.load(std::mem::take(&mut self.device_state));
+        let load = self.inbound.load(std::mem::take(&mut self.tail));
         self.loading = Some(tokio::spawn(load));
     }
 

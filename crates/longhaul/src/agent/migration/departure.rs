@@ -18,7 +18,7 @@ use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::verify::{Comparison, Next};
 use longhaul_api::{ApiError, Outcome, Phase, RegionProgress};
-use longhaul_codec::DigestKey;
+use longhaul_codec::{DigestKey, pack};
 use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState, step_source};
 use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
@@ -77,6 +77,8 @@ pub(super) struct Departure {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    early: Option<Vec<u8>>,
+    early_sent: Option<Epoch>,
     comparing: Option<Comparison>,
     verified: bool,
     failure: Option<ApiError>,
@@ -134,6 +136,8 @@ impl Departure {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            early: None,
+            early_sent: None,
             comparing: None,
             verified: false,
             failure: None,
@@ -270,6 +274,7 @@ impl Departure {
             engine.unseen(self.task.outbound.unseen_blocks());
             engine.advise(now)
         };
+        self.send_early().await;
         match advice {
             Advice::Send => self.task.sending.wake(),
             Advice::Wait | Advice::Complete => {}
@@ -301,6 +306,24 @@ impl Departure {
             next = self.task.outbound.try_event();
         }
         self.task.sending.wake();
+    }
+
+    /// Sends what will not change any more, as soon as the first pass has brought it.
+    async fn send_early(&mut self) {
+        if self.early.is_none() && self.task.sending.engine().pass_is_read() {
+            self.early = Some(self.task.outbound.early());
+        }
+        let (Some(early), Some(session)) = (&self.early, &self.session) else {
+            return;
+        };
+        if self.early_sent == Some(session.line.epoch) {
+            return;
+        }
+        self.early_sent = Some(session.line.epoch);
+        match pack(early) {
+            Ok(packed) => self.send(ToDestination::Early { packed }).await,
+            Err(error) => self.fail(failure::internal(&error.to_string())).await,
+        }
     }
 
     /// Stops the guest, and sends what is left.
@@ -339,10 +362,14 @@ impl Departure {
     }
 
     async fn send_tail(&mut self) {
+        self.send_early().await;
         let Some(stopped) = &self.stopped else { return };
-        let tail = stopped.what.tail.clone();
-        let total = tail.len() as u32;
-        for (n, piece) in tail.chunks(PIECE_BYTES).enumerate() {
+        let packed = match pack(&stopped.what.tail[self.early_bytes()..]) {
+            Ok(packed) => packed,
+            Err(error) => return self.fail(failure::internal(&error.to_string())).await,
+        };
+        let total = packed.len() as u32;
+        for (n, piece) in packed.chunks(PIECE_BYTES).enumerate() {
             let offset = (n * PIECE_BYTES) as u32;
             let bytes = piece.to_vec();
             self.send(ToDestination::DeviceState {
@@ -352,6 +379,20 @@ impl Departure {
             })
             .await;
         }
+    }
+
+    /// How much of the rest of QEMU's stream is as it was said early.
+    fn early_bytes(&self) -> usize {
+        let (Some(stopped), Some(early)) = (&self.stopped, &self.early) else {
+            return 0;
+        };
+        stopped
+            .what
+            .tail
+            .iter()
+            .zip(early)
+            .take_while(|(one, other)| one == other)
+            .count()
     }
 
     /// Says how many frames there are, once all have been given to the connection.
@@ -371,6 +412,7 @@ impl Departure {
         self.announced = Some(announcement);
         stopped.sent_at.get_or_insert_with(Instant::now);
         let device_state_bytes = stopped.what.tail.len() as u32;
+        let early_bytes = self.early_bytes() as u32;
         if self.entry().phase() == Phase::Stopping {
             self.entry().enter(Phase::Loading);
         }
@@ -378,6 +420,7 @@ impl Departure {
         self.send(ToDestination::Complete {
             epoch,
             frames,
+            early_bytes,
             device_state_bytes,
         })
         .await;

@@ -104,10 +104,6 @@ impl Outbound {
         })
     }
 
-    pub(super) fn qmp(&self) -> &Qmp {
-        &self.qmp
-    }
-
     /// What of its memory travels in frames.
     pub(super) fn regions(&self) -> &[RegionSpec] {
         &self.regions
@@ -194,6 +190,14 @@ impl Outbound {
         self.outgoing
             .as_ref()
             .and_then(|outgoing| outgoing.progress().dirty_pages)
+    }
+
+    /// What the rest of its stream will probably begin with.
+    pub(super) fn early(&self) -> Vec<u8> {
+        self.outgoing
+            .as_ref()
+            .map(Outgoing::kept_so_far)
+            .unwrap_or_default()
     }
 
     /// Whether QEMU has ended by itself, or was quit.
