@@ -37,7 +37,7 @@ pub struct Report {
     pub link_bytes: Option<u64>,
     /// Bytes over the link back to the source.
     pub link_bytes_back: Option<u64>,
-    /// The guest's memory.
+    /// What of that carried the guest's memory.
     pub memory_bytes: Option<u64>,
     /// Bytes of the guest, by how they travelled.
     pub bytes: BytesByKind,

@@ -208,7 +208,7 @@ fn report() -> Report {
         predicted: None,
         link_bytes: Some(38 << 20),
         link_bytes_back: None,
-        memory_bytes: Some(256 << 20),
+        memory_bytes: Some(37 << 20),
         bytes: BytesByKind::default(),
         total_ms: Some(14_000),
         phases: Vec::new(),

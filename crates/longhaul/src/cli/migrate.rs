@@ -107,7 +107,9 @@ async fn end(
     let ids: Vec<&str> = others.iter().map(|other| other.id.as_str()).collect();
     let id = short_id(&migration.id, &ids);
     let lines = match (progress.outcome, &report) {
-        (Some(Outcome::Completed), Some(report)) => live::completed(migration, report, id),
+        (Some(Outcome::Completed), Some(report)) => {
+            live::completed(migration, &progress, report, id)
+        }
         (Some(Outcome::Completed), None) => vec![crate::cli::paint::Line::text(format!(
             "✓ {} runs on {}",
             migration.guest, migration.destination

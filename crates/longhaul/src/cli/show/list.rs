@@ -119,7 +119,15 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
         ];
     }
     let mut rows = vec![head(&[
-        "guest", "state", "QEMU", "machine", "accel", "vCPU", "memory", "pid", "moves",
+        "guest",
+        "state",
+        "QEMU",
+        "machine",
+        "accel",
+        "vCPU",
+        "memory",
+        "pid",
+        "generation",
     ])];
     let text = |value: Option<String>| Line::text(value.unwrap_or_else(|| UNKNOWN.to_owned()));
     for guest in guests {

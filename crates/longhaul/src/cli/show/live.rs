@@ -177,7 +177,7 @@ fn precopy(progress: &Progress) -> String {
             figure::ms(Some(downtime_ms))
         ));
     }
-    if let Some(remaining_ms) = progress.remaining_ms {
+    if let Some(remaining_ms) = progress.remaining_ms.filter(|left_ms| *left_ms > 0) {
         let rounded = remaining_ms.div_ceil(1000) * 1000;
         parts.push(format!("about {} left", figure::ms(Some(rounded))));
     }
@@ -209,7 +209,12 @@ pub(crate) fn plain(migration: &Migration, progress: &Progress) -> Line {
 }
 
 /// What is said when the guest runs at the destination.
-pub(crate) fn completed(migration: &Migration, report: &Report, short_id: &str) -> Vec<Line> {
+pub(crate) fn completed(
+    migration: &Migration,
+    progress: &Progress,
+    report: &Report,
+    short_id: &str,
+) -> Vec<Line> {
     let Migration {
         guest, destination, ..
     } = migration;
@@ -221,9 +226,11 @@ pub(crate) fn completed(migration: &Migration, report: &Report, short_id: &str) 
         parts.push(figure::ms(Some(total_ms)));
     }
     if let Some(bytes) = report.link_bytes {
-        let of = report.memory_bytes.map_or(String::new(), |memory| {
-            format!(" (of {} of memory)", show_bytes(memory))
-        });
+        let memory = blocks(progress).0.saturating_mul(BLOCK_SIZE as u64);
+        let of = match memory {
+            0 => String::new(),
+            memory => format!(" (of {} of memory)", show_bytes(memory)),
+        };
         parts.push(format!("{} sent{of}", show_bytes(bytes)));
     }
     if let Some(verify) = &report.verify
@@ -361,7 +368,7 @@ mod tests {
         let migration = sample::migration();
         let mut progress = sample::progress();
         let mut lines = vec![plain(&migration, &progress)];
-        lines.extend(completed(&migration, &sample::report(), "7f3a"));
+        lines.extend(completed(&migration, &progress, &sample::report(), "7f3a"));
         progress.outcome = Some(Outcome::Aborted);
         lines.extend(stopped(&migration, &progress, "7f3a"));
         progress.outcome = Some(Outcome::InDoubt);

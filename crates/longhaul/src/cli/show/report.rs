@@ -176,9 +176,6 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         }
     };
     let mut memory: Vec<String> = Vec::new();
-    if let Some(bytes) = report.memory_bytes {
-        memory.push(show_bytes(bytes));
-    }
     if let Some(rate) = report.dirty_rate_bytes_per_s {
         memory.push(format!("{} changed", byte_rate(rate)));
     }
@@ -196,11 +193,11 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         Some(times) => line("link", format!("interrupted {times} times, and ridden out")),
     }
     if let Some(verify) = &report.verify {
-        let what = format!(
-            "{} in {} RAM blocks",
-            show_bytes(verify.bytes),
-            verify.regions
-        );
+        let blocks = match verify.regions {
+            1 => "1 RAM block".to_owned(),
+            count => format!("{count} RAM blocks"),
+        };
+        let what = format!("{} in {blocks}", show_bytes(verify.bytes));
         line(
             "verified",
             match (&verify.first_difference, verify.different_blocks) {

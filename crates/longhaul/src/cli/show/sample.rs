@@ -146,7 +146,7 @@ pub(crate) fn report() -> Report {
         predicted: Some(prediction()),
         link_bytes: Some(587 * MIB),
         link_bytes_back: Some(2 * MIB),
-        memory_bytes: Some(4 * GIB),
+        memory_bytes: Some(571 * MIB),
         bytes: BytesByKind {
             zero_bytes: Some(922 * MIB),
             same_bytes: Some(1229 * MIB),
