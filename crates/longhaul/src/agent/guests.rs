@@ -130,6 +130,8 @@ impl Guests {
         let guest = match known.remove(name) {
             Some(Known::Running(guest)) => guest,
             Some(Known::Ended(_) | Known::Described(_)) => {
+                // Says where it is, where it is elsewhere.
+                manager.reserve(name).await?;
                 return Err(ApiError::new(
                     ErrorCode::GuestState,
                     format!("{name} does not run here"),
