@@ -1,49 +1,40 @@
-//! How fast a guest writes to its memory, as QEMU counts it for a moment, without moving anything.
+//! How fast a guest writes to its memory, seen from outside and without asking QEMU for anything:
+//! a sample of its blocks is looked at twice.
+//!
+//! QEMU can count by itself (`calc-dirty-rate`), but Debian's 7.2 without KVM ends when it is asked
+//! for its precise mode, and the other one is a sample too.
 
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use serde_json::json;
+use crate::memory::{AccessError, GuestMemory, Sample};
+use longhaul_protocol::BLOCK_SIZE;
+use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::{Instant, sleep};
+use tokio::task::JoinError;
+use tokio::time::Instant;
 
-/// How long QEMU counts, in seconds: its shortest time.
-const COUNT_S: u64 = 1;
-/// From this version on the bitmap is known to be counted safely under TCG.
-const BITMAP_WITHOUT_KVM: u32 = 10;
-const POLL: Duration = Duration::from_millis(50);
-const MIB: u64 = 1 << 20;
+/// How long the guest is watched.
+const WATCHED: Duration = Duration::from_secs(1);
 
 /// Why the rate is not known.
 #[derive(Debug, thiserror::Error)]
 pub enum DirtyRateError {
-    /// QEMU refused, or did not answer.
+    /// The guest's memory cannot be read.
     #[error(transparent)]
-    Qmp(#[from] QmpError),
-    /// It did not come to an end.
-    #[error("QEMU did not say how fast the guest writes")]
-    Silent,
+    Access(#[from] AccessError),
+    /// The looking was interrupted.
+    #[error("looking at the guest's memory was interrupted: {0}")]
+    Interrupted(#[from] JoinError),
 }
 
-/// Bytes per second, in pages that were written at least once in a second; to the MiB.
-pub async fn measure(qmp: &Qmp) -> Result<u64, DirtyRateError> {
-    // Asked for the bitmap without KVM, 7.2 looks into KVM's state, which is not there, and dies.
-    let kvm = qmp.query("query-kvm").await?["enabled"] == true;
-    let mode = match kvm || qmp.version().major >= BITMAP_WITHOUT_KVM {
-        true => "dirty-bitmap",
-        false => "page-sampling",
-    };
-    let arguments = json!({"calc-time": COUNT_S, "mode": mode});
-    qmp.execute("calc-dirty-rate", arguments, COMMAND_TIMEOUT)
-        .await?;
-    let deadline = Instant::now() + Duration::from_secs(COUNT_S) + COMMAND_TIMEOUT;
-    while Instant::now() < deadline {
-        sleep(POLL).await;
-        let answer = qmp.query("query-dirty-rate").await?;
-        if answer["status"] == "measured" {
-            return answer["dirty-rate"]
-                .as_u64()
-                .map(|mib_per_s| mib_per_s * MIB)
-                .ok_or(DirtyRateError::Silent);
-        }
-    }
-    Err(DirtyRateError::Silent)
+/// Bytes per second, in blocks that changed within a second, as far as a sample of one block in 64
+/// tells.
+pub async fn measure(memory: &Arc<GuestMemory>) -> Result<u64, DirtyRateError> {
+    let began = Instant::now();
+    let looking = memory.clone();
+    let before = tokio::task::spawn_blocking(move || Sample::take(&looking)).await??;
+    tokio::time::sleep(WATCHED).await;
+    let looking = memory.clone();
+    let count = move || before.changed_blocks(&looking);
+    let changed = tokio::task::spawn_blocking(count).await??;
+    let rate = changed as f64 / began.elapsed().as_secs_f64();
+    Ok((rate * BLOCK_SIZE as f64) as u64)
 }

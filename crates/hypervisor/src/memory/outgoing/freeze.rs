@@ -108,7 +108,7 @@ impl Migration {
     /// The kept blocks, the last section, the devices.
     fn tail(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>, state: &[u8]) -> Vec<u8> {
         let mut out = self.kept_section(kept);
-        let mut writer = Writer::new(&self.prelude);
+        let writer = Writer::new(&self.prelude);
         writer.section_start(true, &mut out);
         writer.section_end(&mut out);
         out.extend_from_slice(state);

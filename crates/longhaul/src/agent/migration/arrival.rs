@@ -8,6 +8,8 @@
 //! The task owns the guest's QEMU until the hand-over is over; [`Arrival`] is what others see of
 //! it, so that a source that was cut off can come back over a new connection.
 
+mod handover;
+
 use super::Context;
 use super::entry::{Entry, Facts};
 use super::inbound::{Inbound, InboundError};
@@ -17,13 +19,11 @@ use super::registry::{Reservation, Taken};
 use super::talk::TalkError;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
 use longhaul_codec::unpack;
-use longhaul_engine::handover::{
-    DestinationAction, DestinationEvent, DestinationState, Record, step_destination,
-};
+use longhaul_engine::handover::{DestinationEvent, DestinationState, Record};
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
-use longhaul_protocol::message::{Offer, Refusal, RefusalCode, Summary, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
-use longhaul_storage::{Holder, Journal, Right};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
+use longhaul_storage::Journal;
 use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -293,7 +293,7 @@ enum BulkEnd {
 
 enum Happened {
     Message(Result<ToDestination, TalkError>),
-    Call(Option<(Call, Epoch)>),
+    Call(Option<Box<(Call, Epoch)>>),
     Bulk(BulkEnd),
     Everything,
     Loaded(Result<(), InboundError>),
@@ -387,7 +387,7 @@ impl Task {
         let mut cancelled = self.entry.cancelled();
         tokio::select! {
             message = next_message(&mut self.call) => Happened::Message(message),
-            call = self.called.recv() => Happened::Call(call),
+            call = self.called.recv() => Happened::Call(call.map(Box::new)),
             end = join(&mut self.bulk) => {
                 self.bulk = None;
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string())))
@@ -435,7 +435,7 @@ impl Task {
                     self.abort(error.to_string()).await;
                 }
             }
-            Happened::Call(Some((call, epoch))) => self.resumed(call, epoch).await,
+            Happened::Call(Some(call)) => self.resumed(call.0, call.1).await,
             Happened::Call(None) => {}
             Happened::Bulk(BulkEnd::Lost(error)) => {
                 tracing::info!(migration = %self.offer.migration, %error, "bulk is gone");
@@ -657,103 +657,6 @@ impl Task {
             self.disconnect();
             self.lost_at.get_or_insert_with(Instant::now);
         }
-    }
-
-    /// Feeds the hand-over, and does what it says until it asks for nothing more.
-    async fn step(&mut self, event: DestinationEvent) {
-        let mut events = vec![event];
-        while let Some(event) = events.pop() {
-            let attempt = self.offer.attempt;
-            let (next, actions) = step_destination(&self.handover, &event, attempt);
-            if next != self.handover {
-                tracing::info!(migration = %self.offer.migration, state = ?next, "hand-over");
-            }
-            self.handover = next;
-            self.arrival.set_state(&self.handover);
-            for action in actions {
-                events.extend(self.act(action).await);
-            }
-        }
-    }
-
-    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
-        let attempt = self.offer.attempt;
-        match action {
-            DestinationAction::Write(record) => {
-                return Some(match block_in_place(|| self.journal.append(&record)) {
-                    Ok(()) => DestinationEvent::Written(record),
-                    Err(error) => DestinationEvent::WriteFailed(error.to_string()),
-                });
-            }
-            DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
-            DestinationAction::Resume => return Some(self.resume_guest().await),
-            DestinationAction::SendCommitted => {
-                self.send(ToSource::Committed { attempt }).await;
-                let summary = self.summary();
-                self.send(ToSource::Summary(summary)).await;
-                self.entry.enter(Phase::Finishing);
-            }
-            DestinationAction::Quit => {
-                self.inbound.quit().await;
-                return Some(DestinationEvent::QemuGone);
-            }
-            DestinationAction::SendAborted => {
-                let reason = self.abort_reason();
-                self.send(ToSource::Aborted { attempt, reason }).await;
-            }
-            DestinationAction::SendStatus => {
-                let state = attempt_state(&self.handover);
-                self.send(ToSource::Status { attempt, state }).await;
-            }
-        }
-        None
-    }
-
-    async fn resume_guest(&mut self) -> DestinationEvent {
-        let generation = Generation(self.offer.generation.0 + 1);
-        let guest = self.offer.guest.name.clone();
-        let right = Right {
-            guest,
-            generation,
-            holder: Holder::Here,
-        };
-        // The journal has the commit; the file of rights is made again from it when this fails.
-        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
-            tracing::error!(%error, "cannot note who may run the guest");
-        }
-        match self.inbound.resume(generation, self.offer.paused).await {
-            Ok(()) => {
-                self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
-                DestinationEvent::Resumed
-            }
-            Err(error) => DestinationEvent::ResumeFailed(short(&error.to_string())),
-        }
-    }
-
-    fn summary(&self) -> Summary {
-        let usage = self.inbound.usage();
-        Summary {
-            load_us: self.load_time.as_micros() as u64,
-            commit_us: self.commit_time.as_micros() as u64,
-            agent_cpu_us: usage.agent_cpu.as_micros() as u64,
-            qemu_cpu_us: usage.qemu_cpu.as_micros() as u64,
-            agent_peak_bytes: usage.agent_peak_bytes,
-        }
-    }
-
-    fn abort_reason(&self) -> String {
-        let reasons = self
-            .journal
-            .records()
-            .iter()
-            .rev()
-            .find_map(|record| match record {
-                Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
-                    Some(reason.clone())
-                }
-                _ => None,
-            });
-        reasons.unwrap_or_else(|| "it was given up".to_owned())
     }
 
     async fn end(mut self) {

@@ -8,31 +8,35 @@
 //! One loop owns everything: it waits for what happens, tells the engine and the hand-over, and
 //! does what they say. A lost connection is made again beside it, within patience.
 
+mod handover;
+mod show;
+
 use super::Context;
 use super::entry::Entry;
 use super::failure;
 use super::outbound::{Outbound, Stopped};
+use super::plan::Look;
 use super::registry::Reservation;
 use super::send::{SendError, Sending};
 use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::verify::{Comparison, Next};
-use longhaul_api::{ApiError, Outcome, Phase, RegionProgress};
+use longhaul_api::{ApiError, Phase};
 use longhaul_codec::{DigestKey, pack};
-use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState, step_source};
+use longhaul_engine::handover::{SourceEvent, SourceState};
 use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::message::{
     Acknowledgement, AttemptState, Offer, Summary, ToDestination, ToSource,
 };
-use longhaul_protocol::{BLOCK_SIZE, Epoch, Generation, wire};
-use longhaul_storage::{Holder, Journal, Right};
+use longhaul_protocol::{Epoch, wire};
+use longhaul_storage::Journal;
 use longhaul_transport::BulkError;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
-use tokio::task::{JoinHandle, block_in_place};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 /// How often the engine is asked what to do next.
@@ -57,6 +61,10 @@ pub(super) struct Task {
     pub(super) journal: Journal,
     pub(super) patience: Duration,
     pub(super) downtime: Duration,
+    /// What the guest's memory looked like.
+    pub(super) look: Look,
+    /// What the link was known to carry before, in bytes per second.
+    pub(super) known_rate: Option<f64>,
     pub(super) _reservation: Reservation,
 }
 
@@ -83,6 +91,7 @@ pub(super) struct Departure {
     verified: bool,
     failure: Option<ApiError>,
     summary: Option<Summary>,
+    predicted: bool,
     committed_at: Option<Instant>,
     finished: bool,
 }
@@ -101,7 +110,7 @@ enum Happened {
     Acknowledged(Result<Acknowledgement, BulkOrWire>),
     Message(Result<ToSource, TalkError>),
     Worker(SendError),
-    Redialled(Result<(Session, AttemptState), SessionError>),
+    Redialled(Box<Result<(Session, AttemptState), SessionError>>),
     Compared(Next),
     Cancelled(String),
     Limit(Option<u64>),
@@ -142,6 +151,7 @@ impl Departure {
             verified: false,
             failure: None,
             summary: None,
+            predicted: false,
             committed_at: None,
             finished: false,
             task,
@@ -191,7 +201,7 @@ impl Departure {
             event = self.task.outbound.event() => Happened::Guest(event),
             done = join(&mut self.redial) => {
                 self.redial = None;
-                Happened::Redialled(done)
+                Happened::Redialled(Box::new(done))
             }
             next = next_comparison(&mut self.comparing), if self.may_compare() => {
                 Happened::Compared(next)
@@ -224,7 +234,7 @@ impl Departure {
             Happened::Worker(error) => {
                 self.fail(failure::internal(&error.to_string())).await;
             }
-            Happened::Redialled(result) => self.redialled(result).await,
+            Happened::Redialled(result) => self.redialled(*result).await,
             Happened::Compared(next) => self.compare(next).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
             Happened::Limit(limit) => {
@@ -627,260 +637,6 @@ impl Departure {
         }
     }
 
-    // The hand-over.
-
-    /// Ends the attempt, where that is still this side's to decide.
-    async fn fail(&mut self, error: ApiError) {
-        if self.failure.is_none() {
-            tracing::warn!(migration = %self.task.offer.migration, %error, "giving up");
-            let reason = error.message.clone();
-            if matches!(
-                self.handover,
-                SourceState::Here { .. } | SourceState::Releasing
-            ) {
-                self.failure = Some(error);
-            }
-            self.step(SourceEvent::Abort(super::arrival::short(&reason)))
-                .await;
-        }
-    }
-
-    async fn qemu_ended(&mut self) {
-        self.task.outbound.forget_process();
-        if self.handover.is_over() {
-            return;
-        }
-        let guest = &self.task.offer.guest.name;
-        self.fail(failure::qemu_ended(guest, &self.task.outbound.last_words()))
-            .await;
-    }
-
-    async fn step(&mut self, event: SourceEvent) {
-        let mut events = vec![event];
-        while let Some(event) = events.pop() {
-            let attempt = self.task.offer.attempt;
-            let next = Generation(self.task.offer.generation.0 + 1);
-            let (state, actions) = step_source(&self.handover, &event, attempt, next);
-            if state != self.handover {
-                tracing::info!(migration = %self.task.offer.migration, ?state, "hand-over");
-            }
-            self.handover = state;
-            for action in actions {
-                events.extend(self.act(action).await);
-            }
-        }
-        if self.handover.is_over() {
-            self.finished = true;
-        }
-    }
-
-    async fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
-        let attempt = self.task.offer.attempt;
-        match action {
-            SourceAction::Write(record) => {
-                return Some(match block_in_place(|| self.task.journal.append(&record)) {
-                    Ok(()) => SourceEvent::Written(record),
-                    Err(error) => SourceEvent::WriteFailed(error.to_string()),
-                });
-            }
-            SourceAction::Fence(generation) => {
-                self.set_right(
-                    generation,
-                    Holder::InDoubt {
-                        host: self.task.host.clone(),
-                    },
-                );
-            }
-            SourceAction::Unfence => self.set_right(self.task.offer.generation, Holder::Here),
-            SourceAction::SendCommit(generation) => {
-                self.send(ToDestination::Commit {
-                    attempt,
-                    generation,
-                })
-                .await;
-            }
-            SourceAction::SendCancel(reason) => {
-                self.send(ToDestination::Cancel { reason }).await;
-            }
-            SourceAction::SendDone => self.send(ToDestination::Done).await,
-            // A new session begins with the question.
-            SourceAction::Ask => {}
-            SourceAction::Resume => {
-                if let Err(error) = self.task.outbound.abort().await {
-                    let error = error.into_api();
-                    tracing::error!(%error, "the guest could not be resumed here");
-                    self.failure = Some(error);
-                }
-            }
-            SourceAction::Quit => {
-                self.entry().enter(Phase::Finishing);
-                let next = Generation(self.task.offer.generation.0 + 1);
-                self.set_right(
-                    next,
-                    Holder::Elsewhere {
-                        host: self.task.host.clone(),
-                    },
-                );
-                self.collect_summary().await;
-                self.task.outbound.quit().await;
-            }
-        }
-        None
-    }
-
-    fn set_right(&self, generation: Generation, holder: Holder) {
-        let guest = self.task.offer.guest.name.clone();
-        let right = Right {
-            guest,
-            generation,
-            holder,
-        };
-        if let Err(error) = block_in_place(|| self.task.context.rights.set(&right)) {
-            // The journal says it too, and is read first.
-            tracing::error!(%error, "cannot note who may run the guest");
-        }
-    }
-
-    async fn collect_summary(&mut self) {
-        let until = Instant::now() + SUMMARY_WITHIN;
-        while self.summary.is_none() {
-            let message = tokio::time::timeout_at(until, next_message(&mut self.session)).await;
-            match message {
-                Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
-                Ok(Ok(_)) => {}
-                Ok(Err(_)) | Err(_) => return,
-            }
-        }
-    }
-
-    // What people see.
-
-    fn keep_wire_bytes(&mut self) {
-        if let Some(line) = self.task.sending.line() {
-            let stats = line.bulk.stats();
-            self.wire_bytes.0 += stats.wire_bytes_sent;
-            self.wire_bytes.1 += stats.wire_bytes_received;
-        }
-    }
-
-    fn wire_bytes_now(&self) -> (u64, u64) {
-        let line = self
-            .session
-            .as_ref()
-            .map(|session| session.line.bulk.stats());
-        let (sent, received) = line.map_or((0, 0), |stats| {
-            (stats.wire_bytes_sent, stats.wire_bytes_received)
-        });
-        (self.wire_bytes.0 + sent, self.wire_bytes.1 + received)
-    }
-
-    fn show(&mut self) {
-        self.shown_at = Instant::now();
-        let now = self.now();
-        let engine = self.task.sending.engine();
-        let regions: Vec<RegionProgress> = engine
-            .pending_by_region()
-            .into_iter()
-            .map(|(spec, pending)| RegionProgress {
-                name: spec.name,
-                blocks_total: spec.blocks,
-                blocks_settled: spec.blocks - pending,
-                blocks_pending: pending,
-            })
-            .collect();
-        let pass = engine.pass_number();
-        let dirty = engine.dirty_blocks_per_s();
-        let predicted = engine.predicted_downtime(now);
-        let remaining = engine.remaining_bytes(now);
-        let sent = engine.sent();
-        drop(engine);
-        let stats = self
-            .session
-            .as_ref()
-            .map(|session| session.line.bulk.stats());
-        let (sent_bytes, _) = self.wire_bytes_now();
-        let blocks =
-            sent.zero_blocks + sent.same_blocks + sent.reference_blocks + sent.literal_blocks;
-        let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
-        self.entry().progress(|progress| {
-            progress.pass = Some(pass);
-            progress.regions = regions;
-            progress.link.rate_bps = stats.map(|stats| stats.delivery_rate_bps);
-            progress.link.rtt_ms = stats.map(|stats| stats.rtt.as_secs_f64() * 1e3);
-            progress.link.sent_bytes = sent_bytes;
-            progress.link.guest_bytes = Some(blocks * BLOCK_SIZE as u64);
-            progress.link.interrupted_ms = lost_ms;
-            progress.dirty_rate_bytes_per_s =
-                dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
-            progress.predicted_downtime_ms =
-                (predicted < Duration::from_secs(86_400)).then(|| predicted.as_millis() as u64);
-            progress.remaining_ms = stats
-                .filter(|stats| stats.delivery_rate_bps > 0)
-                .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
-        });
-    }
-
-    /// Ends what is left, and writes the report.
-    async fn close(mut self) {
-        self.show();
-        let (sent_bytes, received_bytes) = self.wire_bytes_now();
-        let aborted = self.handover == SourceState::Aborted;
-        if aborted {
-            self.wait_for_abort().await;
-        }
-        let usage = self.task.outbound.usage();
-        let engine = self.task.sending.engine();
-        let (sent, pass, dirty) = (
-            engine.sent(),
-            engine.pass_number(),
-            engine.dirty_blocks_per_s(),
-        );
-        drop(engine);
-        let (_, stored) = self.task.sending.compressed();
-        let rtt = self.session.as_ref().map(|session| session.control.rtt());
-        let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
-        let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
-        let verify = self.task.offer.verify;
-        let interruptions = self.interruptions;
-        self.entry().report_with(|report| {
-            report.link_bytes = Some(sent_bytes);
-            report.link_bytes_back = Some(received_bytes);
-            report.memory_bytes = Some(sent.frame_bytes);
-            report.bytes.zero_bytes = blocks(sent.zero_blocks);
-            report.bytes.same_bytes = blocks(sent.same_blocks);
-            report.bytes.reference_bytes = blocks(sent.reference_blocks);
-            report.bytes.literal_bytes = blocks(sent.literal_blocks);
-            report.bytes.compressed_bytes = Some(stored);
-            report.passes = Some(pass);
-            report.dirty_rate_bytes_per_s = dirty.map(|rate| (rate * BLOCK_SIZE as f64) as u64);
-            report.interruptions = Some(interruptions);
-            report.cost.source.agent_cpu_s = Some(usage.agent_cpu.as_secs_f64());
-            report.cost.source.agent_peak_bytes = Some(usage.agent_peak_bytes);
-            report.cost.source.qemu_cpu_s = Some(usage.qemu_cpu.as_secs_f64());
-            if let Some(summary) = summary {
-                let seconds = |us: u64| Some(us as f64 / 1e6);
-                report.cost.destination.agent_cpu_s = seconds(summary.agent_cpu_us);
-                report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
-                report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
-            }
-            if let Some(stopped) = stopped {
-                stopped.report(report, committed_at, rtt, summary, verify);
-            }
-        });
-        match self.handover {
-            SourceState::Done => self.entry().end(Outcome::Completed, None),
-            _ => {
-                let failure = self.failure.take();
-                let failure =
-                    failure.unwrap_or_else(|| failure::internal("the attempt was given up"));
-                let outcome = failure::outcome(&failure);
-                let failure = failure::with_guest(failure, &self.task);
-                self.entry().end(outcome, Some(failure));
-            }
-        }
-        self.task.context.archive.keep(&self.task.entry);
-    }
-
     /// The destination should know that it is over before this side closes the connection.
     async fn wait_for_abort(&mut self) {
         let until = Instant::now() + GIVE_UP_WITHIN;
@@ -891,37 +647,6 @@ impl Departure {
                 Ok(Ok(_)) => {}
             }
         }
-    }
-}
-
-impl StoppedAt {
-    fn report(
-        &self,
-        report: &mut longhaul_api::Report,
-        committed_at: Option<Instant>,
-        rtt: Option<Duration>,
-        summary: Option<Summary>,
-        verify: bool,
-    ) {
-        let ms = |time: Duration| time.as_secs_f64() * 1e3;
-        let half_rtt = rtt.unwrap_or_default() / 2;
-        report.bytes.device_state_bytes = Some(self.what.tail.len() as u64);
-        let parts = &mut report.downtime;
-        parts.device_state_ms = Some(ms(self.what.device_state_time));
-        parts.last_pages_ms = self.sent_at.map(|sent| {
-            ms((sent - self.at).saturating_sub(self.what.device_state_time) + half_rtt)
-        });
-        parts.load_ms = summary.map(|summary| summary.load_us as f64 / 1e3);
-        parts.verify_ms = match (verify, self.loaded_at, self.ready_at) {
-            (true, Some(loaded), Some(ready)) => Some(ms(ready - loaded)),
-            _ => None,
-        };
-        if let (Some(ready), Some(committed)) = (self.ready_at, committed_at) {
-            parts.commit_ms = Some(ms((committed - ready).saturating_sub(half_rtt)));
-        }
-        // COMMITTED left the destination right after the guest was told to run.
-        report.downtime_ms =
-            committed_at.map(|committed| ms((committed - self.at).saturating_sub(half_rtt)));
     }
 }
 

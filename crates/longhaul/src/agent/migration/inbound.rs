@@ -341,7 +341,7 @@ impl Store for GuestStore {
     }
 
     fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String> {
-        const ZEROS: [u8; 64 * BLOCK_SIZE] = [0; 64 * BLOCK_SIZE];
+        static ZEROS: [u8; 64 * BLOCK_SIZE] = [0; 64 * BLOCK_SIZE];
         for (write, fresh) in writes.iter().zip(fresh) {
             let place = self.place(write.region)?;
             let done = match write.content {

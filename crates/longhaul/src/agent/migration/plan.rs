@@ -9,24 +9,25 @@ use longhaul_api::{
     ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Strategy,
 };
 use longhaul_hypervisor::dirty_rate;
+use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{blockers, observe};
-use longhaul_hypervisor::qmp::Qmp;
-use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_duration};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::task::block_in_place;
 
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 /// How long the link is measured where nothing is known of it.
 const PROBE_TIME: Duration = Duration::from_secs(1);
 /// Blocks that are looked at to guess what the memory costs.
 const SAMPLES: u64 = 512;
-/// A compressed block of guest memory costs about this share of it, before anything was sent.
-const LITERAL_SHARE: f64 = 0.45;
+/// Passes that are counted through: those after it change little.
+const PASSES_MAX: usize = 10;
 /// What a switchover takes besides last pages and round trips.
 const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
 
@@ -68,16 +69,16 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     }
     // Nobody else talks to this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let machine = look_here(&candidate, &mut plan).await?;
+    let (machine, look) = look_here(&candidate, &mut plan).await?;
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
+    plan.predictions.push(predict(&look, &Asking::of(&plan)));
     plan.possible = plan
         .checks
         .iter()
         .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
-    plan.predictions.push(predict(&plan));
     Ok(plan)
 }
 
@@ -85,7 +86,7 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
-async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<Machine, ApiError> {
+async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<(Machine, Look), ApiError> {
     let qmp = candidate
         .guest
         .connect()
@@ -115,42 +116,83 @@ async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<Machine, Ap
             "resume it, or stop it, first",
         ));
     }
-    let rate = dirty_rate::measure(&qmp).await;
-    plan.dirty_rate_bytes_per_s = rate.ok();
-    memory_used(candidate, qmp, plan).await;
-    Ok(machine)
+    let mut seen = Look::default();
+    match Outbound::attach(candidate.guest.clone(), qmp).await {
+        Ok(outbound) => {
+            seen = look(&outbound).await;
+            plan.memory_used_bytes = seen.used_bytes;
+            plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
+        }
+        Err(error) => plan.checks.push(Check::refuse(
+            "memory",
+            error.to_string(),
+            "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
+        )),
+    }
+    Ok((machine, seen))
 }
 
-/// Looks at some of the guest's blocks: what is not zero has to travel.
-async fn memory_used(candidate: &Candidate, qmp: Qmp, plan: &mut Plan) {
-    let outbound = match Outbound::attach(candidate.guest.clone(), qmp).await {
-        Ok(outbound) => outbound,
+/// What a look at a guest's memory shows.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Look {
+    /// What is not zero.
+    used_bytes: Option<u64>,
+    /// The share of it that is left after compression.
+    share: Option<f64>,
+    dirty_bytes_per_s: Option<u64>,
+}
+
+/// Looks at a sample of a guest's blocks, for a second.
+pub(super) async fn look(outbound: &Outbound) -> Look {
+    let (memory, places) = outbound.memory();
+    let regions = outbound.regions().to_vec();
+    let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
+    let dirty_bytes_per_s = match dirty_rate::measure(&memory).await {
+        Ok(rate) => Some(rate),
         Err(error) => {
-            plan.checks.push(Check::refuse(
-                "memory",
-                error.to_string(),
-                "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
-            ));
-            return;
+            tracing::warn!(%error, "cannot tell how fast a guest writes");
+            None
         }
     };
-    let (memory, places) = outbound.memory();
-    let (mut looked_at, mut used, mut total) = (0_u64, 0_u64, 0_u64);
-    for (spec, place) in outbound.regions().iter().zip(places) {
-        total += spec.blocks;
-        let step = (spec.blocks / SAMPLES).max(1);
+    Look {
+        used_bytes,
+        share,
+        dirty_bytes_per_s,
+    }
+}
+
+fn sample(
+    memory: &GuestMemory,
+    regions: &[RegionSpec],
+    places: &[usize],
+) -> (Option<u64>, Option<f64>) {
+    let total: u64 = regions.iter().map(|spec| spec.blocks).sum();
+    let step = (total / SAMPLES).max(1);
+    let (mut looked_at, mut content) = (0_u64, Vec::new());
+    for (spec, place) in regions.iter().zip(places) {
         for block in (0..spec.blocks).step_by(step as usize) {
-            let mut content = [0; BLOCK_SIZE];
-            let range = longhaul_protocol::BlockRange::new(block, 1);
-            if memory.read(place, &[range], &mut content).is_ok() {
+            let mut one = [0; BLOCK_SIZE];
+            if memory
+                .read(*place, &[BlockRange::new(block, 1)], &mut one)
+                .is_ok()
+            {
                 looked_at += 1;
-                used += u64::from(!longhaul_codec::is_zero(&content));
+                if !longhaul_codec::is_zero(&one) {
+                    content.extend_from_slice(&one);
+                }
             }
         }
     }
-    if looked_at > 0 {
-        plan.memory_used_bytes = Some(total * BLOCK_SIZE as u64 * used / looked_at);
-    }
+    let used = content.len() as u64 / BLOCK_SIZE as u64;
+    let used_bytes = (total * BLOCK_SIZE as u64 * used).checked_div(looked_at);
+    let packed: Option<usize> = content
+        .chunks(64 * BLOCK_SIZE)
+        .map(|frame| longhaul_codec::pack(frame).ok().map(|packed| packed.len()))
+        .sum();
+    let share = packed
+        .filter(|_| !content.is_empty())
+        .map(|packed| packed as f64 / content.len() as f64);
+    (used_bytes, share)
 }
 
 async fn ask_there(
@@ -249,28 +291,47 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
     }
 }
 
+/// What a prediction depends on besides the guest.
+#[derive(Debug, Clone)]
+pub(super) struct Asking {
+    pub(super) guest: String,
+    pub(super) source: String,
+    pub(super) downtime: Duration,
+    pub(super) rate_bytes_per_s: Option<f64>,
+    pub(super) rtt: Option<Duration>,
+}
+
+impl Asking {
+    fn of(plan: &Plan) -> Self {
+        Self {
+            guest: plan.guest.clone(),
+            source: plan.source.clone(),
+            downtime: Duration::from_millis(plan.asked.downtime_ms),
+            rate_bytes_per_s: plan.rate_bps.map(|rate| rate as f64 / 8.0),
+            rtt: plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
+        }
+    }
+}
+
 /// Pre-copy: a first pass over what is not zero, then what was written meanwhile, and so on.
-fn predict(plan: &Plan) -> Prediction {
-    let rate = plan
-        .rate_bps
-        .filter(|rate| *rate > 0)
-        .map(|rate| rate as f64 / 8.0);
-    let (Some(rate), Some(used)) = (rate, plan.memory_used_bytes) else {
-        return prediction(None, None, None, plan, None);
+pub(super) fn predict(look: &Look, asking: &Asking) -> Prediction {
+    let rate = asking.rate_bytes_per_s.filter(|rate| *rate > 0.0);
+    let (Some(rate), Some(used)) = (rate, look.used_bytes) else {
+        return prediction(None, None, None, asking, None);
     };
-    let dirty = plan.dirty_rate_bytes_per_s.unwrap_or(0) as f64;
-    let rtt = Duration::from_secs_f64(plan.rtt_ms.unwrap_or(0.0) / 1e3);
-    let overhead = SWITCH_OVERHEAD + rtt.mul_f64(1.5);
-    let limit = Duration::from_millis(plan.asked.downtime_ms);
+    let share = look.share.unwrap_or(1.0);
+    let dirty = look.dirty_bytes_per_s.unwrap_or(0) as f64;
+    let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(1.5);
+    let limit = asking.downtime;
     let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
-    let mut left = used as f64 * LITERAL_SHARE;
+    let mut left = used as f64 * share;
     let (mut bytes, mut seconds) = (0.0, 0.0);
-    for _ in 0..10 {
+    for _ in 0..PASSES_MAX {
         let pass = left / rate;
         bytes += left;
         seconds += pass;
         // What a guest writes in a pass is at most what it has.
-        left = (dirty * pass).min(used as f64) * LITERAL_SHARE;
+        left = (dirty * pass).min(used as f64) * share;
         if left <= budget {
             break;
         }
@@ -279,36 +340,36 @@ fn predict(plan: &Plan) -> Prediction {
     let note = (downtime > limit).then(|| {
         format!(
             "{} writes faster than the link carries: the downtime asked for ({}) cannot be kept",
-            plan.guest,
+            asking.guest,
             show_duration(limit)
         )
     });
-    let total = seconds + downtime.as_secs_f64();
-    let ms = |seconds: f64| (seconds * 1e3) as u64;
+    let total = Duration::from_secs_f64(seconds) + downtime;
     prediction(
         Some((bytes + left) as u64),
-        Some(ms(total)),
+        Some(total),
         Some(downtime),
-        plan,
+        asking,
         note,
     )
 }
 
 fn prediction(
     link_bytes: Option<u64>,
-    total_ms: Option<u64>,
+    total: Option<Duration>,
     downtime: Option<Duration>,
-    plan: &Plan,
+    asking: &Asking,
     note: Option<String>,
 ) -> Prediction {
-    let downtime_ms = downtime.map(|time| time.as_millis() as u64);
+    let ms = |time: Duration| time.as_millis() as u64;
+    let downtime_ms = downtime.map(ms);
     Prediction {
         strategy: Strategy::Precopy,
         link_bytes,
-        total_ms,
+        total_ms: total.map(ms),
         downtime_ms,
-        downtime_at_most_ms: downtime_ms.map(|ms| ms.max(plan.asked.downtime_ms)),
-        if_link_breaks: format!("stays on {}", plan.source),
+        downtime_at_most_ms: downtime_ms.map(|time| time.max(ms(asking.downtime))),
+        if_link_breaks: format!("stays on {}", asking.source),
         if_source_dies: "before the switch: as without a move".to_owned(),
         note,
     }

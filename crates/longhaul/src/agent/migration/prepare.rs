@@ -4,6 +4,7 @@
 use super::departure::{Departure, Task};
 use super::entry::{Entry, Facts};
 use super::outbound::Outbound;
+use super::plan::{self, Look};
 use super::registry::{Reservation, Taken};
 use super::send::Sending;
 use super::session::{self, Session, SessionError};
@@ -213,7 +214,7 @@ impl Preparing {
             control: Some(control.clone()),
         };
         let begun = self.begin(control, &offer, &mut outbound).await;
-        let (session, sending) = match begun {
+        let (session, sending, look) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 if let Err(error) = outbound.abort().await {
@@ -231,6 +232,7 @@ impl Preparing {
             }
         };
         guard.keep();
+        let known_rate = self.context.link_rate(&host.name);
         let task = Task {
             context: self.context,
             entry: self.entry,
@@ -241,6 +243,8 @@ impl Preparing {
             journal,
             patience: Duration::from_millis(self.request.patience_ms),
             downtime: Duration::from_millis(self.request.downtime_ms),
+            look,
+            known_rate,
             _reservation: reservation,
         };
         Ok((task, session))
@@ -252,10 +256,12 @@ impl Preparing {
         control: Control,
         offer: &Offer,
         outbound: &mut Outbound,
-    ) -> Result<(Session, Arc<Sending>), ApiError> {
+    ) -> Result<(Session, Arc<Sending>, Look), ApiError> {
         let host = &self.candidate.host.name;
         let offered = session::offer(control, offer, self.request.bandwidth_bps);
-        let offered = self.unless_cancelled(offered).await?;
+        // The guest is looked at while the destination launches its QEMU.
+        let both = async { tokio::join!(offered, plan::look(outbound)) };
+        let (offered, look) = self.unless_cancelled(both).await?;
         let (mut session, machine) = offered.map_err(|error| self.refused(&error))?;
         if let Some(difference) = machine.differences(&offer.machine).into_iter().next() {
             withdraw(&mut session, &difference.text).await;
@@ -275,7 +281,7 @@ impl Preparing {
         )
         .map_err(|error| failure::internal(&error.to_string()))?;
         let key = DigestKey(offer.digest_key);
-        Ok((session, Sending::new(engine, key, outbound.content())))
+        Ok((session, Sending::new(engine, key, outbound.content()), look))
     }
 
     /// Waits for another host, which may take long.

@@ -1,0 +1,202 @@
+//! What people see of a departure: its progress, its prediction and its report.
+
+use super::{Departure, StoppedAt};
+use crate::agent::migration::failure;
+use crate::agent::migration::plan::{self, Asking};
+use longhaul_api::{Outcome, RegionProgress};
+use longhaul_engine::handover::SourceState;
+use longhaul_protocol::BLOCK_SIZE;
+use longhaul_protocol::message::Summary;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// A link is known after so long.
+const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
+
+impl Departure {
+    pub(super) fn keep_wire_bytes(&mut self) {
+        if let Some(line) = self.task.sending.line() {
+            let stats = line.bulk.stats();
+            self.wire_bytes.0 += stats.wire_bytes_sent;
+            self.wire_bytes.1 += stats.wire_bytes_received;
+        }
+    }
+
+    fn wire_bytes_now(&self) -> (u64, u64) {
+        let line = self
+            .session
+            .as_ref()
+            .map(|session| session.line.bulk.stats());
+        let (sent, received) = line.map_or((0, 0), |stats| {
+            (stats.wire_bytes_sent, stats.wire_bytes_received)
+        });
+        (self.wire_bytes.0 + sent, self.wire_bytes.1 + received)
+    }
+
+    pub(super) fn show(&mut self) {
+        self.shown_at = Instant::now();
+        self.predict();
+        let now = self.now();
+        let engine = self.task.sending.engine();
+        let regions: Vec<RegionProgress> = engine
+            .pending_by_region()
+            .into_iter()
+            .map(|(spec, pending)| RegionProgress {
+                name: spec.name,
+                blocks_total: spec.blocks,
+                blocks_settled: spec.blocks - pending,
+                blocks_pending: pending,
+            })
+            .collect();
+        let pass = engine.pass_number();
+        let dirty = engine.dirty_blocks_per_s();
+        let predicted = engine.predicted_downtime(now);
+        let remaining = engine.remaining_bytes(now);
+        let sent = engine.sent();
+        drop(engine);
+        let stats = self
+            .session
+            .as_ref()
+            .map(|session| session.line.bulk.stats());
+        let (sent_bytes, _) = self.wire_bytes_now();
+        let blocks =
+            sent.zero_blocks + sent.same_blocks + sent.reference_blocks + sent.literal_blocks;
+        let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        self.entry().progress(|progress| {
+            progress.pass = Some(pass);
+            progress.regions = regions;
+            progress.link.rate_bps = stats.map(|stats| stats.delivery_rate_bps);
+            progress.link.rtt_ms = stats.map(|stats| stats.rtt.as_secs_f64() * 1e3);
+            progress.link.sent_bytes = sent_bytes;
+            progress.link.guest_bytes = Some(blocks * BLOCK_SIZE as u64);
+            progress.link.interrupted_ms = lost_ms;
+            progress.dirty_rate_bytes_per_s =
+                dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
+            progress.predicted_downtime_ms =
+                (predicted < Duration::from_secs(86_400)).then_some(predicted.as_millis() as u64);
+            progress.remaining_ms = stats
+                .filter(|stats| stats.delivery_rate_bps > 0)
+                .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
+        });
+    }
+
+    /// Says once what it will probably cost, as soon as the link is known.
+    fn predict(&mut self) {
+        let task = &self.task;
+        let known = task.context.link_rate(&task.host);
+        if self.predicted || (task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER)
+        {
+            return;
+        }
+        self.predicted = true;
+        let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
+        let rate = task.known_rate.or(known);
+        let asking = Asking {
+            guest: task.offer.guest.name.clone(),
+            source: task.context.parts.config.name.clone(),
+            downtime: task.downtime,
+            rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
+            rtt: self.session.as_ref().map(|session| session.control.rtt()),
+        };
+        let prediction = plan::predict(&task.look, &asking);
+        if let Some(note) = &prediction.note {
+            tracing::warn!(migration = %task.offer.migration, "{note}");
+        }
+        self.entry()
+            .report_with(|report| report.predicted = Some(prediction));
+    }
+
+    /// Ends what is left, and writes the report.
+    pub(super) async fn close(mut self) {
+        self.show();
+        let (sent_bytes, received_bytes) = self.wire_bytes_now();
+        let aborted = self.handover == SourceState::Aborted;
+        if aborted {
+            self.wait_for_abort().await;
+        }
+        let usage = self.task.outbound.usage();
+        let engine = self.task.sending.engine();
+        let (sent, pass, dirty) = (
+            engine.sent(),
+            engine.pass_number(),
+            engine.dirty_blocks_per_s(),
+        );
+        drop(engine);
+        let (_, stored) = self.task.sending.compressed();
+        let rtt = self.session.as_ref().map(|session| session.control.rtt());
+        let memory_blocks: u64 = self.task.offer.regions.iter().map(|spec| spec.blocks).sum();
+        let memory_bytes = memory_blocks * BLOCK_SIZE as u64;
+        let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
+        let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
+        let verify = self.task.offer.verify;
+        let interruptions = self.interruptions;
+        self.entry().report_with(|report| {
+            report.link_bytes = Some(sent_bytes);
+            report.link_bytes_back = Some(received_bytes);
+            report.memory_bytes = Some(memory_bytes);
+            report.bytes.zero_bytes = blocks(sent.zero_blocks);
+            report.bytes.same_bytes = blocks(sent.same_blocks);
+            report.bytes.reference_bytes = blocks(sent.reference_blocks);
+            report.bytes.literal_bytes = blocks(sent.literal_blocks);
+            report.bytes.compressed_bytes = Some(stored);
+            report.passes = Some(pass);
+            report.dirty_rate_bytes_per_s = dirty.map(|rate| (rate * BLOCK_SIZE as f64) as u64);
+            report.interruptions = Some(interruptions);
+            report.cost.source.agent_cpu_s = Some(usage.agent_cpu.as_secs_f64());
+            report.cost.source.agent_peak_bytes = Some(usage.agent_peak_bytes);
+            report.cost.source.qemu_cpu_s = Some(usage.qemu_cpu.as_secs_f64());
+            if let Some(summary) = summary {
+                let seconds = |us: u64| Some(us as f64 / 1e6);
+                report.cost.destination.agent_cpu_s = seconds(summary.agent_cpu_us);
+                report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
+                report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
+            }
+            if let Some(stopped) = stopped {
+                stopped.report(report, committed_at, rtt, summary, verify);
+            }
+        });
+        match self.handover {
+            SourceState::Done => self.entry().end(Outcome::Completed, None),
+            _ => {
+                let failure = self.failure.take();
+                let failure =
+                    failure.unwrap_or_else(|| failure::internal("the attempt was given up"));
+                let outcome = failure::outcome(&failure);
+                let failure = failure::with_guest(failure, &self.task);
+                self.entry().end(outcome, Some(failure));
+            }
+        }
+        self.task.context.archive.keep(&self.task.entry);
+    }
+}
+
+impl StoppedAt {
+    fn report(
+        &self,
+        report: &mut longhaul_api::Report,
+        committed_at: Option<Instant>,
+        rtt: Option<Duration>,
+        summary: Option<Summary>,
+        verify: bool,
+    ) {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let half_rtt = rtt.unwrap_or_default() / 2;
+        report.bytes.device_state_bytes = Some(self.what.tail.len() as u64);
+        let parts = &mut report.downtime;
+        parts.device_state_ms = Some(ms(self.what.device_state_time));
+        parts.last_pages_ms = self.sent_at.map(|sent| {
+            ms((sent - self.at).saturating_sub(self.what.device_state_time) + half_rtt)
+        });
+        parts.load_ms = summary.map(|summary| summary.load_us as f64 / 1e3);
+        parts.verify_ms = match (verify, self.loaded_at, self.ready_at) {
+            (true, Some(loaded), Some(ready)) => Some(ms(ready - loaded)),
+            _ => None,
+        };
+        if let (Some(ready), Some(committed)) = (self.ready_at, committed_at) {
+            parts.commit_ms = Some(ms((committed - ready).saturating_sub(half_rtt)));
+        }
+        // COMMITTED left the destination right after the guest was told to run.
+        report.downtime_ms =
+            committed_at.map(|committed| ms((committed - self.at).saturating_sub(half_rtt)));
+    }
+}
