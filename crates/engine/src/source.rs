@@ -122,6 +122,8 @@ struct Region {
 #[derive(Debug)]
 struct Flight {
     blocks: Vec<BlockId>,
+    /// How many of them are not zero and not known at the destination.
+    content_blocks: usize,
     bytes: u64,
 }
 
@@ -174,6 +176,9 @@ struct Cost {
 
 impl Cost {
     fn add(&mut self, blocks: usize, bytes: u64) {
+        if blocks == 0 {
+            return;
+        }
         let now = bytes as f64 / blocks as f64;
         let weight = (blocks as f64 / 2048.0).min(0.5);
         self.average = Some(self.average.map_or(now, |old| old + weight * (now - old)));
@@ -365,6 +370,7 @@ impl Source {
             seq,
             Flight {
                 blocks: blocks.clone(),
+                content_blocks: 0,
                 bytes: 0,
             },
         );
@@ -379,6 +385,7 @@ impl Source {
     pub fn decide(&mut self, batch: &Batch, staged: &[Staged]) -> Vec<Decision> {
         let seq = batch.seq as u32;
         let mut decisions = Vec::with_capacity(staged.len());
+        let mut content_blocks = 0;
         for (id, staged) in batch.blocks.iter().zip(staged) {
             let digest = match staged {
                 Staged::Zero => ZERO,
@@ -393,6 +400,7 @@ impl Source {
                 continue;
             }
             map.sent(index, seq, digest);
+            content_blocks += usize::from(digest != ZERO);
             decisions.push(if digest == ZERO {
                 self.sent.zero_blocks += 1;
                 Decision::Zero
@@ -404,6 +412,9 @@ impl Source {
                 Decision::Literal { digest }
             });
         }
+        if let Some(flight) = self.flights.get_mut(&seq) {
+            flight.content_blocks = content_blocks;
+        }
         decisions
     }
 
@@ -413,13 +424,11 @@ impl Source {
         let seq = batch.seq as u32;
         let bytes = frame_bytes.unwrap_or(0) as u64;
         self.encoding -= 1;
-        if !batch.blocks.is_empty() {
-            let cost = if self.pass.number <= 1 {
-                &mut self.first_cost
-            } else {
-                &mut self.again_cost
-            };
-            cost.add(batch.blocks.len(), bytes);
+        // Of a whole pass only what has content tells what a written block will cost.
+        match (self.pass.whole, self.flights.get(&seq)) {
+            (true, Some(flight)) => self.first_cost.add(flight.content_blocks, bytes),
+            (true, None) => {}
+            (false, _) => self.again_cost.add(batch.blocks.len(), bytes),
         }
         match frame_bytes {
             Some(_) => {

@@ -16,6 +16,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+/// How old an estimate of dirty pages may be.
+const ESTIMATE_AGE: Duration = Duration::from_millis(500);
+
 /// Why a departing guest's QEMU could not do its part.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum OutboundError {
@@ -185,11 +188,15 @@ impl Outbound {
         }
     }
 
-    /// About how many blocks were written since the pass began, where QEMU's memory tells.
+    /// About how many blocks were written since the pass began, or are reported in the part of it
+    /// that is not read yet, where that can be told.
     pub(super) fn unseen_blocks(&self) -> Option<u64> {
-        self.outgoing
-            .as_ref()
-            .and_then(|outgoing| outgoing.progress().dirty_pages)
+        let progress = self.outgoing.as_ref()?.progress();
+        let dirty = progress.dirty_pages? as f64;
+        // The estimate is made now and then; the guest has gone on writing since.
+        let age = progress.pass_age.max(ESTIMATE_AGE);
+        let since = 1.0 + ESTIMATE_AGE.as_secs_f64() / age.as_secs_f64();
+        Some((dirty * since) as u64 + progress.unread_pages.unwrap_or(0))
     }
 
     /// What the rest of its stream will probably begin with.
