@@ -183,7 +183,11 @@ pub fn tables() -> Result<toml::Table, LabError> {
     match missing {
         Some(error) if emulators.is_empty() => Err(error),
         _ => {
-            let qemu = toml::Table::from_iter([("emulators".to_owned(), emulators.into())]);
+            let mut qemu = toml::Table::new();
+            if let Some(version) = emulators.keys().next_back() {
+                qemu.insert("default".to_owned(), version.as_str().into());
+            }
+            qemu.insert("emulators".to_owned(), emulators.into());
             Ok(toml::Table::from_iter([("qemu".to_owned(), qemu.into())]))
         }
     }

@@ -1,5 +1,7 @@
 //! `lab bench link`: what one migration gets out of a link, beside what TCP gets out of it.
 
+use std::fs::{self, File};
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -40,6 +42,9 @@ const LIMIT_TOLERANCE: f64 = 0.05;
 const SETTLING: Duration = Duration::from_secs(3);
 /// The stretch of time over which a limit has to hold.
 const LIMIT_WINDOW: Duration = Duration::from_secs(2);
+/// For how long a flow has the link to itself before a migration joins it, and after it.
+const LEAD: Duration = Duration::from_secs(5);
+const TAIL: Duration = Duration::from_secs(1);
 const PING_INTERVAL_S: &str = "0.1";
 
 const LONGHAUL: &str = "longhaul";
@@ -164,6 +169,28 @@ struct Place {
 struct Transfer {
     bps: f64,
     cpu_s: Option<f64>,
+    /// By iperf3's receiver: when a stretch began and ended, and its rate.
+    stretches: Vec<(f64, f64, f64)>,
+}
+
+impl Transfer {
+    /// The rate over the stretches that lie wholly between two moments.
+    fn bps_between(&self, from: Duration, to: Duration) -> Result<f64, LabError> {
+        let (mut bits, mut seconds) = (0.0, 0.0);
+        for (began, ended, bps) in &self.stretches {
+            if *began >= from.as_secs_f64() - 0.1 && *ended <= to.as_secs_f64() + 0.1 {
+                bits += bps * (ended - began);
+                seconds += ended - began;
+            }
+        }
+        if seconds > 0.0 {
+            return Ok(bits / seconds);
+        }
+        Err(LabError::Answer {
+            what: "iperf3's server".to_owned(),
+            message: "it counted nothing in the time that is judged".to_owned(),
+        })
+    }
 }
 
 impl Place {
@@ -287,6 +314,7 @@ impl Place {
         Ok(Transfer {
             bps,
             cpu_s: before.zip(cpu()).map(|(before, after)| after - before),
+            stretches: Vec::new(),
         })
     }
 
@@ -303,8 +331,10 @@ impl Place {
         command.args(["-J", "-c", to.address(), "-C", algorithm]);
         command.args(["-t", &time.as_secs().to_string()]);
         let said = from.output(&mut command);
-        server.finish();
-        parse_iperf3(&said?)
+        let counted = server.finish();
+        let mut transfer = parse_iperf3(&said?)?;
+        transfer.stretches = parse_stretches(&counted?);
+        Ok(transfer)
     }
 
     /// Does something while pings go to and fro.
@@ -328,30 +358,28 @@ impl Place {
         Ok((result, latency))
     }
 
-    /// A CUBIC flow beside a migration that is there before it and after it.
+    /// A CUBIC flow that has the link to itself until a migration begins: what does it keep?
     fn share_with_cubic(
         &self,
         options: &Options,
         document: &mut Document,
         results: &mut Results,
     ) -> Result<(), LabError> {
-        let lead = Duration::from_secs(2);
         let mut shares = Vec::new();
         for repeat in 1..=options.repeats() {
             let (cubic, migration) = thread::scope(|scope| {
-                let whole = self.time + 3 * lead;
-                let migration = scope.spawn(move || self.longhaul(whole, None));
-                interrupt::sleep(lead)?;
-                let cubic = self.iperf3("cubic", self.time);
-                let migration = migration
+                let flow = scope.spawn(|| self.iperf3("cubic", LEAD + self.time + TAIL));
+                let migration =
+                    interrupt::sleep(LEAD).and_then(|()| self.longhaul(self.time, None));
+                let cubic = flow
                     .join()
                     .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                Ok::<_, LabError>((cubic, migration))
+                Ok::<_, LabError>((cubic?, migration?))
             })?;
-            let (cubic, migration) = (cubic?, migration?);
+            let kept = cubic.bps_between(LEAD, LEAD + self.time)?;
             let case = format!("{}_beside_cubic", self.case);
             let rate = self.spec.rate_bps as f64;
-            for (system, bps) in [("iperf3-tcp-cubic", cubic.bps), (LONGHAUL, migration.bps)] {
+            for (system, bps) in [("iperf3-tcp-cubic", kept), (LONGHAUL, migration.bps)] {
                 let row = Row {
                     throughput_bps: Some(bps),
                     share_of_link: Some(bps / rate),
@@ -359,7 +387,7 @@ impl Place {
                 };
                 document.add_row(&row, &show(&row));
             }
-            shares.push(cubic.bps / rate);
+            shares.push(kept / rate);
             settle()?;
         }
         results.cubic_share.push((self.case.clone(), shares));
@@ -452,14 +480,20 @@ fn loss_between(before: &DirectionStats, after: &DirectionStats) -> Option<f64> 
 }
 
 /// A server of iperf3 for one client.
-struct Iperf3Server(Child);
+struct Iperf3Server {
+    process: Child,
+    output: PathBuf,
+}
 
 impl Iperf3Server {
     fn start(host: &Host) -> Result<Self, LabError> {
         let mut command = Command::new("iperf3");
-        command.args(["-s", "-1"]);
-        command.stdin(Stdio::null()).stdout(Stdio::null());
-        let server = Self(host.spawn(&mut command)?);
+        let output = host.folder().join("iperf3-server.json");
+        let file = File::create(&output).during(|| format!("make {}", output.display()))?;
+        command.args(["-J", "-s", "-1"]);
+        command.stdin(Stdio::null()).stdout(file);
+        let process = host.spawn(&mut command)?;
+        let server = Self { process, output };
         let listening = || {
             let table = host
                 .namespace()
@@ -472,23 +506,29 @@ impl Iperf3Server {
         Err(LabError::Late {
             what: "iperf3's server did not listen".to_owned(),
             seconds: 20,
-            log: std::path::PathBuf::from("/dev/null"),
+            log: server.output.clone(),
         })
     }
 
-    /// Waits for its end, which comes with its client's; or makes it.
-    fn finish(&mut self) {
+    /// Waits for its end, which comes with its client's, or makes it; gives what it counted.
+    fn finish(&mut self) -> Result<String, LabError> {
         let limit = Duration::from_secs(5);
-        process::wait_until(limit, || !matches!(self.0.try_wait(), Ok(None)));
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        process::wait_until(limit, || !matches!(self.process.try_wait(), Ok(None)));
+        self.end();
+        let path = &self.output;
+        fs::read_to_string(path).during(|| format!("read {}", path.display()))
+    }
+
+    fn end(&mut self) {
+        // Ended already: as wanted.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
     }
 }
 
 impl Drop for Iperf3Server {
     fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+        self.end();
     }
 }
 
@@ -525,7 +565,24 @@ fn parse_iperf3(said: &str) -> Result<Transfer, LabError> {
         cpu_s: percent
             .zip(seconds)
             .map(|((own, other), seconds)| (own + other) / 100.0 * seconds),
+        stretches: Vec::new(),
     })
+}
+
+/// Reads a receiver's stretches of time from iperf3's JSON; none where there are none.
+fn parse_stretches(said: &str) -> Vec<(f64, f64, f64)> {
+    let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
+    let Some(intervals) = value["intervals"].as_array() else {
+        return Vec::new();
+    };
+    intervals
+        .iter()
+        .filter_map(|interval| {
+            let sum = &interval["sum"];
+            let number = |key: &str| sum[key].as_f64();
+            Some((number("start")?, number("end")?, number("bits_per_second")?))
+        })
+        .collect()
 }
 
 /// Reads every `time=20.3 ms` of ping's.
@@ -594,6 +651,26 @@ mod tests {
         assert!(error.to_string().contains("unable to connect"));
         assert!(parse_iperf3("{}").is_err());
         assert!(parse_iperf3("no JSON").is_err());
+    }
+
+    #[test]
+    fn a_flow_is_judged_by_the_seconds_in_which_it_was_not_alone() {
+        let second = |start: f64, rate: f64| serde_json::json!({"sum": {"start": start, "end": start + 1.0, "bits_per_second": rate}});
+        let intervals: Vec<_> = (0..6)
+            .map(|n| second(f64::from(n), if n < 2 { 90e6 } else { 30e6 }))
+            .collect();
+        let said = serde_json::json!({"intervals": intervals}).to_string();
+        let transfer = Transfer {
+            bps: 50e6,
+            cpu_s: None,
+            stretches: parse_stretches(&said),
+        };
+        let between =
+            |from, to| transfer.bps_between(Duration::from_secs(from), Duration::from_secs(to));
+        assert_eq!(between(2, 6).unwrap(), 30e6);
+        assert_eq!(between(0, 2).unwrap(), 90e6);
+        assert!(between(6, 9).is_err());
+        assert!(parse_stretches("no JSON").is_empty());
     }
 
     #[test]
