@@ -20,9 +20,11 @@ use serde_json::json;
 use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(120);
+/// How long a mover waits for a pass before it goes on without.
+const PASS_PATIENCE: Duration = Duration::from_secs(4);
 
 fn emulator(label: &str) -> Option<PathBuf> {
     let found = emulators().into_iter().find(|(known, _)| known == label);
@@ -125,7 +127,8 @@ impl Source {
     }
 }
 
-/// Moves a guest after `passes` passes; both QEMUs stand still and equal in the end.
+/// Moves a guest after `passes` passes, or fewer when it writes too little for another; both QEMUs
+/// stand still and equal in the end.
 async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
     let mut moving = Source::start(source).await;
     let destination = Qemu::waiting(to).await;
@@ -134,9 +137,9 @@ async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
     let incoming = Incoming::start(&destination.qmp, &path, &moving.prelude.bytes).await;
     let incoming = incoming.unwrap();
     loop {
-        let pass = moving.held().await;
+        let held = tokio::time::timeout(PASS_PATIENCE, moving.held()).await;
         moving.pending.send(&moving.memory, &memory);
-        if pass >= passes {
+        if held.is_err() || held.is_ok_and(|pass| pass >= passes) {
             break;
         }
         moving.outgoing.next_pass();
@@ -275,7 +278,8 @@ async fn memory_above_4_gib_arrives() {
     for (label, path) in emulators() {
         println!("{label}");
         let mut spec = Spec::new(&path, MACHINES[0], Payload::IDLE);
-        spec.memory = "4100M".to_owned();
+        // From 2816 MiB on a q35 machine has 2 GiB below the hole under 4 GiB, the rest above.
+        spec.memory = "2820M".to_owned();
         let source = Qemu::running(&spec).await;
         // The guest sleeps and has no paging: write above 4 GiB on its behalf.
         let memory = source.memory().await;
@@ -285,7 +289,7 @@ async fn memory_above_4_gib_arrives() {
         memory
             .write(main, &[BlockRange::new(last, 1)], &content)
             .unwrap();
-        let above = format!("xp /1gx {:#x}", (4_u64 << 30) + (2052 << 20) - 4096);
+        let above = format!("xp /1gx {:#x}", (4_u64 << 30) + (772 << 20) - 4096);
         let (destination, _) = move_guest(&source, &spec, 1).await;
         let text = destination.qmp.hmp(&above, LIMIT).await.unwrap();
         assert!(text.contains("0x0706050403020100"), "{text}");
@@ -311,6 +315,64 @@ async fn kept_blocks_arrive_as_well() {
         assert!(first == second, "kept pages differ");
         let with_content = first.iter().filter(|(_, content)| content.is_some());
         assert!(with_content.count() > 3, "firmware and tables have content");
+    }
+}
+
+/// A kernel of the laboratory's, which boots and finds no root.
+fn booting(emulator: &std::path::Path, machine: &str, console: &std::path::Path) -> Option<Spec> {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let kernel = std::path::Path::new(&lab).join("kernel/vmlinuz");
+    if !kernel.exists() {
+        println!("no kernel is here (scripts/install lab): NOT tested with one");
+        return None;
+    }
+    let mut spec = Spec::new(emulator, machine, Payload::NONE);
+    spec.memory = "192M".to_owned();
+    spec.vcpus = 2;
+    spec.more = [
+        "-kernel",
+        kernel.to_str()?,
+        "-append",
+        "console=ttyS0 panic=0",
+        "-serial",
+    ]
+    .map(str::to_owned)
+    .to_vec();
+    spec.more.push(format!("file:{}", console.display()));
+    Some(spec)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_kernel_moves_while_it_boots() {
+    for (label, path) in emulators() {
+        for machine in MACHINES {
+            println!("{label} {machine}");
+            let folder = tempfile::tempdir().unwrap();
+            let console = |hop: u32| folder.path().join(format!("console-{hop}"));
+            let Some(spec) = booting(&path, machine, &console(0)) else {
+                return;
+            };
+            let mut qemu = Qemu::running(&spec).await;
+            let text = || {
+                let texts = (0..=3).map(|hop| std::fs::read(console(hop)).unwrap_or_default());
+                let text: Vec<u8> = texts.flatten().collect();
+                String::from_utf8_lossy(&text).into_owned()
+            };
+            let begun = || text().contains("Linux version");
+            qemu.wait("the kernel to begin", begun).await;
+            for hop in 1..=3 {
+                let to = booting(&path, machine, &console(hop)).unwrap();
+                let (destination, _) = move_guest(&qemu, &to, 2).await;
+                destination.qmp.query("cont").await.unwrap();
+                qemu = destination;
+            }
+            // A kernel that boots to its end has found its memory and its devices as they were.
+            let deadline = Instant::now() + LIMIT;
+            while !text().contains("Unable to mount root fs") {
+                assert!(Instant::now() < deadline, "not booted: {}", text());
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        }
     }
 }
 
@@ -524,17 +586,13 @@ async fn a_destination_says_why_it_cannot_load() {
 async fn what_cannot_be_moved_is_refused_by_name() {
     for (label, path) in emulators() {
         println!("{label}");
-        let mut spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+        let mut spec = Spec::new(&path, MACHINES[0], Payload::NONE);
         spec.memory = "64M,maxmem=1G".to_owned();
         spec.more = ["-object", "memory-backend-ram,id=vmem,size=128M", "-device"]
             .map(str::to_owned)
             .to_vec();
         spec.more
             .push("virtio-mem-pci,memdev=vmem,requested-size=64M".to_owned());
-        spec.payload = Payload {
-            filled: (0, 0),
-            ..Payload::IDLE
-        };
         let source = Qemu::running(&spec).await;
         let before = settings(&source).await;
         let attached = GuestMemory::attach(&source.qmp, source.pid()).await;

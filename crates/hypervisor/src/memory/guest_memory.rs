@@ -3,12 +3,14 @@
 use super::address_map::{
     ListedBlock, is_writable, parse_host_address, parse_ram_blocks, parse_words,
 };
+use super::fingerprints::Fingerprints;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use nix::errno::Errno;
 use nix::sys::uio::{RemoteIoVec, process_vm_readv, process_vm_writev};
 use nix::unistd::Pid;
 use std::io::{IoSlice, IoSliceMut};
+use std::sync::{Arc, OnceLock};
 
 /// Largest block whose content may come from QEMU's stream.
 const KEPT_BLOCK_BYTES_MAX: u64 = 16 << 20;
@@ -18,6 +20,8 @@ const KEPT_BYTES_MAX: u64 = 40 << 20;
 const PIECES_MAX: usize = 256;
 /// Longest such piece, so that no call exceeds what the system moves at once.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// Blocks that are looked at in one go, where all are.
+const LOOK_BLOCKS: u64 = 64;
 /// Guest-physical addresses that hold the same RAM on every PC.
 const LOW_PROBE: u64 = 1 << 20;
 const HIGH_PROBE: u64 = 4 << 30;
@@ -57,6 +61,8 @@ impl MemoryBlock {
 pub struct GuestMemory {
     pid: Pid,
     blocks: Vec<MemoryBlock>,
+    /// What was read, for a QEMU that does not see all writes.
+    fingerprints: Arc<OnceLock<Fingerprints>>,
 }
 
 /// Why a guest's RAM cannot be reached.
@@ -147,6 +153,7 @@ impl GuestMemory {
         let mut memory = Self {
             pid: Pid::from_raw(pid),
             blocks: Vec::with_capacity(listed.len()),
+            fingerprints: Arc::default(),
         };
         let layout = Layout::find(qmp, &listed).await?;
         let maps = memory.maps()?;
@@ -202,7 +209,58 @@ impl GuestMemory {
     }
 
     /// Reads ranges of a block, one after the other, into `out`, which they must fill.
+    ///
+    /// At a source: for sending. What is read counts as what the destination will have.
     pub fn read(
+        &self,
+        block: usize,
+        ranges: &[BlockRange],
+        out: &mut [u8],
+    ) -> Result<(), AccessError> {
+        self.look(block, ranges, out)?;
+        if let Some(fingerprints) = self.fingerprints.get() {
+            fingerprints.remember(block, ranges, out);
+        }
+        Ok(())
+    }
+
+    /// From now on remembers what is read; what was read before is forgotten.
+    pub(crate) fn remember_reads(&self) {
+        let lengths = self.blocks.iter().map(|block| match block.is_kept() {
+            true => 0,
+            false => block.blocks(),
+        });
+        let none = || Fingerprints::new(lengths);
+        self.fingerprints.get_or_init(none).clear();
+    }
+
+    /// The pages that were read and have changed since, by block; takes a look at all RAM.
+    pub(crate) fn changed_since_read(&self) -> Result<Vec<(usize, Vec<BlockRange>)>, AccessError> {
+        let Some(fingerprints) = self.fingerprints.get() else {
+            return Ok(Vec::new());
+        };
+        let mut content = vec![0; LOOK_BLOCKS as usize * BLOCK_SIZE];
+        let mut changed = Vec::new();
+        for (index, block) in self.blocks.iter().enumerate() {
+            if block.is_kept() {
+                continue;
+            }
+            let mut runs = Vec::new();
+            for start in (0..block.blocks()).step_by(LOOK_BLOCKS as usize) {
+                let count = LOOK_BLOCKS.min(block.blocks() - start);
+                let content = content
+                    .get_mut(..count as usize * BLOCK_SIZE)
+                    .unwrap_or_default();
+                self.look(index, &[BlockRange::new(start, count)], content)?;
+                runs.extend(fingerprints.changed(index, start, content));
+            }
+            changed.push((index, runs));
+        }
+        Ok(changed)
+    }
+
+    /// Reads without remembering.
+    pub(crate) fn look(
         &self,
         block: usize,
         ranges: &[BlockRange],
@@ -349,7 +407,7 @@ impl GuestMemory {
                 let line = format!("xp /8gx {:#x}", layout.guest_address(page));
                 let text = qmp.hmp(&line, COMMAND_TIMEOUT).await?;
                 let mut content = vec![0; BLOCK_SIZE];
-                self.read(layout.main, &[BlockRange::new(page, 1)], &mut content)
+                self.look(layout.main, &[BlockRange::new(page, 1)], &mut content)
                     .map_err(|error| AttachError::NotProven {
                         block: block.name.clone(),
                         why: error.to_string(),
@@ -467,6 +525,7 @@ mod tests {
                     block(name, buffer.len() as u64, address),
                     block("pc.bios", 4096, None),
                 ],
+                fingerprints: Arc::default(),
             }
         }
     }

@@ -396,6 +396,9 @@ async fn connect(
     memory: &Arc<GuestMemory>,
     path: &Path,
 ) -> Result<(Inner, Prelude), OutgoingError> {
+    if before.misses_writes {
+        memory.remember_reads();
+    }
     // The place to stop at is known before QEMU can run past it. Where the RAM holds so little
     // that a socket could take it all, QEMU is not let write any page.
     let looking = Arc::clone(memory);

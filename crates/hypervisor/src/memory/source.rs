@@ -53,6 +53,8 @@ pub(crate) struct Before {
     pub(crate) running: bool,
     /// Whether QEMU needs a message for completing, and gets none.
     pub(crate) has_switchover_ack: bool,
+    /// Whether QEMU does not see all that the guest writes.
+    pub(crate) misses_writes: bool,
     capabilities: Vec<(String, bool)>,
     max_bandwidth: u64,
     downtime_limit: u64,
@@ -94,6 +96,8 @@ impl Before {
         if suppressed.is_ok_and(|suppressed| suppressed == json!(true)) {
             return Err(SourceError::NoDescription);
         }
+        let kvm = qmp.query("query-kvm").await?;
+        let misses_writes = kvm["enabled"] == false && qmp.version().major < 9;
         let capabilities = capabilities(qmp).await?;
         let parameters = qmp.query("query-migrate-parameters").await?;
         let number = |name: &str| {
@@ -106,6 +110,7 @@ impl Before {
             has_switchover_ack: capabilities
                 .iter()
                 .any(|(name, _)| name == "switchover-ack"),
+            misses_writes,
             capabilities,
             max_bandwidth: number("max-bandwidth")?,
             downtime_limit: number("downtime-limit")?,

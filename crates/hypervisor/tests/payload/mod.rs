@@ -48,6 +48,13 @@ impl Payload {
         delay: 0,
     };
 
+    /// No payload: the machine's own firmware.
+    pub(crate) const NONE: Self = Self {
+        filled: (0, 0),
+        hot: (0, 0),
+        delay: 0,
+    };
+
     fn image(self) -> Vec<u8> {
         let mut image = vec![0; 0x10000];
         image[0xf000..0xf000 + CODE.len()].copy_from_slice(CODE);
@@ -151,8 +158,10 @@ impl Qemu {
                 "-device",
                 "virtio-rng-pci",
             ])
-            .arg("-bios")
-            .arg(&bios)
+            .args(match spec.payload.filled.1 + spec.payload.hot.1 {
+                0 => Vec::new(),
+                _ => vec!["-bios".into(), bios.into_os_string()],
+            })
             .arg("-qmp")
             .arg(format!("unix:{},server=on,wait=off", socket.display()))
             .args(&spec.more)

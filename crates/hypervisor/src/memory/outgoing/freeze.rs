@@ -1,13 +1,16 @@
 //! Stopping a guest so that nothing of it is lost and nothing can wake it by surprise.
 
-use super::pace::wait_for_end;
-use super::{FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT};
+use super::pace::{blocking, wait_for_end};
+use super::{
+    FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT, Written,
+};
 use crate::memory::reader::End;
 use crate::memory::source::{run_state, set_parameters};
 use longhaul_qemu_stream::return_path::Message;
 use longhaul_qemu_stream::{Page, Writer};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// The longest downtime that QEMU can be told to accept, in milliseconds.
@@ -50,17 +53,21 @@ impl Migration {
         }
         let stop_time = stopped_at.elapsed();
         shared.flush();
-        let (state, set) = tokio::join!(
+        // All three at once: the guest stands still.
+        let (state, set, missed) = tokio::join!(
             wait_for_end(&shared),
-            set_parameters(qmp, 0, DOWNTIME_LIMIT_MAX)
+            set_parameters(qmp, 0, DOWNTIME_LIMIT_MAX),
+            self.missed(),
         );
-        let state = state?;
+        let (state, missed) = (state?, missed?);
         set?;
         let read_time = stopped_at.elapsed() - stop_time;
         self.send(&Message::Shut(0))?;
         self.wait_for_postmigrate().await?;
+        let mut written = shared.take_written();
+        written.extend(missed);
         Ok(Frozen {
-            written: shared.take_written(),
+            written,
             tail: self.tail(&shared.take_kept(), &state),
             was_running: self.before.running,
             stop_time,
@@ -68,6 +75,19 @@ impl Migration {
             finish_time: stopped_at.elapsed() - stop_time - read_time,
             stopped_at,
         })
+    }
+
+    /// What QEMU did not see the guest write.
+    async fn missed(&self) -> Result<Vec<Written>, OutgoingError> {
+        if !self.before.misses_writes {
+            return Ok(Vec::new());
+        }
+        let memory = Arc::clone(&self.memory);
+        let changed = blocking(move || memory.changed_since_read()).await?;
+        let changed = changed.into_iter().filter(|(_, runs)| !runs.is_empty());
+        Ok(changed
+            .map(|(block, runs)| Written { block, runs })
+            .collect())
     }
 
     async fn wait_for_postmigrate(&self) -> Result<(), OutgoingError> {

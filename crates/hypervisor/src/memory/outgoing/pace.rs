@@ -157,14 +157,18 @@ impl Migration {
     ) -> Result<Stop, OutgoingError> {
         let shared = self.shared();
         shared.run(goal);
-        let mut told = false;
         loop {
+            // Asked for anew in each round: a wish may have come while the end of a pass was read.
+            let told = wishes.has_changed().is_err() || wishes.borrow_and_update().end;
+            // The end of a pass is no place to stay at.
+            if told && goal != Goal::NextPass {
+                shared.rest();
+                shared.rests().await;
+                return Ok(Stop::Told);
+            }
             let happened = tokio::select! {
                 () = shared.rests() => Happened::Rest,
-                changed = wishes.changed() => {
-                    told |= changed.is_err() || wishes.borrow().end;
-                    Happened::Wish
-                }
+                _ = wishes.changed(), if !told => Happened::Wish,
                 event = events.recv() => Happened::of(event),
                 () = tokio::time::sleep(ASK_EVERY) => Happened::Time,
             };
@@ -173,12 +177,6 @@ impl Migration {
             }
             match happened {
                 Happened::Rest => return Ok(Stop::Goal),
-                // The end of a pass is no place to stay at.
-                Happened::Wish if told && goal != Goal::NextPass => {
-                    shared.rest();
-                    shared.rests().await;
-                    return Ok(Stop::Told);
-                }
                 Happened::Stop if self.completes().await => return Ok(Stop::Completes),
                 Happened::Pass | Happened::Time => match self.ask().await? {
                     Some(pass) if pass.syncs > syncs => return Ok(Stop::Pass),
@@ -397,7 +395,7 @@ impl Happened {
 }
 
 /// Runs something that reads much of the guest's RAM.
-async fn blocking<T: Send + 'static, E: Into<OutgoingError> + Send + 'static>(
+pub(super) async fn blocking<T: Send + 'static, E: Into<OutgoingError> + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, OutgoingError> {
     let done = tokio::task::spawn_blocking(work).await;
