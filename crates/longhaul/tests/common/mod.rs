@@ -28,8 +28,13 @@ impl Agent {
 
     /// Starts an agent whose configuration has more in its first, nameless table.
     pub fn start_with(more: &str) -> Self {
+        Self::start_configured(|folder| configuration(folder, more))
+    }
+
+    pub fn start_configured(configuration: impl FnOnce(&Path) -> String) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        configure(folder.path(), more);
+        let text = configuration(folder.path());
+        std::fs::write(folder.path().join("agent.toml"), text).unwrap();
         let child = spawn(folder.path());
         let mut agent = Self { folder, child };
         agent.wait_until_ready();
@@ -87,14 +92,17 @@ impl Drop for Agent {
 }
 
 pub fn configure(folder: &Path, more: &str) {
-    let text = format!(
+    std::fs::write(folder.join("agent.toml"), configuration(folder, more)).unwrap();
+}
+
+fn configuration(folder: &Path, more: &str) -> String {
+    format!(
         "name = \"lyon-1\"\nstate = {:?}\nlisten = \"127.0.0.1:0\"\n{more}\n\
          api.socket = {:?}\n\
          [qemu.emulators]\nmissing = \"/nonexistent/qemu\"\n",
         folder.join("state"),
         folder.join("agent.sock"),
-    );
-    std::fs::write(folder.join("agent.toml"), text).unwrap();
+    )
 }
 
 pub fn spawn(folder: &Path) -> Child {

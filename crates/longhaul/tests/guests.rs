@@ -1,0 +1,169 @@
+//! A real guest on two real agents of one machine: started, looked at, planned, moved there and
+//! back, and none the worse for agents that die. What a link, a load and two QEMU versions do to
+//! moves is the laboratory's to test.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::Agent;
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::Output;
+
+/// Boots nothing: its firmware looks for a disk for ever.
+const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+                     memory_mib = 64\nchannels = [{ name = \"arena\" }]\n";
+
+fn qemu() -> PathBuf {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let candidates = [
+        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
+        PathBuf::from("/usr/bin/qemu-system-x86_64"),
+    ];
+    let found = candidates.into_iter().find(|path| path.exists());
+    found.expect("no QEMU here: scripts/install lab")
+}
+
+/// A host whose guests end with it.
+struct Host(Agent);
+
+impl Host {
+    fn start(name: &str, address: &str) -> Self {
+        Self(Agent::start_configured(|folder| {
+            format!(
+                "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
+                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
+                folder.join("s"),
+                folder.join("agent.sock"),
+                qemu(),
+            )
+        }))
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.0.longhaul(arguments)
+    }
+
+    fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {errors}\n{}",
+            self.0.log()
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        let arguments = [&["--json"], arguments].concat();
+        serde_json::from_str(&self.succeed(&arguments)).unwrap()
+    }
+
+    fn refuse(&self, arguments: &[&str], expected: &str) {
+        let output = self.run(arguments);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{arguments:?}: {errors}");
+        assert!(errors.contains(expected), "{arguments:?}: {errors}");
+    }
+
+    fn guest(&self) -> Value {
+        self.json(&["guests"])["guests"][0].clone()
+    }
+
+    fn trust(&self, name: &str, other: &Self, address: &str) {
+        let fingerprint = other.json(&["host"])["fingerprint"].clone();
+        self.succeed(&[
+            "host",
+            "trust",
+            name,
+            fingerprint.as_str().unwrap(),
+            address,
+        ]);
+    }
+
+    fn crash_and_restart(&mut self) {
+        self.0.end(Signal::SIGKILL);
+        self.0.restart();
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        // It may be elsewhere, or stopped.
+        self.run(&["guests", "stop", "--force", "web-7"]);
+    }
+}
+
+fn free_address() -> String {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().to_string()
+}
+
+#[test]
+fn a_guest_moves_there_and_back_and_outlives_its_agents() {
+    let (here, there) = (free_address(), free_address());
+    let mut lyon = Host::start("lyon-1", &here);
+    let mut paris = Host::start("paris-2", &there);
+    lyon.trust("paris-2", &paris, &there);
+    paris.trust("lyon-1", &lyon, &here);
+    let description = lyon.0.folder.path().join("web-7.toml");
+    std::fs::write(&description, GUEST).unwrap();
+
+    lyon.succeed(&["guests", "start", &description.display().to_string()]);
+    let started = lyon.guest();
+    assert_eq!(started["state"], "running", "{started}");
+    assert_eq!(started["accelerator"], "tcg");
+    assert_eq!(started["memory_bytes"], 64 << 20);
+    assert!(Path::new(started["channels"]["arena"].as_str().unwrap()).exists());
+    lyon.refuse(&["guests", "start", "web-7"], "runs here already");
+
+    let plan = lyon.json(&["plan", "web-7", "--to", "paris-2"]);
+    assert_eq!(plan["possible"], true, "{plan}");
+    assert!(plan["predictions"][0]["link_bytes"].is_u64(), "{plan}");
+    assert!(plan["dirty_rate_bytes_per_s"].is_u64(), "{plan}");
+    assert_eq!(
+        lyon.guest()["pid"],
+        started["pid"],
+        "a plan leaves the guest alone"
+    );
+
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2", "--verify"]);
+    assert_eq!(lyon.guest()["state"], "elsewhere");
+    lyon.refuse(&["guests", "start", "web-7"], "moved to paris-2");
+    lyon.refuse(&["guests", "stop", "web-7"], "moved to paris-2");
+    lyon.refuse(&["migrate", "web-7", "--to", "paris-2"], "moved to paris-2");
+    let moved = paris.guest();
+    assert_eq!(moved["state"], "running", "{moved}");
+    let report = lyon.json(&["report"]);
+    assert_eq!(report["outcome"], "completed");
+    assert_eq!(report["verify"]["different_blocks"], 0, "{report}");
+    assert!(report["downtime_ms"].is_f64(), "{report}");
+    assert!(report["predicted"]["link_bytes"].is_u64(), "{report}");
+
+    lyon.crash_and_restart();
+    paris.crash_and_restart();
+    assert_eq!(lyon.guest()["state"], "elsewhere");
+    let after = paris.guest();
+    assert_eq!(
+        (&after["pid"], &after["state"]),
+        (&moved["pid"], &moved["state"])
+    );
+
+    paris.succeed(&["migrate", "web-7", "--to", "lyon-1"]);
+    assert_eq!(lyon.guest()["state"], "running");
+    assert!(lyon.guest()["generation"].as_u64() > after["generation"].as_u64());
+    let migrations = lyon.json(&["migrations"]);
+    assert_eq!(migrations["migrations"].as_array().unwrap().len(), 2);
+
+    // The agent stops, and the guest does not.
+    let pid = lyon.guest()["pid"].clone();
+    assert_eq!(lyon.0.end(Signal::SIGTERM).code(), Some(0));
+    lyon.0.restart();
+    assert_eq!(lyon.guest()["pid"], pid);
+    lyon.succeed(&["guests", "stop", "--force", "web-7"]);
+    assert_eq!(lyon.guest()["state"], "stopped");
+    lyon.succeed(&["guests", "start", "web-7"]);
+    assert_eq!(lyon.guest()["state"], "running", "its description was kept");
+}
