@@ -29,6 +29,7 @@ mod identity;
 mod probe;
 mod quic;
 mod rate;
+mod road;
 mod tls;
 mod trust;
 

@@ -1,12 +1,16 @@
-//! The rate of a bulk connection: the library's congestion controller under a limit that can be
-//! changed while it runs.
+//! The rate of a connection: the library's BBR, told what is seen of the road beyond it, under a
+//! limit that can be changed while it runs.
 
 use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics, RttEstimator};
+use crate::road::Road;
 use std::any::Any;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
+
+/// What may be sent before the first answer, in bytes: 32 packets of the smallest size allowed.
+const INITIAL_WINDOW_BYTES: u64 = 32 * 1200;
 
 /// Bytes of IP and UDP headers around each datagram, by address family.
 pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
@@ -45,8 +49,11 @@ pub(crate) struct LimitedFactory {
 
 impl ControllerFactory for LimitedFactory {
     fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
+        let mut config = Bbr3Config::default();
+        config.initial_window(INITIAL_WINDOW_BYTES);
         Box::new(Limited {
-            inner: Arc::new(Bbr3Config::default()).build(now, mtu),
+            inner: Arc::new(config).build(now, mtu),
+            road: Road::new(now),
             limit: self.limit.clone(),
             header_bytes: self.header_bytes,
             mtu,
@@ -58,6 +65,7 @@ impl ControllerFactory for LimitedFactory {
 #[derive(Debug)]
 struct Limited {
     inner: Box<dyn Controller>,
+    road: Road,
     limit: RateLimit,
     header_bytes: u64,
     mtu: u16,
@@ -71,6 +79,20 @@ impl Limited {
         let rate = payload / u128::from(mtu + self.header_bytes);
         u64::try_from(rate).unwrap_or(u64::MAX).max(1)
     }
+
+    /// What should be sent, in bytes of UDP payload per second.
+    fn target(&self, metrics: &ControllerMetrics) -> Option<u64> {
+        let rate = metrics
+            .pacing_rate
+            .map(|rate| (rate as f64 * self.road.yielding()) as u64);
+        match self.limit.get() {
+            Some(limit) => {
+                let limit = self.payload_rate(limit);
+                Some(rate.map_or(limit, |rate| rate.min(limit)))
+            }
+            None => rate,
+        }
+    }
 }
 
 impl Controller for Limited {
@@ -79,6 +101,9 @@ impl Controller for Limited {
     }
 
     fn on_packet_sent(&mut self, now: Instant, bytes: u16, pn: u64) {
+        if let Some(rate) = self.target(&self.inner.metrics()) {
+            self.road.on_sent(now, bytes.into(), rate);
+        }
         self.inner.on_packet_sent(now, bytes, pn);
     }
 
@@ -95,6 +120,7 @@ impl Controller for Limited {
         app_limited: bool,
         rtt: &RttEstimator,
     ) {
+        self.road.on_ack(now, bytes, rtt.get(), rtt.min());
         self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
     }
 
@@ -118,18 +144,22 @@ impl Controller for Limited {
         lost_bytes: u64,
         largest_lost_pn: u64,
     ) {
-        self.inner.on_congestion_event(
-            now,
-            sent,
-            is_persistent_congestion,
-            is_ecn,
-            lost_bytes,
-            largest_lost_pn,
-        );
+        if is_persistent_congestion || is_ecn || self.road.is_congested() {
+            self.inner.on_congestion_event(
+                now,
+                sent,
+                is_persistent_congestion,
+                is_ecn,
+                lost_bytes,
+                largest_lost_pn,
+            );
+        }
     }
 
     fn on_packet_lost(&mut self, lost_bytes: u16, pn: u64, now: Instant) {
-        self.inner.on_packet_lost(lost_bytes, pn, now);
+        if self.road.on_lost(now, lost_bytes.into()) {
+            self.inner.on_packet_lost(lost_bytes, pn, now);
+        }
     }
 
     fn on_spurious_congestion_event(&mut self) {
@@ -146,21 +176,21 @@ impl Controller for Limited {
     }
 
     fn window(&self) -> u64 {
-        self.inner.window()
+        (self.inner.window() as f64 * self.road.yielding()) as u64
     }
 
     fn metrics(&self) -> ControllerMetrics {
         let mut metrics = self.inner.metrics();
-        if let Some(limit) = self.limit.get() {
-            let limit = self.payload_rate(limit);
-            metrics.pacing_rate = Some(metrics.pacing_rate.map_or(limit, |rate| rate.min(limit)));
-        }
+        metrics.pacing_rate = self
+            .target(&metrics)
+            .map(|rate| (rate as f64 * self.road.make_up()) as u64);
         metrics
     }
 
     fn clone_box(&self) -> Box<dyn Controller> {
         Box::new(Self {
             inner: self.inner.clone_box(),
+            road: self.road.clone(),
             limit: self.limit.clone(),
             header_bytes: self.header_bytes,
             mtu: self.mtu,
