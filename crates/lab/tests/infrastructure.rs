@@ -38,7 +38,7 @@ struct Held {
 impl Held {
     fn start() -> Self {
         let mut process = Command::new(env!("CARGO_BIN_EXE_lab"))
-            .args(["up", "--foreground", "--link", "1mbit,200ms"])
+            .args(["up", "--bare", "--foreground", "--link", "1mbit,200ms"])
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();

@@ -22,12 +22,14 @@ use std::time::{Duration, Instant};
 
 /// Everything that is waited for gets this long, on however slow a machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+/// How much of the agents' logs is shown when a test fails.
+const LOG_LINES: usize = 30;
 /// A second guest, or silence, is looked for over this time.
 const WINDOW: Duration = Duration::from_millis(500);
 
 /// Guests under TCG share two cores badly: one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
-/// To find out whether KVM works takes seconds: once is enough.
+/// To find out whether KVM works takes seconds, and again whenever an agent starts: once is enough.
 static ACCELERATOR: OnceLock<&str> = OnceLock::new();
 
 /// Two hosts, lyon and paris, each with its agent, and a link between them.
@@ -49,26 +51,8 @@ impl Stage {
             }
         }
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-        let plan = Plan {
-            purpose: format!("test: {purpose}"),
-            hosts: 2,
-            link: link.parse().unwrap(),
-            seed: 1,
-        };
-        let mut lab = Lab::create(&plan).unwrap();
-        let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
-        let settings = Settings {
-            qemus: qemus.map(str::to_owned).to_vec(),
-            accelerator: ACCELERATOR.get().map_or("auto", |known| *known).to_owned(),
-        };
-        let product = Product::start(&mut lab, &files, &settings).unwrap();
-        ACCELERATOR.get_or_init(|| {
-            if product.has_kvm(0).unwrap() {
-                "kvm"
-            } else {
-                "tcg"
-            }
-        });
+        let accelerator = ACCELERATOR.get_or_init(accelerator);
+        let (lab, product) = laboratory(purpose, &qemus, link, accelerator);
         Some(Self {
             product,
             lab,
@@ -131,6 +115,48 @@ impl Stage {
                 .unwrap();
         }
     }
+}
+
+impl Drop for Stage {
+    /// What the agents said last, where a test fails.
+    fn drop(&mut self) {
+        if !thread::panicking() {
+            return;
+        }
+        for host in 0..2 {
+            let Ok(agent) = self.product.agent(host) else {
+                continue;
+            };
+            let log = fs::read_to_string(agent.log()).unwrap_or_default();
+            let lines: Vec<&str> = log.lines().collect();
+            let last = &lines[lines.len().saturating_sub(LOG_LINES)..];
+            eprintln!("-- {} said last:\n{}", agent.name(), last.join("\n"));
+        }
+    }
+}
+
+fn laboratory(purpose: &str, qemus: &[&str], link: &str, accelerator: &str) -> (Lab, Product) {
+    let plan = Plan {
+        purpose: format!("test: {purpose}"),
+        hosts: 2,
+        link: link.parse().unwrap(),
+        seed: 1,
+    };
+    let mut lab = Lab::create(&plan).unwrap();
+    let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
+    let settings = Settings {
+        qemus: qemus.iter().map(|version| (*version).to_owned()).collect(),
+        accelerator: accelerator.to_owned(),
+    };
+    let product = Product::start(&mut lab, &files, &settings).unwrap();
+    (lab, product)
+}
+
+/// What guests run with on this machine.
+fn accelerator() -> &'static str {
+    let (_lab, product) = laboratory("accelerator", &["10.0"], "1gbit,0ms", "auto");
+    let kvm = product.has_kvm(0).unwrap();
+    if kvm { "kvm" } else { "tcg" }
 }
 
 /// The smallest guest, of a chipset and a QEMU version's machine.
