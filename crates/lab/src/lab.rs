@@ -146,16 +146,28 @@ impl Lab {
         }
     }
 
-    /// Notes the socket of a host's agent, so that `lab ls` shows it.
+    /// Notes the socket of a host's agent, for people to reach it.
     ///
     /// # Errors
     /// When the record cannot be written.
     pub fn note_agent(&mut self, host: &str, api: &Path) -> Result<(), LabError> {
-        for record in &mut self.claim.record.hosts {
-            if record.name == host {
-                record.api = Some(api.to_owned());
-            }
-        }
+        self.note(host, |record| record.api = Some(api.to_owned()))
+    }
+
+    /// Notes the guest that was started on a host, for people to find it.
+    ///
+    /// # Errors
+    /// When the record cannot be written.
+    pub fn note_guest(&mut self, host: &str, guest: &str) -> Result<(), LabError> {
+        self.note(host, |record| record.guest = Some(guest.to_owned()))
+    }
+
+    fn note(&mut self, host: &str, change: impl Fn(&mut HostRecord)) -> Result<(), LabError> {
+        let hosts = &mut self.claim.record.hosts;
+        hosts
+            .iter_mut()
+            .filter(|record| record.name == host)
+            .for_each(change);
         self.claim.save()
     }
 
@@ -168,6 +180,7 @@ impl Lab {
             namespace: namespace.clone(),
             address: address.clone(),
             api: None,
+            guest: None,
         });
         self.claim.save()?;
         self.hosts.push(Host {

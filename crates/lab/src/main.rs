@@ -12,7 +12,7 @@ use longhaul_lab::interrupt;
 use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::emulator::{EmulatorConfig, run_emulator};
 use longhaul_lab::link::spec::LinkSpec;
-use longhaul_lab::up::{self, LinkChange};
+use longhaul_lab::up::{self, Inhabitants, LinkChange};
 use longhaul_protocol::units::parse_duration;
 
 /// Longhaul's laboratory: emulated hosts, links and guests on one machine. It needs root.
@@ -88,6 +88,15 @@ struct UpArguments {
     /// Decides which frames a lossy link loses
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    /// Start a guest on the first host; `tiny` is the laboratory's own
+    #[arg(long, value_name = "GUEST", value_parser = ["tiny"])]
+    guest: Option<String>,
+    /// Hosts and links only, without agents
+    #[arg(long, conflicts_with = "guest")]
+    bare: bool,
+    /// The QEMU of all hosts: 7.2, 10.0, or the path of a binary
+    #[arg(long, value_name = "QEMU", default_value = "10.0")]
+    qemu: String,
     /// Stay in the foreground until Ctrl-C
     #[arg(long)]
     foreground: bool,
@@ -124,12 +133,19 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
             return Ok(ExitCode::from(u8::from(!demo_runs)));
         }
         Action::Demo => return demo::run(),
-        Action::Up(arguments) if arguments.foreground => up::hold(Plan {
-            purpose: String::new(),
-            hosts: usize::from(arguments.hosts),
-            link: arguments.link,
-            seed: arguments.seed,
-        })?,
+        Action::Up(arguments) if arguments.foreground => up::hold(
+            Plan {
+                purpose: String::new(),
+                hosts: usize::from(arguments.hosts),
+                link: arguments.link,
+                seed: arguments.seed,
+            },
+            &Inhabitants {
+                agents: !arguments.bare,
+                guest: arguments.guest.is_some(),
+                qemu: arguments.qemu,
+            },
+        )?,
         Action::Up(_) => up::up(&std::env::args().skip(1).collect::<Vec<_>>())?,
         Action::Down { id, all } => up::down(id.as_deref(), all)?,
         Action::Ls => up::ls()?,

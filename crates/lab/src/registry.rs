@@ -53,6 +53,9 @@ pub struct HostRecord {
     pub address: String,
     /// Its agent's socket, if there is an agent.
     pub api: Option<PathBuf>,
+    /// The guest that was started on it, if one was.
+    #[serde(default)]
+    pub guest: Option<String>,
 }
 
 /// A link as it stands in a [`Record`].

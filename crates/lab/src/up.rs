@@ -10,26 +10,42 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::error::{During, LabError};
+use crate::guest::{KernelFiles, Tiny};
+use crate::installed;
 use crate::interrupt;
-use crate::lab::{Lab, Plan, print, say};
+use crate::lab::{HOST_NAMES, Lab, Plan, print, say};
 use crate::link::Control;
 use crate::link::spec::LinkSpec;
 use crate::process::wait_until;
+use crate::product::{Product, Settings};
 use crate::registry::{self, Found, Record, Registry};
 
 /// The purpose of laboratories that people made to play with.
 const TO_PLAY_WITH: &str = "up";
-/// A laboratory with agents and a guest takes this long at most to come up.
+/// The name of the laboratory's own guest.
+const GUEST_NAME: &str = "web-7";
+/// A laboratory with agents and a guest takes this long at most to go down.
 const DOWN_LIMIT: Duration = Duration::from_secs(30);
+
+/// What is on the hosts of a laboratory to play with.
+#[derive(Debug, Clone)]
+pub struct Inhabitants {
+    /// Whether each host runs an agent.
+    pub agents: bool,
+    /// Whether a guest of the laboratory's own runs on the first host.
+    pub guest: bool,
+    /// The QEMU of all hosts: a version or a path.
+    pub qemu: String,
+}
 
 /// Makes a laboratory and holds it until a signal asks to end. When it is there, its record is
 /// printed as one line of JSON.
 ///
 /// # Errors
 /// When it cannot be made, or its link is not the one asked for.
-pub fn hold(mut plan: Plan) -> Result<(), LabError> {
+pub fn hold(mut plan: Plan, inhabitants: &Inhabitants) -> Result<(), LabError> {
     TO_PLAY_WITH.clone_into(&mut plan.purpose);
-    let lab = Lab::create(&plan)?;
+    let mut lab = Lab::create(&plan)?;
     if plan.hosts > 1 {
         let measured = lab.measure_link(plan.link)?;
         say(&format!(
@@ -40,12 +56,35 @@ pub fn hold(mut plan: Plan) -> Result<(), LabError> {
             measured.loss * 100.0
         ));
     }
+    // Named so that it lives until the end.
+    let _product = inhabit(&mut lab, inhabitants)?;
     print_record(lab.record()).during(|| "tell that the laboratory is there".to_owned())?;
     while !interrupt::requested() {
         // Ends early when asked to, which the condition sees.
         let _ = interrupt::sleep(Duration::from_secs(3600));
     }
     Ok(())
+}
+
+/// Starts what is to be on the hosts.
+fn inhabit(lab: &mut Lab, inhabitants: &Inhabitants) -> Result<Option<Product>, LabError> {
+    if !inhabitants.agents && !inhabitants.guest {
+        return Ok(None);
+    }
+    let files = KernelFiles::make(lab.host(0)?.folder())?;
+    let settings = Settings {
+        qemus: vec![inhabitants.qemu.clone()],
+        accelerator: "auto".to_owned(),
+    };
+    let product = Product::start(lab, &files, &settings)?;
+    if inhabitants.guest {
+        let mut guest = Tiny::new(GUEST_NAME);
+        let version = installed::qemu_version(&installed::qemu(&inhabitants.qemu)?)?;
+        guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
+        product.start_guest(lab, 0, &guest.description())?;
+        lab.note_guest(HOST_NAMES[0], GUEST_NAME)?;
+    }
+    Ok(Some(product))
 }
 
 fn print_record(record: &Record) -> io::Result<()> {
@@ -104,6 +143,12 @@ fn describe(record: &Record) -> String {
         );
         if let Some(api) = &host.api {
             text += &format!("  {:<18} longhaul --socket {} COMMAND\n", "", api.display());
+        }
+        if let Some(guest) = &host.guest {
+            text += &format!(
+                "  {:<18} guest {guest}: longhaul --socket SOCKET migrate {guest} --to HOST\n",
+                ""
+            );
         }
     }
     for link in &record.links {

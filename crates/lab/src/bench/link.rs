@@ -42,13 +42,31 @@ const LIMIT_TOLERANCE: f64 = 0.05;
 const SETTLING: Duration = Duration::from_secs(3);
 /// The stretch of time over which a limit has to hold.
 const LIMIT_WINDOW: Duration = Duration::from_secs(2);
-/// For how long a flow has the link to itself before a migration joins it, and after it.
+/// For how long one has the link to itself before the other joins it, and after that.
 const LEAD: Duration = Duration::from_secs(5);
 const TAIL: Duration = Duration::from_secs(1);
+/// A flow that joins a migration is judged from so long after its beginning.
+const SLOW_START: Duration = Duration::from_secs(3);
 const PING_INTERVAL_S: &str = "0.1";
 
 const LONGHAUL: &str = "longhaul";
 const TCP: [(&str, &str); 2] = [("iperf3-tcp-bbr", "bbr"), ("iperf3-tcp-cubic", "cubic")];
+
+/// Which of a flow and a migration has the link to itself before the other joins it.
+#[derive(Debug, Clone, Copy)]
+enum First {
+    Flow,
+    Migration,
+}
+
+impl First {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Flow => "joins_cubic",
+            Self::Migration => "joined_by_cubic",
+        }
+    }
+}
 
 #[derive(Debug, Serialize)]
 struct Row {
@@ -108,7 +126,9 @@ fn measure(
         let mut place = Place::make(name, *spec, options, document)?;
         place.compare(options, document, results, *bar)?;
         if spec.loss == 0.0 && options.wants_system(LONGHAUL) {
-            place.share_with_cubic(options, document, results)?;
+            for first in [First::Flow, First::Migration] {
+                place.share_with_cubic(first, options, document, results)?;
+            }
             place.keep_to_a_limit(options, document, results)?;
         }
     }
@@ -120,7 +140,7 @@ fn measure(
 struct Results {
     /// Case, bar, and each system's throughputs.
     throughput: Vec<(String, f64, Vec<(&'static str, Vec<f64>)>)>,
-    cubic_share: Vec<(String, Vec<f64>)>,
+    cubic_share: Vec<(String, Vec<f64>)>, // by case and who was first
     limit_deviation: Vec<(String, Vec<f64>)>,
 }
 
@@ -358,27 +378,34 @@ impl Place {
         Ok((result, latency))
     }
 
-    /// A CUBIC flow that has the link to itself until a migration begins: what does it keep?
+    /// A CUBIC flow and a migration on one link, the one joining the other: what has the flow?
     fn share_with_cubic(
         &self,
+        first: First,
         options: &Options,
         document: &mut Document,
         results: &mut Results,
     ) -> Result<(), LabError> {
+        let case = format!("{}_{}", self.case, first.name());
+        let rate = self.spec.rate_bps as f64;
+        let together = 2 * self.time;
         let mut shares = Vec::new();
         for repeat in 1..=options.repeats() {
-            let (cubic, migration) = thread::scope(|scope| {
-                let flow = scope.spawn(|| self.iperf3("cubic", LEAD + self.time + TAIL));
-                let migration =
-                    interrupt::sleep(LEAD).and_then(|()| self.longhaul(self.time, None));
-                let cubic = flow
-                    .join()
-                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
-                Ok::<_, LabError>((cubic?, migration?))
-            })?;
-            let kept = cubic.bps_between(LEAD, LEAD + self.time)?;
-            let case = format!("{}_beside_cubic", self.case);
-            let rate = self.spec.rate_bps as f64;
+            let (flow, migration) = match first {
+                First::Flow => side_by_side(
+                    || self.iperf3("cubic", LEAD + together + TAIL),
+                    || self.longhaul(together, None),
+                ),
+                First::Migration => side_by_side(
+                    || self.longhaul(LEAD + together + TAIL, None),
+                    || self.iperf3("cubic", together),
+                )
+                .map(|(migration, flow)| (flow, migration)),
+            }?;
+            let kept = match first {
+                First::Flow => flow.bps_between(LEAD, LEAD + together),
+                First::Migration => flow.bps_between(SLOW_START, together),
+            }?;
             for (system, bps) in [("iperf3-tcp-cubic", kept), (LONGHAUL, migration.bps)] {
                 let row = Row {
                     throughput_bps: Some(bps),
@@ -390,7 +417,7 @@ impl Place {
             shares.push(kept / rate);
             settle()?;
         }
-        results.cubic_share.push((self.case.clone(), shares));
+        results.cubic_share.push((case, shares));
         Ok(())
     }
 
@@ -463,6 +490,21 @@ impl Place {
             limit_deviation: None,
         }
     }
+}
+
+/// Runs the first, and [`LEAD`] later the second beside it.
+fn side_by_side(
+    first: impl FnOnce() -> Result<Transfer, LabError> + Send,
+    second: impl FnOnce() -> Result<Transfer, LabError>,
+) -> Result<(Transfer, Transfer), LabError> {
+    thread::scope(|scope| {
+        let first = scope.spawn(first);
+        let second = interrupt::sleep(LEAD).and_then(|()| second());
+        let first = first
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        Ok((first?, second?))
+    })
 }
 
 /// Lets what is in the link's queue drain before the next one begins.
