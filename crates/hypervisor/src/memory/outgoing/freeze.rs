@@ -11,10 +11,14 @@ use longhaul_qemu_stream::{Page, Writer};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// The longest downtime that QEMU can be told to accept, in milliseconds.
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
+/// Bytes in the socket from which on QEMU is believed to wait for room.
+const QUEUED_BYTES_MIN: u64 = 100_000;
+/// How long QEMU may take to learn that it need not hold back, before its stream is read.
+const LET_GO_PATIENCE: Duration = Duration::from_millis(20);
 
 impl Migration {
     /// The order that `stop`, SHUT and `postmigrate` must have.
@@ -29,8 +33,7 @@ impl Migration {
         let must_be_paused = self.before.running && self.may_complete();
         if must_be_paused {
             // It writes nothing more, so it cannot complete between here and `stop`.
-            let still = self.is_still().await?;
-            tokio::time::sleep(STILLNESS).await;
+            let still = self.waits().await || self.is_still().await?;
             if !still || self.completes().await {
                 self.restart().await?;
                 return Err(OutgoingError::Restarted);
@@ -52,13 +55,9 @@ impl Migration {
             }
         }
         let stop_time = stopped_at.elapsed();
-        shared.flush();
-        // All three at once: the guest stands still.
-        let (state, set, missed) = tokio::join!(
-            wait_for_end(&shared),
-            set_parameters(qmp, 0, DOWNTIME_LIMIT_MAX),
-            self.missed(),
-        );
+        // All at once: the guest stands still.
+        let (state, set, missed) =
+            tokio::join!(wait_for_end(&shared), self.let_go(), self.missed());
         let (state, missed) = (state?, missed?);
         set?;
         let read_time = stopped_at.elapsed() - stop_time;
@@ -75,6 +74,34 @@ impl Migration {
             finish_time: stopped_at.elapsed() - stop_time - read_time,
             stopped_at,
         })
+    }
+
+    /// Whether QEMU waits for its socket to be read: much is in it, and nothing comes.
+    async fn waits(&self) -> bool {
+        let before = self.queued_bytes();
+        tokio::time::sleep(STILLNESS).await;
+        let after = self.queued_bytes();
+        before == after && after >= QUEUED_BYTES_MIN
+    }
+
+    /// Bytes that QEMU wrote and nobody read.
+    fn queued_bytes(&self) -> u64 {
+        let inner = self.inner();
+        rustix::io::ioctl_fionread(&inner.socket).unwrap_or(0)
+    }
+
+    /// Lets QEMU write everything, as fast as it can.
+    async fn let_go(&self) -> Result<(), OutgoingError> {
+        let set = set_parameters(self.qmp(), 0, DOWNTIME_LIMIT_MAX);
+        tokio::pin!(set);
+        // A QEMU that waits in a write learns it before it looks at its limits again and sleeps.
+        let early = tokio::time::timeout(LET_GO_PATIENCE, &mut set).await;
+        self.shared().flush();
+        match early {
+            Ok(set) => set?,
+            Err(_) => set.await?,
+        }
+        Ok(())
     }
 
     /// What QEMU did not see the guest write.
