@@ -176,7 +176,11 @@ fn cases(options: &Options, link: LinkSpec, version: &str) -> Result<Vec<MemoryC
             let limit = if *share > 1.0 { HOPELESS_LIMIT } else { LIMIT };
             cases.push(MemoryCase {
                 case: Case {
-                    guest: guest.clone(),
+                    guest: Tiny {
+                        // A guest that was moved away cannot be started anew under its name.
+                        name: format!("bench-{}", cases.len() + 1),
+                        ..guest.clone()
+                    },
                     workload,
                     dirty_share: *share,
                     link,
