@@ -91,7 +91,7 @@ mod tests {
 
     #[test]
     fn both_versions_tables_are_read() {
-        let old = "              Block Name    PSize              Offset               Used              Total
+        let old = "  Block Name  PSize  Offset  Used  Total
                   pc.ram    4 KiB  0x0000000000000000 0x0000000140000000 0x0000000140000000
     /rom@etc/acpi/tables    4 KiB  0x00000001410c0000 0x0000000000020000 0x0000000000200000
 ";
@@ -128,7 +128,8 @@ mod tests {
 
     #[test]
     fn mappings_may_lie_side_by_side() {
-        let maps = "1000-3000 rw-p 0 00:00 0\n3000-5000 rw-p 0 00:00 0\n5000-6000 ---p 0 00:00 0\n";
+        let maps = "1000-3000 rw-p 0 00:00 0\n3000-5000 rw-p 0 00:00 0\n\
+                    5000-6000 ---p 0 00:00 0\n";
         assert!(is_writable(maps, 0x1000, 0x4000));
         assert!(is_writable(maps, 0x2000, 0x1000));
         assert!(!is_writable(maps, 0x2000, 0x4000));
