@@ -1,46 +1,59 @@
 //! Ctrl-C and the signals that ask to end: noticed at once, obeyed where things can be put away.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{SigSet, Signal};
+use nix::libc;
+use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction};
 
 use crate::error::{During, LabError};
 
-static REQUESTED: AtomicBool = AtomicBool::new(false);
+/// How many signals that ask to end have come.
+static REQUESTS: AtomicU32 = AtomicU32::new(0);
+/// Who asks so often does not want to wait until things are put away.
+const REQUESTS_MAX: u32 = 3;
 
 /// From now on signals that ask to end are noted instead of ending the process; the third one ends
-/// it all the same. To be called before any other thread is started.
+/// it all the same. Processes started from here are not concerned: they handle signals as usual.
 ///
 /// # Errors
-/// When the signals cannot be blocked or the thread not be started.
+/// When the system refuses.
 pub fn catch() -> Result<(), LabError> {
-    let mut signals = SigSet::empty();
+    let action = SigAction::new(
+        SigHandler::Handler(note),
+        SaFlags::SA_RESTART,
+        SigSet::empty(),
+    );
     for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        signals.add(signal);
+        #[expect(
+            unsafe_code,
+            reason = "there is no safe way to handle a signal without blocking it, \
+            and a blocked one stays blocked in every process that is started"
+        )]
+        // SAFETY: the handler touches nothing but an atomic number, and calls nothing but `_exit`:
+        // both may be done at any moment.
+        unsafe { sigaction(signal, &action) }.during(|| format!("handle {signal}"))?;
     }
-    signals
-        .thread_block()
-        .during(|| "block the signals that ask to end".to_owned())?;
-    thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(move || {
-            for _ in 0..2 {
-                // It fails only for a set of signals that is not one.
-                let _ = signals.wait();
-                REQUESTED.store(true, Ordering::SeqCst);
-            }
-            let _ = signals.wait();
-            std::process::exit(130);
-        })
-        .during(|| "start a thread".to_owned())?;
     Ok(())
+}
+
+extern "C" fn note(_signal: libc::c_int) {
+    if REQUESTS.fetch_add(1, Ordering::SeqCst) + 1 >= REQUESTS_MAX {
+        #[expect(
+            unsafe_code,
+            reason = "the only way to end that a signal handler may take"
+        )]
+        // SAFETY: `_exit` may be called from a signal handler, and does not come back.
+        unsafe {
+            libc::_exit(130)
+        }
+    }
 }
 
 /// Whether somebody asked this process to end.
 pub fn requested() -> bool {
-    REQUESTED.load(Ordering::SeqCst)
+    REQUESTS.load(Ordering::SeqCst) > 0
 }
 
 /// Goes on only if nobody asked this process to end.

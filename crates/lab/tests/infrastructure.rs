@@ -111,6 +111,17 @@ fn a_killed_laboratory_is_removed_by_the_next_one() {
 #[test]
 fn ctrl_c_leaves_nothing() {
     let mut held = Held::start();
+    // What the laboratory starts must not be deaf to signals because the laboratory minds them.
+    let started = all_with_variable(LAB_VARIABLE, &held.record.id).unwrap();
+    assert!(!started.is_empty());
+    for pid in started {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
+        let blocked = status
+            .lines()
+            .find(|line| line.starts_with("SigBlk:"))
+            .unwrap();
+        assert_eq!(blocked, "SigBlk:\t0000000000000000", "process {pid}");
+    }
     held.end_by(Signal::SIGINT);
     assert!(held.remains().is_empty(), "{:?}", held.remains());
 }
