@@ -400,7 +400,6 @@ fn a_restarted_agent_resets_its_peers_connections() {
     drop(beta.endpoint);
     let mut again = config();
     again.listen = address;
-    let started = Instant::now();
     here.block_on(async {
         let bound = async {
             loop {
@@ -418,5 +417,4 @@ fn a_restarted_agent_resets_its_peers_connections() {
         assert!(error.may_redial());
         alpha.endpoint.connect("beta").await.unwrap();
     });
-    drop(started);
 }

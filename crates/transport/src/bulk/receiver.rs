@@ -69,7 +69,10 @@ impl BulkReceiver {
             Some(Err(error)) => Err(error),
             None => match self.link.lost() {
                 // The sender closes after everything was delivered.
-                Some(LinkError::ClosedByPeer { code, .. }) if code == CloseCode::Done => Ok(None),
+                Some(LinkError::ClosedByPeer {
+                    code: CloseCode::Done,
+                    ..
+                }) => Ok(None),
                 Some(error) => Err(BulkError::Lost(error)),
                 None => Ok(None),
             },

@@ -407,7 +407,7 @@ async fn adjust_window(core: Arc<Core>) {
     while core.link.lost().is_none() {
         ticks.tick().await;
         core.adjust();
-        if tick % 5 == 0 {
+        if tick.is_multiple_of(5) {
             core.sample();
         }
         tick = tick.wrapping_add(1);
