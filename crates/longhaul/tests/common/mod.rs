@@ -15,6 +15,9 @@ use std::time::{Duration, Instant};
 /// Generous: it is only reached when something is broken.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
+/// The same for one command, which may move a guest on a machine that is busy.
+const COMMAND_LIMIT: Duration = Duration::from_secs(240);
+
 /// An agent with a state folder of its own, and without any QEMU.
 pub struct Agent {
     pub folder: tempfile::TempDir,
@@ -144,8 +147,29 @@ pub fn command(socket: &Path) -> Command {
     command
 }
 
+/// Runs a command to its end, or fails when it does not come to one.
 pub fn longhaul(socket: &Path, arguments: &[&str]) -> Output {
-    command(socket).args(arguments).output().unwrap()
+    let child = command(socket)
+        .args(arguments)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let pid = nix::unistd::Pid::from_raw(child.id().try_into().unwrap());
+    let (sender, receiver) = std::sync::mpsc::channel();
+    let waiting = std::thread::spawn(move || {
+        let output = child.wait_with_output();
+        // Nobody listens when the limit was reached.
+        let _ = sender.send(());
+        output.unwrap()
+    });
+    if receiver.recv_timeout(COMMAND_LIMIT).is_err() {
+        nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL).unwrap();
+        let output = waiting.join().unwrap();
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        panic!("{arguments:?} did not end within {COMMAND_LIMIT:?}: {errors}");
+    }
+    waiting.join().unwrap()
 }
 
 /// Compares exit code, stdout and stderr with `golden/NAME.txt`; what differs from run to run is
