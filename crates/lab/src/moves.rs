@@ -215,7 +215,7 @@ impl MoveRow {
         let Some(report) = &finished.report else {
             return;
         };
-        self.memory_bytes = report.link_bytes;
+        self.memory_bytes = report.memory_bytes;
         self.passes = report.passes.map(u64::from);
         if let Some(predicted) = &report.predicted {
             let number = |number: Option<u64>| number.map(|number| number as f64);
@@ -383,8 +383,12 @@ impl LonghaulMover<'_> {
     pub fn boot(&self, case: &Case) -> Result<Arena, LabError> {
         let name = &case.guest.name;
         let mut arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
-        attach(&arena, &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME))?;
-        self.product.start_guest(self.lab, 0, &case.guest.description())?;
+        attach(
+            &arena,
+            &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
+        )?;
+        self.product
+            .start_guest(self.lab, 0, &case.guest.description())?;
         settle(&mut arena, &case.workload)?;
         Ok(arena)
     }
@@ -415,7 +419,10 @@ impl LonghaulMover<'_> {
         let name = &case.guest.name;
         let link = self.lab.link(from, to)?;
         let before = link.stats()?;
-        let agents = [self.product.agent(from)?.pid(), self.product.agent(to)?.pid()];
+        let agents = [
+            self.product.agent(from)?.pid(),
+            self.product.agent(to)?.pid(),
+        ];
         let meters = [meter(agents[0])?, meter(agents[1])?];
         let source = self.product.guest(from, name)?.and_then(|guest| guest.pid);
         let source_meter = source.map(meter).transpose()?;
@@ -437,12 +444,18 @@ impl LonghaulMover<'_> {
         row.cpu_s.destination_agent = destination_used.map(|used| used.cpu_s);
         row.agent_peak_bytes.source = source_used.map(|used| used.peak_bytes);
         row.agent_peak_bytes.destination = destination_used.map(|used| used.peak_bytes);
-        row.cpu_s.source_qemu = source_meter.and_then(ProcessMeter::finish).map(|used| used.cpu_s);
+        row.cpu_s.source_qemu = source_meter
+            .and_then(ProcessMeter::finish)
+            .map(|used| used.cpu_s);
         let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
         row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
         row.note_finished(&finished);
         note_verified(&mut row, verify(arena)?);
-        row.note_observed(measure::observe(&arena.beats(), finished.began, finished.ended));
+        row.note_observed(measure::observe(
+            &arena.beats(),
+            finished.began,
+            finished.ended,
+        ));
         Ok(row)
     }
 }

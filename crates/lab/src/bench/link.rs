@@ -135,11 +135,14 @@ fn measure(
     Ok(())
 }
 
+/// A system, and its throughputs in bits per second.
+type Reached = (&'static str, Vec<f64>);
+
 /// What the checks are computed from.
 #[derive(Debug, Default)]
 struct Results {
-    /// Case, bar, and each system's throughputs.
-    throughput: Vec<(String, f64, Vec<(&'static str, Vec<f64>)>)>,
+    /// Case, bar, and what each system reached.
+    throughput: Vec<(String, f64, Vec<Reached>)>,
     cubic_share: Vec<(String, Vec<f64>)>, // by case and who was first
     limit_deviation: Vec<(String, Vec<f64>)>,
 }
@@ -252,8 +255,7 @@ impl Place {
         let mut systems = vec![LONGHAUL];
         systems.extend(TCP.iter().map(|(name, _)| *name));
         systems.retain(|name| options.wants_system(name));
-        let mut throughput: Vec<(&'static str, Vec<f64>)> =
-            systems.iter().map(|name| (*name, Vec::new())).collect();
+        let mut throughput: Vec<Reached> = systems.iter().map(|name| (*name, Vec::new())).collect();
         let mut failure = Ok(());
         'repeats: for repeat in 1..=options.repeats() {
             for (name, values) in &mut throughput {

@@ -82,7 +82,7 @@ pub enum Reply {
     /// Done.
     Done,
     /// The counters.
-    Stats(LinkStats),
+    Stats(Box<LinkStats>),
     /// It could not be done, and why.
     Failed(String),
 }
@@ -355,10 +355,10 @@ fn apply(request: &Request, directions: &[Arc<Carrier>; 2]) -> Reply {
         }
     }
     match request {
-        Request::Stats => Reply::Stats(LinkStats {
+        Request::Stats => Reply::Stats(Box::new(LinkStats {
             forth: directions[0].counters.read(),
             back: directions[1].counters.read(),
-        }),
+        })),
         _ => Reply::Done,
     }
 }

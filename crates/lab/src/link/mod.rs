@@ -66,7 +66,9 @@ impl Link {
         lab: &Claim,
     ) -> Result<Self, LabError> {
         let [first, second] = ends;
-        let socket = lab.folder().join(format!("link-{}-{}.sock", first.name, second.name));
+        let socket = lab
+            .folder()
+            .join(format!("link-{}-{}.sock", first.name, second.name));
         let config = EmulatorConfig {
             ends: [(first, second), (second, first)].map(|(end, peer)| EndConfig {
                 namespace: end.namespace.name().to_owned(),
@@ -123,7 +125,7 @@ impl Control {
     /// When its emulator does not answer.
     pub fn stats(&self) -> Result<LinkStats, LabError> {
         match self.ask(&Request::Stats)? {
-            Reply::Stats(stats) => Ok(stats),
+            Reply::Stats(stats) => Ok(*stats),
             other => Err(self.misunderstood(&format!("{other:?}"))),
         }
     }
