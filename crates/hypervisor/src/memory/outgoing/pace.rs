@@ -2,7 +2,7 @@
 
 use super::{
     ASK_EVERY, BANDWIDTH_AT_END, BANDWIDTH_NONE, DIRTY_PAGES_MIN, ESTIMATE_EVERY, Event,
-    FINISH_TIMEOUT, MARGIN_PAGES, Migration, OutgoingError, Wish, connect,
+    FINISH_TIMEOUT, MARGIN_PAGES, Migration, OutgoingError, POLL, Wish, connect,
 };
 use crate::memory::reader::{End, Goal, Shared};
 use crate::memory::sampler::Sample;
@@ -92,11 +92,16 @@ impl Migration {
                 Stop::Goal => {}
                 stop => return Ok(stop),
             }
+            // QEMU may have looked for dirty pages since, more than once, before it came to wait:
+            // only a look from now on is a pass.
+            let Some(now) = self.ask().await? else {
+                return Ok(Stop::Completes);
+            };
             if self.may_complete() {
                 set_bandwidth(&self.qmp, BANDWIDTH_AT_END).await?;
             }
             let stop = self
-                .run(Goal::NextPass, known.syncs, wishes, &mut events)
+                .run(Goal::NextPass, now.syncs, wishes, &mut events)
                 .await?;
             if stop == Stop::Completes {
                 return Ok(stop);
@@ -287,21 +292,43 @@ impl Migration {
 
     /// Asks QEMU for its pass; none when it is completing.
     async fn ask(&self) -> Result<Option<Pass>, OutgoingError> {
-        let asked = self.qmp.query("query-migrate");
-        let migration = if self.may_complete() {
-            match tokio::time::timeout(STATE_TIMEOUT, asked).await {
-                Ok(migration) => migration?,
-                // Its big lock is taken until somebody reads the devices.
-                Err(_) => return Ok(None),
+        let start = Instant::now();
+        loop {
+            let asked = self.qmp.query("query-migrate");
+            let migration = if self.may_complete() {
+                match tokio::time::timeout(STATE_TIMEOUT, asked).await {
+                    Ok(migration) => migration?,
+                    // Its big lock is taken until somebody reads the devices.
+                    Err(_) => return Ok(None),
+                }
+            } else {
+                asked.await?
+            };
+            let number = |name: &str| migration["ram"][name].as_u64();
+            // In its state `setup` QEMU writes the prelude and has no numbers yet.
+            if let (Some(syncs), Some(remaining)) =
+                (number("dirty-sync-count"), number("remaining"))
+                && migration["status"] != "setup"
+            {
+                return Ok(Some(Pass {
+                    syncs,
+                    remaining_pages: remaining / BLOCK_SIZE as u64,
+                }));
             }
-        } else {
-            asked.await?
-        };
-        let number = |name: &str| migration["ram"][name].as_u64().unwrap_or(0);
-        Ok(Some(Pass {
-            syncs: number("dirty-sync-count"),
-            remaining_pages: number("remaining") / BLOCK_SIZE as u64,
-        }))
+            let status = migration["status"].as_str().unwrap_or("none");
+            if source::is_over(status) {
+                return Err(OutgoingError::Failed(format!(
+                    "QEMU's migration is `{status}`"
+                )));
+            }
+            if start.elapsed() > FINISH_TIMEOUT {
+                return Err(OutgoingError::Timeout {
+                    what: "begin its first pass",
+                    waited: FINISH_TIMEOUT,
+                });
+            }
+            tokio::time::sleep(POLL).await;
+        }
     }
 
     /// Refuses a stream that QEMU ended by itself, and begins another.
