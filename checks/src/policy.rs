@@ -32,7 +32,10 @@ pub const DIRECTION: [(&str, &[&str]); 12] = [
         ],
     ),
     // The laboratory drives the product from outside; its bench of the codec calls that alone.
-    ("longhaul-lab", &["longhaul-protocol", "longhaul-api", "longhaul-codec"]),
+    (
+        "longhaul-lab",
+        &["longhaul-protocol", "longhaul-api", "longhaul-codec"],
+    ),
     ("longhaul-checks", &[]),
     ("longhaul-arena", &[]),
 ];

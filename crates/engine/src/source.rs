@@ -119,6 +119,21 @@ struct Region {
     map: BlockMap,
 }
 
+/// What is left to send, as far as is known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Left {
+    /// Blocks that are pending.
+    pub pending_blocks: u64,
+    /// Blocks written since the pass was made, by estimate.
+    pub unseen_blocks: Option<u64>,
+    /// Blocks that the guest writes per second, as the last pass showed.
+    pub dirty_blocks_per_s: Option<f64>,
+    /// What a block costs on the link, in bytes.
+    pub block_cost_bytes: f64,
+    /// The link.
+    pub link: Option<Link>,
+}
+
 #[derive(Debug)]
 struct Flight {
     blocks: Vec<BlockId>,
@@ -531,6 +546,17 @@ impl Source {
     fn block_cost(&self) -> f64 {
         let cost = self.again_cost.average.or(self.first_cost.average);
         cost.unwrap_or(BLOCK_SIZE as f64)
+    }
+
+    /// What a prediction is made of.
+    pub fn left(&self) -> Left {
+        Left {
+            pending_blocks: self.pending_blocks(),
+            unseen_blocks: self.pass.unseen_blocks,
+            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
+            block_cost_bytes: self.block_cost(),
+            link: self.link,
+        }
     }
 
     /// How many blocks are pending.

@@ -339,8 +339,12 @@ impl Departure {
     /// Stops the guest, and sends what is left.
     async fn stop(&mut self, reason: StopReason) {
         self.entry().enter(Phase::Stopping);
-        let predicted = self.task.sending.engine().predicted_downtime(self.now());
-        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, "stopping");
+        let (predicted, left) = {
+            let engine = self.task.sending.engine();
+            (engine.predicted_downtime(self.now()), engine.left())
+        };
+        let progress = self.task.outbound.progress();
+        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
         let now = self.now();
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
         let what = match stopped {
@@ -352,6 +356,8 @@ impl Departure {
         self.entry()
             .report_with(|report| report.downtime.stop_ms = Some(stop_ms));
         let at = what.stopped_at;
+        let left = self.task.sending.engine().left();
+        tracing::info!(migration = %self.task.offer.migration, ?left, "stopped");
         self.stopped = Some(StoppedAt {
             at,
             what,

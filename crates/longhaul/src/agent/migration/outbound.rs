@@ -7,7 +7,7 @@ use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::{
-    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Written,
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
 };
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
@@ -197,6 +197,11 @@ impl Outbound {
         let age = progress.pass_age.max(ESTIMATE_AGE);
         let since = 1.0 + ESTIMATE_AGE.as_secs_f64() / age.as_secs_f64();
         Some((dirty * since) as u64 + progress.unread_pages.unwrap_or(0))
+    }
+
+    /// How far QEMU's migration is.
+    pub(super) fn progress(&self) -> Option<Progress> {
+        self.outgoing.as_ref().map(Outgoing::progress)
     }
 
     /// What the rest of its stream will probably begin with.
