@@ -14,6 +14,8 @@ use crate::error::{During, LabError};
 /// Payload of a full datagram, and what Ethernet, IP and UDP add to it.
 const PAYLOAD_BYTES: usize = 1400;
 const HEADER_BYTES: usize = 14 + 20 + 8;
+/// What one write holds where the kernel cuts it into datagrams; small beside any link's queue.
+const DATAGRAMS_A_WRITE: u64 = 16;
 /// How long each direction is filled, and how much of the beginning does not count.
 const FILL: Duration = Duration::from_millis(1600);
 const WARM_UP: Duration = Duration::from_millis(300);
@@ -186,6 +188,12 @@ fn enlarge(socket: &UdpSocket) {
     let _ = setsockopt(socket, sockopt::RcvBufForce, &(8 << 20));
 }
 
+/// Whether the kernel cuts what is written to the socket into datagrams.
+fn segment(socket: &UdpSocket) -> bool {
+    use nix::sys::socket::{setsockopt, sockopt};
+    setsockopt(socket, sockopt::UdpGsoSegment, &(PAYLOAD_BYTES as i32)).is_ok()
+}
+
 fn send(socket: &UdpSocket, spec: LinkSpec, load: Load) -> std::io::Result<u64> {
     let frame_bits = ((PAYLOAD_BYTES + HEADER_BYTES) * 8) as f64;
     let link_frames_per_s = spec.rate_bps as f64 / frame_bits;
@@ -193,14 +201,17 @@ fn send(socket: &UdpSocket, spec: LinkSpec, load: Load) -> std::io::Result<u64> 
         Load::Full => link_frames_per_s * 1.1 + 10.0,
         Load::Light => (link_frames_per_s / 3.0).clamp(5.0, 2000.0),
     };
-    let payload = [0_u8; PAYLOAD_BYTES];
+    // On a fast link the kernel makes the datagrams out of one large write where it can.
+    let fast = load == Load::Full && frames_per_s > 10_000.0 && segment(socket);
+    let datagrams = if fast { DATAGRAMS_A_WRITE } else { 1 };
+    let payload = vec![0_u8; PAYLOAD_BYTES * datagrams as usize];
     let started = Instant::now();
     let mut sent = 0_u64;
     while started.elapsed() < FILL {
         let due = (started.elapsed().as_secs_f64() * frames_per_s) as u64;
-        while sent < due {
+        while sent + datagrams <= due {
             match socket.send(&payload) {
-                Ok(_) => sent += 1,
+                Ok(_) => sent += datagrams,
                 // The interface's queue is full: the link is, too.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ENOBUFS) => break,
                 Err(error) => return Err(error),
