@@ -12,6 +12,9 @@ use std::time::{Duration, Instant};
 /// What may be sent before the first answer, in bytes: 32 packets of the smallest size allowed.
 const INITIAL_WINDOW_BYTES: u64 = 32 * 1200;
 
+/// From this share on of the limit BBR's estimate is that of the limit, not of the road.
+const LIMIT_REACHED: f64 = 0.9;
+
 /// Bytes of IP and UDP headers around each datagram, by address family.
 pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
     match address.ip().to_canonical() {
@@ -80,7 +83,14 @@ impl Limited {
         u64::try_from(rate).unwrap_or(u64::MAX).max(1)
     }
 
-    /// What should be sent, in bytes of UDP payload per second.
+    /// The limit in bytes of UDP payload per second, if it and not the road sets the rate.
+    fn in_force(&self, metrics: &ControllerMetrics) -> Option<u64> {
+        let limit = self.payload_rate(self.limit.get()?);
+        let road = metrics.bandwidth_estimate? / 8;
+        (road as f64 >= limit as f64 * LIMIT_REACHED).then_some(limit)
+    }
+
+    /// What should be sent now, in bytes of UDP payload per second.
     fn target(&self, metrics: &ControllerMetrics) -> Option<u64> {
         let rate = metrics
             .pacing_rate
@@ -101,7 +111,9 @@ impl Controller for Limited {
     }
 
     fn on_packet_sent(&mut self, now: Instant, bytes: u16, pn: u64) {
-        if let Some(rate) = self.target(&self.inner.metrics()) {
+        let metrics = self.inner.metrics();
+        // What BBR's probes leave unsent under a limit is owed too.
+        if let Some(rate) = self.in_force(&metrics).or(self.target(&metrics)) {
             self.road.on_sent(now, bytes.into(), rate);
         }
         self.inner.on_packet_sent(now, bytes, pn);
@@ -121,6 +133,9 @@ impl Controller for Limited {
         rtt: &RttEstimator,
     ) {
         self.road.on_ack(now, bytes, rtt.get(), rtt.min());
+        // A rate held down by the limit says as little about the road as one held down by the
+        // application.
+        let app_limited = app_limited || self.in_force(&self.inner.metrics()).is_some();
         self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
     }
 
