@@ -60,7 +60,7 @@ pub enum Event {
     },
     /// Blocks were written: what was sent of them before now is out of date.
     Written(Written),
-    /// The pass is read as far as it may be. It is the owner's turn: [`Outgoing::next_pass`] or
+    /// The pass is read as far as it may be; of a guest that is paused, everything. It is the owner's turn: [`Outgoing::next_pass`] or
     /// [`Outgoing::freeze`].
     Held {
         /// The pass.
@@ -405,7 +405,7 @@ async fn connect(
     let places = tokio::task::spawn_blocking(move || last_places(&looking)).await;
     let places = places.map_err(|error| OutgoingError::Failed(error.to_string()))??;
     let little = places.iter().all(|(_, page)| *page == 0);
-    let none = little && !before.has_switchover_ack;
+    let none = little && !before.has_switchover_ack && before.running;
     before
         .set(qmp, if none { BANDWIDTH_NONE } else { 0 })
         .await?;

@@ -104,7 +104,7 @@ pub(crate) struct Shared {
     state: Mutex<State>,
     reader: Condvar,
     /// Wakes whoever waits for the reader to rest or end.
-    pub(crate) rested: Notify,
+    rested: Notify,
     /// Wakes whoever waits for an event.
     pub(crate) event: Notify,
 }
@@ -198,6 +198,19 @@ impl Shared {
     /// How the stream ended, if it has.
     pub(crate) fn end(&self) -> Option<End> {
         self.lock().end.clone()
+    }
+
+    /// Waits until the stream has ended.
+    pub(crate) async fn ended(&self) -> End {
+        loop {
+            let rested = self.rested.notified();
+            tokio::pin!(rested);
+            rested.as_mut().enable();
+            if let Some(end) = self.end() {
+                return end;
+            }
+            rested.await;
+        }
     }
 
     /// The prelude, once it is there.

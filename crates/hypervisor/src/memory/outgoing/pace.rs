@@ -42,7 +42,11 @@ impl Migration {
     /// Paces until it is told to end or something fails.
     pub(super) async fn pace(self: Arc<Self>, mut wishes: watch::Receiver<Wish>) {
         loop {
-            match self.pace_one_life(&mut wishes).await {
+            let paced = match self.before.running {
+                true => self.pace_one_life(&mut wishes).await,
+                false => self.read_paused(&mut wishes).await,
+            };
+            match paced {
                 Ok(Stop::Completes) => match self.restart().await {
                     Ok(()) => {}
                     Err(error) => return self.shared().tell(Event::Failed(error.to_string())),
@@ -111,6 +115,34 @@ impl Migration {
             };
             (known, goal, unread_pages) = begun;
             pass += 1;
+        }
+    }
+
+    /// Reads everything of a guest that does not run: QEMU completes whenever it likes, and with
+    /// its big lock held, but there is nothing that it could miss.
+    async fn read_paused(&self, wishes: &mut watch::Receiver<Wish>) -> Result<Stop, OutgoingError> {
+        self.begin_pass(1);
+        let shared = self.shared();
+        shared.flush();
+        let mut told = false;
+        loop {
+            let wish = *wishes.borrow_and_update();
+            if wish.end {
+                return Ok(Stop::Told);
+            }
+            tokio::select! {
+                end = shared.ended(), if !told => match end {
+                    End::Failed(error) => return Err(error.into()),
+                    End::Complete(_) => {
+                        told = true;
+                        let unread_pages = 0;
+                        shared.tell(Event::Held { pass: 1, unread_pages });
+                    }
+                },
+                changed = wishes.changed() => if changed.is_err() {
+                    return Ok(Stop::Told);
+                },
+            }
         }
     }
 
@@ -245,15 +277,13 @@ impl Migration {
     fn ended(&self, end: End) -> Result<Stop, OutgoingError> {
         match end {
             End::Failed(error) => Err(error.into()),
-            // A guest that did not run has lost nothing: it is as good as frozen.
-            End::Complete(_) if !self.before.running => Ok(Stop::Told),
             End::Complete(_) => Ok(Stop::Completes),
         }
     }
 
     /// Whether QEMU has stopped the guest in order to complete.
     pub(super) async fn completes(&self) -> bool {
-        if !self.may_complete() || !self.before.running {
+        if !self.may_complete() {
             return false;
         }
         // QEMU answers nothing while it waits for its device state to be read.
@@ -377,17 +407,7 @@ impl Migration {
 
 /// Waits until the stream has ended, and returns the device state.
 pub(super) async fn wait_for_end(shared: &Shared) -> Result<Vec<u8>, OutgoingError> {
-    let ended = tokio::time::timeout(FINISH_TIMEOUT, async {
-        loop {
-            let rested = shared.rested.notified();
-            tokio::pin!(rested);
-            rested.as_mut().enable();
-            if let Some(end) = shared.end() {
-                return end;
-            }
-            rested.await;
-        }
-    });
+    let ended = tokio::time::timeout(FINISH_TIMEOUT, shared.ended());
     match ended.await {
         Ok(End::Complete(state)) => Ok(state),
         Ok(End::Failed(error)) => Err(error.into()),
