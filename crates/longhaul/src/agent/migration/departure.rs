@@ -45,6 +45,8 @@ const TICK: Duration = Duration::from_millis(5);
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 /// Length of a piece of device state, in bytes.
 const PIECE_BYTES: usize = 1 << 20;
+/// How long a pass may take to begin.
+const PASS_WITHIN: Duration = Duration::from_secs(3);
 /// How long the destination gets to confirm that it has given up.
 const GIVE_UP_WITHIN: Duration = Duration::from_secs(5);
 /// How long the destination's figures are waited for when everything else is done.
@@ -85,6 +87,8 @@ pub(super) struct Departure {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    /// The pass after which another was asked for, and when.
+    asked_pass: Option<(u32, Instant)>,
     early: Option<Vec<u8>>,
     early_sent: Option<Epoch>,
     comparing: Option<Comparison>,
@@ -145,6 +149,7 @@ impl Departure {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            asked_pass: None,
             early: None,
             early_sent: None,
             comparing: None,
@@ -256,18 +261,18 @@ impl Departure {
         let now = self.now();
         if let Some(session) = &self.session {
             let stats = session.line.bulk.stats();
-            let rate = stats.delivery_rate_bps as f64 / 8.0;
-            let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
-            let known = self.task.context.link_rate(&self.task.host);
-            // A link that is not filled says nothing of what it could carry.
-            let rate = rate.max(known.unwrap_or(0.0)).max(1e4);
-            let rate = limit.map_or(rate, |limit| rate.min(limit));
-            self.task
-                .context
-                .note_link_rate(&self.task.host, stats.delivery_rate_bps as f64 / 8.0);
             let queued_bytes = self.task.sending.queued_bytes();
+            let (host, context) = (&self.task.host, &self.task.context);
+            // A link that is not filled says nothing of what it could carry.
+            if queued_bytes > stats.congestion_window_bytes / 2 {
+                context.note_link_rate(host, stats.delivery_rate_bps as f64 / 8.0);
+            }
+            let window = stats.congestion_window_bytes as f64 / 2.0;
+            let possible = window / stats.rtt.as_secs_f64().max(1e-3);
+            let rate = context.link_rate(host).unwrap_or(possible).max(1e4);
+            let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
             self.task.sending.engine().link(Link {
-                rate_bytes_per_s: rate,
+                rate_bytes_per_s: limit.map_or(rate, |limit| rate.min(limit)),
                 rtt: stats.rtt,
                 queued_bytes,
             });
@@ -290,7 +295,7 @@ impl Departure {
             Advice::Wait | Advice::Complete => {}
             Advice::ReadPass => {
                 if self.session.is_some() {
-                    self.task.outbound.next_pass();
+                    self.read_pass().await;
                 }
             }
             Advice::Stop(reason) => {
@@ -299,6 +304,19 @@ impl Departure {
                 }
             }
         }
+    }
+
+    /// Asks QEMU for another pass. One that has nothing to report may not begin any: then what is
+    /// known is all that there is.
+    async fn read_pass(&mut self) {
+        let pass = self.task.sending.engine().pass_number();
+        let (asked_for, at) = *self.asked_pass.get_or_insert((pass, Instant::now()));
+        if asked_for != pass {
+            self.asked_pass = Some((pass, Instant::now()));
+        } else if at.elapsed() > PASS_WITHIN {
+            return self.stop(StopReason::LocalMinimum).await;
+        }
+        self.task.outbound.next_pass();
     }
 
     async fn guest(&mut self, event: Event) {

@@ -45,6 +45,8 @@ use tokio::task::JoinHandle;
 
 pub(crate) use registry::Reservation;
 
+/// What one more look at a filled link weighs.
+const RATE_WEIGHT: f64 = 0.02;
 /// How long a stopping agent waits for its migrations to end.
 const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
 
@@ -118,11 +120,11 @@ impl Context {
         lock(&self.rates).get(host).copied()
     }
 
-    /// Remembers what the link to a host carries: the most of late.
+    /// Takes in what the link to a host carries when it is filled.
     fn note_link_rate(&self, host: &str, bytes_per_s: f64) {
         let mut rates = lock(&self.rates);
         let known = rates.entry(host.to_owned()).or_insert(bytes_per_s);
-        *known = (*known * 0.999).max(bytes_per_s);
+        *known += RATE_WEIGHT * (bytes_per_s - *known);
     }
 
     /// Everything that says whether this host could run a guest.

@@ -124,8 +124,6 @@ impl Departure {
         drop(engine);
         let (_, stored) = self.task.sending.compressed();
         let rtt = self.session.as_ref().map(|session| session.control.rtt());
-        let memory_blocks: u64 = self.task.offer.regions.iter().map(|spec| spec.blocks).sum();
-        let memory_bytes = memory_blocks * BLOCK_SIZE as u64;
         let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
         let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
         let verify = self.task.offer.verify;
@@ -133,7 +131,7 @@ impl Departure {
         self.entry().report_with(|report| {
             report.link_bytes = Some(sent_bytes);
             report.link_bytes_back = Some(received_bytes);
-            report.memory_bytes = Some(memory_bytes);
+            report.memory_bytes = Some(sent.frame_bytes);
             report.bytes.zero_bytes = blocks(sent.zero_blocks);
             report.bytes.same_bytes = blocks(sent.same_blocks);
             report.bytes.reference_bytes = blocks(sent.reference_blocks);
