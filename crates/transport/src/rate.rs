@@ -90,6 +90,13 @@ impl Limited {
         (road as f64 >= limit as f64 * LIMIT_REACHED).then_some(limit)
     }
 
+    /// Notes an acknowledgement; whether the rate was held down by the limit, which says as little
+    /// about the road as a rate held down by the application.
+    fn note_ack(&mut self, now: Instant, bytes: u64, rtt: Duration, rtt_min: Duration) -> bool {
+        self.road.on_ack(now, bytes, rtt, rtt_min);
+        self.in_force(&self.inner.metrics()).is_some()
+    }
+
     /// What should be sent now, in bytes of UDP payload per second.
     fn target(&self, metrics: &ControllerMetrics) -> Option<u64> {
         let rate = metrics
@@ -132,10 +139,7 @@ impl Controller for Limited {
         app_limited: bool,
         rtt: &RttEstimator,
     ) {
-        self.road.on_ack(now, bytes, rtt.get(), rtt.min());
-        // A rate held down by the limit says as little about the road as one held down by the
-        // application.
-        let app_limited = app_limited || self.in_force(&self.inner.metrics()).is_some();
+        let app_limited = self.note_ack(now, bytes, rtt.get(), rtt.min()) || app_limited;
         self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
     }
 
@@ -241,5 +245,98 @@ mod tests {
         assert_eq!(rate, 1_000_000 * 1452 / 1480);
         limit.set(None);
         assert!(controller.metrics().pacing_rate.unwrap() > 1_000_000);
+    }
+
+    /// A controller that knows its road and notes what it is told.
+    #[derive(Debug, Clone)]
+    struct Known {
+        bandwidth_bps: u64,
+        losses: Arc<AtomicU64>,
+    }
+
+    impl Controller for Known {
+        fn on_congestion_event(
+            &mut self,
+            _now: Instant,
+            _sent: Instant,
+            _is_persistent_congestion: bool,
+            _is_ecn: bool,
+            _lost_bytes: u64,
+            _largest_lost_pn: u64,
+        ) {
+            self.losses.fetch_add(1, Ordering::Relaxed);
+        }
+
+        fn on_mtu_update(&mut self, _new_mtu: u16) {}
+
+        fn window(&self) -> u64 {
+            1 << 20
+        }
+
+        fn metrics(&self) -> ControllerMetrics {
+            let mut metrics = ControllerMetrics::default();
+            metrics.pacing_rate = Some(self.bandwidth_bps / 8);
+            metrics.bandwidth_estimate = Some(self.bandwidth_bps);
+            metrics
+        }
+
+        fn clone_box(&self) -> Box<dyn Controller> {
+            Box::new(self.clone())
+        }
+
+        fn initial_window(&self) -> u64 {
+            1 << 20
+        }
+
+        fn into_any(self: Box<Self>) -> Box<dyn Any> {
+            self
+        }
+    }
+
+    fn known(bandwidth_bps: u64, limit_bps: u64) -> (Limited, Known) {
+        let known = Known {
+            bandwidth_bps,
+            losses: Arc::default(),
+        };
+        let limited = Limited {
+            inner: Box::new(known.clone()),
+            road: Road::new(Instant::now()),
+            limit: RateLimit::new(Some(limit_bps)),
+            header_bytes: 28,
+            mtu: 1452,
+        };
+        (limited, known)
+    }
+
+    #[test]
+    fn the_limit_is_not_taken_for_the_road() {
+        let rtt = Duration::from_millis(80);
+        for (bandwidth_bps, held_down) in [(19_500_000, true), (10_000_000, false)] {
+            let (mut limited, _) = known(bandwidth_bps, 20_000_000);
+            let noted = limited.note_ack(Instant::now(), 1400, rtt, rtt);
+            assert_eq!(noted, held_down);
+        }
+    }
+
+    #[test]
+    fn chance_losses_are_kept_from_the_controller_and_others_are_not() {
+        let rtt = Duration::from_millis(80);
+        let (mut limited, known) = known(10_000_000, 20_000_000);
+        let now = Instant::now();
+        for _ in 0..99 {
+            limited.note_ack(now, 1400, rtt, rtt);
+        }
+        let losses = || known.losses.load(Ordering::Relaxed);
+        limited.on_packet_lost(1400, 99, now);
+        limited.on_congestion_event(now, now, false, false, 1400, 99);
+        assert_eq!(losses(), 0);
+        limited.on_congestion_event(now, now, true, false, 1400, 99);
+        limited.on_congestion_event(now, now, false, true, 0, 99);
+        assert_eq!(losses(), 2);
+        for pn in 100..110 {
+            limited.on_packet_lost(1400, pn, now);
+        }
+        limited.on_congestion_event(now, now, false, false, 14_000, 109);
+        assert_eq!(losses(), 3);
     }
 }
