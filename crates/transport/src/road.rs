@@ -61,6 +61,10 @@ impl Road {
         let kept = (-passed / QUEUE_OVER.as_secs_f64()).exp();
         let queued = queue > rtt_min.mul_f64(QUEUE_SHARE).max(QUEUE_MIN);
         self.queued = self.queued * kept + if queued { 1.0 - kept } else { 0.0 };
+        if queued {
+            // Nothing is missing on the road: what was not sent is what the window held back.
+            self.owed_s = self.owed_s.min(0.0);
+        }
         let change = if self.company() > 0.0 {
             passed
         } else {
@@ -199,6 +203,11 @@ mod tests {
         }
         let share = sent as f64 / (RATE as f64 * 3.0);
         assert!((0.95..1.001).contains(&share), "{share}");
+        // Nothing is made up for while there is a queue.
+        assert!(road.make_up() > 1.2);
+        let end = start + Duration::from_secs(3);
+        road.on_ack(end, 1400, RTT * 3 / 2, RTT);
+        assert_eq!(road.make_up(), 1.0);
         // Time in which there was nothing to send is not made up for at length.
         let later = start + Duration::from_secs(60);
         road.on_sent(later, 0, RATE);
