@@ -77,8 +77,24 @@ pub(super) async fn take_up(context: &Arc<Context>) -> Result<(), RecoveryError>
             (handover::Side::Destination, Some(Record::Committed { generation, .. })) => {
                 run(context, left, generation).await?;
             }
+            (handover::Side::Destination, Some(Record::Returned { .. })) => {
+                give_back(context, &left)?;
+            }
             _ => {}
         }
+    }
+    Ok(())
+}
+
+/// The destination gave the guest back; what it noted before may say otherwise.
+fn give_back(context: &Context, left: &Left) -> Result<(), RecoveryError> {
+    let taken = Generation(left.generation.0 + 1);
+    let noted = context.rights.get(&left.guest)?;
+    if noted.is_some_and(|right| right.generation == taken && right.holder == Holder::Here) {
+        let host = left.peer_name.clone();
+        context
+            .rights
+            .set(&left.right(left.generation, Holder::Elsewhere { host }))?;
     }
     Ok(())
 }

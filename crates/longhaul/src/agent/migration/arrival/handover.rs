@@ -1,9 +1,11 @@
 //! Runs the destination's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Task, short};
+use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::peer::attempt_state;
 use longhaul_api::Phase;
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, Record, step_destination};
+use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::Generation;
 use longhaul_protocol::message::{Summary, ToSource};
 use longhaul_storage::{Holder, Right};
@@ -33,7 +35,12 @@ impl Task {
         match action {
             DestinationAction::Write(record) => {
                 return Some(match block_in_place(|| self.journal.append(&record)) {
-                    Ok(()) => DestinationEvent::Written(record),
+                    Ok(()) => {
+                        if matches!(record, Record::Returned { .. }) {
+                            self.give_back();
+                        }
+                        DestinationEvent::Written(record)
+                    }
                     Err(error) => DestinationEvent::WriteFailed(error.to_string()),
                 });
             }
@@ -78,7 +85,33 @@ impl Task {
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
                 DestinationEvent::Resumed
             }
-            Err(error) => DestinationEvent::ResumeFailed(short(&error.to_string())),
+            // QEMU says that it did not: so the guest has never run here.
+            Err(InboundError::Qmp(error @ QmpError::Refused { .. })) => {
+                DestinationEvent::ResumeFailed(short(&error.to_string()))
+            }
+            // It may have run before QEMU fell silent: it is here, whatever became of it.
+            Err(error) => {
+                tracing::error!(guest = self.offer.guest.name, %error, "told to run, no answer");
+                DestinationEvent::Resumed
+            }
+        }
+    }
+
+    /// The guest is the source's again.
+    fn give_back(&self) {
+        let guest = self.offer.guest.name.clone();
+        let holder = Holder::Elsewhere {
+            host: self.entry.report().source,
+        };
+        let generation = self.offer.generation;
+        let right = Right {
+            guest,
+            generation,
+            holder,
+        };
+        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
+            // It is made again from the journal.
+            tracing::error!(%error, "cannot note who may run the guest");
         }
     }
 
