@@ -183,7 +183,7 @@ pub enum ConnectError {
     #[error(
         "the identity of host `{name}` changed: was {expected}, now {found} (at {address}); \
          compare the fingerprint with the one that `longhaul host` shows there, and if the change \
-         is right run `longhaul host trust {name} {address} {found} --replace`"
+         is right run `longhaul host trust {name} {found} {address} --replace`"
     )]
     IdentityChanged {
         /// The host.

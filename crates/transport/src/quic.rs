@@ -1,4 +1,4 @@
-//! The one place that names the QUIC library (see `docs/decisions/0002-quic-library.md`).
+//! The one place that names the QUIC library (see `docs/decisions/0003-quic-library.md`).
 
 pub(crate) use noq::congestion::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics};
 pub(crate) use noq::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};

@@ -3,7 +3,7 @@
 //! BBR takes every loss outside its probes as a sign to slow down, and so gets 0.7 of a road that
 //! loses 1 % by chance. What the pacer could not send because the timers of a busy machine were
 //! late is not sent at all, and BBR takes that for the road's rate, again and again. And it leaves
-//! little to a flow of TCP that has to start beside it. The figures are in `docs/decisions/0002-quic-library.md`.
+//! little to a flow of TCP that has to start beside it. The figures are in `docs/decisions/0003-quic-library.md`.
 
 use std::time::{Duration, Instant};
 
