@@ -383,6 +383,17 @@ async fn a_measurement_counts_what_arrived_and_needs_permission() {
 
 #[test]
 fn a_restarted_agent_resets_its_peers_connections() {
+    // A runtime that is torn down sometimes gets a goodbye out, which an agent that is killed
+    // never does: such a try shows nothing.
+    let tries = 20;
+    assert!(
+        (0..tries).any(|_| restart_without_a_word()),
+        "no try went without a goodbye"
+    );
+}
+
+/// Whether the agent went without a word.
+fn restart_without_a_word() -> bool {
     let runtime = || tokio::runtime::Runtime::new().unwrap();
     let (here, there) = (runtime(), runtime());
     let (alpha, beta) = here.block_on(async {
@@ -413,8 +424,12 @@ fn a_restarted_agent_resets_its_peers_connections() {
         };
         let _endpoint = tokio::time::timeout(LONG, bound).await.unwrap();
         let error = control.closed().await;
+        if matches!(error, LinkError::ClosedByPeer { .. }) {
+            return false;
+        }
         assert_eq!(error, LinkError::Reset);
         assert!(error.may_redial());
         alpha.endpoint.connect("beta").await.unwrap();
-    });
+        true
+    })
 }

@@ -348,10 +348,29 @@ async fn clear(context: &Arc<Context>, left: &Left) -> Result<(), RecoveryError>
     if moved_since {
         return Ok(());
     }
-    if let Some(Found::Running(guest) | Found::Ended(guest)) = left.find(context)?
-        && let Err(error) = guest.stop(None).await
-    {
-        tracing::error!(guest = left.guest, %error, "something of this guest is left over");
+    remove(context, left).await
+}
+
+/// Ends the guest's QEMU and removes everything that was made for it.
+async fn remove(context: &Context, left: &Left) -> Result<(), RecoveryError> {
+    for found in guest::find_all(&context.parts.config.state)? {
+        match found {
+            Found::Running(guest) | Found::Ended(guest) if guest.name() == left.guest => {
+                if let Err(error) = guest.stop(None).await {
+                    tracing::error!(guest = left.guest, %error, "something of it is left over");
+                }
+            }
+            // The agent was ended while it removed the folder, which it does last of all.
+            Found::Damaged { folder, why } if folder.name() == left.guest => {
+                tracing::info!(
+                    guest = left.guest,
+                    why,
+                    "removing what is left of its folder"
+                );
+                std::fs::remove_dir_all(folder.path())?;
+            }
+            Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => {}
+        }
     }
     Ok(())
 }
@@ -359,11 +378,7 @@ async fn clear(context: &Arc<Context>, left: &Left) -> Result<(), RecoveryError>
 /// The destination has not committed: the attempt is over.
 async fn give_up(context: &Arc<Context>, mut left: Left) -> Result<(), RecoveryError> {
     let entry = left.entry(context, Phase::Preparing);
-    if let Some(Found::Running(guest) | Found::Ended(guest)) = left.find(context)?
-        && let Err(error) = guest.stop(None).await
-    {
-        tracing::error!(guest = left.guest, %error, "something of this guest is left over");
-    }
+    remove(context, &left).await?;
     let reason = "the destination's agent was restarted".to_owned();
     left.journal.append(&Record::Aborted {
         attempt: left.attempt,
