@@ -28,4 +28,4 @@ pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
 pub use frame::FRAME_VERSION;
 pub use pack::{pack, unpack};
 pub use policy::CompressionPolicy;
-pub use verify::{CHUNK_BLOCKS, Difference, RegionHasher, differing_blocks, differing_chunks};
+pub use verify::CHUNK_BLOCKS;

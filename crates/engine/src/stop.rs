@@ -22,8 +22,6 @@ pub enum StopReason {
     WithinLimit,
     /// It will not get better: the guest writes too fast for the link.
     LocalMinimum,
-    /// It was asked for.
-    Asked,
 }
 
 /// Decides after each pass.
