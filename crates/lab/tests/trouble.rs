@@ -230,10 +230,15 @@ fn kill(stage: &mut Stage, guest: &mut Running, at: usize, victim: Victim, phase
         Victim::DestinationAgent => stage.product.agent_mut(1 - at).unwrap().kill().unwrap(),
         Victim::SourceQemu => kill_all(&source_qemu).unwrap(),
         Victim::DestinationQemu => {
-            // It is started while the move is prepared.
-            let there = || !stage.qemus(1 - at, &guest.name).is_empty();
-            assert!(wait_until(LIMIT, there), "no QEMU at the destination");
-            kill_all(&stage.qemus(1 - at, &guest.name)).unwrap();
+            // It is started while the move is prepared. What was seen is killed, not what a second
+            // look finds: a process has no command line for the moment in which it becomes QEMU.
+            let mut there = Vec::new();
+            let seen = wait_until(LIMIT, || {
+                there = stage.qemus(1 - at, &guest.name);
+                !there.is_empty()
+            });
+            assert!(seen, "no QEMU at the destination");
+            kill_all(&there).unwrap();
         }
     }
     match victim {
