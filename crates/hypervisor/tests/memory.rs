@@ -119,10 +119,8 @@ impl Source {
             .await
             .expect("frozen");
         let frozen = frozen?;
-        frozen
-            .written
-            .iter()
-            .for_each(|written| self.pending.add(written));
+        let written = frozen.written.iter().chain(&frozen.changed);
+        written.for_each(|written| self.pending.add(written));
         Ok(frozen)
     }
 }

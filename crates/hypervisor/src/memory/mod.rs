@@ -45,10 +45,10 @@
 //! A guest that is paused from the start is not held: all of its stream is read at once, and the
 //! freeze only ends the migration.
 //!
-//! QEMU before 9.0 under TCG has another flaw: it does not see writes through TLB entries that are
-//! older than its newest look at the dirty pages (28 pages of a booting kernel, seen with 7.2.22).
-//! There [`GuestMemory::read`] remembers what it gave out, and the freeze compares the stopped
-//! guest's RAM with that, page by page: what differs is in [`Frozen::written`] too.
+//! QEMU under TCG has another flaw: it does not always see writes through TLB entries that are older
+//! than its newest look at the dirty pages (docs/decisions/0002 says when). There
+//! [`GuestMemory::read`] remembers what it gave out, and the freeze compares the stopped guest's
+//! RAM with that, page by page: what differs is in [`Frozen::changed`].
 
 mod address_map;
 mod fingerprints;

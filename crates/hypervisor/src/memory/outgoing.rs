@@ -94,6 +94,8 @@ pub struct Progress {
 pub struct Frozen {
     /// Everything that was reported written and not taken by [`Outgoing::next_event`] before.
     pub written: Vec<Written>,
+    /// Under TCG, everything that differs from what was last read of it, reported or not.
+    pub changed: Vec<Written>,
     /// What the destination's QEMU is given after the prelude: the kept blocks and the devices.
     pub tail: Vec<u8>,
     /// Whether the guest ran before it was stopped.

@@ -97,7 +97,7 @@ impl Before {
             return Err(SourceError::NoDescription);
         }
         let kvm = qmp.query("query-kvm").await?;
-        let misses_writes = kvm["enabled"] == false && qmp.version().major < 9;
+        let misses_writes = kvm["enabled"] == false;
         let capabilities = capabilities(qmp).await?;
         let parameters = qmp.query("query-migrate-parameters").await?;
         let number = |name: &str| {

@@ -56,17 +56,16 @@ impl Migration {
         }
         let stop_time = stopped_at.elapsed();
         // All at once: the guest stands still.
-        let (state, set, missed) =
-            tokio::join!(wait_for_end(&shared), self.let_go(), self.missed());
-        let (state, missed) = (state?, missed?);
+        let (state, set, changed) =
+            tokio::join!(wait_for_end(&shared), self.let_go(), self.changed());
+        let (state, changed) = (state?, changed?);
         set?;
         let read_time = stopped_at.elapsed() - stop_time;
         self.send(&Message::Shut(0))?;
         self.wait_for_postmigrate().await?;
-        let mut written = shared.take_written();
-        written.extend(missed);
         Ok(Frozen {
-            written,
+            written: shared.take_written(),
+            changed,
             tail: self.tail(&shared.take_kept(), &state),
             was_running: self.before.running,
             stop_time,
@@ -104,8 +103,8 @@ impl Migration {
         Ok(())
     }
 
-    /// What QEMU did not see the guest write.
-    async fn missed(&self) -> Result<Vec<Written>, OutgoingError> {
+    /// What the guest wrote, where QEMU does not see all of it.
+    async fn changed(&self) -> Result<Vec<Written>, OutgoingError> {
         if !self.before.misses_writes {
             return Ok(Vec::new());
         }

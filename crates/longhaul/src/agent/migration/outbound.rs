@@ -235,6 +235,7 @@ impl Outbound {
         }
         let Frozen {
             written,
+            changed,
             tail,
             stop_time,
             read_time,
@@ -245,6 +246,18 @@ impl Outbound {
         let mut engine = sending.engine();
         for written in &written {
             self.written(written, &mut engine)?;
+        }
+        let reported = engine.pending_blocks();
+        for changed in &changed {
+            self.written(changed, &mut engine)?;
+        }
+        let missed = engine.pending_blocks().saturating_sub(reported);
+        if missed > 0 {
+            tracing::info!(
+                guest = self.guest.name(),
+                missed,
+                "QEMU did not report all writes"
+            );
         }
         engine.frozen();
         Ok(Some(Stopped {
