@@ -69,7 +69,7 @@ pub enum DestinationAction {
     Resume,
     /// Send COMMITTED.
     SendCommitted,
-    /// Quit QEMU and reap it, then report [`DestinationEvent::QemuGone`].
+    /// Quit QEMU, if it still runs, reap it and remove what was made for it, then report [`DestinationEvent::QemuGone`].
     Quit,
     /// Send ABORTED.
     SendAborted,
@@ -124,13 +124,13 @@ pub fn step_destination(
             },
             vec![Do::Quit],
         ),
-        (Is::Receiving | Is::Readying | Is::Ready, On::QemuGone) => {
-            let record = Record::Aborted {
-                attempt,
+        // What a QEMU that ended by itself leaves behind is removed as after any other abort.
+        (Is::Receiving | Is::Readying | Is::Ready, On::QemuGone) => (
+            Is::Aborting {
                 reason: "its QEMU ended".to_owned(),
-            };
-            (Is::Recording, vec![Do::Write(record)])
-        }
+            },
+            vec![Do::Quit],
+        ),
         (Is::Aborting { reason }, On::QemuGone) => {
             let record = Record::Aborted {
                 attempt,
@@ -243,6 +243,24 @@ mod tests {
         assert_eq!(state, DestinationState::Aborted);
         assert_eq!(actions.last(), Some(&DestinationAction::SendAborted));
         assert!(!actions.contains(&DestinationAction::Resume));
+    }
+
+    #[test]
+    fn a_qemu_that_ends_by_itself_is_cleared_away_before_the_abort_is_recorded() {
+        for before in [
+            DestinationState::Receiving,
+            DestinationState::Readying,
+            DestinationState::Ready,
+        ] {
+            let (next, actions) = step_destination(&before, &DestinationEvent::QemuGone, ATTEMPT);
+            assert_eq!(actions, [DestinationAction::Quit]);
+            let (next, actions) = step_destination(&next, &DestinationEvent::QemuGone, ATTEMPT);
+            assert_eq!(next, DestinationState::Recording);
+            assert!(matches!(
+                actions[..],
+                [DestinationAction::Write(Record::Aborted { .. })]
+            ));
+        }
     }
 
     #[test]

@@ -266,7 +266,7 @@ impl Inbound {
         }
     }
 
-    /// QEMU has ended by itself: what it leaves is removed, unless the guest is ours.
+    /// QEMU has ended by itself.
     pub(super) fn forget_process(&mut self) {
         self.gone = true;
     }
