@@ -112,6 +112,23 @@ pub struct Link {
 /// written pages.
 const PASS_MIN: Duration = Duration::from_millis(20);
 
+/// The shortest time in which written blocks tell how fast a guest writes.
+const RATE_TIME_MIN: Duration = Duration::from_millis(100);
+
+/// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
+const WAIT_WRITE_SHARE: f64 = 0.8;
+
+/// Blocks that no pass has reported yet, where somebody can tell.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Unseen {
+    /// Written since the pass was made.
+    pub written_blocks: u64,
+    /// Reported by the pass, in the part of it that is not read yet.
+    pub unread_blocks: u64,
+    /// When the written ones were counted.
+    pub at: Duration,
+}
+
 #[derive(Debug)]
 struct Region {
     spec: RegionSpec,
@@ -124,8 +141,8 @@ struct Region {
 pub struct Left {
     /// Blocks that are pending.
     pub pending_blocks: u64,
-    /// Blocks written since the pass was made, by estimate.
-    pub unseen_blocks: Option<u64>,
+    /// Blocks that no pass has reported yet.
+    pub unseen: Option<Unseen>,
     /// Blocks that the guest writes per second, as the last pass showed.
     pub dirty_blocks_per_s: Option<f64>,
     /// What a block costs on the link, in bytes.
@@ -156,7 +173,9 @@ pub struct Source {
     pass: Pass,
     frozen: bool,
     sent: Sent,
-    first_cost: Cost,
+    /// Blocks with content that whole passes have sent, and their bytes on the link.
+    first_blocks: u64,
+    first_bytes: u64,
     again_cost: Cost,
     link: Option<Link>,
     switch_overhead: Duration,
@@ -172,8 +191,8 @@ struct Pass {
     reported_blocks: u64,
     /// The time in which they were written; unknown for the first pass, which reports everything.
     interval: Option<Duration>,
-    /// Blocks written since it was made, by estimate.
-    unseen_blocks: Option<u64>,
+    /// Blocks that it has not reported.
+    unseen: Option<Unseen>,
     /// Whether it has been read as far as it will be before the next one.
     read: bool,
     /// Whether the stop rule has judged it.
@@ -241,11 +260,14 @@ impl Source {
             next_seq: 1,
             pass: Pass {
                 judged: true,
+                // What is sent before the first pass is known to have begun is part of it.
+                whole: true,
                 ..Pass::default()
             },
             frozen: false,
             sent: Sent::default(),
-            first_cost: Cost::default(),
+            first_blocks: 0,
+            first_bytes: 0,
             again_cost: Cost::default(),
             link: None,
             switch_overhead,
@@ -269,9 +291,9 @@ impl Source {
         };
     }
 
-    /// About how many blocks were written since the pass was made, where somebody can tell.
-    pub fn unseen(&mut self, blocks: Option<u64>) {
-        self.pass.unseen_blocks = blocks;
+    /// About how many blocks the pass has not reported, where somebody can tell.
+    pub fn unseen(&mut self, unseen: Option<Unseen>) {
+        self.pass.unseen = unseen;
     }
 
     /// The pass reports that these blocks were written.
@@ -441,7 +463,10 @@ impl Source {
         self.encoding -= 1;
         // Of a whole pass only what has content tells what a written block will cost.
         match (self.pass.whole, self.flights.get(&seq)) {
-            (true, Some(flight)) => self.first_cost.add(flight.content_blocks, bytes),
+            (true, Some(flight)) => {
+                self.first_blocks += flight.content_blocks as u64;
+                self.first_bytes += bytes;
+            }
             (true, None) => {}
             (false, _) => self.again_cost.add(batch.blocks.len(), bytes),
         }
@@ -492,9 +517,12 @@ impl Source {
             }
         }
         self.hot_allowed = false;
-        let known = self.pass.unseen_blocks.is_some() || self.pass.dirty_blocks_per_s.is_some();
+        let known = self.pass.unseen.is_some() || self.pass.dirty_blocks_per_s.is_some();
         if known && predicted <= limit {
-            return Advice::Stop(StopReason::WithinLimit);
+            return match self.waiting_helps() {
+                true => Advice::Wait,
+                false => Advice::Stop(StopReason::WithinLimit),
+            };
         }
         if known && !self.pass.judged {
             self.pass.judged = true;
@@ -509,6 +537,16 @@ impl Source {
         } else {
             Advice::ReadPass
         }
+    }
+
+    /// Whether the guest would stand still for less if it were stopped a little later: what waits
+    /// for the link gets less faster than the guest writes.
+    fn waiting_helps(&self) -> bool {
+        let Some(link) = self.link else { return false };
+        let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
+        let written_bytes_per_s = self.write_rate() * self.block_cost();
+        link.queued_bytes as f64 > in_the_pipe
+            && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
     }
 
     /// How long the guest would stand still if it were stopped now.
@@ -529,12 +567,11 @@ impl Source {
     /// Blocks that would have to travel after a stop: pending ones, and what the guest has
     /// probably written since the pass was made.
     fn left_blocks(&self, now: Duration) -> f64 {
-        let since = now.saturating_sub(self.pass.started_at).as_secs_f64();
-        let by_rate = self.pass.dirty_blocks_per_s.unwrap_or(0.0) * since;
-        let unseen = self
-            .pass
-            .unseen_blocks
-            .map_or(by_rate, |blocks| blocks as f64);
+        // The count is some time old, and the guest has gone on writing.
+        let counted = self.unseen_now();
+        let since = now.saturating_sub(counted.at).as_secs_f64();
+        let written = counted.written_blocks as f64 + self.write_rate() * since;
+        let unseen = written + counted.unread_blocks as f64;
         let all: u64 = self
             .regions
             .iter()
@@ -543,8 +580,29 @@ impl Source {
         (self.pending_blocks() as f64 + unseen).min(all as f64)
     }
 
+    fn unseen_now(&self) -> Unseen {
+        self.pass.unseen.unwrap_or(Unseen {
+            at: self.pass.started_at,
+            ..Unseen::default()
+        })
+    }
+
+    /// Blocks that the guest writes per second.
+    fn write_rate(&self) -> f64 {
+        let counted = self.unseen_now();
+        let counted_for = counted.at.saturating_sub(self.pass.started_at);
+        let lately = if counted_for >= RATE_TIME_MIN {
+            counted.written_blocks as f64 / counted_for.as_secs_f64()
+        } else {
+            0.0
+        };
+        self.pass.dirty_blocks_per_s.unwrap_or(0.0).max(lately)
+    }
+
     fn block_cost(&self) -> f64 {
-        let cost = self.again_cost.average.or(self.first_cost.average);
+        let first = self.first_bytes as f64 / self.first_blocks as f64;
+        let first = Some(first).filter(|_| self.first_blocks > 0);
+        let cost = self.again_cost.average.or(first);
         cost.unwrap_or(BLOCK_SIZE as f64)
     }
 
@@ -552,7 +610,7 @@ impl Source {
     pub fn left(&self) -> Left {
         Left {
             pending_blocks: self.pending_blocks(),
-            unseen_blocks: self.pass.unseen_blocks,
+            unseen: self.pass.unseen,
             dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
             block_cost_bytes: self.block_cost(),
             link: self.link,

@@ -7,7 +7,7 @@ use longhaul_codec::{
     Limits,
 };
 use longhaul_engine::destination::Destination;
-use longhaul_engine::source::{Advice, Link, Source};
+use longhaul_engine::source::{Advice, Link, Source, Unseen};
 use longhaul_engine::stop::StopReason;
 use longhaul_engine::strategy::Strategy as Row;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
@@ -308,7 +308,7 @@ fn content_that_is_there_does_not_travel_again() {
 #[test]
 fn an_idle_guest_is_stopped_after_one_pass() {
     let mut bench = Bench::new();
-    bench.source.unseen(Some(0));
+    bench.source.unseen(Some(Unseen::default()));
     let link = Link {
         rate_bytes_per_s: 1e7,
         rtt: Duration::from_millis(20),

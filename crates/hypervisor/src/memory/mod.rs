@@ -62,6 +62,8 @@ mod source;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};
-pub use outgoing::{Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written};
+pub use outgoing::{
+    Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
+};
 pub(crate) use sampler::Sample;
 pub use source::{SourceError, resume};

@@ -30,7 +30,7 @@ const BANDWIDTH_NONE: u64 = 10;
 /// How long such a QEMU must stand still before the guest is stopped.
 const STILLNESS: Duration = Duration::from_millis(150);
 /// How often the amount of dirty pages is estimated while the reader rests.
-const ESTIMATE_EVERY: Duration = Duration::from_millis(500);
+const ESTIMATE_EVERY: Duration = Duration::from_millis(250);
 /// How often QEMU is asked for its pass, should its events be lost.
 const ASK_EVERY: Duration = Duration::from_millis(200);
 /// How long QEMU may take to connect, and to write the list of its RAM blocks.
@@ -83,10 +83,19 @@ pub struct Progress {
     pub pages_read: u64,
     /// About how many pages of this pass are left unread, where that is known.
     pub unread_pages: Option<u64>,
-    /// About how many pages were dirtied since this pass began, by samples of the RAM.
-    pub dirty_pages: Option<u64>,
+    /// About how many pages were dirtied since this pass began.
+    pub dirty: Option<Dirty>,
     /// How long ago this pass began.
     pub pass_age: Duration,
+}
+
+/// An estimate of dirty pages, from samples of the RAM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dirty {
+    /// How many.
+    pub pages: u64,
+    /// How long ago they were counted.
+    pub age: Duration,
 }
 
 /// A guest that lies stopped in `postmigrate`.
@@ -201,6 +210,8 @@ struct Inner {
     first_goal: Option<Goal>,
     progress: Progress,
     pass_start: Instant,
+    /// The newest estimate of dirty pages of this pass, and when it was made.
+    dirty: Option<(u64, Instant)>,
 }
 
 impl Outgoing {
@@ -376,6 +387,10 @@ impl Migration {
         Progress {
             pages_read: inner.shared.pages_read(),
             pass_age: inner.pass_start.elapsed(),
+            dirty: inner.dirty.map(|(pages, at)| Dirty {
+                pages,
+                age: at.elapsed(),
+            }),
             ..inner.progress
         }
     }
@@ -433,6 +448,7 @@ async fn connect(
         first_goal: goal.filter(|_| !none),
         progress: Progress::default(),
         pass_start: Instant::now(),
+        dirty: None,
     };
     Ok((inner, prelude))
 }

@@ -6,7 +6,7 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 
 /// One block of this many is looked at, between these bounds.
 const ONE_OF: u64 = 64;
-const SAMPLES_MIN: u64 = 1024;
+const SAMPLES_MIN: u64 = 4096;
 const SAMPLES_MAX: u64 = 8192;
 /// Blocks that are read at once.
 const BATCH: usize = 64;

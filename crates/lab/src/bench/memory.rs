@@ -156,7 +156,10 @@ fn cases(options: &Options, link: LinkSpec, version: &str) -> Result<Vec<MemoryC
             .collect()
     };
     kinds.push(("random", 0.0));
-    kinds.retain(|(content, _)| options.wants_workload(content));
+    kinds.retain(|(content, share)| {
+        // Every dirty rate of a content, or one of them, named as in the checks.
+        options.wants_workload(content) || options.wants_workload(&format!("{content}_{share}"))
+    });
     let mut guest = Tiny::new("bench");
     guest.chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
     guest.machine_version = major_minor(version);

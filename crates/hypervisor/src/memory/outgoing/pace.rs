@@ -238,20 +238,14 @@ impl Migration {
         } else {
             1
         };
-        let mut estimated = None::<Instant>;
         loop {
             let wish = *wishes.borrow_and_update();
             if wish.end {
                 return Ok(Stop::Told);
             }
-            if estimated.is_none_or(|at| at.elapsed() >= ESTIMATE_EVERY) {
-                let (memory, sample) = (Arc::clone(&self.memory), Arc::clone(sample));
-                let changed = blocking(move || sample.changed_blocks(&memory)).await?;
-                self.inner().progress.dirty_pages = Some(changed);
-                estimated = Some(Instant::now());
-            }
+            let dirty = self.estimate(sample).await?;
             let wanted = wish.life == self.inner().life && wish.passes > pass;
-            if wanted && self.inner().progress.dirty_pages >= Some(enough) {
+            if wanted && dirty >= enough {
                 return Ok(Stop::Goal);
             }
             let happened = tokio::select! {
@@ -272,6 +266,21 @@ impl Migration {
                 run_state(&self.qmp).await?;
             }
         }
+    }
+
+    /// How many pages were dirtied since the sample was taken; counted anew every now and then.
+    async fn estimate(&self, sample: &Arc<Sample>) -> Result<u64, OutgoingError> {
+        let known = self.inner().dirty;
+        if let Some((pages, at)) = known
+            && at.elapsed() < ESTIMATE_EVERY
+        {
+            return Ok(pages);
+        }
+        let (memory, sample) = (Arc::clone(&self.memory), Arc::clone(sample));
+        let at = Instant::now();
+        let pages = blocking(move || sample.changed_blocks(&memory)).await?;
+        self.inner().dirty = Some((pages, at));
+        Ok(pages)
     }
 
     fn ended(&self, end: End) -> Result<Stop, OutgoingError> {
@@ -299,7 +308,7 @@ impl Migration {
         let mut inner = self.inner();
         inner.progress.pass = pass;
         inner.progress.unread_pages = None;
-        inner.progress.dirty_pages = None;
+        inner.dirty = None;
         inner.pass_start = Instant::now();
         inner.shared.tell(Event::PassStarted { pass });
     }

@@ -103,8 +103,6 @@ pub(super) struct Departure {
 struct StoppedAt {
     at: Instant,
     what: Stopped,
-    /// When everything had been sent.
-    sent_at: Option<Instant>,
     loaded_at: Option<Instant>,
     ready_at: Option<Instant>,
 }
@@ -286,7 +284,7 @@ impl Departure {
         }
         let advice = {
             let mut engine = self.task.sending.engine();
-            engine.unseen(self.task.outbound.unseen_blocks());
+            engine.unseen(self.task.outbound.unseen(now));
             engine.advise(now)
         };
         self.send_early().await;
@@ -379,7 +377,6 @@ impl Departure {
         self.stopped = Some(StoppedAt {
             at,
             what,
-            sent_at: None,
             loaded_at: None,
             ready_at: None,
         });
@@ -431,7 +428,7 @@ impl Departure {
 
     /// Says how many frames there are, once all have been given to the connection.
     async fn announce(&mut self) {
-        let (Some(session), Some(stopped)) = (&self.session, &mut self.stopped) else {
+        let (Some(session), Some(stopped)) = (&self.session, &self.stopped) else {
             return;
         };
         if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
@@ -444,7 +441,6 @@ impl Departure {
             return;
         }
         self.announced = Some(announcement);
-        stopped.sent_at.get_or_insert_with(Instant::now);
         let device_state_bytes = stopped.what.tail.len() as u32;
         let early_bytes = self.early_bytes() as u32;
         if self.entry().phase() == Phase::Stopping {

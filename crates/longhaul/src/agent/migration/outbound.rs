@@ -4,7 +4,7 @@ use super::meter::{Meter, Usage};
 use super::send::{Content, Sending};
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_codec::BlockId;
-use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::source::{Source, SourceError, Unseen};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::{
     AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
@@ -15,9 +15,6 @@ use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// How old an estimate of dirty pages may be.
-const ESTIMATE_AGE: Duration = Duration::from_millis(500);
 
 /// Why a departing guest's QEMU could not do its part.
 #[derive(Debug, thiserror::Error)]
@@ -188,15 +185,15 @@ impl Outbound {
         }
     }
 
-    /// About how many blocks were written since the pass began, or are reported in the part of it
-    /// that is not read yet, where that can be told.
-    pub(super) fn unseen_blocks(&self) -> Option<u64> {
+    /// About how many blocks no pass has reported yet, where that can be told.
+    pub(super) fn unseen(&self, now: Duration) -> Option<Unseen> {
         let progress = self.outgoing.as_ref()?.progress();
-        let dirty = progress.dirty_pages? as f64;
-        // The estimate is made now and then; the guest has gone on writing since.
-        let age = progress.pass_age.max(ESTIMATE_AGE);
-        let since = 1.0 + ESTIMATE_AGE.as_secs_f64() / age.as_secs_f64();
-        Some((dirty * since) as u64 + progress.unread_pages.unwrap_or(0))
+        let dirty = progress.dirty?;
+        Some(Unseen {
+            written_blocks: dirty.pages,
+            unread_blocks: progress.unread_pages.unwrap_or(0),
+            at: now.saturating_sub(dirty.age),
+        })
     }
 
     /// How far QEMU's migration is.

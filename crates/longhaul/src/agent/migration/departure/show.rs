@@ -127,7 +127,7 @@ impl Departure {
         let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
         let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
         let verify = self.task.offer.verify;
-        let interruptions = self.interruptions;
+        let (migration, interruptions) = (self.task.offer.migration, self.interruptions);
         self.entry().report_with(|report| {
             report.link_bytes = Some(sent_bytes);
             report.link_bytes_back = Some(received_bytes);
@@ -151,6 +151,8 @@ impl Departure {
             }
             if let Some(stopped) = stopped {
                 stopped.report(report, committed_at, rtt, summary, verify);
+                let (downtime_ms, parts) = (report.downtime_ms, &report.downtime);
+                tracing::info!(%migration, ?downtime_ms, ?parts, "the guest stood still");
             }
         });
         match self.handover {
@@ -182,10 +184,13 @@ impl StoppedAt {
         report.bytes.device_state_bytes = Some(self.what.tail.len() as u64);
         let parts = &mut report.downtime;
         parts.device_state_ms = Some(ms(self.what.device_state_time));
-        parts.last_pages_ms = self.sent_at.map(|sent| {
-            ms((sent - self.at).saturating_sub(self.what.device_state_time) + half_rtt)
+        let load = summary.map(|summary| Duration::from_micros(summary.load_us));
+        parts.load_ms = load.map(ms);
+        // Loaded left the destination when it had loaded what the last blocks completed.
+        parts.last_pages_ms = self.loaded_at.zip(load).map(|(loaded, load)| {
+            let before = self.what.stop_time + self.what.device_state_time + load + half_rtt;
+            ms((loaded - self.at).saturating_sub(before))
         });
-        parts.load_ms = summary.map(|summary| summary.load_us as f64 / 1e3);
         parts.verify_ms = match (verify, self.loaded_at, self.ready_at) {
             (true, Some(loaded), Some(ready)) => Some(ms(ready - loaded)),
             _ => None,
