@@ -1,13 +1,14 @@
 //! What two agents say to each other: ids, units, limits, messages and their versions.
 //!
 //! Everything here is data. Nothing in this crate does I/O; the bytes of every message are given
-//! by [`wire`], and `docs/wire.md` is the normative description.
+//! by [`wire`] and [`piece`], and `docs/wire.md` is the normative description.
 
 pub mod guest;
 pub mod id;
 pub mod limits;
 pub mod machine;
 pub mod message;
+pub mod piece;
 pub mod region;
 pub mod units;
 pub mod wire;

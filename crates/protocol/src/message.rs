@@ -7,9 +7,9 @@
 //!   Start(prelude) ---------------------->   QEMU has the list of RAM blocks
 //!   ==== frames of blocks (bulk) ========>   decoded into the guest's RAM
 //!   <=== Acknowledgement (bulk) ==========
-//!   Early ------------------------------->   what will not change until the end
+//!   === pieces of Early (bulk) ==========>   what will seldom change until the end
 //!   (guest stopped)
-//!   DeviceState... ---------------------->
+//!   === pieces of DeviceState (bulk) ====>
 //!   Complete(epoch, frames) ------------->   all frames applied: QEMU loads
 //!   <------------------------------ Loaded
 //!   [VerifyRegion -> Digests]*, Verified     only where it was asked for
@@ -57,22 +57,8 @@ pub enum ToDestination {
         /// The bytes.
         prelude: Vec<u8>,
     },
-    /// What the rest of QEMU's stream will probably begin with: the content of small RAM blocks,
-    /// sent while the guest runs.
-    Early {
-        /// The bytes, packed.
-        packed: Vec<u8>,
-    },
-    /// A piece of the rest of QEMU's stream, as far as it does not begin as was said early.
-    DeviceState {
-        /// Where the piece belongs, in packed bytes.
-        offset: u32,
-        /// Length of the whole, in packed bytes.
-        total: u32,
-        /// The bytes.
-        bytes: Vec<u8>,
-    },
-    /// Everything has been sent: load when so many frames of this connection are applied.
+    /// Everything has been sent: load when so many frames of this connection are applied, and all
+    /// pieces are here.
     Complete {
         /// The connection.
         epoch: Epoch,

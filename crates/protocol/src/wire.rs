@@ -145,16 +145,6 @@ impl Message for ToDestination {
             Self::Start { prelude } => {
                 limit("a prelude", prelude.len() as u64, PRELUDE_BYTES_MAX as u64)
             }
-            Self::Early { packed } => limit("a device state", packed.len() as u64, state_max),
-            Self::DeviceState {
-                offset,
-                total,
-                bytes,
-            } => {
-                limit("a device state", u64::from(*total), state_max)?;
-                let end = u64::from(*offset) + bytes.len() as u64;
-                limit("the end of a piece of device state", end, u64::from(*total))
-            }
             Self::Complete {
                 device_state_bytes, ..
             } => limit("a device state", u64::from(*device_state_bytes), state_max),
@@ -211,7 +201,7 @@ mod tests {
             generation: Generation(300),
         };
         let bytes = encode(&commit).unwrap();
-        assert_eq!(bytes, [10, 1, 0xac, 0x02]);
+        assert_eq!(bytes, [8, 1, 0xac, 0x02]);
         assert_eq!(decode::<ToDestination>(&bytes), Ok(commit));
     }
 
@@ -252,12 +242,13 @@ mod tests {
             decode::<ToDestination>(&bytes),
             Err(WireError::Limit { .. })
         ));
-        let piece = ToDestination::DeviceState {
-            offset: 3,
-            total: 4,
-            bytes: vec![0; 2],
+        let complete = ToDestination::Complete {
+            epoch: Epoch(1),
+            frames: 1,
+            early_bytes: 0,
+            device_state_bytes: DEVICE_STATE_BYTES_MAX as u32 + 1,
         };
-        assert!(matches!(encode(&piece), Err(WireError::Limit { .. })));
+        assert!(matches!(encode(&complete), Err(WireError::Limit { .. })));
     }
 
     #[test]

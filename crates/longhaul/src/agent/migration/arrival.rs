@@ -238,9 +238,7 @@ async fn prepare(
         epoch: Epoch(1),
         patience: patience + PATIENCE_MARGIN,
         lost_at: None,
-        early: Vec::new(),
-        device_state: Vec::new(),
-        tail: Vec::new(),
+        tail_bytes: None,
         loading: None,
         loaded: false,
         verified: false,
@@ -272,9 +270,8 @@ struct Task {
     epoch: Epoch,
     patience: Duration,
     lost_at: Option<Instant>,
-    early: Vec<u8>,
-    device_state: Vec<u8>,
-    tail: Vec<u8>,
+    /// How many bytes were sent early, and of how many bytes in all, as Complete says.
+    tail_bytes: Option<(u32, u32)>,
     loading: Option<JoinHandle<Result<(), InboundError>>>,
     loaded: bool,
     verified: bool,
@@ -444,7 +441,7 @@ impl Task {
                 }
             }
             Happened::Bulk(BulkEnd::Broken(reason)) => self.abort(reason).await,
-            Happened::Everything => self.load(),
+            Happened::Everything => self.load().await,
             Happened::Loaded(Ok(())) => self.loaded().await,
             Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
             Happened::QemuEnded => self.qemu_ended().await,
@@ -497,21 +494,6 @@ impl Task {
                     self.entry.enter(Phase::Precopy);
                 }
             }
-            ToDestination::Early { packed } => match unpack(&packed, DEVICE_STATE_BYTES_MAX) {
-                Ok(early) => self.early = early,
-                Err(error) => {
-                    self.abort(format!("the source breaks the protocol: {error}"))
-                        .await;
-                }
-            },
-            ToDestination::DeviceState {
-                offset,
-                total,
-                bytes,
-            } => {
-                self.device_state(offset as usize, total as usize, &bytes)
-                    .await;
-            }
             ToDestination::Complete {
                 epoch,
                 frames,
@@ -521,14 +503,10 @@ impl Task {
                 if epoch != self.epoch {
                     return;
                 }
-                let known = self.loading.is_some() || self.loaded || !self.tail.is_empty();
-                if !known && let Err(reason) = self.put_together(early_bytes, device_state_bytes) {
-                    return self
-                        .abort(format!("the source breaks the protocol: {reason}"))
-                        .await;
-                }
+                self.tail_bytes = Some((early_bytes, device_state_bytes));
                 self.complete_at.get_or_insert_with(Instant::now);
-                self.inbound.receiving().announced(epoch, frames);
+                let receiving = self.inbound.receiving();
+                receiving.announced(epoch, frames, early_bytes > 0);
             }
             ToDestination::VerifyRegion {
                 region,
@@ -581,42 +559,36 @@ impl Task {
         }
     }
 
-    async fn device_state(&mut self, offset: usize, total: usize, bytes: &[u8]) {
-        if offset == 0 && !self.loaded && self.loading.is_none() {
-            self.device_state.clear();
+    /// What QEMU is given after the prelude.
+    fn tail(&self) -> Result<Vec<u8>, String> {
+        let (early_bytes, all_bytes) = self.tail_bytes.ok_or("Complete is missing")?;
+        let unpacked = |packed: Option<Vec<u8>>| match packed {
+            Some(packed) => unpack(&packed, DEVICE_STATE_BYTES_MAX).map_err(|e| e.to_string()),
+            None => Ok(Vec::new()),
+        };
+        let (early, rest) = self.inbound.receiving().device_state();
+        let (mut tail, rest) = (unpacked(early)?, unpacked(rest)?);
+        if tail.len() < early_bytes as usize {
+            return Err("it did not send as much early as it says".to_owned());
         }
-        let fits = offset == self.device_state.len()
-            && offset + bytes.len() <= total
-            && total <= DEVICE_STATE_BYTES_MAX;
-        if !fits {
-            // Sent again after a reconnection, when it is here already.
-            if self.loaded || self.loading.is_some() || self.device_state.len() == total {
-                return;
-            }
-            return self
-                .abort("the device state came out of order".to_owned())
-                .await;
+        tail.truncate(early_bytes as usize);
+        tail.extend(rest);
+        if tail.len() != all_bytes as usize {
+            return Err("its device state has another length than it says".to_owned());
         }
-        self.device_state.extend_from_slice(bytes);
+        Ok(tail)
     }
 
-    fn put_together(&mut self, early_bytes: u32, total_bytes: u32) -> Result<(), String> {
-        let early = self.early.get(..early_bytes as usize);
-        let early = early.ok_or("it did not send as much early as it says")?;
-        let rest = unpack(&self.device_state, DEVICE_STATE_BYTES_MAX);
-        let rest = rest.map_err(|error| error.to_string())?;
-        if early.len() + rest.len() != total_bytes as usize {
-            return Err("a piece of the device state is missing".to_owned());
-        }
-        self.tail = [early, &rest].concat();
-        Ok(())
-    }
-
-    fn load(&mut self) {
+    async fn load(&mut self) {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
-        let load = self.inbound.load(std::mem::take(&mut self.tail));
-        self.loading = Some(tokio::spawn(load));
+        match self.tail() {
+            Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
+            Err(reason) => {
+                self.abort(format!("the source breaks the protocol: {reason}"))
+                    .await;
+            }
+        }
     }
 
     async fn loaded(&mut self) {

@@ -30,6 +30,7 @@ use longhaul_hypervisor::memory::Event;
 use longhaul_protocol::message::{
     Acknowledgement, AttemptState, Offer, Summary, ToDestination, ToSource,
 };
+use longhaul_protocol::piece::Part;
 use longhaul_protocol::{Epoch, wire};
 use longhaul_storage::Journal;
 use longhaul_transport::BulkError;
@@ -43,8 +44,6 @@ use tokio::time::{Instant, sleep_until};
 const TICK: Duration = Duration::from_millis(5);
 /// How often what people see is brought up to date.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
-/// Length of a piece of device state, in bytes.
-const PIECE_BYTES: usize = 1 << 20;
 /// How long a pass may take to begin.
 const PASS_WITHIN: Duration = Duration::from_secs(3);
 /// How long the destination gets to confirm that it has given up.
@@ -90,7 +89,6 @@ pub(super) struct Departure {
     /// The pass after which another was asked for, and when.
     asked_pass: Option<(u32, Instant)>,
     early: Option<Vec<u8>>,
-    early_sent: Option<Epoch>,
     comparing: Option<Comparison>,
     verified: bool,
     failure: Option<ApiError>,
@@ -149,7 +147,6 @@ impl Departure {
             announced: None,
             asked_pass: None,
             early: None,
-            early_sent: None,
             comparing: None,
             verified: false,
             failure: None,
@@ -334,22 +331,17 @@ impl Departure {
         self.task.sending.wake();
     }
 
-    /// Sends what will not change any more, as soon as the first pass has brought it.
+    /// Sends what seldom changes any more, as soon as the first pass has brought it.
     async fn send_early(&mut self) {
-        if self.early.is_none() && self.task.sending.engine().pass_is_read() {
-            self.early = Some(self.task.outbound.early());
-        }
-        let (Some(early), Some(session)) = (&self.early, &self.session) else {
-            return;
-        };
-        if self.early_sent == Some(session.line.epoch) {
+        if self.early.is_some() || self.task.sending.engine().pass_number() < 2 {
             return;
         }
-        self.early_sent = Some(session.line.epoch);
-        match pack(early) {
-            Ok(packed) => self.send(ToDestination::Early { packed }).await,
-            Err(error) => self.fail(failure::internal(&error.to_string())).await,
+        let early = self.task.outbound.early();
+        match pack(&early) {
+            Ok(packed) => self.task.sending.add_pieces(Part::Early, &packed),
+            Err(error) => return self.fail(failure::internal(&error.to_string())).await,
         }
+        self.early = Some(early);
     }
 
     /// Stops the guest, and sends what is left.
@@ -393,22 +385,10 @@ impl Departure {
     }
 
     async fn send_tail(&mut self) {
-        self.send_early().await;
         let Some(stopped) = &self.stopped else { return };
-        let packed = match pack(&stopped.what.tail[self.early_bytes()..]) {
-            Ok(packed) => packed,
-            Err(error) => return self.fail(failure::internal(&error.to_string())).await,
-        };
-        let total = packed.len() as u32;
-        for (n, piece) in packed.chunks(PIECE_BYTES).enumerate() {
-            let offset = (n * PIECE_BYTES) as u32;
-            let bytes = piece.to_vec();
-            self.send(ToDestination::DeviceState {
-                offset,
-                total,
-                bytes,
-            })
-            .await;
+        match pack(&stopped.what.tail[self.early_bytes()..]) {
+            Ok(packed) => self.task.sending.add_pieces(Part::DeviceState, &packed),
+            Err(error) => self.fail(failure::internal(&error.to_string())).await,
         }
     }
 
@@ -610,7 +590,6 @@ impl Departure {
                 if state == AttemptState::Receiving {
                     let prelude = self.task.outbound.prelude().to_vec();
                     self.send(ToDestination::Start { prelude }).await;
-                    self.send_tail().await;
                 }
                 if let Some(question) = self.comparing.as_ref().and_then(Comparison::unanswered) {
                     self.send(question).await;

@@ -209,8 +209,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Resume { .. } => "Resume",
         ToDestination::Ask { .. } => "Ask",
         ToDestination::Start { .. } => "Start",
-        ToDestination::Early { .. } => "Early",
-        ToDestination::DeviceState { .. } => "DeviceState",
         ToDestination::Complete { .. } => "Complete",
         ToDestination::VerifyRegion { .. } => "VerifyRegion",
         ToDestination::Verified => "Verified",

@@ -5,6 +5,7 @@ use longhaul_codec::{
 };
 use longhaul_engine::destination::{Destination, DestinationError};
 use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_transport::{BulkError, BulkReceiver};
@@ -35,6 +36,9 @@ pub(super) enum ReceiveError {
     /// What came is not a frame.
     #[error("the source breaks the protocol: {0}")]
     Frame(#[from] FrameError),
+    /// What came is not a piece of device state that fits.
+    #[error("the source breaks the protocol: {0}")]
+    Piece(#[from] PieceError),
     /// What came does not fit what came before.
     #[error("the source breaks the protocol: {0}")]
     Engine(#[from] DestinationError),
@@ -56,6 +60,10 @@ struct Inner {
     destination: Destination,
     store: Box<dyn Store>,
     decoder: Decoder,
+    early: Assembly,
+    device_state: Assembly,
+    /// Whether early pieces are needed for what follows.
+    needs_early: bool,
     error: Option<String>,
     fresh: Vec<bool>,
 }
@@ -70,6 +78,9 @@ impl Receiving {
             destination: Destination::new(regions)?,
             store,
             decoder: Decoder::new(key),
+            early: Assembly::default(),
+            device_state: Assembly::default(),
+            needs_early: false,
             error: None,
             fresh: Vec::new(),
         };
@@ -88,10 +99,21 @@ impl Receiving {
         self.lock().destination.connected(epoch);
     }
 
-    /// The source says how many frames it has sent over this connection in all.
-    pub(super) fn announced(&self, epoch: Epoch, frames: u64) {
-        self.lock().destination.announced(epoch, frames);
+    /// The source says how many frames it has sent over this connection in all, and whether its
+    /// early pieces count.
+    pub(super) fn announced(&self, epoch: Epoch, frames: u64, needs_early: bool) {
+        let mut inner = self.lock();
+        inner.destination.announced(epoch, frames);
+        inner.needs_early = needs_early;
+        drop(inner);
         self.complete.notify_waiters();
+    }
+
+    /// Both parts of the device state, packed, as far as they are whole.
+    pub(super) fn device_state(&self) -> (Option<Vec<u8>>, Option<Vec<u8>>) {
+        let inner = self.lock();
+        let whole = |assembly: &Assembly| assembly.whole().map(<[u8]>::to_vec);
+        (whole(&inner.early), whole(&inner.device_state))
     }
 
     /// Waits until everything that was announced is here.
@@ -100,7 +122,7 @@ impl Receiving {
             let notified = self.complete.notified();
             tokio::pin!(notified);
             notified.as_mut().enable();
-            if self.lock().destination.is_complete() {
+            if self.lock().is_complete() {
                 return;
             }
             notified.await;
@@ -167,13 +189,29 @@ impl Receiving {
 }
 
 impl Inner {
-    fn apply(&mut self, epoch: Epoch, frame: &[u8]) -> Result<bool, ReceiveError> {
+    fn is_complete(&self) -> bool {
+        let early = !self.needs_early || self.early.whole().is_some();
+        early && self.device_state.whole().is_some() && self.destination.is_complete()
+    }
+
+    /// Takes in a message of a stream of frames; true when everything is here.
+    fn apply(&mut self, epoch: Epoch, message: &[u8]) -> Result<bool, ReceiveError> {
+        match Part::of(message) {
+            None => self.apply_frame(epoch, message)?,
+            Some(Part::Early) => self.early.add(&Piece::decode(message)?)?,
+            Some(Part::DeviceState) => self.device_state.add(&Piece::decode(message)?)?,
+        }
+        Ok(self.is_complete())
+    }
+
+    fn apply_frame(&mut self, epoch: Epoch, frame: &[u8]) -> Result<(), ReceiveError> {
         let Self {
             destination,
             store,
             decoder,
             error,
             fresh,
+            ..
         } = self;
         let mut sink = Sink {
             destination,
@@ -194,7 +232,7 @@ impl Inner {
         }
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;
-        Ok(self.destination.is_complete())
+        Ok(())
     }
 }
 

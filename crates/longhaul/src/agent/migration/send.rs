@@ -9,6 +9,7 @@ use bytes::Bytes;
 use longhaul_codec::{BlockId, CompressionPolicy, DigestKey, EncodeError, Encoder, Hasher};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::piece::{Part, Piece};
 use longhaul_protocol::{BLOCK_SIZE, Epoch};
 use longhaul_transport::{BulkError, BulkSender};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -75,6 +76,8 @@ pub(super) struct Sending {
     wake: Notify,
     key: DigestKey,
     content: Box<dyn Content>,
+    /// Pieces of device state, as they travel: all of them over each connection.
+    pieces: Mutex<Vec<Bytes>>,
     payload_bytes: AtomicU64,
     stored_bytes: AtomicU64,
 }
@@ -88,6 +91,7 @@ impl Sending {
             wake: Notify::new(),
             key,
             content,
+            pieces: Mutex::new(Vec::new()),
             payload_bytes: AtomicU64::new(0),
             stored_bytes: AtomicU64::new(0),
         })
@@ -119,6 +123,13 @@ impl Sending {
             line.dead.store(true, Ordering::SeqCst);
             self.engine().connection_lost();
         }
+    }
+
+    /// Sends this too, ahead of blocks that wait.
+    pub(super) fn add_pieces(&self, part: Part, packed: &[u8]) {
+        let pieces = Piece::cut(part, packed).map(|piece| piece.encode().into());
+        lock(&self.pieces).extend(pieces);
+        self.wake();
     }
 
     /// Takes in what the destination acknowledges.
@@ -168,11 +179,20 @@ impl Sending {
     }
 
     async fn send_over(&self, line: &Line, worker: &mut Worker) -> Result<Ended, SendError> {
+        let mut pieces_sent = 0;
         loop {
             let Ok(permit) = line.bulk.reserve().await else {
                 return Ok(Ended::Lost);
             };
             let notified = self.wake.notified();
+            let piece = lock(&self.pieces).get(pieces_sent).cloned();
+            if let Some(piece) = piece {
+                pieces_sent += 1;
+                if permit.send(piece).is_err() {
+                    return Ok(Ended::Lost);
+                }
+                continue;
+            }
             match block_in_place(|| self.next_frame(line, worker))? {
                 Next::Nothing => {
                     drop(permit);
