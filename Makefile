@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench install build format checks clippy unit e2e
+.PHONY: help demo test bench fuzz install build format checks clippy unit e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -22,6 +22,17 @@ bench: install build ## all benches at their defaults, JSON into target/bench (l
 	    echo "== lab bench $$bench > target/bench/$$bench.json"; \
 	    $(LAB) bench $$bench --json > target/bench/$$bench.json || status=$$?; \
 	done; exit $$status
+
+FUZZ_SECONDS := 60
+
+fuzz: ## fuzz every parser, a minute each (FUZZ_SECONDS=60); needs a nightly compiler and cargo-fuzz
+	@command -v cargo-fuzz >/dev/null && $(CARGO) +nightly --version >/dev/null 2>&1 || { \
+	    echo "Fuzzing needs: rustup toolchain install nightly; cargo install cargo-fuzz" >&2; exit 1; }
+	@for target in $$(ls fuzz/src | sed 's/\.rs$$//'); do \
+	    echo "== fuzzing $$target for $(FUZZ_SECONDS) s"; mkdir -p fuzz/corpus/$$target; \
+	    $(CARGO) +nightly fuzz run $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
+	        -max_total_time=$(FUZZ_SECONDS) || exit 1; \
+	done
 
 install: ## install what is missing (Debian 12 or 13), saying what and why; nothing when all is there
 	@scripts/install all || { status=$$?; \

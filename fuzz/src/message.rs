@@ -1,14 +1,24 @@
 //! What is checked of every message: an answer that can be sent again as it is, or an error.
 
 use longhaul_protocol::message::{Acknowledgement, ToDestination, ToSource};
+use longhaul_protocol::piece::{Assembly, Piece};
 use longhaul_protocol::wire::{Message, decode, encode};
 use std::fmt::Debug;
 
-/// Decodes `data` as each kind of message.
+/// Decodes `data` as each kind of message, and as a piece of device state.
 pub(crate) fn run(data: &[u8]) {
     check::<ToDestination>(data);
     check::<ToSource>(data);
     check::<Acknowledgement>(data);
+    if let Ok(piece) = Piece::decode(data) {
+        assert_eq!(piece.encode(), data);
+        let mut assembly = Assembly::default();
+        assembly.add(&piece).expect("the first piece fits");
+        assert_eq!(
+            assembly.whole().is_some(),
+            piece.bytes.len() == piece.total as usize
+        );
+    }
 }
 
 fn check<M: Message + PartialEq + Debug>(data: &[u8]) {

@@ -85,8 +85,6 @@ pub struct Progress {
     pub unread_pages: Option<u64>,
     /// About how many pages were dirtied since this pass began.
     pub dirty: Option<Dirty>,
-    /// How long ago this pass began.
-    pub pass_age: Duration,
 }
 
 /// An estimate of dirty pages, from samples of the RAM.
@@ -209,7 +207,6 @@ struct Inner {
     /// Where the first pass is held; none: before its first page.
     first_goal: Option<Goal>,
     progress: Progress,
-    pass_start: Instant,
     /// The newest estimate of dirty pages of this pass, and when it was made.
     dirty: Option<(u64, Instant)>,
 }
@@ -386,7 +383,6 @@ impl Migration {
         let inner = self.inner();
         Progress {
             pages_read: inner.shared.pages_read(),
-            pass_age: inner.pass_start.elapsed(),
             dirty: inner.dirty.map(|(pages, at)| Dirty {
                 pages,
                 age: at.elapsed(),
@@ -447,7 +443,6 @@ async fn connect(
         life: 0,
         first_goal: goal.filter(|_| !none),
         progress: Progress::default(),
-        pass_start: Instant::now(),
         dirty: None,
     };
     Ok((inner, prelude))

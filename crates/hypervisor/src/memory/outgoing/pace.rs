@@ -309,7 +309,6 @@ impl Migration {
         inner.progress.pass = pass;
         inner.progress.unread_pages = None;
         inner.dirty = None;
-        inner.pass_start = Instant::now();
         inner.shared.tell(Event::PassStarted { pass });
     }
 
