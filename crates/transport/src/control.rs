@@ -169,9 +169,20 @@ impl ChannelSender {
     pub async fn finish(&mut self) -> Result<(), ChannelError> {
         self.0.finish().await
     }
+
+    /// Closes the connection below the channel as an agent that stops does: the peer takes it for
+    /// lost, and not for the end of the work.
+    pub fn disconnect(&self) {
+        self.0.disconnect();
+    }
 }
 
 impl ChannelReceiver {
+    /// As [`ChannelSender::disconnect`].
+    pub fn disconnect(&self) {
+        self.0.disconnect();
+    }
+
     /// The next message, or none when the peer finished. Safe to cancel.
     pub async fn recv(&mut self) -> Result<Option<Vec<u8>>, ChannelError> {
         Ok(self.0.next().await?.map(Vec::from))

@@ -61,6 +61,12 @@ pub(crate) struct MessageReader {
 }
 
 impl MessageReader {
+    /// Closes the connection, so that the peer takes it for lost.
+    pub(crate) fn disconnect(&self) {
+        let reason = "this connection was given up";
+        self.link.close(CloseCode::ShuttingDown, reason);
+    }
+
     pub(crate) fn new(link: Link, stream: RecvStream, limit: usize) -> Self {
         Self {
             link,
@@ -99,6 +105,12 @@ pub(crate) struct MessageWriter {
 }
 
 impl MessageWriter {
+    /// Closes the connection, so that the peer takes it for lost.
+    pub(crate) fn disconnect(&self) {
+        let reason = "this connection was given up";
+        self.link.close(CloseCode::ShuttingDown, reason);
+    }
+
     pub(crate) fn new(link: Link, stream: SendStream, limit: usize) -> Self {
         Self {
             link,

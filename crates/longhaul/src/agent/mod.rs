@@ -1,6 +1,7 @@
 //! The agent: starts its parts, serves them, and stops without touching a guest.
 
 mod config;
+pub(crate) mod fail_point;
 mod guests;
 mod hosts;
 mod http;
@@ -29,6 +30,7 @@ const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 
 /// Runs the agent until it is told to stop.
 pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
+    fail_point::arm()?;
     let config = Arc::new(Config::read(config_file)?);
     let cannot =
         |error: std::io::Error| StartError::new(format!("cannot wait for signals: {error}"));

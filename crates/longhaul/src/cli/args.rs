@@ -75,6 +75,9 @@ pub(crate) struct AgentArgs {
     /// The configuration [default: /etc/longhaul/agent.toml, which may be missing]
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
+    /// Print the points at which LONGHAUL_FAIL_POINT can make it fail, and end
+    #[arg(long, hide = true)]
+    pub(crate) list_fail_points: bool,
 }
 
 #[derive(Debug, Args)]

@@ -68,6 +68,11 @@ fn runtime(agent: bool) -> std::io::Result<tokio::runtime::Runtime> {
 async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
     let client = || connect::client(&cli.connection);
     match cli.command {
+        Command::Agent(args) if args.list_fail_points => {
+            let mut points = agent::fail_point::all().join("\n");
+            points.push('\n');
+            output.text(points.as_bytes())?;
+        }
         Command::Agent(args) => {
             log_to_stderr();
             agent::run(args.config.as_deref()).await?;

@@ -17,6 +17,7 @@ use super::peer::{Call, allows, attempt_state};
 use super::receive::{ReceiveError, Receiving};
 use super::registry::{Reservation, Taken};
 use super::talk::TalkError;
+use crate::agent::fail_point;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
 use longhaul_codec::unpack;
 use longhaul_engine::handover::{DestinationEvent, DestinationState, Record};
@@ -186,7 +187,7 @@ async fn prepare(
         peer_name: peer.name.clone(),
         paused: offer.paused,
     };
-    block_in_place(|| journal.append(&began)).map_err(|error| invalid(&error))?;
+    block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
     let entry = Arc::new(Entry::new(Facts {
         id: offer.migration,
         guest: guest.clone(),
@@ -208,7 +209,7 @@ async fn prepare(
                 attempt: offer.attempt,
                 reason: short(&reason),
             };
-            if let Err(error) = block_in_place(|| journal.append(&aborted)) {
+            if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
             }
             return Err(error.into_refusal(host));

@@ -3,6 +3,7 @@
 use super::Context;
 use super::arrival;
 use super::talk::{self, Receiver, Sender, TalkError};
+use crate::agent::fail_point;
 use longhaul_engine::handover::{DestinationState, Record};
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, MigrationId};
@@ -173,10 +174,11 @@ fn abort_unknown(
         }
     }
     let reason = "the destination does not know this attempt".to_owned();
-    journal.append(&Record::Aborted {
+    let aborted = Record::Aborted {
         attempt,
         reason: reason.clone(),
-    })?;
+    };
+    fail_point::append(&mut journal, &aborted)?;
     Ok(ToSource::Aborted { attempt, reason })
 }
 

@@ -9,6 +9,7 @@ use super::registry::{Reservation, Taken};
 use super::send::Sending;
 use super::session::{self, Session, SessionError};
 use super::{Context, Holder, failure};
+use crate::agent::fail_point;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record};
@@ -206,7 +207,7 @@ impl Preparing {
             paused,
         };
         let write = |journal: &mut Journal, record: &Record| {
-            block_in_place(|| journal.append(record))
+            block_in_place(|| fail_point::append(journal, record))
                 .map_err(|error| failure::internal(&error.to_string()))
         };
         write(&mut journal, &began)?;

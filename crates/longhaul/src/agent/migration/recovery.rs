@@ -11,6 +11,7 @@ use super::Context;
 use super::entry::{Entry, Facts};
 use super::failure;
 use super::session::{self, Attempted, Fate};
+use crate::agent::fail_point;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
 use longhaul_engine::handover::{self, Record};
 use longhaul_hypervisor::guest::{self, Found, Guest};
@@ -201,10 +202,11 @@ async fn stay(context: &Arc<Context>, mut left: Left) -> Result<(), RecoveryErro
         );
     }
     let reason = "the source's agent was restarted".to_owned();
-    left.journal.append(&Record::Aborted {
+    let record = Record::Aborted {
         attempt: left.attempt,
         reason: reason.clone(),
-    })?;
+    };
+    fail_point::append(&mut left.journal, &record)?;
     let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
     entry.end(Outcome::Failed, Some(error));
     context.archive.keep(&entry);
@@ -305,9 +307,10 @@ async fn settle_committed(
     left: &mut Left,
     generation: Generation,
 ) -> Result<bool, RecoveryError> {
-    left.journal.append(&Record::Done {
+    let record = Record::Done {
         attempt: left.attempt,
-    })?;
+    };
+    fail_point::append(&mut left.journal, &record)?;
     let host = left.peer_name.clone();
     context
         .rights
@@ -326,7 +329,7 @@ async fn settle_aborted(
         attempt: left.attempt,
         reason: reason.clone(),
     };
-    left.journal.append(&record)?;
+    fail_point::append(&mut left.journal, &record)?;
     context
         .rights
         .set(&left.right(left.generation, Holder::Here))?;
@@ -380,10 +383,11 @@ async fn give_up(context: &Arc<Context>, mut left: Left) -> Result<(), RecoveryE
     let entry = left.entry(context, Phase::Preparing);
     remove(context, &left).await?;
     let reason = "the destination's agent was restarted".to_owned();
-    left.journal.append(&Record::Aborted {
+    let record = Record::Aborted {
         attempt: left.attempt,
         reason: reason.clone(),
-    })?;
+    };
+    fail_point::append(&mut left.journal, &record)?;
     let state = format!("{} stays at {}", left.guest, left.peer_name);
     entry.end(
         Outcome::Failed,

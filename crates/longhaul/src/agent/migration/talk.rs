@@ -1,5 +1,6 @@
 //! Typed messages on a channel, with a time for each answer.
 
+use crate::agent::fail_point::{self, Named};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::wire::{self, Message, WireError};
 use longhaul_transport::{
@@ -75,18 +76,25 @@ fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
     )
 }
 
-impl<M: Message> Sender<M> {
+impl<M: Message + Named> Sender<M> {
     /// Sends one message.
     pub(super) async fn send(&mut self, message: &M) -> Result<(), TalkError> {
+        if fail_point::before_send(message) {
+            self.channel.disconnect();
+        }
         Ok(self.channel.send(&wire::encode(message)?).await?)
     }
 }
 
-impl<M: Message> Receiver<M> {
+impl<M: Message + Named> Receiver<M> {
     /// The next message. Safe to cancel.
     pub(super) async fn recv(&mut self) -> Result<M, TalkError> {
         let bytes = self.channel.recv().await?.ok_or(TalkError::Closed)?;
-        Ok(wire::decode(&bytes)?)
+        let message = wire::decode(&bytes)?;
+        if fail_point::after_receipt(&message) {
+            self.channel.disconnect();
+        }
+        Ok(message)
     }
 
     /// The next message, if it comes within this time.

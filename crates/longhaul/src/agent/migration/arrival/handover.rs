@@ -1,6 +1,7 @@
 //! Runs the destination's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Task, short};
+use crate::agent::fail_point;
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::peer::attempt_state;
 use longhaul_api::Phase;
@@ -34,15 +35,17 @@ impl Task {
         let attempt = self.offer.attempt;
         match action {
             DestinationAction::Write(record) => {
-                return Some(match block_in_place(|| self.journal.append(&record)) {
-                    Ok(()) => {
-                        if matches!(record, Record::Returned { .. }) {
-                            self.give_back();
+                return Some(
+                    match block_in_place(|| fail_point::append(&mut self.journal, &record)) {
+                        Ok(()) => {
+                            if matches!(record, Record::Returned { .. }) {
+                                self.give_back();
+                            }
+                            DestinationEvent::Written(record)
                         }
-                        DestinationEvent::Written(record)
-                    }
-                    Err(error) => DestinationEvent::WriteFailed(error.to_string()),
-                });
+                        Err(error) => DestinationEvent::WriteFailed(error.to_string()),
+                    },
+                );
             }
             DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
             DestinationAction::Resume => return Some(self.resume_guest().await),

@@ -1,6 +1,7 @@
 //! Runs the source's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Departure, SUMMARY_WITHIN, next_message};
+use crate::agent::fail_point;
 use crate::agent::migration::{arrival, failure};
 use longhaul_api::{ApiError, Phase};
 use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState, step_source};
@@ -59,10 +60,12 @@ impl Departure {
         let attempt = self.task.offer.attempt;
         match action {
             SourceAction::Write(record) => {
-                return Some(match block_in_place(|| self.task.journal.append(&record)) {
-                    Ok(()) => SourceEvent::Written(record),
-                    Err(error) => SourceEvent::WriteFailed(error.to_string()),
-                });
+                return Some(
+                    match block_in_place(|| fail_point::append(&mut self.task.journal, &record)) {
+                        Ok(()) => SourceEvent::Written(record),
+                        Err(error) => SourceEvent::WriteFailed(error.to_string()),
+                    },
+                );
             }
             SourceAction::Fence(generation) => {
                 self.set_right(
