@@ -4,11 +4,11 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench fuzz install build format checks clippy unit e2e
+.PHONY: help demo test bench crash-matrix fuzz install build format checks clippy unit e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
-	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
 
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
@@ -22,6 +22,9 @@ bench: install build ## all benches at their defaults, JSON into target/bench (l
 	    echo "== lab bench $$bench > target/bench/$$bench.json"; \
 	    $(LAB) bench $$bench --json > target/bench/$$bench.json || status=$$?; \
 	done; exit $$status
+
+crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (90 minutes)
+	$(LAB) crash-matrix --all
 
 FUZZ_SECONDS := 60
 

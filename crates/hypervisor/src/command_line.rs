@@ -203,7 +203,8 @@ fn disk(line: &mut Line, disk: &Disk, image: &Image, bus: &str, index: usize) {
     let (file, format) = (format!("file-{}", disk.name), format!("disk-{}", disk.name));
     // QEMU's own lock stands beside the journal: it stops a person who starts a second QEMU.
     let file_node = json!({
-        "driver": "file", "node-name": file, "filename": text(&image.path), "locking": "on",
+        "driver": "file", "node-name": file, "filename": text(&image.path),
+        "locking": if image.locks { "on" } else { "off" },
         "cache": {"direct": direct}, "read-only": disk.read_only, "discard": "unmap",
     });
     let driver = match image.format {

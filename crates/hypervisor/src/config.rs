@@ -75,6 +75,14 @@ pub struct Image {
     /// Whether to go past this host's page cache; where it is left out, shared disks do.
     #[serde(default)]
     pub direct: Option<bool>,
+    /// Whether QEMU locks the file; off only for storage that knows no locks. The right to run a
+    /// guest does not rest on it.
+    #[serde(default = "yes")]
+    pub locks: bool,
+}
+
+fn yes() -> bool {
+    true
 }
 
 /// What an image file holds; never guessed from its content, which the guest could write.

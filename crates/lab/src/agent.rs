@@ -18,6 +18,8 @@ use crate::process::{self, own_binary, wait_until};
 
 /// The UDP port on which agents listen for each other.
 pub const AGENT_PORT: u16 = 7400;
+/// The variable that arms an agent's fail points.
+const FAIL_POINT_VARIABLE: &str = "LONGHAUL_FAIL_POINT";
 /// An agent is up in a fraction of a second, on a machine that does nothing else.
 const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long an agent may take to put its things away.
@@ -51,7 +53,7 @@ impl Agent {
         let log = host.folder().join("agent.log");
         let text = configuration(host, &api, more)?;
         fs::write(&config, text).during(|| format!("write {}", config.display()))?;
-        let process = start_process(host, &config, &log)?;
+        let process = start_process(host, &config, &log, "")?;
         let mut agent = Self {
             name: host.name().to_owned(),
             api,
@@ -119,9 +121,23 @@ impl Agent {
     /// # Errors
     /// When it does not come up; the error names its log.
     pub fn restart(&mut self, host: &Host) -> Result<(), LabError> {
+        self.restart_to_fail(host, "")
+    }
+
+    /// As [`Self::restart`]; the agent is to fail at these points, as its `fail_point` describes
+    /// them.
+    ///
+    /// # Errors
+    /// When it does not come up; the error names its log.
+    pub fn restart_to_fail(&mut self, host: &Host, fail_points: &str) -> Result<(), LabError> {
         self.kill()?;
-        self.process = start_process(host, &self.config, &self.log)?;
+        self.process = start_process(host, &self.config, &self.log, fail_points)?;
         self.wait_until_it_answers()
+    }
+
+    /// Whether its process is no more.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.process.try_wait(), Ok(None))
     }
 
     fn wait_until_it_answers(&mut self) -> Result<(), LabError> {
@@ -257,7 +273,12 @@ fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, 
 }
 
 /// An agent in a session of its own group: a Ctrl-C at the terminal is the laboratory's to handle.
-fn start_process(host: &Host, config: &Path, log: &Path) -> Result<Child, LabError> {
+fn start_process(
+    host: &Host,
+    config: &Path,
+    log: &Path,
+    fail_points: &str,
+) -> Result<Child, LabError> {
     let output = File::options()
         .create(true)
         .append(true)
@@ -270,5 +291,6 @@ fn start_process(host: &Host, config: &Path, log: &Path) -> Result<Child, LabErr
     command.arg("agent").arg("--config").arg(config);
     command.stdin(Stdio::null()).stdout(output).stderr(errors);
     command.process_group(0);
+    command.env(FAIL_POINT_VARIABLE, fail_points);
     host.spawn(&mut command)
 }

@@ -53,6 +53,16 @@ pub struct Beat {
     pub errors: u64,
 }
 
+/// Where heartbeats came from: what tells one copy of a guest from two.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Origins {
+    /// How often a new heartbeat came from another socket than the one before it: once a move.
+    pub switches: u64,
+    /// How many heartbeats came that another socket had brought before: at most a buffer's worth a
+    /// move, and hundreds a second of a second copy.
+    pub repeated: u64,
+}
+
 /// A page that did not hold what it should.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Fault {
@@ -120,6 +130,7 @@ struct State {
     heard: HashMap<PathBuf, Instant>,
     /// Where the latest heartbeat came from: commands go there.
     current: Option<PathBuf>,
+    origins: Origins,
     bad_lines: u64,
 }
 
@@ -143,16 +154,18 @@ impl Arena {
 
     /// Fills the arena and starts to rewrite it.
     pub fn start(&mut self, workload: &Workload, limit: Duration) -> Result<u64, ArenaError> {
-        let command = json!({
-            "command": "start",
-            "content": workload.content,
-            "arena_bytes": workload.arena_bytes,
-            "working_set_bytes": workload.working_set_bytes,
-            "pages_per_s": workload.pages_per_s,
-            "write_bytes": workload.write_bytes,
-            "writers": workload.writers,
-            "seed": workload.seed,
-        });
+        self.start_with_disk(workload, 0, limit)
+    }
+
+    /// As [`Self::start`], and writes to the guest's first disk, so many sectors per second.
+    pub fn start_with_disk(
+        &mut self,
+        workload: &Workload,
+        disk_writes_per_s: u64,
+        limit: Duration,
+    ) -> Result<u64, ArenaError> {
+        let mut command = start_command(workload);
+        command["disk_writes_per_s"] = json!(disk_writes_per_s);
         let answer = self.ask(command, limit)?;
         Ok(answer.get("pages").and_then(Value::as_u64).unwrap_or(0))
     }
@@ -206,6 +219,19 @@ impl Arena {
     /// The socket that the latest heartbeat came from.
     pub fn heard_on(&self) -> Option<PathBuf> {
         self.shared.state().current.clone()
+    }
+
+    /// Where heartbeats came from so far.
+    pub fn origins(&self) -> Origins {
+        self.shared.state().origins.clone()
+    }
+
+    /// Forgets all heartbeats but the last, for a guest that is watched for hours.
+    pub fn forget_beats(&self) {
+        let mut state = self.shared.state();
+        let last = state.beats.last().copied();
+        state.beats.clear();
+        state.beats.extend(last);
     }
 
     /// The sockets that brought a heartbeat since then: more than one are two copies of a guest.
@@ -322,6 +348,9 @@ impl Shared {
         if let Some(beat) = number("beat") {
             state.heard.insert(path.to_owned(), at);
             let newest = state.beats.last().is_none_or(|last| last.number < beat);
+            let elsewhere = state.current.as_deref().is_some_and(|known| known != path);
+            state.origins.switches += u64::from(newest && elsewhere);
+            state.origins.repeated += u64::from(!newest && elsewhere);
             // A buffer that both QEMUs had may come twice; only what is newer counts.
             if newest {
                 state.current = Some(path.to_owned());
@@ -346,6 +375,19 @@ impl Shared {
         drop(state);
         self.changed.notify_all();
     }
+}
+
+fn start_command(workload: &Workload) -> Value {
+    json!({
+        "command": "start",
+        "content": workload.content,
+        "arena_bytes": workload.arena_bytes,
+        "working_set_bytes": workload.working_set_bytes,
+        "pages_per_s": workload.pages_per_s,
+        "write_bytes": workload.write_bytes,
+        "writers": workload.writers,
+        "seed": workload.seed,
+    })
 }
 
 fn is_timeout(error: &io::Error) -> bool {
@@ -384,6 +426,11 @@ mod tests {
         assert_eq!(arena.heard_on(), Some(there));
         assert_eq!(arena.beats().len(), 2);
         assert_eq!(arena.heard_since(began).len(), 2);
+        let origins = Origins {
+            switches: 1,
+            repeated: 1,
+        };
+        assert_eq!(arena.origins(), origins);
         assert!(arena.heard_since(Instant::now()).is_empty());
 
         let answering = thread::spawn(move || {

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use clap::{Parser, Subcommand};
 use longhaul_lab::bench;
+use longhaul_lab::crash;
 use longhaul_lab::demo;
 use longhaul_lab::doctor;
 use longhaul_lab::error::LabError;
@@ -69,6 +70,8 @@ enum Action {
         #[command(flatten)]
         options: bench::Options,
     },
+    /// Let something fail at every step of a move, and look whether the guest is still there once
+    CrashMatrix(crash::Options),
     /// The process of one link; started by the others
     #[command(hide = true)]
     EmulateLink {
@@ -133,6 +136,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
             return Ok(ExitCode::from(u8::from(!demo_runs)));
         }
         Action::Demo => return demo::run(),
+        Action::CrashMatrix(options) => return crash::command(&options),
         Action::Up(arguments) if arguments.foreground => up::hold(
             Plan {
                 purpose: String::new(),

@@ -82,7 +82,24 @@ impl Product {
         files: &KernelFiles,
         settings: &Settings,
     ) -> Result<Self, LabError> {
-        let agents = agent::start_each(lab, |index| settings.table(index, files))?;
+        Self::start_with(lab, files, settings, &toml::Table::new())
+    }
+
+    /// As [`Self::start`], with more tables in the configuration of every host.
+    ///
+    /// # Errors
+    /// When one does not come up.
+    pub fn start_with(
+        lab: &mut Lab,
+        files: &KernelFiles,
+        settings: &Settings,
+        more: &toml::Table,
+    ) -> Result<Self, LabError> {
+        let agents = agent::start_each(lab, |index| {
+            let mut table = settings.table(index, files)?;
+            table.extend(more.clone());
+            Ok(table)
+        })?;
         Ok(Self { agents })
     }
 
@@ -417,6 +434,11 @@ impl Move {
             self.finished.ended = Instant::now();
         }
         Ok(self.finished.clone())
+    }
+
+    /// Whether the command has ended.
+    pub fn has_ended(&mut self) -> bool {
+        !matches!(self.process.try_wait(), Ok(None))
     }
 
     /// The id of the migration and what is known of it so far.

@@ -5,7 +5,7 @@ pub mod initramfs;
 
 use crate::error::{During, LabError};
 use crate::installed;
-use longhaul_protocol::guest::{Channel, GuestDescription, Kernel};
+use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,6 +14,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub const KERNEL_NAME: &str = "tiny";
 /// The name of the channel that the arena speaks on.
 pub const CHANNEL_NAME: &str = "arena";
+
+/// The name of the image of a `tiny` guest's disk, in each host's configuration.
+pub const DISK_IMAGE: &str = "tiny";
 
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -43,7 +46,7 @@ impl Chipset {
     }
 }
 
-/// A guest without disks whose whole user space is the arena: up in seconds without KVM.
+/// A guest whose whole user space is the arena: up in seconds without KVM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tiny {
     /// The guest's name.
@@ -56,6 +59,8 @@ pub struct Tiny {
     pub vcpus: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
+    /// Whether it has a disk: the image [`DISK_IMAGE`], on storage that all hosts see.
+    pub disk: bool,
 }
 
 impl Tiny {
@@ -67,11 +72,19 @@ impl Tiny {
             machine_version: "7.2".to_owned(),
             vcpus: 1,
             memory_mib: 128,
+            disk: false,
         }
     }
 
     /// What the guest is, in words that hold on every host.
     pub fn description(&self) -> GuestDescription {
+        let disk = || Disk {
+            name: "vda".to_owned(),
+            image: DISK_IMAGE.to_owned(),
+            shared: true,
+            read_only: false,
+        };
+        let disks = self.disk.then(disk).into_iter().collect();
         GuestDescription {
             name: self.name.clone(),
             machine: self.chipset.machine_type(&self.machine_version),
@@ -83,7 +96,7 @@ impl Tiny {
                 name: KERNEL_NAME.to_owned(),
                 command_line: "console=ttyS0 quiet panic=-1".to_owned(),
             }),
-            disks: Vec::new(),
+            disks,
             nics: Vec::new(),
             channels: vec![Channel {
                 name: CHANNEL_NAME.to_owned(),

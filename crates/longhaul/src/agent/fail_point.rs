@@ -236,6 +236,7 @@ fn pass(side: Side, when: When, what: &str) -> Passed {
     let Some(armed) = armed.iter().find(fires) else {
         return Passed::Through;
     };
+    tracing::warn!(point, "fail point fires");
     match &armed.action {
         Action::Kill => {
             let killed = nix::sys::signal::raise(nix::sys::signal::Signal::SIGKILL);

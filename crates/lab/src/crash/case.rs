@@ -1,0 +1,274 @@
+//! A case of the matrix: who fails, where, with which QEMUs; all of them, and their names.
+
+use super::point::{Point, Side, Step};
+use std::fmt;
+
+/// What fails.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Victim {
+    /// The source's agent is killed.
+    SourceAgent,
+    /// The destination's agent is killed.
+    DestinationAgent,
+    /// Both are, as by a power cut of both sites.
+    BothAgents,
+    /// The guest's QEMU at the source is killed.
+    SourceQemu,
+    /// The guest's QEMU at the destination is killed.
+    DestinationQemu,
+    /// The connection between the agents is closed.
+    Connection,
+    /// The link is cut for a while.
+    Link,
+    /// The record cannot be written, or is said not to have been.
+    Record,
+}
+
+impl Victim {
+    /// All of them.
+    pub const ALL: [Self; 8] = [
+        Self::SourceAgent,
+        Self::DestinationAgent,
+        Self::BothAgents,
+        Self::SourceQemu,
+        Self::DestinationQemu,
+        Self::Connection,
+        Self::Link,
+        Self::Record,
+    ];
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::SourceAgent => "source-agent",
+            Self::DestinationAgent => "destination-agent",
+            Self::BothAgents => "both-agents",
+            Self::SourceQemu => "source-qemu",
+            Self::DestinationQemu => "destination-qemu",
+            Self::Connection => "connection",
+            Self::Link => "link",
+            Self::Record => "record",
+        }
+    }
+
+    /// Whose agents are killed.
+    pub fn agents(self) -> &'static [Side] {
+        match self {
+            Self::SourceAgent => &[Side::Source],
+            Self::DestinationAgent => &[Side::Destination],
+            Self::BothAgents => &[Side::Source, Side::Destination],
+            _ => &[],
+        }
+    }
+
+    /// Whose QEMU is killed.
+    pub fn qemu(self) -> Option<Side> {
+        match self {
+            Self::SourceQemu => Some(Side::Source),
+            Self::DestinationQemu => Some(Side::Destination),
+            _ => None,
+        }
+    }
+}
+
+/// The QEMUs of both hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Pair {
+    /// 7.2 on both.
+    Old,
+    /// 10.0 on both.
+    New,
+    /// From 7.2 to 10.0.
+    OldToNew,
+}
+
+impl Pair {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Old, Self::New, Self::OldToNew];
+
+    /// The versions, by host.
+    pub fn versions(self) -> [&'static str; 2] {
+        match self {
+            Self::Old => ["7.2", "7.2"],
+            Self::New => ["10.0", "10.0"],
+            Self::OldToNew => ["7.2", "10.0"],
+        }
+    }
+
+    fn name(self) -> &'static str {
+        match self {
+            Self::Old => "7.2",
+            Self::New => "10.0",
+            Self::OldToNew => "7.2-10.0",
+        }
+    }
+}
+
+/// How long what fails stays away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Back {
+    /// It is back at once; a link after a second.
+    AtOnce,
+    /// It is back when the other side has noticed, and given up or fallen into doubt.
+    Later,
+}
+
+/// What a case is beside its point: what pairs of are covered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Kind {
+    /// What fails.
+    pub victim: Victim,
+    /// In which part of a move.
+    pub step: Step,
+    /// The QEMUs.
+    pub pair: Pair,
+    /// Whether QEMU locks the guest's disk; a lock could hide a second copy.
+    pub locks: bool,
+    /// How long it stays away.
+    pub back: Back,
+}
+
+/// One case.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Case {
+    /// What it is beside its point.
+    pub kind: Kind,
+    /// Where it fails.
+    pub point: Point,
+}
+
+impl fmt::Display for Case {
+    /// The name by which `--only` runs it alone.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Kind {
+            victim,
+            pair,
+            locks,
+            back,
+            ..
+        } = self.kind;
+        write!(
+            f,
+            "{}:{}:{}:{}:{}",
+            victim.name(),
+            self.point.name,
+            pair.name(),
+            if locks { "locks-on" } else { "locks-off" },
+            match back {
+                Back::AtOnce => "at-once",
+                Back::Later => "later",
+            }
+        )
+    }
+}
+
+impl Case {
+    /// Whether there is such a case: whether there is what is to fail, and a difference to make.
+    fn is_sound(&self) -> bool {
+        let Kind {
+            victim,
+            step,
+            locks,
+            back,
+            ..
+        } = self.kind;
+        let fits = match victim {
+            Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
+            Victim::SourceQemu => !matches!(step, Step::Asking | Step::Done),
+            Victim::DestinationQemu => !matches!(
+                step,
+                Step::Asking | Step::Offering | Step::Cancelling | Step::Refusing | Step::Returning
+            ),
+            Victim::Connection => !self.point.is_record(),
+            Victim::Link => step != Step::Asking,
+            Victim::Record => self.point.is_record(),
+        };
+        // What stays away longer is noticed where somebody waits for it.
+        let waits = match victim {
+            Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
+            Victim::Link => matches!(step, Step::Ready | Step::Released | Step::Committed),
+            _ => false,
+        };
+        // A lock held by somebody else is what makes QEMU refuse.
+        let refuses = step != Step::Returning || locks;
+        fits && refuses && (waits || back == Back::AtOnce)
+    }
+}
+
+/// Every case that there is.
+pub fn universe(points: &[Point]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for victim in Victim::ALL {
+        for point in points {
+            for pair in Pair::ALL {
+                for locks in [false, true] {
+                    for back in [Back::AtOnce, Back::Later] {
+                        let kind = Kind {
+                            victim,
+                            step: point.step,
+                            pair,
+                            locks,
+                            back,
+                        };
+                        let point = point.clone();
+                        cases.push(Case { kind, point });
+                    }
+                }
+            }
+        }
+    }
+    cases.retain(Case::is_sound);
+    cases
+}
+
+/// Every victim at every point with every pair of QEMUs; locks and the time away alternate.
+pub fn all(points: &[Point]) -> Vec<Case> {
+    let universe = universe(points);
+    let mut chosen: Vec<Case> = Vec::new();
+    let alike = |one: &Case, next: &Case| {
+        let key = |case: &Case| (case.kind.victim, case.kind.pair, case.point.name.clone());
+        key(one) == key(next)
+    };
+    for (number, same) in universe.chunk_by(alike).enumerate() {
+        chosen.extend(same.get(number % same.len()).cloned());
+    }
+    chosen
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    fn points() -> Vec<Point> {
+        let names = [
+            "source:before-send:offer",
+            "destination:before-record:ready",
+            "source:after-record:released",
+        ];
+        names.map(|name| Point::named(name).unwrap()).to_vec()
+    }
+
+    #[test]
+    fn every_victim_meets_every_point_with_every_pair() {
+        let all = all(&points());
+        let universe = universe(&points());
+        let keys = |cases: &[Case]| -> HashSet<_> {
+            let key = |case: &Case| (case.kind.victim, case.kind.pair, case.point.name.clone());
+            cases.iter().map(key).collect()
+        };
+        assert_eq!(keys(&all), keys(&universe));
+        assert_eq!(keys(&all).len(), all.len());
+        let off = all.iter().filter(|case| !case.kind.locks).count();
+        assert!(off * 3 >= all.len(), "{off} of {}", all.len());
+    }
+
+    #[test]
+    fn names_are_different() {
+        let universe = universe(&points());
+        let names: HashSet<String> = universe.iter().map(Case::to_string).collect();
+        assert_eq!(names.len(), universe.len());
+        assert!(
+            names.contains("source-agent:source:after-record:released:7.2-10.0:locks-off:later")
+        );
+    }
+}

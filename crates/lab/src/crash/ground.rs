@@ -1,0 +1,327 @@
+//! Two hosts with their agents and one guest, kept from case to case and watched all the time.
+
+use super::case::Pair;
+use crate::arena::{Arena, ArenaError, Workload};
+use crate::error::{During, LabError};
+use crate::guest::{CHANNEL_NAME, DISK_IMAGE, KernelFiles, Tiny};
+use crate::lab::{Lab, Plan};
+use crate::process;
+use crate::product::{Product, Settings, channel_socket};
+use std::fs;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// What is waited for gets this long, on however slow a machine.
+pub(super) const LIMIT: Duration = Duration::from_secs(90);
+const LINK: &str = "400mbit,4ms";
+/// So small that a move takes a second.
+const MEMORY_MIB: u64 = 128;
+const ARENA_BYTES: u64 = 8 << 20;
+const PAGES_PER_S: u64 = 300;
+const DISK_BYTES: u64 = 1 << 20;
+const DISK_WRITES_PER_S: u64 = 40;
+/// A buffer on its way may be heard twice, once a move.
+const REPEATED_MAX: u64 = 60;
+
+/// Where cases are tried.
+#[derive(Debug)]
+pub(super) struct Ground {
+    pub(super) product: Product,
+    pub(super) lab: Lab,
+    pub(super) pair: Pair,
+    pub(super) guest: String,
+    pub(super) arena: Arena,
+    /// The host that the guest is on.
+    pub(super) at: usize,
+    boots: u32,
+    /// What else runs in each host's namespace.
+    others: [usize; 2],
+    /// The names of the files of a guest that runs.
+    guest_files: Vec<String>,
+}
+
+impl Ground {
+    /// Makes it, and boots the guest.
+    pub(super) fn make(pair: Pair, locks: bool, seed: u64) -> Result<Self, LabError> {
+        let link = LINK
+            .parse()
+            .map_err(|error| LabError::Which(format!("{error}")))?;
+        let plan = Plan {
+            purpose: "crash matrix".to_owned(),
+            hosts: 2,
+            link,
+            seed,
+        };
+        let mut lab = Lab::create(&plan)?;
+        let files = KernelFiles::make(lab.host(0)?.folder())?;
+        let disk = lab.shared_folder()?.join("disk.raw");
+        fs::File::create(&disk)
+            .and_then(|file| file.set_len(DISK_BYTES))
+            .during(|| format!("make {}", disk.display()))?;
+        let settings = Settings {
+            qemus: pair.versions().map(str::to_owned).to_vec(),
+            // Every machine has it, and a crash does not care.
+            accelerator: "tcg".to_owned(),
+        };
+        let image = toml::Table::from_iter([
+            ("path".to_owned(), disk.display().to_string().into()),
+            ("format".to_owned(), "raw".into()),
+            ("locks".to_owned(), locks.into()),
+        ]);
+        let images = toml::Table::from_iter([(DISK_IMAGE.to_owned(), image.into())]);
+        let more = toml::Table::from_iter([("images".to_owned(), images.into())]);
+        let product = Product::start_with(&mut lab, &files, &settings, &more)?;
+        let mut ground = Self {
+            product,
+            lab,
+            pair,
+            guest: String::new(),
+            arena: Arena::new(),
+            at: 0,
+            boots: 0,
+            others: [0; 2],
+            guest_files: Vec::new(),
+        };
+        for host in 0..2 {
+            // The agent itself is counted apart.
+            ground.others[host] = ground.processes(host)?.len().saturating_sub(1);
+        }
+        ground.boot()?;
+        ground.guest_files = ground.files_of_guest(0)?;
+        Ok(ground)
+    }
+
+    /// Boots a guest on the first host, under a name that no host has heard of.
+    pub(super) fn boot(&mut self) -> Result<(), LabError> {
+        self.boots += 1;
+        self.at = 0;
+        let mut tiny = Tiny::new(&format!("crash-{}", self.boots));
+        tiny.memory_mib = MEMORY_MIB;
+        tiny.machine_version = self.pair.versions()[0].to_owned();
+        tiny.disk = true;
+        self.guest.clone_from(&tiny.name);
+        self.arena = Arena::new();
+        for host in 0..2 {
+            let socket = self.channel(host)?;
+            self.arena
+                .attach(&socket)
+                .during(|| format!("listen on {}", socket.display()))?;
+        }
+        self.product
+            .start_guest(&self.lab, 0, &tiny.description())?;
+        self.arena.wait_for_beat(LIMIT).map_err(answer)?;
+        let workload = Workload {
+            content: "mix".to_owned(),
+            arena_bytes: ARENA_BYTES,
+            working_set_bytes: ARENA_BYTES / 4,
+            pages_per_s: PAGES_PER_S,
+            write_bytes: 512,
+            writers: 1,
+            seed: u64::from(self.boots),
+        };
+        self.arena
+            .start_with_disk(&workload, DISK_WRITES_PER_S, LIMIT)
+            .map(drop)
+            .map_err(answer)
+    }
+
+    /// The guest's channel on a host.
+    pub(super) fn channel(&self, host: usize) -> Result<PathBuf, LabError> {
+        let host = self.lab.host(host)?;
+        Ok(channel_socket(host, &self.guest, CHANNEL_NAME))
+    }
+
+    /// The guest's QEMUs on a host, found without its agent.
+    pub(super) fn qemus(&self, host: usize) -> Result<Vec<i32>, LabError> {
+        let wanted = format!("guest={},", self.guest);
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            line.split(|byte| *byte == 0)
+                .any(|word| word.starts_with(wanted.as_bytes()))
+        };
+        Ok(self.processes(host)?.into_iter().filter(is_one).collect())
+    }
+
+    fn processes(&self, host: usize) -> Result<Vec<i32>, LabError> {
+        let mut all = self.lab.host(host)?.namespace().processes()?;
+        // Those that ended and are not yet buried are gone.
+        all.retain(|pid| process::ProcessId::of(*pid).is_some());
+        Ok(all)
+    }
+
+    /// Starts a host's agent again, to fail at these points.
+    pub(super) fn restart(&mut self, host: usize, fail_points: &str) -> Result<(), LabError> {
+        let of_lab = self.lab.host(host)?;
+        self.product
+            .agent_mut(host)?
+            .restart_to_fail(of_lab, fail_points)
+    }
+
+    /// How much a host's agent has said so far.
+    pub(super) fn log_bytes(&self, host: usize) -> Result<u64, LabError> {
+        let log = self.product.agent(host)?.log();
+        Ok(fs::metadata(log).map_or(0, |metadata| metadata.len()))
+    }
+
+    /// What it said after that.
+    pub(super) fn log_since(&self, host: usize, from: u64) -> Result<String, LabError> {
+        let path = self.product.agent(host)?.log();
+        let reading = || format!("read {}", path.display());
+        let mut log = fs::File::open(path).during(reading)?;
+        log.seek(SeekFrom::Start(from)).during(reading)?;
+        let mut said = Vec::new();
+        log.read_to_end(&mut said).during(reading)?;
+        Ok(String::from_utf8_lossy(&said).into_owned())
+    }
+
+    /// A file by which an agent says that it is held.
+    pub(super) fn marker(&self) -> Result<PathBuf, LabError> {
+        Ok(self.lab.shared_folder()?.join("held"))
+    }
+
+    /// The guest's own word: nothing is damaged, and it was never heard as two.
+    pub(super) fn verify(&mut self, since: &crate::arena::Origins) -> Result<(), String> {
+        let verified = self
+            .arena
+            .verify(LIMIT)
+            .map_err(|error| error.to_string())?;
+        let beat = self.arena.wait_for_beat(LIMIT);
+        let errors = beat.map_err(|error| error.to_string())?.errors;
+        if verified.errors + errors > 0 {
+            let first = self.arena.faults().into_iter().next();
+            return Err(format!("the guest found {errors} errors, first {first:?}"));
+        }
+        self.heard_once(since)
+    }
+
+    /// It was never heard as two.
+    pub(super) fn heard_once(&self, since: &crate::arena::Origins) -> Result<(), String> {
+        let origins = self.arena.origins();
+        let switches = origins.switches - since.switches;
+        let repeated = origins.repeated - since.repeated;
+        if switches > 1 || repeated > REPEATED_MAX {
+            return Err(format!(
+                "TWO COPIES: heartbeats changed their host {switches} times, {repeated} came twice"
+            ));
+        }
+        Ok(())
+    }
+
+    /// What is there and should not be, when the guest runs on that host, or nowhere.
+    pub(super) fn left_over(&self, owner: Option<usize>) -> Result<Option<String>, LabError> {
+        for host in 0..2 {
+            let qemus = self.qemus(host)?;
+            let own = owner == Some(host);
+            if qemus.len() != usize::from(own) {
+                return Ok(Some(format!("host {host} has QEMUs {qemus:?}")));
+            }
+            let expected = self.others[host] + 1 + qemus.len();
+            let there = self.processes(host)?;
+            if there.len() != expected {
+                return Ok(Some(format!(
+                    "host {host} has processes {there:?}, and should have {expected}"
+                )));
+            }
+            let state = self.lab.host(host)?.folder().join("state");
+            if owner.is_some() && !own && state.join("guests").join(&self.guest).exists() {
+                return Ok(Some(format!("host {host} has the guest's folder")));
+            }
+            if own {
+                let mut files = self.files_of_guest(host)?;
+                files.retain(|file| !self.guest_files.contains(file));
+                if !files.is_empty() {
+                    return Ok(Some(format!(
+                        "host {host} has files of the guest's {files:?}"
+                    )));
+                }
+            }
+            if let Some(open) = journals(&state.join("journal"))? {
+                return Ok(Some(format!("host {host}: {open}")));
+            }
+            if let Some(name) = unfinished(&state)? {
+                return Ok(Some(format!("host {host} has the file {name}")));
+            }
+        }
+        Ok(None)
+    }
+
+    fn files_of_guest(&self, host: usize) -> Result<Vec<String>, LabError> {
+        let folder = self.lab.host(host)?.folder().join("state/guests");
+        let mut found = Vec::new();
+        list(&folder.join(&self.guest), "", &mut found)?;
+        found.sort();
+        Ok(found)
+    }
+
+    /// Ends the guest, wherever it is.
+    pub(super) fn end(&self) -> Result<(), LabError> {
+        self.product.stop_guest(self.at, &self.guest)
+    }
+}
+
+fn answer(error: ArenaError) -> LabError {
+    LabError::Answer {
+        what: "the guest's arena".to_owned(),
+        message: error.to_string(),
+    }
+}
+
+/// The names of all files below a folder.
+fn list(folder: &std::path::Path, prefix: &str, found: &mut Vec<String>) -> Result<(), LabError> {
+    let reading = || format!("read {}", folder.display());
+    for entry in fs::read_dir(folder).during(reading)? {
+        let entry = entry.during(reading)?;
+        let name = format!("{prefix}{}", entry.file_name().to_string_lossy());
+        if entry.file_type().during(reading)?.is_dir() {
+            list(&entry.path(), &format!("{name}/"), found)?;
+        } else {
+            found.push(name);
+        }
+    }
+    Ok(())
+}
+
+/// A journal that is not at an end; `docs/journal.md` describes its bytes.
+fn journals(folder: &std::path::Path) -> Result<Option<String>, LabError> {
+    const MAGIC_BYTES: usize = 8;
+    const HEADER_BYTES: usize = 12;
+    let mut names = Vec::new();
+    list(folder, "", &mut names)?;
+    for name in names {
+        let path = folder.join(&name);
+        let bytes = fs::read(&path).during(|| format!("read {}", path.display()))?;
+        let mut rest = bytes.get(MAGIC_BYTES..).unwrap_or_default();
+        let mut last = None;
+        let mut side = None;
+        while let Some(header) = rest.first_chunk::<HEADER_BYTES>() {
+            let length = u32::from_le_bytes([header[0], header[1], header[2], header[3]]) as usize;
+            let Some(payload) = rest.get(HEADER_BYTES..HEADER_BYTES + length) else {
+                break;
+            };
+            last = payload.first().copied();
+            if last == Some(0) {
+                // After the record's number: the migration, and an attempt below 128.
+                side = payload.get(10).copied();
+            }
+            rest = &rest[HEADER_BYTES + length..];
+        }
+        let at_end = matches!(
+            (last, side),
+            (Some(4..=6), _) | (Some(3), Some(1)) | (None, _)
+        );
+        if !at_end {
+            return Ok(Some(format!(
+                "{name} ends with record {last:?} of side {side:?}"
+            )));
+        }
+    }
+    Ok(None)
+}
+
+/// A file that was being replaced.
+fn unfinished(state: &std::path::Path) -> Result<Option<String>, LabError> {
+    let mut names = Vec::new();
+    list(state, "", &mut names)?;
+    Ok(names.into_iter().find(|name| name.ends_with(".new")))
+}

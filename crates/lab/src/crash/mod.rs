@@ -1,0 +1,232 @@
+//! `lab crash-matrix`: something fails at every step of a move, and the guest is still there once.
+//!
+//! [`point`] knows the steps, [`case`] what can fail at them, [`cover`] chooses few cases that tell
+//! much, [`predict`] what the rules of the hand-over say of each; `run` tries one on a `ground`.
+
+pub mod case;
+pub mod cover;
+mod ground;
+pub mod point;
+pub mod predict;
+mod run;
+
+use crate::error::{During, LabError};
+use crate::lab::{print, say};
+use crate::process::{self, own_binary};
+use case::{Case, Pair};
+use ground::Ground;
+use point::Point;
+use predict::Place;
+use std::fs;
+use std::path::PathBuf;
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// About how long a case takes on two cores, the making of the ground included.
+const CASE_TIME: Duration = Duration::from_millis(4500);
+/// What a whole choice has at most, where nothing else is asked for.
+const CASES: usize = usize::MAX;
+
+/// What `lab crash-matrix` is asked for.
+#[derive(Debug, Clone, Default, clap::Args)]
+pub struct Options {
+    /// Every victim at every point with every pair of QEMUs (hours)
+    #[arg(long, conflicts_with_all = ["cases", "within"])]
+    pub all: bool,
+    /// At most so many cases, which cover as many pairs of properties as they can
+    #[arg(long, value_name = "N")]
+    pub cases: Option<usize>,
+    /// As many cases as take about this long
+    #[arg(long, value_name = "TIME", value_parser = longhaul_protocol::units::parse_duration)]
+    pub within: Option<Duration>,
+    /// Decides which cases are chosen [default: the date]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:locks-on|locks-off:at-once|later
+    #[arg(long, value_name = "NAME")]
+    pub only: Vec<String>,
+    /// Print the cases and run none
+    #[arg(long)]
+    pub list: bool,
+}
+
+/// How a matrix went.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Summary {
+    /// Cases that were tried.
+    pub tried: usize,
+    /// The names of those that failed, and why.
+    pub failed: Vec<(String, String)>,
+}
+
+/// Runs the command: exit status 0 when every case is as predicted, 1 when one is not.
+///
+/// # Errors
+/// When it cannot be run, or is interrupted.
+pub fn command(options: &Options) -> Result<ExitCode, LabError> {
+    let cases = choose(options)?;
+    if options.list {
+        let lines: String = cases.iter().map(|case| format!("{case}\n")).collect();
+        print(&lines)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let summary = run(&cases, seed(options))?;
+    Ok(ExitCode::from(u8::from(!summary.failed.is_empty())))
+}
+
+/// The seed that was asked for, or the days since 1970.
+pub fn seed(options: &Options) -> u64 {
+    let days = || {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        now.map_or(0, |now| now.as_secs() / 86_400)
+    };
+    options.seed.unwrap_or_else(days)
+}
+
+/// The points of the product beside this program.
+///
+/// # Errors
+/// When it was not built, or has a point that the matrix has no place for.
+pub fn points() -> Result<Vec<Point>, LabError> {
+    let said =
+        process::run(Command::new(own_binary("longhaul")?).args(["agent", "--list-fail-points"]))?;
+    said.lines().map(Point::named).collect()
+}
+
+/// The cases that are asked for.
+///
+/// # Errors
+/// When there are none, or the points cannot be had.
+pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
+    let points = points()?;
+    let universe = case::universe(&points);
+    if !options.only.is_empty() {
+        let wanted = |case: &&Case| {
+            let name = case.to_string();
+            options.only.iter().any(|only| name.starts_with(only))
+        };
+        let cases: Vec<Case> = universe.iter().filter(wanted).cloned().collect();
+        if cases.is_empty() {
+            let only = options.only.join(", ");
+            let hint = "hint: lab crash-matrix --all --list";
+            return Err(LabError::Which(format!("there is no case {only} ({hint})")));
+        }
+        return Ok(cases);
+    }
+    if options.all {
+        return Ok(case::all(&points));
+    }
+    let most = match (options.cases, options.within) {
+        (Some(cases), _) => cases,
+        (_, Some(time)) => (time.as_secs_f64() / CASE_TIME.as_secs_f64()) as usize,
+        _ => CASES,
+    };
+    let cover = cover::pairwise(&universe, seed(options), most.max(1));
+    say(&format!(
+        "crash matrix: seed {}, {} of {} cases, {} of {} pairs of properties",
+        seed(options),
+        cover.cases.len(),
+        universe.len(),
+        cover.covered,
+        cover.pairs
+    ));
+    Ok(cover.cases)
+}
+
+/// Tries cases, a line each on the standard error, those on the same ground after each other.
+///
+/// # Errors
+/// When hosts or guests cannot be made, or it is interrupted.
+pub fn run(cases: &[Case], seed: u64) -> Result<Summary, LabError> {
+    let began = Instant::now();
+    let mut summary = Summary {
+        tried: 0,
+        failed: Vec::new(),
+    };
+    for pair in Pair::ALL {
+        for locks in [false, true] {
+            let here = |case: &&Case| case.kind.pair == pair && case.kind.locks == locks;
+            let mut ground = None;
+            for case in cases.iter().filter(here) {
+                let mut used = match ground.take() {
+                    Some(ground) => ground,
+                    None => Ground::make(pair, locks, seed)?,
+                };
+                summary.tried += 1;
+                if let Some(error) = attempt(&mut used, case, (summary.tried, cases.len()))? {
+                    summary.failed.push((case.to_string(), error));
+                    continue;
+                }
+                ground = Some(used);
+            }
+        }
+    }
+    say(&format!(
+        "crash matrix: {} cases, {} failed, {} s",
+        summary.tried,
+        summary.failed.len(),
+        began.elapsed().as_secs()
+    ));
+    for (name, _) in &summary.failed {
+        say(&format!(
+            "to repeat it alone: lab crash-matrix --only {name}"
+        ));
+    }
+    Ok(summary)
+}
+
+/// Tries a case and prints its line; why it failed, if it did. Then the ground is of no more use.
+fn attempt(
+    ground: &mut Ground,
+    case: &Case,
+    (number, of): (usize, usize),
+) -> Result<Option<String>, LabError> {
+    let logs = [ground.log_bytes(0)?, ground.log_bytes(1)?];
+    let began = Instant::now();
+    let tried = run::run(ground, case);
+    crate::interrupt::check()?;
+    let seconds = began.elapsed().as_secs_f64();
+    match tried {
+        Ok(place) => {
+            say(&format!(
+                "{number:>4}/{of} {seconds:>5.1} s  {case}: {place:?}"
+            ));
+            let only_forth = ground.pair == Pair::OldToNew && place == Place::Destination;
+            if only_forth {
+                ground.end()?;
+            }
+            if only_forth || place == Place::Nowhere {
+                ground.boot()?;
+            }
+            Ok(None)
+        }
+        Err(error) => {
+            say(&format!(
+                "{number:>4}/{of} {seconds:>5.1} s  {case}: FAILED: {error}"
+            ));
+            let folder = keep_logs(ground, case, logs)?;
+            say(&format!("           its logs: {}", folder.display()));
+            Ok(Some(error))
+        }
+    }
+}
+
+/// Copies what both agents said since the case began.
+fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, LabError> {
+    let folder = std::env::temp_dir()
+        .join("longhaul-crash")
+        .join(case.to_string().replace(':', "_"));
+    let keeping = || format!("keep logs in {}", folder.display());
+    fs::create_dir_all(&folder).during(keeping)?;
+    for (host, from) in from.into_iter().enumerate() {
+        let agent = ground.product.agent(host)?;
+        let role = if host == ground.at {
+            "source"
+        } else {
+            "destination"
+        };
+        let name = format!("{}-{role}.log", agent.name());
+        fs::write(folder.join(name), ground.log_since(host, from)?).during(keeping)?;
+    }
+    Ok(folder)
+}

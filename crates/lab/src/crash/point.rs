@@ -1,0 +1,279 @@
+//! The points at which an agent can be made to fail, in the order of a move, and how each is
+//! reached.
+
+use crate::error::LabError;
+
+/// The part of a move in which a point lies. The first eight follow each other in every move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Step {
+    /// `longhaul plan` asks; nothing moves.
+    Asking,
+    /// The destination is offered the guest, and has no QEMU for it.
+    Offering,
+    /// Memory is sent; the guest runs at the source.
+    Sending,
+    /// The guest stands still; the rest is sent, loaded and compared.
+    Stopped,
+    /// The destination has READY in its journal.
+    Ready,
+    /// The source has RELEASED in its journal.
+    Released,
+    /// The destination has COMMITTED in its journal.
+    Committed,
+    /// The source has DONE in its journal.
+    Done,
+    /// The move is cancelled while memory is sent.
+    Cancelling,
+    /// The destination refuses the offer, since it cannot write its first record.
+    Refusing,
+    /// The connection was lost while memory was sent, and is made again.
+    Resuming,
+    /// The source's agent was killed after RELEASED, and asks when it is back.
+    Recovering,
+    /// The destination's QEMU refuses to run the guest after COMMITTED.
+    Returning,
+}
+
+impl Step {
+    /// All of them.
+    pub const ALL: [Self; 13] = [
+        Self::Asking,
+        Self::Offering,
+        Self::Sending,
+        Self::Stopped,
+        Self::Ready,
+        Self::Released,
+        Self::Committed,
+        Self::Done,
+        Self::Cancelling,
+        Self::Refusing,
+        Self::Resuming,
+        Self::Recovering,
+        Self::Returning,
+    ];
+}
+
+/// One of the two hosts of a move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Side {
+    /// Where the guest is.
+    Source,
+    /// Where it is to go.
+    Destination,
+}
+
+impl Side {
+    /// The other one.
+    pub fn other(self) -> Self {
+        match self {
+            Self::Source => Self::Destination,
+            Self::Destination => Self::Source,
+        }
+    }
+}
+
+/// A point, as `longhaul agent --list-fail-points` names it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Point {
+    /// Its name.
+    pub name: String,
+    /// Where it lies.
+    pub step: Step,
+    /// Whose agent passes it.
+    pub side: Side,
+}
+
+/// Every point in the order of a move: `s` and `d` say whose it is.
+const PLACES: &[(Step, &[&str])] = &[
+    (
+        Step::Asking,
+        &[
+            "s:before-send:query",
+            "d:after-receipt:query",
+            "d:before-send:answer",
+            "s:after-receipt:answer",
+        ],
+    ),
+    (
+        Step::Offering,
+        &[
+            "s:before-record:began",
+            "s:after-record:began",
+            "s:before-send:offer",
+            "d:after-receipt:offer",
+            "d:before-record:began",
+            "d:after-record:began",
+        ],
+    ),
+    (
+        Step::Sending,
+        &[
+            "d:before-send:accepted",
+            "s:after-receipt:accepted",
+            "s:before-send:start",
+            "d:after-receipt:start",
+        ],
+    ),
+    (
+        Step::Stopped,
+        &[
+            "s:before-send:complete",
+            "d:after-receipt:complete",
+            "d:before-send:loaded",
+            "s:after-receipt:loaded",
+            "s:before-send:verify-region",
+            "d:after-receipt:verify-region",
+            "d:before-send:digests",
+            "s:after-receipt:digests",
+            "s:before-send:verified",
+            "d:after-receipt:verified",
+            "d:before-record:ready",
+        ],
+    ),
+    (
+        Step::Ready,
+        &[
+            "d:after-record:ready",
+            "d:before-send:ready",
+            "s:after-receipt:ready",
+            "s:before-record:released",
+        ],
+    ),
+    (
+        Step::Released,
+        &[
+            "s:after-record:released",
+            "s:before-send:commit",
+            "d:after-receipt:commit",
+            "d:before-record:committed",
+        ],
+    ),
+    (
+        Step::Committed,
+        &[
+            "d:after-record:committed",
+            "d:before-send:committed",
+            "s:after-receipt:committed",
+            "s:before-record:done",
+        ],
+    ),
+    (
+        Step::Done,
+        &[
+            "s:after-record:done",
+            "s:before-send:done",
+            "d:after-receipt:done",
+            "d:before-send:summary",
+            "s:after-receipt:summary",
+        ],
+    ),
+    (
+        Step::Cancelling,
+        &[
+            "s:before-send:cancel",
+            "d:after-receipt:cancel",
+            "s:before-record:aborted",
+            "s:after-record:aborted",
+            "d:before-record:aborted",
+            "d:after-record:aborted",
+            "d:before-send:aborted",
+            "s:after-receipt:aborted",
+        ],
+    ),
+    (
+        Step::Refusing,
+        &["d:before-send:refused", "s:after-receipt:refused"],
+    ),
+    (
+        Step::Resuming,
+        &[
+            "s:before-send:resume",
+            "d:after-receipt:resume",
+            "d:before-send:resumed",
+            "s:after-receipt:resumed",
+        ],
+    ),
+    (
+        Step::Recovering,
+        &[
+            "s:before-send:ask",
+            "d:after-receipt:ask",
+            "d:before-send:status",
+            "s:after-receipt:status",
+        ],
+    ),
+    (
+        Step::Returning,
+        &["d:before-record:returned", "d:after-record:returned"],
+    ),
+];
+
+impl Point {
+    /// The point of that name.
+    ///
+    /// # Errors
+    /// When the matrix does not know how to reach it: a new record or message needs a place here.
+    pub fn named(name: &str) -> Result<Self, LabError> {
+        let side = match name.split(':').next() {
+            Some("source") => Side::Source,
+            _ => Side::Destination,
+        };
+        let short = |place: &str| match place.split_once(':') {
+            Some(("s", rest)) => format!("source:{rest}") == name,
+            Some((_, rest)) => format!("destination:{rest}") == name,
+            None => false,
+        };
+        let found = PLACES
+            .iter()
+            .find(|(_, places)| places.iter().any(|place| short(place)));
+        let (step, _) = found.ok_or_else(|| {
+            LabError::Which(format!(
+                "the crash matrix has no place for the fail point `{name}` (hint: crash/point.rs)"
+            ))
+        })?;
+        Ok(Self {
+            name: name.to_owned(),
+            step: *step,
+            side,
+        })
+    }
+
+    /// Whether it is at a record, not at a message.
+    pub fn is_record(&self) -> bool {
+        self.name.contains("-record:")
+    }
+
+    /// Whether it is passed only when both copies are compared.
+    pub fn needs_verify(&self) -> bool {
+        ["verify-region", "digests", "verified"]
+            .iter()
+            .any(|what| self.name.ends_with(what))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_point_has_its_place() {
+        let point = Point::named("destination:after-receipt:commit").unwrap();
+        assert_eq!(
+            (point.step, point.side),
+            (Step::Released, Side::Destination)
+        );
+        assert!(!point.is_record());
+        assert!(
+            Point::named("source:before-record:released")
+                .unwrap()
+                .is_record()
+        );
+        assert!(
+            Point::named("source:after-receipt:digests")
+                .unwrap()
+                .needs_verify()
+        );
+        let error = Point::named("source:before-record:dreamt").unwrap_err();
+        assert!(error.to_string().contains("dreamt"), "{error}");
+    }
+}
