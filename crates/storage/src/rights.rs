@@ -1,10 +1,15 @@
 //! Who may run each guest, as this host knows it: one small file a guest, replaced durably.
+//!
+//! Generations only grow. The one way back is [`Rights::give_back`], for a generation that never
+//! ran, and it says what it expects to find.
 
+use crate::files::{Access, Files, RealFiles, create_folder, read_whole};
 use longhaul_protocol::Generation;
 use serde::{Deserialize, Serialize};
-use std::fs::{self, File};
-use std::io::{self, Write};
+use std::fmt;
+use std::io;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Longest file that is read, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -27,6 +32,16 @@ pub enum Holder {
     },
 }
 
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Here => f.write_str("this host"),
+            Self::Elsewhere { host } => f.write_str(host),
+            Self::InDoubt { host } => write!(f, "in doubt, with {host}"),
+        }
+    }
+}
+
 /// The right to run one guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Right {
@@ -38,11 +53,17 @@ pub struct Right {
     pub holder: Holder,
 }
 
+impl fmt::Display for Right {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "generation {} ({})", self.generation.0, self.holder)
+    }
+}
+
 /// A right that cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum RightsError {
     /// The file system refused.
-    #[error("cannot {what} {}", path.display())]
+    #[error("cannot {what} {}: {source}", path.display())]
     Io {
         /// What was tried.
         what: &'static str,
@@ -60,57 +81,140 @@ pub enum RightsError {
         /// What is wrong with it.
         reason: String,
     },
+    /// This host knows of a later change of hands.
+    #[error(
+        "{} is known here in {stored}: {refused} is out of date, and was not noted", refused.guest
+    )]
+    Older {
+        /// What is known.
+        stored: Box<Right>,
+        /// What was to be noted.
+        refused: Box<Right>,
+    },
+    /// Something else happened to the guest than what is to be undone.
+    #[error(
+        "{} is known here in {stored}, not in {expected}: it was not given back", stored.guest
+    )]
+    NotGivenBack {
+        /// What is known.
+        stored: Box<Right>,
+        /// What was expected.
+        expected: Box<Right>,
+    },
 }
 
 /// The folder of all rights.
 #[derive(Debug, Clone)]
 pub struct Rights {
+    files: Arc<dyn Files>,
     folder: PathBuf,
+    /// Whether the names in the folder are durable as they are; held while it is used.
+    settled: Arc<Mutex<bool>>,
 }
 
 impl Rights {
     /// Uses a folder, and makes it where it is missing.
     pub fn open(folder: &Path) -> Result<Self, RightsError> {
-        fs::create_dir_all(folder).map_err(error("make", folder))?;
+        Self::open_in(Arc::new(RealFiles), folder)
+    }
+
+    /// The same on a file system of the caller's.
+    pub fn open_in(files: Arc<dyn Files>, folder: &Path) -> Result<Self, RightsError> {
+        create_folder(&*files, folder).map_err(error("make", folder))?;
         Ok(Self {
+            files,
             folder: folder.to_owned(),
+            settled: Arc::default(),
         })
     }
 
-    /// What is known of a guest's right; none for a guest that never moved.
+    /// What is known of a guest's right; none for a guest that never moved. It is durable when
+    /// this returns.
     pub fn get(&self, guest: &str) -> Result<Option<Right>, RightsError> {
-        let path = self.path(guest);
-        let text = match fs::metadata(&path) {
-            Ok(metadata) if metadata.len() > FILE_BYTES_MAX => {
-                let reason = "it is too long".to_owned();
-                return Err(RightsError::Malformed { path, reason });
+        self.load(guest, &mut self.lock())
+    }
+
+    /// Replaces what is known, durably. An older generation than the known one is refused.
+    pub fn set(&self, right: &Right) -> Result<(), RightsError> {
+        let mut settled = self.lock();
+        match self.load(&right.guest, &mut settled)? {
+            Some(stored) if stored.generation > right.generation => Err(RightsError::Older {
+                stored: Box::new(stored),
+                refused: Box::new(right.clone()),
+            }),
+            Some(_) | None => self.replace(right, &mut settled),
+        }
+    }
+
+    /// Goes back to an older generation, durably, from one that never ran the guest. Where
+    /// something else is known than what is expected, it must not be newer than what is gone back
+    /// to.
+    pub fn give_back(&self, expected: &Right, right: &Right) -> Result<(), RightsError> {
+        let mut settled = self.lock();
+        match self.load(&right.guest, &mut settled)? {
+            Some(stored) if stored != *expected && stored.generation > right.generation => {
+                Err(RightsError::NotGivenBack {
+                    stored: Box::new(stored),
+                    expected: Box::new(expected.clone()),
+                })
             }
-            Ok(_) => fs::read_to_string(&path).map_err(error("read", &path))?,
+            Some(_) | None => self.replace(right, &mut settled),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, bool> {
+        self.settled.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn load(&self, guest: &str, settled: &mut bool) -> Result<Option<Right>, RightsError> {
+        if !*settled {
+            // An agent may have been ended, or failed, between a rename and its sync: what can be
+            // read is not yet what is there after a power cut.
+            self.files
+                .sync_folder(&self.folder, "the rights that were found")
+                .map_err(error("sync", &self.folder))?;
+            *settled = true;
+        }
+        let path = self.path(guest);
+        let file = match self.files.open(&path, Access::Read) {
+            Ok(file) => file,
             Err(missing) if missing.kind() == io::ErrorKind::NotFound => return Ok(None),
-            Err(other) => return Err(error("read", &path)(other)),
+            Err(other) => return Err(error("open", &path)(other)),
         };
+        let malformed = |reason: String| RightsError::Malformed {
+            path: path.clone(),
+            reason,
+        };
+        let bytes = read_whole(&*file, FILE_BYTES_MAX).map_err(error("read", &path))?;
+        let bytes = bytes.ok_or_else(|| malformed("it is too long".to_owned()))?;
         let right: Right =
-            serde_json::from_str(&text).map_err(|reason| RightsError::Malformed {
-                path: path.clone(),
-                reason: reason.to_string(),
-            })?;
+            serde_json::from_slice(&bytes).map_err(|reason| malformed(reason.to_string()))?;
+        if right.guest != guest {
+            return Err(malformed(format!("it is about {}", right.guest)));
+        }
         Ok(Some(right))
     }
 
-    /// Replaces what is known, durably.
-    pub fn set(&self, right: &Right) -> Result<(), RightsError> {
+    fn replace(&self, right: &Right, settled: &mut bool) -> Result<(), RightsError> {
         let path = self.path(&right.guest);
         let text = serde_json::to_vec_pretty(right).map_err(|reason| RightsError::Malformed {
             path: path.clone(),
             reason: reason.to_string(),
         })?;
         let new = path.with_extension("new");
-        let mut file = File::create(&new).map_err(error("write", &new))?;
-        file.write_all(&text).map_err(error("write", &new))?;
-        file.sync_all().map_err(error("sync", &new))?;
-        fs::rename(&new, &path).map_err(error("replace", &path))?;
-        let folder = File::open(&self.folder).map_err(error("open", &self.folder))?;
-        folder.sync_all().map_err(error("sync", &self.folder))
+        let file = self.files.open(&new, Access::Create);
+        let file = file.map_err(error("make", &new))?;
+        file.set_length(0).map_err(error("write", &new))?;
+        file.write_at(0, &text).map_err(error("write", &new))?;
+        file.sync("the right").map_err(error("sync", &new))?;
+        *settled = false;
+        let renamed = self.files.rename(&new, &path);
+        renamed.map_err(error("replace", &path))?;
+        self.files
+            .sync_folder(&self.folder, "the right's name")
+            .map_err(error("sync", &self.folder))?;
+        *settled = true;
+        Ok(())
     }
 
     /// A guest's name may hold any character: it becomes hexadecimal where it is not plain.
@@ -135,6 +239,58 @@ fn error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RightsErr
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
+
+    fn right(generation: u64, holder: Holder) -> Right {
+        Right {
+            guest: "web".into(),
+            generation: Generation(generation),
+            holder,
+        }
+    }
+
+    fn in_doubt() -> Holder {
+        Holder::InDoubt {
+            host: "paris-2".into(),
+        }
+    }
+
+    #[test]
+    fn generations_only_grow() {
+        let folder = tempfile::tempdir().unwrap();
+        let rights = Rights::open(folder.path()).unwrap();
+        let stored = right(4, Holder::Here);
+        rights.set(&stored).unwrap();
+        let error = rights.set(&right(3, in_doubt())).unwrap_err();
+        assert!(matches!(error, RightsError::Older { .. }));
+        assert_eq!(
+            error.to_string(),
+            "web is known here in generation 4 (this host): generation 3 (in doubt, with paris-2) \
+             is out of date, and was not noted"
+        );
+        assert_eq!(rights.get("web").unwrap(), Some(stored));
+        rights.set(&right(4, in_doubt())).unwrap();
+        assert_eq!(rights.get("web").unwrap(), Some(right(4, in_doubt())));
+    }
+
+    #[test]
+    fn a_generation_is_given_back_only_as_it_is_expected() {
+        let folder = tempfile::tempdir().unwrap();
+        let rights = Rights::open(folder.path()).unwrap();
+        let (before, after) = (right(3, Holder::Here), right(4, in_doubt()));
+        let give_back = || rights.give_back(&after, &before);
+        // It may be that nothing was noted, or that it was given back already.
+        give_back().unwrap();
+        give_back().unwrap();
+        rights.set(&after).unwrap();
+        give_back().unwrap();
+        assert_eq!(rights.get("web").unwrap(), Some(before.clone()));
+        let since = right(4, Holder::Here);
+        rights.set(&since).unwrap();
+        let error = give_back().unwrap_err();
+        assert!(matches!(error, RightsError::NotGivenBack { .. }), "{error}");
+        assert_eq!(rights.get("web").unwrap(), Some(since));
+    }
 
     #[test]
     fn a_right_is_kept_and_replaced() {

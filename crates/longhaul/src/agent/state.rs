@@ -2,11 +2,12 @@
 
 use crate::agent::config::Config;
 use longhaul_hypervisor::capabilities::Prober;
+use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
 use nix::fcntl::{Flock, FlockArg};
-use std::fs::{DirBuilder, File, OpenOptions};
+use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -86,13 +87,9 @@ impl StateLock {
                 folder.display()
             ))
         };
-        DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(folder)
-            .map_err(|other| {
-                error(&other).hint("run the agent as root, or name another folder: `state = ...`")
-            })?;
+        create_folder(&RealFiles, folder).map_err(|other| {
+            error(&other).hint("run the agent as root, or name another folder: `state = ...`")
+        })?;
         let file = OpenOptions::new()
             .read(true)
             .write(true)

@@ -33,11 +33,10 @@ use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
 use longhaul_protocol::{Attempt, HostId, MigrationId};
-use longhaul_storage::Rights;
+use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
 use registry::{Registry, Taken};
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -82,7 +81,7 @@ pub(crate) enum Holder {
 struct Context {
     parts: Parts,
     endpoint: Endpoint,
-    journals: PathBuf,
+    journals: Journals,
     rights: Rights,
     registry: Registry,
     archive: Archive,
@@ -187,8 +186,8 @@ impl Manager {
         let cannot = |what: &str, error: &dyn std::fmt::Display| {
             StartError::new(format!("cannot {what}: {error}"))
         };
-        let journals = state.join("journal");
-        std::fs::create_dir_all(&journals).map_err(|e| cannot("make the journal's folder", &e))?;
+        let journals = Journals::open(&state.join("journal"))
+            .map_err(|error| cannot("use the journals", &error))?;
         let rights = Rights::open(&state.join("rights"))
             .map_err(|error| cannot("read who may run which guest", &error))?;
         let archive = Archive::open(&state.join("reports"))

@@ -7,7 +7,7 @@ use crate::agent::fail_point;
 use longhaul_engine::handover::{DestinationState, Record};
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, MigrationId};
-use longhaul_storage::Journal;
+use longhaul_storage::{Journal, JournalError};
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
 use std::time::Duration;
@@ -134,6 +134,11 @@ async fn tell(
         },
         None => match abort_unknown(context, migration, attempt) {
             Ok(message) => message,
+            // Somebody here is just beginning with it, or ending.
+            Err(JournalError::Busy(_)) => ToSource::Status {
+                attempt,
+                state: AttemptState::Receiving,
+            },
             Err(error) => {
                 tracing::error!(%migration, %error, "cannot say what became of an attempt");
                 call.control
@@ -149,7 +154,7 @@ fn abort_unknown(
     context: &Context,
     migration: MigrationId,
     attempt: Attempt,
-) -> Result<ToSource, longhaul_storage::JournalError> {
+) -> Result<ToSource, JournalError> {
     let mut journal = Journal::open(&context.journals, migration)?;
     let of_attempt = |record: &&Record| record.attempt() == attempt;
     if let Some(record) = journal.records().iter().rev().find(of_attempt) {

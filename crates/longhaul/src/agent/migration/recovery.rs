@@ -89,13 +89,11 @@ pub(super) async fn take_up(context: &Arc<Context>) -> Result<(), RecoveryError>
 
 /// The destination gave the guest back; what it noted before may say otherwise.
 fn give_back(context: &Context, left: &Left) -> Result<(), RecoveryError> {
-    let taken = Generation(left.generation.0 + 1);
-    let noted = context.rights.get(&left.guest)?;
-    if noted.is_some_and(|right| right.generation == taken && right.holder == Holder::Here) {
+    let taken = left.right(Generation(left.generation.0 + 1), Holder::Here);
+    if context.rights.get(&left.guest)?.as_ref() == Some(&taken) {
         let host = left.peer_name.clone();
-        context
-            .rights
-            .set(&left.right(left.generation, Holder::Elsewhere { host }))?;
+        let back = left.right(left.generation, Holder::Elsewhere { host });
+        context.rights.give_back(&taken, &back)?;
     }
     Ok(())
 }
@@ -262,9 +260,12 @@ fn wait_for_word(
     generation: Generation,
 ) -> Result<(), RecoveryError> {
     let host = left.peer_name.clone();
-    context
-        .rights
-        .set(&left.right(generation, Holder::InDoubt { host: host.clone() }))?;
+    let in_doubt = left.right(generation, Holder::InDoubt { host: host.clone() });
+    match context.rights.set(&in_doubt) {
+        // The guest has changed hands since: its later journals say more.
+        Err(RightsError::Older { .. }) => return Ok(()),
+        other => other?,
+    }
     let entry = left.entry(context, Phase::HandingOver);
     entry.end(
         Outcome::InDoubt,
@@ -330,9 +331,12 @@ async fn settle_aborted(
         reason: reason.clone(),
     };
     fail_point::append(&mut left.journal, &record)?;
-    context
-        .rights
-        .set(&left.right(left.generation, Holder::Here))?;
+    let host = left.peer_name.clone();
+    let next = Generation(left.generation.0 + 1);
+    context.rights.give_back(
+        &left.right(next, Holder::InDoubt { host }),
+        &left.right(left.generation, Holder::Here),
+    )?;
     let mut state = format!("{} runs on {}", left.guest, context.parts.config.name);
     if let Some(Found::Running(guest)) = left.find(context)?
         && let Err(error) = resume(&guest, !left.paused).await

@@ -102,17 +102,16 @@ impl Task {
 
     /// The guest is the source's again.
     fn give_back(&self) {
-        let guest = self.offer.guest.name.clone();
-        let holder = Holder::Elsewhere {
-            host: self.entry.report().source,
-        };
-        let generation = self.offer.generation;
-        let right = Right {
-            guest,
+        let right = |generation, holder| Right {
+            guest: self.offer.guest.name.clone(),
             generation,
             holder,
         };
-        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
+        let host = self.entry.report().source;
+        let held = self.offer.generation;
+        let taken = right(Generation(held.0 + 1), Holder::Here);
+        let back = right(held, Holder::Elsewhere { host });
+        if let Err(error) = block_in_place(|| self.context.rights.give_back(&taken, &back)) {
             // It is made again from the journal.
             tracing::error!(%error, "cannot note who may run the guest");
         }

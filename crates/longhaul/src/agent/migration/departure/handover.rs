@@ -75,7 +75,7 @@ impl Departure {
                     },
                 );
             }
-            SourceAction::Unfence => self.set_right(self.task.offer.generation, Holder::Here),
+            SourceAction::Unfence => self.give_back(),
             SourceAction::SendCommit(generation) => {
                 self.send(ToDestination::Commit {
                     attempt,
@@ -120,6 +120,26 @@ impl Departure {
             holder,
         };
         if let Err(error) = block_in_place(|| self.task.context.rights.set(&right)) {
+            // The journal says it too, and is read first.
+            tracing::error!(%error, "cannot note who may run the guest");
+        }
+    }
+
+    /// The guest is this host's again, in the generation that it had.
+    fn give_back(&self) {
+        let right = |generation, holder| Right {
+            guest: self.task.offer.guest.name.clone(),
+            generation,
+            holder,
+        };
+        let host = self.task.host.clone();
+        let held = self.task.offer.generation;
+        let fenced = right(Generation(held.0 + 1), Holder::InDoubt { host });
+        let given = || {
+            let rights = &self.task.context.rights;
+            rights.give_back(&fenced, &right(held, Holder::Here))
+        };
+        if let Err(error) = block_in_place(given) {
             // The journal says it too, and is read first.
             tracing::error!(%error, "cannot note who may run the guest");
         }

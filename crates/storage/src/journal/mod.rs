@@ -1,0 +1,324 @@
+//! The journal of one migration: an append-only file whose records are durable before the next
+//! step is taken.
+//!
+//! `docs/journal.md` is the normative description of its bytes, and says which sync does what. A
+//! record that was cut off by a crash is left out when the journal is read, and overwritten by the
+//! next one; any other damage is an error that names the file and the place.
+
+mod format;
+#[cfg(test)]
+mod tests;
+
+pub use format::{Ending, Entry, MAGIC, NotRead, Reading, read};
+
+use crate::files::{Access, Files, OpenFile, RealFiles, create_folder, parent, read_whole};
+use longhaul_engine::handover::Record;
+use longhaul_protocol::MigrationId;
+use std::collections::HashSet;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+/// Longest journal, in bytes: an attempt takes half a dozen records.
+const JOURNAL_BYTES_MAX: u64 = 16 << 20;
+/// Space that a journal has from its first record on, in bytes: an attempt, and many more, can end
+/// on a disk that is full by then.
+pub const RESERVED_BYTES: u64 = 64 << 10;
+
+/// A journal that cannot be read or written.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The file system refused.
+    #[error("cannot {what} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is no journal.
+    #[error("{} is not a journal", .0.display())]
+    Foreign(PathBuf),
+    /// The file is a journal in another format.
+    #[error(
+        "{} is a journal of version {version}, and this version of Longhaul knows version {}: use \
+         the version that wrote it", path.display(), MAGIC[7]
+    )]
+    Version {
+        /// The file.
+        path: PathBuf,
+        /// The version that it is of.
+        version: u8,
+    },
+    /// A newer agent wrote it.
+    #[error(
+        "{} has a record at byte {offset} that this version of Longhaul does not know (number \
+         {number}): a newer one wrote it; use that one, or one that is newer still", path.display()
+    )]
+    Unknown {
+        /// The file.
+        path: PathBuf,
+        /// Where the record is, in bytes.
+        offset: u64,
+        /// Its number.
+        number: u32,
+    },
+    /// The file has changed since it was written.
+    #[error(
+        "{} is damaged at byte {offset}; keep the file, and compare with the other host's journal \
+         before you start the guest anywhere", path.display()
+    )]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// Where the damage is, in bytes.
+        offset: u64,
+    },
+    /// A record or journal that is larger than it can be.
+    #[error("{} would be larger than a journal can be", .0.display())]
+    TooLarge(PathBuf),
+    /// Somebody else in this agent has it open.
+    #[error("{} is being written by another task of this agent", .0.display())]
+    Busy(PathBuf),
+}
+
+/// The folder of all journals.
+#[derive(Debug, Clone)]
+pub struct Journals {
+    files: Arc<dyn Files>,
+    folder: PathBuf,
+    /// A journal has one writer at a time.
+    open: Arc<Mutex<HashSet<MigrationId>>>,
+}
+
+impl Journals {
+    /// Uses a folder, and makes it where it is missing.
+    pub fn open(folder: &Path) -> Result<Self, JournalError> {
+        Self::open_in(Arc::new(RealFiles), folder)
+    }
+
+    /// The same on a file system of the caller's.
+    pub fn open_in(files: Arc<dyn Files>, folder: &Path) -> Result<Self, JournalError> {
+        create_folder(&*files, folder).map_err(io_error("make", folder))?;
+        Ok(Self {
+            files,
+            folder: folder.to_owned(),
+            open: Arc::default(),
+        })
+    }
+
+    fn now_open(&self) -> MutexGuard<'_, HashSet<MigrationId>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Keeps others from opening a journal for as long as it is there.
+#[derive(Debug)]
+struct Opened {
+    journals: Journals,
+    migration: MigrationId,
+}
+
+impl Drop for Opened {
+    fn drop(&mut self) {
+        self.journals.now_open().remove(&self.migration);
+    }
+}
+
+/// An open journal.
+#[derive(Debug)]
+pub struct Journal {
+    opened: Opened,
+    path: PathBuf,
+    /// None before the first record: a journal that says nothing is not there at all.
+    file: Option<Box<dyn OpenFile>>,
+    records: Vec<Record>,
+    /// Where the next record goes.
+    end: u64,
+    /// How long the file may be, by all that was tried.
+    length: u64,
+}
+
+impl Journal {
+    /// Opens the journal of a migration. What it says is durable when this returns, even if the
+    /// agent that wrote it was ended in between.
+    pub fn open(journals: &Journals, migration: MigrationId) -> Result<Self, JournalError> {
+        let path = journals.folder.join(file_name(migration));
+        if !journals.now_open().insert(migration) {
+            return Err(JournalError::Busy(path));
+        }
+        let mut journal = Self {
+            opened: Opened {
+                journals: journals.clone(),
+                migration,
+            },
+            path,
+            file: None,
+            records: Vec::new(),
+            end: 0,
+            length: 0,
+        };
+        journal.load()?;
+        Ok(journal)
+    }
+
+    /// The migrations that have a journal.
+    pub fn list(journals: &Journals) -> Result<Vec<MigrationId>, JournalError> {
+        list(&*journals.files, &journals.folder)
+    }
+
+    fn load(&mut self) -> Result<(), JournalError> {
+        let error = |what| io_error(what, &self.path);
+        let files = &self.opened.journals.files;
+        let file = match files.open(&self.path, Access::Write) {
+            Ok(file) => file,
+            Err(missing) if missing.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(other) => return Err(error("open")(other)),
+        };
+        let bytes = read_whole(&*file, JOURNAL_BYTES_MAX).map_err(error("read"))?;
+        let mut bytes = bytes.ok_or_else(|| JournalError::TooLarge(self.path.clone()))?;
+        let reading = checked(read(&bytes), &self.path)?;
+        self.end = reading.end;
+        self.length = bytes.len() as u64;
+        self.records = reading.entries.into_iter().map(|e| e.record).collect();
+        if !bytes.is_empty() {
+            // Read is not durable: the agent that wrote it may have been ended before its sync, or
+            // have seen the sync fail, after which a sync alone would write nothing. A record that
+            // is left out must not come back either.
+            bytes[self.end as usize..].fill(0);
+            file.write_at(0, &bytes).map_err(error("write"))?;
+            file.sync("the records that were found")
+                .map_err(error("sync"))?;
+            self.sync_name("the name that was found")?;
+        }
+        self.file = Some(file);
+        Ok(())
+    }
+
+    /// What has been recorded, oldest first.
+    pub fn records(&self) -> &[Record] {
+        &self.records
+    }
+
+    /// Makes a record durable: when this returns, it survives a power cut. After an error it may
+    /// or may not have been written; the next record takes its place.
+    pub fn append(&mut self, record: &Record) -> Result<(), JournalError> {
+        let since = SystemTime::now().duration_since(UNIX_EPOCH);
+        let unix_ms = since.map_or(0, |since| since.as_millis() as u64);
+        self.append_at(unix_ms, record)
+    }
+
+    /// The same for a record of a time that the caller knows.
+    pub fn append_at(&mut self, unix_ms: u64, record: &Record) -> Result<(), JournalError> {
+        let too_large = || JournalError::TooLarge(self.path.clone());
+        let mut bytes = format::encode(self.end, unix_ms, record).ok_or_else(too_large)?;
+        let end = self.end + bytes.len() as u64;
+        if end > JOURNAL_BYTES_MAX {
+            return Err(too_large());
+        }
+        // Over what a failed record left, so that nothing of it comes after this one. The file is
+        // not shortened instead, since that gives away its reserved space.
+        self.length = self.length.max(end);
+        bytes.resize((self.length - self.end) as usize, 0);
+        let first = self.end == 0;
+        let error = |what| io_error(what, &self.path);
+        let file = match &self.file {
+            Some(file) => file,
+            None => {
+                let files = &self.opened.journals.files;
+                let file = files.open(&self.path, Access::Create);
+                self.file.insert(file.map_err(error("make"))?)
+            }
+        };
+        if first {
+            file.reserve(RESERVED_BYTES)
+                .map_err(error("set space aside for"))?;
+        }
+        file.write_at(self.end, &bytes).map_err(error("write"))?;
+        file.sync("the record").map_err(error("sync"))?;
+        if first {
+            self.sync_name("the journal's name")?;
+        }
+        self.end = end;
+        self.records.push(record.clone());
+        Ok(())
+    }
+
+    fn sync_name(&self, what: &'static str) -> Result<(), JournalError> {
+        let folder = parent(&self.path);
+        let files = &self.opened.journals.files;
+        let synced = files.sync_folder(folder, what);
+        synced.map_err(io_error("sync", folder))
+    }
+
+    /// The file; it is there from the first record on.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Reads a journal's file and changes nothing, for people. What it says need not be durable.
+pub fn read_journal(path: &Path) -> Result<Reading, JournalError> {
+    let error = |what| io_error(what, path);
+    let file = RealFiles.open(path, Access::Read).map_err(error("open"))?;
+    let bytes = read_whole(&*file, JOURNAL_BYTES_MAX).map_err(error("read"))?;
+    let bytes = bytes.ok_or_else(|| JournalError::TooLarge(path.to_owned()))?;
+    read(&bytes).map_err(|not_read| refused(not_read, path))
+}
+
+/// The migrations that have a journal in a folder, which may be missing.
+pub fn list_journals(folder: &Path) -> Result<Vec<MigrationId>, JournalError> {
+    list(&RealFiles, folder)
+}
+
+/// The name of a migration's file in the folder of journals.
+pub fn file_name(migration: MigrationId) -> String {
+    format!("{migration}.journal")
+}
+
+fn list(files: &dyn Files, folder: &Path) -> Result<Vec<MigrationId>, JournalError> {
+    let names = match files.names(folder) {
+        Ok(names) => names,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(io_error("read", folder)(error)),
+    };
+    let ids = names.iter().filter_map(|name| {
+        let id = name.to_str()?.strip_suffix(".journal")?;
+        id.parse::<MigrationId>().ok()
+    });
+    let mut ids: Vec<_> = ids.collect();
+    ids.sort();
+    Ok(ids)
+}
+
+/// Only a journal without damage may be acted upon.
+fn checked(read: Result<Reading, NotRead>, path: &Path) -> Result<Reading, JournalError> {
+    let reading = read.map_err(|not_read| refused(not_read, path))?;
+    let (path, offset) = (path.to_owned(), reading.end);
+    match reading.ending {
+        Ending::Whole | Ending::CutOff => Ok(reading),
+        Ending::Damaged => Err(JournalError::Damaged { path, offset }),
+        Ending::Unknown(number) => Err(JournalError::Unknown {
+            path,
+            offset,
+            number,
+        }),
+    }
+}
+
+fn refused(not_read: NotRead, path: &Path) -> JournalError {
+    let path = path.to_owned();
+    match not_read {
+        NotRead::Foreign => JournalError::Foreign(path),
+        NotRead::Version(version) => JournalError::Version { path, version },
+    }
+}
+
+fn io_error(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> JournalError + use<> {
+    let path = path.to_owned();
+    move |source| JournalError::Io { what, path, source }
+}
