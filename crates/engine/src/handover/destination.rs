@@ -1,23 +1,34 @@
 //! The destination's side of the hand-over.
 
-use super::record::Record;
+use super::record::{Record, Side};
+use super::terms::Terms;
 use longhaul_protocol::{Attempt, Generation};
 
 /// Where the right to run is, as the destination knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationState {
+    /// Nothing was ever recorded of the attempt here.
+    Unknown,
+    /// BEGAN is being written.
+    Beginning,
     /// Blocks arrive, QEMU loads, copies are compared.
-    Receiving,
+    Receiving {
+        /// A COMMIT that came before everything was here: the source has released the guest early.
+        commit: Option<Generation>,
+    },
     /// READY is being written.
     Readying,
     /// Everything is here; the source decides.
     Ready,
-    /// COMMITTED is being written.
+    /// The record that makes the guest ours is being written.
     Committing,
     /// The guest is ours; QEMU is being told so.
     Committed,
-    /// The guest runs here, or is paused here on purpose.
-    Running,
+    /// The guest is the destination's: it runs here, is paused on purpose, or has ended here.
+    Running {
+        /// Whether the source is needed no more, durably.
+        all_present: bool,
+    },
     /// QEMU is being quit, so that ABORTED can be written.
     Aborting {
         /// Why.
@@ -25,56 +36,96 @@ pub enum DestinationState {
     },
     /// ABORTED is being written.
     Recording,
-    /// The attempt is over; the guest is at the source.
-    Aborted,
-    /// `cont` failed before the guest ran: QEMU is being quit, so that RETURNED can be written.
+    /// `cont` failed before the guest ran; RETURNED is being written.
+    Returning {
+        /// Why.
+        reason: String,
+    },
+    /// QEMU is being quit after RETURNED.
     GivingBack {
         /// Why.
         reason: String,
     },
+    /// The attempt is over; the guest is at the source.
+    Aborted,
+    /// A person gave the guest to the source after it was ours; that is being written.
+    Yielding,
+    /// CLOSED is being written.
+    Closing {
+        /// Whether the guest is the destination's.
+        here: bool,
+    },
+    /// Nothing more will happen.
+    Closed {
+        /// Whether the guest is the destination's.
+        here: bool,
+    },
 }
 
 /// What happens to the destination.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
+    /// An offer is accepted, with the record that says so.
+    Offered(Record),
     /// Everything promised is here, QEMU has loaded it, and both copies are equal where that was
     /// to be shown.
     Loaded,
     /// The record is on disk.
     Written(Record),
-    /// The record could not be written.
-    WriteFailed(String),
+    /// The record could not be written; it may be on disk all the same.
+    WriteFailed(Record),
     /// COMMIT came.
     Commit(Attempt, Generation),
     /// The source gives up, or is gone for longer than patience, or something failed here.
     Abort(String),
     /// QEMU is gone, reaped.
     QemuGone,
-    /// QEMU was told to go on, and did.
+    /// QEMU was told to go on, and did, or may have.
     Resumed,
     /// QEMU refused to go on, and the guest has not run.
     ResumeFailed(String),
+    /// Nothing that the guest needs is left at the source, and what came is durable.
+    AllPresent,
     /// The source asks what became of the attempt.
     Asked,
+    /// A person says that the source is dead or fenced, and that the guest is to run here.
+    Overrule(String),
+    /// The source says that a person has given it the guest, in this generation.
+    PeerOverruled(Generation),
+    /// The source's journal is at its end.
+    Done,
 }
 
 /// What the destination has to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Make this durable, then report [`DestinationEvent::Written`].
+    /// Make this durable, then report [`DestinationEvent::Written`] or
+    /// [`DestinationEvent::WriteFailed`].
     Write(Record),
     /// Send READY.
     SendReady,
+    /// Note that the guest is ours, in this generation.
+    Own(Generation),
+    /// Note that the guest is the source's, in this generation.
+    Yield(Generation),
+    /// Note that a person has given the guest to the source, in this generation. A copy that runs
+    /// here all the same is a conflict that a person has to hear of.
+    Concede(Generation),
     /// Activate the disks and let the guest go on, unless it was paused.
     Resume,
     /// Send COMMITTED.
     SendCommitted,
-    /// Quit QEMU, if it still runs, reap it and remove what was made for it, then report [`DestinationEvent::QemuGone`].
+    /// Send ALL-PRESENT.
+    SendAllPresent,
+    /// Quit QEMU, if it still runs, reap it and remove what was made for it, then report
+    /// [`DestinationEvent::QemuGone`].
     Quit,
     /// Send ABORTED.
     SendAborted,
     /// Say that the attempt is neither committed nor aborted.
     SendStatus,
+    /// Send CLOSED.
+    SendClosed,
 }
 
 /// The next state, and what is to be done, in this order. An event that does not belong to a state
@@ -82,106 +133,238 @@ pub enum DestinationAction {
 pub fn step_destination(
     state: &DestinationState,
     event: &DestinationEvent,
-    attempt: Attempt,
+    terms: &Terms,
 ) -> (DestinationState, Vec<DestinationAction>) {
     use DestinationAction as Do;
     use DestinationEvent as On;
     use DestinationState as Is;
+    let attempt = terms.attempt;
+    let commit = |generation: Generation| {
+        let record = Record::Committed {
+            attempt,
+            generation,
+        };
+        (Is::Committing, vec![Do::Write(record)])
+    };
+    let quit = |reason: &str| {
+        let reason = reason.to_owned();
+        (Is::Aborting { reason }, vec![Do::Quit])
+    };
     match (state, event) {
-        (Is::Receiving, On::Loaded) => (Is::Readying, vec![Do::Write(Record::Ready { attempt })]),
+        (Is::Unknown, On::Offered(began)) => (Is::Beginning, vec![Do::Write(began.clone())]),
+        (Is::Beginning, On::Written(Record::Began { .. })) => {
+            (Is::Receiving { commit: None }, vec![])
+        }
+        (Is::Beginning, On::WriteFailed(_)) => quit("BEGAN could not be written"),
+        // One that is not known is aborted by being asked for, so that a late COMMIT is refused.
+        (Is::Unknown, On::Asked | On::Abort(_) | On::PeerOverruled(_)) => {
+            let reason = "the destination does not know this attempt";
+            (Is::Recording, vec![Do::Write(terms.aborted(reason))])
+        }
+        (Is::Unknown, On::Done) => (Is::Unknown, vec![Do::SendClosed]),
+
+        (Is::Receiving { commit: None }, On::Loaded) => {
+            (Is::Readying, vec![Do::Write(Record::Ready { attempt })])
+        }
+        (
+            Is::Receiving {
+                commit: Some(generation),
+            },
+            On::Loaded,
+        ) => commit(*generation),
+        (Is::Receiving { .. }, On::Commit(of, generation))
+            if *of == attempt && *generation == terms.next() =>
+        {
+            (
+                Is::Receiving {
+                    commit: Some(*generation),
+                },
+                vec![],
+            )
+        }
         (Is::Readying, On::Written(Record::Ready { .. })) => (Is::Ready, vec![Do::SendReady]),
-        (Is::Ready, On::Commit(of, generation)) if *of == attempt => {
-            let record = Record::Committed {
+        (Is::Readying, On::WriteFailed(_)) => quit("READY could not be written"),
+        (Is::Ready, On::Asked) => (Is::Ready, vec![Do::SendReady]),
+        (Is::Ready, On::Commit(of, generation))
+            if *of == attempt && *generation == terms.next() =>
+        {
+            commit(*generation)
+        }
+        (Is::Ready, On::Overrule(because)) => {
+            let record = Record::Overruled {
                 attempt,
-                generation: *generation,
+                run_on: Side::Destination,
+                generation: terms.next(),
+                because: because.clone(),
             };
             (Is::Committing, vec![Do::Write(record)])
         }
-        (Is::Committing, On::Written(Record::Committed { .. })) => {
-            (Is::Committed, vec![Do::Resume])
+
+        (Is::Committing, On::Written(Record::Committed { .. } | Record::Overruled { .. })) => {
+            (Is::Committed, vec![Do::Own(terms.next()), Do::Resume])
         }
-        // What could not be written may still be on the disk: the guest is ours, or in doubt, but
-        // never the source's again. The write is tried again.
-        (Is::Committing, On::WriteFailed(_)) => (Is::Ready, vec![Do::SendReady]),
-        (Is::Committed, On::Resumed) => (Is::Running, vec![Do::SendCommitted]),
-        (Is::Committed, On::ResumeFailed(reason)) => (
-            Is::GivingBack {
-                reason: reason.clone(),
-            },
-            vec![Do::Quit],
-        ),
-        (Is::GivingBack { reason }, On::QemuGone) => {
+        (Is::Committed, On::Resumed) => {
+            (Is::Running { all_present: false }, vec![Do::SendCommitted])
+        }
+        (Is::Committed, On::ResumeFailed(reason)) => {
             let record = Record::Returned {
                 attempt,
                 reason: reason.clone(),
             };
-            (Is::Recording, vec![Do::Write(record)])
+            let reason = reason.clone();
+            (Is::Returning { reason }, vec![Do::Write(record)])
         }
-        (Is::Receiving | Is::Readying | Is::Ready, On::Abort(reason))
-        | (Is::Readying, On::WriteFailed(reason)) => (
-            Is::Aborting {
-                reason: reason.clone(),
-            },
-            vec![Do::Quit],
-        ),
-        // What a QEMU that ended by itself leaves behind is removed as after any other abort.
-        (Is::Receiving | Is::Readying | Is::Ready, On::QemuGone) => (
-            Is::Aborting {
-                reason: "its QEMU ended".to_owned(),
-            },
-            vec![Do::Quit],
-        ),
-        (Is::Aborting { reason }, On::QemuGone) => {
-            let record = Record::Aborted {
-                attempt,
-                reason: reason.clone(),
+        (Is::Returning { reason }, On::Written(Record::Returned { .. })) => {
+            let reason = reason.clone();
+            (
+                Is::GivingBack { reason },
+                vec![Do::Yield(terms.generation), Do::Quit],
+            )
+        }
+        (Is::GivingBack { reason } | Is::Aborting { reason }, On::QemuGone) => {
+            (Is::Recording, vec![Do::Write(terms.aborted(reason))])
+        }
+        (Is::Running { all_present: false }, On::AllPresent) => {
+            let record = Record::AllPresent { attempt };
+            (state.clone(), vec![Do::Write(record)])
+        }
+        (Is::Running { .. }, On::Written(Record::AllPresent { .. })) => {
+            (Is::Running { all_present: true }, vec![Do::SendAllPresent])
+        }
+        (Is::Running { all_present }, On::Asked | On::Commit(..)) => {
+            let answer = if *all_present {
+                Do::SendAllPresent
+            } else {
+                Do::SendCommitted
             };
-            (Is::Recording, vec![Do::Write(record)])
+            (state.clone(), vec![answer])
         }
-        (Is::Recording, On::Written(Record::Aborted { .. } | Record::Returned { .. })) => {
+        (Is::Running { .. }, On::PeerOverruled(generation)) => {
+            let record = Record::Overruled {
+                attempt,
+                run_on: Side::Source,
+                generation: *generation,
+                because: "the source was told so by a person".to_owned(),
+            };
+            (Is::Yielding, vec![Do::Write(record)])
+        }
+        (Is::Yielding, On::Written(Record::Overruled { generation, .. })) => {
+            (Is::Aborted, vec![Do::Concede(*generation), Do::SendAborted])
+        }
+
+        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::Abort(reason)) => quit(reason),
+        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::PeerOverruled(_)) => {
+            quit("a person has given the guest to the source")
+        }
+        // What a QEMU that ended by itself leaves behind is removed as after any other abort.
+        (Is::Receiving { .. } | Is::Readying | Is::Ready, On::QemuGone) => quit("its QEMU ended"),
+        (Is::Recording, On::Written(Record::Aborted { .. })) => {
             (Is::Aborted, vec![Do::SendAborted])
         }
-        (Is::Aborted, On::Asked | On::Commit(..) | On::Abort(_)) => {
+        (Is::Aborted, On::Asked | On::Commit(..) | On::Abort(_) | On::PeerOverruled(_)) => {
             (Is::Aborted, vec![Do::SendAborted])
         }
-        (Is::Ready, On::Asked) => (Is::Ready, vec![Do::SendReady]),
-        (Is::Running, On::Asked | On::Commit(..)) => (Is::Running, vec![Do::SendCommitted]),
+
+        (Is::Running { all_present: true }, On::Done) => close(attempt, true),
+        (Is::Aborted, On::Done) => close(attempt, false),
+        (Is::Closing { here }, On::Written(Record::Closed { .. })) => {
+            (Is::Closed { here: *here }, vec![Do::SendClosed])
+        }
+        (Is::Closed { .. }, On::Done) => (state.clone(), vec![Do::SendClosed]),
+        (Is::Closed { here: true }, On::Asked) => (state.clone(), vec![Do::SendAllPresent]),
+        (Is::Closed { here: false }, On::Asked) => (state.clone(), vec![Do::SendAborted]),
+
+        // What was decided stays decided: it is written as soon as it can be.
+        (
+            Is::Committing
+            | Is::Returning { .. }
+            | Is::Running { .. }
+            | Is::Recording
+            | Is::Yielding
+            | Is::Closing { .. },
+            On::WriteFailed(record),
+        ) => (state.clone(), vec![Do::Write(record.clone())]),
         (_, On::Asked) => (state.clone(), vec![Do::SendStatus]),
         _ => (state.clone(), vec![]),
     }
 }
 
+fn close(attempt: Attempt, here: bool) -> (DestinationState, Vec<DestinationAction>) {
+    let record = Record::Closed { attempt };
+    let actions = vec![DestinationAction::Write(record)];
+    (DestinationState::Closing { here }, actions)
+}
+
 impl DestinationState {
-    /// The state that a journal's records lead to, and what an agent that was restarted does first.
-    pub fn restore(records: &[Record]) -> (DestinationState, Vec<DestinationAction>) {
-        let interrupted = || "the destination's agent was restarted".to_owned();
+    /// The state that a journal's records of an attempt lead to, and what an agent that was
+    /// restarted does first.
+    pub fn restore(
+        records: &[Record],
+        terms: &Terms,
+    ) -> (DestinationState, Vec<DestinationAction>) {
+        use DestinationAction as Do;
         match records.last() {
-            Some(Record::Committed { .. }) => {
-                (DestinationState::Committed, vec![DestinationAction::Resume])
+            None => (Self::Unknown, vec![]),
+            Some(
+                Record::Committed { .. }
+                | Record::Overruled {
+                    run_on: Side::Destination,
+                    ..
+                },
+            ) => (Self::Committed, vec![Do::Own(terms.next()), Do::Resume]),
+            Some(Record::AllPresent { .. }) => (Self::Running { all_present: true }, vec![]),
+            Some(Record::Aborted { .. }) => (Self::Aborted, vec![]),
+            Some(Record::Returned { reason, .. }) => {
+                let reason = reason.clone();
+                let actions = vec![Do::Yield(terms.generation), Do::Quit];
+                (Self::GivingBack { reason }, actions)
             }
-            Some(Record::Ready { .. }) => (DestinationState::Ready, vec![]),
-            Some(Record::Aborted { .. } | Record::Returned { .. }) => {
-                (DestinationState::Aborted, vec![])
+            Some(Record::Overruled {
+                run_on: Side::Source,
+                generation,
+                ..
+            }) => (Self::Aborted, vec![Do::Concede(*generation)]),
+            Some(Record::Closed { .. }) => {
+                // ABORTED, and what overrules ALL-PRESENT, come right before.
+                let before = records.iter().rev().nth(1);
+                let here = matches!(before, Some(Record::AllPresent { .. }));
+                (Self::Closed { here }, vec![])
             }
-            Some(Record::Done { .. }) => (DestinationState::Running, vec![]),
-            Some(Record::Began { .. } | Record::Released { .. }) | None => {
-                let reason = interrupted();
-                (
-                    DestinationState::Aborting { reason },
-                    vec![DestinationAction::Quit],
-                )
+            // Done and Released belong to the source's journals.
+            Some(
+                Record::Began { .. }
+                | Record::Ready { .. }
+                | Record::Released { .. }
+                | Record::Done { .. },
+            ) => {
+                let reason = "the destination's agent was restarted".to_owned();
+                (Self::Aborting { reason }, vec![Do::Quit])
             }
         }
     }
 
     /// Whether the guest belongs here.
     pub fn owns_guest(&self) -> bool {
-        matches!(self, Self::Committed | Self::Running)
+        matches!(
+            self,
+            Self::Committed
+                | Self::Running { .. }
+                | Self::Closing { here: true }
+                | Self::Closed { here: true }
+        )
     }
 
-    /// Whether nothing more will happen by itself.
-    pub fn is_over(&self) -> bool {
-        matches!(self, Self::Running | Self::Aborted)
+    /// Whether the attempt can be ended by the destination alone.
+    pub fn may_abort(&self) -> bool {
+        matches!(self, Self::Receiving { .. } | Self::Readying | Self::Ready)
+    }
+
+    /// Whether the guest's place is decided, whatever has yet to be written or said.
+    pub fn is_settled(&self) -> bool {
+        matches!(
+            self,
+            Self::Running { .. } | Self::Aborted | Self::Closing { .. } | Self::Closed { .. }
+        )
     }
 }
 
@@ -189,14 +372,27 @@ impl DestinationState {
 mod tests {
     use super::*;
 
-    const ATTEMPT: Attempt = Attempt(2);
+    const TERMS: Terms = Terms {
+        attempt: Attempt(2),
+        generation: Generation(2),
+        early: false,
+    };
+    const NEXT: Generation = Generation(3);
+    const ATTEMPT: Attempt = TERMS.attempt;
 
+    /// Runs from the beginning, with every record written at once.
     fn run(events: &[DestinationEvent]) -> (DestinationState, Vec<DestinationAction>) {
         let mut all = Vec::new();
-        let mut state = DestinationState::Receiving;
-        for event in events {
-            let (next, actions) = step_destination(&state, event, ATTEMPT);
+        let mut state = DestinationState::Receiving { commit: None };
+        let mut events: Vec<_> = events.iter().rev().cloned().collect();
+        while let Some(event) = events.pop() {
+            let (next, actions) = step_destination(&state, &event, &TERMS);
             state = next;
+            let written = actions.iter().find_map(|action| match action {
+                DestinationAction::Write(record) => Some(DestinationEvent::Written(record.clone())),
+                _ => None,
+            });
+            events.extend(written);
             all.extend(actions);
         }
         (state, all)
@@ -205,40 +401,50 @@ mod tests {
     fn committed() -> Record {
         Record::Committed {
             attempt: ATTEMPT,
-            generation: Generation(3),
+            generation: NEXT,
         }
+    }
+
+    fn place(actions: &[DestinationAction], wanted: &DestinationAction) -> usize {
+        let place = actions.iter().position(|action| action == wanted);
+        place.unwrap_or_else(|| panic!("{wanted:?} is missing in {actions:?}"))
     }
 
     #[test]
     fn the_guest_runs_only_after_the_record() {
-        let ready = Record::Ready { attempt: ATTEMPT };
-        let commit = DestinationEvent::Commit(ATTEMPT, Generation(3));
-        let mut events = vec![
+        let commit = DestinationEvent::Commit(ATTEMPT, NEXT);
+        let (state, actions) = run(&[
             DestinationEvent::Loaded,
-            DestinationEvent::Written(ready),
             commit,
-        ];
-        let (state, actions) = run(&events);
-        assert_eq!(state, DestinationState::Committing);
-        assert!(!actions.contains(&DestinationAction::Resume));
-        events.push(DestinationEvent::Written(committed()));
-        events.push(DestinationEvent::Resumed);
-        let (state, actions) = run(&events);
-        assert_eq!(state, DestinationState::Running);
-        assert_eq!(actions.last(), Some(&DestinationAction::SendCommitted));
+            DestinationEvent::Resumed,
+            DestinationEvent::AllPresent,
+            DestinationEvent::Done,
+        ]);
+        assert_eq!(state, DestinationState::Closed { here: true });
+        let wrote = place(&actions, &DestinationAction::Write(committed()));
+        assert!(wrote < place(&actions, &DestinationAction::Resume));
+        let present = DestinationAction::Write(Record::AllPresent { attempt: ATTEMPT });
+        assert!(place(&actions, &present) < place(&actions, &DestinationAction::SendAllPresent));
+    }
+
+    #[test]
+    fn an_early_commit_waits_for_everything_to_be_here() {
+        let commit = DestinationEvent::Commit(ATTEMPT, NEXT);
+        let (state, actions) = run(std::slice::from_ref(&commit));
+        assert_eq!(state, DestinationState::Receiving { commit: Some(NEXT) });
+        assert_eq!(actions, []);
+        let (state, actions) = run(&[commit, DestinationEvent::Loaded]);
+        assert_eq!(state, DestinationState::Committed);
+        assert!(!actions.contains(&DestinationAction::SendReady));
+        assert_eq!(actions.last(), Some(&DestinationAction::Resume));
     }
 
     #[test]
     fn an_aborted_attempt_refuses_a_late_commit() {
-        let aborted = Record::Aborted {
-            attempt: ATTEMPT,
-            reason: "x".into(),
-        };
         let (state, actions) = run(&[
             DestinationEvent::Abort("x".into()),
             DestinationEvent::QemuGone,
-            DestinationEvent::Written(aborted),
-            DestinationEvent::Commit(ATTEMPT, Generation(3)),
+            DestinationEvent::Commit(ATTEMPT, NEXT),
         ]);
         assert_eq!(state, DestinationState::Aborted);
         assert_eq!(actions.last(), Some(&DestinationAction::SendAborted));
@@ -248,13 +454,13 @@ mod tests {
     #[test]
     fn a_qemu_that_ends_by_itself_is_cleared_away_before_the_abort_is_recorded() {
         for before in [
-            DestinationState::Receiving,
+            DestinationState::Receiving { commit: None },
             DestinationState::Readying,
             DestinationState::Ready,
         ] {
-            let (next, actions) = step_destination(&before, &DestinationEvent::QemuGone, ATTEMPT);
+            let (next, actions) = step_destination(&before, &DestinationEvent::QemuGone, &TERMS);
             assert_eq!(actions, [DestinationAction::Quit]);
-            let (next, actions) = step_destination(&next, &DestinationEvent::QemuGone, ATTEMPT);
+            let (next, actions) = step_destination(&next, &DestinationEvent::QemuGone, &TERMS);
             assert_eq!(next, DestinationState::Recording);
             assert!(matches!(
                 actions[..],
@@ -264,23 +470,57 @@ mod tests {
     }
 
     #[test]
-    fn once_committing_nothing_aborts() {
+    fn a_commit_that_could_not_be_written_is_written_again_and_never_aborted() {
         let state = DestinationState::Committing;
         let event = DestinationEvent::Abort("cancelled".into());
-        assert_eq!(step_destination(&state, &event, ATTEMPT), (state, vec![]));
+        assert_eq!(
+            step_destination(&state, &event, &TERMS),
+            (state.clone(), vec![])
+        );
+        let failed = DestinationEvent::WriteFailed(committed());
+        let again = vec![DestinationAction::Write(committed())];
+        assert_eq!(step_destination(&state, &failed, &TERMS), (state, again));
     }
 
     #[test]
-    fn a_commit_for_another_attempt_is_ignored() {
-        let event = DestinationEvent::Commit(Attempt(1), Generation(3));
-        let (next, actions) = step_destination(&DestinationState::Ready, &event, ATTEMPT);
-        assert_eq!((next, actions), (DestinationState::Ready, vec![]));
+    fn a_commit_for_another_attempt_or_generation_is_ignored() {
+        for (attempt, generation) in [(Attempt(1), NEXT), (ATTEMPT, Generation(9))] {
+            let event = DestinationEvent::Commit(attempt, generation);
+            let (next, actions) = step_destination(&DestinationState::Ready, &event, &TERMS);
+            assert_eq!((next, actions), (DestinationState::Ready, vec![]));
+        }
+    }
+
+    #[test]
+    fn an_attempt_that_nobody_knows_is_aborted_by_being_asked_for() {
+        let (state, actions) = DestinationState::restore(&[], &TERMS);
+        assert_eq!((&state, actions), (&DestinationState::Unknown, vec![]));
+        let (state, actions) = step_destination(&state, &DestinationEvent::Asked, &TERMS);
+        assert_eq!(state, DestinationState::Recording);
+        assert!(matches!(
+            actions[..],
+            [DestinationAction::Write(Record::Aborted { .. })]
+        ));
     }
 
     #[test]
     fn a_restarted_agent_repeats_what_its_journal_says() {
-        let (state, actions) = DestinationState::restore(&[committed()]);
+        let (state, actions) = DestinationState::restore(&[committed()], &TERMS);
         assert_eq!(state, DestinationState::Committed);
-        assert_eq!(actions, [DestinationAction::Resume]);
+        assert_eq!(actions.last(), Some(&DestinationAction::Resume));
+    }
+
+    #[test]
+    fn a_person_cannot_commit_what_is_not_all_here() {
+        let event = DestinationEvent::Overrule("the source burnt down".into());
+        let receiving = DestinationState::Receiving { commit: None };
+        let (next, actions) = step_destination(&receiving, &event, &TERMS);
+        assert_eq!((next, actions), (receiving, vec![]));
+        let (next, actions) = step_destination(&DestinationState::Ready, &event, &TERMS);
+        assert_eq!(next, DestinationState::Committing);
+        assert!(matches!(
+            actions[..],
+            [DestinationAction::Write(Record::Overruled { .. })]
+        ));
     }
 }

@@ -1,24 +1,34 @@
 //! The hand-over: the right to run a guest is a token that exactly one journal holds.
 //!
 //! ```text
-//! source                                destination
-//!   Here                                  Receiving
-//!    | postmigrate, READY received           | loaded, verified
-//!    v                                       v
-//!   (journal RELEASED)                    (journal READY)  --READY-->
-//!   Released ----------COMMIT---------->  (journal COMMITTED) = the commit point
-//!    |                                       | cont
-//!   (journal DONE)  <----COMMITTED-----   Committed
+//! source                                  destination
+//!   Here                                    Receiving
+//!    | postmigrate, READY received             | loaded, verified
+//!    v                                         v
+//!   (journal RELEASED)                      (journal READY)  --READY-->
+//!   Released -----------COMMIT----------->  (journal COMMITTED) = the commit point
+//!    |                                         | cont
+//!   (journal DONE)  <----COMMITTED-------   Running
+//!    |                                         | nothing is needed of the source
+//!    |             <----ALL-PRESENT------   (journal ALL-PRESENT)
+//!    | QEMU quits
+//!   (journal CLOSED) ------DONE---------->  (journal CLOSED)
 //! ```
+//!
+//! With an early release, RELEASED is written and COMMIT sent when the guest stops; the destination
+//! commits when everything is there.
 //!
 //! Both sides are pure transition functions: an event goes in, the next state and the actions come
 //! out, and an action that has to be durable is a [`Record`] whose arrival on disk is the next
-//! event. The agents run them as they are, and so does a model checker.
+//! event. `restore` says where an agent that was restarted goes on. The agents run these functions
+//! as they are, and so does the model checker in `model/`; `docs/hand-over.md` has the proof.
 
 mod destination;
 mod record;
 mod source;
+mod terms;
 
 pub use destination::{DestinationAction, DestinationEvent, DestinationState, step_destination};
 pub use record::{Record, Side};
 pub use source::{SourceAction, SourceEvent, SourceState, step_source};
+pub use terms::Terms;

@@ -4,7 +4,7 @@ use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use serde::{Deserialize, Serialize};
 
 /// Which end of a migration a journal belongs to.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Side {
     /// Where the guest was.
     Source,
@@ -13,7 +13,7 @@ pub enum Side {
 }
 
 /// One durable step of a migration. `docs/journal.md` describes its bytes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Record {
     /// An attempt began.
     Began {
@@ -65,12 +65,34 @@ pub enum Record {
         /// Why, for people.
         reason: String,
     },
-    /// Destination: committed, but `cont` failed before the guest ran; it belongs to the source.
+    /// Destination: committed, but `cont` failed before the guest ran. Its QEMU is quit next, and
+    /// ABORTED says that it was.
     Returned {
         /// The attempt.
         attempt: Attempt,
         /// Why, for people.
         reason: String,
+    },
+    /// Destination: everything that the source held of the guest is durable here.
+    AllPresent {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// A person has decided where the guest runs, against what the agents know.
+    Overruled {
+        /// The attempt.
+        attempt: Attempt,
+        /// Where it runs.
+        run_on: Side,
+        /// The generation that it has there.
+        generation: Generation,
+        /// What the person said of the other side.
+        because: String,
+    },
+    /// Nothing more is to be done for the attempt here.
+    Closed {
+        /// The attempt.
+        attempt: Attempt,
     },
 }
 
@@ -84,7 +106,10 @@ impl Record {
             | Record::Committed { attempt, .. }
             | Record::Done { attempt }
             | Record::Aborted { attempt, .. }
-            | Record::Returned { attempt, .. } => *attempt,
+            | Record::Returned { attempt, .. }
+            | Record::AllPresent { attempt }
+            | Record::Overruled { attempt, .. }
+            | Record::Closed { attempt } => *attempt,
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The source's side of the hand-over.
 
-use super::record::Record;
+use super::record::{Record, Side};
+use super::terms::Terms;
 use longhaul_protocol::{Attempt, Generation};
 
 /// Where the right to run is, as the source knows it.
@@ -15,18 +16,31 @@ pub enum SourceState {
     Releasing,
     /// The guest may be at the destination: only its word resumes it here.
     Released,
+    /// The guest runs here again; ABORTED is being written.
+    Aborting,
+    /// ABORTED is being written, and the guest stands still until it is: RELEASED may be on disk.
+    Returning,
+    /// The guest stays here; CLOSED is being written.
+    Aborted,
     /// DONE is being written.
     Finishing,
-    /// The guest is at the destination.
+    /// The guest is at the destination, which may still need what is here.
     Done,
-    /// The destination has aborted after RELEASED; that is being written.
-    Returning,
-    /// The guest stays here.
-    Aborted,
+    /// The destination has everything, and QEMU is quit; CLOSED is being written.
+    Retiring,
+    /// OVERRULED is being written: a person has said that the destination is dead or fenced.
+    Overruling,
+    /// The guest goes on here by a person's word, and the destination has yet to hear of it.
+    Overruled,
+    /// Nothing more will happen.
+    Closed {
+        /// Whether the guest is the source's.
+        here: bool,
+    },
 }
 
 /// What happens to the source.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
     /// QEMU is in `postmigrate`.
     Postmigrate,
@@ -34,38 +48,49 @@ pub enum SourceEvent {
     Ready(Attempt),
     /// The record is on disk.
     Written(Record),
-    /// The record could not be written.
-    WriteFailed(String),
+    /// The record could not be written; it may be on disk all the same.
+    WriteFailed(Record),
     /// The destination has committed.
     Committed(Attempt),
+    /// The destination has committed, and nothing that it needs is left here.
+    AllPresent(Attempt),
     /// The destination has aborted, durably.
     PeerAborted(Attempt),
     /// A person, a limit or a failure ends the attempt.
     Abort(String),
-    /// The agent was restarted, or a connection to the destination is there again.
+    /// A person says that the destination is dead or fenced, and that the guest is to run here.
+    Overrule(String),
+    /// A connection to the destination is there, again or for the first time since a restart.
     Connected,
 }
 
 /// What the source has to do.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SourceAction {
-    /// Make this durable, then report [`SourceEvent::Written`].
+    /// Make this durable, then report [`SourceEvent::Written`] or [`SourceEvent::WriteFailed`].
     Write(Record),
     /// Make the guest unstartable here.
     Fence(Generation),
-    /// Let it be started here again.
-    Unfence,
+    /// Note that the guest is the destination's, in this generation.
+    Cede(Generation),
+    /// Note that a person has given the guest to the destination, in this generation. A copy that
+    /// runs here all the same is a conflict that a person has to hear of.
+    Concede(Generation),
+    /// Note that the guest is the source's, in this generation.
+    Unfence(Generation),
     /// Send COMMIT.
     SendCommit(Generation),
     /// Tell the destination to give up.
     SendCancel(String),
-    /// Tell the destination that DONE is written.
+    /// Tell the destination that a person has given the guest to the source.
+    SendOverruled(Generation),
+    /// Tell the destination that nothing more will be asked of it.
     SendDone,
     /// Ask the destination what became of the attempt.
     Ask,
     /// Let the guest go on here.
     Resume,
-    /// Quit QEMU here: the guest runs elsewhere.
+    /// Quit QEMU here: the guest runs elsewhere, and needs nothing of it.
     Quit,
 }
 
@@ -74,84 +99,201 @@ pub enum SourceAction {
 pub fn step_source(
     state: &SourceState,
     event: &SourceEvent,
-    attempt: Attempt,
-    next: Generation,
+    terms: &Terms,
 ) -> (SourceState, Vec<SourceAction>) {
     use SourceAction as Do;
     use SourceEvent as On;
     use SourceState as Is;
-    let aborted = |reason: &str| Record::Aborted {
-        attempt,
-        reason: reason.to_owned(),
+    let attempt = terms.attempt;
+    let next = terms.next();
+    let stays = |reason: &str| Do::Write(terms.aborted(reason));
+    let release = || {
+        let generation = next;
+        Do::Write(Record::Released {
+            attempt,
+            generation,
+        })
     };
+    let closed = || Do::Write(Record::Closed { attempt });
     match (state, event) {
+        (Is::Here { .. }, On::Postmigrate) if terms.early => (Is::Releasing, vec![release()]),
         (Is::Here { .. }, On::Postmigrate) => (Is::Here { postmigrate: true }, vec![]),
         (Is::Here { postmigrate: true }, On::Ready(of)) if *of == attempt => {
-            let released = Record::Released {
-                attempt,
-                generation: next,
-            };
-            (Is::Releasing, vec![Do::Write(released)])
+            (Is::Releasing, vec![release()])
         }
         // COMMIT was never sent, so the destination cannot run the guest.
-        (Is::Here { .. }, On::Abort(reason))
-        | (Is::Releasing, On::WriteFailed(reason) | On::Abort(reason)) => {
-            let actions = vec![
-                Do::SendCancel(reason.clone()),
-                Do::Resume,
-                Do::Write(aborted(reason)),
-            ];
-            (Is::Aborted, actions)
+        (Is::Here { .. }, On::Abort(reason)) => {
+            let actions = vec![Do::SendCancel(reason.clone()), Do::Resume, stays(reason)];
+            (Is::Aborting, actions)
         }
         (Is::Here { .. }, On::PeerAborted(of)) if *of == attempt => {
-            let reason = "the destination gave up";
-            (Is::Aborted, vec![Do::Resume, Do::Write(aborted(reason))])
+            (Is::Aborting, vec![Do::Resume, stays(PEER_GAVE_UP)])
         }
+        (Is::Aborting, On::Written(Record::Aborted { .. })) => (Is::Aborted, vec![closed()]),
+
         (Is::Releasing, On::Written(Record::Released { .. })) => {
             (Is::Released, vec![Do::Fence(next), Do::SendCommit(next)])
         }
+        // An agent that is restarted may find RELEASED all the same, and then goes by it: the guest
+        // is resumed only when ABORTED is there to say otherwise.
+        (Is::Releasing, On::WriteFailed(_)) => {
+            let reason = "RELEASED could not be written";
+            let actions = vec![Do::SendCancel(reason.to_owned()), stays(reason)];
+            (Is::Returning, actions)
+        }
         (Is::Released, On::Connected) => (Is::Released, vec![Do::Fence(next), Do::Ask]),
-        // READY again after a reconnection: COMMIT was lost.
+        // The destination decides: it may have committed.
+        (Is::Released, On::Abort(reason)) => (Is::Released, vec![Do::SendCancel(reason.clone())]),
+        // READY after a reconnection: COMMIT was lost.
         (Is::Released, On::Ready(of)) if *of == attempt => {
             (Is::Released, vec![Do::SendCommit(next)])
         }
-        (Is::Released, On::Committed(of)) if *of == attempt => {
+        (Is::Released, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
             (Is::Finishing, vec![Do::Write(Record::Done { attempt })])
         }
         (Is::Released, On::PeerAborted(of)) if *of == attempt => {
-            let reason = "the destination gave up after the release";
-            (Is::Returning, vec![Do::Write(aborted(reason))])
+            (Is::Returning, vec![stays(PEER_GAVE_UP)])
         }
         (Is::Returning, On::Written(Record::Aborted { .. })) => {
-            (Is::Aborted, vec![Do::Unfence, Do::Resume])
+            (Is::Aborted, back_here(terms.generation, closed()))
         }
-        (Is::Finishing, On::Written(Record::Done { .. })) => {
-            (Is::Done, vec![Do::SendDone, Do::Quit])
+        (Is::Released, On::Overrule(because)) => {
+            let record = Record::Overruled {
+                attempt,
+                run_on: Side::Source,
+                generation: terms.after_next(),
+                because: because.clone(),
+            };
+            (Is::Overruling, vec![Do::Write(record)])
         }
-        (Is::Done, On::Connected) => (Is::Done, vec![Do::SendDone, Do::Quit]),
+        (Is::Overruling, On::Written(Record::Overruled { .. })) => {
+            (Is::Overruled, reclaim(terms.after_next()))
+        }
+        // It may be on disk: a person is asked again, nothing is resumed.
+        (Is::Overruling, On::WriteFailed(_)) => (Is::Released, vec![]),
+        (Is::Overruled, On::Connected) => {
+            (Is::Overruled, vec![Do::SendOverruled(terms.after_next())])
+        }
+        (Is::Overruled, On::PeerAborted(of)) if *of == attempt => (Is::Aborted, vec![closed()]),
+
+        (Is::Finishing, On::Written(Record::Done { .. })) => (Is::Done, vec![Do::Cede(next)]),
+        (Is::Done, On::Connected) => (Is::Done, vec![Do::Ask]),
+        (Is::Done, On::AllPresent(of)) if *of == attempt => {
+            (Is::Retiring, vec![Do::Quit, closed()])
+        }
+
+        (Is::Aborted, On::Written(Record::Closed { .. })) => {
+            (Is::Closed { here: true }, vec![Do::SendDone])
+        }
+        (Is::Retiring, On::Written(Record::Closed { .. })) => {
+            (Is::Closed { here: false }, vec![Do::SendDone])
+        }
+        // A person has let the destination run it, who took the source for dead.
+        (
+            Is::Aborting | Is::Aborted | Is::Closed { here: true },
+            On::Committed(of) | On::AllPresent(of),
+        ) if *of == attempt => (state.clone(), vec![Do::Concede(next)]),
+        (Is::Closed { .. }, On::Connected) => (state.clone(), vec![Do::SendDone]),
+        // What was decided stays decided: it is written as soon as it can be.
+        (
+            Is::Aborting | Is::Returning | Is::Aborted | Is::Finishing | Is::Retiring,
+            On::WriteFailed(record),
+        ) => (state.clone(), vec![Do::Write(record.clone())]),
         _ => (state.clone(), vec![]),
     }
 }
 
+const PEER_GAVE_UP: &str = "the destination gave up";
+
+fn back_here(generation: Generation, closed: SourceAction) -> Vec<SourceAction> {
+    vec![
+        SourceAction::Unfence(generation),
+        SourceAction::Resume,
+        closed,
+    ]
+}
+
+fn reclaim(generation: Generation) -> Vec<SourceAction> {
+    vec![
+        SourceAction::Unfence(generation),
+        SourceAction::Resume,
+        SourceAction::SendOverruled(generation),
+    ]
+}
+
 impl SourceState {
-    /// The state that a journal's records lead to, for an agent that was restarted.
-    pub fn restore(records: &[Record]) -> SourceState {
-        records.iter().fold(
-            SourceState::Here { postmigrate: false },
-            |state, record| match record {
-                Record::Released { .. } => SourceState::Released,
-                Record::Done { .. } => SourceState::Done,
-                Record::Aborted { .. } => SourceState::Aborted,
-                Record::Began { .. } => SourceState::Here { postmigrate: false },
-                Record::Ready { .. } | Record::Committed { .. } | Record::Returned { .. } => state,
-            },
-        )
+    /// The state that a journal's records of an attempt lead to, and what an agent that was
+    /// restarted does first.
+    pub fn restore(records: &[Record], terms: &Terms) -> (SourceState, Vec<SourceAction>) {
+        use SourceAction as Do;
+        let attempt = terms.attempt;
+        let closed = || Do::Write(Record::Closed { attempt });
+        let released = records
+            .iter()
+            .any(|record| matches!(record, Record::Released { .. }));
+        match records.last() {
+            Some(Record::Released { .. }) => (Self::Released, vec![Do::Fence(terms.next())]),
+            Some(Record::Overruled { .. }) => (Self::Overruled, reclaim(terms.after_next())),
+            Some(Record::Done { .. }) => (Self::Done, vec![Do::Cede(terms.next())]),
+            Some(Record::Aborted { .. }) if overruled(records) => (Self::Aborted, vec![closed()]),
+            Some(Record::Aborted { .. }) if released => {
+                (Self::Aborted, back_here(terms.generation, closed()))
+            }
+            Some(Record::Aborted { .. }) => (Self::Aborted, vec![closed()]),
+            Some(Record::Closed { .. }) => {
+                let done = |record: &Record| matches!(record, Record::Done { .. });
+                let here = !records.iter().any(done);
+                (Self::Closed { here }, vec![])
+            }
+            // What follows belongs to the destination's journals.
+            Some(
+                Record::Began { .. }
+                | Record::Ready { .. }
+                | Record::Committed { .. }
+                | Record::AllPresent { .. }
+                | Record::Returned { .. },
+            )
+            | None => {
+                let record = terms.aborted("the source's agent was restarted");
+                (Self::Aborting, vec![Do::Resume, Do::Write(record)])
+            }
+        }
     }
 
     /// Whether nothing more will happen.
     pub fn is_over(&self) -> bool {
-        matches!(self, Self::Done | Self::Aborted)
+        matches!(self, Self::Closed { .. })
     }
+
+    /// Whether the guest's place is decided, whatever has yet to be written or said.
+    pub fn is_settled(&self) -> bool {
+        use SourceState as Is;
+        matches!(
+            self,
+            Is::Aborting
+                | Is::Aborted
+                | Is::Done
+                | Is::Retiring
+                | Is::Overruled
+                | Is::Closed { .. }
+        )
+    }
+
+    /// Whether the attempt can be ended by the source alone.
+    pub fn may_abort(&self) -> bool {
+        matches!(self, Self::Here { .. })
+    }
+
+    /// Whether only the destination's word, or a person's, decides.
+    pub fn in_doubt(&self) -> bool {
+        matches!(self, Self::Released | Self::Overruling)
+    }
+}
+
+fn overruled(records: &[Record]) -> bool {
+    records
+        .iter()
+        .any(|record| matches!(record, Record::Overruled { .. }))
 }
 
 #[cfg(test)]
@@ -160,13 +302,25 @@ mod tests {
 
     const ATTEMPT: Attempt = Attempt(1);
     const NEXT: Generation = Generation(5);
+    const TERMS: Terms = Terms {
+        attempt: ATTEMPT,
+        generation: Generation(4),
+        early: false,
+    };
 
-    fn run(events: &[SourceEvent]) -> (SourceState, Vec<SourceAction>) {
+    /// Runs from the beginning, with every record written at once.
+    fn run(events: &[SourceEvent], terms: &Terms) -> (SourceState, Vec<SourceAction>) {
         let mut all = Vec::new();
         let mut state = SourceState::Here { postmigrate: false };
-        for event in events {
-            let (next, actions) = step_source(&state, event, ATTEMPT, NEXT);
+        let mut events: Vec<_> = events.iter().rev().cloned().collect();
+        while let Some(event) = events.pop() {
+            let (next, actions) = step_source(&state, &event, terms);
             state = next;
+            let written = actions.iter().find_map(|action| match action {
+                SourceAction::Write(record) => Some(SourceEvent::Written(record.clone())),
+                _ => None,
+            });
+            events.extend(written);
             all.extend(actions);
         }
         (state, all)
@@ -181,7 +335,7 @@ mod tests {
 
     #[test]
     fn nothing_is_released_before_postmigrate() {
-        let (state, actions) = run(&[SourceEvent::Ready(ATTEMPT)]);
+        let (state, actions) = run(&[SourceEvent::Ready(ATTEMPT)], &TERMS);
         assert_eq!(
             (state, actions),
             (SourceState::Here { postmigrate: false }, vec![])
@@ -190,46 +344,53 @@ mod tests {
 
     #[test]
     fn a_move_goes_through() {
-        let done = Record::Done { attempt: ATTEMPT };
-        let (state, actions) = run(&[
+        let events = [
             SourceEvent::Postmigrate,
             SourceEvent::Ready(ATTEMPT),
-            SourceEvent::Written(released()),
             SourceEvent::Committed(ATTEMPT),
-            SourceEvent::Written(done.clone()),
-        ]);
-        assert_eq!(state, SourceState::Done);
+            SourceEvent::AllPresent(ATTEMPT),
+        ];
+        let (state, actions) = run(&events, &TERMS);
+        assert_eq!(state, SourceState::Closed { here: false });
         let expected = [
             SourceAction::Write(released()),
             SourceAction::Fence(NEXT),
             SourceAction::SendCommit(NEXT),
-            SourceAction::Write(done),
-            SourceAction::SendDone,
+            SourceAction::Write(Record::Done { attempt: ATTEMPT }),
+            SourceAction::Cede(NEXT),
             SourceAction::Quit,
+            SourceAction::Write(Record::Closed { attempt: ATTEMPT }),
+            SourceAction::SendDone,
         ];
         assert_eq!(actions, expected);
     }
 
     #[test]
+    fn an_early_release_does_not_wait_for_ready() {
+        let early = Terms {
+            early: true,
+            ..TERMS
+        };
+        let (state, actions) = run(&[SourceEvent::Postmigrate], &early);
+        assert_eq!(state, SourceState::Released);
+        assert_eq!(actions.last(), Some(&SourceAction::SendCommit(NEXT)));
+    }
+
+    #[test]
     fn after_release_only_the_destination_gives_the_guest_back() {
-        let events = [
-            SourceEvent::Postmigrate,
-            SourceEvent::Ready(ATTEMPT),
-            SourceEvent::Written(released()),
-        ];
-        let (state, _) = run(&events);
+        let events = [SourceEvent::Postmigrate, SourceEvent::Ready(ATTEMPT)];
+        let (state, _) = run(&events, &TERMS);
         for event in [
             SourceEvent::Abort("cancelled".into()),
-            SourceEvent::WriteFailed("full".into()),
+            SourceEvent::WriteFailed(released()),
             SourceEvent::Connected,
             SourceEvent::PeerAborted(Attempt(9)),
         ] {
-            let (next, actions) = step_source(&state, &event, ATTEMPT, NEXT);
+            let (next, actions) = step_source(&state, &event, &TERMS);
             assert_eq!(next, SourceState::Released, "{event:?}");
             assert!(!actions.contains(&SourceAction::Resume), "{event:?}");
         }
-        let (next, actions) =
-            step_source(&state, &SourceEvent::PeerAborted(ATTEMPT), ATTEMPT, NEXT);
+        let (next, actions) = step_source(&state, &SourceEvent::PeerAborted(ATTEMPT), &TERMS);
         assert_eq!(next, SourceState::Returning);
         assert!(
             !actions.contains(&SourceAction::Resume),
@@ -238,18 +399,37 @@ mod tests {
     }
 
     #[test]
-    fn a_release_that_could_not_be_written_is_no_release() {
-        let (state, actions) = run(&[
-            SourceEvent::Postmigrate,
-            SourceEvent::Ready(ATTEMPT),
-            SourceEvent::WriteFailed("disk full".into()),
-        ]);
+    fn after_a_release_that_could_not_be_written_the_guest_waits_for_the_record_of_the_abort() {
+        let failed = SourceEvent::WriteFailed(released());
+        let (state, actions) = step_source(&SourceState::Releasing, &failed, &TERMS);
+        assert_eq!(state, SourceState::Returning);
+        assert!(!actions.contains(&SourceAction::Resume));
+        let aborted = SourceEvent::Written(TERMS.aborted("x"));
+        let (state, actions) = step_source(&state, &aborted, &TERMS);
         assert_eq!(state, SourceState::Aborted);
         assert!(actions.contains(&SourceAction::Resume));
-        assert!(
-            !actions
-                .iter()
-                .any(|action| matches!(action, SourceAction::SendCommit(_)))
-        );
+    }
+
+    #[test]
+    fn a_restarted_agent_finishes_what_an_abort_after_the_release_began() {
+        let records = [released(), TERMS.aborted("x")];
+        let (state, actions) = SourceState::restore(&records, &TERMS);
+        assert_eq!(state, SourceState::Aborted);
+        assert!(actions.contains(&SourceAction::Resume));
+    }
+
+    #[test]
+    fn a_person_overrules_only_doubt() {
+        let event = SourceEvent::Overrule("the destination burnt down".into());
+        let here = SourceState::Here { postmigrate: true };
+        assert_eq!(step_source(&here, &event, &TERMS), (here, vec![]));
+        let (state, actions) = step_source(&SourceState::Released, &event, &TERMS);
+        assert_eq!(state, SourceState::Overruling);
+        let [SourceAction::Write(record)] = &actions[..] else {
+            panic!("{actions:?}");
+        };
+        let (state, actions) = step_source(&state, &SourceEvent::Written(record.clone()), &TERMS);
+        assert_eq!(state, SourceState::Overruled);
+        assert!(actions.contains(&SourceAction::Resume));
     }
 }
