@@ -17,8 +17,15 @@
 //!   (journal: RELEASED)
 //!   Commit ------------------------------>   journal: COMMITTED, the guest runs
 //!   <--------------------------- Committed
-//!   (journal: DONE) Done ---------------->
+//!   (journal: DONE)                          nothing is needed of the source: journal: ALL-PRESENT
+//!   <-------------------------- AllPresent
+//!   (QEMU quit; journal: CLOSED)
+//!   Done -------------------------------->   journal: CLOSED
+//!   <------------------------------ Closed
 //! ```
+//!
+//! With an early release, RELEASED is written and `Commit` sent when the guest is stopped; Ready is
+//! left out, and the guest runs as soon as everything is there.
 //!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
@@ -92,8 +99,13 @@ pub enum ToDestination {
         /// Why, for people.
         reason: String,
     },
-    /// The source has noted that the guest runs at the destination.
+    /// The source's journal of the attempt is at its end: nothing more will be asked.
     Done,
+    /// A person, who took this host for dead or fenced, has given the guest to the source.
+    Overruled {
+        /// The generation that it has there.
+        generation: Generation,
+    },
 }
 
 /// What the destination's agent says.
@@ -154,6 +166,13 @@ pub enum ToSource {
     },
     /// What the move cost here.
     Summary(Summary),
+    /// ALL-PRESENT is in the journal: the guest is here, and needs nothing of the source any more.
+    AllPresent {
+        /// The attempt.
+        attempt: Attempt,
+    },
+    /// The answer to [`ToDestination::Done`]: the journal here is at its end too.
+    Closed,
 }
 
 /// How far an attempt is at the destination.
@@ -234,6 +253,8 @@ pub struct Offer {
     pub verify: bool,
     /// How long the destination waits for a lost source before it gives up, in milliseconds.
     pub patience_ms: u32,
+    /// Whether the source releases the guest when it stops it.
+    pub early_release: bool,
 }
 
 /// Why an offer was not taken.

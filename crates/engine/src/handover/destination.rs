@@ -201,11 +201,13 @@ pub fn step_destination(
         }
 
         (Is::Committing, On::Written(Record::Committed { .. } | Record::Overruled { .. })) => {
-            (Is::Committed, vec![Do::Own(terms.next()), Do::Resume])
+            (Is::Committed, vec![Do::Resume])
         }
-        (Is::Committed, On::Resumed) => {
-            (Is::Running { all_present: false }, vec![Do::SendCommitted])
-        }
+        (Is::Committed, On::Resumed) => (
+            Is::Running { all_present: false },
+            // The journal is what counts: the right is noted again from it after a crash.
+            vec![Do::SendCommitted, Do::Own(terms.next())],
+        ),
         (Is::Committed, On::ResumeFailed(reason)) => {
             let record = Record::Returned {
                 attempt,
@@ -231,7 +233,7 @@ pub fn step_destination(
         (Is::Running { .. }, On::Written(Record::AllPresent { .. })) => {
             (Is::Running { all_present: true }, vec![Do::SendAllPresent])
         }
-        (Is::Running { all_present }, On::Asked | On::Commit(..)) => {
+        (Is::Running { all_present }, On::Asked | On::Commit(..) | On::Abort(_)) => {
             let answer = if *all_present {
                 Do::SendAllPresent
             } else {
@@ -312,6 +314,8 @@ impl DestinationState {
                     ..
                 },
             ) => (Self::Committed, vec![Do::Own(terms.next()), Do::Resume]),
+            // QEMU has loaded everything, and outlives its agent.
+            Some(Record::Ready { .. }) => (Self::Ready, vec![]),
             Some(Record::AllPresent { .. }) => (Self::Running { all_present: true }, vec![]),
             Some(Record::Aborted { .. }) => (Self::Aborted, vec![]),
             Some(Record::Returned { reason, .. }) => {
@@ -331,12 +335,7 @@ impl DestinationState {
                 (Self::Closed { here }, vec![])
             }
             // Done and Released belong to the source's journals.
-            Some(
-                Record::Began { .. }
-                | Record::Ready { .. }
-                | Record::Released { .. }
-                | Record::Done { .. },
-            ) => {
+            Some(Record::Began { .. } | Record::Released { .. } | Record::Done { .. }) => {
                 let reason = "the destination's agent was restarted".to_owned();
                 (Self::Aborting { reason }, vec![Do::Quit])
             }
