@@ -154,7 +154,8 @@ impl Message for ToDestination {
             | Self::Verified
             | Self::Commit { .. }
             | Self::Cancel { .. }
-            | Self::Done => Ok(()),
+            | Self::Done
+            | Self::Overruled { .. } => Ok(()),
         }
     }
 }

@@ -54,6 +54,9 @@ named! { Record in RECORDS by record_name:
     Done "done" [Source],
     Aborted "aborted" [Source Destination],
     Returned "returned" [Destination],
+    AllPresent "all-present" [Destination],
+    Overruled "overruled" [Source Destination],
+    Closed "closed" [Source Destination],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:
@@ -68,6 +71,7 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     Commit "commit" [Source],
     Cancel "cancel" [Source],
     Done "done" [Source],
+    Overruled "overruled" [Source],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -82,6 +86,8 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Aborted "aborted" [Destination],
     Status "status" [Destination],
     Summary "summary" [Destination],
+    AllPresent "all-present" [Destination],
+    Closed "closed" [Destination],
 }
 
 impl Named for ToDestination {

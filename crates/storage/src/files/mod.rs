@@ -36,6 +36,8 @@ pub trait Files: Debug + Send + Sync {
     fn names(&self, folder: &Path) -> io::Result<Vec<OsString>>;
     /// Gives a file another name in its folder, in place of the file that had it.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Removes a file. It may be there again after a power cut.
+    fn remove(&self, path: &Path) -> io::Result<()>;
     /// Makes the names in a folder durable.
     fn sync_folder(&self, folder: &Path, what: &'static str) -> io::Result<()>;
 }

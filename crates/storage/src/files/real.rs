@@ -35,6 +35,10 @@ impl Files for RealFiles {
         fs::rename(from, to)
     }
 
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        fs::remove_file(path)
+    }
+
     fn sync_folder(&self, folder: &Path, _what: &'static str) -> io::Result<()> {
         File::open(folder)?.sync_all()
     }

@@ -255,6 +255,17 @@ impl Journal {
         synced.map_err(io_error("sync", folder))
     }
 
+    /// Removes it: nothing of the migration will be asked any more. It may be there again after a
+    /// power cut, as it was.
+    pub fn remove(self) -> Result<(), JournalError> {
+        match self.opened.journals.files.remove(&self.path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(io_error("remove", &self.path)(error))
+            }
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
     /// The file; it is there from the first record on.
     pub fn path(&self) -> &Path {
         &self.path

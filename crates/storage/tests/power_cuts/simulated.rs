@@ -374,6 +374,11 @@ impl Files for Simulated {
         answer(on, ())
     }
 
+    /// Nothing that must survive depends on a removal.
+    fn remove(&self, _path: &Path) -> io::Result<()> {
+        Err(io::ErrorKind::Unsupported.into())
+    }
+
     fn sync_folder(&self, folder: &Path, what: &'static str) -> io::Result<()> {
         let mut state = self.state();
         let on = state.begin()?;

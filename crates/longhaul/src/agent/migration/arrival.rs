@@ -13,6 +13,7 @@ mod handover;
 use super::Context;
 use super::entry::{Entry, Facts};
 use super::inbound::{Inbound, InboundError};
+use super::ledger::{DestinationHandover, Ledger, retry_destination};
 use super::peer::{Call, allows, attempt_state};
 use super::receive::{ReceiveError, Receiving};
 use super::registry::{Reservation, Taken};
@@ -20,7 +21,7 @@ use super::talk::TalkError;
 use crate::agent::fail_point;
 use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
 use longhaul_codec::unpack;
-use longhaul_engine::handover::{DestinationEvent, DestinationState, Record};
+use longhaul_engine::handover::{DestinationEvent, DestinationState, Record, Terms};
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
@@ -38,9 +39,10 @@ const BULK_WITHIN: Duration = Duration::from_secs(60);
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
 /// What the destination waits beyond the source's patience.
 const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
-/// After READY only the source decides; without a word the destination gives up after this, which
-/// it may, as long as it has not committed.
-const READY_PATIENCE: Duration = Duration::from_secs(600);
+/// How long a source gets to say that its journal is at its end, after an abort.
+const CLOSE_WITHIN: Duration = Duration::from_secs(30);
+/// Between two tries to write a record.
+const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// What others see of an arrival.
 pub(super) struct Arrival {
@@ -48,7 +50,27 @@ pub(super) struct Arrival {
     pub(super) attempt: Attempt,
     pub(super) source: HostId,
     state: Mutex<DestinationState>,
-    calls: mpsc::Sender<(Call, Epoch)>,
+    calls: mpsc::Sender<(Call, Option<Epoch>)>,
+}
+
+/// Lets the source of an arrival find it, until it is dropped.
+struct Present {
+    context: Arc<Context>,
+    arrival: Arc<Arrival>,
+}
+
+impl Present {
+    fn new(context: &Arc<Context>, arrival: Arc<Arrival>) -> Self {
+        context.add_arrival(arrival.clone());
+        let context = context.clone();
+        Self { context, arrival }
+    }
+}
+
+impl Drop for Present {
+    fn drop(&mut self) {
+        self.context.remove_arrival(&self.arrival);
+    }
 }
 
 impl Arrival {
@@ -64,8 +86,8 @@ impl Arrival {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state.clone();
     }
 
-    /// The source is back over another connection.
-    pub(super) async fn resume(&self, call: Call, epoch: Epoch) {
+    /// The source is back over another connection, with an epoch if it has blocks to send.
+    pub(super) async fn resume(&self, call: Call, epoch: Option<Epoch>) {
         if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
             let state = attempt_state(&self.state());
             let message = ToSource::Status {
@@ -94,10 +116,7 @@ pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer)
             return;
         }
     };
-    let (arrival, task) = prepared;
-    context.add_arrival(arrival.clone());
-    task.run(call).await;
-    context.remove_arrival(&arrival);
+    prepared.run(call).await;
 }
 
 fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
@@ -108,11 +127,7 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
     }
 }
 
-async fn prepare(
-    context: &Arc<Context>,
-    call: &Call,
-    offer: Offer,
-) -> Result<(Arc<Arrival>, Task), Refusal> {
+async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Task, Refusal> {
     let host = &context.parts.config.name;
     if !allows(&call.control, Permission::SendGuests) {
         let text = format!("{host} does not let this host send guests");
@@ -168,6 +183,16 @@ async fn prepare(
             format!("{host} cannot take part: {error}"),
         )
     };
+    let (calls, called) = mpsc::channel(4);
+    let arrival = Arc::new(Arrival {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        source: peer.id,
+        state: Mutex::new(DestinationState::Beginning),
+        calls,
+    });
+    // From now on questions about the attempt are for its task, and not answered from the journal.
+    let present = Present::new(context, arrival.clone());
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
     if journal
@@ -216,24 +241,33 @@ async fn prepare(
         }
     };
     context.registry.add(entry.clone());
-    let (calls, called) = mpsc::channel(4);
-    let arrival = Arc::new(Arrival {
-        migration: offer.migration,
+    let terms = Terms {
         attempt: offer.attempt,
-        source: peer.id,
-        state: Mutex::new(DestinationState::Receiving),
-        calls,
-    });
+        generation: offer.generation,
+        early: offer.early_release,
+    };
+    let ledger = Ledger::new(
+        context.clone(),
+        offer.migration,
+        &guest,
+        &peer.name,
+        terms,
+        journal,
+    );
+    let state = DestinationState::Receiving { commit: None };
+    arrival.set_state(&state);
     let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
     let task = Task {
         context: context.clone(),
         entry,
-        arrival: arrival.clone(),
+        arrival,
+        present,
         offer,
-        journal,
+        handover: DestinationHandover { state, ledger },
         inbound,
         called,
-        handover: DestinationState::Receiving,
+        retry_at: Instant::now(),
+        settled_at: None,
         call: None,
         bulk: None,
         epoch: Epoch(1),
@@ -247,9 +281,9 @@ async fn prepare(
         load_time: Duration::ZERO,
         commit_at: None,
         commit_time: Duration::ZERO,
-        _reservation: reservation,
+        reservation,
     };
-    Ok((arrival, task))
+    Ok(task)
 }
 
 /// Texts of peers and programs are cut before they are kept.
@@ -261,11 +295,14 @@ struct Task {
     context: Arc<Context>,
     entry: Arc<Entry>,
     arrival: Arc<Arrival>,
+    present: Present,
     offer: Offer,
-    journal: Journal,
+    handover: DestinationHandover,
     inbound: Inbound,
-    called: mpsc::Receiver<(Call, Epoch)>,
-    handover: DestinationState,
+    called: mpsc::Receiver<(Call, Option<Epoch>)>,
+    retry_at: Instant,
+    /// When it was aborted.
+    settled_at: Option<Instant>,
     call: Option<Call>,
     bulk: Option<JoinHandle<BulkEnd>>,
     epoch: Epoch,
@@ -280,7 +317,7 @@ struct Task {
     load_time: Duration,
     commit_at: Option<Instant>,
     commit_time: Duration,
-    _reservation: Reservation,
+    reservation: Reservation,
 }
 
 /// How a bulk connection ended.
@@ -291,12 +328,13 @@ enum BulkEnd {
 
 enum Happened {
     Message(Result<ToDestination, TalkError>),
-    Call(Option<Box<(Call, Epoch)>>),
+    Call(Option<Box<(Call, Option<Epoch>)>>),
     Bulk(BulkEnd),
     Everything,
     Loaded(Result<(), InboundError>),
     QemuEnded,
     PatienceOver,
+    Retry,
     Cancelled,
 }
 
@@ -316,10 +354,13 @@ impl Task {
     }
 
     fn over(&self) -> bool {
-        match self.handover {
-            DestinationState::Aborted => true,
-            // The source's DONE is waited for by the loop that follows COMMITTED.
-            DestinationState::Running => self.call.is_none(),
+        match self.state() {
+            DestinationState::Closed { .. } => true,
+            // The source's DONE is waited for as long as it is there; it is answered from the
+            // journal afterwards.
+            DestinationState::Aborted | DestinationState::Running { all_present: true } => {
+                self.call.is_none()
+            }
             _ => false,
         }
     }
@@ -399,25 +440,27 @@ impl Task {
             }
             () = self.inbound.ended() => Happened::QemuEnded,
             () = sleep_until(deadline) => Happened::PatienceOver,
-            Ok(_) = cancelled.wait_for(Option::is_some), if self.may_abort() => {
+            () = sleep_until(self.retry_at + RETRY_EVERY) => Happened::Retry,
+            Ok(_) = cancelled.wait_for(Option::is_some), if self.state().may_abort() => {
                 Happened::Cancelled
             }
         }
     }
 
-    fn may_abort(&self) -> bool {
-        use DestinationState as Is;
-        matches!(self.handover, Is::Receiving | Is::Readying | Is::Ready)
-    }
-
     fn deadline(&self) -> Instant {
         let far = || Instant::now() + Duration::from_secs(86_400);
-        match (&self.handover, self.lost_at) {
-            (DestinationState::Ready, Some(at)) => at + READY_PATIENCE,
-            (DestinationState::Receiving | DestinationState::Readying, Some(at)) => {
+        match (self.state(), self.lost_at) {
+            // After READY only the source decides, or a person.
+            (DestinationState::Ready, Some(at)) if self.entry.outcome().is_none() => {
                 at + self.patience
             }
-            (DestinationState::Running, Some(at)) => at,
+            (DestinationState::Receiving { .. } | DestinationState::Readying, Some(at)) => {
+                at + self.patience
+            }
+            (DestinationState::Running { .. }, Some(at)) => at,
+            (DestinationState::Aborted, _) => {
+                self.settled_at.map_or_else(far, |at| at + CLOSE_WITHIN)
+            }
             _ => far(),
         }
     }
@@ -429,7 +472,7 @@ impl Task {
                 tracing::info!(migration = %self.offer.migration, %error, "the source is gone");
                 self.disconnect();
                 self.lost_at.get_or_insert_with(Instant::now);
-                if error.is_meant() {
+                if error.is_meant() && self.is_waiting() {
                     self.abort(error.to_string()).await;
                 }
             }
@@ -446,8 +489,14 @@ impl Task {
             Happened::Loaded(Ok(())) => self.loaded().await,
             Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
             Happened::QemuEnded => self.qemu_ended().await,
-            Happened::PatienceOver => match self.handover {
-                DestinationState::Running => self.disconnect(),
+            Happened::Retry => {
+                self.retry_at = Instant::now();
+                retry_destination(self).await;
+                self.arrival.set_state(&self.handover.state);
+            }
+            Happened::PatienceOver => match self.state() {
+                DestinationState::Running { .. } | DestinationState::Aborted => self.disconnect(),
+                DestinationState::Ready => self.show_doubt(),
                 _ => {
                     self.abort("the source did not come back in time".to_owned())
                         .await
@@ -460,7 +509,14 @@ impl Task {
         }
     }
 
-    async fn resumed(&mut self, mut call: Call, epoch: Epoch) {
+    async fn resumed(&mut self, mut call: Call, epoch: Option<Epoch>) {
+        let Some(epoch) = epoch else {
+            // It has nothing to send, only to ask.
+            self.disconnect();
+            self.call = Some(call);
+            self.lost_at = None;
+            return self.step(DestinationEvent::Asked).await;
+        };
         if epoch <= self.epoch {
             let reason = "this connection is older than the one in use".to_owned();
             let attempt = self.offer.attempt;
@@ -473,13 +529,13 @@ impl Task {
             }
             return;
         }
-        let state = attempt_state(&self.handover);
+        let state = attempt_state(self.state());
         let answer = ToSource::Resumed {
             bulk_token: Vec::new(),
             state,
         };
         self.connect(call, epoch, answer).await;
-        let loaded = self.loaded && matches!(self.handover, DestinationState::Receiving);
+        let loaded = self.loaded && self.is_waiting();
         if loaded {
             self.send(ToSource::Loaded).await;
         }
@@ -537,7 +593,7 @@ impl Task {
                 generation,
             } => {
                 self.commit_at.get_or_insert_with(Instant::now);
-                if generation.0 != self.offer.generation.0 + 1 {
+                if generation != self.handover.ledger.terms.next() {
                     tracing::warn!(?generation, "a commit for another generation is ignored");
                     return;
                 }
@@ -545,10 +601,9 @@ impl Task {
                     .await;
             }
             ToDestination::Cancel { reason } => self.abort(reason).await,
-            ToDestination::Done => {
-                if self.handover == DestinationState::Running {
-                    self.disconnect();
-                }
+            ToDestination::Done => self.step(DestinationEvent::Done).await,
+            ToDestination::Overruled { generation } => {
+                self.step(DestinationEvent::PeerOverruled(generation)).await;
             }
             ToDestination::Query(_)
             | ToDestination::Offer(_)
@@ -614,9 +669,23 @@ impl Task {
         tracing::error!(migration = %self.offer.migration, "QEMU ended: {log}");
         self.inbound.forget_process();
         self.step(DestinationEvent::QemuGone).await;
-        if self.handover == DestinationState::Running {
-            self.disconnect();
-        }
+    }
+
+    /// Whether more has to come before the source may decide.
+    fn is_waiting(&self) -> bool {
+        matches!(
+            self.state(),
+            DestinationState::Receiving { commit: None } | DestinationState::Readying
+        )
+    }
+
+    /// Says that only the source knows where the guest runs.
+    fn show_doubt(&self) {
+        let (guest, source) = (&self.offer.guest.name, self.entry.report().source);
+        let text = format!("{guest} is all here and waits for {source}, which is gone");
+        let error = ApiError::new(ErrorCode::InDoubt, text)
+            .hint("it is decided as soon as the two agents meet");
+        self.entry.end(Outcome::InDoubt, Some(error));
     }
 
     async fn abort(&mut self, reason: String) {
@@ -632,23 +701,41 @@ impl Task {
         }
     }
 
-    async fn end(mut self) {
-        match self.handover {
-            DestinationState::Running => self.entry.end(Outcome::Completed, None),
-            _ => {
-                let reason = self.abort_reason();
-                let guest = &self.offer.guest.name;
-                let error = ApiError::new(ErrorCode::Internal, reason)
-                    .state_of_guest(format!("{guest} stays at {}", self.entry.report().source));
-                self.entry.end(Outcome::Aborted, Some(error));
-            }
+    async fn end(self) {
+        let reason = self.abort_reason();
+        let Self {
+            context,
+            entry,
+            offer,
+            handover,
+            mut call,
+            present,
+            reservation,
+            ..
+        } = self;
+        if handover.state.owns_guest() {
+            entry.end(Outcome::Completed, None);
+        } else {
+            let state = format!("{} stays at {}", offer.guest.name, entry.report().source);
+            let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
+            entry.end(Outcome::Aborted, Some(error));
         }
-        // The source must have read the last message before the channel goes.
-        if let Some(call) = &mut self.call {
+        context.archive.keep(&entry);
+        let closed = matches!(handover.state, DestinationState::Closed { .. });
+        if closed {
+            handover.ledger.remove_journal();
+        }
+        // From here the guest is free for what comes next.
+        drop(present);
+        drop(reservation);
+        if let Some(call) = &mut call {
+            if closed && let Err(error) = call.sender.send(&ToSource::Closed).await {
+                tracing::debug!(%error, "the source did not wait");
+            }
+            // The source must have read the last message before the channel goes.
             let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
             tracing::debug!(?last, "the source's last word");
         }
-        self.context.archive.keep(&self.entry);
     }
 }
 

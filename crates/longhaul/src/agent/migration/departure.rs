@@ -11,19 +11,19 @@
 mod handover;
 mod show;
 
-use super::Context;
 use super::entry::Entry;
-use super::failure;
+use super::ledger::{SourceHandover, retry_source};
 use super::outbound::{Outbound, Stopped};
 use super::plan::Look;
 use super::registry::Reservation;
-use super::send::{SendError, Sending};
+use super::send::{Line, SendError, Sending};
 use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::verify::{Comparison, Next};
-use longhaul_api::{ApiError, Phase};
+use super::{Context, Holder, failure};
+use longhaul_api::{ApiError, Outcome, Phase};
 use longhaul_codec::{DigestKey, pack};
-use longhaul_engine::handover::{SourceEvent, SourceState};
+use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
 use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
@@ -32,7 +32,6 @@ use longhaul_protocol::message::{
 };
 use longhaul_protocol::piece::Part;
 use longhaul_protocol::{Epoch, wire};
-use longhaul_storage::Journal;
 use longhaul_transport::BulkError;
 use std::sync::Arc;
 use std::time::Duration;
@@ -46,10 +45,16 @@ const TICK: Duration = Duration::from_millis(5);
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 /// How long a pass may take to begin.
 const PASS_WITHIN: Duration = Duration::from_secs(3);
-/// How long the destination gets to confirm that it has given up.
-const GIVE_UP_WITHIN: Duration = Duration::from_secs(5);
+/// How long the destination gets to say that its journal is at its end.
+const CLOSE_WITHIN: Duration = Duration::from_secs(5);
+/// Between two tries to ask a destination that does not know yet, or cannot be asked.
+const ASK_EVERY: Duration = Duration::from_secs(2);
+/// A guest is shown as in doubt when the destination has been silent for so long.
+const DOUBT_AFTER: Duration = Duration::from_secs(3);
 /// How long the destination's figures are waited for when everything else is done.
 const SUMMARY_WITHIN: Duration = Duration::from_secs(2);
+/// Between two tries to write a record.
+const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// Everything that preparing has made.
 pub(super) struct Task {
@@ -59,7 +64,7 @@ pub(super) struct Task {
     pub(super) host: String,
     pub(super) outbound: Outbound,
     pub(super) sending: Arc<Sending>,
-    pub(super) journal: Journal,
+    pub(super) handover: SourceHandover,
     pub(super) patience: Duration,
     pub(super) downtime: Duration,
     /// What the guest's memory looked like.
@@ -72,7 +77,6 @@ pub(super) struct Task {
 /// A task at work.
 pub(super) struct Departure {
     task: Task,
-    handover: SourceState,
     session: Option<Session>,
     epoch: Epoch,
     redial: Option<JoinHandle<Result<(Session, AttemptState), SessionError>>>,
@@ -83,6 +87,7 @@ pub(super) struct Departure {
     limits: watch::Receiver<Option<u64>>,
     began: Instant,
     shown_at: Instant,
+    retry_at: Instant,
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
@@ -127,12 +132,13 @@ impl Departure {
     /// Takes over from preparing: the destination waits, the source's QEMU tracks writes.
     pub(super) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();
-        task.sending.connect(session.line.clone());
+        if let Some(line) = &session.line {
+            task.sending.connect(line.clone());
+        }
         let worker = tokio::spawn(task.sending.clone().work());
         let (cancelled, limits) = (task.entry.cancelled(), task.entry.limits());
         Self {
-            handover: SourceState::Here { postmigrate: false },
-            epoch: session.line.epoch,
+            epoch: session.line.as_ref().map_or(Epoch(1), |line| line.epoch),
             session: Some(session),
             redial: None,
             lost_at: None,
@@ -142,6 +148,7 @@ impl Departure {
             limits,
             began: now,
             shown_at: now,
+            retry_at: now,
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
@@ -183,8 +190,8 @@ impl Departure {
 
     async fn wait(&mut self) -> Happened {
         let next = Instant::now() + TICK;
-        let line = self.session.as_ref().map(|session| session.line.clone());
-        let may_cancel = matches!(self.handover, SourceState::Here { .. });
+        let line = self.line();
+        let may_cancel = self.state().may_abort();
         tokio::select! {
             biased;
             Ok(why) = self.cancelled.wait_for(Option::is_some), if may_cancel => {
@@ -238,8 +245,8 @@ impl Departure {
             Happened::Compared(next) => self.compare(next).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
             Happened::Limit(limit) => {
-                if let Some(session) = &self.session {
-                    session.line.bulk.set_bandwidth(limit);
+                if let Some(line) = self.line() {
+                    line.bulk.set_bandwidth(limit);
                 }
             }
             Happened::QemuEnded => self.qemu_ended().await,
@@ -250,12 +257,17 @@ impl Departure {
 
     async fn tick(&mut self) {
         self.watch_patience().await;
+        if self.retry_at.elapsed() >= RETRY_EVERY {
+            self.retry_at = Instant::now();
+            retry_source(self).await;
+            self.finished |= self.state().is_over();
+        }
         if self.finished || self.failure.is_some() {
             return;
         }
         let now = self.now();
-        if let Some(session) = &self.session {
-            let stats = session.line.bulk.stats();
+        if let Some(line) = self.line() {
+            let stats = line.bulk.stats();
             let queued_bytes = self.task.sending.queued_bytes();
             let (host, context) = (&self.task.host, &self.task.context);
             // A link that is not filled says nothing of what it could carry.
@@ -373,7 +385,6 @@ impl Departure {
             ready_at: None,
         });
         self.task.sending.wake();
-        self.step(SourceEvent::Postmigrate).await;
         if self.task.offer.verify {
             self.comparing = Some(Comparison::begin(
                 &self.task.outbound,
@@ -381,6 +392,8 @@ impl Departure {
             ));
         }
         self.send_tail().await;
+        // An early release is written while the last blocks travel.
+        self.step(SourceEvent::Postmigrate).await;
         self.announce().await;
     }
 
@@ -408,7 +421,7 @@ impl Departure {
 
     /// Says how many frames there are, once all have been given to the connection.
     async fn announce(&mut self) {
-        let (Some(session), Some(stopped)) = (&self.session, &self.stopped) else {
+        let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
             return;
         };
         if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
@@ -416,7 +429,7 @@ impl Departure {
             return;
         }
         // The engine is done, so the count does not change any more.
-        let announcement = (session.line.epoch, session.line.frames());
+        let announcement = (line.epoch, line.frames());
         if self.announced == Some(announcement) {
             return;
         }
@@ -479,8 +492,13 @@ impl Departure {
                 }
                 self.step(SourceEvent::PeerAborted(of)).await;
             }
+            ToSource::AllPresent { attempt: of } => {
+                self.committed_at.get_or_insert_with(Instant::now);
+                self.step(SourceEvent::Committed(of)).await;
+                self.step(SourceEvent::AllPresent(of)).await;
+            }
             ToSource::Summary(summary) => self.summary = Some(summary),
-            ToSource::Status { .. } => {}
+            ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
             | ToSource::Accepted { .. }
             | ToSource::Refused(_)
@@ -534,7 +552,7 @@ impl Departure {
             return;
         }
         self.task.sending.disconnect();
-        if self.finished || self.handover.is_over() {
+        if self.finished || self.state().is_over() {
             return;
         }
         tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
@@ -556,9 +574,15 @@ impl Departure {
     }
 
     async fn watch_patience(&mut self) {
-        let (Some(at), SourceState::Here { .. }) = (self.lost_at, &self.handover) else {
+        let Some(at) = self.lost_at else {
             return;
         };
+        if self.state().in_doubt() {
+            return self.show_doubt(at);
+        }
+        if !self.state().may_abort() {
+            return;
+        }
         let patience = match &self.stopped {
             // The guest stands still: no longer than was asked for.
             Some(stopped) => self
@@ -583,8 +607,11 @@ impl Departure {
             Ok((session, state)) => {
                 tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
                 self.lost_at = None;
-                self.epoch = session.line.epoch;
-                self.task.sending.connect(session.line.clone());
+                if let Some(line) = &session.line {
+                    self.epoch = line.epoch;
+                    self.task.sending.connect(line.clone());
+                }
+                let bulk = session.line.is_some();
                 self.session = Some(session);
                 self.announced = None;
                 if state == AttemptState::Receiving {
@@ -599,6 +626,9 @@ impl Departure {
                 }
                 self.task.sending.wake();
                 self.step(SourceEvent::Connected).await;
+                if !bulk && state == AttemptState::Ready {
+                    self.step(SourceEvent::Ready(attempt)).await;
+                }
             }
             Err(SessionError::Aborted(reason)) => {
                 if self.failure.is_none() {
@@ -606,24 +636,57 @@ impl Departure {
                 }
                 self.step(SourceEvent::PeerAborted(attempt)).await;
             }
-            Err(SessionError::Committed) => {
+            Err(SessionError::Committed { all_present }) => {
                 self.committed_at.get_or_insert_with(Instant::now);
                 self.step(SourceEvent::Committed(attempt)).await;
+                if all_present {
+                    self.step(SourceEvent::AllPresent(attempt)).await;
+                } else {
+                    self.redial_later();
+                }
             }
-            Err(error) if matches!(self.handover, SourceState::Here { .. }) => {
+            Err(error) if self.state().may_abort() => {
                 self.fail(failure::session(&self.task.host, &error)).await;
             }
             Err(error) => {
                 // Released: there is no other way than to go on trying.
                 tracing::error!(%error, "cannot ask the destination");
-                let attempted = self.attempted();
-                let context = self.task.context.clone();
-                let epoch = self.epoch;
-                self.redial = Some(tokio::spawn(async move {
-                    tokio::time::sleep(Duration::from_secs(2)).await;
-                    session::resume(context, attempted, epoch, None).await
-                }));
+                self.redial_later();
             }
+        }
+    }
+
+    fn redial_later(&mut self) {
+        let attempted = self.attempted();
+        let context = self.task.context.clone();
+        let epoch = self.epoch;
+        self.redial = Some(tokio::spawn(async move {
+            tokio::time::sleep(ASK_EVERY).await;
+            session::resume(context, attempted, epoch, None).await
+        }));
+    }
+
+    fn state(&self) -> &SourceState {
+        &self.task.handover.state
+    }
+
+    fn terms(&self) -> &Terms {
+        &self.task.handover.ledger.terms
+    }
+
+    fn line(&self) -> Option<Arc<Line>> {
+        self.session
+            .as_ref()
+            .and_then(|session| session.line.clone())
+    }
+
+    /// Says that only the destination knows where the guest runs, once that has lasted.
+    fn show_doubt(&self, since: Instant) {
+        if since.elapsed() > DOUBT_AFTER && self.entry().outcome().is_none() {
+            let guest = &self.task.offer.guest.name;
+            let doubt = Holder::InDoubt(self.task.host.clone());
+            let reason = failure::not_here(guest, &doubt);
+            self.entry().end(Outcome::InDoubt, Some(reason));
         }
     }
 
@@ -636,16 +699,19 @@ impl Departure {
         }
     }
 
-    /// The destination should know that it is over before this side closes the connection.
-    async fn wait_for_abort(&mut self) {
-        let until = Instant::now() + GIVE_UP_WITHIN;
+    /// Waits until the destination has closed its journal too; false where it does not say so.
+    async fn both_closed(&mut self) -> bool {
+        let until = Instant::now() + CLOSE_WITHIN;
         while self.session.is_some() {
             let message = tokio::time::timeout_at(until, next_message(&mut self.session)).await;
             match message {
-                Ok(Ok(ToSource::Aborted { .. })) | Ok(Err(_)) | Err(_) => return,
+                Ok(Ok(ToSource::Closed)) => return true,
+                Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
                 Ok(Ok(_)) => {}
+                Ok(Err(_)) | Err(_) => return false,
             }
         }
+        false
     }
 }
 
@@ -663,9 +729,7 @@ async fn next_comparison(comparing: &mut Option<Comparison>) -> Next {
     }
 }
 
-async fn next_acknowledgement(
-    line: Option<Arc<super::send::Line>>,
-) -> Result<Acknowledgement, BulkOrWire> {
+async fn next_acknowledgement(line: Option<Arc<Line>>) -> Result<Acknowledgement, BulkOrWire> {
     let Some(line) = line else {
         return std::future::pending().await;
     };

@@ -1,7 +1,8 @@
 //! Migrations of this host's guests: who may run what, which are under way, what became of them.
 //!
 //! [`Manager`] is what the API asks. `departure` and `arrival` are the two ends of a migration, a
-//! task each; `peer` answers the other agents; `recovery` takes up what an earlier agent left.
+//! task each, and `ledger` makes durable what they decide; `settling` and `remembered` are the two ends
+//! without a task; `peer` answers the other agents; `recovery` takes up what an earlier agent left.
 
 mod archive;
 mod arrival;
@@ -9,6 +10,8 @@ mod departure;
 mod entry;
 mod failure;
 mod inbound;
+mod ledger;
+mod left;
 mod meter;
 mod outbound;
 mod peer;
@@ -17,8 +20,10 @@ mod prepare;
 mod receive;
 mod recovery;
 mod registry;
+mod remembered;
 mod send;
 mod session;
+mod settling;
 mod talk;
 mod verify;
 
@@ -36,6 +41,7 @@ use longhaul_protocol::{Attempt, HostId, MigrationId};
 use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
 use registry::{Registry, Taken};
+use remembered::Attempts;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -86,6 +92,7 @@ struct Context {
     registry: Registry,
     archive: Archive,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
+    attempts: Attempts,
     /// What the link to a host was seen to carry, in bytes per second.
     rates: Mutex<HashMap<String, f64>>,
 }
@@ -219,6 +226,7 @@ impl Manager {
             registry,
             archive,
             arrivals: Mutex::default(),
+            attempts: Attempts::default(),
             rates: Mutex::default(),
         });
         recovery::take_up(&context).await.map_err(|error| {

@@ -2,18 +2,20 @@
 
 use super::Context;
 use super::arrival;
+use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
-use crate::agent::fail_point;
-use longhaul_engine::handover::{DestinationState, Record};
+use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, MigrationId};
-use longhaul_storage::{Journal, JournalError};
+use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_storage::JournalError;
 use longhaul_transport::{Channel, CloseCode, Control, Permission};
 use std::sync::Arc;
 use std::time::Duration;
 
 /// A channel must say what it is for within this time.
 const FIRST_MESSAGE: Duration = Duration::from_secs(20);
+/// ... and a conversation about an attempt without a task goes on within this time.
+const NEXT_MESSAGE: Duration = Duration::from_secs(30);
 
 /// A channel whose first message was read.
 pub(super) struct Call {
@@ -89,18 +91,9 @@ async fn dispatch(
             migration,
             attempt,
             epoch,
-        } => {
-            let arrival = context.arrival(migration, attempt, call.control.peer().host.id);
-            match arrival {
-                Some(arrival) => {
-                    arrival.resume(call, epoch).await;
-                    Ok(())
-                }
-                None => tell(&context, &mut call, migration, attempt).await,
-            }
-        }
+        } => come_back(&context, call, (migration, attempt), Some(epoch), first).await,
         ToDestination::Ask { migration, attempt } => {
-            tell(&context, &mut call, migration, attempt).await
+            come_back(&context, call, (migration, attempt), None, first).await
         }
         other => {
             let reason = format!("a channel cannot begin with {}", name(&other));
@@ -110,94 +103,80 @@ async fn dispatch(
     }
 }
 
-/// Says what became of an attempt that nobody here is busy with. One that is not known is aborted
-/// by being asked for, so that a late COMMIT is refused.
-async fn tell(
+/// A source is back, with a connection for blocks or without.
+async fn come_back(
     context: &Arc<Context>,
-    call: &mut Call,
-    migration: MigrationId,
-    attempt: Attempt,
+    call: Call,
+    (migration, attempt): (MigrationId, Attempt),
+    epoch: Option<Epoch>,
+    first: ToDestination,
 ) -> Result<(), TalkError> {
     let peer = call.control.peer().host.id;
-    let said = context
-        .arrival(migration, attempt, peer)
-        .map(|arrival| arrival.state());
-    let message = match said {
-        Some(DestinationState::Running) => ToSource::Committed { attempt },
-        Some(DestinationState::Aborted) => ToSource::Aborted {
-            attempt,
-            reason: "it was given up".to_owned(),
-        },
-        Some(state) => ToSource::Status {
-            attempt,
-            state: attempt_state(&state),
-        },
-        None => match abort_unknown(context, migration, attempt) {
-            Ok(message) => message,
-            // Somebody here is just beginning with it, or ending.
-            Err(JournalError::Busy(_)) => ToSource::Status {
-                attempt,
-                state: AttemptState::Receiving,
-            },
-            Err(error) => {
-                tracing::error!(%migration, %error, "cannot say what became of an attempt");
+    match context.arrival(migration, attempt, peer) {
+        Some(arrival) => {
+            arrival.resume(call, epoch).await;
+            Ok(())
+        }
+        None => converse(context, call, (migration, attempt), first).await,
+    }
+}
+
+/// Answers for an attempt that no task is busy with, until the source has heard enough.
+async fn converse(
+    context: &Arc<Context>,
+    mut call: Call,
+    attempt: (MigrationId, Attempt),
+    first: ToDestination,
+) -> Result<(), TalkError> {
+    let peer = call.control.peer().host.id;
+    let mut message = first;
+    loop {
+        let answers = context.attempts.answer(context, peer, attempt, message);
+        let answers = match answers.await {
+            Ok(answers) => answers,
+            // Somebody here is just beginning with it, or ending: the source asks again.
+            Err(AnswerError::Journal(JournalError::Busy(_))) => return Ok(()),
+            Err(error @ AnswerError::Journal(_)) => {
+                tracing::error!(migration = %attempt.0, %error, "cannot answer for an attempt");
                 call.control
                     .close(CloseCode::Busy, "the journal here cannot be used");
                 return Ok(());
             }
-        },
-    };
-    call.sender.send(&message).await
-}
-
-fn abort_unknown(
-    context: &Context,
-    migration: MigrationId,
-    attempt: Attempt,
-) -> Result<ToSource, JournalError> {
-    let mut journal = Journal::open(&context.journals, migration)?;
-    let of_attempt = |record: &&Record| record.attempt() == attempt;
-    if let Some(record) = journal.records().iter().rev().find(of_attempt) {
-        match record {
-            Record::Committed { .. } | Record::Done { .. } => {
-                return Ok(ToSource::Committed { attempt });
+            Err(error) => {
+                call.control.close(CloseCode::Violation, &error.to_string());
+                return Ok(());
             }
-            Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
-                return Ok(ToSource::Aborted {
-                    attempt,
-                    reason: reason.clone(),
-                });
-            }
-            // An arrival that the recovery has not come to yet.
-            Record::Ready { .. } => {
-                return Ok(ToSource::Status {
-                    attempt,
-                    state: AttemptState::Ready,
-                });
-            }
-            Record::Began { .. } | Record::Released { .. } => {}
+        };
+        for answer in &answers {
+            call.sender.send(answer).await?;
         }
+        message = match call.receiver.recv_within(NEXT_MESSAGE).await {
+            Ok(message) => message,
+            Err(TalkError::Closed | TalkError::Silent(_)) => return Ok(()),
+            Err(error) => return Err(error),
+        };
     }
-    let reason = "the destination does not know this attempt".to_owned();
-    let aborted = Record::Aborted {
-        attempt,
-        reason: reason.clone(),
-    };
-    fail_point::append(&mut journal, &aborted)?;
-    Ok(ToSource::Aborted { attempt, reason })
 }
 
 /// How far an arrival is, for its source.
 pub(super) fn attempt_state(state: &DestinationState) -> AttemptState {
+    use DestinationState as Is;
     match state {
-        DestinationState::Receiving => AttemptState::Receiving,
-        DestinationState::Readying => AttemptState::Loading,
-        DestinationState::Ready | DestinationState::Committing => AttemptState::Ready,
-        DestinationState::Committed | DestinationState::Running => AttemptState::Committed,
-        DestinationState::Aborting { .. }
-        | DestinationState::Recording
-        | DestinationState::GivingBack { .. } => AttemptState::Receiving,
-        DestinationState::Aborted => AttemptState::Aborted,
+        Is::Unknown | Is::Beginning | Is::Receiving { .. } => AttemptState::Receiving,
+        Is::Readying => AttemptState::Loading,
+        Is::Ready | Is::Committing => AttemptState::Ready,
+        Is::Committed
+        | Is::Running { .. }
+        | Is::Yielding
+        | Is::Closing { here: true }
+        | Is::Closed { here: true } => AttemptState::Committed,
+        // It is told that it is over when that is written.
+        Is::Aborting { .. } | Is::Recording | Is::Returning { .. } | Is::GivingBack { .. } => {
+            AttemptState::Ready
+        }
+        Is::Aborted | Is::Closing { here: false } | Is::Closed { here: false } => {
+            AttemptState::Aborted
+        }
     }
 }
 
@@ -222,5 +201,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Commit { .. } => "Commit",
         ToDestination::Cancel { .. } => "Cancel",
         ToDestination::Done => "Done",
+        ToDestination::Overruled { .. } => "Overruled",
     }
 }

@@ -3,16 +3,18 @@
 
 use super::departure::{Departure, Task};
 use super::entry::{Entry, Facts};
+use super::ledger::{Ledger, SourceHandover};
 use super::outbound::Outbound;
 use super::plan::{self, Look};
 use super::registry::{Reservation, Taken};
 use super::send::Sending;
 use super::session::{self, Session, SessionError};
+use super::settling::Settling;
 use super::{Context, Holder, failure};
 use crate::agent::fail_point;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
 use longhaul_codec::DigestKey;
-use longhaul_engine::handover::{self, Record};
+use longhaul_engine::handover::{self, Record, SourceState, Terms};
 use longhaul_engine::source::Source;
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
@@ -193,6 +195,7 @@ impl Preparing {
             paused,
             verify: self.request.verify,
             patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
+            early_release: false,
         };
         let mut journal = Journal::open(&self.context.journals, offer.migration)
             .map_err(|error| failure::internal(&error.to_string()))?;
@@ -229,11 +232,28 @@ impl Preparing {
                         reason,
                     },
                 )?;
+                Settling::given_up(&self.context, journal, &self.entry).await;
                 return Err(error);
             }
         };
         guard.keep();
         let known_rate = self.context.link_rate(&host.name);
+        let terms = Terms {
+            attempt: offer.attempt,
+            generation: offer.generation,
+            early: offer.early_release,
+        };
+        let handover = SourceHandover {
+            state: SourceState::Here { postmigrate: false },
+            ledger: Ledger::new(
+                self.context.clone(),
+                offer.migration,
+                &offer.guest.name,
+                &host.name,
+                terms,
+                journal,
+            ),
+        };
         let task = Task {
             context: self.context,
             entry: self.entry,
@@ -241,7 +261,7 @@ impl Preparing {
             host: host.name.clone(),
             outbound,
             sending,
-            journal,
+            handover,
             patience: Duration::from_millis(self.request.patience_ms),
             downtime: Duration::from_millis(self.request.downtime_ms),
             look,

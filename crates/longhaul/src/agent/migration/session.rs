@@ -6,9 +6,7 @@ use super::talk::{self, Receiver, Sender, TalkError};
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
-use longhaul_transport::{
-    BulkBinding, BulkConfig, BulkToken, CloseCode, ConnectError, Control, LinkError,
-};
+use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::sleep;
@@ -25,7 +23,8 @@ pub(super) struct Session {
     pub(super) control: Control,
     pub(super) sender: Sender<ToDestination>,
     pub(super) receiver: Receiver<ToSource>,
-    pub(super) line: Arc<Line>,
+    /// Bulk; none where the destination has everything already.
+    pub(super) line: Option<Arc<Line>>,
 }
 
 /// Why there is no session.
@@ -48,7 +47,10 @@ pub(super) enum SessionError {
     Aborted(String),
     /// The destination has the guest.
     #[error("the destination has committed")]
-    Committed,
+    Committed {
+        /// And needs nothing of the source any more.
+        all_present: bool,
+    },
     /// An answer that does not fit.
     #[error("the destination breaks the protocol: {0}")]
     Protocol(&'static str),
@@ -95,7 +97,7 @@ pub(super) async fn offer(
             control,
             sender,
             receiver,
-            line,
+            line: Some(line),
         },
         machine,
     ))
@@ -146,6 +148,13 @@ pub(super) async fn resume(
     }
 }
 
+impl SessionError {
+    /// Whether another try would end in the same way, until somebody changes something.
+    pub(super) fn is_final(&self) -> bool {
+        matches!(self, Self::Connect(error) if is_final(error))
+    }
+}
+
 fn is_final(error: &ConnectError) -> bool {
     matches!(
         error,
@@ -177,7 +186,22 @@ async fn try_resume(
     let (token, state) = match receiver.recv_within(ANSWER_WITHIN).await? {
         ToSource::Resumed { bulk_token, state } => (bulk_token, state),
         ToSource::Aborted { reason, .. } => return Err(SessionError::Aborted(reason)),
-        ToSource::Committed { .. } => return Err(SessionError::Committed),
+        ToSource::Committed { .. } => {
+            return Err(SessionError::Committed { all_present: false });
+        }
+        ToSource::AllPresent { .. } => {
+            return Err(SessionError::Committed { all_present: true });
+        }
+        // Its agent was restarted when everything was there: no block is needed any more.
+        ToSource::Ready { .. } => {
+            let session = Session {
+                control,
+                sender,
+                receiver,
+                line: None,
+            };
+            return Ok((session, AttemptState::Ready));
+        }
         ToSource::Status { .. } => return Err(TalkError::Silent(ANSWER_WITHIN).into()),
         _ => return Err(SessionError::Protocol("Resume is answered by Resumed")),
     };
@@ -192,42 +216,30 @@ async fn try_resume(
             control,
             sender,
             receiver,
-            line,
+            line: Some(line),
         },
         state,
     ))
 }
 
-/// What the destination says became of an attempt.
-pub(super) enum Fate {
-    /// The guest is there.
-    Committed,
-    /// It never will be.
-    Aborted(String),
-    /// Neither.
-    Open,
+/// A channel about an attempt, without the bulk connection that blocks would need.
+pub(super) struct Conversation {
+    pub(super) sender: Sender<ToDestination>,
+    pub(super) receiver: Receiver<ToSource>,
 }
 
-/// Asks once.
-pub(super) async fn ask(context: &Context, attempted: &Attempted) -> Result<Fate, SessionError> {
+/// Asks what became of an attempt; the answers follow on the channel.
+pub(super) async fn ask(
+    context: &Context,
+    attempted: &Attempted,
+) -> Result<Conversation, SessionError> {
     let control = context.endpoint.connect(&attempted.host).await?;
-    let (mut sender, mut receiver) = talk::as_source(control.open().await?);
+    let (mut sender, receiver) = talk::as_source(control.open().await?);
     let Attempted {
         migration, attempt, ..
     } = *attempted;
     sender
         .send(&ToDestination::Ask { migration, attempt })
         .await?;
-    let fate = match receiver.recv_within(ANSWER_WITHIN).await? {
-        ToSource::Committed { .. } => Fate::Committed,
-        ToSource::Aborted { reason, .. } => Fate::Aborted(reason),
-        ToSource::Status { .. } | ToSource::Ready { .. } => Fate::Open,
-        _ => {
-            return Err(SessionError::Protocol(
-                "Ask is answered by what became of the attempt",
-            ));
-        }
-    };
-    control.close(CloseCode::Done, "asked and answered");
-    Ok(fate)
+    Ok(Conversation { sender, receiver })
 }

@@ -1,88 +1,37 @@
 //! Runs the destination's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Task, short};
-use crate::agent::fail_point;
 use crate::agent::migration::inbound::InboundError;
+use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
+use crate::agent::migration::left::abort_reason;
 use crate::agent::migration::peer::attempt_state;
 use longhaul_api::Phase;
-use longhaul_engine::handover::{DestinationAction, DestinationEvent, Record, step_destination};
+use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
 use longhaul_hypervisor::qmp::QmpError;
-use longhaul_protocol::Generation;
 use longhaul_protocol::message::{Summary, ToSource};
-use longhaul_storage::{Holder, Right};
 use std::time::Duration;
-use tokio::task::block_in_place;
+use tokio::time::Instant;
 
 impl Task {
     /// Feeds the hand-over, and does what it says until it asks for nothing more.
     pub(super) async fn step(&mut self, event: DestinationEvent) {
-        let mut events = vec![event];
-        while let Some(event) = events.pop() {
-            let attempt = self.offer.attempt;
-            let (next, actions) = step_destination(&self.handover, &event, attempt);
-            if next != self.handover {
-                tracing::info!(migration = %self.offer.migration, state = ?next, "hand-over");
-            }
-            self.handover = next;
-            self.arrival.set_state(&self.handover);
-            for action in actions {
-                events.extend(self.act(action).await);
-            }
+        feed_destination(self, event).await;
+        // Nothing of a guest that is all here is left at the source.
+        if *self.state() == (DestinationState::Running { all_present: false }) {
+            feed_destination(self, DestinationEvent::AllPresent).await;
+        }
+        self.arrival.set_state(&self.handover.state);
+        if self.state().is_settled() {
+            self.settled_at.get_or_insert_with(Instant::now);
         }
     }
 
-    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
-        let attempt = self.offer.attempt;
-        match action {
-            DestinationAction::Write(record) => {
-                return Some(
-                    match block_in_place(|| fail_point::append(&mut self.journal, &record)) {
-                        Ok(()) => {
-                            if matches!(record, Record::Returned { .. }) {
-                                self.give_back();
-                            }
-                            DestinationEvent::Written(record)
-                        }
-                        Err(error) => DestinationEvent::WriteFailed(error.to_string()),
-                    },
-                );
-            }
-            DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
-            DestinationAction::Resume => return Some(self.resume_guest().await),
-            DestinationAction::SendCommitted => {
-                self.send(ToSource::Committed { attempt }).await;
-                let summary = self.summary();
-                self.send(ToSource::Summary(summary)).await;
-                self.entry.enter(Phase::Finishing);
-            }
-            DestinationAction::Quit => {
-                self.inbound.quit().await;
-                return Some(DestinationEvent::QemuGone);
-            }
-            DestinationAction::SendAborted => {
-                let reason = self.abort_reason();
-                self.send(ToSource::Aborted { attempt, reason }).await;
-            }
-            DestinationAction::SendStatus => {
-                let state = attempt_state(&self.handover);
-                self.send(ToSource::Status { attempt, state }).await;
-            }
-        }
-        None
+    pub(super) fn state(&self) -> &DestinationState {
+        &self.handover.state
     }
 
     async fn resume_guest(&mut self) -> DestinationEvent {
-        let generation = Generation(self.offer.generation.0 + 1);
-        let guest = self.offer.guest.name.clone();
-        let right = Right {
-            guest,
-            generation,
-            holder: Holder::Here,
-        };
-        // The journal has the commit; the file of rights is made again from it when this fails.
-        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
-            tracing::error!(%error, "cannot note who may run the guest");
-        }
+        let generation = self.handover.ledger.terms.next();
         match self.inbound.resume(generation, self.offer.paused).await {
             Ok(()) => {
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
@@ -100,23 +49,6 @@ impl Task {
         }
     }
 
-    /// The guest is the source's again.
-    fn give_back(&self) {
-        let right = |generation, holder| Right {
-            guest: self.offer.guest.name.clone(),
-            generation,
-            holder,
-        };
-        let host = self.entry.report().source;
-        let held = self.offer.generation;
-        let taken = right(Generation(held.0 + 1), Holder::Here);
-        let back = right(held, Holder::Elsewhere { host });
-        if let Err(error) = block_in_place(|| self.context.rights.give_back(&taken, &back)) {
-            // It is made again from the journal.
-            tracing::error!(%error, "cannot note who may run the guest");
-        }
-    }
-
     fn summary(&self) -> Summary {
         let usage = self.inbound.usage();
         Summary {
@@ -129,17 +61,49 @@ impl Task {
     }
 
     pub(super) fn abort_reason(&self) -> String {
-        let reasons = self
-            .journal
-            .records()
-            .iter()
-            .rev()
-            .find_map(|record| match record {
-                Record::Aborted { reason, .. } | Record::Returned { reason, .. } => {
-                    Some(reason.clone())
-                }
-                _ => None,
-            });
-        reasons.unwrap_or_else(|| "it was given up".to_owned())
+        abort_reason(self.handover.ledger.journal.records())
+    }
+}
+
+impl DestinationOwner for Task {
+    fn handover(&mut self) -> &mut DestinationHandover {
+        &mut self.handover
+    }
+
+    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        let attempt = self.offer.attempt;
+        match action {
+            DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
+            DestinationAction::Resume => return Some(self.resume_guest().await),
+            DestinationAction::SendCommitted => {
+                self.send(ToSource::Committed { attempt }).await;
+                let summary = self.summary();
+                self.send(ToSource::Summary(summary)).await;
+                self.entry.enter(Phase::Finishing);
+            }
+            DestinationAction::SendAllPresent => {
+                self.send(ToSource::AllPresent { attempt }).await;
+            }
+            DestinationAction::Quit => {
+                self.inbound.quit().await;
+                return Some(DestinationEvent::QemuGone);
+            }
+            DestinationAction::SendAborted => {
+                let reason = self.abort_reason();
+                self.send(ToSource::Aborted { attempt, reason }).await;
+            }
+            DestinationAction::SendStatus => {
+                let state = attempt_state(self.state());
+                self.send(ToSource::Status { attempt, state }).await;
+            }
+            // Sent when the guest is nobody's business here any more.
+            DestinationAction::SendClosed => {}
+            // These are the ledger's.
+            DestinationAction::Write(_)
+            | DestinationAction::Own(_)
+            | DestinationAction::Yield(_)
+            | DestinationAction::Concede(_) => {}
+        }
+        None
     }
 }

@@ -1,35 +1,32 @@
 //! Runs the source's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Departure, SUMMARY_WITHIN, next_message};
-use crate::agent::fail_point;
+use crate::agent::migration::ledger::{SourceHandover, SourceOwner, feed_source};
 use crate::agent::migration::{arrival, failure};
 use longhaul_api::{ApiError, Phase};
-use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState, step_source};
-use longhaul_protocol::Generation;
+use longhaul_engine::handover::{SourceAction, SourceEvent};
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_storage::{Holder, Right};
-use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 impl Departure {
-    /// Ends the attempt, where that is still this side's to decide.
+    /// Ends the attempt, where that is still this side's to decide, or worth asking for.
     pub(super) async fn fail(&mut self, error: ApiError) {
-        if self.failure.is_none() {
-            tracing::warn!(migration = %self.task.offer.migration, %error, "giving up");
-            let reason = error.message.clone();
-            if matches!(
-                self.handover,
-                SourceState::Here { .. } | SourceState::Releasing
-            ) {
-                self.failure = Some(error);
-            }
-            self.step(SourceEvent::Abort(arrival::short(&reason))).await;
+        if self.failure.is_some() {
+            return;
+        }
+        tracing::warn!(migration = %self.task.offer.migration, %error, "giving up");
+        let reason = arrival::short(&error.message);
+        // What was released late is all at the destination: only it can go on.
+        if self.state().may_abort() || (self.state().in_doubt() && self.terms().early) {
+            self.failure = Some(error);
+            self.step(SourceEvent::Abort(reason)).await;
         }
     }
 
     pub(super) async fn qemu_ended(&mut self) {
         self.task.outbound.forget_process();
-        if self.handover.is_over() {
+        // A guest that was released is the destination's, if all of it is there.
+        if self.state().is_settled() || self.announced.is_some() && !self.state().may_abort() {
             return;
         }
         let guest = &self.task.offer.guest.name;
@@ -38,110 +35,9 @@ impl Departure {
     }
 
     pub(super) async fn step(&mut self, event: SourceEvent) {
-        let mut events = vec![event];
-        while let Some(event) = events.pop() {
-            let attempt = self.task.offer.attempt;
-            let next = Generation(self.task.offer.generation.0 + 1);
-            let (state, actions) = step_source(&self.handover, &event, attempt, next);
-            if state != self.handover {
-                tracing::info!(migration = %self.task.offer.migration, ?state, "hand-over");
-            }
-            self.handover = state;
-            for action in actions {
-                events.extend(self.act(action).await);
-            }
-        }
-        if self.handover.is_over() {
+        feed_source(self, event).await;
+        if self.state().is_over() {
             self.finished = true;
-        }
-    }
-
-    async fn act(&mut self, action: SourceAction) -> Option<SourceEvent> {
-        let attempt = self.task.offer.attempt;
-        match action {
-            SourceAction::Write(record) => {
-                return Some(
-                    match block_in_place(|| fail_point::append(&mut self.task.journal, &record)) {
-                        Ok(()) => SourceEvent::Written(record),
-                        Err(error) => SourceEvent::WriteFailed(error.to_string()),
-                    },
-                );
-            }
-            SourceAction::Fence(generation) => {
-                self.set_right(
-                    generation,
-                    Holder::InDoubt {
-                        host: self.task.host.clone(),
-                    },
-                );
-            }
-            SourceAction::Unfence => self.give_back(),
-            SourceAction::SendCommit(generation) => {
-                self.send(ToDestination::Commit {
-                    attempt,
-                    generation,
-                })
-                .await;
-            }
-            SourceAction::SendCancel(reason) => {
-                self.send(ToDestination::Cancel { reason }).await;
-            }
-            SourceAction::SendDone => self.send(ToDestination::Done).await,
-            // A new session begins with the question.
-            SourceAction::Ask => {}
-            SourceAction::Resume => {
-                if let Err(error) = self.task.outbound.abort().await {
-                    let error = error.into_api();
-                    tracing::error!(%error, "the guest could not be resumed here");
-                    self.failure = Some(error);
-                }
-            }
-            SourceAction::Quit => {
-                self.entry().enter(Phase::Finishing);
-                let next = Generation(self.task.offer.generation.0 + 1);
-                self.set_right(
-                    next,
-                    Holder::Elsewhere {
-                        host: self.task.host.clone(),
-                    },
-                );
-                self.collect_summary().await;
-                self.task.outbound.quit().await;
-            }
-        }
-        None
-    }
-
-    fn set_right(&self, generation: Generation, holder: Holder) {
-        let guest = self.task.offer.guest.name.clone();
-        let right = Right {
-            guest,
-            generation,
-            holder,
-        };
-        if let Err(error) = block_in_place(|| self.task.context.rights.set(&right)) {
-            // The journal says it too, and is read first.
-            tracing::error!(%error, "cannot note who may run the guest");
-        }
-    }
-
-    /// The guest is this host's again, in the generation that it had.
-    fn give_back(&self) {
-        let right = |generation, holder| Right {
-            guest: self.task.offer.guest.name.clone(),
-            generation,
-            holder,
-        };
-        let host = self.task.host.clone();
-        let held = self.task.offer.generation;
-        let fenced = right(Generation(held.0 + 1), Holder::InDoubt { host });
-        let given = || {
-            let rights = &self.task.context.rights;
-            rights.give_back(&fenced, &right(held, Holder::Here))
-        };
-        if let Err(error) = block_in_place(given) {
-            // The journal says it too, and is read first.
-            tracing::error!(%error, "cannot note who may run the guest");
         }
     }
 
@@ -154,6 +50,51 @@ impl Departure {
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) | Err(_) => return,
             }
+        }
+    }
+}
+
+impl SourceOwner for Departure {
+    fn handover(&mut self) -> &mut SourceHandover {
+        &mut self.task.handover
+    }
+
+    async fn act(&mut self, action: SourceAction) {
+        let attempt = self.task.offer.attempt;
+        match action {
+            SourceAction::SendCommit(generation) => {
+                self.send(ToDestination::Commit {
+                    attempt,
+                    generation,
+                })
+                .await;
+            }
+            SourceAction::SendCancel(reason) => {
+                self.send(ToDestination::Cancel { reason }).await;
+            }
+            SourceAction::SendOverruled(generation) => {
+                self.send(ToDestination::Overruled { generation }).await;
+            }
+            SourceAction::SendDone => self.send(ToDestination::Done).await,
+            SourceAction::Resume => {
+                if let Err(error) = self.task.outbound.abort().await {
+                    let error = error.into_api();
+                    tracing::error!(%error, "the guest could not be resumed here");
+                    self.failure = Some(error);
+                }
+            }
+            SourceAction::Quit => {
+                self.entry().enter(Phase::Finishing);
+                self.collect_summary().await;
+                self.task.outbound.quit().await;
+            }
+            // A new session begins with the question; the rest is the ledger's.
+            SourceAction::Ask
+            | SourceAction::Write(_)
+            | SourceAction::Fence(_)
+            | SourceAction::Cede(_)
+            | SourceAction::Concede(_)
+            | SourceAction::Unfence(_) => {}
         }
     }
 }

@@ -1,8 +1,9 @@
 //! What people see of a departure: its progress, its prediction and its report.
 
-use super::{Departure, StoppedAt};
+use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
+use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
 use longhaul_protocol::BLOCK_SIZE;
@@ -26,7 +27,8 @@ impl Departure {
         let line = self
             .session
             .as_ref()
-            .map(|session| session.line.bulk.stats());
+            .and_then(|session| session.line.as_ref())
+            .map(|line| line.bulk.stats());
         let (sent, received) = line.map_or((0, 0), |stats| {
             (stats.wire_bytes_sent, stats.wire_bytes_received)
         });
@@ -57,7 +59,8 @@ impl Departure {
         let stats = self
             .session
             .as_ref()
-            .map(|session| session.line.bulk.stats());
+            .and_then(|session| session.line.as_ref())
+            .map(|line| line.bulk.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks =
             sent.zero_blocks + sent.same_blocks + sent.reference_blocks + sent.literal_blocks;
@@ -110,10 +113,7 @@ impl Departure {
     pub(super) async fn close(mut self) {
         self.show();
         let (sent_bytes, received_bytes) = self.wire_bytes_now();
-        let aborted = self.handover == SourceState::Aborted;
-        if aborted {
-            self.wait_for_abort().await;
-        }
+        let both_closed = self.both_closed().await;
         let usage = self.task.outbound.usage();
         let engine = self.task.sending.engine();
         let (sent, pass, dirty) = (
@@ -155,8 +155,8 @@ impl Departure {
                 tracing::info!(%migration, ?downtime_ms, ?parts, "the guest stood still");
             }
         });
-        match self.handover {
-            SourceState::Done => self.entry().end(Outcome::Completed, None),
+        match self.state() {
+            SourceState::Closed { here: false } => self.entry().end(Outcome::Completed, None),
             _ => {
                 let failure = self.failure.take();
                 let failure =
@@ -167,6 +167,14 @@ impl Departure {
             }
         }
         self.task.context.archive.keep(&self.task.entry);
+        let Task {
+            handover, offer, ..
+        } = self.task;
+        if both_closed {
+            handover.ledger.remove_journal();
+        } else {
+            Settling::hand_on(handover, offer.paused).go_on();
+        }
     }
 }
 

@@ -1,0 +1,317 @@
+//! The destination's side of an attempt that no task is busy with: it is answered from its journal.
+//!
+//! After a restart of the agent that is every attempt; one that had loaded everything waits on for
+//! the source's decision, since its QEMU outlives the agent. An attempt that was never heard of is
+//! aborted by being asked for, so that a late COMMIT is refused.
+
+use super::Context;
+use super::arrival;
+use super::entry::Entry;
+use super::ledger::{
+    DestinationHandover, DestinationOwner, Ledger, begin_destination, feed_destination,
+    retry_destination,
+};
+use super::left::{self, Left, abort_reason};
+use super::peer::attempt_state;
+use super::registry::{Reservation, Taken};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
+use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState, Terms};
+use longhaul_hypervisor::memory;
+use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use longhaul_storage::{Journal, JournalError};
+use std::collections::HashMap;
+use std::sync::Arc;
+use tokio::sync::Mutex;
+
+/// Why a source is not answered.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum AnswerError {
+    /// The journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The attempt is another host's.
+    #[error("this attempt is not of the host that asks")]
+    NotYours,
+    /// The message does not belong to a conversation about an attempt without a task.
+    #[error("nobody is busy with this attempt")]
+    OutOfPlace,
+}
+
+/// The attempts that wait for their sources without a task.
+#[derive(Default)]
+pub(super) struct Attempts {
+    waiting: Mutex<HashMap<MigrationId, Remembered>>,
+}
+
+/// The destination's side without its task.
+struct Remembered {
+    handover: DestinationHandover,
+    /// The source; none for an attempt that never began here.
+    peer: Option<HostId>,
+    paused: bool,
+    entry: Option<Arc<Entry>>,
+    _reservation: Option<Reservation>,
+    outbox: Vec<ToSource>,
+}
+
+impl Attempts {
+    /// Takes up what an earlier agent left: what has to be done here is done when this returns.
+    pub(super) async fn take_up(&self, context: &Arc<Context>, left: Left) {
+        let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
+        if matches!(state, DestinationState::Closed { .. }) {
+            // The source was told, or asks once more, and needs no record for the answer.
+            return left.into_ledger(context).remove_journal();
+        }
+        let migration = left.migration;
+        let mut remembered = Remembered::of(context, left, state);
+        if remembered.is_open() {
+            remembered.keep(context);
+        }
+        begin_destination(&mut remembered, actions).await;
+        remembered.look().await;
+        remembered.show();
+        if remembered.is_open() {
+            self.waiting.lock().await.insert(migration, remembered);
+        }
+    }
+
+    /// What an attempt's source is told.
+    pub(super) async fn answer(
+        &self,
+        context: &Arc<Context>,
+        peer: HostId,
+        (migration, attempt): (MigrationId, Attempt),
+        message: ToDestination,
+    ) -> Result<Vec<ToSource>, AnswerError> {
+        let event = match message {
+            ToDestination::Ask { .. } | ToDestination::Resume { .. } => DestinationEvent::Asked,
+            ToDestination::Commit {
+                attempt,
+                generation,
+            } => DestinationEvent::Commit(attempt, generation),
+            ToDestination::Cancel { reason } => DestinationEvent::Abort(arrival::short(&reason)),
+            ToDestination::Overruled { generation } => DestinationEvent::PeerOverruled(generation),
+            ToDestination::Done => DestinationEvent::Done,
+            _ => return Err(AnswerError::OutOfPlace),
+        };
+        // One at a time: two conversations about one attempt must not write one journal.
+        let mut waiting = self.waiting.lock().await;
+        let mut remembered = match waiting.remove(&migration) {
+            Some(remembered) => remembered,
+            None => Remembered::from_journal(context, migration, attempt)?,
+        };
+        if remembered.peer.is_some_and(|of| of != peer)
+            || remembered.handover.ledger.terms.attempt != attempt
+        {
+            if remembered.is_open() {
+                waiting.insert(migration, remembered);
+            }
+            return Err(AnswerError::NotYours);
+        }
+        remembered.look().await;
+        retry_destination(&mut remembered).await;
+        feed_destination(&mut remembered, event).await;
+        remembered.present().await;
+        remembered.show();
+        let answers = std::mem::take(&mut remembered.outbox);
+        if matches!(remembered.handover.state, DestinationState::Closed { .. }) {
+            remembered.handover.ledger.remove_journal();
+        } else if remembered.is_open() {
+            waiting.insert(migration, remembered);
+        }
+        Ok(answers)
+    }
+}
+
+impl Remembered {
+    fn of(context: &Arc<Context>, left: Left, state: DestinationState) -> Self {
+        Self {
+            peer: Some(left.peer),
+            paused: left.paused,
+            entry: (!state.is_settled()).then(|| left.entry(context, Phase::HandingOver)),
+            handover: DestinationHandover {
+                state,
+                ledger: left.into_ledger(context),
+            },
+            _reservation: None,
+            outbox: Vec::new(),
+        }
+    }
+
+    /// An attempt that is over here, or was never heard of.
+    fn from_journal(
+        context: &Arc<Context>,
+        migration: MigrationId,
+        attempt: Attempt,
+    ) -> Result<Self, JournalError> {
+        let journal = Journal::open(&context.journals, migration)?;
+        let journal = match Left::of(migration, journal) {
+            Ok(left) => {
+                let (state, _) = DestinationState::restore(&left.records(), &left.terms);
+                return Ok(Self::of(context, left, state));
+            }
+            Err(journal) => journal,
+        };
+        let terms = Terms {
+            attempt,
+            generation: Generation(0),
+            early: false,
+        };
+        let records = left::of_attempt(&journal, terms);
+        let (state, _) = DestinationState::restore(&records, &terms);
+        let ledger = Ledger::new(context.clone(), migration, "", "", terms, journal);
+        Ok(Self {
+            peer: None,
+            paused: false,
+            entry: None,
+            handover: DestinationHandover { state, ledger },
+            _reservation: None,
+            outbox: Vec::new(),
+        })
+    }
+
+    /// Whether it waits for its source.
+    fn is_open(&self) -> bool {
+        self.entry.is_some() && !self.handover.state.is_settled()
+    }
+
+    fn keep(&mut self, context: &Context) {
+        let ledger = &self.handover.ledger;
+        let taken = Taken::Moving(ledger.migration, Side::Destination);
+        match context.registry.take(&ledger.guest, taken) {
+            Ok(reservation) => self._reservation = Some(reservation),
+            Err(error) => tracing::error!(guest = ledger.guest, %error, "not kept"),
+        }
+    }
+
+    /// A copy that waits for a decision may have ended meanwhile.
+    async fn look(&mut self) {
+        if self.handover.state != DestinationState::Ready {
+            return;
+        }
+        let ledger = &self.handover.ledger;
+        match left::find(&ledger.context, &ledger.guest) {
+            Ok(Some(_)) => {}
+            Ok(None) => feed_destination(self, DestinationEvent::QemuGone).await,
+            Err(error) => tracing::error!(guest = ledger.guest, %error, "cannot look for it"),
+        }
+    }
+
+    async fn present(&mut self) {
+        // Nothing of a guest that is all here is left at the source.
+        if self.handover.state == (DestinationState::Running { all_present: false }) {
+            feed_destination(self, DestinationEvent::AllPresent).await;
+        }
+    }
+
+    /// Tells the guest to run, unless it was told, or has changed hands since.
+    async fn resume(&mut self) -> DestinationEvent {
+        let ledger = &self.handover.ledger;
+        let (guest, generation) = (&ledger.guest, ledger.terms.next());
+        match ledger.context.rights.get(guest) {
+            Ok(Some(right)) if right.generation > generation => return DestinationEvent::Resumed,
+            Ok(_) => {}
+            Err(error) => tracing::error!(guest, %error, "cannot read who may run it"),
+        }
+        let found = match left::find(&ledger.context, guest) {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::error!(guest, %error, "cannot look for it");
+                None
+            }
+        };
+        // One that is not there may have run, and ended here.
+        let Some(mut found) = found else {
+            return DestinationEvent::Resumed;
+        };
+        if found.record().generation == generation.0 {
+            // It was told to run, and has been its owner's since.
+            return DestinationEvent::Resumed;
+        }
+        if !self.paused {
+            let resumed = match found.connect().await {
+                Ok(qmp) => memory::resume(&qmp, true).await.map_err(|e| e.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(error) = resumed {
+                tracing::error!(guest, error, "committed, and does not run");
+            }
+        }
+        if let Err(error) = found.set_generation(generation.0) {
+            tracing::error!(guest, %error, "cannot note the generation");
+        }
+        DestinationEvent::Resumed
+    }
+
+    /// Tells people how it stands.
+    fn show(&mut self) {
+        let Some(entry) = &self.entry else { return };
+        let ledger = &self.handover.ledger;
+        let guest = &ledger.guest;
+        match &self.handover.state {
+            DestinationState::Ready => {
+                if entry.outcome().is_none() {
+                    let text = format!(
+                        "{guest} is all here and waits for {}, which has not said that it may run",
+                        ledger.host
+                    );
+                    let error = ApiError::new(ErrorCode::InDoubt, text)
+                        .hint("it is decided as soon as the two agents meet");
+                    entry.end(Outcome::InDoubt, Some(error));
+                }
+            }
+            state if state.owns_guest() => entry.end(Outcome::Completed, None),
+            state if state.is_settled() => {
+                let reason = abort_reason(ledger.journal.records());
+                let state = format!("{guest} stays at {}", ledger.host);
+                let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
+                entry.end(Outcome::Failed, Some(error));
+            }
+            _ => return,
+        }
+        if self.handover.state.is_settled() {
+            ledger.context.archive.keep(entry);
+            self.entry = None;
+        }
+    }
+}
+
+impl DestinationOwner for Remembered {
+    fn handover(&mut self) -> &mut DestinationHandover {
+        &mut self.handover
+    }
+
+    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        let attempt = self.handover.ledger.terms.attempt;
+        let answer = match action {
+            DestinationAction::Resume => return Some(self.resume().await),
+            DestinationAction::Quit => {
+                let ledger = &self.handover.ledger;
+                if let Err(error) = left::remove(&ledger.context, &ledger.guest).await {
+                    tracing::error!(guest = ledger.guest, %error, "something is left over");
+                }
+                return Some(DestinationEvent::QemuGone);
+            }
+            DestinationAction::SendReady => ToSource::Ready { attempt },
+            DestinationAction::SendCommitted => ToSource::Committed { attempt },
+            DestinationAction::SendAllPresent => ToSource::AllPresent { attempt },
+            DestinationAction::SendAborted => ToSource::Aborted {
+                attempt,
+                reason: abort_reason(self.handover.ledger.journal.records()),
+            },
+            DestinationAction::SendStatus => ToSource::Status {
+                attempt,
+                state: attempt_state(&self.handover.state),
+            },
+            DestinationAction::SendClosed => ToSource::Closed,
+            // These are the ledger's.
+            DestinationAction::Write(_)
+            | DestinationAction::Own(_)
+            | DestinationAction::Yield(_)
+            | DestinationAction::Concede(_) => return None,
+        };
+        self.outbox.push(answer);
+        None
+    }
+}

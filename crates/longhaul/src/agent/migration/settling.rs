@@ -1,0 +1,323 @@
+//! The source's side of an attempt whose task is gone: after a restart of the agent, or once the
+//! guest's place is decided and the destination has yet to hear of it.
+//!
+//! It asks and tells the destination until both journals are at their ends. It sends no blocks: a
+//! destination that still waits for some is told to give up.
+
+use super::entry::Entry;
+use super::ledger::{SourceHandover, SourceOwner, begin_source, feed_source, retry_source};
+use super::left::{self, Left};
+use super::registry::{Reservation, Taken};
+use super::session::{self, Conversation, SessionError};
+use super::{Context, Holder, failure};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
+use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::memory;
+use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
+use longhaul_storage::Journal;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::sleep;
+
+/// Between two tries to reach the other host, at first.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// ... and when it has been gone for long and nobody waits for the answer.
+const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
+/// A destination that says nothing for so long is asked again.
+const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+
+/// The source's side without its task.
+pub(super) struct Settling {
+    handover: SourceHandover,
+    paused: bool,
+    entry: Option<Arc<Entry>>,
+    reservation: Option<Reservation>,
+    conversation: Option<Conversation>,
+    /// The destination has closed its journal too.
+    closed: bool,
+    reason: Option<ApiError>,
+}
+
+impl SourceOwner for Settling {
+    fn handover(&mut self) -> &mut SourceHandover {
+        &mut self.handover
+    }
+
+    async fn act(&mut self, action: SourceAction) {
+        let attempt = self.handover.ledger.terms.attempt;
+        match action {
+            SourceAction::SendCommit(generation) => {
+                self.send(ToDestination::Commit {
+                    attempt,
+                    generation,
+                })
+                .await;
+            }
+            SourceAction::SendCancel(reason) => self.send(ToDestination::Cancel { reason }).await,
+            SourceAction::SendOverruled(generation) => {
+                self.send(ToDestination::Overruled { generation }).await;
+            }
+            SourceAction::SendDone => self.send(ToDestination::Done).await,
+            SourceAction::Resume => self.resume().await,
+            SourceAction::Quit => {
+                let ledger = &self.handover.ledger;
+                if let Err(error) = left::remove(&ledger.context, &ledger.guest).await {
+                    tracing::error!(guest = ledger.guest, %error, "something is left over");
+                }
+            }
+            // Every conversation begins with the question; the rest is the ledger's.
+            SourceAction::Ask
+            | SourceAction::Write(_)
+            | SourceAction::Fence(_)
+            | SourceAction::Cede(_)
+            | SourceAction::Concede(_)
+            | SourceAction::Unfence(_) => {}
+        }
+    }
+}
+
+impl Settling {
+    /// Takes up what an earlier agent left: what has to be done here is done when this returns.
+    pub(super) async fn take_up(context: &Arc<Context>, left: Left) -> Self {
+        let records = left.records();
+        let (state, actions) = SourceState::restore(&records, &left.terms);
+        let entry = (!state.is_over()).then(|| left.entry(context, phase(&state)));
+        let reservation = entry.as_ref().and_then(|entry| {
+            let taken = Taken::Moving(left.migration, Side::Source);
+            let reservation = context.registry.take(&left.guest, taken);
+            reservation
+                .inspect_err(|error| tracing::error!(migration = %entry.id(), %error, "not kept"))
+                .ok()
+        });
+        let mut settling = Self {
+            paused: left.paused,
+            handover: SourceHandover {
+                state,
+                ledger: left.into_ledger(context),
+            },
+            entry,
+            reservation,
+            conversation: None,
+            closed: false,
+            reason: None,
+        };
+        begin_source(&mut settling, actions).await;
+        settling.show();
+        settling
+    }
+
+    /// Goes on with what a task has brought to its end, for the destination to hear of it.
+    pub(super) fn hand_on(handover: SourceHandover, paused: bool) -> Self {
+        Self {
+            handover,
+            paused,
+            entry: None,
+            reservation: None,
+            conversation: None,
+            closed: false,
+            reason: None,
+        }
+    }
+
+    /// The same for an attempt that never got a task.
+    pub(super) async fn given_up(context: &Arc<Context>, journal: Journal, entry: &Entry) {
+        let Ok(left) = Left::of(entry.id(), journal) else {
+            return;
+        };
+        let (state, actions) = SourceState::restore(&left.records(), &left.terms);
+        let paused = left.paused;
+        let ledger = left.into_ledger(context);
+        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused);
+        begin_source(&mut settling, actions).await;
+        settling.go_on();
+    }
+
+    /// Goes on in a task of its own.
+    pub(super) fn go_on(self) {
+        tokio::spawn(self.run());
+    }
+
+    async fn run(mut self) {
+        let mut pause = ASK_EVERY;
+        while !self.closed {
+            match self.meet().await {
+                Ok(()) => pause = ASK_EVERY,
+                Err(error) => {
+                    let guest = &self.handover.ledger.guest;
+                    tracing::debug!(guest, %error, "the other host cannot be asked");
+                    if self.handover.state.is_over() && error.is_final() {
+                        return;
+                    }
+                }
+            }
+            retry_source(&mut self).await;
+            self.show();
+            if self.closed {
+                break;
+            }
+            let asked = self.resolution(pause).await;
+            if let Some(because) = asked {
+                feed_source(&mut self, SourceEvent::Overrule(because)).await;
+                self.show();
+            }
+            // A guest in doubt has somebody waiting for it.
+            if !self.handover.state.in_doubt() {
+                pause = (pause * 2).min(ASK_EVERY_MAX);
+            }
+        }
+        self.handover.ledger.remove_journal();
+    }
+
+    /// Waits, unless a person decides meanwhile.
+    async fn resolution(&self, pause: Duration) -> Option<String> {
+        sleep(pause).await;
+        None
+    }
+
+    /// Talks with the destination until there is nothing to say.
+    async fn meet(&mut self) -> Result<(), SessionError> {
+        let ledger = &self.handover.ledger;
+        let attempted = session::Attempted {
+            migration: ledger.migration,
+            attempt: ledger.terms.attempt,
+            host: ledger.host.clone(),
+        };
+        let conversation = session::ask(&ledger.context, &attempted).await?;
+        self.conversation = Some(conversation);
+        feed_source(self, SourceEvent::Connected).await;
+        while let Some(conversation) = &mut self.conversation {
+            let message = conversation.receiver.recv_within(ANSWER_WITHIN).await;
+            let message = match message {
+                Ok(message) => message,
+                Err(error) => {
+                    self.conversation = None;
+                    return Err(error.into());
+                }
+            };
+            self.heard(message).await;
+            if self.closed {
+                self.conversation = None;
+            }
+            self.show();
+        }
+        Ok(())
+    }
+
+    async fn heard(&mut self, message: ToSource) {
+        match message {
+            ToSource::Ready { attempt } => {
+                feed_source(self, SourceEvent::Ready(attempt)).await;
+            }
+            ToSource::Committed { attempt } => {
+                feed_source(self, SourceEvent::Committed(attempt)).await;
+            }
+            ToSource::AllPresent { attempt } => {
+                feed_source(self, SourceEvent::Committed(attempt)).await;
+                feed_source(self, SourceEvent::AllPresent(attempt)).await;
+            }
+            ToSource::Aborted { attempt, reason } => {
+                let host = &self.handover.ledger.host;
+                let error = failure::peer_gave_up(host, &reason);
+                self.reason.get_or_insert(error);
+                feed_source(self, SourceEvent::PeerAborted(attempt)).await;
+            }
+            ToSource::Status {
+                state: AttemptState::Receiving | AttemptState::Loading,
+                ..
+            } if self.handover.state.in_doubt() => {
+                // It waits for blocks, which nobody can send any more.
+                let reason = "the source's agent was restarted".to_owned();
+                feed_source(self, SourceEvent::Abort(reason)).await;
+            }
+            ToSource::Closed => self.closed = self.handover.state.is_over(),
+            ToSource::Status { .. }
+            | ToSource::Summary(_)
+            | ToSource::Loaded
+            | ToSource::Digests { .. }
+            | ToSource::Resumed { .. }
+            | ToSource::Answer(_)
+            | ToSource::Accepted { .. }
+            | ToSource::Refused(_) => {}
+        }
+    }
+
+    async fn send(&mut self, message: ToDestination) {
+        if let Some(conversation) = &mut self.conversation
+            && let Err(error) = conversation.sender.send(&message).await
+        {
+            tracing::debug!(%error, "the destination went");
+            self.conversation = None;
+        }
+    }
+
+    /// Lets the guest go on here, if it still is.
+    async fn resume(&mut self) {
+        let ledger = &self.handover.ledger;
+        let here = &ledger.context.parts.config.name;
+        let guest = &ledger.guest;
+        let state = match left::find(&ledger.context, guest) {
+            Ok(Some(found)) => match resume(&found, !self.paused).await {
+                Ok(()) if self.paused => format!("{guest} is paused on {here}"),
+                Ok(()) => format!("{guest} runs on {here}"),
+                Err(error) => format!("{guest} could not be resumed on {here}: {error}"),
+            },
+            Ok(None) => format!("{guest} does not run on {here}"),
+            Err(error) => format!("nobody knows whether {guest} runs on {here}: {error}"),
+        };
+        tracing::info!(guest, "{state}");
+        let reason = "the source's agent was restarted";
+        let error = self
+            .reason
+            .take()
+            .unwrap_or_else(|| ApiError::new(ErrorCode::Internal, reason));
+        self.reason = Some(error.state_of_guest(state));
+    }
+
+    /// Tells people how it stands.
+    fn show(&mut self) {
+        let Some(entry) = &self.entry else { return };
+        let state = &self.handover.state;
+        let ledger = &self.handover.ledger;
+        if state.in_doubt() {
+            if entry.outcome().is_none() {
+                let doubt = Holder::InDoubt(ledger.host.clone());
+                entry.end(
+                    Outcome::InDoubt,
+                    Some(failure::not_here(&ledger.guest, &doubt)),
+                );
+            }
+            return;
+        }
+        let there = matches!(
+            state,
+            SourceState::Done | SourceState::Retiring | SourceState::Closed { here: false }
+        );
+        if there && entry.outcome() != Some(Outcome::Completed) {
+            entry.end(Outcome::Completed, None);
+        }
+        if state.is_over() {
+            if !there {
+                entry.end(Outcome::Failed, self.reason.take());
+            }
+            ledger.context.archive.keep(entry);
+            self.entry = None;
+            self.reservation = None;
+        }
+    }
+}
+
+fn phase(state: &SourceState) -> Phase {
+    match state {
+        SourceState::Released | SourceState::Overruling => Phase::HandingOver,
+        SourceState::Done | SourceState::Finishing | SourceState::Retiring => Phase::Finishing,
+        _ => Phase::Preparing,
+    }
+}
+
+async fn resume(guest: &Guest, run: bool) -> Result<(), String> {
+    let qmp = guest.connect().await.map_err(|error| error.to_string())?;
+    memory::resume(&qmp, run)
+        .await
+        .map_err(|error| error.to_string())
+}
