@@ -26,7 +26,7 @@ pub(super) struct Left {
 impl Left {
     /// The last attempt that a journal tells of; none where it begins with an answer about an
     /// attempt that never began here.
-    pub(super) fn of(migration: MigrationId, journal: Journal) -> Result<Self, Journal> {
+    pub(super) fn of(migration: MigrationId, journal: Journal) -> Result<Self, Box<Journal>> {
         let began = journal.records().iter().rev().find_map(|record| {
             let Record::Began {
                 attempt,
@@ -57,7 +57,7 @@ impl Left {
             ))
         });
         let Some((side, guest, peer, peer_name, paused, terms)) = began else {
-            return Err(journal);
+            return Err(Box::new(journal));
         };
         Ok(Self {
             migration,

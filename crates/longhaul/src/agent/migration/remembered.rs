@@ -151,7 +151,7 @@ impl Remembered {
                 let (state, _) = DestinationState::restore(&left.records(), &left.terms);
                 return Ok(Self::of(context, left, state));
             }
-            Err(journal) => journal,
+            Err(journal) => *journal,
         };
         let terms = Terms {
             attempt,
