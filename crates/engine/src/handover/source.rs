@@ -183,23 +183,26 @@ pub fn step_source(
             (Is::Retiring, vec![Do::Quit, closed()])
         }
 
+        // DONE lets the destination forget: not before it has said that the guest is not its own.
         (Is::Aborted, On::Written(Record::Closed { .. })) => {
-            (Is::Closed { here: true }, vec![Do::SendDone])
+            let actions = vec![Do::SendCancel(KEPT.to_owned())];
+            (Is::Closed { here: true }, actions)
+        }
+        (Is::Closed { here: true }, On::PeerAborted(of)) if *of == attempt => {
+            (state.clone(), vec![Do::SendDone])
         }
         (Is::Retiring, On::Written(Record::Closed { .. })) => {
             (Is::Closed { here: false }, vec![Do::SendDone])
         }
         // A person has let the destination run it, who took the source for dead.
-        (
-            Is::Aborting | Is::Aborted | Is::Closed { here: true },
-            On::Committed(of) | On::AllPresent(of),
-        ) if *of == attempt => (state.clone(), vec![Do::Concede(next)]),
-        (Is::Aborting | Is::Aborted, On::Connected) => {
-            (state.clone(), vec![Do::SendCancel(KEPT.to_owned())])
+        (Is::Aborting | Is::Aborted, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
+            (state.clone(), vec![Do::Concede(next)])
         }
-        (Is::Closed { here: true }, On::Connected) => {
-            let actions = vec![Do::SendCancel(KEPT.to_owned()), Do::SendDone];
-            (state.clone(), actions)
+        (Is::Closed { here: true }, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
+            (state.clone(), vec![Do::Concede(next), Do::SendDone])
+        }
+        (Is::Aborting | Is::Aborted | Is::Closed { here: true }, On::Connected) => {
+            (state.clone(), vec![Do::SendCancel(KEPT.to_owned())])
         }
         (Is::Closed { here: false }, On::Connected) => (state.clone(), vec![Do::SendDone]),
         // What was decided stays decided: it is written as soon as it can be.
@@ -237,18 +240,14 @@ impl SourceState {
         use SourceAction as Do;
         let attempt = terms.attempt;
         let closed = || Do::Write(Record::Closed { attempt });
-        let released = records
-            .iter()
-            .any(|record| matches!(record, Record::Released { .. }));
         match records.last() {
             Some(Record::Released { .. }) => (Self::Released, vec![Do::Fence(terms.next())]),
             Some(Record::Overruled { .. }) => (Self::Overruled, reclaim(terms.after_next())),
             Some(Record::Done { .. }) => (Self::Done, vec![Do::Cede(terms.next())]),
             Some(Record::Aborted { .. }) if overruled(records) => (Self::Aborted, vec![closed()]),
-            Some(Record::Aborted { .. }) if released => {
-                (Self::Aborted, back_here(terms.generation, closed()))
-            }
-            Some(Record::Aborted { .. }) => (Self::Aborted, vec![closed()]),
+            // It may stand still yet: after a RELEASED whose write failed, ABORTED comes first, and the
+            // record of the release may be gone.
+            Some(Record::Aborted { .. }) => (Self::Aborted, back_here(terms.generation, closed())),
             Some(Record::Closed { .. }) => {
                 let done = |record: &Record| matches!(record, Record::Done { .. });
                 let here = !records.iter().any(done);
@@ -421,10 +420,33 @@ mod tests {
 
     #[test]
     fn a_restarted_agent_finishes_what_an_abort_after_the_release_began() {
-        let records = [released(), TERMS.aborted("x")];
-        let (state, actions) = SourceState::restore(&records, &TERMS);
-        assert_eq!(state, SourceState::Aborted);
-        assert!(actions.contains(&SourceAction::Resume));
+        // A RELEASED whose write failed may be there or not.
+        for records in [
+            vec![released(), TERMS.aborted("x")],
+            vec![TERMS.aborted("x")],
+        ] {
+            let (state, actions) = SourceState::restore(&records, &TERMS);
+            assert_eq!(state, SourceState::Aborted);
+            assert!(actions.contains(&SourceAction::Resume));
+        }
+    }
+
+    #[test]
+    fn a_destination_may_forget_only_what_the_source_has_heard() {
+        let closed = SourceState::Closed { here: true };
+        let written = SourceEvent::Written(Record::Closed { attempt: ATTEMPT });
+        let (state, actions) = step_source(&SourceState::Aborted, &written, &TERMS);
+        assert_eq!(state, closed);
+        assert!(!actions.contains(&SourceAction::SendDone));
+        let (state, actions) = step_source(&state, &SourceEvent::Connected, &TERMS);
+        assert_eq!(state, closed);
+        assert!(!actions.contains(&SourceAction::SendDone));
+        // A person gave the guest to the destination.
+        let (_, actions) = step_source(&state, &SourceEvent::AllPresent(ATTEMPT), &TERMS);
+        let expected = [SourceAction::Concede(NEXT), SourceAction::SendDone];
+        assert_eq!(actions, expected);
+        let (_, actions) = step_source(&state, &SourceEvent::PeerAborted(ATTEMPT), &TERMS);
+        assert_eq!(actions, [SourceAction::SendDone]);
     }
 
     #[test]

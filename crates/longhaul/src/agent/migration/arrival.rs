@@ -518,13 +518,10 @@ impl Task {
             return self.step(DestinationEvent::Asked).await;
         };
         if epoch <= self.epoch {
-            let reason = "this connection is older than the one in use".to_owned();
-            let attempt = self.offer.attempt;
-            if let Err(error) = call
-                .sender
-                .send(&ToSource::Aborted { attempt, reason })
-                .await
-            {
+            // The source tries again with a newer one. ABORTED is said only when it is durable.
+            let (attempt, state) = (self.offer.attempt, attempt_state(self.state()));
+            let message = ToSource::Status { attempt, state };
+            if let Err(error) = call.sender.send(&message).await {
                 tracing::debug!(%error, "a source that came too late went again");
             }
             return;

@@ -707,6 +707,16 @@ impl Departure {
             match message {
                 Ok(Ok(ToSource::Closed)) => return true,
                 Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
+                // What it says of the attempt decides whether it may forget it.
+                Ok(Ok(ToSource::Aborted { attempt, .. })) => {
+                    self.step(SourceEvent::PeerAborted(attempt)).await;
+                }
+                Ok(Ok(ToSource::Committed { attempt })) => {
+                    self.step(SourceEvent::Committed(attempt)).await;
+                }
+                Ok(Ok(ToSource::AllPresent { attempt })) => {
+                    self.step(SourceEvent::AllPresent(attempt)).await;
+                }
                 Ok(Ok(_)) => {}
                 Ok(Err(_)) | Err(_) => return false,
             }
