@@ -346,6 +346,13 @@ impl Outgoing {
         Ok(())
     }
 
+    /// Lets QEMU complete by itself, as it must never: for tests of what becomes of the guest when
+    /// the agent dies then. A [`Outgoing::freeze`] may follow.
+    pub async fn complete_early(&mut self) -> Result<(), OutgoingError> {
+        self.stop_pacing().await;
+        self.migration.complete_early().await
+    }
+
     async fn stop_pacing(&mut self) {
         self.wishes.send_modify(|wish| wish.end = true);
         if let Some(pacer) = self.pacer.take() {

@@ -1,5 +1,5 @@
 //! Points at which an agent can be made to fail on purpose: before and after each record, before
-//! each message goes out and after each has come in.
+//! each message goes out and after each has come in, and when QEMU has converged by itself.
 //!
 //! They are armed by the environment alone, which is read once when the agent starts:
 //! `LONGHAUL_FAIL_POINT=POINT=ACTION[,POINT=ACTION...]`. `longhaul agent --list-fail-points` prints
@@ -21,6 +21,9 @@ use tokio::task::block_in_place;
 
 /// The variable that arms points.
 const VARIABLE: &str = "LONGHAUL_FAIL_POINT";
+/// The guest's QEMU has completed its migration by itself, before it was told to stop the guest. An
+/// agent whose point this is makes QEMU do so.
+const CONVERGED: &str = "converged";
 /// How often a held agent looks whether it may go on.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -113,6 +116,7 @@ enum When {
     AfterRecord,
     BeforeSend,
     AfterReceipt,
+    Stopping,
 }
 
 impl When {
@@ -122,6 +126,7 @@ impl When {
             Self::AfterRecord => "after-record",
             Self::BeforeSend => "before-send",
             Self::AfterReceipt => "after-receipt",
+            Self::Stopping => "stopping",
         }
     }
 }
@@ -159,11 +164,14 @@ pub(crate) fn all() -> Vec<String> {
             points.push(point(other(*sender), When::AfterReceipt, name));
         }
     }
+    points.push(point(Side::Source, When::Stopping, CONVERGED));
     points
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Action {
+    /// Nothing.
+    Pass,
     /// End this process at once, as a crash would.
     Kill,
     /// Report that the record could not be written: before it was, or though it was.
@@ -203,10 +211,12 @@ fn parse(text: &str) -> Result<Vec<Armed>, String> {
             .split_once('=')
             .ok_or_else(|| format!("`{text}` is not POINT=ACTION"))?;
         let of_record = point.contains("-record:");
+        let of_message = point.contains(":before-send:") || point.contains(":after-receipt:");
         let action = match action.split_once(':') {
+            None if action == "pass" => Action::Pass,
             None if action == "kill" => Action::Kill,
             None if action == "fail" && of_record => Action::Fail,
-            None if action == "disconnect" && !of_record => Action::Disconnect,
+            None if action == "disconnect" && of_message => Action::Disconnect,
             Some(("hold", file)) if file.starts_with('/') => Action::Hold(file.into()),
             _ => return Err(format!("there is no action `{action}` at `{point}`")),
         };
@@ -249,6 +259,7 @@ fn pass(side: Side, when: When, what: &str) -> Passed {
             tracing::error!(?killed, point, "still here");
             std::process::abort();
         }
+        Action::Pass => Passed::Through,
         Action::Fail => Passed::Fail,
         Action::Disconnect => Passed::Disconnect,
         Action::Hold(file) => {
@@ -293,6 +304,20 @@ fn side_of(journal: &Journal, record: &Record) -> Side {
     began(record)
         .or_else(|| journal.records().iter().rev().find_map(began))
         .unwrap_or(Side::Destination)
+}
+
+/// Whether QEMU is to be made to complete by itself.
+pub(super) fn is_armed_at_convergence() -> bool {
+    let point = || point(Side::Source, When::Stopping, CONVERGED);
+    ARMED.get().is_some_and(|armed| {
+        let waits = |armed: &Armed| !armed.fired.load(Ordering::SeqCst) && armed.point == point();
+        armed.iter().any(waits)
+    })
+}
+
+/// QEMU has completed by itself.
+pub(super) fn after_convergence() {
+    pass(Side::Source, When::Stopping, CONVERGED);
 }
 
 /// A message is about to go out; true where the connection is to be closed.

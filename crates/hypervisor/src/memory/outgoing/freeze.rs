@@ -75,6 +75,26 @@ impl Migration {
         })
     }
 
+    /// Gives QEMU all that it needs to complete, and waits until it has.
+    pub(super) async fn complete_early(&self) -> Result<(), OutgoingError> {
+        set_parameters(self.qmp(), 0, DOWNTIME_LIMIT_MAX).await?;
+        if !self.may_complete() {
+            self.send(&Message::SwitchoverAck)?;
+        }
+        self.shared().flush();
+        let start = Instant::now();
+        while !completes(&run_state(self.qmp()).await?) {
+            if start.elapsed() > FINISH_TIMEOUT {
+                return Err(OutgoingError::Timeout {
+                    what: "complete by itself",
+                    waited: FINISH_TIMEOUT,
+                });
+            }
+            tokio::time::sleep(POLL).await;
+        }
+        Ok(())
+    }
+
     /// Whether QEMU waits for its socket to be read: much is in it, and nothing comes.
     async fn waits(&self) -> bool {
         let before = self.queued_bytes();

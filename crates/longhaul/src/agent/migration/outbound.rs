@@ -2,6 +2,7 @@
 
 use super::meter::{Meter, Usage};
 use super::send::{Content, Sending};
+use crate::agent::fail_point;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError, Unseen};
@@ -222,6 +223,10 @@ impl Outbound {
         now: Duration,
     ) -> Result<Option<Stopped>, OutboundError> {
         let outgoing = self.outgoing.as_mut().ok_or(OutboundError::Over)?;
+        if fail_point::is_armed_at_convergence() {
+            outgoing.complete_early().await?;
+            fail_point::after_convergence();
+        }
         let frozen = match outgoing.freeze().await {
             Ok(frozen) => frozen,
             Err(OutgoingError::Restarted) => return Ok(None),
