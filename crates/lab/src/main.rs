@@ -72,6 +72,8 @@ enum Action {
     },
     /// Let something fail at every step of a move, and look whether the guest is still there once
     CrashMatrix(crash::Options),
+    /// Move one guest to and fro, with failures in between, and look what is left behind
+    Soak(crash::soak::Options),
     /// The process of one link; started by the others
     #[command(hide = true)]
     EmulateLink {
@@ -137,6 +139,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         }
         Action::Demo => return demo::run(),
         Action::CrashMatrix(options) => return crash::command(&options),
+        Action::Soak(options) => return crash::soak::command(&options),
         Action::Up(arguments) if arguments.foreground => up::hold(
             Plan {
                 purpose: String::new(),

@@ -2,6 +2,7 @@
 
 mod codec;
 pub mod document;
+mod handover;
 mod link;
 mod memory;
 
@@ -53,7 +54,12 @@ pub struct Options {
 impl Options {
     /// How often each case is run.
     pub fn repeats(&self) -> u32 {
-        self.repeat.unwrap_or(if self.quick { 1 } else { 3 })
+        self.repeats_or(3)
+    }
+
+    /// As [`Self::repeats`], for a bench with another default.
+    pub fn repeats_or(&self, default: u32) -> u32 {
+        self.repeat.unwrap_or(if self.quick { 1 } else { default })
     }
 
     /// Whether a system is to be measured.
@@ -81,7 +87,7 @@ pub struct Bench {
 }
 
 /// All benches.
-pub const BENCHES: &[Bench] = &[codec::BENCH, link::BENCH, memory::BENCH];
+pub const BENCHES: &[Bench] = &[codec::BENCH, handover::BENCH, link::BENCH, memory::BENCH];
 
 /// Prints the benches; only their names when asked so.
 ///

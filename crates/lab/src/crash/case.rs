@@ -178,7 +178,7 @@ impl Case {
                 step,
                 Step::Asking | Step::Offering | Step::Cancelling | Step::Refusing | Step::Returning
             ),
-            Victim::Connection => !self.point.is_record(),
+            Victim::Connection => self.point.is_message(),
             Victim::Link => step != Step::Asking,
             Victim::Record => self.point.is_record(),
         };
@@ -190,7 +190,7 @@ impl Case {
         };
         // A lock held by somebody else is what makes QEMU refuse.
         let refuses = step != Step::Returning || locks;
-        fits && refuses && (waits || back == Back::AtOnce)
+        step != Step::Elsewhere && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
 

@@ -9,6 +9,7 @@ mod ground;
 pub mod point;
 pub mod predict;
 mod run;
+pub mod soak;
 
 use crate::error::{During, LabError};
 use crate::lab::{print, say};
@@ -45,6 +46,9 @@ pub struct Options {
     /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:locks-on|locks-off:at-once|later
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
+    /// Before the point, let QEMU complete its migration by itself, as it should never
+    #[arg(long)]
+    pub converged: bool,
     /// Print the cases and run none
     #[arg(long)]
     pub list: bool,
@@ -70,17 +74,21 @@ pub fn command(options: &Options) -> Result<ExitCode, LabError> {
         print(&lines)?;
         return Ok(ExitCode::SUCCESS);
     }
-    let summary = run(&cases, seed(options))?;
+    let summary = run(&cases, seed(options), options)?;
     Ok(ExitCode::from(u8::from(!summary.failed.is_empty())))
 }
 
 /// The seed that was asked for, or the days since 1970.
 pub fn seed(options: &Options) -> u64 {
+    seed_or_date(options.seed)
+}
+
+fn seed_or_date(seed: Option<u64>) -> u64 {
     let days = || {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         now.map_or(0, |now| now.as_secs() / 86_400)
     };
-    options.seed.unwrap_or_else(days)
+    seed.unwrap_or_else(days)
 }
 
 /// The points of the product beside this program.
@@ -133,38 +141,53 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     Ok(cover.cases)
 }
 
-/// Tries cases, a line each on the standard error, those on the same ground after each other.
+/// Tries cases, a line each on the standard error, those on the same ground after each other. Where
+/// the time is limited, each ground has its share of it, and what is left is not tried.
 ///
 /// # Errors
 /// When hosts or guests cannot be made, or it is interrupted.
-pub fn run(cases: &[Case], seed: u64) -> Result<Summary, LabError> {
+pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabError> {
     let began = Instant::now();
+    let mut grounds: Vec<(Pair, bool)> = Pair::ALL
+        .into_iter()
+        .flat_map(|pair| [(pair, false), (pair, true)])
+        .filter(|ground| cases.iter().any(|case| stands_on(case, *ground)))
+        .collect();
+    // Should the time be too short for all, it is not always the same that suffer.
+    let first = (seed % grounds.len().max(1) as u64) as usize;
+    grounds.rotate_left(first);
     let mut summary = Summary {
         tried: 0,
         failed: Vec::new(),
     };
-    for pair in Pair::ALL {
-        for locks in [false, true] {
-            let here = |case: &&Case| case.kind.pair == pair && case.kind.locks == locks;
-            let mut ground = None;
-            for case in cases.iter().filter(here) {
-                let mut used = match ground.take() {
-                    Some(ground) => ground,
-                    None => Ground::make(pair, locks, seed)?,
-                };
-                summary.tried += 1;
-                if let Some(error) = attempt(&mut used, case, (summary.tried, cases.len()))? {
-                    summary.failed.push((case.to_string(), error));
-                    continue;
-                }
-                ground = Some(used);
+    for (number, (pair, locks)) in grounds.iter().enumerate() {
+        let share = options.within.map(|within| {
+            let left = within.saturating_sub(began.elapsed());
+            Instant::now() + left / (grounds.len() - number) as u32
+        });
+        let mut ground = None;
+        for case in cases.iter().filter(|case| stands_on(case, (*pair, *locks))) {
+            if share.is_some_and(|share| Instant::now() > share) {
+                break;
             }
+            let mut used = match ground.take() {
+                Some(ground) => ground,
+                None => Ground::make(*pair, *locks, seed)?,
+            };
+            summary.tried += 1;
+            let which = (summary.tried, cases.len());
+            if let Some(error) = attempt(&mut used, case, which, options.converged)? {
+                summary.failed.push((case.to_string(), error));
+                continue;
+            }
+            ground = Some(used);
         }
     }
     say(&format!(
-        "crash matrix: {} cases, {} failed, {} s",
+        "crash matrix: {} cases, {} failed, {} not tried for want of time, {} s",
         summary.tried,
         summary.failed.len(),
+        cases.len() - summary.tried,
         began.elapsed().as_secs()
     ));
     for (name, _) in &summary.failed {
@@ -175,15 +198,20 @@ pub fn run(cases: &[Case], seed: u64) -> Result<Summary, LabError> {
     Ok(summary)
 }
 
+fn stands_on(case: &Case, (pair, locks): (Pair, bool)) -> bool {
+    case.kind.pair == pair && case.kind.locks == locks
+}
+
 /// Tries a case and prints its line; why it failed, if it did. Then the ground is of no more use.
 fn attempt(
     ground: &mut Ground,
     case: &Case,
     (number, of): (usize, usize),
+    converged: bool,
 ) -> Result<Option<String>, LabError> {
     let logs = [ground.log_bytes(0)?, ground.log_bytes(1)?];
     let began = Instant::now();
-    let tried = run::run(ground, case);
+    let tried = run::run(ground, case, converged);
     crate::interrupt::check()?;
     let seconds = began.elapsed().as_secs_f64();
     match tried {
@@ -227,6 +255,11 @@ fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, La
         };
         let name = format!("{}-{role}.log", agent.name());
         fs::write(folder.join(name), ground.log_since(host, from)?).during(keeping)?;
+        let qemu = ground.qemu_log(host)?;
+        if qemu.exists() {
+            let name = format!("{}-qemu.log", agent.name());
+            fs::copy(&qemu, folder.join(name)).during(keeping)?;
+        }
     }
     Ok(folder)
 }

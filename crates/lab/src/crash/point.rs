@@ -32,11 +32,13 @@ pub enum Step {
     Recovering,
     /// The destination's QEMU refuses to run the guest after COMMITTED.
     Returning,
+    /// A person's word, or a question while blocks are missing: no move of the matrix passes here.
+    Elsewhere,
 }
 
 impl Step {
     /// All of them.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Asking,
         Self::Offering,
         Self::Sending,
@@ -50,6 +52,7 @@ impl Step {
         Self::Resuming,
         Self::Recovering,
         Self::Returning,
+        Self::Elsewhere,
     ];
 }
 
@@ -112,6 +115,7 @@ const PLACES: &[(Step, &[&str])] = &[
             "s:after-receipt:accepted",
             "s:before-send:start",
             "d:after-receipt:start",
+            "s:stopping:converged",
         ],
     ),
     (
@@ -160,11 +164,21 @@ const PLACES: &[(Step, &[&str])] = &[
     (
         Step::Done,
         &[
+            "d:before-send:summary",
+            "d:before-record:all-present",
+            "d:after-record:all-present",
+            "d:before-send:all-present",
             "s:after-record:done",
+            "s:after-receipt:summary",
+            "s:after-receipt:all-present",
+            "s:before-record:closed",
+            "s:after-record:closed",
             "s:before-send:done",
             "d:after-receipt:done",
-            "d:before-send:summary",
-            "s:after-receipt:summary",
+            "d:before-record:closed",
+            "d:after-record:closed",
+            "d:before-send:closed",
+            "s:after-receipt:closed",
         ],
     ),
     (
@@ -195,16 +209,24 @@ const PLACES: &[(Step, &[&str])] = &[
     ),
     (
         Step::Recovering,
-        &[
-            "s:before-send:ask",
-            "d:after-receipt:ask",
-            "d:before-send:status",
-            "s:after-receipt:status",
-        ],
+        &["s:before-send:ask", "d:after-receipt:ask"],
     ),
     (
         Step::Returning,
         &["d:before-record:returned", "d:after-record:returned"],
+    ),
+    (
+        Step::Elsewhere,
+        &[
+            "s:before-record:overruled",
+            "s:after-record:overruled",
+            "d:before-record:overruled",
+            "d:after-record:overruled",
+            "s:before-send:overruled",
+            "d:after-receipt:overruled",
+            "d:before-send:status",
+            "s:after-receipt:status",
+        ],
     ),
 ];
 
@@ -238,7 +260,14 @@ impl Point {
         })
     }
 
-    /// Whether it is at a record, not at a message.
+    /// Whether it is at a message.
+    pub fn is_message(&self) -> bool {
+        [":before-send:", ":after-receipt:"]
+            .iter()
+            .any(|when| self.name.contains(when))
+    }
+
+    /// Whether it is at a record.
     pub fn is_record(&self) -> bool {
         self.name.contains("-record:")
     }

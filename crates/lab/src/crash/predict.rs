@@ -1,9 +1,10 @@
 //! What the rules of the hand-over say of a case: where the guest may be when all is over, and who
 //! is in doubt meanwhile.
 //!
-//! Until RELEASED is in the source's journal the guest belongs to the source; from COMMITTED in the
-//! destination's on to the destination; in between only the two together can tell. Where the guest
-//! stands still, chance may decide whether a move is given up or goes through: then both are right.
+//! Until RELEASED is in the source's journal the guest belongs to the source; with it, and READY in
+//! the destination's, the move goes through as soon as the agents meet, unless the destination's QEMU
+//! is gone. Where the guest stands still before that, chance may decide whether a move is given up
+//! or goes through: then both are right.
 
 use super::case::{Back, Case, Victim};
 use super::point::{Side, Step};
@@ -46,21 +47,36 @@ const DESTINATION_OR_NOWHERE: Places = Places(&[Place::Destination, Place::Nowhe
 
 /// Where the guest may be when all is over.
 pub fn places(case: &Case) -> Places {
+    let (step, side) = (case.kind.step, case.point.side);
     match case.kind.victim {
-        Victim::SourceAgent => source_agent(case),
-        Victim::DestinationAgent => destination_agent(case),
-        Victim::BothAgents => match case.kind.step {
-            Step::Committed | Step::Done => DESTINATION,
-            Step::Returning => returning_agent(case),
+        Victim::SourceAgent => match step {
+            // Back again it asks, hears READY or more, and sends COMMIT.
+            Step::Released | Step::Committed | Step::Done | Step::Recovering => DESTINATION,
             _ => SOURCE,
         },
-        Victim::SourceQemu => match case.kind.step {
+        Victim::DestinationAgent => match step {
+            // Back before it was needed, it was not missed.
+            Step::Offering if side == Side::Source => EITHER,
+            // Its loaded QEMU outlives it; a source that has not released the guest may give up.
+            Step::Ready if side == Side::Destination => EITHER,
+            Step::Ready | Step::Released | Step::Committed | Step::Done | Step::Recovering => {
+                DESTINATION
+            }
+            Step::Returning => returning(case),
+            _ => SOURCE,
+        },
+        Victim::BothAgents => match step {
+            Step::Released | Step::Committed | Step::Done | Step::Recovering => DESTINATION,
+            Step::Returning => returning(case),
+            _ => SOURCE,
+        },
+        Victim::SourceQemu => match step {
             // It is not missed once the destination has everything.
             Step::Stopped | Step::Ready | Step::Recovering => DESTINATION_OR_NOWHERE,
             Step::Released | Step::Committed | Step::Done => DESTINATION,
             _ => NOWHERE,
         },
-        Victim::DestinationQemu => match case.kind.step {
+        Victim::DestinationQemu => match step {
             // Its end may be noticed before or after the commit.
             Step::Ready | Step::Released | Step::Recovering => SOURCE_OR_NOWHERE,
             Step::Stopped if case.point.name == "destination:before-record:ready" => {
@@ -69,78 +85,59 @@ pub fn places(case: &Case) -> Places {
             Step::Committed | Step::Done => NOWHERE,
             _ => SOURCE,
         },
-        Victim::Connection | Victim::Link => match case.kind.step {
+        Victim::Connection | Victim::Link => match step {
             Step::Asking | Step::Cancelling | Step::Refusing | Step::Returning => SOURCE,
             Step::Released | Step::Committed | Step::Done => DESTINATION,
-            Step::Offering
-            | Step::Sending
-            | Step::Stopped
-            | Step::Ready
-            | Step::Resuming
-            | Step::Recovering => EITHER,
+            _ => EITHER,
         },
-        Victim::Record => match case.kind.step {
+        Victim::Record => match step {
             Step::Committed | Step::Done => DESTINATION,
-            Step::Released if case.point.side == Side::Destination => DESTINATION,
+            Step::Released if side == Side::Destination => DESTINATION,
             _ => SOURCE,
         },
     }
 }
 
-fn source_agent(case: &Case) -> Places {
-    match case.kind.step {
-        // COMMIT may never have been sent: a destination that is ready may give up, or be told.
-        Step::Released if case.point.side == Side::Source => EITHER,
-        Step::Released | Step::Committed | Step::Done => DESTINATION,
-        Step::Recovering => EITHER,
-        _ => SOURCE,
-    }
-}
-
-fn destination_agent(case: &Case) -> Places {
-    match case.kind.step {
-        // Back before it was needed, it was not missed.
-        Step::Offering if case.point.side == Side::Source => EITHER,
-        Step::Committed | Step::Done => DESTINATION,
-        Step::Recovering => SOURCE,
-        Step::Returning => returning_agent(case),
-        _ => SOURCE,
-    }
-}
-
-/// Without RETURNED in its journal a destination that has quit its QEMU has lost the guest.
-fn returning_agent(case: &Case) -> Places {
+/// A destination that is back with COMMITTED tries again to run the guest, and may succeed.
+fn returning(case: &Case) -> Places {
     if case.point.name.contains(":before-record:") {
-        NOWHERE
+        EITHER
     } else {
         SOURCE
     }
 }
 
-/// What the source says of the guest while the destination is away.
+/// What is seen of the guest while somebody is away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meanwhile {
-    /// It has given up: the guest runs on.
+    /// The source has given up: the guest runs on.
     Runs,
-    /// It cannot tell.
+    /// The source cannot tell.
     InDoubt,
+    /// It is released, and not committed: no copy runs.
+    Silent,
 }
 
-/// What the source must say while the destination cannot be reached; nothing where it need not be
-/// either, or is not there itself.
+/// What must be seen while somebody stays away; nothing where the rules leave it open.
 pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
-    let away = match case.kind.victim {
-        Victim::DestinationAgent | Victim::Link => case.kind.back == Back::Later,
-        _ => false,
-    };
-    if !away {
+    if case.kind.back == Back::AtOnce {
         return None;
     }
-    match case.kind.step {
-        Step::Stopped | Step::Ready => Some(Meanwhile::Runs),
-        Step::Released => Some(Meanwhile::InDoubt),
+    let side = case.point.side;
+    match (case.kind.victim, case.kind.step) {
+        (Victim::DestinationAgent | Victim::Link, Step::Stopped) => Some(Meanwhile::Runs),
+        (Victim::DestinationAgent | Victim::Link, Step::Ready) => match side {
+            // It has heard READY, and goes on.
+            Side::Source => Some(Meanwhile::InDoubt),
+            Side::Destination => Some(Meanwhile::Runs),
+        },
+        (Victim::DestinationAgent | Victim::Link, Step::Released) => Some(Meanwhile::InDoubt),
         // Its word is on the way, or was heard.
-        Step::Committed if case.point.side == Side::Destination => Some(Meanwhile::InDoubt),
+        (Victim::DestinationAgent | Victim::Link, Step::Committed) if side == Side::Destination => {
+            Some(Meanwhile::InDoubt)
+        }
+        (Victim::SourceAgent, Step::Released) if side == Side::Source => Some(Meanwhile::Silent),
+        (Victim::BothAgents, Step::Released) => Some(Meanwhile::Silent),
         _ => None,
     }
 }
@@ -169,11 +166,11 @@ mod tests {
     fn the_two_records_are_the_borders() {
         let both = |point| places(&case(Victim::BothAgents, point, Back::AtOnce));
         assert_eq!(both("source:before-record:released"), SOURCE);
-        assert_eq!(both("destination:before-record:committed"), SOURCE);
+        assert_eq!(both("source:after-record:released"), DESTINATION);
         assert_eq!(both("destination:after-record:committed"), DESTINATION);
         let meanwhile = |point| meanwhile(&case(Victim::DestinationAgent, point, Back::Later));
         assert_eq!(
-            meanwhile("source:before-record:released"),
+            meanwhile("destination:after-record:ready"),
             Some(Meanwhile::Runs)
         );
         assert_eq!(

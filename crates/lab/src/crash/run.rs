@@ -20,6 +20,12 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
+/// So long that a busy machine stops the guest after its first pass.
+const DOWNTIME: &str = "1500ms";
+/// Longer than the patience that is asked for.
+const AWAY: Duration = Duration::from_millis(2500);
+/// Longer than a heartbeat takes on a busy machine.
+const UNDER_WAY: Duration = Duration::from_millis(500);
 /// A cut that nobody has to notice.
 const SHORT_CUT: Duration = Duration::from_millis(800);
 /// A cut that lasts until it is healed.
@@ -32,8 +38,9 @@ const ASK_EVERY: Duration = Duration::from_millis(40);
 /// Why a case failed, in words.
 pub(super) type Fault = String;
 
-/// Tries a case. What fails is told in words; the ground is of no use after that.
-pub(super) fn run(ground: &mut Ground, case: &Case) -> Result<Place, Fault> {
+/// Tries a case. What fails is told in words; the ground is of no use after that. On the way QEMU
+/// may be made to converge by itself.
+pub(super) fn run(ground: &mut Ground, case: &Case, converged: bool) -> Result<Place, Fault> {
     let source = ground.at;
     let host = match case.point.side {
         Side::Source => source,
@@ -41,6 +48,7 @@ pub(super) fn run(ground: &mut Ground, case: &Case) -> Result<Place, Fault> {
     };
     let mut trial = Trial {
         case,
+        converged,
         said: ground.log_bytes(host).map_err(words)?,
         source,
         lock: None,
@@ -51,6 +59,7 @@ pub(super) fn run(ground: &mut Ground, case: &Case) -> Result<Place, Fault> {
 
 struct Trial<'a> {
     case: &'a Case,
+    converged: bool,
     ground: &'a mut Ground,
     source: usize,
     /// How much the agent that passes the point had said before.
@@ -109,6 +118,9 @@ impl Trial<'_> {
         let point = &self.case.point;
         let hold = format!("hold:{}", self.ground.marker()?.display());
         let mut arms = Vec::new();
+        if self.converged && side == Side::Source {
+            arms.push("source:stopping:converged=pass".to_owned());
+        }
         match (point.step, side) {
             (Step::Refusing, Side::Destination) => {
                 arms.push("destination:before-record:began=fail".to_owned());
@@ -161,7 +173,7 @@ impl Trial<'_> {
             Step::Resuming => "20s",
             _ => "2s",
         };
-        let mut more = vec!["--patience", patience];
+        let mut more = vec!["--patience", patience, "--downtime", DOWNTIME];
         if self.case.point.needs_verify() {
             more.push("--verify");
         }
@@ -275,7 +287,8 @@ impl Trial<'_> {
             }
             let over = ended_at.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5));
             if over || Instant::now() > deadline {
-                return Err(format!("{} was not reached", self.case.point.name));
+                let said = asked.said();
+                return Err(format!("{} was not reached: {said}", self.case.point.name));
             }
             std::thread::sleep(Duration::from_millis(3));
         }
@@ -314,6 +327,7 @@ impl Trial<'_> {
         let expected = match expected {
             Meanwhile::Runs => GuestState::Running,
             Meanwhile::InDoubt => GuestState::InDoubt,
+            Meanwhile::Silent => return self.judge_silence(),
         };
         let mut said = None;
         let as_expected = wait_until(LIMIT, || {
@@ -329,6 +343,21 @@ impl Trial<'_> {
         ))
     }
 
+    /// A guest that was released and not committed runs nowhere, however long its agent is away.
+    fn judge_silence(&self) -> Result<(), Fault> {
+        // What it said before may still be on its way.
+        interrupt::sleep(UNDER_WAY).map_err(words)?;
+        let before = self.ground.arena.last_beat();
+        interrupt::sleep(AWAY).map_err(words)?;
+        let after = self.ground.arena.last_beat();
+        if before == after {
+            return Ok(());
+        }
+        Err(format!(
+            "a released guest was resumed while its agent was away: {before:?}, {after:?}"
+        ))
+    }
+
     fn mend(&mut self) -> Result<(), LabError> {
         if self.case.kind.victim == Victim::Link && self.case.kind.back == Back::Later {
             self.ground.lab.link(0, 1)?.heal()?;
@@ -339,7 +368,7 @@ impl Trial<'_> {
             && !agents.is_empty()
         {
             // Longer than the patience of whoever waits.
-            interrupt::sleep(Duration::from_millis(2500))?;
+            interrupt::sleep(AWAY)?;
         }
         for side in agents {
             self.ground.restart(self.host(*side), "")?;
@@ -378,11 +407,11 @@ impl Trial<'_> {
                     migration.phase, migration.outcome
                 ));
             }
-            let state = product
-                .guest(host, name)
-                .map_err(words)?
-                .map(|guest| guest.state);
-            match state {
+            let guest = product.guest(host, name).map_err(words)?;
+            if let Some(moving) = guest.as_ref().and_then(|guest| guest.migration.clone()) {
+                return Err(format!("host {host} is still busy with migration {moving}"));
+            }
+            match guest.map(|guest| guest.state) {
                 None | Some(GuestState::Stopped | GuestState::Elsewhere) => {}
                 Some(GuestState::Running) => running.push(host),
                 Some(other) => return Err(format!("host {host} says {other:?}")),
@@ -457,6 +486,17 @@ impl Trial<'_> {
 }
 
 impl Asked {
+    /// What it came to, once it has ended.
+    fn said(&mut self) -> String {
+        match self {
+            Self::Move(moving) => {
+                moving.wait_until(Duration::from_millis(200), |_| false);
+                moving.so_far().why()
+            }
+            Self::Plan(child) => format!("{:?}", child.try_wait()),
+        }
+    }
+
     fn has_ended(&mut self) -> bool {
         match self {
             Self::Move(moving) => moving.has_ended(),

@@ -1,0 +1,166 @@
+//! `lab soak`: one guest moves to and fro, with failures in between, and leaves nothing behind.
+
+use super::case::{Back, Case, Pair, universe};
+use super::cover::Random;
+use super::ground::{Ground, LIMIT};
+use super::predict::{Place, places};
+use super::{attempt, points, seed_or_date};
+use crate::error::LabError;
+use crate::interrupt;
+use crate::lab::say;
+use crate::process::wait_until;
+use crate::product::Finished;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+/// How many moves are left alone, of a hundred.
+const UNDISTURBED: usize = 60;
+/// What is said of moves that went as they should.
+const SAY_EVERY: u32 = 10;
+
+/// What `lab soak` is asked for.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Options {
+    /// How many moves
+    #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
+    pub moves: u32,
+    /// Decides what fails when [default: the date]
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// QEMU on both hosts
+    #[arg(long, default_value = "10.0", value_parser = ["7.2", "10.0"])]
+    pub qemu: String,
+}
+
+/// How it went.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Moves that nothing disturbed.
+    pub undisturbed: u32,
+    /// Moves in which something failed.
+    pub disturbed: u32,
+    /// How often the guest changed hosts.
+    pub arrived: u32,
+    /// What went wrong, and ended it.
+    pub failure: Option<String>,
+}
+
+/// Runs the command: exit status 0 when nothing is wrong and nothing is left, else 1.
+///
+/// # Errors
+/// When it cannot be run, or is interrupted.
+pub fn command(options: &Options) -> Result<ExitCode, LabError> {
+    let summary = run(options)?;
+    Ok(ExitCode::from(u8::from(summary.failure.is_some())))
+}
+
+/// Moves the guest, and looks what is left.
+///
+/// # Errors
+/// When hosts or guest cannot be made, or it is interrupted.
+pub fn run(options: &Options) -> Result<Summary, LabError> {
+    let (began, seed) = (Instant::now(), seed_or_date(options.seed));
+    let pair = match options.qemu.as_str() {
+        "7.2" => Pair::Old,
+        _ => Pair::New,
+    };
+    // Without locks, as they could hide a second copy.
+    let cases: Vec<Case> = universe(&points()?)
+        .into_iter()
+        .filter(|case| case.kind.pair == pair && !case.kind.locks && survives(case))
+        .collect();
+    say(&format!(
+        "soak: {} moves of one guest with QEMU {}, seed {seed}",
+        options.moves, options.qemu
+    ));
+    let mut ground = Ground::make(pair, false, seed)?;
+    let mut random = Random::new(seed);
+    let mut summary = Summary::default();
+    for number in 1..=options.moves {
+        interrupt::check()?;
+        let before = ground.at;
+        let failure = if random.below(100) < UNDISTURBED {
+            summary.undisturbed += 1;
+            undisturbed(&mut ground)?
+        } else {
+            summary.disturbed += 1;
+            let case = &cases[random.below(cases.len())];
+            let which = (number as usize, options.moves as usize);
+            attempt(&mut ground, case, which, false)?
+        };
+        summary.arrived += u32::from(ground.at != before);
+        if let Some(failure) = failure {
+            summary.failure = Some(format!("move {number}: {failure}"));
+            break;
+        }
+        if number % SAY_EVERY == 0 {
+            let seconds = began.elapsed().as_secs();
+            say(&format!("{number:>4} moves, {seconds} s"));
+        }
+    }
+    if summary.failure.is_none() {
+        summary.failure = nothing_is_left(&ground)?;
+    }
+    say(&format!(
+        "soak: {} moves left alone, {} disturbed, {} arrivals, {} s: {}",
+        summary.undisturbed,
+        summary.disturbed,
+        summary.arrived,
+        began.elapsed().as_secs(),
+        summary
+            .failure
+            .as_deref()
+            .unwrap_or("no error, nothing left over")
+    ));
+    Ok(summary)
+}
+
+/// Whether the guest outlives a case for certain.
+fn survives(case: &Case) -> bool {
+    case.kind.victim.qemu().is_none()
+        && case.kind.back == Back::AtOnce
+        && !places(case).allow(Place::Nowhere)
+}
+
+/// A move that has to go through; what was wrong with it.
+fn undisturbed(ground: &mut Ground) -> Result<Option<String>, LabError> {
+    let before = ground.arena.origins();
+    ground.arena.forget_beats();
+    let to = ground.lab.host(1 - ground.at)?;
+    let moving = ground.product.migrate(ground.at, &ground.guest, to, &[])?;
+    let finished: Finished = moving.finish(LIMIT)?;
+    if !finished.completed() {
+        return Ok(Some(format!("an undisturbed move: {}", finished.why())));
+    }
+    ground.at = 1 - ground.at;
+    if let Err(fault) = ground.verify(&before) {
+        return Ok(Some(fault));
+    }
+    Ok(left_over(ground, Some(ground.at)))
+}
+
+fn left_over(ground: &Ground, owner: Option<usize>) -> Option<String> {
+    let mut left = None;
+    wait_until(LIMIT, || {
+        let look = ground.left_over(owner);
+        left = look.unwrap_or_else(|error| Some(error.to_string()));
+        left.is_none()
+    });
+    left.map(|left| format!("left over: {left}"))
+}
+
+/// Ends the guest, and looks for whatever a year of moves would pile up.
+fn nothing_is_left(ground: &Ground) -> Result<Option<String>, LabError> {
+    ground.end()?;
+    if let Some(left) = left_over(ground, None) {
+        return Ok(Some(left));
+    }
+    let mut left = None;
+    let limit = Duration::from_secs(30);
+    wait_until(limit, || {
+        let look = ground.remains();
+        left = look.unwrap_or_else(|error| Some(error.to_string()));
+        left.is_none()
+    });
+    Ok(left)
+}

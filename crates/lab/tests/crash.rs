@@ -1,0 +1,98 @@
+//! End to end: something fails at a step of a move, and the guest is still there once.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
+
+use longhaul_lab::crash::{self, Options, soak};
+use longhaul_lab::installed::{self, QEMU_VERSIONS};
+use std::time::Duration;
+
+/// What the cases may take together on two cores.
+const WITHIN: Duration = Duration::from_secs(180);
+/// Moves to and fro; `lab soak` makes more.
+const MOVES: u32 = 8;
+/// Another choice of cases: the number that a run printed.
+const SEED: &str = "LONGHAUL_CRASH_SEED";
+
+fn seed() -> Option<u64> {
+    std::env::var(SEED).ok().map(|seed| seed.parse().unwrap())
+}
+
+fn all_are_installed() -> bool {
+    for version in QEMU_VERSIONS {
+        if let Err(error) = installed::qemu(version) {
+            assert!(!installed::all_required(), "{error}");
+            eprintln!("SKIPPED: {error}");
+            return false;
+        }
+    }
+    true
+}
+
+#[test]
+fn whatever_fails_the_guest_is_there_once() {
+    if !all_are_installed() {
+        return;
+    }
+    let options = Options {
+        within: Some(WITHIN),
+        seed: seed(),
+        ..Options::default()
+    };
+    let cases = crash::choose(&options).unwrap();
+    assert!(!cases.is_empty());
+    let summary = crash::run(&cases, crash::seed(&options), &options).unwrap();
+    assert!(summary.tried > 0);
+    assert_eq!(
+        summary.failed,
+        Vec::new(),
+        "{SEED}={}",
+        crash::seed(&options)
+    );
+}
+
+#[test]
+fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
+    if !all_are_installed() {
+        return;
+    }
+    for (point, back) in [
+        ("stopping:converged", "at-once"),
+        ("after-record:released", "later"),
+    ] {
+        let name = |qemu| format!("source-agent:source:{point}:{qemu}:locks-off:{back}");
+        let options = Options {
+            only: vec![name("7.2"), name("10.0")],
+            converged: point != "stopping:converged",
+            ..Options::default()
+        };
+        let cases = crash::choose(&options).unwrap();
+        // A name of 7.2 is the beginning of none of 7.2-10.0.
+        assert_eq!(cases.len(), 2);
+        let summary = crash::run(&cases, 1, &options).unwrap();
+        assert_eq!(summary.failed, Vec::new());
+    }
+}
+
+#[test]
+fn random_moves_leave_nothing_behind() {
+    if !all_are_installed() {
+        return;
+    }
+    let options = soak::Options {
+        moves: MOVES,
+        seed: seed(),
+        qemu: "10.0".to_owned(),
+    };
+    let summary = soak::run(&options).unwrap();
+    assert_eq!(summary.failure, None);
+    assert_eq!(summary.undisturbed + summary.disturbed, MOVES);
+}
+
+#[test]
+fn every_fail_point_has_a_place_in_the_matrix() {
+    assert!(crash::points().unwrap().len() > 50);
+}
