@@ -546,10 +546,10 @@ impl<'a> Question<'a> {
 
     fn names(&self, checks: &mut Vec<Check>) {
         let (guest, here) = (self.guest, self.capabilities);
-        let disks = guest
-            .disks
-            .iter()
-            .map(|disk| ("image", "[images]", &here.images, &disk.image));
+        let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
+        let variables = flash.and_then(|flash| flash.variables.as_ref());
+        let disks = guest.disks.iter().map(|disk| &disk.image).chain(variables);
+        let disks = disks.map(|image| ("image", "[images]", &here.images, image));
         let nics = guest
             .nics
             .iter()
@@ -557,6 +557,7 @@ impl<'a> Question<'a> {
         let firmware = guest
             .firmware
             .iter()
+            .chain(flash.map(|flash| &flash.code))
             .map(|name| ("firmware", "[firmware]", &here.firmware, name));
         let kernel = guest
             .kernel

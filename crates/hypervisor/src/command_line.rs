@@ -8,9 +8,11 @@ use crate::capabilities::Accelerator;
 use crate::config::{HostConfig, Image, ImageFormat, Network};
 use crate::description::Chipset;
 use crate::folder::GuestFolder;
+use crate::hardware;
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use serde_json::json;
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
 /// Slot of the controller of the channels.
@@ -39,6 +41,9 @@ pub enum ResolveError {
     /// The machine type is of a family that cannot be built.
     #[error("machine type `{0}` cannot be built: only pc-q35-* and pc-i440fx-* can")]
     Machine(String),
+    /// The model of a device is none that can be made.
+    #[error("the device model `{0}` cannot be made")]
+    Model(String),
 }
 
 /// What a command line is made of, apart from the description.
@@ -61,26 +66,25 @@ pub(crate) fn arguments(
     let mut line = Line::default();
     machine(&mut line, description, around);
     boot(&mut line, description, around.config)?;
+    if let Some(hardware) = &description.hardware {
+        let around = hardware::Around {
+            description,
+            hardware,
+            host: around,
+        };
+        hardware::arguments(&mut line, &around)?;
+        return Ok(line.0);
+    }
     let bus = chipset.bus();
     channels(&mut line, description, around.folder, bus);
     for (index, disk) in description.disks.iter().enumerate() {
-        self::disk(&mut line, disk, image(around.config, disk)?, bus, index);
+        self::disk(&mut line, disk, around.config, bus, index)?;
     }
     for (index, nic) in description.nics.iter().enumerate() {
-        let network = network(around.config, &nic.network)?;
-        let backend = match (network, around.taps.get(&index)) {
-            (Network::Bridge(_), Some(tap)) => Some(format!(
-                "tap,id=net{index},ifname={tap},script=no,downscript=no,vhost=off"
-            )),
-            (Network::User, _) => Some(format!("user,id=net{index},restrict=on")),
-            (Network::Bridge(_), None) | (Network::None, _) => None,
+        let netdev = match backend(&mut line, description, around, index)? {
+            true => format!(",netdev=net{index}"),
+            false => String::new(),
         };
-        let netdev = backend
-            .as_ref()
-            .map_or(String::new(), |_| format!(",netdev=net{index}"));
-        if let Some(backend) = backend {
-            line.option("-netdev", backend);
-        }
         // Without an option ROM: its size differs from one QEMU to the next.
         line.option(
             "-device",
@@ -92,6 +96,25 @@ pub(crate) fn arguments(
         );
     }
     Ok(line.0)
+}
+
+/// What a network card's cable is plugged into; false where that is nothing.
+pub(crate) fn backend(
+    line: &mut Line,
+    description: &GuestDescription,
+    around: &Surroundings<'_>,
+    index: usize,
+) -> Result<bool, ResolveError> {
+    let network = network(around.config, &description.nics[index].network)?;
+    let backend = match (network, around.taps.get(&index)) {
+        (Network::Bridge(_), Some(tap)) => {
+            format!("tap,id=net{index},ifname={tap},script=no,downscript=no,vhost=off")
+        }
+        (Network::User, _) => format!("user,id=net{index},restrict=on"),
+        (Network::Bridge(_), None) | (Network::None, _) => return Ok(false),
+    };
+    line.option("-netdev", backend);
+    Ok(true)
 }
 
 /// The bridge of each network card that needs a TAP device, by the card's index.
@@ -110,14 +133,14 @@ pub(crate) fn bridges<'a>(
 
 /// Arguments, two by two.
 #[derive(Default)]
-struct Line(Vec<String>);
+pub(crate) struct Line(Vec<String>);
 
 impl Line {
     fn flag(&mut self, flag: &str) {
         self.0.push(flag.to_owned());
     }
 
-    fn option(&mut self, option: &str, value: impl Into<String>) {
+    pub(crate) fn option(&mut self, option: &str, value: impl Into<String>) {
         self.0.push(option.to_owned());
         self.0.push(value.into());
     }
@@ -137,13 +160,21 @@ fn machine(line: &mut Line, description: &GuestDescription, around: &Surrounding
         "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
     );
     line.option("-msg", "timestamp=on");
-    line.option("-machine", description.machine.as_str());
+    let hardware = description.hardware.as_ref();
+    let options = hardware.map(hardware::machine_options);
+    line.option(
+        "-machine",
+        description.machine.clone() + &options.unwrap_or_default(),
+    );
     line.option("-accel", around.accelerator.name());
     line.option("-cpu", description.cpu.as_str());
     let cpus = description.vcpus;
     line.option(
         "-smp",
-        format!("cpus={cpus},sockets=1,cores={cpus},threads=1"),
+        match hardware {
+            Some(hardware) => hardware::topology(cpus, hardware),
+            None => format!("cpus={cpus},sockets=1,cores={cpus},threads=1"),
+        },
     );
     line.option("-m", format!("size={}M", description.memory_mib));
     line.option("-chardev", server("qmp", &folder.qmp()));
@@ -198,14 +229,52 @@ fn channels(line: &mut Line, description: &GuestDescription, folder: &GuestFolde
     }
 }
 
-fn disk(line: &mut Line, disk: &Disk, image: &Image, bus: &str, index: usize) {
-    let direct = image.direct.unwrap_or(disk.shared);
+fn disk(
+    line: &mut Line,
+    disk: &Disk,
+    config: &HostConfig,
+    bus: &str,
+    index: usize,
+) -> Result<(), ResolveError> {
+    let drive = disk_nodes(line, disk, config)?;
+    line.option(
+        "-device",
+        format!(
+            "virtio-blk-pci,id={},drive={drive},bus={bus},addr={:#x}",
+            disk_id(&disk.name),
+            DISKS_SLOT + index
+        ),
+    );
+    Ok(())
+}
+
+/// The nodes of a disk; the name of the upper one.
+pub(crate) fn disk_nodes(
+    line: &mut Line,
+    disk: &Disk,
+    config: &HostConfig,
+) -> Result<String, ResolveError> {
+    let image = image_called(config, &disk.image)?;
     let (file, format) = (format!("file-{}", disk.name), format!("disk-{}", disk.name));
+    nodes(line, &file, &format, image, disk.shared, disk.read_only);
+    Ok(format)
+}
+
+/// The nodes of an image.
+pub(crate) fn nodes(
+    line: &mut Line,
+    file: &str,
+    format: &str,
+    image: &Image,
+    shared: bool,
+    read_only: bool,
+) {
+    let direct = image.direct.unwrap_or(shared);
     // QEMU's own lock stands beside the journal: it stops a person who starts a second QEMU.
     let file_node = json!({
-        "driver": "file", "node-name": file, "filename": text(&image.path),
+        "driver": file_driver(&image.path), "node-name": file, "filename": text(&image.path),
         "locking": if image.locks { "on" } else { "off" },
-        "cache": {"direct": direct}, "read-only": disk.read_only, "discard": "unmap",
+        "cache": {"direct": direct}, "read-only": read_only, "discard": "unmap",
     });
     let driver = match image.format {
         ImageFormat::Raw => "raw",
@@ -213,18 +282,19 @@ fn disk(line: &mut Line, disk: &Disk, image: &Image, bus: &str, index: usize) {
     };
     let format_node = json!({
         "driver": driver, "node-name": format, "file": file,
-        "cache": {"direct": direct}, "read-only": disk.read_only, "discard": "unmap",
+        "cache": {"direct": direct}, "read-only": read_only, "discard": "unmap",
     });
     line.option("-blockdev", file_node.to_string());
     line.option("-blockdev", format_node.to_string());
-    line.option(
-        "-device",
-        format!(
-            "virtio-blk-pci,id={},drive={format},bus={bus},addr={:#x}",
-            disk_id(&disk.name),
-            DISKS_SLOT + index
-        ),
-    );
+}
+
+/// What opens an image: QEMU has one driver for files and one for volumes.
+fn file_driver(path: &Path) -> &'static str {
+    let kind = std::fs::metadata(path).map(|file| file.file_type());
+    match kind.is_ok_and(|kind| kind.is_block_device()) {
+        true => "host_device",
+        false => "file",
+    }
 }
 
 /// The device's id: prefixed, so that no disk's name meets another device's.
@@ -232,15 +302,18 @@ fn disk_id(name: &str) -> String {
     format!("blk-{name}")
 }
 
-fn image<'a>(config: &'a HostConfig, disk: &Disk) -> Result<&'a Image, ResolveError> {
-    look_up("image", "[images]", &config.images, &disk.image)
+pub(crate) fn image_called<'a>(
+    config: &'a HostConfig,
+    name: &str,
+) -> Result<&'a Image, ResolveError> {
+    look_up("image", "[images]", &config.images, name)
 }
 
 fn network<'a>(config: &'a HostConfig, name: &str) -> Result<&'a Network, ResolveError> {
     look_up("network", "[networks]", &config.networks, name)
 }
 
-fn look_up<'a, T>(
+pub(crate) fn look_up<'a, T>(
     kind: &'static str,
     table: &'static str,
     values: &'a BTreeMap<String, T>,
@@ -257,7 +330,7 @@ fn look_up<'a, T>(
     })
 }
 
-fn server(id: &str, path: &Path) -> String {
+pub(crate) fn server(id: &str, path: &Path) -> String {
     let path = text(path).replace(',', ",,");
     format!("socket,id={id},path={path},server=on,wait=off")
 }

@@ -1,6 +1,7 @@
 //! Which guest descriptions can be launched at all: a peer may send one, so every text in it is
 //! held against what it is for before any of it reaches a command line.
 
+use crate::hardware;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Nic};
 use longhaul_protocol::limits::REGION_BLOCKS_MAX;
 use std::collections::BTreeSet;
@@ -23,6 +24,18 @@ pub const CHANNELS_MAX: usize = 16;
 pub const CPU_FEATURES_MAX: usize = 64;
 /// Longest kernel command line, in bytes (x86 Linux reads no more).
 pub const COMMAND_LINE_BYTES_MAX: usize = 2047;
+
+/// Numbers of a CPU that a description may set.
+const CPU_NUMBERS: [&str; 8] = [
+    "family",
+    "hv-spinlocks",
+    "level",
+    "model",
+    "phys-bits",
+    "stepping",
+    "tsc-frequency",
+    "xlevel",
+];
 
 /// A description that no host would launch.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -105,7 +118,16 @@ pub fn check(description: &GuestDescription) -> Result<(), DescriptionError> {
     count("channels", description.channels.len(), CHANNELS_MAX)?;
     disks(&description.disks)?;
     nics(&description.nics)?;
-    channels(&description.channels)
+    channels(&description.channels)?;
+    match &description.hardware {
+        Some(hardware) => hardware::check(description, hardware),
+        None => Ok(()),
+    }
+}
+
+/// Checks a guest's name.
+pub fn check_name(text: &str) -> Result<(), DescriptionError> {
+    name("name", text, GUEST_NAME_BYTES_MAX)
 }
 
 fn machine(machine: &str) -> Result<(), DescriptionError> {
@@ -122,18 +144,15 @@ fn machine(machine: &str) -> Result<(), DescriptionError> {
     )
 }
 
-/// A model, and after it features that are added (`+avx`) or taken away (`-avx`).
+/// A model, and after it features that are added (`+avx`, `avx=on`) or taken away (`-avx`,
+/// `avx=off`), and numbers (`phys-bits=40`).
 fn cpu(cpu: &str) -> Result<(), DescriptionError> {
     let mut parts = cpu.split(',');
     let model = parts.next().unwrap_or_default();
     let features: Vec<&str> = parts.collect();
     let sound = is_name(model, 64)
         && features.len() <= CPU_FEATURES_MAX
-        && features.iter().all(|feature| {
-            feature
-                .strip_prefix(['+', '-'])
-                .is_some_and(|feature| is_name(feature, 64))
-        });
+        && features.iter().all(|feature| is_cpu_setting(feature));
     if sound {
         return Ok(());
     }
@@ -145,6 +164,22 @@ fn cpu(cpu: &str) -> Result<(), DescriptionError> {
              away, such as EPYC-v4,+avx2,-rdseed"
         ),
     )
+}
+
+/// Whether this adds a feature to a CPU, takes one away, or sets one of its numbers.
+pub(crate) fn is_cpu_setting(text: &str) -> bool {
+    if let Some(feature) = text.strip_prefix(['+', '-']) {
+        return is_name(feature, 64);
+    }
+    text.split_once('=')
+        .is_some_and(|(name, value)| match value {
+            "on" | "off" => is_name(name, 64),
+            value => {
+                CPU_NUMBERS.contains(&name)
+                    && (1..=12).contains(&value.len())
+                    && value.bytes().all(|byte| byte.is_ascii_alphanumeric())
+            }
+        })
 }
 
 fn command_line(text: &str) -> Result<(), DescriptionError> {
@@ -216,7 +251,7 @@ fn resolved_name(field: &str, text: &str) -> Result<(), DescriptionError> {
     name(field, text, 64)
 }
 
-fn is_name(text: &str, bytes_max: usize) -> bool {
+pub(crate) fn is_name(text: &str, bytes_max: usize) -> bool {
     let inner = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     text.len() <= bytes_max
         && text.starts_with(|c: char| c.is_ascii_alphanumeric())
@@ -388,6 +423,9 @@ pub(crate) mod tests {
             "+avx",
             "a,",
             "qemu64,migratable=no",
+            "qemu64,vendor=on,x",
+            "qemu64,vendor=AMD",
+            "qemu64,level=1:",
         ] {
             let error = refused(|d| d.cpu = cpu.to_owned());
             assert!(error.contains("write a model"), "{error}");

@@ -48,6 +48,9 @@ pub struct Record {
     /// What the process runs in.
     #[serde(default)]
     pub scope: Scope,
+    /// The control socket of a QEMU that something else started.
+    #[serde(default)]
+    pub attached: Option<PathBuf>,
 }
 
 /// A socket whose path is longer than Linux allows.
@@ -264,6 +267,7 @@ mod tests {
             taps: vec!["lh0".to_owned()],
             process: ProcessId::of(std::process::id() as i32).unwrap(),
             scope: Scope::Unit("longhaul-web-7.service".to_owned()),
+            attached: None,
         };
         folder.write_record(&record).unwrap();
         folder.write_description(&sample()).unwrap();

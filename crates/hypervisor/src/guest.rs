@@ -14,7 +14,7 @@ use longhaul_protocol::guest::GuestDescription;
 use serde_json::json;
 use std::fs;
 use std::io;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
@@ -165,6 +165,22 @@ impl Guest {
         &self.folder
     }
 
+    /// Its QEMU's control socket.
+    pub fn socket(&self) -> PathBuf {
+        let attached = self.record.attached.clone();
+        attached.unwrap_or_else(|| self.folder.qmp())
+    }
+
+    /// Whether something other than Longhaul started its QEMU.
+    pub fn is_attached(&self) -> bool {
+        self.record.attached.is_some()
+    }
+
+    /// Forgets a guest that something else started; its QEMU goes on as it is.
+    pub fn detach(&self) -> io::Result<()> {
+        self.folder.remove()
+    }
+
     /// Which QEMU runs it.
     pub fn record(&self) -> &Record {
         &self.record
@@ -202,7 +218,7 @@ impl Guest {
 
     /// Connects to its QEMU's control socket, which serves one client at a time.
     pub async fn connect(&self) -> Result<Qmp, QmpError> {
-        Qmp::connect(&self.folder.qmp(), COMMAND_TIMEOUT).await
+        Qmp::connect(&self.socket(), COMMAND_TIMEOUT).await
     }
 
     /// A hold on its process; none where it has ended.
@@ -262,7 +278,7 @@ impl Guest {
         let qmp = match qmp {
             Some(qmp) => qmp,
             None => {
-                own = Qmp::connect(&self.folder.qmp(), LAST_WORD_TIMEOUT).await?;
+                own = Qmp::connect(&self.socket(), LAST_WORD_TIMEOUT).await?;
                 &own
             }
         };

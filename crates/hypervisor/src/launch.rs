@@ -172,6 +172,7 @@ impl Launch<'_> {
                 taps: taps.values().cloned().collect(),
                 process: None,
                 scope: Scope::Session,
+                attached: None,
             },
         );
         let wires = taps.iter().filter_map(|(index, tap)| {

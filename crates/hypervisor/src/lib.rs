@@ -4,6 +4,7 @@
 //! [`launch`] makes a QEMU of the two, [`guest`] finds and ends it, [`observe`] reads its machine,
 //! [`capabilities`] says beforehand what this host could run.
 
+pub mod attach;
 pub mod capabilities;
 mod command_line;
 pub mod config;
@@ -11,6 +12,7 @@ pub mod description;
 pub mod dirty_rate;
 pub mod folder;
 pub mod guest;
+mod hardware;
 pub mod launch;
 pub mod memory;
 pub mod observe;

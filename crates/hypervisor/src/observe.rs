@@ -194,7 +194,7 @@ fn has_offloads(networks: &str, name: &str) -> bool {
 }
 
 /// The children of an object that are devices, with their types.
-async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
+pub(crate) async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
     let properties = ask(qmp, "qom-list", json!({"path": path})).await?;
     let child = |property: &Value| {
         let kind = property["type"].as_str()?;
@@ -235,7 +235,7 @@ async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, QmpError> {
 }
 
 /// `slot.function` of what QEMU calls `devfn`.
-fn pci_place(devfn: u64) -> String {
+pub(crate) fn pci_place(devfn: u64) -> String {
     format!("{:02x}.{:x}", devfn >> 3, devfn & 7)
 }
 
@@ -413,7 +413,7 @@ async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpErr
 }
 
 /// An object's property; none where it has none of that name.
-async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
+pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
     let question = json!({"path": path, "property": name});
     match ask(qmp, "qom-get", question).await {
         Ok(value) => Ok(Some(value)),

@@ -4,6 +4,7 @@
 //! firmware and kernels are names that each host's own configuration resolves. So a description
 //! that a peer sends can be launched without trusting the peer with this host's files.
 
+use crate::hardware::Hardware;
 use serde::{Deserialize, Serialize};
 
 /// A guest as its administrator describes it, in TOML, and as a peer is told of it.
@@ -35,6 +36,9 @@ pub struct GuestDescription {
     /// Channels between guest and host (virtio-serial ports).
     #[serde(default)]
     pub channels: Vec<Channel>,
+    /// The machine as it was found, where something other than Longhaul launched it.
+    #[serde(default)]
+    pub hardware: Option<Hardware>,
 }
 
 /// A kernel that QEMU loads by itself.

@@ -4,6 +4,7 @@
 //! by [`wire`] and [`piece`], and `docs/wire.md` is the normative description.
 
 pub mod guest;
+pub mod hardware;
 pub mod id;
 pub mod limits;
 pub mod machine;

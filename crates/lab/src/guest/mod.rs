@@ -101,6 +101,7 @@ impl Tiny {
             channels: vec![Channel {
                 name: CHANNEL_NAME.to_owned(),
             }],
+            hardware: None,
         }
     }
 }

@@ -1,0 +1,306 @@
+//! Attaching to a guest whose QEMU something else started: learning everything about it, and
+//! changing nothing.
+//!
+//! ```text
+//! control socket -> process -> command line ─┐
+//!                └> machine, devices, images ┴-> description -> folder with a record
+//! ```
+//!
+//! The description is what a destination launches. What it cannot express is refused by its name
+//! before anything is touched, and looked for again before each move.
+
+mod describe;
+mod found;
+mod names;
+mod options;
+mod words;
+
+use crate::config::HostConfig;
+use crate::description::{self, DescriptionError};
+use crate::folder::{GuestFolder, PathTooLong, Record};
+use crate::guest::{Found as FoundGuest, Guest, StopError, find_all};
+use crate::observe::Blocker;
+use crate::process::{Account, ProcessId};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::scope::Scope;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::machine::Machine;
+use names::Names;
+use nix::unistd::{Gid, Uid};
+use options::CommandLine;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+/// Longest command line that is read, in bytes.
+const COMMAND_LINE_BYTES_MAX: usize = 1 << 20;
+
+/// A guest to attach to.
+#[derive(Debug, Clone, Copy)]
+pub struct Attach<'a> {
+    /// What it shall be called.
+    pub name: &'a str,
+    /// Its QEMU's control socket.
+    pub socket: &'a Path,
+    /// Its process, where that cannot be told from the socket.
+    pub pid: Option<i32>,
+    /// The generation that is written into the record.
+    pub generation: u64,
+}
+
+/// What was learned of a guest.
+#[derive(Debug, Clone)]
+pub struct Learned {
+    /// What a destination launches.
+    pub description: GuestDescription,
+    /// The machine as it runs.
+    pub machine: Machine,
+    /// What keeps it from being moved; empty where nothing does.
+    pub refusals: Vec<Blocker>,
+}
+
+/// Why a guest was not attached to; nothing was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachGuestError {
+    /// It cannot have that name.
+    #[error(transparent)]
+    Name(#[from] DescriptionError),
+    /// Its QEMU does not talk.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// Which process it is cannot be told.
+    #[error("{0}")]
+    Process(String),
+    /// Something stands in its place.
+    #[error("{0}")]
+    Exists(String),
+    /// It could not be moved.
+    #[error("{} cannot be moved:{}", name, listed(.refusals))]
+    Refused {
+        /// The guest.
+        name: String,
+        /// Everything that keeps it.
+        refusals: Vec<Blocker>,
+    },
+    /// A socket's path is too long.
+    #[error(transparent)]
+    Path(#[from] PathTooLong),
+    /// What an earlier guest of the name left cannot be removed.
+    #[error(transparent)]
+    Stop(#[from] StopError),
+    /// The system refused.
+    #[error("cannot attach to {name}: {what}: {source}")]
+    Host {
+        /// The guest.
+        name: String,
+        /// What was being done.
+        what: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn listed(refusals: &[Blocker]) -> String {
+    let line = |one: &Blocker| format!("\n- {}\n  {}", one.text, one.hint.replace('\n', "\n  "));
+    refusals.iter().map(line).collect()
+}
+
+impl Attach<'_> {
+    /// Learns everything about the guest, and makes a folder and a record of it. Its QEMU is asked
+    /// and not changed.
+    pub async fn run(&self, config: &HostConfig) -> Result<Guest, AttachGuestError> {
+        description::check_name(self.name)?;
+        self.make_room(config).await?;
+        let (qmp, pid) = self.connect().await?;
+        let id = ProcessId::of(pid).map_err(self.host("finding its process"))?;
+        let id = id.ok_or_else(|| AttachGuestError::Process(format!("process {pid} has ended")))?;
+        let learned = learn(self.name, &qmp, pid, config).await?;
+        if !learned.refusals.is_empty() {
+            return Err(AttachGuestError::Refused {
+                name: self.name.to_owned(),
+                refusals: learned.refusals,
+            });
+        }
+        drop(qmp);
+        let folder = GuestFolder::new(&config.state, self.name)?;
+        let record = Record {
+            generation: self.generation,
+            emulator: learned.machine.qemu.clone(),
+            taps: Vec::new(),
+            process: Some(id),
+            scope: Scope::Session,
+            attached: Some(self.socket.to_owned()),
+        };
+        let kept = self.keep(&folder, pid, &learned.description, &record);
+        if let Err(error) = kept {
+            folder.remove().map_err(self.host("removing its folder"))?;
+            return Err(error);
+        }
+        Ok(Guest::new(folder, learned.description, record))
+    }
+
+    /// Refuses what is here already, and clears away what an ended guest of the name left.
+    async fn make_room(&self, config: &HostConfig) -> Result<(), AttachGuestError> {
+        let all = find_all(&config.state).map_err(self.host("looking for guests"))?;
+        let socket = fs::canonicalize(self.socket).unwrap_or_else(|_| self.socket.to_owned());
+        for found in all {
+            let (guest, runs) = match found {
+                FoundGuest::Running(guest) => (guest, true),
+                FoundGuest::Ended(guest) => (guest, false),
+                FoundGuest::Damaged { .. } => continue,
+            };
+            let theirs = guest.socket();
+            let same = fs::canonicalize(&theirs).unwrap_or(theirs) == socket;
+            if runs && same {
+                return Err(AttachGuestError::Exists(format!(
+                    "{} has this control socket, and is known here already",
+                    guest.name()
+                )));
+            }
+            if guest.name() == self.name {
+                if runs {
+                    let text =
+                        format!("{} runs here already, on another control socket", self.name);
+                    return Err(AttachGuestError::Exists(text));
+                }
+                guest.stop(None).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Connects, and finds the process at the other end.
+    async fn connect(&self) -> Result<(Qmp, i32), AttachGuestError> {
+        let path = self.socket;
+        let failed = |why: String| QmpError::Connect {
+            path: path.to_owned(),
+            why,
+        };
+        let stream = timeout(COMMAND_TIMEOUT, UnixStream::connect(path)).await;
+        let stream = stream.map_err(|_| QmpError::Busy {
+            path: path.to_owned(),
+            waited: COMMAND_TIMEOUT,
+        })?;
+        let stream = stream.map_err(|error| failed(error.to_string()))?;
+        let peer = stream
+            .peer_cred()
+            .map_err(|error| failed(error.to_string()))?;
+        let peer = peer.pid().filter(|pid| *pid > 0);
+        let pid = match (peer, self.pid) {
+            (Some(peer), Some(told)) if peer != told => {
+                return Err(AttachGuestError::Process(format!(
+                    "the control socket is process {peer}'s, and not {told}'s"
+                )));
+            }
+            (Some(pid), _) | (None, Some(pid)) => pid,
+            (None, None) => {
+                return Err(AttachGuestError::Process(
+                    "the process at the control socket cannot be seen from here: give it with --pid".to_owned(),
+                ));
+            }
+        };
+        Ok((Qmp::over(stream, path, COMMAND_TIMEOUT).await?, pid))
+    }
+
+    fn keep(
+        &self,
+        folder: &GuestFolder,
+        pid: i32,
+        description: &GuestDescription,
+        record: &Record,
+    ) -> Result<(), AttachGuestError> {
+        let account = account(pid).map_err(self.host("finding its user"))?;
+        folder
+            .create(Some(&account))
+            .map_err(self.host("making its folder"))?;
+        let run = folder.run();
+        let inside = run.strip_prefix("/").unwrap_or(&run);
+        let theirs = PathBuf::from(format!("/proc/{pid}/root")).join(inside);
+        let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
+        if identity(&theirs).is_none() || identity(&theirs) != identity(&run) {
+            return Err(AttachGuestError::Process(format!(
+                "its QEMU runs where {} cannot be reached (another root folder or mount namespace): \
+                 start it without, or the agent with the same",
+                run.display()
+            )));
+        }
+        folder
+            .write_description(description)
+            .and_then(|()| folder.write_record(record))
+            .map_err(self.host("writing its record"))
+    }
+
+    fn host(&self, what: &'static str) -> impl FnOnce(io::Error) -> AttachGuestError + use<> {
+        let name = self.name.to_owned();
+        move |source| AttachGuestError::Host { name, what, source }
+    }
+}
+
+/// The account that a process runs under.
+fn account(pid: i32) -> io::Result<Account> {
+    let process = fs::metadata(format!("/proc/{pid}"))?;
+    Ok(Account {
+        name: process.uid().to_string(),
+        uid: Uid::from_raw(process.uid()),
+        gid: Gid::from_raw(process.gid()),
+    })
+}
+
+/// Learns everything about a guest. Changes nothing.
+pub async fn learn(
+    name: &str,
+    qmp: &Qmp,
+    pid: i32,
+    config: &HostConfig,
+) -> Result<Learned, AttachGuestError> {
+    let words = command_line(pid).map_err(|source| AttachGuestError::Host {
+        name: name.to_owned(),
+        what: "reading its command line",
+        source,
+    })?;
+    let line = CommandLine::read(words.get(1..).unwrap_or_default());
+    let found = found::look(qmp).await?;
+    let names = Names { config, pid };
+    let (description, refusals) = describe::describe(name, line, &found, &names);
+    Ok(Learned {
+        description,
+        machine: found.machine,
+        refusals,
+    })
+}
+
+/// What has come since a guest was attached to, or keeps it from being moved; empty for guests that
+/// Longhaul launched.
+pub async fn look_again(
+    guest: &Guest,
+    qmp: &Qmp,
+    config: &HostConfig,
+) -> Result<Vec<Blocker>, AttachGuestError> {
+    let (Some(pid), Some(_)) = (guest.pid(), &guest.record().attached) else {
+        return Ok(Vec::new());
+    };
+    let learned = learn(guest.name(), qmp, pid, config).await?;
+    let mut refusals = learned.refusals;
+    if refusals.is_empty() && learned.description != *guest.description() {
+        let name = guest.name();
+        refusals.push(Blocker {
+            text: format!("{name} is not as it was when it was attached to"),
+            hint: format!("longhaul guests detach {name}, and attach to it again"),
+        });
+    }
+    Ok(refusals)
+}
+
+/// A process's words, the program first.
+fn command_line(pid: i32) -> io::Result<Vec<String>> {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline"))?;
+    if bytes.len() > COMMAND_LINE_BYTES_MAX {
+        return Err(io::Error::other("it is longer than 1 MiB"));
+    }
+    let text = String::from_utf8(bytes).map_err(|_| io::Error::other("it is no text"))?;
+    let text = text.strip_suffix('\0').unwrap_or(&text);
+    Ok(text.split('\0').map(str::to_owned).collect())
+}

@@ -1,0 +1,249 @@
+//! From what a guest uses on this host to the names that the host's configuration has for it.
+
+use super::found::Inserted;
+use super::options::shown;
+use super::words::Words;
+use crate::config::{HostConfig, ImageFormat, Network};
+use crate::observe::Blocker;
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Names of this host for what one process uses.
+pub(super) struct Names<'a> {
+    pub(super) config: &'a HostConfig,
+    pub(super) pid: i32,
+}
+
+impl Names<'_> {
+    /// The name of a disk's image.
+    pub(super) fn image(&self, what: &str, inserted: &Inserted) -> Result<String, Blocker> {
+        let format = match (inserted.format.as_str(), inserted.protocol.as_str()) {
+            ("raw" | "file" | "host_device", "file" | "host_device") => ImageFormat::Raw,
+            ("qcow2", "file" | "host_device") => ImageFormat::Qcow2,
+            (format, protocol) => {
+                return Err(refuse(
+                    format!(
+                        "{what} is on {} over {}, which cannot be moved",
+                        shown(format),
+                        shown(protocol)
+                    ),
+                    "give the guest a raw or qcow2 image, or a volume".to_owned(),
+                ));
+            }
+        };
+        if inserted.encrypted {
+            return Err(refuse(
+                format!("{what} is encrypted by QEMU, and its key is on this host only"),
+                "encrypt the disk in the guest, or its storage below QEMU".to_owned(),
+            ));
+        }
+        let same = |path: &Path| self.is_same(&inserted.file, path);
+        let found = self
+            .config
+            .images
+            .iter()
+            .find(|(_, image)| same(&image.path));
+        let written = match format {
+            ImageFormat::Raw => "raw",
+            ImageFormat::Qcow2 => "qcow2",
+        };
+        match found {
+            Some((name, image)) if image.format == format => Ok(name.clone()),
+            Some((name, _)) => Err(refuse(
+                format!(
+                    "{what} is {written}, and the configuration says otherwise of image {name}"
+                ),
+                format!("write format = \"{written}\" under [images.{name}]"),
+            )),
+            None => Err(refuse(
+                format!(
+                    "{what} is {}, which no image of the configuration is",
+                    shown(&inserted.file)
+                ),
+                format!(
+                    "add to the configuration of both hosts, which must see the same file:\n\
+                     [images.NAME]\npath = \"{}\"\nformat = \"{written}\"",
+                    self.absolute(&inserted.file).display()
+                ),
+            )),
+        }
+    }
+
+    /// The name of a firmware.
+    pub(super) fn firmware(&self, path: &str) -> Result<String, Blocker> {
+        let found = self
+            .config
+            .firmware
+            .iter()
+            .find(|(_, known)| self.is_same(path, known));
+        found.map(|(name, _)| name.clone()).ok_or_else(|| {
+            refuse(
+                format!(
+                    "the firmware is {}, which no name of the configuration stands for",
+                    shown(path)
+                ),
+                format!(
+                    "add to the configuration of both hosts:\n[firmware]\nNAME = \"{}\"",
+                    self.absolute(path).display()
+                ),
+            )
+        })
+    }
+
+    /// The name of a kernel and its initial RAM file system.
+    pub(super) fn kernel(&self, kernel: &str, initrd: Option<&str>) -> Result<String, Blocker> {
+        let found = self.config.kernels.iter().find(|(_, files)| {
+            let initrds = match (initrd, &files.initrd) {
+                (Some(initrd), Some(known)) => self.is_same(initrd, known),
+                (None, None) => true,
+                _ => false,
+            };
+            initrds && self.is_same(kernel, &files.kernel)
+        });
+        found.map(|(name, _)| name.clone()).ok_or_else(|| {
+            let initrd = initrd.map_or(String::new(), |initrd| {
+                format!("\ninitrd = \"{}\"", self.absolute(initrd).display())
+            });
+            refuse(
+                format!("the kernel is {}, which no name of the configuration stands for", shown(kernel)),
+                format!(
+                    "add to the configuration of both hosts:\n[kernels.NAME]\nkernel = \"{}\"{initrd}",
+                    self.absolute(kernel).display()
+                ),
+            )
+        })
+    }
+
+    /// The name of a card's network; `seen` is what `info network` says of the cable.
+    pub(super) fn network(
+        &self,
+        card: &str,
+        netdev: Option<&Words>,
+        seen: &str,
+    ) -> Result<String, Blocker> {
+        let Some(netdev) = netdev else {
+            return self.network_like(|network| *network == Network::None).ok_or_else(|| {
+                refuse(
+                    format!("card {card} is not plugged in, and no network of the configuration is `none`"),
+                    "add to the configuration of both hosts:\n[networks]\nNAME = \"none\"".to_owned(),
+                )
+            });
+        };
+        match netdev.get("type").unwrap_or_default() {
+            "tap" | "bridge" => self.bridged(card, netdev, seen),
+            "user" if netdev.get("restrict") == Some("on") => {
+                let extra = netdev
+                    .iter()
+                    .find(|(key, _)| !matches!(*key, "type" | "id" | "restrict"));
+                if let Some((key, _)) = extra {
+                    return Err(refuse(
+                        format!(
+                            "card {card}: setting {} of its user network cannot be made again",
+                            shown(key)
+                        ),
+                        "start the guest without it, or with a card on a bridge".to_owned(),
+                    ));
+                }
+                self.network_like(|network| *network == Network::User).ok_or_else(|| {
+                    refuse(
+                        format!("card {card} is on QEMU's own network, and no network of the configuration is `user`"),
+                        "add to the configuration of both hosts:\n[networks]\nNAME = \"user\"".to_owned(),
+                    )
+                })
+            }
+            "user" => Err(refuse(
+                format!("card {card} reaches the world through this host (user network)"),
+                "start the guest with a card on a bridge, or with restrict=on".to_owned(),
+            )),
+            kind @ ("vhost-user" | "vhost-vdpa") => Err(refuse(
+                format!("card {card} is served by something of this host outside QEMU ({kind})"),
+                "start the guest with a card on a bridge".to_owned(),
+            )),
+            kind => Err(refuse(
+                format!(
+                    "card {card} is on a cable of the kind {}, which cannot be plugged in elsewhere",
+                    shown(kind)
+                ),
+                "start the guest with a card on a bridge".to_owned(),
+            )),
+        }
+    }
+
+    fn bridged(&self, card: &str, netdev: &Words, seen: &str) -> Result<String, Blocker> {
+        if let Some(queues) = netdev.get("queues").filter(|queues| *queues != "1") {
+            return Err(refuse(
+                format!("card {card} has {} queues on its TAP device", shown(queues)),
+                "start the guest with one queue".to_owned(),
+            ));
+        }
+        let interface = seen
+            .split(',')
+            .find_map(|part| part.trim().strip_prefix("ifname="))
+            .or_else(|| netdev.get("ifname"));
+        let bridge = match (netdev.get("br"), interface) {
+            (Some(bridge), _) => Some(bridge.to_owned()),
+            (None, Some(interface)) => master(interface),
+            (None, None) => None,
+        };
+        let Some(bridge) = bridge else {
+            return Err(refuse(
+                format!(
+                    "card {card}: TAP device {} is no port of a bridge",
+                    shown(interface.unwrap_or("?"))
+                ),
+                "make it a port of a Linux bridge that the configuration names".to_owned(),
+            ));
+        };
+        self.network_like(|network| *network == Network::Bridge(bridge.clone())).ok_or_else(|| {
+            refuse(
+                format!("card {card} is on bridge {}, which no network of the configuration is", shown(&bridge)),
+                format!("add to the configuration of this host:\n[networks]\nNAME = {{ bridge = \"{}\" }}", shown(&bridge)),
+            )
+        })
+    }
+
+    fn network_like(&self, like: impl Fn(&Network) -> bool) -> Option<String> {
+        let found = self
+            .config
+            .networks
+            .iter()
+            .find(|(_, network)| like(network));
+        found.map(|(name, _)| name.clone())
+    }
+
+    /// Whether a path of that process is this file of ours, by whatever names.
+    fn is_same(&self, theirs: &str, ours: &Path) -> bool {
+        let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
+        let theirs = identity(&self.seen_by_it(theirs));
+        theirs.is_some() && theirs == identity(ours)
+    }
+
+    /// A path of that process, as it can be opened from here.
+    fn seen_by_it(&self, path: &str) -> PathBuf {
+        let process = PathBuf::from(format!("/proc/{}", self.pid));
+        match path.strip_prefix('/') {
+            Some(rest) => process.join("root").join(rest),
+            None => process.join("cwd").join(path),
+        }
+    }
+
+    /// A path of that process from `/` on.
+    fn absolute(&self, path: &str) -> PathBuf {
+        let folder = fs::read_link(format!("/proc/{}/cwd", self.pid)).unwrap_or_default();
+        folder.join(path)
+    }
+}
+
+/// The bridge that an interface is a port of.
+fn master(interface: &str) -> Option<String> {
+    if interface.contains('/') || interface.starts_with('.') {
+        return None;
+    }
+    let link = fs::read_link(format!("/sys/class/net/{interface}/master")).ok()?;
+    Some(link.file_name()?.to_string_lossy().into_owned())
+}
+
+fn refuse(text: String, hint: String) -> Blocker {
+    Blocker { text, hint }
+}

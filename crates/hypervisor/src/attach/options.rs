@@ -1,0 +1,667 @@
+//! The options of QEMU's command line: what each means for a guest that is to be made again
+//! elsewhere, and which make that impossible.
+
+use super::words::{WORDS_MAX, Words};
+use crate::description::is_cpu_setting;
+use crate::hardware::tables::{is_word, setting};
+use crate::observe::Blocker;
+use std::collections::BTreeMap;
+
+/// What a command line says.
+#[derive(Debug, Default)]
+pub(super) struct CommandLine {
+    /// Settings of the machine, by names of the hardware's tables.
+    pub(super) settings: BTreeMap<String, String>,
+    /// The CPU, in the description's form.
+    pub(super) cpu: Option<String>,
+    /// Devices in the order in which they were made.
+    pub(super) devices: Vec<Words>,
+    /// Drives by id.
+    pub(super) drives: BTreeMap<String, Words>,
+    /// Cables by id.
+    pub(super) netdevs: BTreeMap<String, Words>,
+    /// Objects by id.
+    pub(super) objects: BTreeMap<String, Words>,
+    /// The object that is the memory.
+    pub(super) memory_backend: Option<String>,
+    /// Paths of what is booted directly.
+    pub(super) kernel: Option<String>,
+    pub(super) initrd: Option<String>,
+    pub(super) append: Option<String>,
+    /// Path of the firmware.
+    pub(super) bios: Option<String>,
+    /// Why the guest cannot be made again elsewhere.
+    pub(super) refusals: Vec<Blocker>,
+}
+
+/// What an option is to a move.
+#[derive(Debug, Clone, Copy)]
+enum Meaning {
+    /// It concerns this host only, or QEMU tells what became of it.
+    Local,
+    /// It is part of the machine.
+    Machine,
+    /// It cannot be made again: why, and what to do.
+    Never(&'static str, &'static str),
+}
+
+use Meaning::{Local, Machine, Never};
+
+const FILE_HERE: &str = "it is a file of this host, which the destination does not have";
+const NOT_YET: &str = "this is not supported for guests that something else started";
+const WITHOUT: &str = "start the guest without it";
+const AS_DEVICE: &str =
+    "start the guest with `-blockdev` or `-drive if=none`, and a `-device` for it";
+
+/// Every option that is known, whether a word follows it, and what it means.
+const OPTIONS: &[(&str, bool, Meaning)] = &[
+    ("D", true, Local),
+    ("L", true, Local),
+    ("S", false, Local),
+    ("M", true, Machine),
+    ("accel", true, Machine),
+    ("acpitable", true, Never(FILE_HERE, WITHOUT)),
+    ("action", true, Machine),
+    (
+        "add-fd",
+        true,
+        Never(
+            "a file descriptor means nothing on another host",
+            "name files by their paths",
+        ),
+    ),
+    ("append", true, Machine),
+    ("audio", true, Never(NOT_YET, WITHOUT)),
+    ("audiodev", true, Never(NOT_YET, WITHOUT)),
+    ("bios", true, Machine),
+    ("blockdev", true, Machine),
+    ("boot", true, Machine),
+    (
+        "cdrom",
+        true,
+        Never("its medium is a file of this host", AS_DEVICE),
+    ),
+    ("chardev", true, Machine),
+    ("cpu", true, Machine),
+    ("d", true, Local),
+    ("daemonize", false, Local),
+    ("device", true, Machine),
+    ("display", true, Local),
+    ("drive", true, Machine),
+    ("enable-kvm", false, Local),
+    (
+        "fda",
+        true,
+        Never("its medium is a file of this host", AS_DEVICE),
+    ),
+    (
+        "fdb",
+        true,
+        Never("its medium is a file of this host", AS_DEVICE),
+    ),
+    (
+        "fsdev",
+        true,
+        Never(
+            "it is a folder of this host",
+            "unmount it in the guest, and start the guest without it",
+        ),
+    ),
+    ("full-screen", false, Local),
+    ("fw_cfg", true, Never(NOT_YET, WITHOUT)),
+    ("gdb", true, Local),
+    ("global", true, Machine),
+    (
+        "hda",
+        true,
+        Never("it is a disk without a device of its own", AS_DEVICE),
+    ),
+    (
+        "hdb",
+        true,
+        Never("it is a disk without a device of its own", AS_DEVICE),
+    ),
+    (
+        "hdc",
+        true,
+        Never("it is a disk without a device of its own", AS_DEVICE),
+    ),
+    (
+        "hdd",
+        true,
+        Never("it is a disk without a device of its own", AS_DEVICE),
+    ),
+    ("icount", true, Never(NOT_YET, WITHOUT)),
+    ("incoming", true, Local),
+    ("initrd", true, Machine),
+    ("k", true, Local),
+    ("kernel", true, Machine),
+    ("loadvm", true, Never(NOT_YET, WITHOUT)),
+    ("m", true, Machine),
+    ("machine", true, Machine),
+    (
+        "mem-path",
+        true,
+        Never(
+            "its memory is a file of this host",
+            "use -object memory-backend-memfd",
+        ),
+    ),
+    ("mem-prealloc", false, Local),
+    ("mon", true, Local),
+    ("monitor", true, Local),
+    ("msg", true, Local),
+    ("name", true, Local),
+    ("net", true, Machine),
+    ("netdev", true, Machine),
+    ("nic", true, Machine),
+    ("no-acpi", false, Machine),
+    ("no-fd-bootchk", false, Machine),
+    ("no-hpet", false, Machine),
+    ("no-reboot", false, Machine),
+    ("no-shutdown", false, Machine),
+    ("no-user-config", false, Local),
+    ("nodefaults", false, Local),
+    ("nographic", false, Local),
+    ("numa", true, Never(NOT_YET, WITHOUT)),
+    ("object", true, Machine),
+    ("only-migratable", false, Local),
+    ("overcommit", true, Local),
+    ("parallel", true, Local),
+    ("pflash", true, Machine),
+    ("pidfile", true, Local),
+    ("qmp", true, Local),
+    ("qmp-pretty", true, Local),
+    (
+        "readconfig",
+        true,
+        Never(FILE_HERE, "write its content as options"),
+    ),
+    ("rtc", true, Machine),
+    ("run-with", true, Local),
+    ("runas", true, Local),
+    ("s", false, Local),
+    ("sandbox", true, Local),
+    ("sd", true, Never(NOT_YET, WITHOUT)),
+    ("serial", true, Machine),
+    (
+        "set",
+        true,
+        Never(NOT_YET, "write the property at its device"),
+    ),
+    ("smbios", true, Never(NOT_YET, WITHOUT)),
+    ("smp", true, Local),
+    (
+        "snapshot",
+        false,
+        Never(
+            "what the guest writes is in a hidden file of this host",
+            WITHOUT,
+        ),
+    ),
+    ("spice", true, Never(NOT_YET, "use -vnc")),
+    (
+        "tpmdev",
+        true,
+        Never(
+            "the state of its TPM is kept outside QEMU, on this host",
+            "shut the guest down and start it at the destination",
+        ),
+    ),
+    ("trace", true, Local),
+    ("usb", false, Machine),
+    (
+        "usbdevice",
+        true,
+        Never(
+            "it is a device without a place of its own",
+            "use `-device usb-tablet`",
+        ),
+    ),
+    ("uuid", true, Local),
+    ("vga", true, Local),
+    (
+        "virtfs",
+        true,
+        Never(
+            "it is a folder of this host",
+            "unmount it in the guest, and start the guest without it",
+        ),
+    ),
+    ("vnc", true, Local),
+    ("watchdog-action", true, Machine),
+];
+
+impl CommandLine {
+    /// Reads a command line, without the program.
+    pub(super) fn read(words: &[String]) -> Self {
+        let mut line = Self::default();
+        if let Some(manager) = manager(words) {
+            line.refusals.push(manager);
+            return line;
+        }
+        if words.len() > WORDS_MAX {
+            line.refuse(
+                format!("its command line has more than {WORDS_MAX} words"),
+                WITHOUT,
+            );
+            return line;
+        }
+        let mut words = words.iter().peekable();
+        let mut late = Late::default();
+        while let Some(word) = words.next() {
+            let Some(name) = word.strip_prefix("--").or(word.strip_prefix('-')) else {
+                line.refuse(
+                    format!("`{word}` on its command line is a disk without a device"),
+                    AS_DEVICE,
+                );
+                continue;
+            };
+            let known = OPTIONS.iter().find(|(known, _, _)| *known == name);
+            let Some((_, takes, meaning)) = known else {
+                line.refuse(
+                    format!("option -{} of its command line is not known", shown(name)),
+                    "start the guest without it, or move it while it is shut down",
+                );
+                words.next_if(|next| !next.starts_with('-'));
+                continue;
+            };
+            let value = match takes {
+                true => words.next().map(String::as_str).unwrap_or_default(),
+                false => "",
+            };
+            match meaning {
+                Local => {}
+                Never(why, hint) => {
+                    line.refuse(format!("option -{name} of its command line: {why}"), hint)
+                }
+                Machine => line.option(name, value, &mut late),
+            }
+        }
+        line.devices.append(&mut late.drives);
+        line.devices.append(&mut late.devices);
+        line
+    }
+
+    fn refuse(&mut self, text: String, hint: &str) {
+        self.refusals.push(Blocker {
+            text,
+            hint: hint.to_owned(),
+        });
+    }
+
+    fn option(&mut self, name: &str, value: &str, late: &mut Late) {
+        match name {
+            "M" | "machine" => self.machine(value),
+            "accel" => self.accel(value),
+            "append" => self.append = Some(value.to_owned()),
+            "bios" => self.bios = Some(value.to_owned()),
+            "kernel" => self.kernel = Some(value.to_owned()),
+            "initrd" => self.initrd = Some(value.to_owned()),
+            "cpu" => self.cpu(value),
+            "m" => self.memory(value),
+            "rtc" => self.settings_of("rtc", Words::read(value, "base"), &[]),
+            "boot" => self.settings_of("boot", Words::read(value, "order"), &["once"]),
+            "action" => self.settings_of("action", Words::read(value, ""), &[]),
+            "watchdog-action" => self.setting("action.watchdog", value),
+            "no-acpi" => self.setting("machine.acpi", "off"),
+            "no-fd-bootchk" => self.setting("machine.fd-bootchk", "off"),
+            "no-hpet" => self.setting("machine.hpet", "off"),
+            "no-reboot" => self.setting("action.reboot", "shutdown"),
+            "no-shutdown" => self.setting("action.shutdown", "pause"),
+            "usb" => self.setting("machine.usb", "on"),
+            "global" => self.global(value),
+            "object" => self.object(value),
+            "device" => self.device(value, late),
+            "blockdev" => self.blockdev(value),
+            "drive" => self.drive(Words::read(value, "file"), late),
+            "pflash" => {
+                let mut words = Words::default();
+                words.put("file", value);
+                words.put("if", "pflash");
+                self.drive(words, late);
+            }
+            "netdev" => self.netdev(value),
+            "nic" | "net" if value == "none" => {}
+            "nic" | "net" => self.refuse(
+                format!(
+                    "option -{name} of its command line makes a card without a place of its own"
+                ),
+                "use `-netdev` and `-device`",
+            ),
+            "chardev" => self.chardev(name, Words::read(value, "backend")),
+            _ => self.chardev(
+                name,
+                Words::read(value.split_once(':').map_or("", |(_, rest)| rest), ""),
+            ),
+        }
+    }
+
+    /// Notes a setting that the tables know; refuses any other by its name.
+    fn setting(&mut self, name: &str, value: &str) {
+        match setting(name) {
+            Some(kind) if kind.takes(&kind.normal(value)) => {
+                self.settings.insert(name.to_owned(), kind.normal(value));
+            }
+            Some(_) => self.refuse(
+                format!("setting {name} of its command line has the value `{}`, which cannot be made again", shown(value)),
+                "start the guest with another value",
+            ),
+            None => self.refuse(
+                format!("setting {} of its command line is not known", shown(name)),
+                WITHOUT,
+            ),
+        }
+    }
+
+    fn settings_of(&mut self, prefix: &str, words: Words, local: &[&str]) {
+        for (key, value) in words.iter().filter(|(key, _)| !local.contains(key)) {
+            self.setting(&format!("{prefix}.{key}"), value);
+        }
+    }
+
+    fn machine(&mut self, value: &str) {
+        const LOCAL: [&str; 6] = [
+            "type",
+            "accel",
+            "dump-guest-core",
+            "mem-merge",
+            "kvm-shadow-mem",
+            "pflash0",
+        ];
+        let mut words = Words::read(value, "type");
+        if let Some(memory) = words.take("memory-backend") {
+            self.memory_backend = Some(memory);
+        }
+        for (key, value) in words.iter() {
+            let key = key.replace('_', "-");
+            match key.as_str() {
+                // Whether the memory is encrypted is asked of QEMU.
+                "confidential-guest-support" | "memory-encryption" | "pflash1" => {}
+                key if LOCAL.contains(&key) => {}
+                "nvdimm" if value == "off" => {}
+                key => self.setting(&format!("machine.{key}"), value),
+            }
+        }
+    }
+
+    fn accel(&mut self, value: &str) {
+        const LOCAL: [&str; 6] = [
+            "accel",
+            "dirty-ring-size",
+            "thread",
+            "tb-size",
+            "kvm-shadow-mem",
+            "split-wx",
+        ];
+        for (key, value) in Words::read(value, "accel").iter() {
+            match key {
+                key if LOCAL.contains(&key) => {}
+                "kernel-irqchip" => self.setting("machine.kernel-irqchip", value),
+                key => self.refuse(
+                    format!("accelerator setting {} is not known", shown(key)),
+                    WITHOUT,
+                ),
+            }
+        }
+    }
+
+    fn cpu(&mut self, value: &str) {
+        let mut parts = value.split(',');
+        let mut cpu = parts.next().unwrap_or_default().to_owned();
+        for part in parts {
+            let part = match part.split_once('=') {
+                None if part.starts_with(['+', '-']) => part.to_owned(),
+                None => format!("{part}=on"),
+                Some((name, "on" | "true" | "yes")) => format!("{name}=on"),
+                Some((name, "off" | "false" | "no")) => format!("{name}=off"),
+                Some((name, value)) => format!("{}={value}", name.replace('_', "-")),
+            };
+            match part.as_str() {
+                // They decide whether QEMU starts, not what the guest sees.
+                "check=on" | "check=off" | "enforce=on" | "enforce=off" => {}
+                part if is_cpu_setting(part) => {
+                    cpu.push(',');
+                    cpu.push_str(part);
+                }
+                part => self.refuse(
+                    format!(
+                        "CPU setting {} of its command line cannot be made again",
+                        shown(part)
+                    ),
+                    "start the guest without it",
+                ),
+            }
+        }
+        self.cpu = Some(cpu);
+    }
+
+    fn memory(&mut self, value: &str) {
+        for (key, _) in Words::read(value, "size")
+            .iter()
+            .filter(|(key, _)| *key != "size")
+        {
+            self.refuse(
+                format!(
+                    "memory that can be plugged in (-m {}) is not supported",
+                    shown(key)
+                ),
+                "start the guest with `-m SIZE` alone",
+            );
+        }
+    }
+
+    fn global(&mut self, value: &str) {
+        let words = Words::read(value, "");
+        let of = |key| words.get(key).unwrap_or_default();
+        match (words.get("driver"), value.split_once('=')) {
+            (Some(driver), _) => {
+                let name = format!("global.{driver}.{}", of("property"));
+                self.setting(&name, of("value"));
+            }
+            (None, Some((name, value))) => self.setting(&format!("global.{name}"), value),
+            (None, None) => self.setting(&format!("global.{value}"), ""),
+        }
+    }
+
+    fn object(&mut self, value: &str) {
+        let words = Words::read(value, "qom-type");
+        let kind = words.get("qom-type").unwrap_or_default().to_owned();
+        let known = [
+            "iothread",
+            "memory-backend-memfd",
+            "memory-backend-ram",
+            "rng-builtin",
+            "rng-random",
+        ];
+        // Whether the memory is encrypted is asked of QEMU.
+        let asked = ["sev-guest", "sev-snp-guest", "tdx-guest"];
+        if kind == "memory-backend-file" {
+            self.refuse(
+                format!("object {}: its memory is a file of this host", shown(&kind)),
+                "use -object memory-backend-memfd",
+            );
+        } else if !known.contains(&kind.as_str()) && !asked.contains(&kind.as_str()) {
+            self.refuse(
+                format!(
+                    "object {} cannot be made again at the destination",
+                    shown(&kind)
+                ),
+                WITHOUT,
+            );
+        }
+        if let Some(id) = words.get("id") {
+            self.objects.insert(id.to_owned(), words.clone());
+        }
+    }
+
+    fn device(&mut self, value: &str, late: &mut Late) {
+        let words = Words::read(value, "driver");
+        match value.starts_with('{') {
+            true => late.devices.push(words),
+            false => self.devices.push(words),
+        }
+    }
+
+    fn netdev(&mut self, value: &str) {
+        let words = Words::read(value, "type");
+        self.descriptor("netdev", &words);
+        if let Some(id) = words.get("id") {
+            self.netdevs.insert(id.to_owned(), words.clone());
+        }
+    }
+
+    fn chardev(&mut self, option: &str, words: Words) {
+        self.descriptor(option, &words);
+        if let Some(kind @ ("spicevmc" | "spiceport" | "qemu-vdagent")) = words.get("backend") {
+            self.refuse(
+                format!("character device {kind} cannot be made again"),
+                WITHOUT,
+            );
+        }
+    }
+
+    fn descriptor(&mut self, option: &str, words: &Words) {
+        if let Some(key) = words.descriptor() {
+            self.refuse(
+                format!(
+                    "option -{option} of its command line has {}=: a file descriptor means nothing on \
+                     another host",
+                    shown(key)
+                ),
+                "name files, sockets and interfaces by their names",
+            );
+        }
+    }
+
+    fn blockdev(&mut self, value: &str) {
+        const LOCAL: [&str; 13] = [
+            "aio",
+            "auto-read-only",
+            "detect-zeroes",
+            "direct",
+            "discard",
+            "driver",
+            "filename",
+            "force-share",
+            "locking",
+            "no-flush",
+            "node-name",
+            "pass-discard-request",
+            "read-only",
+        ];
+        const DRIVERS: [&str; 4] = ["file", "host_device", "qcow2", "raw"];
+        let words = Words::read(value, "driver");
+        self.descriptor("blockdev", &words);
+        for (key, value) in words.iter() {
+            let last = key.rsplit('.').next().unwrap_or(key);
+            let fine = LOCAL.contains(&last) || matches!(last, "file" | "backing" | "cache");
+            if !fine {
+                self.refuse(
+                    format!("-blockdev setting {} is not known", shown(key)),
+                    WITHOUT,
+                );
+            } else if last == "driver" && !DRIVERS.contains(&value) {
+                self.refuse(
+                    format!("-blockdev driver {} cannot be moved", shown(value)),
+                    "give the guest a raw or qcow2 image, or a volume",
+                );
+            }
+        }
+    }
+
+    fn drive(&mut self, mut words: Words, late: &mut Late) {
+        const LOCAL: [&str; 17] = [
+            "aio",
+            "cache",
+            "detect-zeroes",
+            "discard",
+            "file",
+            "file.driver",
+            "file.filename",
+            "file.locking",
+            "format",
+            "id",
+            "if",
+            "index",
+            "media",
+            "node-name",
+            "read-only",
+            "readonly",
+            "unit",
+        ];
+        self.descriptor("drive", &words);
+        for (key, value) in words.iter() {
+            match key {
+                "snapshot" if value == "off" => {}
+                "snapshot" => self.refuse(
+                    "option -drive snapshot=on: what the guest writes is in a hidden file of this host".to_owned(),
+                    WITHOUT,
+                ),
+                "werror" | "rerror" => {}
+                key if LOCAL.contains(&key) => {}
+                key => self.refuse(format!("-drive setting {} is not known", shown(key)), WITHOUT),
+            }
+        }
+        match words.take("if").as_deref() {
+            Some("none") => {
+                if let Some(id) = words.get("id") {
+                    self.drives.insert(id.to_owned(), words);
+                }
+            }
+            Some("virtio") => {
+                let id = format!("virtio drive {}", late.drives.len());
+                let mut device = Words::default();
+                device.put("driver", "virtio-blk-pci");
+                device.put("drive", &id);
+                self.drives.insert(id, words);
+                late.drives.push(device);
+            }
+            Some("pflash") => {}
+            _ => self.refuse(
+                "option -drive of its command line makes a disk without a device of its own"
+                    .to_owned(),
+                AS_DEVICE,
+            ),
+        }
+    }
+}
+
+/// Devices that QEMU makes after the others.
+#[derive(Default)]
+struct Late {
+    drives: Vec<Words>,
+    devices: Vec<Words>,
+}
+
+/// What else manages this guest, where that can be told.
+fn manager(words: &[String]) -> Option<Blocker> {
+    let has = |part: &str| words.iter().any(|word| word.contains(part));
+    if has("/libvirt/") {
+        return Some(Blocker {
+            text: "libvirt manages this guest: it holds QEMU's control socket, and would end or \
+                   start the guest behind Longhaul's back"
+                .to_owned(),
+            hint: "move it with virsh migrate; Longhaul does not work with libvirt yet".to_owned(),
+        });
+    }
+    has("/qemu-server/").then(|| Blocker {
+        text: "Proxmox VE manages this guest: it uses QEMU's control socket, and would start the \
+               guest again from its own configuration"
+            .to_owned(),
+        hint: "move it with qm migrate; Longhaul does not work with Proxmox VE yet".to_owned(),
+    })
+}
+
+/// A text of a command line, fit to be shown.
+pub(super) fn shown(text: &str) -> String {
+    if is_word(text) {
+        return text.to_owned();
+    }
+    let start: String = text.chars().take(80).collect();
+    start.escape_debug().to_string()
+}
+
+#[cfg(test)]
+#[path = "options_tests.rs"]
+mod tests;

@@ -1,0 +1,193 @@
+//! The part of QEMU's command line that an exact description of a machine decides.
+
+use super::nic;
+use super::tables::{Bus, Model, Serves};
+use crate::command_line::{Line, ResolveError, Surroundings, backend, disk_nodes, nodes, server};
+use crate::command_line::{image_called, look_up};
+use crate::config::{Image, ImageFormat};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::hardware::{Hardware, PlacedDevice};
+
+/// What a machine's devices are made of.
+pub(crate) struct Around<'a> {
+    pub(crate) description: &'a GuestDescription,
+    pub(crate) hardware: &'a Hardware,
+    pub(crate) host: &'a Surroundings<'a>,
+}
+
+/// What stands after the machine's type.
+pub(crate) fn machine_options(hardware: &Hardware) -> String {
+    let mut text = String::new();
+    for (name, value) in settings(hardware, "machine.") {
+        text.push_str(&format!(",{name}={value}"));
+    }
+    if let Some(memory) = &hardware.memory {
+        text.push_str(&format!(",memory-backend={}", memory.id));
+    }
+    if let Some(flash) = &hardware.flash {
+        text.push_str(",pflash0=flash0");
+        if flash.variables.is_some() {
+            text.push_str(",pflash1=flash1");
+        }
+    }
+    text
+}
+
+/// How the vCPUs are arranged.
+pub(crate) fn topology(vcpus: u32, hardware: &Hardware) -> String {
+    let topology = hardware.topology;
+    format!(
+        "cpus={vcpus},sockets={},dies={},cores={},threads={}",
+        topology.sockets, topology.dies, topology.cores, topology.threads
+    )
+}
+
+/// Everything but the machine itself.
+pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
+    let hardware = around.hardware;
+    if let Some(uuid) = &hardware.uuid {
+        line.option("-uuid", uuid.as_str());
+    }
+    memory(line, around);
+    for (option, prefix) in [("-rtc", "rtc."), ("-boot", "boot."), ("-action", "action.")] {
+        let values: Vec<String> = settings(hardware, prefix)
+            .map(|(name, value)| format!("{name}={value}"))
+            .collect();
+        if !values.is_empty() {
+            line.option(option, values.join(","));
+        }
+    }
+    for (name, value) in settings(hardware, "global.") {
+        line.option("-global", format!("{name}={value}"));
+    }
+    flash(line, around)?;
+    if let Some(vga) = &hardware.vga {
+        line.option("-vga", vga.as_str());
+    }
+    for number in 0..hardware.serial_ports {
+        let id = format!("serial{number}");
+        line.option("-chardev", server(&id, &around.host.folder.run().join(&id)));
+        line.option("-serial", format!("chardev:{id}"));
+    }
+    for _ in 0..hardware.parallel_ports {
+        line.option("-parallel", "null");
+    }
+    if hardware.cd_drive {
+        line.option("-drive", "if=ide,index=2,media=cdrom");
+    }
+    if hardware.floppy_drive {
+        line.option("-drive", "if=floppy,index=0");
+    }
+    for (number, placed) in hardware.devices.iter().enumerate() {
+        device(line, around, number, placed)?;
+    }
+    Ok(())
+}
+
+fn settings<'a>(
+    hardware: &'a Hardware,
+    prefix: &'static str,
+) -> impl Iterator<Item = (&'a str, &'a str)> {
+    let settings = hardware.settings.iter();
+    settings.filter_map(move |(name, value)| Some((name.strip_prefix(prefix)?, value.as_str())))
+}
+
+fn memory(line: &mut Line, around: &Around<'_>) {
+    let Some(memory) = &around.hardware.memory else {
+        return;
+    };
+    let kind = match memory.memfd {
+        true => "memory-backend-memfd",
+        false => "memory-backend-ram",
+    };
+    let share = if memory.share { "on" } else { "off" };
+    let pages = match memory.huge_page_mib {
+        Some(size) => format!(",hugetlb=on,hugetlbsize={size}M"),
+        None => String::new(),
+    };
+    let size = around.description.memory_mib;
+    line.option(
+        "-object",
+        format!("{kind},id={},size={size}M,share={share}{pages}", memory.id),
+    );
+}
+
+fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
+    let Some(flash) = &around.hardware.flash else {
+        return Ok(());
+    };
+    let config = around.host.config;
+    let code = look_up("firmware", "[firmware]", &config.firmware, &flash.code)?;
+    let code = Image {
+        path: code.clone(),
+        format: ImageFormat::Raw,
+        direct: Some(false),
+        locks: true,
+    };
+    nodes(line, "file-flash0", "flash0", &code, false, true);
+    if let Some(variables) = &flash.variables {
+        let image = image_called(config, variables)?;
+        nodes(line, "file-flash1", "flash1", image, true, false);
+    }
+    Ok(())
+}
+
+fn device(
+    line: &mut Line,
+    around: &Around<'_>,
+    number: usize,
+    placed: &PlacedDevice,
+) -> Result<(), ResolveError> {
+    let (description, host) = (around.description, around.host);
+    let unknown = || ResolveError::Model(placed.model.clone());
+    let model = Model::of(&placed.model).ok_or_else(unknown)?;
+    let mut text = placed.model.clone();
+    let mut add = |name: &str, value: &str| text.push_str(&format!(",{name}={value}"));
+    if let Some(id) = &placed.id {
+        add("id", id);
+    }
+    if let Some(bus) = &placed.bus {
+        add("bus", bus);
+    }
+    if let Some(place) = &placed.place {
+        match model.bus {
+            Bus::Pci => add("addr", place),
+            Bus::Usb => add("port", place),
+            Bus::Ports => add("nr", place),
+            Bus::Ide => add("unit", place),
+            Bus::Scsi | Bus::Board => {}
+        }
+    }
+    let served = placed.serves.as_deref().unwrap_or_default();
+    match model.serves {
+        Serves::Disk | Serves::Medium => {
+            let disk = description.disks.iter().find(|disk| disk.name == served);
+            if let Some(disk) = disk {
+                add("drive", &disk_nodes(line, disk, host.config)?);
+            }
+        }
+        Serves::Nic => {
+            let index = nic(description, served).ok_or_else(unknown)?;
+            if backend(line, description, host, index)? {
+                add("netdev", &format!("net{index}"));
+            }
+            add("mac", &description.nics[index].mac);
+        }
+        Serves::Channel => {
+            let id = format!("channel-{number}");
+            line.option("-chardev", server(&id, &host.folder.channel(served)));
+            add("chardev", &id);
+        }
+        Serves::Terminal => {
+            let id = format!("terminal-{number}");
+            line.option("-chardev", server(&id, &host.folder.run().join(&id)));
+            add("chardev", &id);
+        }
+        Serves::Nothing => {}
+    }
+    for (name, value) in &placed.properties {
+        add(name, value);
+    }
+    line.option("-device", text);
+    Ok(())
+}

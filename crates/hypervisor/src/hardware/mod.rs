@@ -1,0 +1,197 @@
+//! A machine described exactly: which such descriptions can be launched, and how.
+
+mod line;
+pub(crate) mod tables;
+
+use crate::description::{DescriptionError, is_name};
+pub(crate) use line::{Around, arguments, machine_options, topology};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::hardware::{Hardware, PlacedDevice};
+use std::collections::BTreeSet;
+use tables::{Bus, Model, Serves, VGAS, is_word, setting};
+
+/// Most devices of a machine.
+pub(crate) const DEVICES_MAX: usize = 256;
+/// Most ports of a kind that come with a machine.
+const PORTS_MAX: u8 = 4;
+/// Most sockets, dies, cores and threads.
+const TOPOLOGY_MAX: u32 = 255;
+/// Largest huge page, in MiB.
+const HUGE_PAGE_MIB_MAX: u32 = 1024;
+
+/// Checks everything in a machine's description that does not depend on a host.
+pub(crate) fn check(
+    description: &GuestDescription,
+    hardware: &Hardware,
+) -> Result<(), DescriptionError> {
+    if let Some(uuid) = &hardware.uuid
+        && !is_uuid(uuid)
+    {
+        return refuse("uuid", "is not a UUID");
+    }
+    let topology = hardware.topology;
+    let parts = [
+        topology.sockets,
+        topology.dies,
+        topology.cores,
+        topology.threads,
+    ];
+    let vcpus = parts.iter().map(|part| u64::from(*part)).product::<u64>();
+    if parts.iter().any(|part| *part == 0 || *part > TOPOLOGY_MAX)
+        || vcpus != u64::from(description.vcpus)
+    {
+        return refuse("topology", "does not come to the number of vCPUs");
+    }
+    if let Some(memory) = &hardware.memory {
+        let page = memory.huge_page_mib;
+        let sound = page.is_none_or(|page| page.is_power_of_two() && page <= HUGE_PAGE_MIB_MAX);
+        if !is_name(&memory.id, 64) || !sound || (page.is_some() && !memory.memfd) {
+            return refuse("memory", "has an id or a page size that cannot be");
+        }
+    }
+    if let Some(flash) = &hardware.flash {
+        let names = std::iter::once(&flash.code).chain(&flash.variables);
+        if !names.into_iter().all(|name| is_name(name, 64)) {
+            return refuse("flash", "holds a text that is no name");
+        }
+    }
+    if let Some(vga) = &hardware.vga
+        && !VGAS.iter().any(|(_, name)| name == vga)
+    {
+        return refuse("vga", "is no display adapter that is known");
+    }
+    if hardware.serial_ports > PORTS_MAX || hardware.parallel_ports > PORTS_MAX {
+        return refuse("serial_ports", "is more than 4, or parallel_ports is");
+    }
+    for (name, value) in &hardware.settings {
+        if !setting(name).is_some_and(|kind| kind.takes(value)) {
+            return refuse(
+                "settings",
+                "holds one that is not known, or has no such value",
+            );
+        }
+    }
+    devices(description, hardware)
+}
+
+fn devices(description: &GuestDescription, hardware: &Hardware) -> Result<(), DescriptionError> {
+    if hardware.devices.len() > DEVICES_MAX {
+        return refuse("devices", "has more than 256 entries");
+    }
+    let mut ids = BTreeSet::new();
+    let mut served = BTreeSet::new();
+    for device in &hardware.devices {
+        let Some(model) = Model::of(&device.model) else {
+            return refuse("devices.model", "is none that is known");
+        };
+        if let Some(id) = &device.id
+            && (!is_name(id, 64) || !ids.insert(id))
+        {
+            return refuse("devices.id", "is no name, or is there twice");
+        }
+        place(model, device)?;
+        for (name, value) in &device.properties {
+            if !model.property(name).is_some_and(|kind| kind.takes(value)) {
+                return refuse(
+                    "devices.properties",
+                    "holds one that the model does not have",
+                );
+            }
+        }
+        let serves = serves(description, model, device)?;
+        if let Some(serves) = serves
+            && !served.insert(serves)
+        {
+            return refuse(
+                "devices.serves",
+                "names something that another device serves",
+            );
+        }
+    }
+    let there = description.disks.len() + description.nics.len() + description.channels.len();
+    if served.len() != there {
+        return refuse("devices.serves", "leaves a disk, card or channel out");
+    }
+    Ok(())
+}
+
+fn place(model: &Model, device: &PlacedDevice) -> Result<(), DescriptionError> {
+    if let Some(bus) = &device.bus
+        && !is_word(bus)
+    {
+        return refuse("devices.bus", "is no name of a bus");
+    }
+    let Some(place) = &device.place else {
+        return Ok(());
+    };
+    let number = |text: &str, radix: u32, digits: usize| {
+        (1..=digits).contains(&text.len()) && text.chars().all(|c| c.is_digit(radix))
+    };
+    let sound = match model.bus {
+        Bus::Pci => place
+            .split_once('.')
+            .is_some_and(|(slot, function)| number(slot, 16, 2) && number(function, 8, 1)),
+        // A port behind hubs is a row of numbers.
+        Bus::Usb => place.split('.').all(|part| number(part, 10, 2)) && place.len() < 16,
+        Bus::Ports | Bus::Ide => number(place, 10, 4),
+        Bus::Scsi | Bus::Board => false,
+    };
+    match sound {
+        true => Ok(()),
+        false => refuse("devices.place", "is none that such a device can have"),
+    }
+}
+
+/// What a device serves, as kind and number.
+fn serves(
+    description: &GuestDescription,
+    model: &Model,
+    device: &PlacedDevice,
+) -> Result<Option<(u8, usize)>, DescriptionError> {
+    let missing = || refuse("devices.serves", "names nothing that the guest has");
+    let name = match (&device.serves, model.serves) {
+        (None, Serves::Nothing | Serves::Medium | Serves::Terminal) => return Ok(None),
+        (Some(name), Serves::Disk | Serves::Medium | Serves::Nic | Serves::Channel) => name,
+        (Some(_), Serves::Nothing | Serves::Terminal) => {
+            return missing().map(|()| None);
+        }
+        (None, Serves::Disk | Serves::Nic | Serves::Channel) => return missing().map(|()| None),
+    };
+    let found = match model.serves {
+        Serves::Disk | Serves::Medium => {
+            let place = description.disks.iter().position(|disk| disk.name == *name);
+            place.map(|place| (0, place))
+        }
+        Serves::Nic => nic(description, name).map(|place| (1, place)),
+        _ => {
+            let mut channels = description.channels.iter();
+            let place = channels.position(|channel| channel.name == *name);
+            place.map(|place| (2, place))
+        }
+    };
+    match found {
+        Some(found) => Ok(Some(found)),
+        None => missing().map(|()| None),
+    }
+}
+
+/// The number of a network card.
+pub(crate) fn nic(description: &GuestDescription, number: &str) -> Option<usize> {
+    let number: usize = number.parse().ok()?;
+    (number < description.nics.len()).then_some(number)
+}
+
+pub(crate) fn is_uuid(text: &str) -> bool {
+    let parts: Vec<&str> = text.split('-').collect();
+    parts.iter().map(|part| part.len()).eq([8, 4, 4, 4, 12])
+        && parts
+            .iter()
+            .all(|part| part.bytes().all(|byte| byte.is_ascii_hexdigit()))
+}
+
+fn refuse(field: &str, problem: &str) -> Result<(), DescriptionError> {
+    Err(DescriptionError {
+        field: format!("hardware.{field}"),
+        problem: problem.to_owned(),
+    })
+}

@@ -1,0 +1,218 @@
+//! Guests that something else started: what is learned of real QEMUs, and what is made of it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Host, emulators};
+use longhaul_hypervisor::attach::{Attach, AttachGuestError, learn, look_again};
+use longhaul_hypervisor::config::{HostConfig, Image, ImageFormat, KernelFiles, Network};
+use longhaul_hypervisor::guest::{Found, find_all};
+use longhaul_hypervisor::launch::Role;
+use longhaul_hypervisor::observe::observe;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// A QEMU that a script started.
+struct Script {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Script {
+    /// Starts one in the host's folder; `line` is split at spaces.
+    async fn start(host: &Host, emulator: &Path, line: &str) -> Self {
+        let socket = host.folder.path().join("script.sock");
+        let child = Command::new(emulator)
+            .current_dir(host.folder.path())
+            .args(line.split_whitespace())
+            .args(["-accel", "tcg", "-display", "none", "-qmp"])
+            .arg(format!("unix:{},server=on,wait=off", socket.display()))
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let mut script = Self { child, socket };
+        let deadline = Instant::now() + Duration::from_secs(60);
+        while let Err(error) = script.connect().await {
+            assert!(
+                script.child.try_wait().unwrap().is_none(),
+                "{line}: it ended"
+            );
+            assert!(Instant::now() < deadline, "{error}");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        script
+    }
+
+    async fn connect(&self) -> Result<Qmp, QmpError> {
+        Qmp::connect(&self.socket, COMMAND_TIMEOUT).await
+    }
+
+    fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    fn attach<'a>(&'a self, name: &'a str) -> Attach<'a> {
+        Attach {
+            name,
+            socket: &self.socket,
+            pid: None,
+            generation: 3,
+        }
+    }
+}
+
+/// A host whose configuration names everything that the scripts use.
+fn host() -> Host {
+    let mut host = Host::new();
+    let folder = host.folder.path().to_owned();
+    for name in ["vdb", "vdc", "vars"] {
+        let path = folder.join(format!("{name}.raw"));
+        fs::write(&path, vec![0; 512 << 10]).unwrap();
+        let image = Image {
+            path,
+            format: ImageFormat::Raw,
+            direct: Some(false),
+            locks: true,
+        };
+        host.config.images.insert(name.to_owned(), image);
+    }
+    fs::write(folder.join("code.fd"), vec![0xf4; 512 << 10]).unwrap();
+    fs::write(folder.join("vmlinuz"), vec![0; 4096]).unwrap();
+    let firmware = folder.join("code.fd");
+    host.config.firmware.insert("code".to_owned(), firmware);
+    host.config.networks.insert("own".to_owned(), Network::User);
+    let kernel = KernelFiles {
+        kernel: folder.join("vmlinuz"),
+        initrd: None,
+    };
+    host.config.kernels.insert("stub".to_owned(), kernel);
+    host
+}
+
+/// Lines of scripts, and what must be on the description that is made of each.
+const SCRIPTS: [(&str, &str); 6] = [
+    // What people write first: nothing has an id, and QEMU adds what it likes.
+    (
+        "-machine MACHINE -m 64 -net none -drive file=vda.raw,if=virtio,format=raw \
+         -device virtio-net-pci -device virtio-rng-pci -device qemu-xhci -device usb-tablet",
+        "cd_drive = true",
+    ),
+    (
+        "-machine MACHINE,vmport=off -m 96 -smp 4,sockets=1,cores=2,threads=2 -nodefaults \
+         -cpu Nehalem,+aes,popcnt=off -uuid 11111111-2222-3333-4444-555555555555 \
+         -object memory-backend-memfd,id=ram,size=96M,share=on -machine memory-backend=ram \
+         -blockdev {\"driver\":\"file\",\"node-name\":\"f0\",\"filename\":\"vda.raw\"} \
+         -blockdev driver=raw,node-name=d0,file=f0 \
+         -device virtio-blk-pci,id=boot,drive=d0,bootindex=1,serial=abc,addr=0x9 \
+         -drive if=none,id=h1,file=vdb.raw,format=raw,werror=stop,rerror=stop,cache=writethrough \
+         -device virtio-scsi-pci,id=scsi -device scsi-hd,bus=scsi.0,drive=h1,scsi-id=3,lun=1,id=data \
+         -device scsi-cd,bus=scsi.0,id=cd \
+         -netdev user,id=n0,restrict=on -device virtio-net-pci,netdev=n0,mac=52:54:00:aa:bb:01,mq=off \
+         -device e1000,id=second,mac=52:54:00:aa:bb:02 \
+         -device virtio-balloon-pci,id=balloon,deflate-on-oom=on -rtc base=localtime,driftfix=slew \
+         -boot order=c,menu=on -no-reboot -vga std",
+        "memfd = true",
+    ),
+    (
+        "-machine MACHINE,usb=on -m 64 -nodefaults -serial null -serial null -parallel none \
+         -chardev socket,id=ga,path=ga.sock,server=on,wait=off -chardev null,id=none \
+         -device virtio-serial-pci,id=vs0,max_ports=8 \
+         -device virtserialport,chardev=ga,name=org.qemu.guest_agent.0,nr=3 \
+         -device virtconsole,chardev=none -device usb-kbd -device usb-mouse,id=mouse \
+         -device i6300esb -action watchdog=pause -device pvpanic -device vmgenid,guid=auto \
+         -device {\"driver\":\"virtio-rng-pci\",\"max-bytes\":1024,\"period\":1000}",
+        "serial_ports = 2",
+    ),
+    (
+        "-machine MACHINE -m 64 -nodefaults -drive if=pflash,unit=0,readonly=on,format=raw,file=code.fd \
+         -drive if=pflash,unit=1,format=raw,file=vars.raw -device virtio-gpu-pci,id=gpu",
+        "variables = \"vars\"",
+    ),
+    (
+        "-machine MACHINE -m 64 -nodefaults -kernel vmlinuz -append console=ttyS0 \
+         -global PIIX4_PM.disable_s3=1 -device pci-bridge,id=b1,chassis_nr=1 \
+         -device virtio-rng-pci,bus=b1,addr=2 -device ich9-ahci,id=sata \
+         -drive if=none,id=x,file=vdc.raw,format=raw -device ide-hd,bus=sata.2,drive=x",
+        "command_line = \"console=ttyS0\"",
+    ),
+    (
+        "-machine MACHINE -m 64 -nodefaults -bios code.fd -cpu max,migratable=on -device VGA,id=vga",
+        "firmware = \"code\"",
+    ),
+];
+
+/// The machine that is launched from what was learned is the one that was found, on every QEMU.
+#[tokio::test]
+async fn what_is_learned_makes_the_same_machine() {
+    let mut failed = Vec::new();
+    for (label, emulator) in emulators() {
+        for machine in ["q35", "pc"] {
+            for (line, expected) in SCRIPTS {
+                let line = line.replace("MACHINE", machine);
+                if let Err(why) = same_machine(&label, &emulator, &line, expected).await {
+                    failed.push(format!("{label}: {line}\n{why}"));
+                }
+            }
+        }
+    }
+    assert!(failed.is_empty(), "{}", failed.join("\n\n"));
+}
+
+async fn same_machine(
+    label: &str,
+    emulator: &Path,
+    line: &str,
+    expected: &str,
+) -> Result<(), String> {
+    let host = host();
+    let script = Script::start(&host, emulator, line).await;
+    let guest = script.attach("web").run(&host.config).await;
+    let guest = guest.map_err(|error| error.to_string())?;
+    assert_eq!(guest.pid(), Some(script.pid()));
+    let text = toml::to_string(guest.description()).unwrap();
+    if !text.contains(expected) {
+        return Err(format!("no {expected} in {text}"));
+    }
+    let again = longhaul_hypervisor::description::parse(&text);
+    assert_eq!(&again.unwrap(), guest.description());
+    let qmp = guest.connect().await.unwrap();
+    let there = observe(&qmp).await.unwrap();
+    assert_eq!(look_again(&guest, &qmp, &host.config).await.unwrap(), []);
+    drop(qmp);
+
+    let mut other = Host::new();
+    other.config.images = host.config.images.clone();
+    other.config.networks = host.config.networks.clone();
+    other.config.firmware = host.config.firmware.clone();
+    other.config.kernels = host.config.kernels.clone();
+    let launched = other.launch(guest.description(), label, Role::Destination);
+    let (copy, qmp) = launched.await.map_err(|error| format!("{error}\n{text}"))?;
+    let here = observe(&qmp).await.unwrap();
+    let differences = here.differences(&there);
+    let differences: Vec<String> = differences.iter().map(ToString::to_string).collect();
+    copy.stop(Some(&qmp)).await.unwrap();
+
+    guest.detach().unwrap();
+    assert!(find_all(host.state()).unwrap().is_empty());
+    let qmp = script.connect().await.unwrap();
+    assert_eq!(
+        qmp.query("query-status").await.unwrap()["status"],
+        "running"
+    );
+    match differences.is_empty() {
+        true => Ok(()),
+        false => Err(format!("{}\n{text}", differences.join("\n"))),
+    }
+}

@@ -1,0 +1,266 @@
+//! End to end: guests whose QEMU a plain script started, attached to, moved, or left as they were.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
+
+mod common;
+
+use common::{LIMIT, Running, Stage};
+use longhaul_api::{GuestState, Outcome, Phase};
+use longhaul_lab::arena::{Arena, Workload};
+use longhaul_lab::guest::CHANNEL_NAME;
+use longhaul_lab::installed;
+use longhaul_lab::process::wait_until;
+use serde_json::{Value, json};
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const LINK: &str = "400mbit,4ms";
+/// So slow that there is time to do something meanwhile.
+const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
+
+/// A guest that a script started on the first host.
+struct Script {
+    guest: Running,
+    folder: PathBuf,
+}
+
+impl Script {
+    /// Names what the script uses in both hosts' configurations, and runs it.
+    fn run(stage: &mut Stage, name: &str, version: &str, machine: &str) -> Self {
+        let disk = stage
+            .lab
+            .shared_folder()
+            .unwrap()
+            .join(format!("{name}.raw"));
+        fs::write(&disk, vec![7; 1 << 20]).unwrap();
+        for host in 0..2 {
+            let config = stage.lab.host(host).unwrap().folder().join("agent.toml");
+            let text = fs::read_to_string(&config).unwrap();
+            let image = format!(
+                "\n[images.{name}]\npath = {disk:?}\nformat = \"raw\"\ndirect = false\n\
+                 [networks]\nunplugged = \"none\"\n"
+            );
+            fs::write(&config, text + &image).unwrap();
+            stage.product.agent_mut(host).unwrap().kill().unwrap();
+        }
+        stage.restart(&[0, 1]);
+        let host = stage.lab.host(0).unwrap();
+        let folder = host.folder().join(name);
+        fs::create_dir(&folder).unwrap();
+        let accelerator = match stage.product.has_kvm(0).unwrap() {
+            true => "kvm",
+            false => "tcg",
+        };
+        // What somebody writes who has never heard of Longhaul.
+        let script = format!(
+            "exec {qemu} -name guest={name},debug-threads=on -M {machine} -accel {accelerator} \
+             -m 128 -smp 2 -display none -daemonize -pidfile pid -monitor none \
+             -kernel {kernel}/vmlinuz -initrd {host}/tiny.initramfs \
+             -append 'console=ttyS0 quiet panic=-1' \
+             -drive file={disk},if=virtio,format=raw -net none \
+             -device virtio-net-pci,mac=52:54:00:00:00:01 \
+             -device virtio-serial -chardev socket,id=c,path=arena.sock,server=on,wait=off \
+             -device virtserialport,chardev=c,name={CHANNEL_NAME} \
+             -object rng-random,filename=/dev/urandom,id=r -device virtio-rng-pci,rng=r \
+             -device qemu-xhci -device usb-tablet -device virtio-balloon \
+             -rtc driftfix=slew -qmp unix:qmp.sock,server,nowait\n",
+            qemu = installed::qemu(version).unwrap().display(),
+            kernel = installed::kernel().unwrap().display(),
+            host = host.folder().display(),
+            disk = disk.display(),
+        );
+        fs::write(folder.join("start.sh"), script).unwrap();
+        let mut command = Command::new("sh");
+        command.arg("start.sh").current_dir(&folder);
+        host.output(&mut command).unwrap();
+
+        let mut guest = Running {
+            name: name.to_owned(),
+            arena: Arena::new(),
+        };
+        guest.arena.attach(&folder.join("arena.sock")).unwrap();
+        guest.arena.attach(&guest.socket(stage, 1)).unwrap();
+        guest.arena.wait_for_beat(LIMIT).unwrap();
+        let workload = Workload {
+            content: "mix".to_owned(),
+            arena_bytes: 32 << 20,
+            working_set_bytes: 8 << 20,
+            pages_per_s: 500,
+            write_bytes: 512,
+            writers: 2,
+            seed: 7,
+        };
+        guest.arena.start(&workload, LIMIT).unwrap();
+        Self { guest, folder }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.folder.join("qmp.sock")
+    }
+
+    fn attach(&self, stage: &Stage) {
+        let socket = self.socket().display().to_string();
+        let words = ["guests", "attach", &self.guest.name, "--qmp", &socket];
+        let guest: longhaul_api::Guest = stage.product.ask(0, &words).unwrap();
+        assert!(guest.attached);
+        assert_eq!(guest.state, GuestState::Running);
+        let pid = fs::read_to_string(self.folder.join("pid")).unwrap();
+        assert_eq!(guest.pid.unwrap().to_string(), pid.trim());
+    }
+
+    /// Everything that a move could have left changed in its QEMU.
+    fn settings(&self) -> Vec<Value> {
+        let mut qmp = Monitor::connect(&self.socket());
+        let mut capabilities = qmp.ask("query-migrate-capabilities");
+        let list = capabilities.as_array_mut().unwrap();
+        list.sort_by_key(|one| one["capability"].to_string());
+        let mut chardevs = qmp.ask("query-chardev");
+        let list = chardevs.as_array_mut().unwrap();
+        list.sort_by_key(|one| one["label"].to_string());
+        list.iter_mut()
+            .for_each(|one| one["filename"] = Value::Null);
+        let nodes = qmp.ask("query-named-block-nodes");
+        let nodes: Vec<Value> = nodes
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|node| json!([node["node-name"], node["file"], node["drv"]]))
+            .collect();
+        vec![
+            capabilities,
+            qmp.ask("query-migrate-parameters"),
+            qmp.ask("query-status"),
+            chardevs,
+            nodes.into(),
+        ]
+    }
+}
+
+/// A client of QEMU's control socket that waits for each answer.
+struct Monitor(BufReader<UnixStream>);
+
+impl Monitor {
+    fn connect(path: &Path) -> Self {
+        let socket = UnixStream::connect(path).unwrap();
+        socket.set_read_timeout(Some(LIMIT)).unwrap();
+        let mut monitor = Self(BufReader::new(socket));
+        monitor.read();
+        monitor.ask("qmp_capabilities");
+        monitor
+    }
+
+    fn read(&mut self) -> Value {
+        let mut line = String::new();
+        self.0.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
+    }
+
+    fn ask(&mut self, command: &str) -> Value {
+        let line = json!({ "execute": command }).to_string() + "\n";
+        self.0.get_mut().write_all(line.as_bytes()).unwrap();
+        loop {
+            let mut answer = self.read();
+            if answer.get("event").is_none() {
+                assert!(answer.get("return").is_some(), "{command}: {answer}");
+                return answer["return"].take();
+            }
+        }
+    }
+}
+
+#[test]
+fn a_script_s_guest_is_moved_and_verified() {
+    for (qemus, machine) in [
+        (["10.0", "10.0"], "q35"),
+        (["7.2", "7.2"], "pc"),
+        (["7.2", "10.0"], "pc-q35-7.2"),
+    ] {
+        let Some(mut stage) = Stage::new("attach", qemus, LINK) else {
+            return;
+        };
+        let mut script = Script::run(&mut stage, "foreign", qemus[0], machine);
+        script.attach(&stage);
+        let host = stage.lab.host(1).unwrap().name().to_owned();
+        let plan: longhaul_api::Plan = stage
+            .product
+            .ask(0, &["plan", "foreign", "--to", &host])
+            .unwrap();
+        assert!(plan.possible, "{:#?}", plan.checks);
+        let finished = script
+            .guest
+            .migrate(&stage, 0, &["--verify"])
+            .finish(LIMIT)
+            .unwrap();
+        assert!(finished.completed(), "{}", finished.why());
+        let verify = finished.report.as_ref().unwrap().verify.as_ref().unwrap();
+        assert_eq!(verify.different_blocks, 0, "{verify:?}");
+        script.guest.assert_moved(&stage, 0, &finished);
+        // It is an ordinary guest from here on, and moves back into a place that is Longhaul's own.
+        script
+            .guest
+            .arena
+            .attach(&script.guest.socket(&stage, 0))
+            .unwrap();
+        script.guest.move_verified(&stage, 1);
+        script.guest.end(&stage);
+    }
+}
+
+#[test]
+fn a_move_that_is_stopped_leaves_a_script_s_guest_as_it_was() {
+    for version in ["10.0", "7.2"] {
+        let Some(mut stage) = Stage::new("attach, stop", [version, version], LINK) else {
+            return;
+        };
+        let mut script = Script::run(&mut stage, "kept", version, "q35");
+        let before = script.settings();
+        script.attach(&stage);
+        assert_eq!(
+            script.settings(),
+            before,
+            "{version}: attaching changed something"
+        );
+        let mut moving = script.guest.migrate(&stage, 0, &SLOW);
+        assert!(
+            moving.wait_for_phase(Phase::Precopy, LIMIT),
+            "{}",
+            moving.so_far().why()
+        );
+        let agent = stage.product.agent(0).unwrap();
+        agent.run(&["cancel", "kept"]).unwrap();
+        let finished = moving.finish(LIMIT).unwrap();
+        assert_eq!(
+            finished.outcome,
+            Some(Outcome::Aborted),
+            "{}",
+            finished.why()
+        );
+        assert_eq!(
+            script.settings(),
+            before,
+            "{version}: the move changed something"
+        );
+        script.guest.assert_nothing_on(&stage, 1);
+        agent.run(&["guests", "detach", "kept"]).unwrap();
+        let state = stage
+            .lab
+            .host(0)
+            .unwrap()
+            .folder()
+            .join("state/guests/kept");
+        assert!(!state.exists());
+        assert_eq!(stage.product.guest(0, "kept").unwrap(), None);
+        script.guest.arena.wait_for_beat(LIMIT).unwrap();
+        assert_eq!(script.guest.arena.verify(LIMIT).unwrap().errors, 0);
+        assert_eq!(stage.qemus(0, "kept").len(), 1);
+        Monitor::connect(&script.socket()).ask("quit");
+        assert!(wait_until(LIMIT, || stage.qemus(0, "kept").is_empty()));
+    }
+}
