@@ -2,8 +2,8 @@
 
 use crate::operation::{Method, Operation};
 use crate::{
-    ANSWER_BYTES_MAX, ApiError, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
-    PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
+    ANSWER_BYTES_MAX, ApiError, AttachGuest, Guest, Guests, Host, Limit, Migration, Migrations,
+    Plan, PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
     Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
@@ -191,6 +191,25 @@ impl Client {
     pub async fn stop_guest(&self, guest: &str, stop: &StopGuest) -> Result<Guest, ClientError> {
         self.send(Operation::StopGuest, guest, stop, WORK_WAIT)
             .await
+    }
+
+    /// Attaches to a guest that something else started.
+    pub async fn attach_guest(
+        &self,
+        guest: &str,
+        attach: &AttachGuest,
+    ) -> Result<Guest, ClientError> {
+        self.send(Operation::AttachGuest, guest, attach, WORK_WAIT)
+            .await
+    }
+
+    /// Forgets a guest that was attached to.
+    pub async fn detach_guest(&self, guest: &str) -> Result<(), ClientError> {
+        let request = self.request(Operation::DetachGuest, guest, Bytes::new())?;
+        timeout(ANSWER_WAIT, self.exchange(request))
+            .await
+            .map_err(|_| self.silent(ANSWER_WAIT))?
+            .map(|_| ())
     }
 
     /// Checks and predicts a migration.

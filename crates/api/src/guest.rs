@@ -46,6 +46,8 @@ pub struct Guest {
     pub memory_bytes: Option<u64>,
     /// Process id of its QEMU.
     pub pid: Option<u32>,
+    /// Whether something other than Longhaul started its QEMU.
+    pub attached: bool,
     /// How often the right to run it has changed hands.
     pub generation: Option<u64>,
     /// Id of the migration that it is in.
@@ -69,6 +71,17 @@ pub enum StartGuest {
     Name(String),
     /// A new one: its description, as TOML.
     Description(String),
+}
+
+/// A guest to attach to, which something else started.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct AttachGuest {
+    /// Its QEMU's control socket on this host: a unix socket that speaks QMP.
+    pub qmp: String,
+    /// Its process, where that cannot be told from the socket.
+    #[serde(default)]
+    pub pid: Option<u32>,
 }
 
 /// How to stop a guest.

@@ -16,7 +16,7 @@ pub mod report;
 
 pub use client::{Client, ClientError, Watch};
 pub use error::{ApiError, ErrorCode};
-pub use guest::{Guest, GuestState, Guests, StartGuest, StopGuest};
+pub use guest::{AttachGuest, Guest, GuestState, Guests, StartGuest, StopGuest};
 pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};
 pub use migration::{
     Asked, Limit, LinkProgress, Migration, Migrations, Outcome, Phase, Progress, RegionProgress,

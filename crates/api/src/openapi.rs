@@ -2,9 +2,9 @@
 
 use crate::operation::Operation;
 use crate::{
-    ApiError, ErrorCode, Guest, Guests, Host, Limit, Migration, Migrations, Plan, PlanRequest,
-    Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest, Trust,
-    TrustedHost, TrustedHosts,
+    ApiError, AttachGuest, ErrorCode, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
+    PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
+    Trust, TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -87,6 +87,18 @@ fn describe(operation: Operation) -> Description {
         Operation::StopGuest => new("stopGuest", "Stop a guest")
             .may_take::<StopGuest>()
             .gives::<Guest>("It is stopped."),
+        Operation::AttachGuest => new(
+            "attachGuest",
+            "Attach to a guest that something else started",
+        )
+        .takes::<AttachGuest>()
+        .gives::<Guest>("It is known here; nothing of it was changed.")
+        .status(201),
+        Operation::DetachGuest => new(
+            "detachGuest",
+            "Forget a guest that was attached to; it goes on as it is",
+        )
+        .status(204),
         Operation::PlanMigration => new(
             "planMigration",
             "Check and predict a migration, changing nothing",

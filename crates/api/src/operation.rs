@@ -46,6 +46,10 @@ pub enum Operation {
     StartGuest,
     /// Stop one.
     StopGuest,
+    /// Attach to one that something else started.
+    AttachGuest,
+    /// Forget one that was attached to.
+    DetachGuest,
     /// Check and predict a migration without changing anything.
     PlanMigration,
     /// Start a migration.
@@ -68,7 +72,7 @@ pub enum Operation {
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 20] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -78,6 +82,8 @@ impl Operation {
         Self::GetGuest,
         Self::StartGuest,
         Self::StopGuest,
+        Self::AttachGuest,
+        Self::DetachGuest,
         Self::PlanMigration,
         Self::StartMigration,
         Self::ListMigrations,
@@ -133,6 +139,8 @@ impl Operation {
             Self::GetGuest => (Get, "/v1/guests/{guest}"),
             Self::StartGuest => (Post, "/v1/guests"),
             Self::StopGuest => (Post, "/v1/guests/{guest}/stop"),
+            Self::AttachGuest => (Post, "/v1/guests/{guest}/attach"),
+            Self::DetachGuest => (Post, "/v1/guests/{guest}/detach"),
             Self::PlanMigration => (Post, "/v1/plans"),
             Self::StartMigration => (Post, "/v1/migrations"),
             Self::ListMigrations => (Get, "/v1/migrations"),

@@ -32,7 +32,8 @@ impl Words {
                     _ => (part, "on".to_owned()),
                 },
             };
-            if !pair.0.is_empty() && !(number == 0 && pair.1.is_empty() && text.is_empty()) {
+            let is_nothing = pair.0.is_empty() || text.is_empty();
+            if !is_nothing {
                 pairs.push(pair);
             }
         }

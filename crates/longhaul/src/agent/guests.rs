@@ -3,6 +3,7 @@
 //! A guest is known here while its QEMU has a folder in the state folder, and from its
 //! description, which stays in `descriptions/` when its QEMU has ended.
 
+use crate::agent::attach;
 use crate::agent::migration::{Holder, Manager, Right};
 use crate::agent::state::Parts;
 use futures_util::future::join_all;
@@ -33,11 +34,11 @@ const DESCRIPTION_BYTES_MAX: u64 = 1 << 20;
 
 /// Answers for the guests of this host.
 pub(crate) struct Guests {
-    parts: Parts,
+    pub(super) parts: Parts,
 }
 
 /// What is known of a guest without asking its QEMU.
-enum Known {
+pub(super) enum Known {
     Running(guest::Guest),
     Ended(guest::Guest),
     Damaged { name: String, why: String },
@@ -95,6 +96,9 @@ impl Guests {
                 let mut known = self.known()?;
                 match known.remove(&name) {
                     Some(Known::Running(_)) => return Err(runs_already(&name)),
+                    Some(Known::Ended(guest)) if guest.is_attached() => {
+                        return Err(attach::ended(&name));
+                    }
                     Some(Known::Ended(guest)) => guest.description().clone(),
                     Some(Known::Described(description)) => description,
                     Some(Known::Damaged { why, .. }) => return Err(damaged(&name, &why)),
@@ -188,7 +192,7 @@ impl Guests {
     }
 
     /// Everything that is known, by name.
-    fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
+    pub(super) fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
         let state = &self.parts.config.state;
         let failed = |error: io::Error| {
             ApiError::new(
@@ -276,8 +280,11 @@ impl Guests {
         guest.generation = right.generation.or(record.map(|record| record.generation));
         guest.migration = right.moving.map(|(id, _)| id.to_string());
         if let Some(found) = found {
+            guest.attached = found.is_attached();
             guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
-            for channel in &found.description().channels {
+            // Something else decided where the channels of such a guest lead.
+            let channels = found.description().channels.iter();
+            for channel in channels.filter(|_| !found.is_attached()) {
                 let socket = found.folder().channel(&channel.name);
                 guest
                     .channels
@@ -406,7 +413,7 @@ async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
 }
 
 async fn ask(guest: &guest::Guest) -> Result<Said, QmpError> {
-    let qmp = Qmp::connect(&guest.folder().qmp(), ASK_WAIT).await?;
+    let qmp = Qmp::connect(&guest.socket(), ASK_WAIT).await?;
     let status = qmp.execute("query-status", json!({}), ASK_WAIT).await?;
     let kvm = qmp.execute("query-kvm", json!({}), ASK_WAIT).await?;
     Ok(Said {
@@ -461,6 +468,7 @@ fn empty(name: &str, state: GuestState) -> Guest {
         vcpus: None,
         memory_bytes: None,
         pid: None,
+        attached: false,
         generation: None,
         migration: None,
         channels: BTreeMap::new(),
@@ -477,7 +485,7 @@ fn described(description: &GuestDescription, state: GuestState) -> Guest {
 }
 
 /// No guest of that name is known here.
-fn unknown(name: &str) -> ApiError {
+pub(super) fn unknown(name: &str) -> ApiError {
     let name: String = name.chars().take(80).collect();
     ApiError::new(
         ErrorCode::GuestUnknown,

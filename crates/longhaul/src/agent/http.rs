@@ -200,6 +200,14 @@ async fn perform(
             let stop: StopGuest = parse_or_default(body)?;
             ok(&guests.stop(manager, value, stop).await?)
         }
+        Operation::AttachGuest => json(
+            StatusCode::CREATED,
+            &guests.attach(manager, value, parse(body)?).await?,
+        ),
+        Operation::DetachGuest => {
+            guests.detach(manager, value).await?;
+            StatusCode::NO_CONTENT.into_response()
+        }
         Operation::PlanMigration => {
             let plan: PlanRequest = parse(body)?;
             in_range("downtime_ms", plan.downtime_ms, DOWNTIME_MS)?;

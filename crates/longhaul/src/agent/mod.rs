@@ -1,5 +1,6 @@
 //! The agent: starts its parts, serves them, and stops without touching a guest.
 
+mod attach;
 mod config;
 pub(crate) mod fail_point;
 mod guests;

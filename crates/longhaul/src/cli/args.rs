@@ -175,6 +175,22 @@ pub(crate) enum GuestsCommand {
         #[arg(value_name = "FILE|NAME")]
         guest: String,
     },
+    /// Attach to a guest that something else started, changing nothing
+    Attach {
+        /// What to call it here
+        name: String,
+        /// Its QEMU's control socket
+        #[arg(long, value_name = "SOCKET")]
+        qmp: PathBuf,
+        /// Its process, where that cannot be told from the socket
+        #[arg(long)]
+        pid: Option<u32>,
+    },
+    /// Forget a guest that was attached to; it goes on as it is
+    Detach {
+        /// The guest
+        name: String,
+    },
     /// Ask a guest to shut down, and wait for it
     Stop {
         /// The guest

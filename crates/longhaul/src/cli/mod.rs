@@ -16,8 +16,8 @@ use args::{
 use clap::{CommandFactory, Parser};
 use error::{CliError, ErrorDocument};
 use longhaul_api::{
-    ApiError, Client, ErrorCode, GuestState, Limit, PlanRequest, Probe, StartGuest, StopGuest,
-    Trust,
+    ApiError, AttachGuest, Client, ErrorCode, GuestState, Limit, PlanRequest, Probe, StartGuest,
+    StopGuest, Trust,
 };
 use longhaul_protocol::units::show_bit_rate;
 use output::Output;
@@ -213,6 +213,25 @@ async fn guests(
                     .pid
                     .map_or(String::new(), |pid| format!(" (pid {pid})"));
                 done(format!("{} is started{pid}", guest.name))
+            })
+        }
+        GuestsCommand::Attach { name, qmp, pid } => {
+            let qmp = std::path::absolute(&qmp)?;
+            let qmp = qmp.display().to_string();
+            let guest = client
+                .attach_guest(&name, &AttachGuest { qmp, pid })
+                .await?;
+            show(output, &guest, || {
+                done(format!(
+                    "{} can be moved; nothing of it was changed",
+                    guest.name
+                ))
+            })
+        }
+        GuestsCommand::Detach { name } => {
+            client.detach_guest(&name).await?;
+            show(output, &json!({ "detached": name }), || {
+                done(format!("{name} is forgotten, and goes on as it is"))
             })
         }
         GuestsCommand::Stop { name, force } => {

@@ -8,14 +8,18 @@ use super::{Context, failure};
 use longhaul_api::{
     ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Strategy,
 };
+use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
+use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
-use longhaul_hypervisor::observe::{blockers, observe};
+use longhaul_hypervisor::observe::{Blocker, blockers, observe};
+use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,7 +73,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     }
     // Nobody else talks to this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (machine, look) = look_here(&candidate, &mut plan).await?;
+    let (machine, look) = look_here(context, &candidate, &mut plan).await?;
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
@@ -86,7 +90,29 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
-async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<(Machine, Look), ApiError> {
+/// What keeps a guest from being moved, whoever started it.
+pub(super) async fn all_blockers(
+    context: &Context,
+    guest: &Guest,
+    qmp: &Qmp,
+    machine: &Machine,
+) -> Result<Vec<Blocker>, ApiError> {
+    let mut found = blockers(qmp, machine).await.map_err(|error| qemu(&error))?;
+    let config = &context.parts.config.hypervisor;
+    let more = look_again(guest, qmp, config).await;
+    let more = more.map_err(crate::agent::attach::into_api)?;
+    found.extend(more);
+    // Those of every guest are among those of a guest that something else started.
+    let mut seen = BTreeSet::new();
+    found.retain(|blocker| seen.insert(blocker.text.clone()));
+    Ok(found)
+}
+
+async fn look_here(
+    context: &Context,
+    candidate: &Candidate,
+    plan: &mut Plan,
+) -> Result<(Machine, Look), ApiError> {
     let qmp = candidate
         .guest
         .connect()
@@ -97,9 +123,7 @@ async fn look_here(candidate: &Candidate, plan: &mut Plan) -> Result<(Machine, L
     plan.machine_type = Some(machine.machine_type.clone());
     plan.accelerator = Some(machine.accelerator.clone());
     plan.vcpus = Some(machine.vcpus);
-    let blockers = blockers(&qmp, &machine)
-        .await
-        .map_err(|error| qemu(&error))?;
+    let blockers = all_blockers(context, &candidate.guest, &qmp, &machine).await?;
     if blockers.is_empty() {
         plan.checks
             .push(Check::ok("devices", "all devices can be moved"));

@@ -18,7 +18,7 @@ use longhaul_engine::handover::{self, Record, SourceState, Terms};
 use longhaul_engine::source::Source;
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
-use longhaul_hypervisor::observe::{blockers, observe};
+use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::message::{Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, MigrationId};
@@ -170,9 +170,7 @@ impl Preparing {
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
         let machine = observe(&qmp).await.map_err(|error| qemu(&error))?;
-        let blockers = blockers(&qmp, &machine)
-            .await
-            .map_err(|error| qemu(&error))?;
+        let blockers = plan::all_blockers(&self.context, guest, &qmp, &machine).await?;
         if let Some(blocker) = blockers.into_iter().next() {
             return Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint));
         }

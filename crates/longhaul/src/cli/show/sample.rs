@@ -230,6 +230,7 @@ pub(crate) fn trusted_hosts() -> Vec<TrustedHost> {
 
 pub(crate) fn guests() -> Vec<Guest> {
     let running = Guest {
+        attached: false,
         name: "web-7".into(),
         state: GuestState::MovingOut,
         state_detail: Some("to paris-2".into()),

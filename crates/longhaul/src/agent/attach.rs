@@ -1,0 +1,95 @@
+//! Attaching to guests that something else started, and forgetting them again.
+
+use crate::agent::guests::{Guests, Known, unknown};
+use crate::agent::migration::Manager;
+use longhaul_api::{ApiError, AttachGuest, ErrorCode, Guest};
+use longhaul_hypervisor::attach::{Attach, AttachGuestError};
+use std::path::PathBuf;
+
+impl Guests {
+    /// Learns everything about a guest that something else started, and changes nothing of it.
+    pub(crate) async fn attach(
+        &self,
+        manager: &Manager,
+        name: &str,
+        request: AttachGuest,
+    ) -> Result<Guest, ApiError> {
+        let socket = PathBuf::from(&request.qmp);
+        if !socket.is_absolute() {
+            let text = format!(
+                "`qmp` is {:?}: give the whole path, from `/` on",
+                request.qmp
+            );
+            return Err(ApiError::new(ErrorCode::InvalidRequest, text));
+        }
+        let pid = request.pid.and_then(|pid| i32::try_from(pid).ok());
+        // Says where it is, where it is elsewhere: what something else started here then is an
+        // old copy.
+        let reservation = manager.reserve(name).await?;
+        let generation = manager.right(name).await.generation.unwrap_or(0);
+        let (config, called) = (self.parts.config.hypervisor.clone(), name.to_owned());
+        // It comes to its end even when nobody waits for the answer any more.
+        let attached = tokio::spawn(async move {
+            let attach = Attach {
+                name: &called,
+                socket: &socket,
+                pid,
+                generation,
+            };
+            let attached = attach.run(&config).await;
+            drop(reservation);
+            attached
+        });
+        attached
+            .await
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?
+            .map_err(into_api)?;
+        tracing::info!(guest = %name, "attached");
+        self.get(manager, name).await
+    }
+
+    /// Forgets a guest that was attached to; its QEMU goes on as it is.
+    pub(crate) async fn detach(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
+        let mut known = self.known()?;
+        let guest = match known.remove(name) {
+            Some(Known::Running(guest) | Known::Ended(guest)) if guest.is_attached() => guest,
+            Some(_) => {
+                let text = format!("{name} is not a guest that was attached to");
+                return Err(ApiError::new(ErrorCode::GuestState, text)
+                    .hint(format!("longhaul guests stop {name} ends it")));
+            }
+            None => return Err(unknown(name)),
+        };
+        let _reservation = manager.reserve(name).await?;
+        guest
+            .detach()
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        tracing::info!(guest = %name, "detached");
+        Ok(())
+    }
+}
+
+/// A guest that something else started has ended, and only that can start it again.
+pub(crate) fn ended(name: &str) -> ApiError {
+    ApiError::new(
+        ErrorCode::GuestState,
+        format!("{name} was started by something other than Longhaul, and has ended"),
+    )
+    .hint(format!(
+        "start it as before and attach to it again, or: longhaul guests detach {name}"
+    ))
+}
+
+/// An error of attaching as it is answered.
+pub(crate) fn into_api(error: AttachGuestError) -> ApiError {
+    let code = match &error {
+        AttachGuestError::Name(_) => ErrorCode::InvalidRequest,
+        AttachGuestError::Exists(_) => ErrorCode::AlreadyExists,
+        AttachGuestError::Refused { .. }
+        | AttachGuestError::Process(_)
+        | AttachGuestError::Path(_) => ErrorCode::Refused,
+        AttachGuestError::Qmp(_) => ErrorCode::Qemu,
+        AttachGuestError::Stop(_) | AttachGuestError::Host { .. } => ErrorCode::Internal,
+    };
+    ApiError::new(code, error.to_string()).state_of_guest("nothing was changed; it runs as before")
+}
