@@ -4,13 +4,12 @@
 mod common;
 
 use common::{Host, emulators};
-use longhaul_hypervisor::attach::{Attach, AttachGuestError, learn, look_again};
-use longhaul_hypervisor::config::{HostConfig, Image, ImageFormat, KernelFiles, Network};
-use longhaul_hypervisor::guest::{Found, find_all};
+use longhaul_hypervisor::attach::{Attach, look_again};
+use longhaul_hypervisor::config::{Image, ImageFormat, KernelFiles, Network};
+use longhaul_hypervisor::guest::find_all;
 use longhaul_hypervisor::launch::Role;
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use serde_json::{Value, json};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
