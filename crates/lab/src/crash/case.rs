@@ -103,6 +103,15 @@ impl Pair {
     }
 }
 
+/// When the source gives the guest up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Release {
+    /// When the destination has everything.
+    Late,
+    /// When the guest is stopped.
+    Early,
+}
+
 /// How long what fails stays away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Back {
@@ -119,6 +128,8 @@ pub struct Kind {
     pub victim: Victim,
     /// In which part of a move.
     pub step: Step,
+    /// When the source gives the guest up.
+    pub release: Release,
     /// The QEMUs.
     pub pair: Pair,
     /// Whether QEMU locks the guest's disk; a lock could hide a second copy.
@@ -144,14 +155,19 @@ impl fmt::Display for Case {
             pair,
             locks,
             back,
+            release,
             ..
         } = self.kind;
         write!(
             f,
-            "{}:{}:{}:{}:{}",
+            "{}:{}:{}:{}:{}:{}",
             victim.name(),
             self.point.name,
             pair.name(),
+            match release {
+                Release::Late => "late",
+                Release::Early => "early",
+            },
             if locks { "locks-on" } else { "locks-off" },
             match back {
                 Back::AtOnce => "at-once",
@@ -167,6 +183,7 @@ impl Case {
         let Kind {
             victim,
             step,
+            release,
             locks,
             back,
             ..
@@ -190,7 +207,17 @@ impl Case {
         };
         // A lock held by somebody else is what makes QEMU refuse.
         let refuses = step != Step::Returning || locks;
-        step != Step::Elsewhere && fits && refuses && (waits || back == Back::AtOnce)
+        // What comes before the stop is the same; READY is left out.
+        let passes = match release {
+            Release::Late => true,
+            Release::Early => {
+                matches!(
+                    step,
+                    Step::Stopped | Step::Ready | Step::Released | Step::Committed | Step::Done
+                ) && !self.point.name.ends_with(":ready")
+            }
+        };
+        passes && step != Step::Elsewhere && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
 
@@ -202,15 +229,18 @@ pub fn universe(points: &[Point]) -> Vec<Case> {
             for pair in Pair::ALL {
                 for locks in [false, true] {
                     for back in [Back::AtOnce, Back::Later] {
-                        let kind = Kind {
-                            victim,
-                            step: point.step,
-                            pair,
-                            locks,
-                            back,
-                        };
-                        let point = point.clone();
-                        cases.push(Case { kind, point });
+                        for release in [Release::Late, Release::Early] {
+                            let kind = Kind {
+                                victim,
+                                step: point.step,
+                                release,
+                                pair,
+                                locks,
+                                back,
+                            };
+                            let point = point.clone();
+                            cases.push(Case { kind, point });
+                        }
                     }
                 }
             }
@@ -220,18 +250,25 @@ pub fn universe(points: &[Point]) -> Vec<Case> {
     cases
 }
 
-/// Every victim at every point with every pair of QEMUs; locks and the time away alternate.
+/// Every victim at every point: with every pair of QEMUs and a late release, and with a pair of its
+/// turn and an early one. Locks and the time away alternate.
 pub fn all(points: &[Point]) -> Vec<Case> {
-    let universe = universe(points);
-    let mut chosen: Vec<Case> = Vec::new();
-    let alike = |one: &Case, next: &Case| {
-        let key = |case: &Case| (case.kind.victim, case.kind.pair, case.point.name.clone());
-        key(one) == key(next)
-    };
+    let mut universe = universe(points);
+    // Stable: the order of a move stays.
+    universe.sort_by_key(|case| (case.kind.release, case.kind.victim));
+    let alike = |one: &Case, next: &Case| key(one) == key(next);
+    let mut chosen = Vec::new();
     for (number, same) in universe.chunk_by(alike).enumerate() {
         chosen.extend(same.get(number % same.len()).cloned());
     }
     chosen
+}
+
+/// What differs between two cases of `all`.
+fn key(case: &Case) -> (Release, Victim, String, Option<Pair>) {
+    let kind = case.kind;
+    let pair = (kind.release == Release::Late).then_some(kind.pair);
+    (kind.release, kind.victim, case.point.name.clone(), pair)
 }
 
 #[cfg(test)]
@@ -252,10 +289,7 @@ mod tests {
     fn every_victim_meets_every_point_with_every_pair() {
         let all = all(&points());
         let universe = universe(&points());
-        let keys = |cases: &[Case]| -> HashSet<_> {
-            let key = |case: &Case| (case.kind.victim, case.kind.pair, case.point.name.clone());
-            cases.iter().map(key).collect()
-        };
+        let keys = |cases: &[Case]| -> HashSet<_> { cases.iter().map(key).collect() };
         assert_eq!(keys(&all), keys(&universe));
         assert_eq!(keys(&all).len(), all.len());
         let off = all.iter().filter(|case| !case.kind.locks).count();
@@ -268,7 +302,9 @@ mod tests {
         let names: HashSet<String> = universe.iter().map(Case::to_string).collect();
         assert_eq!(names.len(), universe.len());
         assert!(
-            names.contains("source-agent:source:after-record:released:7.2-10.0:locks-off:later")
+            names.contains(
+                "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later"
+            )
         );
     }
 }

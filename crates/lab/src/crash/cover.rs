@@ -76,6 +76,7 @@ fn meetings(kind: Kind) -> Vec<Meeting> {
         kind.victim as usize,
         kind.step as usize,
         kind.pair as usize,
+        kind.release as usize,
         usize::from(kind.locks),
         kind.back as usize,
     ];

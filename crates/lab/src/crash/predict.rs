@@ -6,7 +6,7 @@
 //! is gone. Where the guest stands still before that, chance may decide whether a move is given up
 //! or goes through: then both are right.
 
-use super::case::{Back, Case, Victim};
+use super::case::{Back, Case, Release, Victim};
 use super::point::{Side, Step};
 use std::fmt;
 
@@ -47,6 +47,49 @@ const DESTINATION_OR_NOWHERE: Places = Places(&[Place::Destination, Place::Nowhe
 
 /// Where the guest may be when all is over.
 pub fn places(case: &Case) -> Places {
+    match case.kind.release {
+        Release::Late => late(case),
+        Release::Early => early(case),
+    }
+}
+
+/// Whether RELEASED is in the source's journal, and COMMITTED not yet in the destination's.
+fn is_between(case: &Case) -> bool {
+    match (case.kind.release, case.kind.step) {
+        (_, Step::Released) => true,
+        (Release::Late, _) => false,
+        (Release::Early, Step::Stopped) => true,
+        (Release::Early, _) => false,
+    }
+}
+
+/// From an early release on only the destination decides: with everything it commits, without it
+/// gives up after its patience.
+fn early(case: &Case) -> Places {
+    let side = case.point.side;
+    if !is_between(case) {
+        // Before it, the guest stands still; after the commit nothing is different.
+        return match (case.kind.step, case.kind.victim) {
+            (Step::Ready, Victim::DestinationAgent) => EITHER,
+            (Step::Ready, Victim::DestinationQemu) => SOURCE,
+            (Step::Ready, Victim::SourceQemu) => DESTINATION_OR_NOWHERE,
+            _ => late(case),
+        };
+    }
+    match case.kind.victim {
+        Victim::SourceAgent | Victim::Connection | Victim::Link => EITHER,
+        // What it had is gone with its agent, if it had not committed.
+        Victim::DestinationAgent | Victim::BothAgents => match side {
+            Side::Source => EITHER,
+            Side::Destination => SOURCE,
+        },
+        Victim::SourceQemu => DESTINATION_OR_NOWHERE,
+        Victim::DestinationQemu => SOURCE_OR_NOWHERE,
+        Victim::Record => late(case),
+    }
+}
+
+fn late(case: &Case) -> Places {
     let (step, side) = (case.kind.step, case.point.side);
     match case.kind.victim {
         Victim::SourceAgent => match step {
@@ -124,6 +167,9 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
         return None;
     }
     let side = case.point.side;
+    if case.kind.release == Release::Early {
+        return meanwhile_early(case);
+    }
     match (case.kind.victim, case.kind.step) {
         (Victim::DestinationAgent | Victim::Link, Step::Stopped) => Some(Meanwhile::Runs),
         (Victim::DestinationAgent | Victim::Link, Step::Ready) => match side {
@@ -142,6 +188,20 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
     }
 }
 
+fn meanwhile_early(case: &Case) -> Option<Meanwhile> {
+    let between = is_between(case);
+    match case.kind.victim {
+        // At the source's points after the stop the destination may have committed by itself.
+        Victim::DestinationAgent if between && case.point.side == Side::Destination => {
+            Some(Meanwhile::InDoubt)
+        }
+        Victim::SourceAgent if case.point.name == "source:after-record:released" => {
+            Some(Meanwhile::Silent)
+        }
+        _ => None,
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::super::case::{Kind, Pair};
@@ -154,6 +214,7 @@ mod tests {
             kind: Kind {
                 victim,
                 step: point.step,
+                release: Release::Late,
                 pair: Pair::New,
                 locks: false,
                 back,

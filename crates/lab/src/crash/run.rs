@@ -4,7 +4,7 @@
 //! arm -> move -> the point is reached -> fail -> [meanwhile] -> mend -> settled -> judged
 //! ```
 
-use super::case::{Back, Case, Victim};
+use super::case::{Back, Case, Release, Victim};
 use super::ground::{Ground, LIMIT};
 use super::point::{Side, Step};
 use super::predict::{Meanwhile, Place, meanwhile, places};
@@ -176,6 +176,9 @@ impl Trial<'_> {
         let mut more = vec!["--patience", patience, "--downtime", DOWNTIME];
         if self.case.point.needs_verify() {
             more.push("--verify");
+        }
+        if self.case.kind.release == Release::Early {
+            more.push("--early-release");
         }
         if self.case.point.step == Step::Cancelling {
             more.extend(["--bandwidth", "20mbit"]);
