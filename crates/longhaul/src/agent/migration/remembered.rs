@@ -70,6 +70,7 @@ impl Attempts {
         }
         begin_destination(&mut remembered, actions).await;
         remembered.look().await;
+        remembered.present().await;
         remembered.show();
         if remembered.is_open() {
             self.waiting.lock().await.insert(migration, remembered);
@@ -97,8 +98,8 @@ impl Attempts {
         };
         // One at a time: two conversations about one attempt must not write one journal.
         let mut waiting = self.waiting.lock().await;
-        let mut remembered = match waiting.remove(&migration) {
-            Some(remembered) => remembered,
+        let (mut remembered, actions) = match waiting.remove(&migration) {
+            Some(remembered) => (remembered, Vec::new()),
             None => Remembered::from_journal(context, migration, attempt)?,
         };
         if remembered.peer.is_some_and(|of| of != peer)
@@ -109,6 +110,8 @@ impl Attempts {
             }
             return Err(AnswerError::NotYours);
         }
+        // What the journal says and could not be finished when it was taken up.
+        begin_destination(&mut remembered, actions).await;
         remembered.look().await;
         retry_destination(&mut remembered).await;
         feed_destination(&mut remembered, event).await;
@@ -144,12 +147,12 @@ impl Remembered {
         context: &Arc<Context>,
         migration: MigrationId,
         attempt: Attempt,
-    ) -> Result<Self, JournalError> {
+    ) -> Result<(Self, Vec<DestinationAction>), JournalError> {
         let journal = Journal::open(&context.journals, migration)?;
         let journal = match Left::of(migration, journal) {
             Ok(left) => {
-                let (state, _) = DestinationState::restore(&left.records(), &left.terms);
-                return Ok(Self::of(context, left, state));
+                let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
+                return Ok((Self::of(context, left, state), actions));
             }
             Err(journal) => *journal,
         };
@@ -159,16 +162,17 @@ impl Remembered {
             early: false,
         };
         let records = left::of_attempt(&journal, terms);
-        let (state, _) = DestinationState::restore(&records, &terms);
+        let (state, actions) = DestinationState::restore(&records, &terms);
         let ledger = Ledger::new(context.clone(), migration, "", "", terms, journal);
-        Ok(Self {
+        let remembered = Self {
             peer: None,
             paused: false,
             entry: None,
             handover: DestinationHandover { state, ledger },
             _reservation: None,
             outbox: Vec::new(),
-        })
+        };
+        Ok((remembered, actions))
     }
 
     /// Whether it waits for its source.
