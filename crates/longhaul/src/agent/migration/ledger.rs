@@ -93,8 +93,10 @@ impl Ledger {
         }
     }
 
-    /// A person has given the guest to the other host.
+    /// A person has given the guest to the other host. That is noted whatever is here: a copy may be
+    /// on its way back already, and one that runs is not to be started again.
     fn concede(&self, generation: Generation) {
+        self.note(generation, self.elsewhere());
         match super::left::find(&self.context, &self.guest) {
             Ok(Some(_)) => tracing::error!(
                 guest = self.guest,
@@ -102,7 +104,7 @@ impl Ledger {
                  one of them",
                 self.host
             ),
-            Ok(None) => self.note(generation, self.elsewhere()),
+            Ok(None) => {}
             Err(error) => tracing::error!(guest = self.guest, %error, "cannot look for the guest"),
         }
     }
