@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench crash-matrix fuzz install build format checks clippy unit e2e
+.PHONY: help demo test bench crash-matrix fuzz install build format checks clippy unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -14,7 +14,7 @@ help: ## list these commands
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
 	$(LAB) demo
 
-test: install format checks clippy unit e2e ## all tests: formatting, lints, checks, units, real moves (20 minutes)
+test: install format checks clippy unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (20 minutes)
 
 bench: install build ## all benches at their defaults, JSON into target/bench (long; one: target/release/lab bench NAME)
 	@mkdir -p target/bench
@@ -64,6 +64,10 @@ unit: build ## unit and documentation tests
 	@echo "== unit tests"
 	$(CARGO) test --release --workspace --locked --lib --bins
 	$(CARGO) test --release --workspace --locked --doc
+
+model: build ## explore the hand-over in every order of events (half a minute; deeper: target/release/model --deep)
+	@echo "== model of the hand-over"
+	target/release/model
 
 e2e: build ## integration tests, and moves of real guests between emulated hosts (needs root)
 	@echo "== integration and end-to-end tests"

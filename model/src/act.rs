@@ -1,0 +1,269 @@
+//! The actions of both sides, done one at a time.
+
+use crate::machine::{Machine, give_back, note, send};
+use crate::outcome::Outcome;
+use crate::step::Ending;
+use crate::variant::Variant;
+use crate::world::{DESTINATION, Holder, Message, Property, Qemu, SOURCE, World};
+use longhaul_engine::handover::{
+    DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
+};
+use longhaul_protocol::Generation;
+
+impl Machine {
+    /// The next action of a side; none where there is none, or it cannot end so.
+    pub(crate) fn act(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        side: usize,
+        ending: Ending,
+    ) -> Option<()> {
+        let attempt = &mut world.attempts[index];
+        let host = attempt.host(side);
+        if !attempt.begun || !world.hosts[host].up {
+            return None;
+        }
+        let action = attempt.sides[side].todo.pop_front()?;
+        if side == SOURCE {
+            match self.source.action(action).clone() {
+                SourceAction::Write(record) => self.write(world, index, side, record, ending)?,
+                _ if ending != Ending::Well => return None,
+                action => self.act_source(world, index, action),
+            }
+        } else {
+            match self.destination.action(action).clone() {
+                DestinationAction::Write(record) => {
+                    self.write(world, index, side, record, ending)?;
+                }
+                DestinationAction::Resume => self.resume_destination(world, index, ending)?,
+                _ if ending != Ending::Well => return None,
+                action => self.act_destination(world, index, action),
+            }
+        }
+        self.go_on(world, index, side);
+        Some(())
+    }
+
+    /// The record that could not be written is written again.
+    pub(crate) fn retry(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
+        let attempt = &mut world.attempts[index];
+        let host = attempt.host(side);
+        let it = &mut attempt.sides[side];
+        let waits = attempt.begun && world.hosts[host].up && it.todo.is_empty();
+        if !waits || it.unwritten == 0 {
+            return None;
+        }
+        let record = self.records.record(it.unwritten).clone();
+        it.unwritten = 0;
+        it.again = true;
+        let action = if side == SOURCE {
+            self.source.action_number(SourceAction::Write(record))
+        } else {
+            self.destination
+                .action_number(DestinationAction::Write(record))
+        };
+        it.todo.push(action).then_some(())
+    }
+
+    fn write(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        side: usize,
+        record: Record,
+        ending: Ending,
+    ) -> Option<()> {
+        let number = self.records.number(record.clone());
+        let attempt = &mut world.attempts[index];
+        let it = &mut attempt.sides[side];
+        let mut room = true;
+        match ending {
+            Ending::Well => {
+                if !self.setting.variant.skips(&record) {
+                    room = it.journal.push(number);
+                    it.tail = 0;
+                }
+                attempt.all_present |= matches!(record, Record::AllPresent { .. });
+            }
+            Ending::FailedLost => it.tail = 0,
+            Ending::FailedDurable => it.tail = number,
+            Ending::FailedKept if it.tail != 0 && it.tail != number => {}
+            Ending::FailedKept | Ending::Refused | Ending::Died => return None,
+        }
+        let it = &mut attempt.sides[side];
+        let well = ending == Ending::Well;
+        if !well {
+            world.budget.failed_writes = world.budget.failed_writes.checked_sub(1)?;
+        }
+        if !well && it.again {
+            it.unwritten = number;
+        } else {
+            let event = self.written(side, record, well);
+            room &= it.events.push(event);
+        }
+        if !room {
+            world.blame(Property::Capacity);
+        }
+        Some(())
+    }
+
+    fn written(&mut self, side: usize, record: Record, well: bool) -> u8 {
+        match (side, well) {
+            (SOURCE, true) => self.source.event_number(SourceEvent::Written(record)),
+            (SOURCE, false) => self.source.event_number(SourceEvent::WriteFailed(record)),
+            (_, true) => self
+                .destination
+                .event_number(DestinationEvent::Written(record)),
+            (_, false) => self
+                .destination
+                .event_number(DestinationEvent::WriteFailed(record)),
+        }
+    }
+
+    fn act_source(&mut self, world: &mut World, index: usize, action: SourceAction) {
+        use SourceAction as Do;
+        let host = world.attempts[index].host(SOURCE);
+        match action {
+            Do::Fence(generation) => note(world, host, generation, Holder::InDoubt),
+            Do::Cede(generation) => note(world, host, generation, Holder::Elsewhere),
+            Do::Concede(generation) => self.concede(world, host, generation),
+            Do::Unfence(generation)
+                if generation.0 == u64::from(world.attempts[index].generation) =>
+            {
+                give_back(world, host, generation, (Holder::InDoubt, Holder::Here));
+            }
+            Do::Unfence(generation) => note(world, host, generation, Holder::Here),
+            Do::SendCommit(_) => send(world, index, Message::Commit),
+            Do::SendCancel(_) => send(world, index, Message::Cancel),
+            Do::SendOverruled(_) => send(world, index, Message::Overruled),
+            Do::SendDone => send(world, index, Message::Done),
+            Do::Resume => {
+                if world.hosts[host].qemu.is_stopped() {
+                    self.let_live(world, host, self.setting.paused);
+                }
+            }
+            Do::Quit => {
+                if !world.attempts[index].all_present {
+                    world.blame(Property::RetiredEarly);
+                }
+                quit(world, host);
+            }
+            // Every connection begins with the question; records are written elsewhere.
+            Do::Ask | Do::Write(_) => {}
+        }
+    }
+
+    fn act_destination(&mut self, world: &mut World, index: usize, action: DestinationAction) {
+        use DestinationAction as Do;
+        let host = world.attempts[index].host(DESTINATION);
+        match action {
+            Do::SendReady => send(world, index, Message::Ready),
+            Do::Own(generation) => note(world, host, generation, Holder::Here),
+            Do::Yield(generation) => {
+                give_back(world, host, generation, (Holder::Here, Holder::Elsewhere));
+            }
+            Do::Concede(generation) => self.concede(world, host, generation),
+            Do::SendCommitted => send(world, index, Message::Committed),
+            Do::SendAllPresent => send(world, index, Message::AllPresent),
+            Do::SendAborted => send(world, index, Message::Aborted),
+            Do::SendClosed => send(world, index, Message::Closed),
+            Do::SendStatus => {
+                let state = world.attempts[index].sides[DESTINATION].state;
+                let waiting = matches!(
+                    self.destination.state(state),
+                    DestinationState::Beginning
+                        | DestinationState::Receiving { .. }
+                        | DestinationState::Readying
+                        | DestinationState::Aborting { .. }
+                        | DestinationState::Recording
+                        | DestinationState::Returning { .. }
+                        | DestinationState::GivingBack { .. }
+                );
+                // What else it may say moves nobody.
+                if waiting {
+                    send(world, index, Message::Waiting);
+                }
+            }
+            Do::Quit => {
+                quit(world, host);
+                self.came(world, index, DestinationEvent::QemuGone);
+            }
+            Do::Write(_) | Do::Resume => {}
+        }
+    }
+
+    fn concede(&self, world: &mut World, host: usize, generation: Generation) {
+        let looks = self.setting.variant == Variant::ConcedeUnlessHere;
+        if !looks || !world.hosts[host].qemu.is_there() {
+            note(world, host, generation, Holder::Elsewhere);
+        }
+    }
+
+    fn came(&mut self, world: &mut World, index: usize, event: DestinationEvent) {
+        let event = self.destination.event_number(event);
+        let side = &mut world.attempts[index].sides[DESTINATION];
+        if !side.events.push(event) {
+            world.blame(Property::Capacity);
+        }
+    }
+
+    /// `cont`, and what its answer is taken for.
+    fn resume_destination(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        ending: Ending,
+    ) -> Option<()> {
+        let host = world.attempts[index].host(DESTINATION);
+        let qemu = world.hosts[host].qemu;
+        let first = world.attempts[index].sides[DESTINATION].session;
+        let mut event = DestinationEvent::Resumed;
+        match (qemu, ending) {
+            (Qemu::Loaded | Qemu::Incoming, Ending::Well) => {
+                let attempt = &world.attempts[index];
+                let whole =
+                    qemu == Qemu::Loaded && attempt.snapshot != crate::world::Snapshot::Void;
+                if !whole && !attempt.overruled[DESTINATION] {
+                    world.blame(Property::LostWrites);
+                }
+                let starts = self.setting.variant == Variant::PausedStarted;
+                self.let_live(world, host, self.setting.paused && !starts);
+            }
+            (Qemu::Loaded, Ending::Refused) => {
+                world.budget.surprises = world.budget.surprises.checked_sub(1)?;
+                if first {
+                    event = DestinationEvent::ResumeFailed(String::new());
+                } else {
+                    // It may have run: a person has to look.
+                    world.hosts[host].qemu = Qemu::Halted;
+                }
+            }
+            (Qemu::Loaded, Ending::Died) => {
+                world.budget.surprises = world.budget.surprises.checked_sub(1)?;
+                world.hosts[host].qemu = Qemu::Dead;
+            }
+            (Qemu::Halted, Ending::Well) => {
+                if self.setting.variant == Variant::RefusalAfterRestart {
+                    event = DestinationEvent::ResumeFailed(String::new());
+                }
+            }
+            (_, Ending::Well) => {
+                if qemu.is_live() {
+                    self.seen.add(Outcome::ContTwice);
+                }
+            }
+            _ => return None,
+        }
+        self.came(world, index, event);
+        Some(())
+    }
+}
+
+/// An agent ends a guest's QEMU.
+fn quit(world: &mut World, host: usize) {
+    if world.hosts[host].qemu.is_live() {
+        world.blame(Property::RunningQuit);
+    }
+    world.hosts[host].qemu = Qemu::None;
+}

@@ -1,0 +1,455 @@
+//! What each step does to the world, where it is possible.
+
+use crate::machine::{Machine, send};
+use crate::outcome::Outcome;
+use crate::step::Step;
+use crate::variant::Variant;
+use crate::world::{
+    ATTEMPTS, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
+};
+use longhaul_engine::handover::{
+    DestinationEvent as OnDestination, DestinationState, SourceEvent as OnSource, SourceState,
+};
+
+impl Machine {
+    /// The world after a step; none where the step is not possible.
+    pub(crate) fn apply(&mut self, world: &World, step: Step) -> Option<World> {
+        let mut next = *world;
+        let done = match step {
+            Step::Act {
+                index,
+                side,
+                ending,
+            } => self.act(&mut next, index, side, ending),
+            Step::Deliver { bit, again } => self.deliver(&mut next, bit, again),
+            Step::Begin { host } => self.ask_for_migration(&mut next, host),
+            Step::Connect { index } => self.connect(&mut next, index),
+            Step::Abort { index, side } => self.abort(&mut next, index, side),
+            Step::SeeGone { index, side } => self.see_gone(&mut next, index, side),
+            Step::Retry { index, side } => self.retry(&mut next, index, side),
+            Step::AllPresent { index } => self.all_present(&mut next, index),
+            Step::Overrule { index, side } => self.overrule(&mut next, index, side),
+            Step::Crash { .. } | Step::Restart { .. } | Step::Lose { .. } => {
+                self.fall_or_rise(&mut next, step)
+            }
+            Step::Stop { index }
+            | Step::Converge { index }
+            | Step::ShutAndStay { index }
+            | Step::ShutAndResume { index }
+            | Step::Complete { index } => self.migrate(&mut next, index, step),
+            Step::LoseSocket { host } => self.lose_socket(&mut next, host),
+            Step::Die { host } | Step::Halt { host } | Step::Boot { host } => {
+                self.surprise(&mut next, host, step)
+            }
+        };
+        done?;
+        self.check(&mut next);
+        Some(next)
+    }
+
+    /// What has to hold in every state.
+    fn check(&mut self, world: &mut World) {
+        if world.hosts.iter().all(|host| host.qemu.is_live()) {
+            world.blame(Property::TwoCopies);
+        }
+        if !self.fits() {
+            world.blame(Property::Capacity);
+        }
+        self.check_claims(world);
+    }
+
+    /// A side whose agent runs and has nothing left to do.
+    fn idle(&self, world: &World, index: usize, side: usize) -> Option<Side> {
+        let attempt = &world.attempts[index];
+        let host = &world.hosts[attempt.host(side)];
+        let it = attempt.sides[side];
+        (attempt.begun && host.up && it.todo.is_empty()).then_some(it)
+    }
+
+    fn idle_source(&self, world: &World, index: usize) -> Option<(Side, SourceState)> {
+        let side = self.idle(world, index, SOURCE)?;
+        let state = self.source_state(&side)?.clone();
+        Some((side, state))
+    }
+
+    fn idle_destination(&self, world: &World, index: usize) -> Option<(Side, DestinationState)> {
+        let side = self.idle(world, index, DESTINATION)?;
+        let state = self.destination_state(&side)?.clone();
+        Some((side, state))
+    }
+
+    fn ask_for_migration(&mut self, world: &mut World, host: usize) -> Option<()> {
+        let index = world.begun();
+        let it = &world.hosts[host];
+        let may = index < self.setting.attempts
+            && world.hosts.iter().all(|host| host.up)
+            && it.holder == Holder::Here
+            && it.qemu.is_live()
+            && !self.is_busy(world, host, None);
+        may.then(|| self.begin(world, index, host))
+    }
+
+    /// Every connection begins with the question.
+    fn connect(&mut self, world: &mut World, index: usize) -> Option<()> {
+        self.idle_source(world, index)?;
+        if !world.hosts.iter().all(|host| host.up) {
+            return None;
+        }
+        if self.setting.orderly && world.net & to_destination(index) != 0 {
+            return None;
+        }
+        send(world, index, Message::Ask);
+        self.feed_source(world, index, OnSource::Connected);
+        Some(())
+    }
+
+    fn abort(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
+        if side == SOURCE {
+            let (_, state) = self.idle_source(world, index)?;
+            if !state.may_abort() && !state.in_doubt() {
+                return None;
+            }
+            self.feed_source(world, index, OnSource::Abort(String::new()));
+        } else {
+            let (_, state) = self.idle_destination(world, index)?;
+            if !state.may_abort() {
+                return None;
+            }
+            self.feed_destination(world, index, OnDestination::Abort(String::new()));
+        }
+        Some(())
+    }
+
+    fn see_gone(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
+        let attempt = &world.attempts[index];
+        let qemu = world.hosts[attempt.host(side)].qemu;
+        if side == SOURCE {
+            let (it, state) = self.idle_source(world, index)?;
+            // What was sent is all at the destination: only it can go on.
+            let needed = state.may_abort()
+                || state.in_doubt() && self.setting.early && attempt.snapshot == Snapshot::None;
+            let gone = !qemu.is_there() || qemu == Qemu::Halted;
+            if !it.session || !needed || !gone {
+                return None;
+            }
+            self.feed_source(world, index, OnSource::Abort(String::new()));
+        } else {
+            let (_, state) = self.idle_destination(world, index)?;
+            if !state.may_abort() || qemu.is_there() {
+                return None;
+            }
+            self.feed_destination(world, index, OnDestination::QemuGone);
+        }
+        Some(())
+    }
+
+    fn all_present(&mut self, world: &mut World, index: usize) -> Option<()> {
+        let (it, state) = self.idle_destination(world, index)?;
+        if state != (DestinationState::Running { all_present: false }) || it.unwritten != 0 {
+            return None;
+        }
+        self.feed_destination(world, index, OnDestination::AllPresent);
+        Some(())
+    }
+
+    /// Allowed only to one who is right: the other host is lost and runs nothing, and the guest did
+    /// not go on from there to another attempt.
+    fn overrule(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
+        if index + 1 != world.begun() {
+            return None;
+        }
+        let attempt = &world.attempts[index];
+        let other = &world.hosts[attempt.host(side ^ 1)];
+        if other.up || !other.destroyed || other.qemu.is_there() {
+            return None;
+        }
+        let because = String::new();
+        if side == SOURCE {
+            let (_, state) = self.idle_source(world, index)?;
+            if state != SourceState::Released {
+                return None;
+            }
+            world.attempts[index].overruled[SOURCE] = true;
+            self.feed_source(world, index, OnSource::Overrule(because));
+        } else {
+            let (_, state) = self.idle_destination(world, index)?;
+            if state != DestinationState::Ready {
+                return None;
+            }
+            world.attempts[index].overruled[DESTINATION] = true;
+            self.feed_destination(world, index, OnDestination::Overrule(because));
+        }
+        Some(())
+    }
+
+    fn fall_or_rise(&mut self, world: &mut World, step: Step) -> Option<()> {
+        match step {
+            Step::Crash { host } => {
+                if !world.hosts[host].up {
+                    return None;
+                }
+                let left = world.budget.crashes[host].checked_sub(1)?;
+                world.budget.crashes[host] = left;
+                self.crash(world, host);
+            }
+            Step::Lose { host } => {
+                world.budget.lost_hosts = world.budget.lost_hosts.checked_sub(1)?;
+                self.crash(world, host);
+                let it = &mut world.hosts[host];
+                it.destroyed = true;
+                if it.qemu.is_there() {
+                    it.qemu = Qemu::Dead;
+                }
+                // Its connections are lost with it.
+                self.cut(world, host);
+            }
+            Step::Restart { host } if !world.hosts[host].up => {
+                world.hosts[host].destroyed = false;
+                self.restart(world, host);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    /// Whether a person has called this host dead, and given its guest to the other one.
+    fn is_promised(&self, world: &World, host: usize) -> bool {
+        let mut attempts = world.attempts.iter().filter(|attempt| attempt.begun);
+        attempts.any(|attempt| attempt.overruled[host ^ usize::from(attempt.from) ^ 1])
+    }
+
+    /// What is on its way to a host is lost.
+    fn cut(&self, world: &mut World, host: usize) {
+        for bit in 0..ATTEMPTS * Message::ALL.len() {
+            let (message, index) = Message::of(bit as u8);
+            if world.attempts[index].host(message.to()) == host {
+                world.net &= !(1 << bit);
+            }
+        }
+    }
+
+    // The source's QEMU.
+
+    fn migrate(&mut self, world: &mut World, index: usize, step: Step) -> Option<()> {
+        let (it, state) = self.idle_source(world, index)?;
+        let host = world.attempts[index].host(SOURCE);
+        let qemu = world.hosts[host].qemu;
+        let snapshot = world.attempts[index].snapshot;
+        let destination = &world.attempts[index].sides[DESTINATION];
+        let taken = !destination.journal.is_empty() || destination.ended.is_some();
+        if !it.session || self.setting.orderly && !taken {
+            return None;
+        }
+        let before = state == SourceState::Here { postmigrate: false };
+        match step {
+            Step::Stop { .. } if before && qemu.is_live() => {
+                world.hosts[host].qemu = Qemu::Frozen;
+            }
+            Step::Converge { .. } if before && qemu.is_live() => {
+                world.hosts[host].qemu = Qemu::Finishing;
+            }
+            Step::ShutAndStay { .. }
+                if before && matches!(qemu, Qemu::Frozen | Qemu::Finishing) =>
+            {
+                world.hosts[host].qemu = Qemu::Postmigrate;
+                self.feed_source(world, index, OnSource::Postmigrate);
+            }
+            Step::ShutAndResume { .. }
+                if before && qemu == Qemu::Finishing && snapshot == Snapshot::None =>
+            {
+                self.let_live(world, host, self.setting.paused);
+            }
+            Step::Complete { .. }
+                if qemu.is_stopped()
+                    && snapshot == Snapshot::None
+                    && (state.may_abort() || state.in_doubt()) =>
+            {
+                world.attempts[index].snapshot = Snapshot::Good;
+                send(world, index, Message::Complete);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    fn lose_socket(&mut self, world: &mut World, host: usize) -> Option<()> {
+        if world.hosts[host].qemu != Qemu::Finishing {
+            return None;
+        }
+        let held = world.attempts.iter().any(|attempt| {
+            attempt.begun && usize::from(attempt.from) == host && attempt.sides[SOURCE].session
+        });
+        if held {
+            return None;
+        }
+        self.seen.add(Outcome::WokeByItself);
+        self.let_live(world, host, self.setting.paused);
+        Some(())
+    }
+
+    fn surprise(&mut self, world: &mut World, host: usize, step: Step) -> Option<()> {
+        let it = world.hosts[host];
+        match step {
+            Step::Die { .. } if it.qemu.is_there() && it.qemu != Qemu::Halted => {
+                world.budget.surprises = world.budget.surprises.checked_sub(1)?;
+                world.hosts[host].qemu = Qemu::Dead;
+            }
+            Step::Halt { .. } if it.qemu == Qemu::Running => {
+                world.budget.surprises = world.budget.surprises.checked_sub(1)?;
+                world.hosts[host].qemu = Qemu::Halted;
+            }
+            // A host that a person called dead starts nothing until it has heard of that.
+            Step::Boot { .. }
+                if it.up
+                    && !self.is_promised(world, host)
+                    && it.holder == Holder::Here
+                    && matches!(it.qemu, Qemu::None | Qemu::Dead | Qemu::Halted)
+                    && !self.is_busy(world, host, None) =>
+            {
+                world.budget.boots = world.budget.boots.checked_sub(1)?;
+                self.let_live(world, host, self.setting.paused);
+            }
+            _ => return None,
+        }
+        Some(())
+    }
+
+    // Messages.
+
+    fn deliver(&mut self, world: &mut World, bit: u8, again: bool) -> Option<()> {
+        if world.net & (1 << bit) == 0 {
+            return None;
+        }
+        let (message, index) = Message::of(bit);
+        let side = self.idle(world, index, message.to())?;
+        if again {
+            world.budget.duplicates = world.budget.duplicates.checked_sub(1)?;
+        } else {
+            world.net &= !(1 << bit);
+        }
+        if message.to() == SOURCE {
+            if side.state != 0 {
+                self.source_hears(world, index, message, &side);
+            }
+        } else {
+            self.destination_hears(world, index, message, &side);
+        }
+        Some(())
+    }
+
+    fn source_hears(&mut self, world: &mut World, index: usize, message: Message, side: &Side) {
+        let of = self.terms(index, &world.attempts[index]).attempt;
+        let state = self.source.state(side.state).clone();
+        let event = match message {
+            Message::Ready => OnSource::Ready(of),
+            Message::Committed => OnSource::Committed(of),
+            // It is two events: that of the commit, and then this one.
+            Message::AllPresent if state == SourceState::Released => {
+                send(world, index, Message::AllPresent);
+                OnSource::Committed(of)
+            }
+            Message::AllPresent => OnSource::AllPresent(of),
+            Message::Aborted => OnSource::PeerAborted(of),
+            Message::Refused if state.may_abort() || state.in_doubt() => {
+                OnSource::Abort(String::new())
+            }
+            Message::Waiting => return self.source_hears_waiting(world, index, side, &state),
+            Message::Closed => {
+                if let SourceState::Closed { here } = state {
+                    self.remove(world, index, SOURCE, here);
+                }
+                return;
+            }
+            _ => return,
+        };
+        self.feed_source(world, index, event);
+    }
+
+    /// The destination waits for what is to come: whoever can send it does, nobody else ever will.
+    fn source_hears_waiting(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        side: &Side,
+        state: &SourceState,
+    ) {
+        let attempt = &world.attempts[index];
+        let stopped = world.hosts[attempt.host(SOURCE)].qemu.is_stopped();
+        let open = state.may_abort() || state.in_doubt();
+        if side.session && stopped && open && attempt.snapshot == Snapshot::Good {
+            send(world, index, Message::Complete);
+        } else if state.in_doubt() && !(side.session && stopped) {
+            self.seen.add(Outcome::NobodySends);
+            self.feed_source(world, index, OnSource::Abort(String::new()));
+        }
+    }
+
+    fn destination_hears(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        message: Message,
+        side: &Side,
+    ) {
+        let terms = self.terms(index, &world.attempts[index]);
+        if message == Message::Offer {
+            return self.destination_hears_offer(world, index, side);
+        }
+        if message == Message::Done {
+            // The connection that brings DONE is younger than the one that an offer opens.
+            world.net &= !(1 << Message::Offer.bit(index));
+        }
+        if side.state == 0 {
+            let unknown = self.destination.state_number(DestinationState::Unknown);
+            world.attempts[index].sides[DESTINATION].state = unknown;
+        }
+        let event = match message {
+            Message::Complete => {
+                let host = world.attempts[index].host(DESTINATION);
+                let receiving = matches!(
+                    self.destination_state(side),
+                    Some(DestinationState::Receiving { .. })
+                );
+                if !receiving || world.hosts[host].qemu != Qemu::Incoming {
+                    return self.go_on(world, index, DESTINATION);
+                }
+                world.hosts[host].qemu = Qemu::Loaded;
+                OnDestination::Loaded
+            }
+            Message::Commit => OnDestination::Commit(terms.attempt, terms.next()),
+            Message::Cancel => OnDestination::Abort(String::new()),
+            Message::Ask => OnDestination::Asked,
+            Message::Done => OnDestination::Done,
+            Message::Overruled => OnDestination::PeerOverruled(terms.after_next()),
+            _ => return,
+        };
+        self.feed_destination(world, index, event);
+    }
+
+    fn destination_hears_offer(&mut self, world: &mut World, index: usize, side: &Side) {
+        let attempt = &world.attempts[index];
+        let at = attempt.host(DESTINATION);
+        let host = &world.hosts[at];
+        let known = side.state != 0 || !side.journal.is_empty();
+        if known && self.setting.variant != Variant::KnownOfferAccepted {
+            return;
+        }
+        let refused = host.generation > attempt.generation
+            || host.qemu.is_there()
+            || self.is_busy(world, at, Some(index));
+        if refused {
+            if !known {
+                send(world, index, Message::Refused);
+            }
+            return;
+        }
+        self.accept(world, index);
+    }
+}
+
+/// All messages to the destination of an attempt.
+fn to_destination(index: usize) -> u32 {
+    let messages = Message::ALL.iter();
+    let mine = messages.filter(|message| message.to() == DESTINATION);
+    mine.fold(0, |all, message| all | 1 << message.bit(index))
+}

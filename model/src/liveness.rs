@@ -1,0 +1,229 @@
+//! Does doubt end? From a state on, nothing is lost and nobody crashes any more, and one of some
+//! fair schedules says who is next. A schedule sees the state alone, and a round counter.
+
+use crate::machine::Machine;
+use crate::small::Fingerprints;
+use crate::step::{Ending, Step};
+use crate::world::{Budget, DESTINATION, Qemu, SOURCE, Side, World};
+use longhaul_engine::handover::{DestinationState, SourceState};
+
+/// Rounds of asking before a schedule gives up.
+const ROUNDS: u8 = 5;
+/// Steps of one schedule, at most.
+const STEPS_MAX: usize = 400;
+
+/// Who is next, where several could be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Schedule {
+    /// The source first; what moves the guest on comes before what gives up.
+    Onward,
+    /// The destination first, the newest message first; whoever may give up does so at once.
+    GivingUp,
+}
+
+/// States from which doubt is known to end.
+#[derive(Debug, Default)]
+pub(crate) struct Ends {
+    known: Fingerprints,
+    /// The longest way to an end that was walked.
+    pub(crate) longest: usize,
+}
+
+impl Ends {
+    /// The way into endless doubt, if there is one.
+    pub(crate) fn check(&mut self, machine: &mut Machine, world: &World) -> Option<Vec<Step>> {
+        let mut start = *world;
+        start.budget = Budget::default();
+        // Either all that is on its way arrives, or the connections died with it.
+        loop {
+            let place = start.fingerprint();
+            for schedule in [Schedule::Onward, Schedule::GivingUp] {
+                if !self.known.contains(&at(place, schedule, 0))
+                    && let Err(way) = self.walk(machine, start, schedule)
+                {
+                    return Some(way);
+                }
+            }
+            if start.net == 0 {
+                return None;
+            }
+            start.net = 0;
+        }
+    }
+
+    fn walk(
+        &mut self,
+        machine: &mut Machine,
+        mut world: World,
+        schedule: Schedule,
+    ) -> Result<(), Vec<Step>> {
+        let mut way = Vec::new();
+        let mut passed = Vec::new();
+        let mut round = 0;
+        while way.len() < STEPS_MAX {
+            let place = at(world.fingerprint(), schedule, round);
+            if self.known.contains(&place) {
+                break;
+            }
+            passed.push(place);
+            let next = next_step(machine, &world, schedule);
+            if let Some((step, next)) = next {
+                way.push(step);
+                world = next;
+                continue;
+            }
+            if is_decided(machine, &world) {
+                break;
+            }
+            if round == ROUNDS {
+                return Err(way);
+            }
+            for step in new_round(schedule, round) {
+                if let Some(next) = machine.apply(&world, step) {
+                    way.push(step);
+                    world = next;
+                }
+            }
+            round += 1;
+        }
+        if way.len() >= STEPS_MAX {
+            return Err(way);
+        }
+        self.longest = self.longest.max(passed.len());
+        self.known.extend(passed);
+        Ok(())
+    }
+}
+
+/// A state together with what the schedule knows.
+fn at(fingerprint: u64, schedule: Schedule, round: u8) -> u64 {
+    let number = u64::from(round) * 2 + u64::from(schedule == Schedule::GivingUp) + 1;
+    fingerprint ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
+}
+
+/// What happens when nothing else does: the source asks, and one schedule loses its patience.
+fn new_round(schedule: Schedule, round: u8) -> Vec<Step> {
+    let mut steps: Vec<Step> = (0..2).map(|index| Step::Connect { index }).collect();
+    if schedule == Schedule::GivingUp {
+        steps.reverse();
+    }
+    if round == 2 {
+        steps.extend(
+            (0..2).flat_map(|index| [DESTINATION, SOURCE].map(|side| Step::Abort { index, side })),
+        );
+    }
+    steps
+}
+
+fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option<(Step, World)> {
+    let giving_up = schedule == Schedule::GivingUp;
+    let [first, second] = if giving_up { [1, 0] } else { [0, 1] };
+    let hosts = [first, second];
+    let sides = [(first, 0), (first, 1), (second, 0), (second, 1)];
+    let mut take = |step| Some((step, machine.apply(world, step)?));
+    let ending = Ending::Well;
+    let restarts = hosts.map(|host| Step::Restart { host });
+    let acts = sides.map(|(side, index)| Step::Act {
+        index,
+        side,
+        ending,
+    });
+    if let Some(taken) = restarts.into_iter().chain(acts).find_map(&mut take) {
+        return Some(taken);
+    }
+    if giving_up {
+        // In doubt the source would ask for it for ever.
+        let open = |(side, index): &(usize, usize)| {
+            *side == DESTINATION
+                || world.hosts[world.attempts[*index].host(SOURCE)]
+                    .qemu
+                    .is_live()
+        };
+        let aborts = sides.into_iter().filter(open);
+        let aborts = aborts.map(|(side, index)| Step::Abort { index, side });
+        if let Some(taken) = aborts.into_iter().find_map(&mut take) {
+            return Some(taken);
+        }
+    }
+    let mut left = world.net;
+    while left != 0 {
+        let bit = if giving_up {
+            31 - left.leading_zeros()
+        } else {
+            left.trailing_zeros()
+        };
+        left &= !(1 << bit);
+        let (bit, again) = (bit as u8, false);
+        if let Some(taken) = take(Step::Deliver { bit, again }) {
+            return Some(taken);
+        }
+    }
+    let own = sides
+        .into_iter()
+        .flat_map(|(side, index)| [Step::SeeGone { index, side }, Step::Retry { index, side }]);
+    let onward = [0, 1].into_iter().flat_map(|index| {
+        [
+            Step::Stop { index },
+            Step::ShutAndStay { index },
+            Step::Complete { index },
+            Step::AllPresent { index },
+        ]
+    });
+    let wakes = hosts.map(|host| Step::LoseSocket { host });
+    own.chain(onward).chain(wakes).find_map(take)
+}
+
+/// Both sides are settled and agree: one owner, whose guest is as it should be, and both journals
+/// at their ends.
+fn is_decided(machine: &Machine, world: &World) -> bool {
+    let closed = world
+        .attempts
+        .iter()
+        .filter(|attempt| attempt.begun)
+        .all(|attempt| {
+            let [source, _] = &attempt.sides;
+            let overruled = attempt.overruled != [false; 2];
+            let (here, there) = (
+                source_end(machine, source),
+                destination_end(machine, &attempt.sides),
+            );
+            match (here, there) {
+                (Some(here), Some(there)) => overruled || here != there,
+                _ => false,
+            }
+        });
+    let live = [Qemu::Running, Qemu::Paused, Qemu::Dead, Qemu::Halted];
+    let owners = [0, 1].map(|host| world.hosts[host].holder == crate::world::Holder::Here);
+    let stand = (0..2).all(|host| {
+        let qemu = world.hosts[host].qemu;
+        if owners[host] {
+            live.contains(&qemu)
+        } else {
+            !qemu.is_there()
+        }
+    });
+    closed && owners[0] != owners[1] && stand
+}
+
+/// Whether the guest is the source's, when its journal is at its end.
+fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
+    match (machine.source_state(side), side.ended) {
+        (None, ended) => ended,
+        (Some(SourceState::Closed { here }), _) => Some(*here),
+        (Some(_), _) => None,
+    }
+}
+
+/// Whether the guest is the destination's, when its journal is at its end. Where the source's is
+/// removed, an answer to a question that came late may stay.
+fn destination_end(machine: &Machine, [source, side]: &[Side; 2]) -> Option<bool> {
+    match (machine.destination_state(side), side.ended) {
+        (None, ended) => Some(ended.unwrap_or(false)),
+        (Some(DestinationState::Aborted), ended)
+            if source.ended.is_some() && side.journal.len() == 1 =>
+        {
+            Some(ended.unwrap_or(false))
+        }
+        (Some(_), _) => None,
+    }
+}

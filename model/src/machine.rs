@@ -1,0 +1,461 @@
+//! The functions under test with an agent around each, at the level of single actions.
+//!
+//! Here is what an agent does on its own account: how it feeds the functions, how it keeps what
+//! could not be written, what it does when it is restarted. `lib.rs` has the list of these rules.
+
+use crate::functions::{Functions, OfDestination, OfSource, Records};
+use crate::outcome::{Outcome, Outcomes};
+use crate::small::{Quick, Small};
+use crate::variant::Variant;
+use crate::world::{
+    Attempt, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
+};
+use longhaul_engine::handover::{
+    self, DestinationEvent, DestinationState, Record, SourceEvent, SourceState, Terms,
+};
+use longhaul_protocol::{Generation, HostId, MigrationId};
+use std::collections::HashMap;
+
+/// What a run of the model is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Setting {
+    /// The source releases when the guest stops.
+    pub early: bool,
+    /// The owner has paused the guest.
+    pub paused: bool,
+    /// Attempts, one after the other, at most.
+    pub attempts: usize,
+    /// Messages on their way at a time, at most: one more, and one of them is lost.
+    pub messages: u32,
+    /// The source stops the guest only when its offer was taken, and asks only when nothing that it
+    /// said is still on its way; what an agent does at once is not interleaved with what happens
+    /// elsewhere, only with its death. It makes fewer states.
+    pub orderly: bool,
+    /// Whether doubt has to end, too.
+    pub doubt: bool,
+    /// What is broken on purpose.
+    pub variant: Variant,
+}
+
+/// Both sides' functions, and what they are asked about.
+#[derive(Debug)]
+pub(crate) struct Machine {
+    pub(crate) setting: Setting,
+    pub(crate) source: Functions<OfSource>,
+    pub(crate) destination: Functions<OfDestination>,
+    pub(crate) records: Records,
+    pub(crate) seen: Outcomes,
+    claims: HashMap<(usize, u8, usize, Small<8>, u8), bool, Quick>,
+}
+
+impl Machine {
+    pub(crate) fn new(setting: Setting) -> Self {
+        Self {
+            setting,
+            source: Functions::new(setting.variant),
+            destination: Functions::new(setting.variant),
+            records: Records::new(),
+            seen: Outcomes::default(),
+            claims: HashMap::default(),
+        }
+    }
+
+    pub(crate) fn terms(&self, index: usize, attempt: &Attempt) -> Terms {
+        Terms {
+            attempt: longhaul_protocol::Attempt(index as u32 + 1),
+            generation: Generation(u64::from(attempt.generation)),
+            early: self.setting.early,
+        }
+    }
+
+    fn began(&self, index: usize, attempt: &Attempt, side: handover::Side) -> Record {
+        let terms = self.terms(index, attempt);
+        Record::Began {
+            migration: MigrationId([0; 8]),
+            attempt: terms.attempt,
+            side,
+            guest: String::new(),
+            generation: terms.generation,
+            peer: HostId([0; 32]),
+            peer_name: String::new(),
+            paused: self.setting.paused,
+        }
+    }
+
+    pub(crate) fn source_state(&self, side: &Side) -> Option<&SourceState> {
+        (side.state != 0).then(|| self.source.state(side.state))
+    }
+
+    pub(crate) fn destination_state(&self, side: &Side) -> Option<&DestinationState> {
+        (side.state != 0).then(|| self.destination.state(side.state))
+    }
+
+    /// The side that acts next, where an order is kept: attempt, side, host.
+    pub(crate) fn busy_side(&self, world: &World) -> Option<(usize, usize, usize)> {
+        if !self.setting.orderly {
+            return None;
+        }
+        let sides = (0..world.begun()).flat_map(|index| [(index, SOURCE), (index, DESTINATION)]);
+        let mut busy =
+            sides.filter(|(index, side)| !world.attempts[*index].sides[*side].todo.is_empty());
+        let (index, side) = busy.next()?;
+        Some((index, side, world.attempts[index].host(side)))
+    }
+
+    // How an attempt begins.
+
+    pub(crate) fn begin(&mut self, world: &mut World, index: usize, host: usize) {
+        let mut attempt = Attempt {
+            begun: true,
+            from: host as u8,
+            generation: world.hosts[host].generation,
+            ..Attempt::default()
+        };
+        let began = self.began(index, &attempt, handover::Side::Source);
+        let side = &mut attempt.sides[SOURCE];
+        if !side.journal.push(self.records.number(began)) {
+            world.blame(Property::Capacity);
+        }
+        side.session = true;
+        side.state = self
+            .source
+            .state_number(SourceState::Here { postmigrate: false });
+        world.attempts[index] = attempt;
+        send(world, index, Message::Offer);
+        if index > 0 && world.attempts[index - 1].from != world.attempts[index].from {
+            self.seen.add(Outcome::WentBack);
+        }
+    }
+
+    /// The destination takes an offer.
+    pub(crate) fn accept(&mut self, world: &mut World, index: usize) {
+        let attempt = &mut world.attempts[index];
+        let side = &mut attempt.sides[DESTINATION];
+        side.session = true;
+        side.state = self.destination.state_number(DestinationState::Unknown);
+        let began = self.began(index, &world.attempts[index], handover::Side::Destination);
+        self.feed_destination(world, index, DestinationEvent::Offered(began));
+    }
+
+    /// Whether a guest's name is taken at a host, by another attempt than this.
+    pub(crate) fn is_busy(&self, world: &World, host: usize, but: Option<usize>) -> bool {
+        let others = world.attempts.iter().enumerate();
+        let mut others = others.filter(|(index, attempt)| attempt.begun && Some(*index) != but);
+        others.any(|(_, attempt)| {
+            let side = host ^ usize::from(attempt.from);
+            let state = &attempt.sides[side];
+            if side == SOURCE {
+                return self
+                    .source_state(state)
+                    .is_some_and(|state| !state.is_over());
+            }
+            match self.destination_state(state) {
+                None | Some(DestinationState::Unknown) => false,
+                Some(state) => !state.is_settled(),
+            }
+        })
+    }
+
+    // Feeding.
+
+    pub(crate) fn feed_source(&mut self, world: &mut World, index: usize, event: SourceEvent) {
+        let number = self.source.event_number(event);
+        self.feed(world, index, SOURCE, number);
+        self.go_on(world, index, SOURCE);
+    }
+
+    pub(crate) fn feed_destination(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        event: DestinationEvent,
+    ) {
+        let number = self.destination.event_number(event);
+        self.feed(world, index, DESTINATION, number);
+        self.go_on(world, index, DESTINATION);
+    }
+
+    fn feed(&mut self, world: &mut World, index: usize, side: usize, event: u8) {
+        let terms = self.terms(index, &world.attempts[index]);
+        let before = world.attempts[index].sides[side].state;
+        let ((state, todo), again) = if side == SOURCE {
+            self.see_source(before, event);
+            let again = matches!(self.source.event(event), SourceEvent::WriteFailed(_));
+            (self.source.step(before, event, &terms), again)
+        } else {
+            self.see_destination(before, event);
+            let again = matches!(
+                self.destination.event(event),
+                DestinationEvent::WriteFailed(_)
+            );
+            (self.destination.step(before, event, &terms), again)
+        };
+        let it = &mut world.attempts[index].sides[side];
+        (it.state, it.todo, it.again) = (state, todo, again);
+        if side == DESTINATION && before != state {
+            self.launch(world, index, state);
+        }
+    }
+
+    /// BEGAN is on disk: QEMU is started.
+    fn launch(&self, world: &mut World, index: usize, state: u8) {
+        let host = world.attempts[index].host(DESTINATION);
+        let host = &mut world.hosts[host];
+        let receives = matches!(
+            self.destination.state(state),
+            DestinationState::Receiving { commit: None }
+        );
+        if receives && !host.qemu.is_there() {
+            host.qemu = Qemu::Incoming;
+            host.copy = index as u8 + 1;
+        }
+    }
+
+    /// Feeds what came of the actions, when they are all done; removes a journal at its end.
+    pub(crate) fn go_on(&mut self, world: &mut World, index: usize, side: usize) {
+        loop {
+            let it = &mut world.attempts[index].sides[side];
+            if !it.todo.is_empty() {
+                return;
+            }
+            it.again = false;
+            let Some(event) = it.events.pop_front() else {
+                break;
+            };
+            self.feed(world, index, side, event);
+        }
+        if side != DESTINATION {
+            return;
+        }
+        let it = &mut world.attempts[index].sides[DESTINATION];
+        let over = (it.state != 0).then(|| self.destination.state(it.state));
+        match over {
+            Some(DestinationState::Closed { here }) if it.unwritten == 0 => {
+                let ended = *here;
+                self.remove(world, index, DESTINATION, ended);
+            }
+            // Nothing was recorded, so nothing is remembered.
+            Some(DestinationState::Unknown) if it.journal.is_empty() && it.tail == 0 => {
+                *it = Side {
+                    ended: it.ended,
+                    ..Side::default()
+                };
+            }
+            _ => {}
+        }
+    }
+
+    /// Removes a journal that is at its end.
+    pub(crate) fn remove(&mut self, world: &mut World, index: usize, side: usize, here: bool) {
+        let attempt = &mut world.attempts[index];
+        let ended = attempt.sides[side].ended.unwrap_or(here);
+        attempt.sides[side] = Side {
+            ended: Some(ended),
+            ..Side::default()
+        };
+        let sides = world.attempts[index].sides;
+        if sides[SOURCE].ended == Some(false) && sides[DESTINATION].ended == Some(true) {
+            self.seen.add(Outcome::Committed);
+        }
+    }
+
+    // Crashes.
+
+    pub(crate) fn crash(&mut self, world: &mut World, host: usize) {
+        world.hosts[host].up = false;
+        for attempt in world.attempts.iter_mut().filter(|attempt| attempt.begun) {
+            let side = &mut attempt.sides[host ^ usize::from(attempt.from)];
+            *side = Side {
+                journal: side.journal,
+                tail: side.tail,
+                ended: side.ended,
+                ..Side::default()
+            };
+        }
+    }
+
+    pub(crate) fn restart(&mut self, world: &mut World, host: usize) {
+        world.hosts[host].up = true;
+        for index in 0..world.begun() {
+            let side = host ^ usize::from(world.attempts[index].from);
+            self.take_up(world, index, side);
+        }
+    }
+
+    /// Goes on from the journal.
+    fn take_up(&mut self, world: &mut World, index: usize, side: usize) {
+        let terms = self.terms(index, &world.attempts[index]);
+        let it = &mut world.attempts[index].sides[side];
+        if it.tail != 0 {
+            let tail = std::mem::take(&mut it.tail);
+            if matches!(self.records.record(tail), Record::Released { .. }) {
+                self.seen.add(Outcome::ReleasedByFailedWrite);
+            }
+            let all_present = matches!(self.records.record(tail), Record::AllPresent { .. });
+            let room = it.journal.push(tail);
+            world.attempts[index].all_present |= all_present;
+            if !room {
+                world.blame(Property::Capacity);
+            }
+        }
+        let it = &mut world.attempts[index].sides[side];
+        if it.journal.is_empty() {
+            return;
+        }
+        let records: Vec<Record> = it
+            .journal
+            .iter()
+            .map(|number| self.records.record(number).clone())
+            .collect();
+        (it.state, it.todo) = if side == SOURCE {
+            self.source.restore(&records, &terms)
+        } else {
+            self.destination.restore(&records, &terms)
+        };
+        if side == DESTINATION && self.setting.variant != Variant::ReadyUnseen {
+            let ready = *self.destination.state(it.state) == DestinationState::Ready;
+            let host = world.attempts[index].host(DESTINATION);
+            if ready && world.hosts[host].qemu != Qemu::Loaded {
+                self.feed_destination(world, index, DestinationEvent::QemuGone);
+            }
+        }
+        self.go_on(world, index, side);
+    }
+
+    // QEMU.
+
+    /// The guest goes on, or may be let go on by its owner.
+    pub(crate) fn let_live(&self, world: &mut World, host: usize, paused: bool) {
+        world.hosts[host].qemu = if paused { Qemu::Paused } else { Qemu::Running };
+        if self.setting.paused && !paused {
+            world.blame(Property::PausedStarted);
+        }
+        let copy = world.hosts[host].copy;
+        let mut forgiven = false;
+        for attempt in world.attempts.iter_mut().filter(|attempt| attempt.begun) {
+            if usize::from(attempt.from) == host {
+                forgiven |= attempt.overruled[SOURCE];
+                if attempt.snapshot == Snapshot::Good {
+                    attempt.snapshot = Snapshot::Void;
+                }
+            }
+        }
+        if copy < world.newest && !forgiven {
+            world.blame(Property::OldCopy);
+        }
+        world.newest = copy;
+    }
+
+    // What the journals say.
+
+    /// Finds two journals that both claim the right to run.
+    pub(crate) fn check_claims(&mut self, world: &mut World) {
+        for index in 0..world.begun() {
+            let attempt = world.attempts[index];
+            if attempt.overruled != [false; 2] {
+                continue;
+            }
+            let both = [SOURCE, DESTINATION]
+                .iter()
+                .all(|side| self.claims(index, &attempt, *side));
+            if both {
+                world.blame(Property::TwoClaims);
+            }
+        }
+    }
+
+    fn claims(&mut self, index: usize, attempt: &Attempt, side: usize) -> bool {
+        let it = &attempt.sides[side];
+        if it.journal.is_empty() && it.tail == 0 {
+            return it.ended == Some(true);
+        }
+        let question = (index, attempt.generation, side, it.journal, it.tail);
+        if let Some(claims) = self.claims.get(&question) {
+            return *claims;
+        }
+        let numbers = it.journal.iter().chain((it.tail != 0).then_some(it.tail));
+        let records: Vec<Record> = numbers
+            .map(|number| self.records.record(number).clone())
+            .collect();
+        let terms = self.terms(index, attempt);
+        let claims = if side == SOURCE {
+            use SourceState as Is;
+            let (state, _) = self.source.restore(&records, &terms);
+            matches!(
+                self.source.state(state),
+                Is::Aborting | Is::Aborted | Is::Overruled | Is::Closed { here: true }
+            )
+        } else {
+            let (state, _) = self.destination.restore(&records, &terms);
+            self.destination.state(state).owns_guest()
+        };
+        self.claims.insert(question, claims);
+        claims
+    }
+
+    pub(crate) fn fits(&self) -> bool {
+        self.source.fits && self.destination.fits
+    }
+
+    // Outcomes.
+
+    fn see_source(&mut self, state: u8, event: u8) {
+        use SourceEvent as On;
+        use SourceState as Is;
+        let outcome = match (self.source.state(state), self.source.event(event)) {
+            (Is::Here { .. }, On::Abort(_)) => Outcome::AbortedBeforeRelease,
+            (Is::Released, On::PeerAborted(_)) => Outcome::AbortedAfterRelease,
+            (Is::Overruling, On::Written(_)) => Outcome::OverruledToSource,
+            (Is::Closed { here: true } | Is::Aborted, On::Committed(_) | On::AllPresent(_)) => {
+                Outcome::Conceded
+            }
+            _ => return,
+        };
+        self.seen.add(outcome);
+    }
+
+    fn see_destination(&mut self, state: u8, event: u8) {
+        use DestinationEvent as On;
+        use DestinationState as Is;
+        let outcome = match (self.destination.state(state), self.destination.event(event)) {
+            (Is::Returning { .. }, On::Written(_)) => Outcome::Returned,
+            (Is::Committing, On::Written(Record::Overruled { .. })) => {
+                Outcome::OverruledToDestination
+            }
+            (Is::Yielding, On::Written(_)) => Outcome::Conceded,
+            (Is::Aborted, On::Commit(..)) => Outcome::LateCommitRefused,
+            (Is::Unknown, On::Asked) => Outcome::AbortedUnknown,
+            (Is::Receiving { .. }, On::Commit(..)) => Outcome::CommittedEarly,
+            _ => return,
+        };
+        self.seen.add(outcome);
+    }
+}
+
+/// Notes who may run the guest; what is known of a newer generation stays.
+pub(crate) fn note(world: &mut World, host: usize, generation: Generation, holder: Holder) {
+    let host = &mut world.hosts[host];
+    let generation = generation.0 as u8;
+    if host.generation <= generation {
+        (host.generation, host.holder) = (generation, holder);
+    }
+}
+
+/// Goes back to a generation from the next one, if that is what was noted.
+pub(crate) fn give_back(
+    world: &mut World,
+    host: usize,
+    generation: Generation,
+    (taken, holder): (Holder, Holder),
+) {
+    let host = &mut world.hosts[host];
+    let generation = generation.0 as u8;
+    let expected = (host.generation, host.holder) == (generation + 1, taken);
+    if expected || host.generation <= generation {
+        (host.generation, host.holder) = (generation, holder);
+    }
+}
+
+pub(crate) fn send(world: &mut World, index: usize, message: Message) {
+    world.net |= 1 << message.bit(index);
+}

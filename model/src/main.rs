@@ -1,0 +1,173 @@
+//! Explores the hand-over and says what was found; fails when a property does not hold, or when a
+//! variant that is broken on purpose gets through.
+
+use longhaul_model::explore::{Found, explore};
+use longhaul_model::outcome::{Outcome, Outcomes};
+use longhaul_model::plan::{self, Configuration};
+use longhaul_model::{Property, Variant};
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// An exploration that needs more is too large for the memory of a small machine.
+const STATES_MAX: usize = 60_000_000;
+/// Shares the work: as many as `make test` may count on.
+const THREADS: usize = 2;
+const HELP: &str = "\
+model - explores the hand-over, with the functions that the agents run
+
+usage: model [--deep]
+
+  --deep   with wider bounds: some minutes, and some gigabytes of memory";
+
+fn main() -> ExitCode {
+    let mut configurations = plan::usual();
+    for argument in std::env::args().skip(1) {
+        match &argument[..] {
+            "--deep" => configurations.extend(plan::deep()),
+            "--help" | "-h" => return say(HELP).map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS),
+            other => {
+                let text = format!("model: what is {other}?\n\n{HELP}");
+                return say(&text).map_or(ExitCode::FAILURE, |()| ExitCode::from(2));
+            }
+        }
+    }
+    match run(&configurations) {
+        Ok(true) => ExitCode::SUCCESS,
+        // Nobody reads on: there is nothing to say it to.
+        Ok(false) | Err(_) => ExitCode::FAILURE,
+    }
+}
+
+fn say(text: &str) -> io::Result<()> {
+    writeln!(io::stdout(), "{text}")
+}
+
+/// Explores all of them, and hands each result over in order.
+fn explore_all(
+    configurations: &[Configuration],
+    mut each: impl FnMut(&Configuration, &Found) -> io::Result<()>,
+) -> io::Result<()> {
+    let next = AtomicUsize::new(0);
+    let found: Vec<Mutex<Option<Found>>> =
+        configurations.iter().map(|_| Mutex::default()).collect();
+    let work = || {
+        while let Some(number) = Some(next.fetch_add(1, Ordering::Relaxed))
+            && let (Some(configuration), Some(place)) =
+                (configurations.get(number), found.get(number))
+        {
+            let result = explore(configuration.setting, configuration.budget, STATES_MAX);
+            *place.lock().unwrap_or_else(|broken| broken.into_inner()) = Some(result);
+        }
+    };
+    std::thread::scope(|scope| {
+        for _ in 0..THREADS {
+            scope.spawn(work);
+        }
+    });
+    for (configuration, place) in configurations.iter().zip(found) {
+        let result = place.into_inner();
+        if let Some(result) = result.unwrap_or_else(|broken| broken.into_inner()) {
+            each(configuration, &result)?;
+        }
+    }
+    Ok(())
+}
+
+fn run(configurations: &[Configuration]) -> io::Result<bool> {
+    let began = Instant::now();
+    say(TABLE_HEAD)?;
+    let mut states = 0;
+    let mut seen = Outcomes::default();
+    let mut failures = Vec::new();
+    explore_all(configurations, |configuration, found| {
+        states += found.states;
+        seen.join(found.seen);
+        let verdict = match &found.failure {
+            Some(failure) => format!("BROKEN: {}", failure.property.name()),
+            None if found.cut_short => "too many states".to_owned(),
+            None => "all hold".to_owned(),
+        };
+        say(&format!(
+            "{} {:>9} {:>5} {:>6.1} s  {verdict}",
+            describe(configuration),
+            found.states,
+            found.depth,
+            found.time.as_secs_f64()
+        ))?;
+        if found.failure.is_some() || found.cut_short {
+            failures.push(found.failure.clone());
+        }
+        Ok(())
+    })?;
+    say(&format!("{states} different states in all\n"))?;
+    let mut good = failures.is_empty();
+    for property in Property::ALL {
+        let broken = failures
+            .iter()
+            .flatten()
+            .any(|failure| failure.property == property);
+        let verdict = if broken { "BROKEN" } else { "OK" };
+        say(&format!("{verdict:<7} {}", property.name()))?;
+    }
+    for failure in failures.iter().flatten() {
+        let trace = failure.trace.join("\n");
+        say(&format!("\n{}:\n{trace}", failure.property.name()))?;
+    }
+    say("")?;
+    for outcome in Outcome::ALL {
+        let verdict = if seen.has(outcome) { "seen" } else { "NEVER" };
+        good &= seen.has(outcome);
+        say(&format!("{verdict:<7} {}", outcome.name()))?;
+    }
+    good &= let_loose()?;
+    let verdict = if good { "holds" } else { "DOES NOT HOLD" };
+    let seconds = began.elapsed().as_secs_f64();
+    say(&format!("\nthe hand-over {verdict} ({seconds:.0} s)"))?;
+    Ok(good)
+}
+
+/// Lets the broken variants loose; whether all were caught.
+fn let_loose() -> io::Result<bool> {
+    say("\nbroken on purpose                                  caught by")?;
+    let configurations = Variant::BROKEN.map(plan::for_variant);
+    let mut all = true;
+    explore_all(&configurations, |configuration, found| {
+        let name = configuration.setting.variant.name();
+        all &= found.failure.is_some();
+        let caught = match &found.failure {
+            Some(failure) => {
+                let (property, length) = (failure.property.name(), failure.length);
+                format!("\"{property}\" after {length} steps")
+            }
+            None => format!("NOTHING in {} states", found.states),
+        };
+        say(&format!("{name:<50} {caught}"))
+    })?;
+    Ok(all)
+}
+
+const TABLE_HEAD: &str = "\
+release guest   moves  on the way  agents  failed  twice  QEMU       hosts  starts  order     \
+ states depth   time
+                       at a time   die     writes         surprises  lost";
+
+fn describe(configuration: &Configuration) -> String {
+    let (setting, budget) = (&configuration.setting, &configuration.budget);
+    let release = if setting.early { "early" } else { "late" };
+    let guest = if setting.paused { "paused" } else { "runs" };
+    let order = if setting.orderly { "kept" } else { "any" };
+    let [a, b] = budget.crashes;
+    format!(
+        "{release:<7} {guest:<7} {:<6} {:<11} {a}+{b}     {:<7} {:<6} {:<10} {:<6} {:<7} {order:<5}",
+        setting.attempts,
+        setting.messages,
+        budget.failed_writes,
+        budget.duplicates,
+        budget.surprises,
+        budget.lost_hosts,
+        budget.boots
+    )
+}

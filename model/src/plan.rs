@@ -1,0 +1,158 @@
+//! What is explored by default, what `--deep` adds, and where each broken variant must be caught.
+
+use crate::machine::Setting;
+use crate::variant::Variant;
+use crate::world::Budget;
+
+/// A setting with what may go wrong in it.
+#[derive(Debug, Clone, Copy)]
+pub struct Configuration {
+    /// The setting.
+    pub setting: Setting,
+    /// What may go wrong.
+    pub budget: Budget,
+}
+
+/// The owner's guest, as most of them are.
+#[derive(Clone, Copy, PartialEq)]
+enum Guest {
+    Runs,
+    Paused,
+}
+use Guest::{Paused, Runs};
+
+/// Whether steps are kept in order where that makes fewer states: [`Setting::orderly`].
+#[derive(Clone, Copy, PartialEq)]
+enum Order {
+    Any,
+    Kept,
+}
+use Order::{Any, Kept};
+
+/// The guest, attempts, messages at a time, order; then how many: crashes at A and B, failed writes,
+/// messages that come twice, surprises of QEMU, lost hosts, starts by a person.
+type Row = (Guest, usize, u32, Order, [u8; 7]);
+
+/// Every row is explored with a late release and with an early one.
+const USUAL: [Row; 14] = [
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [0, 0, 0, 1, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [0, 1, 2, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 0, 2, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 1, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 2, 0, 1]),
+    (Runs, 1, 2, Kept, [2, 2, 1, 1, 0, 0, 0]),
+    (Paused, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0]),
+    (Runs, 2, 2, Kept, [0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 1]),
+];
+
+const DEEP: [Row; 8] = [
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0]),
+    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0]),
+    (Paused, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0]),
+    (Runs, 1, 3, Kept, [1, 1, 1, 1, 1, 1, 1]),
+    (Runs, 2, 2, Kept, [1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 1, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1]),
+];
+
+fn configuration(
+    (guest, attempts, messages, order, budget): Row,
+    early: bool,
+    variant: Variant,
+) -> Configuration {
+    let [
+        a,
+        b,
+        failed_writes,
+        duplicates,
+        surprises,
+        lost_hosts,
+        boots,
+    ] = budget;
+    Configuration {
+        setting: Setting {
+            early,
+            paused: guest == Paused,
+            attempts,
+            messages,
+            orderly: order == Kept,
+            doubt: true,
+            variant,
+        },
+        budget: Budget {
+            crashes: [a, b],
+            failed_writes,
+            duplicates,
+            surprises,
+            lost_hosts,
+            boots,
+        },
+    }
+}
+
+fn both_releases(rows: &[Row]) -> Vec<Configuration> {
+    let both = |row: &Row| [false, true].map(|early| configuration(*row, early, Variant::Genuine));
+    rows.iter().flat_map(both).collect()
+}
+
+/// What `make test` explores.
+pub fn usual() -> Vec<Configuration> {
+    both_releases(&USUAL)
+}
+
+/// What `--deep` explores besides.
+pub fn deep() -> Vec<Configuration> {
+    both_releases(&DEEP)
+}
+
+/// A small exploration for unit tests.
+pub fn small() -> Vec<Configuration> {
+    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0])])
+}
+
+/// Where a broken variant is let loose.
+pub fn for_variant(variant: Variant) -> Configuration {
+    use Variant as Is;
+    let calm = (Runs, 1, 3, Any, [0; 7]);
+    let (early, row) = match variant {
+        Is::Genuine | Is::CommitWithoutJournal | Is::AbortedToldFirst | Is::ReadyUnseen => {
+            (false, (Runs, 1, 3, Any, [0, 1, 0, 0, 0, 0, 0]))
+        }
+        Is::ReleaseBeforePostmigrate | Is::RestartResumes | Is::ReadyMeansCommitted => {
+            (false, (Runs, 1, 3, Any, [1, 0, 0, 0, 0, 0, 0]))
+        }
+        Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0])),
+        Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0])),
+        Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0])),
+        Is::ReturnWithoutRecord | Is::RefusalAfterRestart => {
+            (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0]))
+        }
+        Is::OverruleUntold | Is::DoneAtOnce => (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0])),
+        Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0])),
+        Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 7])),
+        Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
+        Is::ResumeOnTimeout
+        | Is::AbortAfterCommit
+        | Is::CommitAfterAbort
+        | Is::RetireOnCommitted => (false, calm),
+    };
+    let mut configuration = configuration(row, early, variant);
+    // What endangers the guest is shown to do so; what only leaves it in doubt, that.
+    configuration.setting.doubt = matches!(
+        variant,
+        Is::ReadyMeansCommitted
+            | Is::ReadyUnseen
+            | Is::OverruleUntold
+            | Is::DoneAtOnce
+            | Is::AbortedNotResumed
+            | Is::ConcedeUnlessHere
+    );
+    configuration
+}

@@ -1,0 +1,196 @@
+//! Everything that can happen next.
+
+use crate::world::{ATTEMPTS, DESTINATION, Message, SOURCE};
+
+/// How an action ends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    /// As it should.
+    Well,
+    /// A write failed, and nothing of it is on disk.
+    FailedLost,
+    /// A write failed, and the record is on disk all the same.
+    FailedDurable,
+    /// A write failed, and what another one left on disk is still there.
+    FailedKept,
+    /// QEMU refused.
+    Refused,
+    /// QEMU ended instead.
+    Died,
+}
+
+/// One step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// Somebody asks for a migration.
+    Begin { host: usize },
+    /// An agent does the next of its actions.
+    Act {
+        index: usize,
+        side: usize,
+        ending: Ending,
+    },
+    /// A message is received; `again` when it will come once more.
+    Deliver { bit: u8, again: bool },
+    /// The source reaches the destination, again or for the first time since a restart.
+    Connect { index: usize },
+    /// A person, a limit or patience ends the attempt at one side.
+    Abort { index: usize, side: usize },
+    /// An agent sees that its QEMU has ended, or the guest in it.
+    SeeGone { index: usize, side: usize },
+    /// An agent tries again to write what could not be written.
+    Retry { index: usize, side: usize },
+    /// The destination needs nothing more of the source.
+    AllPresent { index: usize },
+    /// A person says that the other host is dead, and that the guest is to run here.
+    Overrule { index: usize, side: usize },
+    /// An agent dies; QEMU lives on.
+    Crash { host: usize },
+    /// An agent starts again.
+    Restart { host: usize },
+    /// A host is lost with everything that runs there.
+    Lose { host: usize },
+    /// The source stops the guest.
+    Stop { index: usize },
+    /// QEMU converges by itself, before it is told to stop.
+    Converge { index: usize },
+    /// SHUT(0): QEMU goes to `postmigrate`.
+    ShutAndStay { index: usize },
+    /// SHUT(1): QEMU lets the guest go on, for another pass.
+    ShutAndResume { index: usize },
+    /// The source says that everything has been sent.
+    Complete { index: usize },
+    /// QEMU sees that its migration's socket is gone.
+    LoseSocket { host: usize },
+    /// QEMU ends.
+    Die { host: usize },
+    /// The guest panics or powers off.
+    Halt { host: usize },
+    /// A person starts the guest, which is down.
+    Boot { host: usize },
+}
+
+/// Every step that there is, possible or not.
+pub(crate) fn all_steps() -> Vec<Step> {
+    let mut steps = Vec::new();
+    for host in 0..2 {
+        steps.extend([
+            Step::Begin { host },
+            Step::Crash { host },
+            Step::Restart { host },
+            Step::Lose { host },
+            Step::LoseSocket { host },
+            Step::Die { host },
+            Step::Halt { host },
+            Step::Boot { host },
+        ]);
+    }
+    for index in 0..ATTEMPTS {
+        steps.extend([
+            Step::Connect { index },
+            Step::AllPresent { index },
+            Step::Stop { index },
+            Step::Converge { index },
+            Step::ShutAndStay { index },
+            Step::ShutAndResume { index },
+            Step::Complete { index },
+        ]);
+        for side in [SOURCE, DESTINATION] {
+            let endings = [
+                Ending::Well,
+                Ending::FailedLost,
+                Ending::FailedDurable,
+                Ending::FailedKept,
+                Ending::Refused,
+                Ending::Died,
+            ];
+            let act = |ending| Step::Act {
+                index,
+                side,
+                ending,
+            };
+            steps.extend(endings.map(act));
+            steps.extend([
+                Step::Abort { index, side },
+                Step::SeeGone { index, side },
+                Step::Retry { index, side },
+                Step::Overrule { index, side },
+            ]);
+        }
+        for message in Message::ALL {
+            let bit = message.bit(index);
+            steps.extend([false, true].map(|again| Step::Deliver { bit, again }));
+        }
+    }
+    steps
+}
+
+const HOSTS: [&str; 2] = ["A", "B"];
+const SIDES: [&str; 2] = ["the source", "the destination"];
+
+impl Step {
+    /// Whether it is an action of this side (attempt, side, host), or the end of its host's agent.
+    pub(crate) fn is_of(self, (of, at, home): (usize, usize, usize)) -> bool {
+        match self {
+            Step::Act { index, side, .. } => (index, side) == (of, at),
+            Step::Crash { host } | Step::Lose { host } => host == home,
+            _ => false,
+        }
+    }
+
+    /// For people.
+    pub(crate) fn tell(self) -> String {
+        match self {
+            Step::Begin { host } => format!("{}: a migration is asked for", HOSTS[host]),
+            Step::Act {
+                index,
+                side,
+                ending,
+            } => {
+                let ending = match ending {
+                    Ending::Well => "",
+                    Ending::FailedLost => ": it fails",
+                    Ending::FailedDurable => ": it fails, and is on disk all the same",
+                    Ending::FailedKept => ": it fails, and what failed before is still on disk",
+                    Ending::Refused => ": QEMU refuses",
+                    Ending::Died => ": QEMU ends",
+                };
+                format!("{}: {} acts{ending}", index + 1, SIDES[side])
+            }
+            Step::Deliver { bit, again } => {
+                let (message, index) = Message::of(bit);
+                let again = if again { ", and will again" } else { "" };
+                let to = SIDES[message.to()];
+                format!("{}: {message:?} reaches {to}{again}", index + 1)
+            }
+            Step::Connect { index } => format!("{}: the source connects and asks", index + 1),
+            Step::Abort { index, side } => format!("{}: abort at {}", index + 1, SIDES[side]),
+            Step::SeeGone { index, side } => {
+                format!(
+                    "{}: {} sees that its guest has ended",
+                    index + 1,
+                    SIDES[side]
+                )
+            }
+            Step::Retry { index, side } => {
+                format!("{}: {} tries the write again", index + 1, SIDES[side])
+            }
+            Step::AllPresent { index } => format!("{}: everything is there", index + 1),
+            Step::Overrule { index, side } => {
+                format!("{}: a person decides for {}", index + 1, SIDES[side])
+            }
+            Step::Crash { host } => format!("{}: the agent dies", HOSTS[host]),
+            Step::Restart { host } => format!("{}: the agent starts", HOSTS[host]),
+            Step::Lose { host } => format!("{}: the host is lost", HOSTS[host]),
+            Step::Stop { index } => format!("{}: stop", index + 1),
+            Step::Converge { index } => format!("{}: QEMU converges by itself", index + 1),
+            Step::ShutAndStay { index } => format!("{}: SHUT(0), postmigrate", index + 1),
+            Step::ShutAndResume { index } => format!("{}: SHUT(1), the guest goes on", index + 1),
+            Step::Complete { index } => format!("{}: everything is sent", index + 1),
+            Step::LoseSocket { host } => format!("{}: QEMU sees its socket lost", HOSTS[host]),
+            Step::Die { host } => format!("{}: QEMU ends", HOSTS[host]),
+            Step::Halt { host } => format!("{}: the guest panics or powers off", HOSTS[host]),
+            Step::Boot { host } => format!("{}: a person starts the guest", HOSTS[host]),
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! Broken variants of the hand-over: each wraps the functions under test and changes one thing.
+//! A model that lets one of them through proves nothing.
+
+use longhaul_engine::handover::{
+    DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
+    SourceState, Terms, step_destination, step_source,
+};
+
+/// What is broken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Variant {
+    /// Nothing: the functions as they are.
+    Genuine,
+    /// COMMITTED is acted upon without being durable.
+    CommitWithoutJournal,
+    /// A time-out in Released resumes the guest.
+    ResumeOnTimeout,
+    /// READY releases a guest that may yet wake by itself.
+    ReleaseBeforePostmigrate,
+    /// READY is taken for COMMITTED.
+    ReadyMeansCommitted,
+    /// ABORTED is told first, and made durable then.
+    AbortedToldFirst,
+    /// A failed write of RELEASED resumes the guest at once.
+    ResumeAfterFailedRelease,
+    /// A question about an unknown attempt is answered without a record.
+    UnknownWithoutRecord,
+    /// The source retires its copy when it hears COMMITTED.
+    RetireOnCommitted,
+    /// A source restarted in Released resumes.
+    RestartResumes,
+    /// The destination aborts after its commit point when it is asked to.
+    AbortAfterCommit,
+    /// The destination resumes a copy when COMMIT comes, whatever has yet to arrive.
+    CommitBeforeLoaded,
+    /// A destination that has aborted accepts a late COMMIT.
+    CommitAfterAbort,
+    /// `cont` failed, and the source is told without RETURNED and ABORTED being durable.
+    ReturnWithoutRecord,
+    /// A source that a person gave the guest to does not tell the destination.
+    OverruleUntold,
+    /// Agent: a restarted destination takes any error of `cont` for proof that the guest never ran.
+    RefusalAfterRestart,
+    /// Agent: a destination restarted in Ready does not look whether its QEMU is still there.
+    ReadyUnseen,
+    /// Agent: an offer of an attempt that is known here is accepted again.
+    KnownOfferAccepted,
+    /// Agent: a guest is let go on although its owner had paused it.
+    PausedStarted,
+    /// A source that has kept the guest lets the destination forget before it has heard its word.
+    DoneAtOnce,
+    /// A source restarted after ABORTED takes it that the guest goes on already.
+    AbortedNotResumed,
+    /// Agent: that a person gave the guest away is not noted while there is a copy of it.
+    ConcedeUnlessHere,
+}
+
+impl Variant {
+    /// All that have to be caught.
+    pub const BROKEN: [Variant; 21] = [
+        Variant::CommitWithoutJournal,
+        Variant::ResumeOnTimeout,
+        Variant::ReleaseBeforePostmigrate,
+        Variant::ReadyMeansCommitted,
+        Variant::AbortedToldFirst,
+        Variant::ResumeAfterFailedRelease,
+        Variant::UnknownWithoutRecord,
+        Variant::RetireOnCommitted,
+        Variant::RestartResumes,
+        Variant::AbortAfterCommit,
+        Variant::CommitBeforeLoaded,
+        Variant::CommitAfterAbort,
+        Variant::ReturnWithoutRecord,
+        Variant::OverruleUntold,
+        Variant::RefusalAfterRestart,
+        Variant::ReadyUnseen,
+        Variant::KnownOfferAccepted,
+        Variant::PausedStarted,
+        Variant::DoneAtOnce,
+        Variant::AbortedNotResumed,
+        Variant::ConcedeUnlessHere,
+    ];
+
+    /// What it does wrong, in a few words.
+    pub fn name(self) -> &'static str {
+        match self {
+            Variant::Genuine => "none",
+            Variant::CommitWithoutJournal => "commit without journal",
+            Variant::ResumeOnTimeout => "resume on a time-out in Released",
+            Variant::ReleaseBeforePostmigrate => "release before postmigrate",
+            Variant::ReadyMeansCommitted => "READY treated as COMMITTED",
+            Variant::AbortedToldFirst => "ABORTED told before it is durable",
+            Variant::ResumeAfterFailedRelease => "resume at once after a failed RELEASED",
+            Variant::UnknownWithoutRecord => "unknown attempts answered without a record",
+            Variant::RetireOnCommitted => "retire on COMMITTED, not on ALL-PRESENT",
+            Variant::RestartResumes => "a restart in Released resumes",
+            Variant::AbortAfterCommit => "abort after the commit point",
+            Variant::CommitBeforeLoaded => "commit before everything is there",
+            Variant::CommitAfterAbort => "a late COMMIT accepted after ABORTED",
+            Variant::ReturnWithoutRecord => "given back without a record",
+            Variant::OverruleUntold => "a person's word is not passed on",
+            Variant::RefusalAfterRestart => "an error of a second cont gives the guest back",
+            Variant::ReadyUnseen => "restarted in Ready without a look for QEMU",
+            Variant::KnownOfferAccepted => "a known attempt is accepted again",
+            Variant::PausedStarted => "a paused guest is started",
+            Variant::DoneAtOnce => "DONE before the destination has said a word",
+            Variant::AbortedNotResumed => "a restart after ABORTED does not resume",
+            Variant::ConcedeUnlessHere => "a person's word not noted while a copy is here",
+        }
+    }
+
+    /// What it makes of the source's function; none where it leaves it alone.
+    pub(crate) fn source(
+        self,
+        state: &SourceState,
+        event: &SourceEvent,
+        terms: &Terms,
+    ) -> Option<(SourceState, Vec<SourceAction>)> {
+        use SourceEvent as On;
+        use SourceState as Is;
+        let then = |state: &SourceState, event| step_source(state, &event, terms);
+        Some(match (self, state, event) {
+            (Self::ResumeOnTimeout, Is::Released, On::Abort(_)) => {
+                let (state, mut actions) = step_source(state, event, terms);
+                actions.push(SourceAction::Resume);
+                (state, actions)
+            }
+            (Self::ReleaseBeforePostmigrate, Is::Here { postmigrate: false }, On::Ready(_)) => {
+                step_source(&Is::Here { postmigrate: true }, event, terms)
+            }
+            (Self::ReadyMeansCommitted, Is::Released, On::Ready(of)) => {
+                then(state, On::Committed(*of))
+            }
+            (Self::ResumeAfterFailedRelease, Is::Releasing, On::WriteFailed(_)) => {
+                then(&Is::Here { postmigrate: true }, On::Abort(String::new()))
+            }
+            (Self::RetireOnCommitted, Is::Done, On::Committed(of)) => {
+                then(state, On::AllPresent(*of))
+            }
+            (Self::DoneAtOnce, Is::Aborted, On::Written(_))
+            | (Self::DoneAtOnce, Is::Closed { here: true }, On::Connected) => {
+                let (state, mut actions) = step_source(state, event, terms);
+                actions.push(SourceAction::SendDone);
+                (state, actions)
+            }
+            (Self::OverruleUntold, Is::Overruled, On::Connected) => (Is::Overruled, vec![]),
+            (Self::OverruleUntold, Is::Overruling, On::Written(_)) => {
+                let (state, mut actions) = step_source(state, event, terms);
+                actions.retain(|action| !matches!(action, SourceAction::SendOverruled(_)));
+                (state, actions)
+            }
+            _ => return None,
+        })
+    }
+
+    pub(crate) fn restored_source(
+        self,
+        restored: (SourceState, Vec<SourceAction>),
+    ) -> (SourceState, Vec<SourceAction>) {
+        let (state, mut actions) = restored;
+        if self == Self::AbortedNotResumed && state == SourceState::Aborted {
+            actions.retain(|action| *action != SourceAction::Resume);
+        }
+        if self == Self::RestartResumes && state == SourceState::Released {
+            actions.push(SourceAction::Resume);
+        }
+        (state, actions)
+    }
+
+    /// What it makes of the destination's function; none where it leaves it alone.
+    pub(crate) fn destination(
+        self,
+        state: &DestinationState,
+        event: &DestinationEvent,
+        terms: &Terms,
+    ) -> Option<(DestinationState, Vec<DestinationAction>)> {
+        use DestinationAction as Do;
+        use DestinationEvent as On;
+        use DestinationState as Is;
+        let then = |state: &DestinationState, event: &On| step_destination(state, event, terms);
+        Some(match (self, state, event) {
+            (Self::AbortedToldFirst, Is::Ready, On::Abort(_)) => {
+                let (state, mut actions) = then(state, event);
+                actions.insert(0, Do::SendAborted);
+                (state, actions)
+            }
+            (Self::UnknownWithoutRecord, Is::Unknown, On::Asked | On::Abort(_)) => {
+                (Is::Unknown, vec![Do::SendAborted])
+            }
+            (Self::AbortAfterCommit, Is::Running { .. }, On::Abort(_)) => then(&Is::Ready, event),
+            (Self::CommitBeforeLoaded, Is::Receiving { .. }, On::Commit(..)) => {
+                then(&Is::Ready, event)
+            }
+            (Self::CommitAfterAbort, Is::Aborting { .. }, On::Commit(..)) => {
+                then(&Is::Ready, event)
+            }
+            (Self::ReturnWithoutRecord, Is::Committed, On::ResumeFailed(_)) => {
+                (Is::Aborted, vec![Do::Quit, Do::SendAborted])
+            }
+            (Self::CommitAfterAbort, Is::Aborted, On::Commit(..)) => then(&Is::Ready, event),
+            (Self::CommitAfterAbort, Is::Ready, On::Abort(_)) => {
+                // The copy is kept for a better time.
+                let attempt = terms.attempt;
+                let aborted = Record::Aborted {
+                    attempt,
+                    reason: String::new(),
+                };
+                (Is::Recording, vec![Do::Write(aborted)])
+            }
+            _ => return None,
+        })
+    }
+
+    /// Whether a record is only said to be written.
+    pub(crate) fn skips(self, record: &Record) -> bool {
+        self == Self::CommitWithoutJournal && matches!(record, Record::Committed { .. })
+    }
+}

@@ -1,0 +1,397 @@
+//! One state of everything: two hosts, what is between them, and what the model itself remembers.
+
+use crate::small::{Folding, Small};
+use std::hash::Hasher;
+
+/// Attempts in a run, at most.
+pub(crate) const ATTEMPTS: usize = 2;
+/// The sides of an attempt.
+pub(crate) const SOURCE: usize = 0;
+pub(crate) const DESTINATION: usize = 1;
+
+/// A guest's QEMU on one host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Qemu {
+    /// There is none, and none is missed.
+    #[default]
+    None,
+    /// The guest runs.
+    Running,
+    /// The guest is paused by its owner, who may let it go on.
+    Paused,
+    /// Stopped by `stop` before QEMU was done: nothing but `cont` wakes it.
+    Frozen,
+    /// QEMU has converged by itself: the guest wakes when the migration's socket is lost.
+    Finishing,
+    /// Stopped for good: only `cont` wakes the guest.
+    Postmigrate,
+    /// It waits for what comes in.
+    Incoming,
+    /// It has everything, and has never run.
+    Loaded,
+    /// The guest has stopped by itself (panicked, powered off), or QEMU refuses to let it go on.
+    Halted,
+    /// It has ended by itself, or with its host.
+    Dead,
+}
+
+impl Qemu {
+    /// Whether the guest runs, or its owner may let it run.
+    pub(crate) fn is_live(self) -> bool {
+        matches!(self, Qemu::Running | Qemu::Paused)
+    }
+
+    /// Whether there is a process.
+    pub(crate) fn is_there(self) -> bool {
+        !matches!(self, Qemu::None | Qemu::Dead)
+    }
+
+    /// Whether the guest stands still because of its migration.
+    pub(crate) fn is_stopped(self) -> bool {
+        matches!(self, Qemu::Frozen | Qemu::Finishing | Qemu::Postmigrate)
+    }
+}
+
+/// Who may run the guest, as a host has noted it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Holder {
+    /// Nothing is noted.
+    #[default]
+    Unknown,
+    Here,
+    Elsewhere,
+    InDoubt,
+}
+
+/// A host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct Host {
+    /// The agent runs.
+    pub(crate) up: bool,
+    /// The host is lost with everything that ran there, for good or not.
+    pub(crate) destroyed: bool,
+    pub(crate) qemu: Qemu,
+    /// The number of the copy that is or was here: of attempt n's destination it is n.
+    pub(crate) copy: u8,
+    pub(crate) holder: Holder,
+    pub(crate) generation: u8,
+}
+
+/// One side of an attempt at its host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct Side {
+    /// The state, by number; 0 where the agent does not know the attempt.
+    pub(crate) state: u8,
+    /// Actions that are yet to be done.
+    pub(crate) todo: Small<6>,
+    /// Events that come of those that were done.
+    pub(crate) events: Small<3>,
+    /// What is being done follows a failed write: the next failure waits for a retry.
+    pub(crate) again: bool,
+    /// A record that could not be written twice.
+    pub(crate) unwritten: u8,
+    /// Records on disk.
+    pub(crate) journal: Small<8>,
+    /// A record whose write failed, on disk all the same, until the next write replaces it.
+    pub(crate) tail: u8,
+    /// The agent that began the attempt has not been restarted since.
+    pub(crate) session: bool,
+    /// Of the model: the journal was closed and removed; whether the guest was said to be here.
+    pub(crate) ended: Option<bool>,
+}
+
+/// What the destination's copy is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Snapshot {
+    /// The source has not yet sent everything.
+    #[default]
+    None,
+    /// It has, and the source has stood still since.
+    Good,
+    /// The source's guest has gone on: what was sent is old.
+    Void,
+}
+
+/// An attempt, from the point of view of the model.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct Attempt {
+    pub(crate) begun: bool,
+    /// The source's host.
+    pub(crate) from: u8,
+    pub(crate) generation: u8,
+    pub(crate) sides: [Side; 2],
+    pub(crate) snapshot: Snapshot,
+    /// ALL-PRESENT was durable at the destination.
+    pub(crate) all_present: bool,
+    /// A person gave the guest to the source, or to the destination.
+    pub(crate) overruled: [bool; 2],
+}
+
+impl Attempt {
+    pub(crate) fn host(&self, side: usize) -> usize {
+        usize::from(self.from) ^ side
+    }
+}
+
+/// What may yet go wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Budget {
+    /// Crashes of each host's agent.
+    pub crashes: [u8; 2],
+    /// Writes that fail.
+    pub failed_writes: u8,
+    /// Messages that come twice.
+    pub duplicates: u8,
+    /// QEMUs that end or stop by themselves, or refuse.
+    pub surprises: u8,
+    /// Hosts that are lost with all that runs there, and persons who decide because of it.
+    pub lost_hosts: u8,
+    /// Times that a person starts a guest that is down.
+    pub boots: u8,
+}
+
+/// A property that does not hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Property {
+    /// Two copies run, or may be let run.
+    TwoCopies,
+    /// A copy runs after its successor ran.
+    OldCopy,
+    /// A copy runs that is not complete, or is older than what the source ran since.
+    LostWrites,
+    /// A guest that its owner had paused is started.
+    PausedStarted,
+    /// The source's copy is retired without ALL-PRESENT being durable.
+    RetiredEarly,
+    /// An agent ends a copy that runs.
+    RunningQuit,
+    /// Both journals of an attempt claim the right to run.
+    TwoClaims,
+    /// Doubt does not end.
+    Doubt,
+    /// The model's own limits were reached.
+    Capacity,
+}
+
+impl Property {
+    /// All of them, as they are printed.
+    pub const ALL: [Property; 9] = [
+        Property::TwoCopies,
+        Property::OldCopy,
+        Property::LostWrites,
+        Property::PausedStarted,
+        Property::RetiredEarly,
+        Property::RunningQuit,
+        Property::TwoClaims,
+        Property::Doubt,
+        Property::Capacity,
+    ];
+
+    /// What has to hold.
+    pub fn name(self) -> &'static str {
+        match self {
+            Property::TwoCopies => "never two copies run",
+            Property::OldCopy => "no copy runs after its successor ran",
+            Property::LostWrites => "the copy that goes on has everything",
+            Property::PausedStarted => "a guest that was paused is not started",
+            Property::RetiredEarly => "a copy is retired after a durable ALL-PRESENT only",
+            Property::RunningQuit => "no agent ends a copy that runs",
+            Property::TwoClaims => "one journal claims the right to run, at most",
+            Property::Doubt => "doubt ends when losses and crashes do",
+            Property::Capacity => "(everything fitted into the model)",
+        }
+    }
+}
+
+/// One state of everything.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct World {
+    pub(crate) hosts: [Host; 2],
+    pub(crate) attempts: [Attempt; ATTEMPTS],
+    /// Messages on their way, a bit for each.
+    pub(crate) net: u32,
+    /// The newest copy that has run.
+    pub(crate) newest: u8,
+    pub(crate) budget: Budget,
+    /// What was found wrong on the way here.
+    pub(crate) broken: Option<Property>,
+}
+
+impl World {
+    /// The owner's guest on host A, alone in the world.
+    pub(crate) fn new(paused: bool, budget: Budget) -> Self {
+        let mut world = World {
+            budget,
+            ..World::default()
+        };
+        for host in &mut world.hosts {
+            host.up = true;
+        }
+        world.hosts[0].qemu = if paused { Qemu::Paused } else { Qemu::Running };
+        world.hosts[0].holder = Holder::Here;
+        world.hosts[0].generation = 1;
+        world
+    }
+
+    pub(crate) fn begun(&self) -> usize {
+        self.attempts.iter().filter(|attempt| attempt.begun).count()
+    }
+
+    pub(crate) fn blame(&mut self, property: Property) {
+        self.broken.get_or_insert(property);
+    }
+}
+
+// Fingerprints: every field once, packed into words. A field that is missing does not compile.
+
+fn bytes(items: [u8; 8]) -> u64 {
+    u64::from_le_bytes(items)
+}
+
+impl Side {
+    fn fold(&self, hash: &mut Folding) {
+        let Side {
+            state,
+            todo,
+            events,
+            again,
+            unwritten,
+            journal,
+            tail,
+            session,
+            ended,
+        } = self;
+        let flags = u8::from(*again) | u8::from(*session) << 1;
+        let ended = ended.map_or(0, |here| 1 + u8::from(here));
+        hash.fold(bytes([*state, *unwritten, *tail, flags, ended, 0, 0, 0]) ^ events.word() << 40);
+        hash.fold(todo.word());
+        hash.fold(journal.word());
+    }
+}
+
+impl World {
+    /// A number that stands for this state: any two of n share one with a chance of n^2 / 2^65.
+    pub(crate) fn fingerprint(&self) -> u64 {
+        let World {
+            hosts,
+            attempts,
+            net,
+            newest,
+            budget,
+            broken,
+        } = self;
+        let mut hash = Folding::default();
+        for host in hosts {
+            let Host {
+                up,
+                destroyed,
+                qemu,
+                copy,
+                holder,
+                generation,
+            } = *host;
+            let flags = u8::from(up) | u8::from(destroyed) << 1;
+            let (qemu, holder) = (qemu as u8, holder as u8);
+            hash.fold(bytes([flags, qemu, copy, holder, generation, 0, 0, 0]));
+        }
+        for attempt in attempts {
+            let Attempt {
+                begun,
+                from,
+                generation,
+                sides,
+                snapshot,
+                all_present,
+                overruled: [here, there],
+            } = attempt;
+            let flags = u8::from(*begun)
+                | u8::from(*all_present) << 1
+                | u8::from(*here) << 2
+                | u8::from(*there) << 3;
+            let snapshot = *snapshot as u8;
+            hash.fold(bytes([flags, *from, *generation, snapshot, 0, 0, 0, 0]));
+            sides.iter().for_each(|side| side.fold(&mut hash));
+        }
+        let Budget {
+            crashes: [a, b],
+            failed_writes,
+            duplicates,
+            surprises,
+            lost_hosts,
+            boots,
+        } = *budget;
+        let broken = broken.map_or(0, |property| 1 + property as u8);
+        hash.fold(u64::from(*net) << 16 | u64::from(*newest) << 8 | u64::from(broken));
+        let rest = [failed_writes, duplicates, surprises, lost_hosts];
+        let [c, d, e, f] = rest;
+        hash.fold(bytes([a, b, c, d, e, f, boots, 0]));
+        hash.finish()
+    }
+}
+
+/// What travels between the agents.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Message {
+    Offer,
+    /// Everything has been sent.
+    Complete,
+    Commit,
+    Cancel,
+    Ask,
+    Done,
+    Overruled,
+    Refused,
+    Ready,
+    Committed,
+    AllPresent,
+    Aborted,
+    /// Neither committed nor aborted: it waits for what is to come.
+    Waiting,
+    Closed,
+}
+
+impl Message {
+    pub(crate) const ALL: [Message; 14] = [
+        Message::Offer,
+        Message::Complete,
+        Message::Commit,
+        Message::Cancel,
+        Message::Ask,
+        Message::Done,
+        Message::Overruled,
+        Message::Refused,
+        Message::Ready,
+        Message::Committed,
+        Message::AllPresent,
+        Message::Aborted,
+        Message::Waiting,
+        Message::Closed,
+    ];
+
+    pub(crate) fn bit(self, attempt: usize) -> u8 {
+        self as u8 + (attempt * Message::ALL.len()) as u8
+    }
+
+    pub(crate) fn of(bit: u8) -> (Message, usize) {
+        let bit = usize::from(bit);
+        (
+            Message::ALL[bit % Message::ALL.len()],
+            bit / Message::ALL.len(),
+        )
+    }
+
+    /// The side that it is for.
+    pub(crate) fn to(self) -> usize {
+        let to_source = matches!(
+            self,
+            Message::Refused
+                | Message::Ready
+                | Message::Committed
+                | Message::AllPresent
+                | Message::Aborted
+                | Message::Waiting
+                | Message::Closed
+        );
+        if to_source { SOURCE } else { DESTINATION }
+    }
+}
