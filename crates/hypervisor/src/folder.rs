@@ -4,6 +4,7 @@
 //! ```text
 //! STATE/guests/NAME/description.toml   the guest, as it was launched
 //!                   record.toml        which QEMU runs it
+//!                   settings.json      what a move has changed of its QEMU's settings
 //!                   qemu.log           what QEMU says
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
@@ -115,6 +116,11 @@ impl GuestFolder {
     /// The host's end of one of the guest's channels.
     pub fn channel(&self, name: &str) -> PathBuf {
         self.run().join(format!("channel-{name}"))
+    }
+
+    /// What QEMU was set to for migrations before a move changed it.
+    pub fn settings(&self) -> PathBuf {
+        self.path.join("settings.json")
     }
 
     /// What QEMU writes on its standard output and error.

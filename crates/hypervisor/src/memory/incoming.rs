@@ -136,7 +136,8 @@ impl Incoming {
         loop {
             let state = run_state(&self.qmp).await?;
             match state.as_str() {
-                "paused" | "prelaunch" => break,
+                // With an I/O error it stood still at the source, and does so here.
+                "paused" | "prelaunch" | "io-error" => break,
                 "inmigrate" if start.elapsed() < LOAD_TIMEOUT => tokio::time::sleep(POLL).await,
                 _ => return Err(self.reason(IncomingError::State(state)).await),
             }

@@ -66,4 +66,4 @@ pub use outgoing::{
     Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
 };
 pub(crate) use sampler::Sample;
-pub use source::{SourceError, resume};
+pub use source::{Settings, SourceError, resume, runs};

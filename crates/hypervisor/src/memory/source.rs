@@ -1,7 +1,11 @@
 //! What a source QEMU is set to for a move, and how it gets back to what it was.
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value, json};
+use std::fs;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// How long a migration may take to end once it is cancelled.
@@ -22,8 +26,16 @@ pub enum SourceError {
         command: &'static str,
     },
     /// The guest cannot be moved in the state that it is in.
-    #[error("the guest is `{0}`: it can be moved only while it runs or is paused")]
+    #[error("the guest is `{}`: {}", .0, why_not(.0))]
     RunState(String),
+    /// What its QEMU was set to cannot be kept, or read again.
+    #[error("QEMU's settings before the move cannot be kept in {}: {why}", path.display())]
+    Keep {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        why: String,
+    },
     /// A migration is under way already.
     #[error("QEMU has a migration under way already ({0}): end that one first")]
     Migrating(String),
@@ -55,9 +67,148 @@ pub(crate) struct Before {
     pub(crate) has_switchover_ack: bool,
     /// Whether QEMU does not see all that the guest writes.
     pub(crate) misses_writes: bool,
+    settings: Settings,
+}
+
+/// What a QEMU is set to for migrations, as far as a move changes it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settings {
     capabilities: Vec<(String, bool)>,
-    max_bandwidth: u64,
-    downtime_limit: u64,
+    parameters: Map<String, Value>,
+}
+
+/// Parameters that every move sets.
+const ALWAYS_SET: [&str; 2] = ["max-bandwidth", "downtime-limit"];
+/// Parameters that a move sets where they are not so already: the stream goes through a socket of
+/// this host, as a stream.
+const SET_TO: [(&str, &str); 4] = [
+    ("mode", "normal"),
+    ("tls-authz", ""),
+    ("tls-creds", ""),
+    ("tls-hostname", ""),
+];
+/// Largest file of settings that is read, in bytes.
+const SETTINGS_BYTES_MAX: u64 = 64 << 10;
+
+impl Settings {
+    /// Looks at them.
+    pub async fn look(qmp: &Qmp) -> Result<Self, SourceError> {
+        let capabilities = capabilities(qmp).await?;
+        let command = "query-migrate-parameters";
+        let all = qmp.query(command).await?;
+        let mut parameters = Map::new();
+        for name in ALWAYS_SET {
+            let value = all[name].as_u64().ok_or(SourceError::Answer { command })?;
+            parameters.insert(name.to_owned(), value.into());
+        }
+        for (name, wanted) in SET_TO {
+            if let Some(value) = all[name].as_str().filter(|value| *value != wanted) {
+                parameters.insert(name.to_owned(), value.into());
+            }
+        }
+        Ok(Self {
+            capabilities,
+            parameters,
+        })
+    }
+
+    /// Sets what a move cannot work with.
+    async fn clear(&self, qmp: &Qmp) -> Result<(), SourceError> {
+        let changed = SET_TO
+            .into_iter()
+            .filter(|(name, _)| self.parameters.contains_key(*name));
+        let changed: Map<String, Value> = changed
+            .map(|(name, value)| (name.to_owned(), value.into()))
+            .collect();
+        if !changed.is_empty() {
+            qmp.execute("migrate-set-parameters", changed.into(), COMMAND_TIMEOUT)
+                .await?;
+        }
+        Ok(())
+    }
+
+    /// Sets QEMU back to them.
+    pub async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
+        let now = capabilities(qmp).await?;
+        let changed = self.capabilities.iter().filter(|one| !now.contains(one));
+        let changed = changed.map(|(name, on)| (name.as_str(), *on));
+        set_capabilities(qmp, changed).await?;
+        let parameters = self.parameters.clone().into();
+        qmp.execute("migrate-set-parameters", parameters, COMMAND_TIMEOUT)
+            .await?;
+        Ok(())
+    }
+
+    /// Keeps them in a file, for an agent that is started again in the middle of a move. A file
+    /// that is there is from before an earlier part of the same move, and stays.
+    pub fn keep(&self, path: &Path) -> Result<(), SourceError> {
+        let write = || -> io::Result<()> {
+            if path.exists() {
+                return Ok(());
+            }
+            let new = path.with_extension("new");
+            let mut file = fs::File::create(&new)?;
+            file.write_all(&serde_json::to_vec(self)?)?;
+            file.sync_all()?;
+            fs::rename(&new, path)?;
+            fs::File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+        };
+        write().map_err(kept(path))
+    }
+
+    /// Sets QEMU back to what was kept in a file, and removes the file; without one, nothing is
+    /// to be done.
+    pub async fn restore_kept(qmp: &Qmp, path: &Path) -> Result<(), SourceError> {
+        let mut bytes = Vec::new();
+        match fs::File::open(path) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(kept(path)(error)),
+            Ok(file) => file
+                .take(SETTINGS_BYTES_MAX)
+                .read_to_end(&mut bytes)
+                .map_err(kept(path))?,
+        };
+        let settings: Self =
+            serde_json::from_slice(&bytes).map_err(|error| kept(path)(error.into()))?;
+        settings.restore(qmp).await?;
+        fs::remove_file(path).map_err(kept(path))
+    }
+}
+
+fn kept(path: &Path) -> impl Fn(io::Error) -> SourceError + use<> {
+    let path = path.to_owned();
+    move |error| SourceError::Keep {
+        path: path.clone(),
+        why: error.to_string(),
+    }
+}
+
+/// Whether a guest in this state runs; an error where it cannot be moved.
+pub fn runs(state: &str) -> Result<bool, SourceError> {
+    match state {
+        "running" => Ok(true),
+        // With an I/O error it stands still, and QEMU's stream says so to the destination.
+        "paused" | "prelaunch" | "io-error" => Ok(false),
+        other => Err(SourceError::RunState(other.to_owned())),
+    }
+}
+
+/// Why a guest cannot be moved in a state, and what to do.
+fn why_not(state: &str) -> &'static str {
+    match state {
+        "suspended" => {
+            "a QEMU 10.0 that had to take a suspended guest back would end itself; wake it first"
+        }
+        "shutdown" => {
+            "it has shut down, and would run on if it had to be taken back; start it at the destination"
+        }
+        "guest-panicked" => {
+            "its kernel gave up, and would run on if it had to be taken back; reset it first, or \
+             start it at the destination"
+        }
+        "postmigrate" => "something else has moved it already; end this copy, or let it run (cont)",
+        _ => "it can be moved while it runs, is paused, or is stopped by an I/O error",
+    }
 }
 
 /// Capabilities that a move needs; all others that matter to a source are off.
@@ -68,11 +219,7 @@ const LEFT_ALONE: &str = "late-block-activate";
 impl Before {
     /// Looks at everything, and changes nothing.
     pub(crate) async fn look(qmp: &Qmp) -> Result<Self, SourceError> {
-        let running = match run_state(qmp).await?.as_str() {
-            "running" => true,
-            "paused" | "prelaunch" => false,
-            other => return Err(SourceError::RunState(other.to_owned())),
-        };
+        let running = runs(&run_state(qmp).await?)?;
         let migration = qmp.query("query-migrate").await?;
         if let Some(status) = migration["status"]
             .as_str()
@@ -98,28 +245,22 @@ impl Before {
         }
         let kvm = qmp.query("query-kvm").await?;
         let misses_writes = kvm["enabled"] == false;
-        let capabilities = capabilities(qmp).await?;
-        let parameters = qmp.query("query-migrate-parameters").await?;
-        let number = |name: &str| {
-            parameters[name].as_u64().ok_or(SourceError::Answer {
-                command: "query-migrate-parameters",
-            })
-        };
+        let settings = Settings::look(qmp).await?;
         Ok(Self {
             running,
-            has_switchover_ack: capabilities
+            has_switchover_ack: settings
+                .capabilities
                 .iter()
                 .any(|(name, _)| name == "switchover-ack"),
             misses_writes,
-            capabilities,
-            max_bandwidth: number("max-bandwidth")?,
-            downtime_limit: number("downtime-limit")?,
+            settings,
         })
     }
 
     /// Sets capabilities and parameters for a move.
     pub(crate) async fn set(&self, qmp: &Qmp, max_bandwidth: u64) -> Result<(), SourceError> {
         let wanted = self
+            .settings
             .capabilities
             .iter()
             .filter(|(name, _)| name != LEFT_ALONE);
@@ -127,18 +268,14 @@ impl Before {
         let changed = wanted.filter(|(_, on, needed)| on != needed);
         let changed = changed.map(|(name, _, needed)| (name.as_str(), needed));
         set_capabilities(qmp, changed).await?;
+        self.settings.clear(qmp).await?;
         let downtime_limit = if self.has_switchover_ack { 300 } else { 1 };
         set_parameters(qmp, max_bandwidth, downtime_limit).await
     }
 
     /// Sets them back.
     pub(crate) async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
-        let now = capabilities(qmp).await?;
-        let before = self.capabilities.iter();
-        let changed = before.filter(|capability| !now.contains(capability));
-        let changed = changed.map(|(name, on)| (name.as_str(), *on));
-        set_capabilities(qmp, changed).await?;
-        set_parameters(qmp, self.max_bandwidth, self.downtime_limit).await
+        self.settings.restore(qmp).await
     }
 }
 
@@ -233,6 +370,8 @@ pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
         let state = run_state(qmp).await?;
         match (state.as_str(), run) {
             ("running", true) | ("paused" | "prelaunch", false) => return Ok(()),
+            // It stopped by itself, and only its owner may let it go on.
+            ("io-error" | "guest-panicked" | "shutdown" | "suspended", _) => return Ok(()),
             ("running", false) => drop(qmp.query("stop").await?),
             // QEMU is about to resume it, or about to say that it ended.
             ("finish-migrate", _) if start.elapsed() < CANCEL_TIMEOUT => {

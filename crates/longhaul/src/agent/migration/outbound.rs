@@ -8,7 +8,7 @@ use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError, Unseen};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::{
-    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Written,
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Settings, Written,
 };
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
@@ -126,6 +126,11 @@ impl Outbound {
     /// Begins QEMU's migration.
     pub(super) async fn start(&mut self) -> Result<(), OutboundError> {
         let path: PathBuf = self.guest.folder().socket("outgoing")?;
+        let settings = Settings::look(&self.qmp)
+            .await
+            .map_err(OutgoingError::from)?;
+        let kept = self.guest.folder().settings();
+        settings.keep(&kept).map_err(OutgoingError::from)?;
         let (outgoing, prelude) = Outgoing::start(&self.qmp, self.memory.clone(), &path).await?;
         self.prelude = prelude.bytes;
         self.outgoing = Some(outgoing);
@@ -275,10 +280,12 @@ impl Outbound {
         if self.gone {
             return Ok(());
         }
-        match self.outgoing.take() {
-            Some(outgoing) => Ok(outgoing.abort().await?),
-            None => Ok(()),
+        if let Some(outgoing) = self.outgoing.take() {
+            outgoing.abort().await?;
         }
+        let kept = self.guest.folder().settings();
+        let restored = Settings::restore_kept(&self.qmp, &kept).await;
+        Ok(restored.map_err(OutgoingError::from)?)
     }
 
     /// Waits until QEMU has ended by itself.

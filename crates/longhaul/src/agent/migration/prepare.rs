@@ -18,6 +18,7 @@ use longhaul_engine::handover::{self, Record, SourceState, Terms};
 use longhaul_engine::source::Source;
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
+use longhaul_hypervisor::memory;
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::message::{Offer, ToDestination, ToSource};
@@ -362,12 +363,7 @@ async fn withdraw(session: &mut Session, reason: &str) {
 pub(super) async fn is_paused(qmp: &Qmp) -> Result<bool, ApiError> {
     let status = qmp.query("query-status").await;
     let status = status.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
-    match status["status"].as_str().unwrap_or_default() {
-        "running" => Ok(false),
-        "paused" | "prelaunch" => Ok(true),
-        other => Err(ApiError::new(
-            ErrorCode::GuestState,
-            format!("the guest is `{other}`: it can be moved while it runs or is paused"),
-        )),
-    }
+    let runs = memory::runs(status["status"].as_str().unwrap_or_default());
+    runs.map(|runs| !runs)
+        .map_err(|error| ApiError::new(ErrorCode::GuestState, error.to_string()))
 }

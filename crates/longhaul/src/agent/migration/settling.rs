@@ -319,5 +319,9 @@ async fn resume(guest: &Guest, run: bool) -> Result<(), String> {
     let qmp = guest.connect().await.map_err(|error| error.to_string())?;
     memory::resume(&qmp, run)
         .await
+        .map_err(|error| error.to_string())?;
+    // What its QEMU was set to before the move.
+    memory::Settings::restore_kept(&qmp, &guest.folder().settings())
+        .await
         .map_err(|error| error.to_string())
 }
