@@ -1,7 +1,7 @@
 //! The agent: starts its parts, serves them, and stops without touching a guest.
 
 mod attach;
-mod config;
+pub(crate) mod config;
 pub(crate) mod fail_point;
 mod guests;
 mod hosts;

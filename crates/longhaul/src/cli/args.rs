@@ -63,6 +63,11 @@ pub(crate) enum Command {
     Report(ReportArgs),
     /// List the moves from and to this host
     Migrations,
+    /// Read the journals of the moves from and to this host; needs no agent
+    Journal {
+        #[command(subcommand)]
+        command: JournalCommand,
+    },
     /// Print completions for a shell
     Completions {
         /// The shell
@@ -274,6 +279,26 @@ pub(crate) struct ReportArgs {
     /// The migration's id or the beginning of it; the latest where it is left out
     #[arg(value_name = "ID")]
     pub(crate) migration: Option<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum JournalCommand {
+    /// Show who may run a guest, record by record
+    Show(ShowJournalArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ShowJournalArgs {
+    /// The migration's id or the beginning of it, or a journal's file; all are listed where it is
+    /// left out
+    #[arg(value_name = "ID|FILE")]
+    pub(crate) journal: Option<String>,
+    /// The agent's state folder [default: the one that its configuration names]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) state: Option<PathBuf>,
+    /// The agent's configuration [default: /etc/longhaul/agent.toml, which may be missing]
+    #[arg(long, value_name = "FILE", conflicts_with = "state")]
+    pub(crate) config: Option<PathBuf>,
 }
 
 #[cfg(test)]

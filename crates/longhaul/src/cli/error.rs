@@ -43,6 +43,17 @@ impl CliError {
         }
     }
 
+    /// A journal, or the folder of them, that cannot be read.
+    pub(crate) fn journal(message: impl Into<String>, hint: Option<&str>) -> Self {
+        Self {
+            message: message.into(),
+            hint: hint.map(str::to_owned),
+            state_of_guest: None,
+            code: "journal".to_owned(),
+            exit_code: 1,
+        }
+    }
+
     /// What was left alone because somebody wanted to go.
     pub(crate) fn stopped(message: impl Into<String>, state: impl Into<String>) -> Self {
         Self {

@@ -3,6 +3,7 @@
 mod args;
 mod connect;
 mod error;
+mod journal;
 mod migrate;
 mod output;
 mod paint;
@@ -82,6 +83,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             clap_complete::generate(shell, &mut Cli::command(), "longhaul", &mut script);
             output.text(&script)?;
         }
+        Command::Journal { command } => return journal::run(output, command),
         Command::Host(args) => host(&client()?, output, args.command).await?,
         Command::Guests(args) => guests(&client()?, output, args.command).await?,
         Command::Plan(args) => return plan(&client()?, output, args).await,

@@ -27,8 +27,8 @@ pub struct Entry {
 pub enum Ending {
     /// Nothing.
     Whole,
-    /// A record whose writing did not come to an end. It was never acted upon.
-    CutOff,
+    /// So many bytes of a record whose writing did not come to an end. It was never acted upon.
+    CutOff(u64),
     /// Bytes that have changed since they were written.
     Damaged,
     /// A record that this version does not know, by its number.
@@ -169,7 +169,7 @@ fn after_the_last(bytes: &[u8], place: usize) -> Ending {
     let last = length <= WRITE_BYTES_MAX;
     let followed = || (place + 1..place + length).any(|later| framed(bytes, later).is_some());
     if last && !followed() {
-        Ending::CutOff
+        Ending::CutOff(length as u64)
     } else {
         Ending::Damaged
     }

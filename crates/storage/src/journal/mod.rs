@@ -311,7 +311,7 @@ fn checked(read: Result<Reading, NotRead>, path: &Path) -> Result<Reading, Journ
     let reading = read.map_err(|not_read| refused(not_read, path))?;
     let (path, offset) = (path.to_owned(), reading.end);
     match reading.ending {
-        Ending::Whole | Ending::CutOff => Ok(reading),
+        Ending::Whole | Ending::CutOff(_) => Ok(reading),
         Ending::Damaged => Err(JournalError::Damaged { path, offset }),
         Ending::Unknown(number) => Err(JournalError::Unknown {
             path,

@@ -102,10 +102,17 @@ fn a_record_that_was_cut_off_is_left_out_and_overwritten() {
         for zeros in [0, whole.len() - length] {
             let mut bytes = whole[..length].to_vec();
             bytes.resize(length + zeros, 0);
+            let reading = checked(read(&bytes), &path).unwrap();
+            let kept = reading.entries.into_iter().map(|entry| entry.record);
+            let kept: Vec<_> = kept.collect();
+            assert_eq!(kept, records()[..kept.len()]);
+            // Each sync takes its time.
+            if length % 16 != 0 {
+                continue;
+            }
             fs::write(&path, &bytes).unwrap();
             let mut journal = open(folder.path()).unwrap();
-            let kept = journal.records().to_vec();
-            assert_eq!(kept, records()[..kept.len()]);
+            assert_eq!(journal.records(), kept);
             journal.append(&records()[0]).unwrap();
             drop(journal);
             let again = open(folder.path()).unwrap();
@@ -128,7 +135,8 @@ fn a_first_record_whose_first_sector_is_missing_is_cut_off() {
     let mut bytes = fs::read(&path).unwrap();
     bytes[..512].fill(0);
     fs::write(&path, bytes).unwrap();
-    assert_eq!(read_journal(&path).unwrap().ending, Ending::CutOff);
+    let ending = read_journal(&path).unwrap().ending;
+    assert!(matches!(ending, Ending::CutOff(_)));
     let mut journal = open(folder.path()).unwrap();
     assert!(journal.records().is_empty());
     journal.append(&records()[0]).unwrap();
@@ -145,10 +153,10 @@ fn a_flipped_byte_is_never_read_as_a_record_nor_taken_for_a_cut() {
     for place in 0..whole.len() {
         let mut bytes = whole.clone();
         bytes[place] ^= 0x40;
-        fs::write(&path, &bytes).unwrap();
-        match open(folder.path()) {
-            Ok(journal) => {
-                assert_eq!(journal.records(), &records()[..2], "flipped at {place}");
+        match checked(read(&bytes), &path) {
+            Ok(reading) => {
+                let kept = reading.entries.into_iter().map(|entry| entry.record);
+                assert!(kept.eq(records().into_iter().take(2)), "flipped at {place}");
                 assert!(place >= last, "flipped at {place}");
             }
             Err(JournalError::Foreign(_)) => assert!(place < 7),

@@ -24,6 +24,8 @@ struct Written {
     surely: Vec<Record>,
     /// One of these may come after them: neither acknowledged nor overwritten by one that was.
     perhaps: Vec<Record>,
+    /// What a removed journal may be again.
+    before: Vec<Vec<Record>>,
     /// Bytes of records since its first one was acknowledged, if it was.
     since_reserved: Option<usize>,
 }
@@ -175,6 +177,7 @@ impl Script {
             match self.random.below(12) {
                 0..6 if agent.open[index].is_some() => self.append(&mut agent, index)?,
                 0..6 => self.open(&mut agent, index)?,
+                6 if self.random.percent(20) => self.remove(&mut agent, index)?,
                 6 => agent.open[index] = None,
                 7 => self.list(&agent)?,
                 8 | 9 => self.set(&agent, guest)?,
@@ -200,19 +203,22 @@ impl Script {
         let found = journal.records();
         self.log
             .push(format!("journal {index} has {}", show(found)));
-        let all = found.strip_prefix(written.surely.as_slice());
-        let good = match all {
+        let fits = |surely: &[Record]| match found.strip_prefix(surely) {
             Some([]) => true,
             Some([more]) => written.perhaps.contains(more),
             Some(_) | None => false,
         };
-        if !good {
+        if !fits(&written.surely) && !written.before.iter().any(|before| before == found) {
             return Err(format!(
                 "journal {index} has {}, and should have {} and at most one of {}",
                 show(found),
                 show(&written.surely),
                 show(&written.perhaps)
             ));
+        }
+        // That a removed one is not there is no promise.
+        if !found.is_empty() {
+            written.before.clear();
         }
         written.surely = found.to_vec();
         written.perhaps.clear();
@@ -253,6 +259,7 @@ impl Script {
                 let first = written.surely.is_empty();
                 written.surely.push(record);
                 written.perhaps.clear();
+                written.before.clear();
                 match &mut written.since_reserved {
                     Some(bytes) => *bytes += long + 64,
                     None if first => written.since_reserved = Some(0),
@@ -274,6 +281,25 @@ impl Script {
                 }
                 self.excuse("appending", &error).map(|_: Option<()>| ())
             }
+        }
+    }
+
+    fn remove(&mut self, agent: &mut Agent, index: usize) -> Step {
+        let Some(journal) = agent.open[index].take() else {
+            return Ok(());
+        };
+        self.log.push(format!("journal {index} is removed"));
+        let removed = journal.remove();
+        let written = &mut self.written[index];
+        let surely = std::mem::take(&mut written.surely);
+        for more in std::mem::take(&mut written.perhaps) {
+            written.before.push([&surely[..], &[more]].concat());
+        }
+        written.before.push(surely);
+        written.since_reserved = None;
+        match removed {
+            Ok(()) => Ok(()),
+            Err(error) => self.excuse("removing", &error).map(|_: Option<()>| ()),
         }
     }
 

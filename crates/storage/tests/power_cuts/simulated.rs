@@ -1,7 +1,7 @@
 //! A file system whose power is cut. What was not synced is dropped, kept or mixed at a cut: each
 //! sector of 512 bytes by itself has one of the contents that were written to it since its last
 //! sync, or the one before; the length of a file by itself is one of those that it had; each name
-//! that was made or replaced is, by itself, or is not.
+//! that was made, replaced or removed is, by itself, or is not.
 
 use crate::random::Random;
 use longhaul_storage::files::{Access, Files, OpenFile};
@@ -63,20 +63,19 @@ struct Names {
     new: Vec<NewName>,
 }
 
-/// A name that was given: a rename takes the old one away at the same time.
+/// A name that was given, or taken away: a rename does both at the same time.
 #[derive(Debug)]
 struct NewName {
-    name: OsString,
-    node: usize,
-    instead_of: Option<OsString>,
+    given: Option<(OsString, usize)>,
+    taken: Option<OsString>,
 }
 
 impl NewName {
     fn give(&self, names: &mut BTreeMap<OsString, usize>) {
-        if let Some(old) = &self.instead_of {
+        if let Some(old) = &self.taken {
             names.remove(old);
         }
-        names.insert(self.name.clone(), self.node);
+        names.extend(self.given.clone());
     }
 }
 
@@ -240,9 +239,8 @@ impl State {
         let (folder, name) = split(path)?;
         let number = self.nodes.len();
         self.folder_mut(folder)?.give(NewName {
-            name: name.to_owned(),
-            node: number,
-            instead_of: None,
+            given: Some((name.to_owned(), number)),
+            taken: None,
         });
         self.nodes.push(node);
         Ok(number)
@@ -367,16 +365,22 @@ impl Files for Simulated {
         let (same, name) = split(to)?;
         assert_eq!(folder, same, "a rename within a folder");
         state.folder_mut(folder)?.give(NewName {
-            name: name.to_owned(),
-            node,
-            instead_of: Some(old.to_owned()),
+            given: Some((name.to_owned(), node)),
+            taken: Some(old.to_owned()),
         });
         answer(on, ())
     }
 
-    /// Nothing that must survive depends on a removal.
-    fn remove(&self, _path: &Path) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
+    fn remove(&self, path: &Path) -> io::Result<()> {
+        let mut state = self.state();
+        let on = state.begin()?;
+        state.find(path)?;
+        let (folder, name) = split(path)?;
+        state.folder_mut(folder)?.give(NewName {
+            given: None,
+            taken: Some(name.to_owned()),
+        });
+        answer(on, ())
     }
 
     fn sync_folder(&self, folder: &Path, what: &'static str) -> io::Result<()> {

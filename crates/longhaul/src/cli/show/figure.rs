@@ -87,6 +87,31 @@ pub(crate) fn age(then_unix_ms: u64, now_unix_ms: u64) -> String {
     }
 }
 
+/// A moment, in UTC.
+pub(crate) fn utc(unix_ms: u64) -> String {
+    let (days, ms) = (unix_ms / 86_400_000, unix_ms % 86_400_000);
+    let (year, month, day) = date(days);
+    let (hours, minutes) = (ms / 3_600_000, ms / 60_000 % 60);
+    let (s, ms) = (ms / 1000 % 60, ms % 1000);
+    format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{s:02}.{ms:03} UTC")
+}
+
+/// The date of a day since 1970. Counted from March on, a leap day is the last of its year, and
+/// 400 years have the same number of days each time.
+fn date(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (year, month) = match month {
+        0..10 => (year, month + 3),
+        _ => (year + 1, month - 9),
+    };
+    (era * 400 + year, month, day)
+}
+
 /// A strategy's name for people.
 pub(crate) fn strategy(strategy: Strategy) -> &'static str {
     match strategy {
@@ -131,6 +156,12 @@ mod tests {
         assert_eq!(percent(999, 1000), 99);
         assert_eq!(percent(0, 0), 100);
         assert_eq!(age(1_000, 60_000), "59 s ago");
+        assert_eq!(utc(0), "1970-01-01 00:00:00.000 UTC");
+        assert_eq!(utc(951_825_599_999), "2000-02-29 11:59:59.999 UTC");
+        assert_eq!(utc(1_800_000_000_123), "2027-01-15 08:00:00.123 UTC");
+        assert_eq!(utc(4_107_542_400_000), "2100-03-01 00:00:00.000 UTC");
+        // A damaged time is shown, too.
+        assert!(utc(u64::MAX).ends_with("UTC"));
         assert_eq!(age(0, 7_300_000), "2 h ago");
     }
 }

@@ -1,6 +1,7 @@
 //! What people see: pure functions from the API's types to lines.
 
 pub(crate) mod figure;
+pub(crate) mod journal;
 pub(crate) mod list;
 pub(crate) mod live;
 pub(crate) mod plan;
