@@ -4,7 +4,7 @@ use crate::machine::{Machine, give_back, note, send};
 use crate::outcome::Outcome;
 use crate::step::Ending;
 use crate::variant::Variant;
-use crate::world::{DESTINATION, Holder, Message, Property, Qemu, SOURCE, World};
+use crate::world::{DESTINATION, Holder, Message, Property, Qemu, SOURCE, Snapshot, World};
 use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
 };
@@ -222,13 +222,13 @@ impl Machine {
         match (qemu, ending) {
             (Qemu::Loaded | Qemu::Incoming, Ending::Well) => {
                 let attempt = &world.attempts[index];
-                let whole =
-                    qemu == Qemu::Loaded && attempt.snapshot != crate::world::Snapshot::Void;
-                if !whole && !attempt.overruled[DESTINATION] {
-                    world.blame(Property::LostWrites);
-                }
+                let whole = qemu == Qemu::Loaded && attempt.snapshot != Snapshot::Void;
+                let forgiven = attempt.overruled[DESTINATION];
                 let starts = self.setting.variant == Variant::PausedStarted;
                 self.let_live(world, host, self.setting.paused && !starts);
+                if !whole && !forgiven {
+                    world.blame(Property::LostWrites);
+                }
             }
             (Qemu::Loaded, Ending::Refused) => {
                 world.budget.surprises = world.budget.surprises.checked_sub(1)?;

@@ -399,7 +399,8 @@ impl Machine {
             // The connection that brings DONE is younger than the one that an offer opens.
             world.net &= !(1 << Message::Offer.bit(index));
         }
-        if side.state == 0 {
+        let recorded = !side.journal.is_empty() || side.tail != 0;
+        if side.state == 0 && !recorded {
             let unknown = self.destination.state_number(DestinationState::Unknown);
             world.attempts[index].sides[DESTINATION].state = unknown;
         }
@@ -423,6 +424,11 @@ impl Machine {
             Message::Overruled => OnDestination::PeerOverruled(terms.after_next()),
             _ => return,
         };
+        if side.state == 0 && recorded {
+            let heard = self.destination.event_number(event);
+            world.attempts[index].sides[DESTINATION].heard = heard;
+            return self.take_up(world, index, DESTINATION);
+        }
         self.feed_destination(world, index, event);
     }
 
@@ -430,7 +436,7 @@ impl Machine {
         let attempt = &world.attempts[index];
         let at = attempt.host(DESTINATION);
         let host = &world.hosts[at];
-        let known = side.state != 0 || !side.journal.is_empty();
+        let known = side.state != 0 || !side.journal.is_empty() || side.tail != 0;
         if known && self.setting.variant != Variant::KnownOfferAccepted {
             return;
         }

@@ -26,6 +26,7 @@
 //! | a restarted source cannot send blocks: it cancels where some are waited for | `settling.rs`: `heard` | `source_hears_waiting` |
 //! | a source that lost its QEMU gives up, unless all was sent | `departure/handover.rs`: `qemu_ended` | `see_gone` |
 //! | a restarted destination looks whether a loaded QEMU is still there, before it answers | `remembered.rs`: `look` | `take_up` |
+//! | without a task a destination forgets what is settled, and reads its journal when asked | `remembered.rs`: `answer` | `leave` |
 //! | only the agent that loaded a copy takes a refused `cont` for proof that it never ran | `arrival/handover.rs`, `remembered.rs`: `resume` | `resume_destination` |
 //! | `cont` that is not answered counts as done | the same | `resume_destination` |
 //! | nothing is needed of the source once the guest runs | `arrival/handover.rs`: `step` | `all_present` |

@@ -217,13 +217,13 @@ fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
 /// Whether the guest is the destination's, when its journal is at its end. Where the source's is
 /// removed, an answer to a question that came late may stay.
 fn destination_end(machine: &Machine, [source, side]: &[Side; 2]) -> Option<bool> {
-    match (machine.destination_state(side), side.ended) {
-        (None, ended) => Some(ended.unwrap_or(false)),
-        (Some(DestinationState::Aborted), ended)
-            if source.ended.is_some() && side.journal.len() == 1 =>
-        {
-            Some(ended.unwrap_or(false))
-        }
-        (Some(_), _) => None,
+    if side.journal.is_empty() && side.state == 0 {
+        return Some(side.ended.unwrap_or(false));
     }
+    let aborted = matches!(
+        machine.destination_state(side),
+        None | Some(DestinationState::Aborted)
+    );
+    let answered = aborted && source.ended.is_some() && side.journal.len() == 1;
+    answered.then(|| side.ended.unwrap_or(false))
 }

@@ -211,7 +211,7 @@ impl Machine {
         }
     }
 
-    /// Feeds what came of the actions, when they are all done; removes a journal at its end.
+    /// Feeds what came of the actions, when they are all done; ends what is at its end.
     pub(crate) fn go_on(&mut self, world: &mut World, index: usize, side: usize) {
         loop {
             let it = &mut world.attempts[index].sides[side];
@@ -219,24 +219,52 @@ impl Machine {
                 return;
             }
             it.again = false;
-            let Some(event) = it.events.pop_front() else {
+            let heard = |it: &mut Side| Some(std::mem::take(&mut it.heard)).filter(|it| *it != 0);
+            let event = it.events.pop_front().or_else(|| heard(it));
+            let Some(event) = event.or_else(|| self.present(world, index, side)) else {
                 break;
             };
             self.feed(world, index, side, event);
         }
-        if side != DESTINATION {
-            return;
+        if side == DESTINATION {
+            self.leave(world, index);
         }
+    }
+
+    /// A destination without a task says at once that nothing is needed any more.
+    fn present(&mut self, world: &World, index: usize, side: usize) -> Option<u8> {
+        let it = &world.attempts[index].sides[side];
+        if side == SOURCE || it.session || it.unwritten != 0 {
+            return None;
+        }
+        let running = DestinationState::Running { all_present: false };
+        (*self.destination_state(it)? == running)
+            .then(|| self.destination.event_number(DestinationEvent::AllPresent))
+    }
+
+    /// A destination removes a journal at its end. Without a task it forgets what is settled, and
+    /// reads the journal again when it is asked.
+    fn leave(&mut self, world: &mut World, index: usize) {
         let it = &mut world.attempts[index].sides[DESTINATION];
-        let over = (it.state != 0).then(|| self.destination.state(it.state));
-        match over {
-            Some(DestinationState::Closed { here }) if it.unwritten == 0 => {
+        let Some(state) = (it.state != 0).then(|| self.destination.state(it.state)) else {
+            return;
+        };
+        match state {
+            DestinationState::Closed { here } if it.unwritten == 0 => {
                 let ended = *here;
                 self.remove(world, index, DESTINATION, ended);
             }
             // Nothing was recorded, so nothing is remembered.
-            Some(DestinationState::Unknown) if it.journal.is_empty() && it.tail == 0 => {
+            DestinationState::Unknown if it.journal.is_empty() && it.tail == 0 => {
                 *it = Side {
+                    ended: it.ended,
+                    ..Side::default()
+                };
+            }
+            state if state.is_settled() && !it.session => {
+                *it = Side {
+                    journal: it.journal,
+                    tail: it.tail,
                     ended: it.ended,
                     ..Side::default()
                 };
@@ -283,7 +311,7 @@ impl Machine {
     }
 
     /// Goes on from the journal.
-    fn take_up(&mut self, world: &mut World, index: usize, side: usize) {
+    pub(crate) fn take_up(&mut self, world: &mut World, index: usize, side: usize) {
         let terms = self.terms(index, &world.attempts[index]);
         let it = &mut world.attempts[index].sides[side];
         if it.tail != 0 {
@@ -327,6 +355,9 @@ impl Machine {
     /// The guest goes on, or may be let go on by its owner.
     pub(crate) fn let_live(&self, world: &mut World, host: usize, paused: bool) {
         world.hosts[host].qemu = if paused { Qemu::Paused } else { Qemu::Running };
+        if world.hosts[host ^ 1].qemu.is_live() {
+            world.blame(Property::TwoCopies);
+        }
         if self.setting.paused && !paused {
             world.blame(Property::PausedStarted);
         }

@@ -90,6 +90,8 @@ pub(crate) struct Side {
     pub(crate) again: bool,
     /// A record that could not be written twice.
     pub(crate) unwritten: u8,
+    /// What is fed when everything that the journal asks for is done.
+    pub(crate) heard: u8,
     /// Records on disk.
     pub(crate) journal: Small<8>,
     /// A record whose write failed, on disk all the same, until the next write replaces it.
@@ -256,6 +258,7 @@ impl Side {
             events,
             again,
             unwritten,
+            heard,
             journal,
             tail,
             session,
@@ -264,7 +267,7 @@ impl Side {
         let flags = u8::from(*again) | u8::from(*session) << 1;
         let ended = ended.map_or(0, |here| 1 + u8::from(here));
         hash.fold(bytes([*state, *unwritten, *tail, flags, ended, 0, 0, 0]) ^ events.word() << 40);
-        hash.fold(todo.word());
+        hash.fold(todo.word() | u64::from(*heard) << 56);
         hash.fold(journal.word());
     }
 }
