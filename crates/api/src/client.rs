@@ -3,8 +3,8 @@
 use crate::operation::{Method, Operation};
 use crate::{
     ANSWER_BYTES_MAX, ApiError, AttachGuest, Guest, Guests, Host, Limit, Migration, Migrations,
-    Plan, PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
-    Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
+    Plan, PlanRequest, Probe, ProbeResult, Progress, Report, Resolve, StartGuest, StartMigration,
+    StopGuest, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -237,6 +237,12 @@ impl Client {
     /// Stops a migration and keeps the guest at the source.
     pub async fn cancel(&self, id: &str) -> Result<Migration, ClientError> {
         self.send(Operation::CancelMigration, id, &(), WORK_WAIT)
+            .await
+    }
+
+    /// Says which side runs the guest of a migration that is in doubt.
+    pub async fn resolve(&self, id: &str, resolve: &Resolve) -> Result<Migration, ClientError> {
+        self.send(Operation::ResolveMigration, id, resolve, WORK_WAIT)
             .await
     }
 

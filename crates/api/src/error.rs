@@ -56,6 +56,8 @@ pub enum ErrorCode {
     PeerProtocol,
     /// The other agent ended the migration.
     PeerGaveUp,
+    /// A hook of one of the two hosts failed, and stopped the migration.
+    HookFailed,
     /// Both copies of the guest were compared, and differ.
     VerifyFailed,
     /// The agent has no room for more of these now.
@@ -68,7 +70,7 @@ pub enum ErrorCode {
 
 impl ErrorCode {
     /// Every code.
-    pub const ALL: [Self; 28] = [
+    pub const ALL: [Self; 29] = [
         Self::InvalidRequest,
         Self::RequestTooLarge,
         Self::Unauthorized,
@@ -93,6 +95,7 @@ impl ErrorCode {
         Self::Cancelled,
         Self::PeerProtocol,
         Self::PeerGaveUp,
+        Self::HookFailed,
         Self::VerifyFailed,
         Self::Busy,
         Self::Unavailable,
@@ -118,7 +121,7 @@ impl ErrorCode {
             | Self::TooLate
             | Self::Cancelled => 409,
             Self::RequestTooLarge => 413,
-            Self::Refused => 422,
+            Self::Refused | Self::HookFailed => 422,
             Self::Internal | Self::VerifyFailed => 500,
             Self::PeerUnreachable
             | Self::PeerIdentity
@@ -162,6 +165,7 @@ impl ErrorCode {
             | Self::Internal
             | Self::PeerProtocol
             | Self::PeerGaveUp
+            | Self::HookFailed
             | Self::VerifyFailed => 1,
             Self::Cancelled => 130,
         }

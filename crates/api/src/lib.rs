@@ -5,6 +5,7 @@
 //! do not. Every figure that was not measured is null, never 0; units stand last in names.
 
 pub mod client;
+pub mod doubt;
 pub mod error;
 pub mod guest;
 pub mod host;
@@ -15,6 +16,7 @@ pub mod plan;
 pub mod report;
 
 pub use client::{Client, ClientError, Watch};
+pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use error::{ApiError, ErrorCode};
 pub use guest::{AttachGuest, Guest, GuestState, Guests, StartGuest, StopGuest};
 pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};
@@ -25,7 +27,9 @@ pub use migration::{
 pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
-pub use report::{BytesByKind, Cost, DowntimeParts, HostCost, PhaseTime, Report, VerifyResult};
+pub use report::{
+    BytesByKind, Cost, DowntimeParts, HookRun, HostCost, PhaseTime, Report, VerifyResult,
+};
 
 /// Largest body of a request that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;

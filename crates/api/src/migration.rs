@@ -1,5 +1,6 @@
 //! Migrations: asking for one, watching it, changing its mind.
 
+use crate::doubt::Doubt;
 use crate::error::ApiError;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -122,6 +123,10 @@ pub struct StartMigration {
     /// left out.
     #[serde(default = "patience_default")]
     pub patience_ms: u64,
+    /// Whether the right to run is given away when the guest is stopped, not when the destination
+    /// is ready: about one round trip less of downtime, and a longer time in doubt.
+    #[serde(default)]
+    pub early_release: bool,
 }
 
 pub(crate) fn downtime_default() -> u64 {
@@ -143,6 +148,9 @@ pub struct Asked {
     pub verify: bool,
     /// How long an interruption of the link is ridden out, in milliseconds.
     pub patience_ms: u64,
+    /// Whether the right to run is given away when the guest is stopped.
+    #[serde(default)]
+    pub early_release: bool,
 }
 
 impl From<&StartMigration> for Asked {
@@ -152,6 +160,7 @@ impl From<&StartMigration> for Asked {
             bandwidth_bps: start.bandwidth_bps,
             verify: start.verify,
             patience_ms: start.patience_ms,
+            early_release: start.early_release,
         }
     }
 }
@@ -191,6 +200,9 @@ pub struct Migration {
     pub outcome: Option<Outcome>,
     /// Why it ended like that, and where the guest is.
     pub reason: Option<ApiError>,
+    /// What is known while it is in doubt who may run the guest; null otherwise.
+    #[serde(default)]
+    pub doubt: Option<Doubt>,
     /// The latest progress, as long as the agent remembers it.
     pub progress: Option<Progress>,
 }
@@ -283,7 +295,7 @@ mod tests {
         assert_eq!(asked.downtime_ms, 300);
         assert_eq!(asked.patience_ms, 60_000);
         assert_eq!(asked.bandwidth_bps, None);
-        assert!(!asked.verify);
+        assert!(!asked.verify && !asked.early_release);
         let unknown = serde_json::from_str::<StartMigration>(r#"{"guest":"a","to":"b","x":1}"#);
         assert!(unknown.is_err());
     }

@@ -3,8 +3,8 @@
 use crate::operation::Operation;
 use crate::{
     ApiError, AttachGuest, ErrorCode, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
-    PlanRequest, Probe, ProbeResult, Progress, Report, StartGuest, StartMigration, StopGuest,
-    Trust, TrustedHost, TrustedHosts,
+    PlanRequest, Probe, ProbeResult, Progress, Report, Resolve, StartGuest, StartMigration,
+    StopGuest, Trust, TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -127,6 +127,13 @@ fn describe(operation: Operation) -> Description {
             "Stop a migration and keep the guest at the source",
         )
         .gives::<Migration>("It stops; watch it for its outcome.")
+        .status(202),
+        Operation::ResolveMigration => new(
+            "resolveMigration",
+            "Say which side runs the guest of a migration that is in doubt",
+        )
+        .takes::<Resolve>()
+        .gives::<Migration>("It is being done; the migration has another outcome when it is.")
         .status(202),
         Operation::LimitMigration => new("limitMigration", "Change a migration's limit")
             .takes::<Limit>()

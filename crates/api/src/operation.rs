@@ -62,6 +62,8 @@ pub enum Operation {
     WatchMigration,
     /// Stop one and keep the guest at the source.
     CancelMigration,
+    /// Say which side runs the guest of one that is in doubt.
+    ResolveMigration,
     /// Change one's limit.
     LimitMigration,
     /// One's report.
@@ -72,7 +74,7 @@ pub enum Operation {
 
 impl Operation {
     /// Every operation.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -90,6 +92,7 @@ impl Operation {
         Self::GetMigration,
         Self::WatchMigration,
         Self::CancelMigration,
+        Self::ResolveMigration,
         Self::LimitMigration,
         Self::ReportMigration,
         Self::GetOpenapi,
@@ -147,6 +150,7 @@ impl Operation {
             Self::GetMigration => (Get, "/v1/migrations/{migration}"),
             Self::WatchMigration => (Get, "/v1/migrations/{migration}/progress"),
             Self::CancelMigration => (Post, "/v1/migrations/{migration}/cancel"),
+            Self::ResolveMigration => (Post, "/v1/migrations/{migration}/resolve"),
             Self::LimitMigration => (Put, "/v1/migrations/{migration}/limit"),
             Self::ReportMigration => (Get, "/v1/migrations/{migration}/report"),
             Self::GetOpenapi => (Get, "/v1/openapi.json"),

@@ -18,6 +18,9 @@ pub struct PlanRequest {
     /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
+    /// Whether the right to run would be given away when the guest is stopped.
+    #[serde(default)]
+    pub early_release: bool,
 }
 
 /// A plan.

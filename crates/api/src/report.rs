@@ -60,6 +60,22 @@ pub struct Report {
     pub cost: Cost,
     /// What the comparison of all memory found, where it was asked for.
     pub verify: Option<VerifyResult>,
+    /// The hooks that were run on this host, in their order.
+    #[serde(default)]
+    pub hooks: Vec<HookRun>,
+}
+
+/// A hook that was run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+pub struct HookRun {
+    /// Its step, such as `released`.
+    pub step: String,
+    /// How long it took, in milliseconds.
+    pub time_ms: f64,
+    /// Whether the guest stood still meanwhile.
+    pub guest_stood_still: bool,
+    /// Why it failed; null where it did not.
+    pub error: Option<String>,
 }
 
 /// Bytes of the guest's blocks, by how they travelled.

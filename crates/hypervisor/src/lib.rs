@@ -20,6 +20,7 @@ mod probe;
 pub mod process;
 pub mod qmp;
 pub mod scope;
+pub mod starter;
 mod tap;
 
 pub use capabilities::Accelerator;

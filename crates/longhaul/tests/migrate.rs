@@ -153,12 +153,14 @@ fn migration() -> Migration {
             bandwidth_bps: None,
             verify: true,
             patience_ms: 60_000,
+            early_release: false,
         },
         started_unix_ms: 1_800_000_000_000,
         ended_unix_ms: None,
         phase: Phase::Preparing,
         outcome: None,
         reason: None,
+        doubt: None,
         progress: None,
     }
 }
@@ -224,6 +226,7 @@ fn report() -> Report {
             different_blocks: 0,
             first_difference: None,
         }),
+        hooks: Vec::new(),
     }
 }
 
@@ -259,7 +262,7 @@ fn a_completed_migration() {
     assert_eq!(
         requests[0],
         "POST /v1/migrations {\"guest\":\"web-7\",\"to\":\"paris-2\",\"downtime_ms\":300,\
-         \"bandwidth_bps\":80000000,\"verify\":true,\"patience_ms\":60000}"
+         \"bandwidth_bps\":80000000,\"verify\":true,\"patience_ms\":60000,\"early_release\":false}"
     );
 }
 

@@ -1,5 +1,6 @@
 //! The agent's configuration: one TOML document, every value with a default.
 
+use crate::agent::hooks::Hooks;
 use crate::agent::state::StartError;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
@@ -31,6 +32,8 @@ pub(crate) struct Config {
     pub(crate) api: ApiConfig,
     /// What this host offers its guests.
     pub(crate) hypervisor: Arc<HostConfig>,
+    /// What is run before and after the steps of a move.
+    pub(crate) hooks: Hooks,
 }
 
 /// The document.
@@ -53,6 +56,8 @@ struct Document {
     firmware: BTreeMap<String, PathBuf>,
     #[serde(default)]
     kernels: BTreeMap<String, KernelFiles>,
+    #[serde(default)]
+    hooks: Hooks,
 }
 
 fn default_state() -> PathBuf {
@@ -171,7 +176,9 @@ impl Config {
                 firmware: document.firmware,
                 kernels: document.kernels,
             }),
+            hooks: document.hooks,
         };
+        config.hooks.check()?;
         if !is_name(&config.name) {
             return Err(format!(
                 "`name = {:?}`: a host's name has 1 to 63 letters, digits, `-`, `_` and `.`, and \
@@ -225,6 +232,23 @@ mod tests {
         assert!(name.contains("begins with a letter"), "{name}");
         let path = parse("state = \"here\"").unwrap_err();
         assert!(path.contains("absolute"), "{path}");
+        let hook = parse("[hooks.source]\nrelease = { command = [\"/bin/true\"] }").unwrap_err();
+        assert!(
+            hook.contains("line 2") && hook.contains("`released`"),
+            "{hook}"
+        );
+        for (hook, expected) in [
+            ("command = [\"true\"]", "from `/` on"),
+            ("command = []", "has no program"),
+            (
+                "command = [\"/bin/true\"]\nwithin = \"2h\"",
+                "100ms to 10min",
+            ),
+            ("command = [\"/bin/true\"]\nwithin = \"2\"", "say 300ms"),
+        ] {
+            let error = parse(&format!("[hooks.destination.ready]\n{hook}")).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
         let token = parse("[api.tcp]\nlisten = \"0.0.0.0:7443\"").unwrap_err();
         assert!(token.contains("token_file"), "{token}");
     }

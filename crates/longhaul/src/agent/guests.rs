@@ -95,7 +95,11 @@ impl Guests {
             StartGuest::Name(name) => {
                 let mut known = self.known()?;
                 match known.remove(&name) {
-                    Some(Known::Running(_)) => return Err(runs_already(&name)),
+                    Some(Known::Running(_)) => {
+                        // Says where it is, where it only stands still here.
+                        manager.reserve(&name).await?;
+                        return Err(runs_already(&name));
+                    }
                     Some(Known::Ended(guest)) if guest.is_attached() => {
                         return Err(attach::ended(&name));
                     }
@@ -108,6 +112,7 @@ impl Guests {
         };
         let name = description.name.clone();
         let reservation = manager.reserve(&name).await?;
+        manager.may_use_disks(&description)?;
         let right = manager.right(&name).await;
         // Launching must come to its end even when nobody waits for the answer any more.
         let parts = self.parts.clone();
@@ -451,7 +456,8 @@ fn apply_right(guest: &mut Guest, right: Right) {
     let (state, detail) = match right.holder {
         Holder::Here => return,
         Holder::Elsewhere(host) => (GuestState::Elsewhere, format!("on {host}")),
-        Holder::InDoubt(why) => (GuestState::InDoubt, why),
+        Holder::InDoubt(host) => (GuestState::InDoubt, format!("handed to {host}")),
+        Holder::Unknown(why) => (GuestState::InDoubt, why),
     };
     guest.state = state;
     guest.state_detail = Some(detail);

@@ -13,7 +13,7 @@ use axum::routing::{MethodFilter, on};
 use futures_util::stream;
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Method, Migrations, Operation, PlanRequest, Probe, Progress,
-    REQUEST_BYTES_MAX, StartMigration, StopGuest, WATCH_REPEAT_MS,
+    REQUEST_BYTES_MAX, Resolve, StartMigration, StopGuest, WATCH_REPEAT_MS,
 };
 use longhaul_protocol::MigrationId;
 use serde::Serialize;
@@ -236,6 +236,14 @@ async fn perform(
         Operation::CancelMigration => {
             let id = resolve(manager, value).await?;
             json(StatusCode::ACCEPTED, &manager.cancel(id).await?)
+        }
+        Operation::ResolveMigration => {
+            let resolution: Resolve = parse(body)?;
+            let id = resolve(manager, value).await?;
+            json(
+                StatusCode::ACCEPTED,
+                &manager.resolve(id, resolution).await?,
+            )
         }
         Operation::LimitMigration => {
             let limit: Limit = parse(body)?;

@@ -4,6 +4,7 @@ mod attach;
 pub(crate) mod config;
 pub(crate) mod fail_point;
 mod guests;
+mod hooks;
 mod hosts;
 mod http;
 mod migration;

@@ -57,6 +57,8 @@ pub(crate) enum Command {
     Migrate(MigrateArgs),
     /// Stop a move and keep the guest where it is
     Cancel(IdArgs),
+    /// Say which host runs a guest that is in doubt, where the other one cannot
+    Resolve(ResolveArgs),
     /// Change how fast a move may send
     Limit(LimitArgs),
     /// Show what a move was predicted to cost, and what it did
@@ -225,6 +227,9 @@ pub(crate) struct Wishes {
     /// Send no faster than this, say 80mbit
     #[arg(long, value_name = "RATE", value_parser = parse_bit_rate)]
     pub(crate) bandwidth: Option<u64>,
+    /// Give the guest away when it is stopped: a round trip less downtime, a longer doubt
+    #[arg(long)]
+    pub(crate) early_release: bool,
 }
 
 #[derive(Debug, Args)]
@@ -249,6 +254,43 @@ pub(crate) struct IdArgs {
     /// The migration's id or the beginning of it, or the guest that is moving
     #[arg(value_name = "ID|GUEST")]
     pub(crate) migration: String,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ResolveArgs {
+    /// The migration's id or the beginning of it, or the guest that is in doubt
+    #[arg(value_name = "ID|GUEST")]
+    pub(crate) migration: String,
+    /// The host that the guest belongs to from now on
+    #[arg(long, value_name = "SIDE")]
+    pub(crate) run_on: RunOn,
+    /// Why the other host cannot run it; needed where this host is to run it
+    #[arg(long, value_name = "STATE")]
+    pub(crate) other_side: Option<OtherSide>,
+    /// The reason, for the log and the journal
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) because: Option<String>,
+    /// Do not ask
+    #[arg(long)]
+    pub(crate) yes: bool,
+}
+
+/// A side of a move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum RunOn {
+    /// The host that the guest was to leave
+    Source,
+    /// The host that it was to go to
+    Destination,
+}
+
+/// Why a host cannot run a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum OtherSide {
+    /// It is off for good
+    Dead,
+    /// It is cut off from the guest's disks and networks
+    Fenced,
 }
 
 #[derive(Debug, Args)]

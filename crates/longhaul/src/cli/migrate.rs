@@ -33,6 +33,7 @@ pub(crate) async fn migrate(
         bandwidth_bps: args.wishes.bandwidth,
         verify: args.verify,
         patience_ms: whole_ms(args.patience),
+        early_release: args.wishes.early_release,
     };
     // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
     let interrupts = Interrupts::new()?;

@@ -7,6 +7,7 @@ mod journal;
 mod migrate;
 mod output;
 mod paint;
+mod resolve;
 mod show;
 
 use crate::agent;
@@ -91,12 +92,13 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
         Command::Cancel(IdArgs { migration }) => {
             return migrate::cancel(&client()?, output, &migration).await;
         }
+        Command::Resolve(args) => return resolve::resolve(&client()?, output, args).await,
         Command::Limit(args) => limit(&client()?, output, args).await?,
         Command::Report(args) => report(&client()?, output, args).await?,
         Command::Migrations => {
             let list = client()?.migrations().await?;
             show(output, &list, || {
-                show::list::migrations(&list.migrations, now_unix_ms())
+                show::list::migrations(&list.migrations, now_unix_ms(), output.width())
             })?;
         }
     }
@@ -276,6 +278,7 @@ async fn plan(client: &Client, output: &Output, args: PlanArgs) -> Result<u8, Cl
         to: args.to,
         downtime_ms: whole_ms(args.wishes.downtime),
         bandwidth_bps: args.wishes.bandwidth,
+        early_release: args.wishes.early_release,
     };
     let plan = client.plan(&request).await?;
     show(output, &plan, || show::plan::plan(&plan, output.width()))?;

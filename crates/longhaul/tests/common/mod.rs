@@ -81,7 +81,12 @@ impl Agent {
     }
 
     pub fn restart(&mut self) {
-        self.child = spawn(self.folder.path());
+        self.restart_failing_at("");
+    }
+
+    /// Starts it again, to fail at these points.
+    pub fn restart_failing_at(&mut self, points: &str) {
+        self.child = spawn_failing_at(self.folder.path(), points);
         self.wait_until_ready();
     }
 }
@@ -109,6 +114,10 @@ fn configuration(folder: &Path, more: &str) -> String {
 }
 
 pub fn spawn(folder: &Path) -> Child {
+    spawn_failing_at(folder, "")
+}
+
+fn spawn_failing_at(folder: &Path, points: &str) -> Child {
     let log = std::fs::File::options()
         .create(true)
         .append(true)
@@ -117,6 +126,7 @@ pub fn spawn(folder: &Path) -> Child {
     Command::new(env!("CARGO_BIN_EXE_longhaul"))
         .args(["agent", "--config"])
         .arg(folder.join("agent.toml"))
+        .env("LONGHAUL_FAIL_POINT", points)
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(log)

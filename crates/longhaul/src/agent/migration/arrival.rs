@@ -19,17 +19,18 @@ use super::receive::{ReceiveError, Receiving};
 use super::registry::{Reservation, Taken};
 use super::talk::TalkError;
 use crate::agent::fail_point;
-use longhaul_api::{ApiError, Asked, ErrorCode, Outcome, Phase, Side};
+use crate::agent::hooks::Step;
+use longhaul_api::{ApiError, Asked, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_codec::unpack;
 use longhaul_engine::handover::{DestinationEvent, DestinationState, Record, Terms};
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
+use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{Instant, sleep_until};
 
@@ -193,6 +194,22 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
     });
     // From now on questions about the attempt are for its task, and not answered from the journal.
     let present = Present::new(context, arrival.clone());
+    let entry = Arc::new(Entry::new(Facts {
+        id: offer.migration,
+        guest: guest.clone(),
+        side: Side::Destination,
+        source: peer.name.clone(),
+        destination: host.clone(),
+        asked: Asked {
+            downtime_ms: 0,
+            bandwidth_bps: None,
+            verify: offer.verify,
+            patience_ms: u64::from(offer.patience_ms),
+            early_release: offer.early_release,
+        },
+    }));
+    let next = Generation(offer.generation.0 + 1);
+    context.arriving(&entry, next).await?;
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
     if journal
@@ -213,22 +230,10 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         paused: offer.paused,
     };
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let entry = Arc::new(Entry::new(Facts {
-        id: offer.migration,
-        guest: guest.clone(),
-        side: Side::Destination,
-        source: peer.name.clone(),
-        destination: host.clone(),
-        asked: Asked {
-            downtime_ms: 0,
-            bandwidth_bps: None,
-            verify: offer.verify,
-            patience_ms: u64::from(offer.patience_ms),
-        },
-    }));
     let inbound = match Inbound::launch(context, &offer).await {
         Ok(inbound) => inbound,
         Err(error) => {
+            context.last_hook(&entry, Step::NotComing, next).await;
             let reason = error.to_string();
             let aborted = Record::Aborted {
                 attempt: offer.attempt,
@@ -258,6 +263,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
     arrival.set_state(&state);
     let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
     let task = Task {
+        resolutions: entry.resolutions(),
         context: context.clone(),
         entry,
         arrival,
@@ -281,6 +287,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         load_time: Duration::ZERO,
         commit_at: None,
         commit_time: Duration::ZERO,
+        running: None,
         reservation,
     };
     Ok(task)
@@ -300,6 +307,7 @@ struct Task {
     handover: DestinationHandover,
     inbound: Inbound,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
+    resolutions: watch::Receiver<Option<Resolve>>,
     retry_at: Instant,
     /// When it was aborted.
     settled_at: Option<Instant>,
@@ -317,6 +325,8 @@ struct Task {
     load_time: Duration,
     commit_at: Option<Instant>,
     commit_time: Duration,
+    /// The hook that runs beside the guest.
+    running: Option<JoinHandle<()>>,
     reservation: Reservation,
 }
 
@@ -336,6 +346,7 @@ enum Happened {
     PatienceOver,
     Retry,
     Cancelled,
+    Resolved(Option<Resolve>),
 }
 
 impl Task {
@@ -424,6 +435,8 @@ impl Task {
         let receiving = self.inbound.receiving().clone();
         let ready_to_load = !self.loaded && self.loading.is_none() && self.complete_at.is_some();
         let mut cancelled = self.entry.cancelled();
+        let may_abort = self.state().may_abort();
+        let resolutions = &mut self.resolutions;
         tokio::select! {
             message = next_message(&mut self.call) => Happened::Message(message),
             call = self.called.recv() => Happened::Call(call.map(Box::new)),
@@ -441,7 +454,10 @@ impl Task {
             () = self.inbound.ended() => Happened::QemuEnded,
             () = sleep_until(deadline) => Happened::PatienceOver,
             () = sleep_until(self.retry_at + RETRY_EVERY) => Happened::Retry,
-            Ok(_) = cancelled.wait_for(Option::is_some), if self.state().may_abort() => {
+            Ok(()) = resolutions.changed() => {
+                Happened::Resolved(resolutions.borrow_and_update().clone())
+            }
+            Ok(_) = cancelled.wait_for(Option::is_some), if may_abort => {
                 Happened::Cancelled
             }
         }
@@ -489,6 +505,7 @@ impl Task {
             Happened::Loaded(Ok(())) => self.loaded().await,
             Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
             Happened::QemuEnded => self.qemu_ended().await,
+            Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Retry => {
                 self.retry_at = Instant::now();
                 retry_destination(self).await;
@@ -510,6 +527,7 @@ impl Task {
     }
 
     async fn resumed(&mut self, mut call: Call, epoch: Option<Epoch>) {
+        self.entry.heard(None);
         let Some(epoch) = epoch else {
             // It has nothing to send, only to ask.
             self.disconnect();
@@ -655,9 +673,13 @@ impl Task {
     }
 
     async fn ready_if_so(&mut self) {
-        if self.loaded && (self.verified || !self.offer.verify) {
+        let compared = self.verified || !self.offer.verify;
+        if self.loaded && compared && matches!(self.state(), DestinationState::Receiving { .. }) {
             self.entry.enter(Phase::HandingOver);
-            self.step(DestinationEvent::Loaded).await;
+            match self.hook(Step::Ready).await {
+                Ok(()) => self.step(DestinationEvent::Loaded).await,
+                Err(error) => self.abort(error.message).await,
+            }
         }
     }
 
@@ -681,7 +703,9 @@ impl Task {
         let (guest, source) = (&self.offer.guest.name, self.entry.report().source);
         let text = format!("{guest} is all here and waits for {source}, which is gone");
         let error = ApiError::new(ErrorCode::InDoubt, text)
-            .hint("it is decided as soon as the two agents meet");
+            .hint("it is decided as soon as the two agents meet: see `longhaul migrations`");
+        let next = self.handover.ledger.terms.next();
+        self.entry.in_doubt(HandoverRecord::Ready, next);
         self.entry.end(Outcome::InDoubt, Some(error));
     }
 
@@ -698,7 +722,8 @@ impl Task {
         }
     }
 
-    async fn end(self) {
+    async fn end(mut self) {
+        self.last_hook().await;
         let reason = self.abort_reason();
         let Self {
             context,

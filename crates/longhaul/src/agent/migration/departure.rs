@@ -11,6 +11,7 @@
 mod handover;
 mod show;
 
+use super::doubt::record_of;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, retry_source};
 use super::outbound::{Outbound, Stopped};
@@ -21,7 +22,8 @@ use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::verify::{Comparison, Next};
 use super::{Context, Holder, failure};
-use longhaul_api::{ApiError, Outcome, Phase};
+use crate::agent::hooks::Step;
+use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_codec::{DigestKey, pack};
 use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
 use longhaul_engine::source::{Advice, Link};
@@ -85,6 +87,7 @@ pub(super) struct Departure {
     worker: JoinHandle<SendError>,
     cancelled: watch::Receiver<Option<String>>,
     limits: watch::Receiver<Option<u64>>,
+    resolutions: watch::Receiver<Option<Resolve>>,
     began: Instant,
     shown_at: Instant,
     retry_at: Instant,
@@ -119,6 +122,7 @@ enum Happened {
     Compared(Next),
     Cancelled(String),
     Limit(Option<u64>),
+    Resolved(Option<Resolve>),
     QemuEnded,
     Tick,
 }
@@ -146,6 +150,7 @@ impl Departure {
             worker,
             cancelled,
             limits,
+            resolutions: task.entry.resolutions(),
             began: now,
             shown_at: now,
             retry_at: now,
@@ -183,6 +188,7 @@ impl Departure {
             self.handle(happened).await;
         }
         self.worker.abort();
+        self.last_hook().await;
         self.close().await;
     }
 
@@ -196,6 +202,9 @@ impl Departure {
             biased;
             Ok(why) = self.cancelled.wait_for(Option::is_some), if may_cancel => {
                 Happened::Cancelled(why.clone().unwrap_or_default())
+            }
+            Ok(()) = self.resolutions.changed() => {
+                Happened::Resolved(self.resolutions.borrow_and_update().clone())
             }
             Ok(()) = self.limits.changed() => Happened::Limit(*self.limits.borrow_and_update()),
             error = &mut self.worker, if self.failure.is_none() => {
@@ -244,6 +253,7 @@ impl Departure {
             Happened::Redialled(result) => self.redialled(*result).await,
             Happened::Compared(next) => self.compare(next).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
+            Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Limit(limit) => {
                 if let Some(line) = self.line() {
                     line.bulk.set_bandwidth(limit);
@@ -358,6 +368,9 @@ impl Departure {
 
     /// Stops the guest, and sends what is left.
     async fn stop(&mut self, reason: StopReason) {
+        if let Err(error) = self.hook(Step::Stopping).await {
+            return self.fail(error).await;
+        }
         self.entry().enter(Phase::Stopping);
         let (predicted, left) = {
             let engine = self.task.sending.engine();
@@ -393,8 +406,7 @@ impl Departure {
         }
         self.send_tail().await;
         // An early release is written while the last blocks travel.
-        self.step(SourceEvent::Postmigrate).await;
-        self.announce().await;
+        self.standing_still().await;
     }
 
     async fn send_tail(&mut self) {
@@ -477,7 +489,7 @@ impl Departure {
                     return self.fail(failure::protocol(&self.task.host, &error)).await;
                 }
                 self.entry().enter(Phase::HandingOver);
-                self.step(SourceEvent::Ready(of)).await;
+                self.ready(of).await;
             }
             ToSource::Committed { attempt: of } => {
                 self.committed_at.get_or_insert_with(Instant::now);
@@ -606,6 +618,7 @@ impl Departure {
         match result {
             Ok((session, state)) => {
                 tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
+                self.entry().heard(Some(record_of(state)));
                 self.lost_at = None;
                 if let Some(line) = &session.line {
                     self.epoch = line.epoch;
@@ -627,7 +640,7 @@ impl Departure {
                 self.task.sending.wake();
                 self.step(SourceEvent::Connected).await;
                 if !bulk && state == AttemptState::Ready {
-                    self.step(SourceEvent::Ready(attempt)).await;
+                    self.ready(attempt).await;
                 }
             }
             Err(SessionError::Aborted(reason)) => {
@@ -651,6 +664,7 @@ impl Departure {
             Err(error) => {
                 // Released: there is no other way than to go on trying.
                 tracing::error!(%error, "cannot ask the destination");
+                self.entry().silent(&error.to_string());
                 self.redial_later();
             }
         }
@@ -683,6 +697,8 @@ impl Departure {
     /// Says that only the destination knows where the guest runs, once that has lasted.
     fn show_doubt(&self, since: Instant) {
         if since.elapsed() > DOUBT_AFTER && self.entry().outcome().is_none() {
+            let next = self.terms().next();
+            self.entry().in_doubt(HandoverRecord::Released, next);
             let guest = &self.task.offer.guest.name;
             let doubt = Holder::InDoubt(self.task.host.clone());
             let reason = failure::not_here(guest, &doubt);

@@ -1,10 +1,11 @@
 //! One migration as people see it: its phase, progress and report, and what they ask of it.
 
+use super::doubt::Standing;
 use longhaul_api::{
-    ApiError, Asked, BytesByKind, Cost, DowntimeParts, LinkProgress, Migration, Outcome, Phase,
-    PhaseTime, Progress, Report, Side, Strategy,
+    ApiError, Asked, BytesByKind, Cost, DowntimeParts, HandoverRecord, LinkProgress, Migration,
+    Outcome, Phase, PhaseTime, Progress, Report, Resolve, Side, Strategy,
 };
-use longhaul_protocol::MigrationId;
+use longhaul_protocol::{Generation, MigrationId};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
@@ -29,6 +30,7 @@ pub(super) struct Entry {
     progress: watch::Sender<Progress>,
     cancel: watch::Sender<Option<String>>,
     limit: watch::Sender<Option<u64>>,
+    resolve: watch::Sender<Option<Resolve>>,
 }
 
 #[derive(Debug)]
@@ -36,6 +38,7 @@ struct State {
     migration: Migration,
     report: Report,
     phase_began: Duration,
+    standing: Option<Standing>,
 }
 
 impl Entry {
@@ -75,6 +78,7 @@ impl Entry {
             phase: Phase::Preparing,
             outcome: None,
             reason: None,
+            doubt: None,
             progress: None,
         };
         let report = Report {
@@ -103,6 +107,7 @@ impl Entry {
             interruptions: None,
             cost: Cost::default(),
             verify: None,
+            hooks: Vec::new(),
         };
         Self {
             id: facts.id,
@@ -111,10 +116,12 @@ impl Entry {
                 migration,
                 report,
                 phase_began: Duration::ZERO,
+                standing: None,
             }),
             progress: watch::Sender::new(progress),
             cancel: watch::Sender::new(None),
             limit: watch::Sender::new(facts.asked.bandwidth_bps),
+            resolve: watch::Sender::new(None),
         }
     }
 
@@ -139,6 +146,7 @@ impl Entry {
             migration,
             report,
             phase_began: Duration::ZERO,
+            standing: None,
         };
         entry
     }
@@ -203,6 +211,9 @@ impl Entry {
             Outcome::InDoubt => None,
             _ => Some(unix_ms()),
         };
+        if outcome != Outcome::InDoubt {
+            state.standing = None;
+        }
         let guest = state.migration.guest.clone();
         drop(state);
         match &reason {
@@ -225,7 +236,13 @@ impl Entry {
 
     /// As the list of migrations shows it.
     pub(super) fn migration(&self) -> Migration {
-        let mut migration = self.lock().migration.clone();
+        let state = self.lock();
+        let mut migration = state.migration.clone();
+        migration.doubt = state
+            .standing
+            .as_ref()
+            .map(|standing| standing.doubt(&migration));
+        drop(state);
         migration.progress = Some(self.progress.borrow().clone());
         migration
     }
@@ -263,6 +280,53 @@ impl Entry {
     /// Its limit, as it changes.
     pub(super) fn limits(&self) -> watch::Receiver<Option<u64>> {
         self.limit.subscribe()
+    }
+
+    /// From now on only the other side's word decides, and it is not to be had: what this side has
+    /// written down last, and the generation of the right with the destination.
+    pub(super) fn in_doubt(&self, record: HandoverRecord, next: Generation) {
+        let mut state = self.lock();
+        let standing = state.standing.get_or_insert_with(|| Standing {
+            record,
+            generation: next.0,
+            since_unix_ms: unix_ms(),
+            other_record: None,
+            heard_unix_ms: None,
+            asked: None,
+        });
+        standing.record = record;
+    }
+
+    /// The other side was heard of while in doubt, and said this, if it said anything.
+    pub(super) fn heard(&self, record: Option<HandoverRecord>) {
+        if let Some(standing) = &mut self.lock().standing {
+            let now = unix_ms();
+            standing.other_record = record.or(standing.other_record);
+            standing.heard_unix_ms = Some(now);
+            standing.asked = Some((now, None));
+        }
+    }
+
+    /// The other side was asked while in doubt, and did not answer.
+    pub(super) fn silent(&self, why: &str) {
+        if let Some(standing) = &mut self.lock().standing {
+            standing.asked = Some((unix_ms(), Some(why.to_owned())));
+        }
+    }
+
+    /// Nothing is in doubt any more.
+    pub(super) fn certain(&self) {
+        self.lock().standing = None;
+    }
+
+    /// A person says which side runs the guest.
+    pub(super) fn resolve(&self, resolve: Resolve) {
+        self.resolve.send_replace(Some(resolve));
+    }
+
+    /// What a person said, to be waited for.
+    pub(super) fn resolutions(&self) -> watch::Receiver<Option<Resolve>> {
+        self.resolve.subscribe()
     }
 }
 

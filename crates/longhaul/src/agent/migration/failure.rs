@@ -151,6 +151,14 @@ pub(super) fn probe(host: &str, error: &ProbeError) -> ApiError {
     }
 }
 
+/// A person has decided where the guest runs.
+pub(super) fn overruled(because: &str) -> ApiError {
+    ApiError::new(
+        ErrorCode::PeerUnreachable,
+        format!("a person has decided: {because}"),
+    )
+}
+
 /// The right to run a guest is not here.
 pub(super) fn not_here(guest: &str, holder: &Holder) -> ApiError {
     match holder {
@@ -160,12 +168,31 @@ pub(super) fn not_here(guest: &str, holder: &Holder) -> ApiError {
             format!("{guest} was moved to {host}"),
         )
         .hint(format!(
-            "it may only run there: look with `longhaul guests` on {host}"
+            "it may only run there: look with `longhaul guests` on {host}, and move it back from \
+             there"
         )),
         Holder::InDoubt(host) => ApiError::new(
             ErrorCode::InDoubt,
             format!("{guest} was handed to {host}, which has not said whether it runs there"),
         )
-        .hint("it is known as soon as the two agents meet: see `longhaul migrations`"),
+        .hint(format!(
+            "it is known as soon as the two agents meet: see `longhaul migrations`; where {host} \
+             is dead or cut off: longhaul resolve {guest}"
+        )),
+        Holder::Unknown(why) => ApiError::new(
+            ErrorCode::InDoubt,
+            format!("nobody can tell who may run {guest}: {why}"),
+        )
+        .hint("nothing is done with it before that file is mended"),
     }
+}
+
+/// The same error, saying how often the right to run has changed hands.
+pub(super) fn of_generation(mut error: ApiError, generation: Option<u64>) -> ApiError {
+    if let Some(generation) = generation {
+        error
+            .message
+            .push_str(&format!(" (generation {generation})"));
+    }
+    error
 }

@@ -70,6 +70,9 @@ impl Ledger {
             // The journal says it too, and is read first.
             tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
         }
+        if right.holder == Holder::Here {
+            self.context.unmark(&self.guest);
+        }
     }
 
     /// Goes back to the generation that the source had, from one that never ran the guest.

@@ -88,6 +88,7 @@ impl Left {
             bandwidth_bps: None,
             verify: false,
             patience_ms: 0,
+            early_release: false,
         };
         let facts = Facts {
             id: self.migration,

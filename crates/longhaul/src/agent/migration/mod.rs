@@ -7,8 +7,10 @@
 mod archive;
 mod arrival;
 mod departure;
+mod doubt;
 mod entry;
 mod failure;
+mod fence;
 mod inbound;
 mod ledger;
 mod left;
@@ -24,15 +26,17 @@ mod remembered;
 mod send;
 mod session;
 mod settling;
+mod steps;
 mod talk;
 mod verify;
 
 use crate::agent::state::{Parts, StartError};
 use archive::Archive;
 use arrival::Arrival;
+use fence::Marks;
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Plan, PlanRequest, Probe, ProbeResult, Progress, Report,
-    Side, StartMigration,
+    Resolve, Side, StartMigration,
 };
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
@@ -79,8 +83,10 @@ pub(crate) enum Holder {
     Here,
     /// Another one, by the name that it is trusted under or by its fingerprint.
     Elsewhere(String),
-    /// Nobody can tell until the two agents have met.
+    /// Nobody can tell until the two agents have met: this host gave it to that one.
     InDoubt(String),
+    /// What is written here cannot be read, and why.
+    Unknown(String),
 }
 
 /// What every migration's task uses.
@@ -89,6 +95,7 @@ struct Context {
     endpoint: Endpoint,
     journals: Journals,
     rights: Rights,
+    marks: Marks,
     registry: Registry,
     archive: Archive,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
@@ -131,6 +138,43 @@ impl Context {
         let mut rates = lock(&self.rates);
         let known = rates.entry(host.to_owned()).or_insert(bytes_per_s);
         *known += RATE_WEIGHT * (bytes_per_s - *known);
+    }
+
+    /// What the journal says of a guest.
+    fn right(&self, guest: &str) -> Right {
+        let moving = match self.registry.taken(guest) {
+            Some(Taken::Moving(id, side)) => Some((id, side)),
+            Some(Taken::Locally) | None => None,
+        };
+        match self.rights.get(guest) {
+            Ok(None) => Right {
+                generation: None,
+                holder: Holder::Here,
+                moving,
+            },
+            Ok(Some(right)) => {
+                let generation = Some(right.generation.0);
+                let holder = match right.holder {
+                    longhaul_storage::Holder::Here => Holder::Here,
+                    longhaul_storage::Holder::Elsewhere { host } => Holder::Elsewhere(host),
+                    longhaul_storage::Holder::InDoubt { host } => Holder::InDoubt(host),
+                };
+                Right {
+                    generation,
+                    holder,
+                    moving,
+                }
+            }
+            // Whoever cannot read who may run a guest must not run it.
+            Err(error) => {
+                tracing::error!(%error, guest, "cannot read who may run a guest");
+                Right {
+                    generation: None,
+                    holder: Holder::Unknown(error.to_string()),
+                    moving,
+                }
+            }
+        }
     }
 
     /// Everything that says whether this host could run a guest.
@@ -181,6 +225,7 @@ impl Context {
                 )),
             ));
         }
+        checks.extend(self.hook_answers());
         Answer { host, checks }
     }
 }
@@ -197,6 +242,8 @@ impl Manager {
             .map_err(|error| cannot("use the journals", &error))?;
         let rights = Rights::open(&state.join("rights"))
             .map_err(|error| cannot("read who may run which guest", &error))?;
+        let marks = Marks::open(&state.join("marks"))
+            .map_err(|error| cannot("make the folder of marks", &error))?;
         let archive = Archive::open(&state.join("reports"))
             .map_err(|error| cannot("make the folder of reports", &error))?;
         let software = format!("longhaul {}", env!("CARGO_PKG_VERSION"));
@@ -223,6 +270,7 @@ impl Manager {
             endpoint,
             journals,
             rights,
+            marks,
             registry,
             archive,
             arrivals: Mutex::default(),
@@ -235,6 +283,7 @@ impl Manager {
             ))
             .hint("nothing was changed: mend what the message names, and start the agent again")
         })?;
+        context.sweep_marks();
         let accepting = tokio::spawn(peer::accept(context.clone()));
         Ok(Arc::new(Self { context, accepting }))
     }
@@ -277,6 +326,22 @@ impl Manager {
             return Err(ApiError::new(ErrorCode::TooLate, text));
         }
         entry.cancel("it was cancelled");
+        Ok(entry.migration())
+    }
+
+    /// Ends a doubt as a person says, where that makes sense.
+    pub(crate) async fn resolve(
+        &self,
+        id: MigrationId,
+        resolve: Resolve,
+    ) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        let migration = entry.migration();
+        doubt::judge(&migration, &resolve)?;
+        tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
+        if !self.context.attempts.resolve(id, &resolve).await {
+            entry.resolve(resolve);
+        }
         Ok(entry.migration())
     }
 
@@ -335,49 +400,27 @@ impl Manager {
 
     /// What the journal says of a guest.
     pub(crate) async fn right(&self, guest: &str) -> Right {
-        let moving = match self.context.registry.taken(guest) {
-            Some(Taken::Moving(id, side)) => Some((id, side)),
-            Some(Taken::Locally) | None => None,
-        };
-        match self.context.rights.get(guest) {
-            Ok(None) => Right {
-                generation: None,
-                holder: Holder::Here,
-                moving,
-            },
-            Ok(Some(right)) => {
-                let generation = Some(right.generation.0);
-                let holder = match right.holder {
-                    longhaul_storage::Holder::Here => Holder::Here,
-                    longhaul_storage::Holder::Elsewhere { host } => Holder::Elsewhere(host),
-                    longhaul_storage::Holder::InDoubt { host } => Holder::InDoubt(host),
-                };
-                Right {
-                    generation,
-                    holder,
-                    moving,
-                }
-            }
-            // Whoever cannot read who may run a guest must not run it.
-            Err(error) => {
-                tracing::error!(%error, guest, "cannot read who may run a guest");
-                Right {
-                    generation: None,
-                    holder: Holder::InDoubt(error.to_string()),
-                    moving,
-                }
-            }
-        }
+        self.context.right(guest)
     }
 
     /// Keeps migrations off a guest; refuses while one is under way, and where the right to run
     /// it is not here.
     pub(crate) async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
+        // Where it is says more than that somebody is busy with it.
+        self.require_right(guest)?;
         let reservation = self.context.registry.take(guest, Taken::Locally)?;
-        let right = self.right(guest).await;
+        self.require_right(guest)?;
+        Ok(reservation)
+    }
+
+    fn require_right(&self, guest: &str) -> Result<(), ApiError> {
+        let right = self.context.right(guest);
         match right.holder {
-            Holder::Here => Ok(reservation),
-            holder => Err(failure::not_here(guest, &holder)),
+            Holder::Here => Ok(()),
+            holder => Err(failure::of_generation(
+                failure::not_here(guest, &holder),
+                right.generation,
+            )),
         }
     }
 }

@@ -6,7 +6,7 @@ use super::registry::Taken;
 use super::talk;
 use super::{Context, failure};
 use longhaul_api::{
-    ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Strategy,
+    ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Side, Strategy,
 };
 use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
@@ -47,6 +47,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
             bandwidth_bps: request.bandwidth_bps,
             verify: false,
             patience_ms: 0,
+            early_release: request.early_release,
         },
         possible: false,
         qemu: None,
@@ -74,16 +75,44 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     // Nobody else talks to this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
     let (machine, look) = look_here(context, &candidate, &mut plan).await?;
+    plan.checks.push(context.starter_check(&candidate.guest));
+    plan.checks.extend(context.hook_checks(Side::Source));
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;
     }
+    plan.checks.extend(early_release(&plan));
     plan.predictions.push(predict(&look, &Asking::of(&plan)));
     plan.possible = plan
         .checks
         .iter()
         .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
     Ok(plan)
+}
+
+/// What an early release saves, and what it is paid with.
+fn early_release(plan: &Plan) -> Option<Check> {
+    let Plan {
+        guest, destination, ..
+    } = plan;
+    let saved = match plan.rtt_ms {
+        Some(rtt_ms) => format!(
+            "about {} (one round trip)",
+            show_duration(Duration::from_secs_f64(rtt_ms / 1e3))
+        ),
+        None => "about one round trip".to_owned(),
+    };
+    plan.asked.early_release.then(|| {
+        let text = format!(
+            "early release saves {saved} of downtime; if the connection breaks after the stop, \
+             {guest} stays stopped until {destination} and this host meet again"
+        );
+        Check::warn(
+            "early_release",
+            text,
+            "without --early-release it goes on here when that happens before it was handed over",
+        )
+    })
 }
 
 fn qemu(error: &dyn Display) -> ApiError {
@@ -323,6 +352,7 @@ pub(super) struct Asking {
     pub(super) downtime: Duration,
     pub(super) rate_bytes_per_s: Option<f64>,
     pub(super) rtt: Option<Duration>,
+    pub(super) early_release: bool,
 }
 
 impl Asking {
@@ -333,6 +363,7 @@ impl Asking {
             downtime: Duration::from_millis(plan.asked.downtime_ms),
             rate_bytes_per_s: plan.rate_bps.map(|rate| rate as f64 / 8.0),
             rtt: plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
+            early_release: plan.asked.early_release,
         }
     }
 }
@@ -345,7 +376,8 @@ pub(super) fn predict(look: &Look, asking: &Asking) -> Prediction {
     };
     let share = look.share.unwrap_or(1.0);
     let dirty = look.dirty_bytes_per_s.unwrap_or(0) as f64;
-    let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(1.5);
+    let round_trips = if asking.early_release { 0.5 } else { 1.5 };
+    let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(round_trips);
     let limit = asking.downtime;
     let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
     let mut left = used as f64 * share;
@@ -393,7 +425,13 @@ fn prediction(
         total_ms: total.map(ms),
         downtime_ms,
         downtime_at_most_ms: downtime_ms.map(|time| time.max(ms(asking.downtime))),
-        if_link_breaks: format!("stays on {}", asking.source),
+        if_link_breaks: match asking.early_release {
+            false => format!("stays on {}", asking.source),
+            true => format!(
+                "before the stop: stays on {}; after it: stands still until the hosts meet",
+                asking.source
+            ),
+        },
         if_source_dies: "before the switch: as without a move".to_owned(),
         note,
     }

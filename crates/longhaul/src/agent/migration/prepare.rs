@@ -12,6 +12,7 @@ use super::session::{self, Session, SessionError};
 use super::settling::Settling;
 use super::{Context, Holder, failure};
 use crate::agent::fail_point;
+use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, SourceState, Terms};
@@ -149,16 +150,19 @@ impl Preparing {
             entry.migration().guest,
             context.parts.config.name
         );
+        let next = Generation(self.candidate.generation.0 + 1);
         let prepared = self.prepare(reservation).await;
         match prepared {
             Ok((task, session)) => Departure::new(task, session).run().await,
             Err(mut error) => {
+                context.last_hook(&entry, Step::Stays, next).await;
                 error.state_of_guest.get_or_insert(state);
                 let outcome = failure::outcome(&error);
                 entry.end(outcome, Some(error));
                 context.archive.keep(&entry);
             }
         }
+        context.sweep_marks();
     }
 
     async fn prepare(self, reservation: Reservation) -> Result<(Task, Session), ApiError> {
@@ -176,6 +180,11 @@ impl Preparing {
             return Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint));
         }
         let paused = is_paused(&qmp).await?;
+        let next = Generation(generation.0 + 1);
+        let leaving = self
+            .context
+            .leave(&self.entry, guest.description(), &host.name, next);
+        self.unless_cancelled(leaving).await??;
         let mut outbound = Outbound::attach(guest.clone(), qmp)
             .await
             .map_err(super::outbound::OutboundError::into_api)?;
@@ -194,7 +203,7 @@ impl Preparing {
             paused,
             verify: self.request.verify,
             patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
-            early_release: false,
+            early_release: self.request.early_release,
         };
         let mut journal = Journal::open(&self.context.journals, offer.migration)
             .map_err(|error| failure::internal(&error.to_string()))?;
@@ -223,6 +232,8 @@ impl Preparing {
                 if let Err(error) = outbound.abort().await {
                     tracing::error!(%error, "the guest's QEMU could not be set back");
                 }
+                // Whoever settles the attempt may have to talk to this QEMU.
+                drop(outbound);
                 let reason = super::arrival::short(&error.message);
                 write(
                     &mut journal,

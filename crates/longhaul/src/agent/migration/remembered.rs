@@ -6,6 +6,7 @@
 
 use super::Context;
 use super::arrival;
+use super::doubt;
 use super::entry::Entry;
 use super::ledger::{
     DestinationHandover, DestinationOwner, Ledger, begin_destination, feed_destination,
@@ -14,7 +15,8 @@ use super::ledger::{
 use super::left::{self, Left, abort_reason};
 use super::peer::attempt_state;
 use super::registry::{Reservation, Taken};
-use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
+use crate::agent::hooks::Step;
+use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState, Terms};
 use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
@@ -127,6 +129,30 @@ impl Attempts {
     }
 }
 
+impl Attempts {
+    /// A person decides about an attempt that waits here; false where none of that id does.
+    pub(super) async fn resolve(&self, migration: MigrationId, resolve: &Resolve) -> bool {
+        let mut waiting = self.waiting.lock().await;
+        let Some(mut remembered) = waiting.remove(&migration) else {
+            return false;
+        };
+        let because = doubt::because(&remembered.handover.ledger.host, resolve);
+        remembered.look().await;
+        let event = match resolve.run_on {
+            Side::Destination => DestinationEvent::Overrule(because),
+            Side::Source => DestinationEvent::Abort(arrival::short(&because)),
+        };
+        feed_destination(&mut remembered, event).await;
+        remembered.present().await;
+        remembered.show();
+        remembered.outbox.clear();
+        if remembered.is_open() {
+            waiting.insert(migration, remembered);
+        }
+        true
+    }
+}
+
 impl Remembered {
     fn of(context: &Arc<Context>, left: Left, state: DestinationState) -> Self {
         Self {
@@ -233,6 +259,12 @@ impl Remembered {
             // It was told to run, and has been its owner's since.
             return DestinationEvent::Resumed;
         }
+        if let Some(entry) = &self.entry {
+            ledger
+                .context
+                .last_hook(entry, Step::Taken, generation)
+                .await;
+        }
         if !self.paused {
             let resumed = match found.connect().await {
                 Ok(qmp) => memory::resume(&qmp, true).await.map_err(|e| e.to_string()),
@@ -244,6 +276,9 @@ impl Remembered {
         }
         if let Err(error) = found.set_generation(generation.0) {
             tracing::error!(guest, %error, "cannot note the generation");
+        }
+        if let Some(entry) = &self.entry {
+            ledger.context.running(entry, generation);
         }
         DestinationEvent::Resumed
     }
@@ -260,8 +295,10 @@ impl Remembered {
                         "{guest} is all here and waits for {}, which has not said that it may run",
                         ledger.host
                     );
-                    let error = ApiError::new(ErrorCode::InDoubt, text)
-                        .hint("it is decided as soon as the two agents meet");
+                    let error = ApiError::new(ErrorCode::InDoubt, text).hint(
+                        "it is decided as soon as the two agents meet: see `longhaul migrations`",
+                    );
+                    entry.in_doubt(HandoverRecord::Ready, ledger.terms.next());
                     entry.end(Outcome::InDoubt, Some(error));
                 }
             }
@@ -294,6 +331,10 @@ impl DestinationOwner for Remembered {
                 let ledger = &self.handover.ledger;
                 if let Err(error) = left::remove(&ledger.context, &ledger.guest).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
+                }
+                if let Some(entry) = &self.entry {
+                    let next = ledger.terms.next();
+                    ledger.context.last_hook(entry, Step::NotComing, next).await;
                 }
                 return Some(DestinationEvent::QemuGone);
             }

@@ -135,16 +135,26 @@ pub(super) async fn resume(
         epoch = Epoch(epoch.0 + 1);
         match try_resume(&context, &attempted, epoch, bandwidth_bps).await {
             Err(SessionError::Connect(error)) if !is_final(&error) => {
-                tracing::debug!(%error, "not back yet");
+                context.not_back(attempted.migration, &error);
             }
-            Err(SessionError::Link(error)) => tracing::debug!(%error, "not back yet"),
+            Err(SessionError::Link(error)) => context.not_back(attempted.migration, &error),
             Err(SessionError::Talk(TalkError::Channel(error))) => {
-                tracing::debug!(%error, "not back yet");
+                context.not_back(attempted.migration, &error);
             }
             Err(SessionError::Talk(TalkError::Silent(_))) => {}
             other => return other,
         }
         sleep(REDIAL_PAUSE).await;
+    }
+}
+
+impl Context {
+    /// The destination could not be asked.
+    fn not_back(&self, migration: MigrationId, error: &dyn std::fmt::Display) {
+        tracing::debug!(%migration, %error, "not back yet");
+        if let Ok(entry) = self.registry.get(migration) {
+            entry.silent(&error.to_string());
+        }
     }
 }
 

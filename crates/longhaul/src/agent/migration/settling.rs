@@ -9,8 +9,9 @@ use super::ledger::{SourceHandover, SourceOwner, begin_source, feed_source, retr
 use super::left::{self, Left};
 use super::registry::{Reservation, Taken};
 use super::session::{self, Conversation, SessionError};
-use super::{Context, Holder, failure};
-use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
+use super::{Context, Holder, doubt, failure};
+use crate::agent::hooks::Step;
+use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory;
@@ -18,7 +19,8 @@ use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
 use longhaul_storage::Journal;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::time::sleep;
+use tokio::sync::watch;
+use tokio::time::{sleep, timeout};
 
 /// Between two tries to reach the other host, at first.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -37,6 +39,9 @@ pub(super) struct Settling {
     /// The destination has closed its journal too.
     closed: bool,
     reason: Option<ApiError>,
+    resolutions: Option<watch::Receiver<Option<Resolve>>>,
+    /// It has ended, and the hook for that has yet to run.
+    ended: Option<Arc<Entry>>,
 }
 
 impl SourceOwner for Settling {
@@ -96,11 +101,13 @@ impl Settling {
                 state,
                 ledger: left.into_ledger(context),
             },
+            resolutions: entry.as_ref().map(|entry| entry.resolutions()),
             entry,
             reservation,
             conversation: None,
             closed: false,
             reason: None,
+            ended: None,
         };
         begin_source(&mut settling, actions).await;
         settling.show();
@@ -117,6 +124,8 @@ impl Settling {
             conversation: None,
             closed: false,
             reason: None,
+            resolutions: None,
+            ended: None,
         }
     }
 
@@ -141,11 +150,15 @@ impl Settling {
     async fn run(mut self) {
         let mut pause = ASK_EVERY;
         while !self.closed {
+            self.last_hook().await;
             match self.meet().await {
                 Ok(()) => pause = ASK_EVERY,
                 Err(error) => {
                     let guest = &self.handover.ledger.guest;
                     tracing::debug!(guest, %error, "the other host cannot be asked");
+                    if let Some(entry) = &self.entry {
+                        entry.silent(&error.to_string());
+                    }
                     if self.handover.state.is_over() && error.is_final() {
                         return;
                     }
@@ -158,6 +171,7 @@ impl Settling {
             }
             let asked = self.resolution(pause).await;
             if let Some(because) = asked {
+                self.reason.get_or_insert(failure::overruled(&because));
                 feed_source(&mut self, SourceEvent::Overrule(because)).await;
                 self.show();
             }
@@ -166,13 +180,46 @@ impl Settling {
                 pause = (pause * 2).min(ASK_EVERY_MAX);
             }
         }
+        self.last_hook().await;
         self.handover.ledger.remove_journal();
     }
 
+    /// Runs the hook of how it has ended, once.
+    async fn last_hook(&mut self) {
+        let Some(entry) = self.ended.take() else {
+            return;
+        };
+        let ledger = &self.handover.ledger;
+        let step = match self.handover.state {
+            SourceState::Closed { here: false } => Step::Gone,
+            _ => Step::Stays,
+        };
+        let next = ledger.terms.next();
+        ledger.context.last_hook(&entry, step, next).await;
+        ledger.context.archive.keep(&entry);
+        self.reservation = None;
+    }
+
     /// Waits, unless a person decides meanwhile.
-    async fn resolution(&self, pause: Duration) -> Option<String> {
-        sleep(pause).await;
-        None
+    async fn resolution(&mut self, pause: Duration) -> Option<String> {
+        let host = &self.handover.ledger.host;
+        let Some(resolutions) = &mut self.resolutions else {
+            sleep(pause).await;
+            return None;
+        };
+        match timeout(pause, resolutions.changed()).await {
+            Ok(Ok(())) => {
+                let resolve = resolutions.borrow_and_update();
+                resolve
+                    .as_ref()
+                    .map(|resolve| doubt::because(host, resolve))
+            }
+            Ok(Err(_)) => {
+                sleep(pause).await;
+                None
+            }
+            Err(_) => None,
+        }
     }
 
     /// Talks with the destination until there is nothing to say.
@@ -200,11 +247,20 @@ impl Settling {
                 self.conversation = None;
             }
             self.show();
+            self.last_hook().await;
         }
         Ok(())
     }
 
     async fn heard(&mut self, message: ToSource) {
+        if let Some(entry) = &self.entry {
+            let record = match &message {
+                ToSource::Status { state, .. } => Some(doubt::record_of(*state)),
+                ToSource::Ready { .. } => Some(HandoverRecord::Ready),
+                _ => None,
+            };
+            entry.heard(record);
+        }
         match message {
             ToSource::Ready { attempt } => {
                 feed_source(self, SourceEvent::Ready(attempt)).await;
@@ -280,6 +336,7 @@ impl Settling {
         let state = &self.handover.state;
         let ledger = &self.handover.ledger;
         if state.in_doubt() {
+            entry.in_doubt(HandoverRecord::Released, ledger.terms.next());
             if entry.outcome().is_none() {
                 let doubt = Holder::InDoubt(ledger.host.clone());
                 entry.end(
@@ -289,10 +346,18 @@ impl Settling {
             }
             return;
         }
+        entry.certain();
         let there = matches!(
             state,
             SourceState::Done | SourceState::Retiring | SourceState::Closed { here: false }
         );
+        if *state == SourceState::Overruled {
+            // The destination may never hear of it.
+            entry.end(Outcome::Failed, self.reason.take());
+            ledger.context.archive.keep(entry);
+            self.ended = self.entry.take();
+            return;
+        }
         if there && entry.outcome() != Some(Outcome::Completed) {
             entry.end(Outcome::Completed, None);
         }
@@ -301,8 +366,7 @@ impl Settling {
                 entry.end(Outcome::Failed, self.reason.take());
             }
             ledger.context.archive.keep(entry);
-            self.entry = None;
-            self.reservation = None;
+            self.ended = self.entry.take();
         }
     }
 }

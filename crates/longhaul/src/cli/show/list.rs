@@ -1,5 +1,6 @@
 //! Hosts, guests and migrations as people see them.
 
+use super::doubt;
 use super::figure::{self, UNKNOWN};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_api::{
@@ -165,8 +166,8 @@ pub(crate) fn guest_state(guest: &Guest) -> Line {
     }
 }
 
-/// The migrations.
-pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64) -> Vec<Line> {
+/// The migrations, and what is known of those in doubt.
+pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usize) -> Vec<Line> {
     if migrations.is_empty() {
         return vec![Line::text("No guest was moved from or to this host.")];
     }
@@ -176,6 +177,7 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64) -> Vec<Line
     ])];
     for migration in migrations {
         let (tone, state) = match migration.outcome {
+            _ if migration.doubt.is_some() => (Tone::Bad, "in doubt"),
             None => (Tone::Good, figure::phase(migration.phase)),
             Some(Outcome::Completed) => (Tone::Plain, "completed"),
             Some(Outcome::Aborted) => (Tone::Plain, "stopped"),
@@ -203,7 +205,15 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64) -> Vec<Line
             Line::text(figure::ms(took)),
         ]);
     }
-    table(rows)
+    let mut lines = table(rows);
+    for migration in migrations {
+        if let Some(known) = &migration.doubt {
+            let id = short_id(&migration.id, &ids);
+            lines.push(Line::default());
+            lines.extend(doubt::block(migration, known, id, now_unix_ms, width));
+        }
+    }
+    lines
 }
 
 /// As much of an id as tells it from the others, and at least four digits.
@@ -254,8 +264,12 @@ mod tests {
         golden::check_lines("guests", &guests(&sample::guests()), 120);
         golden::check_lines("guests_none", &guests(&[]), 80);
         let list = sample::migrations();
-        golden::check_lines("migrations", &migrations(&list, 1_800_000_100_000), 120);
-        golden::check_lines("migrations_none", &migrations(&[], 0), 80);
+        golden::check_lines(
+            "migrations",
+            &migrations(&list, 1_800_000_100_000, 120),
+            120,
+        );
+        golden::check_lines("migrations_none", &migrations(&[], 0, 80), 80);
         golden::check_lines("probe", &probe(&sample::probe()), 80);
     }
 

@@ -1,5 +1,6 @@
 //! What people see: pure functions from the API's types to lines.
 
+pub(crate) mod doubt;
 pub(crate) mod figure;
 pub(crate) mod journal;
 pub(crate) mod list;

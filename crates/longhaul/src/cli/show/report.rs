@@ -2,7 +2,7 @@
 
 use super::figure::{self, bare_ms, byte_rate};
 use crate::cli::paint::{Line, Tone, columns, wrap};
-use longhaul_api::{BytesByKind, DowntimeParts, HostCost, Outcome, Phase, Report};
+use longhaul_api::{BytesByKind, DowntimeParts, HookRun, HostCost, Outcome, Phase, Report};
 use longhaul_protocol::units::show_bytes;
 
 const PREDICTED: usize = 14;
@@ -209,6 +209,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
             },
         );
     }
+    if !report.hooks.is_empty() {
+        line("hooks", hooks(&report.hooks));
+    }
     let costs = [
         cost(&report.cost.source, &report.source),
         cost(&report.cost.destination, &report.destination),
@@ -218,6 +221,20 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn hooks(hooks: &[HookRun]) -> String {
+    let shown = hooks.iter().map(|hook| {
+        let time = figure::precise_ms(Some(hook.time_ms));
+        let still = match hook.guest_stood_still {
+            true => " of the downtime",
+            false => "",
+        };
+        let error = hook.error.as_ref();
+        let error = error.map_or_else(String::new, |error| format!(" (failed: {error})"));
+        format!("{} {time}{still}{error}", hook.step)
+    });
+    shown.collect::<Vec<_>>().join(" · ")
 }
 
 fn cost(cost: &HostCost, host: &str) -> Option<String> {
@@ -257,6 +274,8 @@ mod tests {
         failed.downtime_ms = None;
         failed.downtime = DowntimeParts::default();
         failed.predicted = None;
+        failed.hooks[0].time_ms = 10_002.0;
+        failed.hooks[0].error = Some("/etc/longhaul/fence did not end within 10 s".into());
         failed.cost.destination = HostCost::default();
         failed.verify = Some(VerifyResult {
             regions: 6,

@@ -13,6 +13,7 @@ fn asked() -> Asked {
         bandwidth_bps: None,
         verify: false,
         patience_ms: 60_000,
+        early_release: false,
     }
 }
 
@@ -75,6 +76,7 @@ pub(crate) fn migration() -> Migration {
         phase: Phase::Precopy,
         outcome: None,
         reason: None,
+        doubt: None,
         progress: None,
     }
 }
@@ -91,6 +93,57 @@ pub(crate) fn migrations() -> Vec<Migration> {
     failed.id = "a000000000000000".into();
     failed.outcome = Some(Outcome::Failed);
     vec![migration(), completed, failed]
+}
+
+pub(crate) fn in_doubt() -> Migration {
+    Migration {
+        phase: Phase::HandingOver,
+        outcome: Some(Outcome::InDoubt),
+        doubt: Some(Doubt {
+            since_unix_ms: 1_800_000_041_000,
+            record: HandoverRecord::Released,
+            generation: 5,
+            other_host: "paris-2".into(),
+            other_record: Some(HandoverRecord::Ready),
+            heard_unix_ms: Some(1_800_000_041_000),
+            reachable: Some(false),
+            unreachable_because: Some("no answer from 192.0.2.7:7400 within 5 s".into()),
+            asked_unix_ms: Some(1_800_000_298_000),
+            here: "web-7 stands still on lyon-1, with all its memory".into(),
+            then: "when the two agents meet, the word of paris-2 decides: web-7 runs there if \
+                   paris-2 took it, and goes on here if it did not"
+                .into(),
+            ways_out: vec![
+                WayOut {
+                    run_on: Side::Source,
+                    tell: "lyon-1".into(),
+                    needs_other_side: true,
+                    only_if: "paris-2 is off for good, or cut off from the disks and networks of \
+                              web-7, and web-7 never ran there"
+                        .into(),
+                    at_stake:
+                        "web-7 goes on on lyon-1 from the moment at which it was stopped. If \
+                               it ran on paris-2 after all, what it did there is lost, and disks \
+                               that it wrote to there no longer fit its memory: going on would \
+                               damage its file systems"
+                            .into(),
+                },
+                WayOut {
+                    run_on: Side::Destination,
+                    tell: "paris-2".into(),
+                    needs_other_side: true,
+                    only_if: "lyon-1 is off for good, or cut off from the disks and networks of \
+                              web-7, and does not run it"
+                        .into(),
+                    at_stake: "web-7 goes on on paris-2 from the moment at which it was stopped. \
+                               If it runs on lyon-1 after all, two copies write to the same \
+                               disks: its file systems would be damaged"
+                        .into(),
+                },
+            ],
+        }),
+        ..migration()
+    }
 }
 
 pub(crate) fn progress() -> Progress {
@@ -194,6 +247,12 @@ pub(crate) fn report() -> Report {
             different_blocks: 0,
             first_difference: None,
         }),
+        hooks: vec![HookRun {
+            step: "released".into(),
+            time_ms: 4.2,
+            guest_stood_still: true,
+            error: None,
+        }],
     }
 }
 

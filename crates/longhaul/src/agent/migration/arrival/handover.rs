@@ -1,11 +1,13 @@
 //! Runs the destination's side of the hand-over: feeds it what happens, does what it says.
 
 use super::{Task, short};
+use crate::agent::hooks::Step;
+use crate::agent::migration::doubt;
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
 use crate::agent::migration::left::abort_reason;
 use crate::agent::migration::peer::attempt_state;
-use longhaul_api::Phase;
+use longhaul_api::{ApiError, Phase, Resolve, Side};
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::message::{Summary, ToSource};
@@ -22,6 +24,7 @@ impl Task {
         }
         self.arrival.set_state(&self.handover.state);
         if self.state().is_settled() {
+            self.entry.certain();
             self.settled_at.get_or_insert_with(Instant::now);
         }
     }
@@ -30,11 +33,46 @@ impl Task {
         &self.handover.state
     }
 
+    /// Runs a step's hook.
+    pub(super) async fn hook(&self, step: Step) -> Result<(), ApiError> {
+        let next = self.handover.ledger.terms.next();
+        self.context.hook(&self.entry, step, next).await
+    }
+
+    /// Runs the hook of how it has ended, or waits for that which runs beside the guest.
+    pub(super) async fn last_hook(&mut self) {
+        let next = self.handover.ledger.terms.next();
+        if !self.state().owns_guest() {
+            self.context
+                .last_hook(&self.entry, Step::NotComing, next)
+                .await;
+        }
+        if let Some(running) = self.running.take()
+            && let Err(error) = running.await
+        {
+            tracing::error!(%error, "a hook broke");
+        }
+    }
+
+    /// A person has decided.
+    pub(super) async fn resolved(&mut self, resolve: Option<Resolve>) {
+        let Some(resolve) = resolve else { return };
+        let because = doubt::because(&self.handover.ledger.host, &resolve);
+        match resolve.run_on {
+            Side::Destination => self.step(DestinationEvent::Overrule(because)).await,
+            Side::Source => self.abort(because).await,
+        }
+    }
+
     async fn resume_guest(&mut self) -> DestinationEvent {
         let generation = self.handover.ledger.terms.next();
+        self.context
+            .last_hook(&self.entry, Step::Taken, generation)
+            .await;
         match self.inbound.resume(generation, self.offer.paused).await {
             Ok(()) => {
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
+                self.running = Some(self.context.running(&self.entry, generation));
                 DestinationEvent::Resumed
             }
             // QEMU says that it did not: so the guest has never run here.

@@ -1,10 +1,12 @@
 //! Runs the source's side of the hand-over: feeds it what happens, does what it says.
 
-use super::{Departure, SUMMARY_WITHIN, next_message};
+use super::{Departure, SUMMARY_WITHIN, Task, next_message};
+use crate::agent::hooks::Step;
 use crate::agent::migration::ledger::{SourceHandover, SourceOwner, feed_source};
-use crate::agent::migration::{arrival, failure};
-use longhaul_api::{ApiError, Phase};
-use longhaul_engine::handover::{SourceAction, SourceEvent};
+use crate::agent::migration::{arrival, doubt, failure};
+use longhaul_api::{ApiError, Phase, Resolve};
+use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
+use longhaul_protocol::Attempt;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use tokio::time::Instant;
 
@@ -36,8 +38,60 @@ impl Departure {
 
     pub(super) async fn step(&mut self, event: SourceEvent) {
         feed_source(self, event).await;
+        if !self.state().in_doubt() {
+            self.entry().certain();
+        }
         if self.state().is_over() {
             self.finished = true;
+        }
+    }
+
+    /// Runs a step's hook.
+    pub(super) async fn hook(&self, step: Step) -> Result<(), ApiError> {
+        let Task { context, entry, .. } = &self.task;
+        context.hook(entry, step, self.terms().next()).await
+    }
+
+    /// Runs the hook of how it has ended.
+    pub(super) async fn last_hook(&self) {
+        let step = match self.state() {
+            SourceState::Closed { here: false } => Step::Gone,
+            _ => Step::Stays,
+        };
+        let Task { context, entry, .. } = &self.task;
+        context.last_hook(entry, step, self.terms().next()).await;
+    }
+
+    /// The guest stands still, and what is left of it is on its way.
+    pub(super) async fn standing_still(&mut self) {
+        let mut hooks = self.hook(Step::Stopped).await;
+        if hooks.is_ok() && self.terms().early {
+            hooks = self.hook(Step::Released).await;
+        }
+        if let Err(error) = hooks {
+            return self.fail(error).await;
+        }
+        self.step(SourceEvent::Postmigrate).await;
+        self.announce().await;
+    }
+
+    /// The destination has everything: the guest is released, unless a hook forbids it.
+    pub(super) async fn ready(&mut self, of: Attempt) {
+        let releases = self.state().may_abort() && of == self.terms().attempt;
+        if releases && let Err(error) = self.hook(Step::Released).await {
+            return self.fail(error).await;
+        }
+        self.step(SourceEvent::Ready(of)).await;
+    }
+
+    /// A person has decided.
+    pub(super) async fn resolved(&mut self, resolve: Option<Resolve>) {
+        if let Some(resolve) = resolve {
+            let because = doubt::because(&self.task.host, &resolve);
+            self.failure.get_or_insert(failure::overruled(&because));
+            self.step(SourceEvent::Overrule(because)).await;
+            // The destination, should it come back, hears of it from whoever goes on.
+            self.finished |= *self.state() == SourceState::Overruled;
         }
     }
 

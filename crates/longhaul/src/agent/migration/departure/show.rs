@@ -100,6 +100,7 @@ impl Departure {
             downtime: task.downtime,
             rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
             rtt: self.session.as_ref().map(|session| session.control.rtt()),
+            early_release: self.entry().migration().asked.early_release,
         };
         let prediction = plan::predict(&task.look, &asking);
         if let Some(note) = &prediction.note {

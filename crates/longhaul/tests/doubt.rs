@@ -1,0 +1,276 @@
+//! Real moves that two real agents leave in doubt, because one of them was killed in the middle of
+//! the hand-over: what is shown, what is refused, and that a person can end it on either side.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+
+use common::{Agent, LIMIT, command};
+use nix::sys::signal::Signal;
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Output, Stdio};
+use std::time::{Duration, Instant};
+
+const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+                     memory_mib = 64\n";
+
+fn qemu() -> PathBuf {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let candidates = [
+        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
+        PathBuf::from("/usr/bin/qemu-system-x86_64"),
+    ];
+    let found = candidates.into_iter().find(|path| path.exists());
+    found.expect("no QEMU here: scripts/install lab")
+}
+
+struct Host(Agent);
+
+impl Host {
+    fn start(name: &str, address: &str) -> Self {
+        Self(Agent::start_configured(|folder| {
+            format!(
+                "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
+                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
+                folder.join("s"),
+                folder.join("agent.sock"),
+                qemu(),
+            )
+        }))
+    }
+
+    fn run(&self, arguments: &[&str]) -> Output {
+        self.0.longhaul(arguments)
+    }
+
+    fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.run(arguments);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert!(
+            output.status.success(),
+            "{arguments:?}: {errors}\n{}",
+            self.0.log()
+        );
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        let arguments = [&["--json"], arguments].concat();
+        serde_json::from_str(&self.succeed(&arguments)).unwrap()
+    }
+
+    fn fail(&self, arguments: &[&str], code: i32, expected: &str) {
+        let output = self.run(arguments);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
+        assert!(errors.contains(expected), "{arguments:?}: {errors}");
+    }
+
+    fn guest_state(&self) -> String {
+        let state = self.json(&["guests"])["guests"][0]["state"].clone();
+        state.as_str().unwrap_or("unknown").to_owned()
+    }
+
+    /// Whether no move has the guest any more.
+    fn is_free(&self) -> bool {
+        self.json(&["guests"])["guests"][0]["migration"].is_null()
+    }
+
+    fn doubt(&self) -> Value {
+        self.json(&["migrations"])["migrations"][0]["doubt"].clone()
+    }
+
+    fn wait_for(&self, what: &str, holds: impl Fn(&Self) -> bool) {
+        let until = Instant::now() + LIMIT;
+        while !holds(self) {
+            assert!(Instant::now() < until, "{what}: {}", self.0.log());
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+
+    fn trust(&self, name: &str, other: &Self, address: &str) {
+        let fingerprint = other.json(&["host"])["fingerprint"].clone();
+        let fingerprint = fingerprint.as_str().unwrap();
+        self.succeed(&["host", "trust", name, fingerprint, address]);
+    }
+
+    fn kill_and_restart(&mut self, points: &str) {
+        self.0.end(Signal::SIGKILL);
+        self.0.restart_failing_at(points);
+    }
+
+    /// Waits until the agent has died of its fail point.
+    fn wait_for_death(&mut self) {
+        assert!(!common::wait(&mut self.0.child).success());
+    }
+}
+
+impl Drop for Host {
+    fn drop(&mut self) {
+        if self.0.child.try_wait().is_ok_and(|status| status.is_some()) {
+            self.0.restart();
+        }
+        // A copy in doubt is ended by whoever made it so.
+        self.run(&["resolve", "web-7", "--run-on", "source", "--yes"]);
+        self.run(&["guests", "stop", "--force", "web-7"]);
+    }
+}
+
+fn free_address() -> String {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().to_string()
+}
+
+/// A guest on lyon-1, and two agents of which one fails at these points of the first move.
+fn two(lyon_fails_at: &str, paris_fails_at: &str) -> (Host, Host) {
+    let (here, there) = (free_address(), free_address());
+    let mut lyon = Host::start("lyon-1", &here);
+    let mut paris = Host::start("paris-2", &there);
+    lyon.trust("paris-2", &paris, &there);
+    paris.trust("lyon-1", &lyon, &here);
+    let description = lyon.0.folder.path().join("web-7.toml");
+    std::fs::write(&description, GUEST).unwrap();
+    lyon.succeed(&["guests", "start", &description.display().to_string()]);
+    match lyon_fails_at {
+        "" => paris.kill_and_restart(paris_fails_at),
+        points => lyon.kill_and_restart(points),
+    }
+    (lyon, paris)
+}
+
+/// Moves the guest, until somebody dies of it.
+fn migrate(lyon: &Host) {
+    let child = command(&lyon.0.socket())
+        .args(["migrate", "web-7", "--to", "paris-2", "--patience", "100ms"])
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let output = child.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(!output.status.success(), "{errors}");
+}
+
+/// A restart leaves the doubt to another part of the agent.
+fn the_source_ends_it(restart: bool) {
+    let (mut lyon, mut paris) = two("", "destination:before-record:committed=kill");
+    migrate(&lyon);
+    paris.wait_for_death();
+    if restart {
+        lyon.kill_and_restart("");
+    }
+    lyon.wait_for("in doubt", |lyon| !lyon.doubt().is_null());
+    assert_eq!(lyon.guest_state(), "in_doubt");
+    let doubt = lyon.doubt();
+    assert_eq!(doubt["record"], "released", "{doubt}");
+    lyon.wait_for("asked", |lyon| lyon.doubt()["reachable"] == false);
+    let shown = lyon.succeed(&["migrations"]);
+    for text in [
+        "in doubt",
+        "lyon-1 wrote RELEASED (generation 2)",
+        "it does not answer",
+        "--run-on source --other-side dead|fenced",
+        "on paris-2: longhaul resolve",
+    ] {
+        assert!(shown.contains(text), "no {text:?} in {shown}");
+    }
+    lyon.fail(&["guests", "start", "web-7"], 4, "handed to paris-2");
+
+    let resolve = ["resolve", "web-7", "--run-on"];
+    let with = |more: &[&'static str]| [&resolve[..], more].concat();
+    lyon.fail(&with(&["source", "--yes"]), 2, "--other-side dead");
+    lyon.fail(
+        &with(&["destination", "--other-side", "dead", "--yes"]),
+        3,
+        "on paris-2: longhaul resolve",
+    );
+    lyon.fail(&with(&["source", "--other-side", "dead"]), 2, "add --yes");
+    assert_eq!(lyon.guest_state(), "in_doubt");
+    let output = lyon.run(&with(&[
+        "source",
+        "--other-side",
+        "dead",
+        "--because",
+        "it burnt down",
+        "--yes",
+    ]));
+    let told = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(0), "{told}\n{}", lyon.0.log());
+    assert!(told.contains("at stake"), "{told}");
+    let done = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(done.contains("web-7 runs on lyon-1"), "{done}");
+    lyon.wait_for("running", |lyon| lyon.guest_state() == "running");
+    lyon.fail(
+        &with(&["source", "--other-side", "dead", "--yes"]),
+        3,
+        "nothing is in doubt",
+    );
+
+    // The dead come back, and hear of it.
+    paris.0.restart();
+    paris.wait_for("given up", |paris| {
+        !["running", "moving_in", "in_doubt"].contains(&paris.guest_state().as_str())
+    });
+    assert_eq!(lyon.guest_state(), "running");
+    paris.wait_for("free", Host::is_free);
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
+    assert_eq!(paris.guest_state(), "running");
+}
+
+#[test]
+fn the_source_goes_on_by_a_persons_word() {
+    the_source_ends_it(false);
+}
+
+#[test]
+fn the_source_goes_on_by_a_persons_word_after_a_restart() {
+    the_source_ends_it(true);
+}
+
+fn the_destination_ends_it(restart: bool) {
+    let (mut lyon, mut paris) = two("source:after-record:released=kill", "");
+    migrate(&lyon);
+    lyon.wait_for_death();
+    if restart {
+        paris.kill_and_restart("");
+    }
+    paris.wait_for("in doubt", |paris| !paris.doubt().is_null());
+    let doubt = paris.doubt();
+    assert_eq!(doubt["record"], "ready", "{doubt}");
+    assert_ne!(paris.guest_state(), "running");
+    let resolve = ["resolve", "web-7", "--run-on", "destination", "--yes"];
+    paris.fail(&resolve, 2, "--other-side dead");
+    paris.succeed(&[&resolve[..], &["--other-side", "fenced"]].concat());
+    paris.wait_for("running", |paris| paris.guest_state() == "running");
+
+    lyon.0.restart();
+    lyon.wait_for("given away", |lyon| {
+        lyon.guest_state() == "elsewhere" && lyon.is_free()
+    });
+    assert_eq!(paris.guest_state(), "running");
+    paris.succeed(&["migrate", "web-7", "--to", "lyon-1"]);
+    assert_eq!(lyon.guest_state(), "running");
+}
+
+#[test]
+fn the_destination_goes_on_by_a_persons_word() {
+    the_destination_ends_it(false);
+}
+
+#[test]
+fn the_destination_goes_on_by_a_persons_word_after_a_restart() {
+    the_destination_ends_it(true);
+}
+
+#[test]
+fn the_destination_may_always_give_up() {
+    let (mut lyon, mut paris) = two("source:after-record:released=kill", "");
+    migrate(&lyon);
+    lyon.wait_for_death();
+    paris.kill_and_restart("");
+    paris.wait_for("in doubt", |paris| !paris.doubt().is_null());
+    paris.succeed(&["resolve", "web-7", "--run-on", "source", "--yes"]);
+    paris.wait_for("gone", |paris| paris.guest_state() == "unknown");
+    lyon.0.restart();
+    lyon.wait_for("back", |lyon| lyon.guest_state() == "running");
+}
