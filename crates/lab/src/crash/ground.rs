@@ -182,6 +182,11 @@ impl Ground {
 
     /// The guest's own word: nothing is damaged, and it was never heard as two.
     pub(super) fn verify(&mut self, since: &crate::arena::Origins) -> Result<(), String> {
+        let here = self.channel(self.at).map_err(|error| error.to_string())?;
+        let arena = &self.arena;
+        if !process::wait_until(LIMIT, || arena.heard_on().as_ref() == Some(&here)) {
+            return Err(format!("the guest is not heard from host {}", self.at));
+        }
         let verified = self
             .arena
             .verify(LIMIT)
