@@ -8,17 +8,24 @@
 
 use longhaul_lab::crash::{self, Options, soak};
 use longhaul_lab::installed::{self, QEMU_VERSIONS};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 /// What the cases may take together on two cores.
-const WITHIN: Duration = Duration::from_secs(180);
+const WITHIN: Duration = Duration::from_secs(150);
 /// Moves to and fro; `lab soak` makes more.
-const MOVES: u32 = 8;
+const MOVES: u32 = 6;
 /// Another choice of cases: the number that a run printed.
 const SEED: &str = "LONGHAUL_CRASH_SEED";
 
 fn seed() -> Option<u64> {
     std::env::var(SEED).ok().map(|seed| seed.parse().unwrap())
+}
+
+/// Guests under TCG share two cores badly: one test at a time.
+fn turn() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::new(());
+    TURN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn all_are_installed() -> bool {
@@ -37,6 +44,7 @@ fn whatever_fails_the_guest_is_there_once() {
     if !all_are_installed() {
         return;
     }
+    let _turn = turn();
     let options = Options {
         within: Some(WITHIN),
         seed: seed(),
@@ -59,6 +67,7 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
     if !all_are_installed() {
         return;
     }
+    let _turn = turn();
     for (point, back) in [
         ("stopping:converged", "at-once"),
         ("after-record:released", "later"),
@@ -82,6 +91,7 @@ fn random_moves_leave_nothing_behind() {
     if !all_are_installed() {
         return;
     }
+    let _turn = turn();
     let options = soak::Options {
         moves: MOVES,
         seed: seed(),
