@@ -16,7 +16,7 @@ use crate::folder::{GuestFolder, PathTooLong, Record};
 use crate::guest::{Guest, StopError, account, scope_name, unique};
 use crate::process::{Process, ProcessId};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
-use crate::scope::{Program, Scope, start};
+use crate::scope::{Program, Scope, ScopeLimits, start};
 use crate::tap;
 use longhaul_protocol::guest::GuestDescription;
 use serde_json::json;
@@ -185,6 +185,7 @@ impl Launch<'_> {
             account: account.as_ref(),
             log: &folder.log(),
             scope_name: &scope_name(&folder),
+            limits: ScopeLimits::of(self.description),
         };
         match self.bring_up(&mut guest, wires, &program).await {
             Ok(qmp) => Ok((guest, qmp)),

@@ -5,6 +5,7 @@
 //! session of its own, and a cgroup wherever one can be made.
 
 use crate::process::Account;
+use longhaul_protocol::guest::GuestDescription;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::io;
@@ -44,6 +45,34 @@ pub(crate) struct Program<'a> {
     pub(crate) log: &'a Path,
     /// A name that no other scope of this machine has.
     pub(crate) scope_name: &'a str,
+    pub(crate) limits: ScopeLimits,
+}
+
+/// What a QEMU may take, whatever its guest or the state that it was given make of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ScopeLimits {
+    /// Memory, in bytes.
+    pub(crate) memory_bytes: u64,
+    /// Threads.
+    pub(crate) tasks: u32,
+}
+
+impl ScopeLimits {
+    /// Beyond the guest's RAM: video memory, a sixteenth for tables, translated code (at most 1 GiB
+    /// under TCG), buffers.
+    const OVERHEAD_BYTES: u64 = 2 << 30;
+    /// Beyond a thread for each virtual CPU: QEMU's pools of workers.
+    const OVERHEAD_TASKS: u32 = 256;
+
+    pub(crate) fn of(guest: &GuestDescription) -> Self {
+        let memory = guest.memory_mib.saturating_mul(1 << 20);
+        Self {
+            memory_bytes: memory
+                .saturating_add(memory / 16)
+                .saturating_add(Self::OVERHEAD_BYTES),
+            tasks: guest.vcpus.saturating_add(Self::OVERHEAD_TASKS),
+        }
+    }
 }
 
 /// A program that was started.
@@ -95,6 +124,14 @@ fn unit_arguments(program: &Program<'_>, unit: &str) -> Vec<String> {
     ));
     arguments.push(format!("--property=StandardOutput=append:{log}"));
     arguments.push(format!("--property=StandardError=append:{log}"));
+    let ScopeLimits {
+        memory_bytes,
+        tasks,
+    } = program.limits;
+    arguments.push(format!("--property=MemoryMax={memory_bytes}"));
+    arguments.push(format!("--property=TasksMax={tasks}"));
+    // A core would hold the guest's memory.
+    arguments.push("--property=LimitCORE=0".to_owned());
     if let Some(account) = program.account {
         arguments.push(format!("--uid={}", account.name));
     }
@@ -159,7 +196,7 @@ fn start_session(program: &Program<'_>) -> io::Result<Started> {
         .spawn()?;
     // None only for a child that was waited for.
     let pid = child.id().unwrap_or(0) as i32;
-    let cgroups = join_cgroups(program.scope_name, pid);
+    let cgroups = join_cgroups(program.scope_name, pid, program.limits);
     Ok(Started {
         pid,
         scope: match cgroups.is_empty() {
@@ -199,7 +236,7 @@ fn close_files_on_exec() -> io::Result<()> {
 }
 
 /// Puts a process into a cgroup of its own in each hierarchy where that can be done.
-fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
+fn join_cgroups(name: &str, pid: i32, limits: ScopeLimits) -> Vec<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut joined = Vec::new();
     for hierarchy in hierarchies(&mounts) {
@@ -207,7 +244,10 @@ fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
         sweep(&folder);
         let path = folder.join(name);
         match join_cgroup(&path, pid) {
-            Ok(()) => joined.push(path),
+            Ok(()) => {
+                limit_cgroup(&folder, &path, limits);
+                joined.push(path);
+            }
             Err(error) => {
                 tracing::debug!(path = %path.display(), %error, "no cgroup of its own here");
                 let _ = fs::remove_dir(&path);
@@ -215,6 +255,27 @@ fn join_cgroups(name: &str, pid: i32) -> Vec<PathBuf> {
         }
     }
     joined
+}
+
+/// Limits a cgroup as far as its hierarchy has the controllers; where it has none, the guest is
+/// held by its description alone.
+fn limit_cgroup(folder: &Path, path: &Path, limits: ScopeLimits) {
+    // Of v2 only: there a folder hands controllers on to those in it.
+    for controller in ["+memory", "+pids"] {
+        let handed = fs::write(folder.join("cgroup.subtree_control"), controller);
+        tracing::debug!(folder = %folder.display(), controller, ?handed, "controllers");
+    }
+    for (file, value) in [
+        ("memory.max", limits.memory_bytes),
+        ("pids.max", u64::from(limits.tasks)),
+    ] {
+        let file = path.join(file);
+        if file.exists()
+            && let Err(error) = fs::write(&file, value.to_string())
+        {
+            tracing::warn!(file = %file.display(), %error, "a QEMU without this limit");
+        }
+    }
 }
 
 fn join_cgroup(path: &Path, pid: i32) -> io::Result<()> {
@@ -368,12 +429,20 @@ mod tests {
                 account: Some(&account),
                 log: Path::new("/s/qemu.log"),
                 scope_name: "web-7-0123",
+                limits: ScopeLimits {
+                    memory_bytes: 3 << 30,
+                    tasks: 258,
+                },
             },
             "u.service",
         );
         let line = arguments.join(" ");
         assert!(
             line.ends_with("--uid=qemu -- /usr/bin/qemu -append a=$$HOME %n"),
+            "{line}"
+        );
+        assert!(
+            line.contains("--property=MemoryMax=3221225472 --property=TasksMax=258"),
             "{line}"
         );
         assert!(

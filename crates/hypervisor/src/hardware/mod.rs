@@ -36,9 +36,10 @@ pub(crate) fn check(
         topology.cores,
         topology.threads,
     ];
-    let vcpus = parts.iter().map(|part| u64::from(*part)).product::<u64>();
+    // Only of parts that were looked at: a peer's could be too large to be multiplied.
+    let vcpus = || parts.iter().map(|part| u64::from(*part)).product::<u64>();
     if parts.iter().any(|part| *part == 0 || *part > TOPOLOGY_MAX)
-        || vcpus != u64::from(description.vcpus)
+        || vcpus() != u64::from(description.vcpus)
     {
         return refuse("topology", "does not come to the number of vCPUs");
     }
