@@ -3,8 +3,8 @@
 use crate::bulk::{BulkBinding, BulkConfig, BulkOffer, BulkSender, BulkToken};
 use crate::endpoint::EndpointInner;
 use crate::error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
-use crate::framing::{MessageReader, MessageWriter};
-use crate::quic::Link;
+use crate::framing::{Budget, MessageReader, MessageWriter};
+use crate::quic::{Link, RecvStream, SendStream};
 use crate::trust::{Permission, TrustError, TrustedHost};
 use bytes::Bytes;
 use longhaul_protocol::limits::CONTROL_MESSAGE_BYTES_MAX;
@@ -37,6 +37,7 @@ pub struct Control {
     pub(crate) peer: Arc<Peer>,
     pub(crate) endpoint: Arc<EndpointInner>,
     pub(crate) dialled: bool,
+    pub(crate) budget: Budget,
 }
 
 impl Control {
@@ -60,14 +61,23 @@ impl Control {
     pub async fn open(&self) -> Result<Channel, LinkError> {
         let streams = self.link.connection.open_bi().await;
         let (send, receive) = streams.map_err(|error| self.link.error(error))?;
-        Ok(Channel::new(&self.link, send, receive))
+        Ok(self.channel(send, receive))
     }
 
     /// The next channel that the peer opens. Safe to cancel.
     pub async fn accept(&self) -> Result<Channel, LinkError> {
         let streams = self.link.connection.accept_bi().await;
         let (send, receive) = streams.map_err(|error| self.link.error(error))?;
-        Ok(Channel::new(&self.link, send, receive))
+        Ok(self.channel(send, receive))
+    }
+
+    fn channel(&self, send: SendStream, receive: RecvStream) -> Channel {
+        let (link, limit) = (&self.link, CONTROL_MESSAGE_BYTES_MAX);
+        let reader = MessageReader::new(link.clone(), receive, limit);
+        Channel {
+            sender: ChannelSender(MessageWriter::new(link.clone(), send, limit)),
+            receiver: ChannelReceiver(reader.within(self.budget.clone())),
+        }
     }
 
     /// Expects one bulk connection from this peer; its token goes to the peer in a message.
@@ -129,14 +139,6 @@ pub struct ChannelSender(MessageWriter);
 pub struct ChannelReceiver(MessageReader);
 
 impl Channel {
-    fn new(link: &Link, send: crate::quic::SendStream, receive: crate::quic::RecvStream) -> Self {
-        let limit = CONTROL_MESSAGE_BYTES_MAX;
-        Self {
-            sender: ChannelSender(MessageWriter::new(link.clone(), send, limit)),
-            receiver: ChannelReceiver(MessageReader::new(link.clone(), receive, limit)),
-        }
-    }
-
     /// As [`ChannelSender::send`].
     pub async fn send(&mut self, message: &[u8]) -> Result<(), ChannelError> {
         self.sender.send(message).await

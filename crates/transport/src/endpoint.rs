@@ -8,6 +8,7 @@ mod tests;
 use crate::bulk::{BulkOffers, STREAM_WINDOW_BYTES};
 use crate::control::{CHANNELS_MAX, Control, Peer};
 use crate::error::{CloseCode, ConnectError, LinkError};
+use crate::framing::Budget;
 use crate::hello::{HELLO_HEAD_BYTES, Hello};
 use crate::identity::Identity;
 use crate::quic::{
@@ -29,6 +30,8 @@ use tokio::sync::{Semaphore, mpsc};
 
 /// Most connections (control and bulk) with one peer at once.
 pub const CONNECTIONS_PER_PEER_MAX: usize = 32;
+/// What unfinished control messages of one peer may take in memory, in bytes.
+pub const MESSAGES_BYTES_PER_PEER_MAX: usize = 8 << 20;
 /// Most handshakes of strangers under way at once.
 pub const HANDSHAKES_MAX: usize = 64;
 /// What all streams of a control connection together may be ahead of their readers, in bytes.
@@ -104,6 +107,7 @@ pub(crate) struct EndpointInner {
     quic: quic::Endpoint,
     handshakes: Arc<Semaphore>,
     connections: Mutex<HashMap<HostId, Vec<WeakConnectionHandle>>>,
+    budgets: Mutex<HashMap<HostId, Budget>>,
 }
 
 /// Whom to dial, and how.
@@ -161,6 +165,7 @@ impl Endpoint {
             quic,
             handshakes: Arc::new(Semaphore::new(HANDSHAKES_MAX)),
             connections: Mutex::default(),
+            budgets: Mutex::default(),
         });
         tokio::spawn(listen::listen(inner.clone(), sender));
         Ok(Self {
@@ -365,6 +370,10 @@ impl EndpointInner {
         version: u16,
         dialled: bool,
     ) -> Control {
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        let budget = budgets.entry(host.id);
+        let budget = budget.or_insert_with(|| Budget::new(MESSAGES_BYTES_PER_PEER_MAX));
+        let budget = budget.clone();
         let peer = Arc::new(Peer {
             host,
             address,
@@ -376,6 +385,7 @@ impl EndpointInner {
             peer,
             endpoint: self.clone(),
             dialled,
+            budget,
         }
     }
 

@@ -4,10 +4,15 @@ use crate::error::{ChannelError, CloseCode};
 use crate::quic::{Link, ReadError, RecvStream, SendStream, WriteError};
 use bytes::{Buf, Bytes, BytesMut};
 use std::collections::VecDeque;
+use std::sync::Arc;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// Bytes of a length prefix.
 pub(crate) const PREFIX_BYTES: usize = 4;
 const READ_BYTES: usize = 64 << 10;
+/// Messages up to this length need no share of a budget.
+const FREE_BYTES: usize = 16 << 10;
+const BUDGET_UNIT_BYTES: usize = 1 << 10;
 
 /// Cuts a stream of bytes into messages; holds at most one message and one read more.
 #[derive(Debug)]
@@ -47,9 +52,33 @@ impl Messages {
         Ok(Some(self.buffer.split_to(length).freeze()))
     }
 
+    /// The length of the message that is arriving, where that is known.
+    fn announced(&self) -> Option<usize> {
+        let prefix = self.buffer.first_chunk::<PREFIX_BYTES>()?;
+        Some(u32::from_le_bytes(*prefix) as usize)
+    }
+
     /// Whether nothing is left of an unfinished message.
     pub(crate) fn is_empty(&self) -> bool {
         self.buffer.is_empty()
+    }
+}
+
+/// What a peer's unfinished messages may take in memory, over all its connections. A long message
+/// is read on only with a share of it, which it keeps until the next one is asked for.
+#[derive(Debug, Clone)]
+pub(crate) struct Budget(Arc<Semaphore>);
+
+impl Budget {
+    /// At least as much as the longest message.
+    pub(crate) fn new(bytes: usize) -> Self {
+        Self(Arc::new(Semaphore::new(bytes / BUDGET_UNIT_BYTES)))
+    }
+
+    async fn share(&self, bytes: usize) -> Option<OwnedSemaphorePermit> {
+        let units = bytes.div_ceil(BUDGET_UNIT_BYTES) as u32;
+        // It is never closed.
+        self.0.clone().acquire_many_owned(units).await.ok()
     }
 }
 
@@ -58,6 +87,10 @@ pub(crate) struct MessageReader {
     link: Link,
     stream: RecvStream,
     messages: Messages,
+    budget: Option<Budget>,
+    share: Option<OwnedSemaphorePermit>,
+    /// Whether the message that the share was for was given out.
+    given: bool,
 }
 
 impl MessageReader {
@@ -72,19 +105,40 @@ impl MessageReader {
             link,
             stream,
             messages: Messages::new(limit),
+            budget: None,
+            share: None,
+            given: false,
         }
+    }
+
+    /// The same, within what the peer may take in all.
+    pub(crate) fn within(mut self, budget: Budget) -> Self {
+        self.budget = Some(budget);
+        self
     }
 
     /// The next message, or none when the peer finished the stream. Safe to cancel.
     pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, ChannelError> {
+        if std::mem::take(&mut self.given) {
+            self.share = None;
+        }
         loop {
             match self.messages.take() {
                 Ok(None) => {}
-                Ok(message) => return Ok(message),
+                Ok(message) => {
+                    self.given = true;
+                    return Ok(message);
+                }
                 Err(error) => {
                     self.link.close(CloseCode::Violation, &error.to_string());
                     return Err(error);
                 }
+            }
+            if let (Some(budget), None) = (&self.budget, &self.share)
+                && let Some(length) = self.messages.announced()
+                && length > FREE_BYTES
+            {
+                self.share = budget.share(length).await;
             }
             match self.stream.read_chunk(READ_BYTES).await {
                 Ok(Some(chunk)) => self.messages.push(&chunk),

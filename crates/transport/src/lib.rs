@@ -41,6 +41,7 @@ pub use bulk::{
 pub use control::{CHANNELS_MAX, Channel, ChannelReceiver, ChannelSender, Control, Peer};
 pub use endpoint::{
     CONNECTIONS_PER_PEER_MAX, Endpoint, EndpointConfig, EndpointError, HANDSHAKES_MAX,
+    MESSAGES_BYTES_PER_PEER_MAX,
 };
 pub use error::{BulkError, ChannelError, CloseCode, ConnectError, LinkError};
 pub use hello::{

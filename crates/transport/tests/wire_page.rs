@@ -63,6 +63,7 @@ fn the_limits() {
         format!("at most {CHANNELS_MAX} at once"),
         format!("then refused) | {HANDSHAKES_MAX} |"),
         format!("with one peer at once | {CONNECTIONS_PER_PEER_MAX} |"),
+        format!("{MESSAGES_BYTES_PER_PEER_MAX} bytes of unfinished messages"),
         format!("1 to {BULK_STREAMS_MAX} |"),
         format!("for at most {} s", PROBE_TIME_MAX.as_secs()),
         format!("bytes that follow, at most {HELLO_BODY_BYTES_MAX} |"),

@@ -1,6 +1,7 @@
 //! The agent's configuration: one TOML document, every value with a default.
 
 use crate::agent::hooks::Hooks;
+use crate::agent::limits::{HostTable, Limits, LimitsTable};
 use crate::agent::state::StartError;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
@@ -30,6 +31,8 @@ pub(crate) struct Config {
     pub(crate) listen: SocketAddr,
     /// Where commands reach the agent.
     pub(crate) api: ApiConfig,
+    /// What other hosts may take of this one.
+    pub(crate) limits: Limits,
     /// What this host offers its guests.
     pub(crate) hypervisor: Arc<HostConfig>,
     /// What is run before and after the steps of a move.
@@ -47,6 +50,10 @@ struct Document {
     listen: SocketAddr,
     #[serde(default)]
     api: ApiConfig,
+    #[serde(default)]
+    limits: LimitsTable,
+    #[serde(default)]
+    hosts: BTreeMap<String, HostTable>,
     qemu: Option<QemuConfig>,
     #[serde(default)]
     images: BTreeMap<String, Image>,
@@ -168,6 +175,7 @@ impl Config {
             state: document.state.clone(),
             listen: document.listen,
             api: document.api,
+            limits: Limits::new(&document.limits, &document.hosts)?,
             hypervisor: Arc::new(HostConfig {
                 state: document.state,
                 qemu: document.qemu.unwrap_or_else(default_qemu),

@@ -180,7 +180,8 @@ fn unknown_host(name: &str) -> ApiError {
     .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
 }
 
-fn meminfo(text: &str, name: &str) -> Option<u64> {
+/// A value of /proc/meminfo, in bytes.
+pub(super) fn meminfo(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib = line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim();
     kib.parse::<u64>().ok()?.checked_mul(1024)

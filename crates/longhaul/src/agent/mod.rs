@@ -7,6 +7,7 @@ mod guests;
 mod hooks;
 mod hosts;
 mod http;
+mod limits;
 mod migration;
 mod serve;
 mod state;

@@ -201,6 +201,45 @@ async fn channels_are_limited() {
 }
 
 #[tokio::test]
+async fn unfinished_messages_of_a_peer_share_one_budget() {
+    let (bad, good) = pair(LONG);
+    let (here, there) = tokio::join!(bad.endpoint.connect("good"), good.endpoint.accept());
+    let (here, there) = (here.unwrap(), there.unwrap());
+    let mut held = Vec::new();
+    let mut taken = 0;
+    for _ in 0..5 {
+        let (mut send, receive) = here.link.connection.open_bi().await.unwrap();
+        send.write_all(&(CONTROL_MESSAGE_BYTES_MAX as u32).to_le_bytes())
+            .await
+            .unwrap();
+        let mut channel = there.accept().await.unwrap();
+        let reader = tokio::spawn(async move { channel.recv().await });
+        // All but the last byte, as far as the other side takes it.
+        let mut left = CONTROL_MESSAGE_BYTES_MAX - 1;
+        let zeros = vec![0; 64 << 10];
+        let quiet = Duration::from_millis(300);
+        while left > 0
+            && let Ok(written) =
+                tokio::time::timeout(quiet, send.write(&zeros[..left.min(zeros.len())])).await
+        {
+            let written = written.unwrap();
+            left -= written;
+            taken += written;
+        }
+        held.push((send, receive, reader));
+    }
+    // Two fit; of each other one waits what its stream may be ahead.
+    let most = MESSAGES_BYTES_PER_PEER_MAX + 3 * STREAM_WINDOW_BYTES as usize + 5 * (128 << 10);
+    assert!(taken >= MESSAGES_BYTES_PER_PEER_MAX - 2, "{taken}");
+    assert!(taken < most, "{taken} bytes of unfinished messages");
+    // The first comes to its end all the same, and lets others go on.
+    let (mut send, _, reader) = held.swap_remove(0);
+    send.write_all(&[0]).await.unwrap();
+    let message = tokio::time::timeout(LONG, reader).await.unwrap().unwrap();
+    assert_eq!(message.unwrap().unwrap().len(), CONTROL_MESSAGE_BYTES_MAX);
+}
+
+#[tokio::test]
 async fn a_bulk_opening_that_is_none_ends_the_connection() {
     let (bad, good) = pair(LONG);
     let link = dial(&bad, &good, ALPN_BULK).await;

@@ -48,14 +48,14 @@ impl Archive {
         let written = serde_json::to_vec_pretty(&document)
             .map_err(io::Error::other)
             .and_then(|bytes| fs::write(&path, bytes));
-        if let Err(error) = written {
+        if let Err(error) = written.and_then(|()| self.files().map(drop)) {
             tracing::warn!(%error, path = %path.display(), "cannot keep a report");
         }
     }
 
-    /// The migrations whose reports are kept. Files that cannot be read are told in the log.
-    pub(super) fn load(&self) -> io::Result<Vec<Entry>> {
-        let mut files: Vec<(SystemTime, PathBuf, MigrationId)> = Vec::new();
+    /// The files, oldest first; those beyond what is kept are removed.
+    fn files(&self) -> io::Result<Vec<(SystemTime, PathBuf, MigrationId)>> {
+        let mut files = Vec::new();
         for file in fs::read_dir(&self.folder)? {
             let file = file?;
             let name = file.file_name();
@@ -68,10 +68,19 @@ impl Archive {
         files.sort();
         let excess = files.len().saturating_sub(KEPT_MAX);
         for (_, path, _) in files.drain(..excess) {
-            fs::remove_file(path)?;
+            match fs::remove_file(path) {
+                // Two that end at once see the same excess.
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                Ok(()) | Err(_) => {}
+            }
         }
+        Ok(files)
+    }
+
+    /// The migrations whose reports are kept. Files that cannot be read are told in the log.
+    pub(super) fn load(&self) -> io::Result<Vec<Entry>> {
         let mut entries = Vec::new();
-        for (_, path, id) in files {
+        for (_, path, id) in self.files()? {
             match read(&path) {
                 Ok(document) => {
                     entries.push(Entry::ended(id, document.migration, document.report));

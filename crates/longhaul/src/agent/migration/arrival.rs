@@ -8,9 +8,11 @@
 //! The task owns the guest's QEMU until the hand-over is over; [`Arrival`] is what others see of
 //! it, so that a source that was cut off can come back over a new connection.
 
+mod compare;
 mod handover;
 
 use super::Context;
+use super::allowance::{self, Admission, Pace};
 use super::entry::{Entry, Facts};
 use super::inbound::{Inbound, InboundError};
 use super::ledger::{DestinationHandover, Ledger, retry_destination};
@@ -139,6 +141,8 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
             hint: Some(hint),
         });
     }
+    let peer = call.control.peer().host.clone();
+    let admission = allowance::admit(context, &peer, &offer).await?;
     let guest = offer.guest.name.clone();
     let taken = Taken::Moving(offer.migration, Side::Destination);
     let reservation = context
@@ -177,7 +181,6 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
             hint,
         });
     }
-    let peer = call.control.peer().host.clone();
     let invalid = |error: &dyn std::fmt::Display| {
         refuse(
             RefusalCode::Invalid,
@@ -230,7 +233,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         paused: offer.paused,
     };
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let inbound = match Inbound::launch(context, &offer).await {
+    let inbound = match Inbound::launch(context, &offer, &admission).await {
         Ok(inbound) => inbound,
         Err(error) => {
             context.last_hook(&entry, Step::NotComing, next).await;
@@ -262,6 +265,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
     let state = DestinationState::Receiving { commit: None };
     arrival.set_state(&state);
     let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
+    let pace = inbound.receiving().pace().clone();
     let task = Task {
         resolutions: entry.resolutions(),
         context: context.clone(),
@@ -288,6 +292,8 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         commit_at: None,
         commit_time: Duration::ZERO,
         running: None,
+        pace,
+        admission,
         reservation,
     };
     Ok(task)
@@ -327,6 +333,9 @@ struct Task {
     commit_time: Duration,
     /// The hook that runs beside the guest.
     running: Option<JoinHandle<()>>,
+    pace: Arc<Pace>,
+    /// What the guest holds of its sender's allowance.
+    admission: Admission,
     reservation: Reservation,
 }
 
@@ -420,7 +429,9 @@ impl Task {
             }
         }));
         self.call = Some(call);
-        self.lost_at = None;
+        if let Some(at) = self.lost_at.take() {
+            self.pace.was_away(at.elapsed());
+        }
     }
 
     fn disconnect(&mut self) {
@@ -477,6 +488,10 @@ impl Task {
             (DestinationState::Aborted, _) => {
                 self.settled_at.map_or_else(far, |at| at + CLOSE_WITHIN)
             }
+            (DestinationState::Running { .. }, None) if self.call.is_some() => self.pace.goodbye(),
+            (DestinationState::Receiving { .. } | DestinationState::Readying, None) => {
+                self.pace.deadline()
+            }
             _ => far(),
         }
     }
@@ -514,6 +529,11 @@ impl Task {
             Happened::PatienceOver => match self.state() {
                 DestinationState::Running { .. } | DestinationState::Aborted => self.disconnect(),
                 DestinationState::Ready => self.show_doubt(),
+                _ if self.lost_at.is_none() => {
+                    let stall = "the source is there and hardly sends anything (`stall` and \
+                                 `move_time` under [limits] of the destination)";
+                    self.abort(stall.to_owned()).await;
+                }
                 _ => {
                     self.abort("the source did not come back in time".to_owned())
                         .await
@@ -576,7 +596,10 @@ impl Task {
                     return;
                 }
                 self.tail_bytes = Some((early_bytes, device_state_bytes));
-                self.complete_at.get_or_insert_with(Instant::now);
+                if self.complete_at.is_none() {
+                    self.complete_at = Some(Instant::now());
+                    self.pace.stepped(Instant::now());
+                }
                 let receiving = self.inbound.receiving();
                 receiving.announced(epoch, frames, early_bytes > 0);
             }
@@ -585,19 +608,7 @@ impl Task {
                 range,
                 blocks_per_digest,
             } => {
-                let digests =
-                    block_in_place(|| self.inbound.digests(region, range, blocks_per_digest));
-                match digests {
-                    Ok(digests) => {
-                        self.send(ToSource::Digests {
-                            region,
-                            range,
-                            digests,
-                        })
-                        .await
-                    }
-                    Err(error) => self.abort(error.to_string()).await,
-                }
+                self.compare(region, range, blocks_per_digest).await;
             }
             ToDestination::Verified => {
                 self.verified = true;
@@ -664,6 +675,7 @@ impl Task {
 
     async fn loaded(&mut self) {
         self.loaded = true;
+        self.pace.stepped(Instant::now());
         self.load_time = self.complete_at.map_or(Duration::ZERO, |at| at.elapsed());
         if self.offer.verify && !self.verified {
             self.entry.enter(Phase::Verifying);

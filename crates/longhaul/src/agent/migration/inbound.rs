@@ -1,6 +1,7 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and told to run - or ended.
 
 use super::Context;
+use super::allowance::Admission;
 use super::meter::{Meter, Usage};
 use super::receive::{Receiving, Store};
 use super::verify;
@@ -16,6 +17,7 @@ use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, RegionId, RegionSpec};
+use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
 
@@ -121,7 +123,11 @@ pub(super) struct Inbound {
 
 impl Inbound {
     /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
-    pub(super) async fn launch(context: &Context, offer: &Offer) -> Result<Self, InboundError> {
+    pub(super) async fn launch(
+        context: &Context,
+        offer: &Offer,
+        admission: &Admission,
+    ) -> Result<Self, InboundError> {
         let meter = Meter::start();
         let capabilities = context.parts.prober.capabilities().await?;
         let machine_type = &offer.guest.machine;
@@ -145,7 +151,7 @@ impl Inbound {
             .await
             .map_err(|error| InboundError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
-        match Self::set_up(offer, &guest, &qmp).await {
+        match Self::set_up(offer, &guest, &qmp, admission).await {
             Ok((machine, memory, places, receiving)) => Ok(Self {
                 guest,
                 qmp,
@@ -170,7 +176,9 @@ impl Inbound {
         offer: &Offer,
         guest: &Guest,
         qmp: &Qmp,
+        admission: &Admission,
     ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>), InboundError> {
+        admission.note(guest.folder())?;
         let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
         if !different.is_empty() {
@@ -186,7 +194,7 @@ impl Inbound {
             places: places.clone(),
         };
         let key = DigestKey(offer.digest_key);
-        let receiving = Receiving::new(&offer.regions, Box::new(store), key)?;
+        let receiving = Receiving::new(&offer.regions, Box::new(store), key, admission)?;
         Ok((machine, memory, places, receiving))
     }
 
@@ -317,7 +325,12 @@ fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, In
         };
         place.ok_or_else(missing)
     };
-    regions.iter().map(place).collect()
+    let places: Vec<usize> = regions.iter().map(place).collect::<Result<_, _>>()?;
+    let distinct: BTreeSet<usize> = places.iter().copied().collect();
+    if distinct.len() < places.len() {
+        return Err(InboundError::Order("two regions are the same RAM block"));
+    }
+    Ok(places)
 }
 
 /// The regions of a guest in the RAM of its QEMU.

@@ -4,6 +4,7 @@
 //! task each, and `ledger` makes durable what they decide; `settling` and `remembered` are the two ends
 //! without a task; `peer` answers the other agents; `recovery` takes up what an earlier agent left.
 
+mod allowance;
 mod archive;
 mod arrival;
 mod departure;
@@ -31,6 +32,7 @@ mod talk;
 mod verify;
 
 use crate::agent::state::{Parts, StartError};
+use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
 use fence::Marks;
@@ -98,6 +100,7 @@ struct Context {
     marks: Marks,
     registry: Registry,
     archive: Archive,
+    allowances: Allowances,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
     attempts: Attempts,
     /// What the link to a host was seen to carry, in bytes per second.
@@ -260,6 +263,7 @@ impl Manager {
                     .hint("another program may use the port: change `listen`")
             })?;
         let registry = Registry::default();
+        let allowances = Allowances::new(parts.config.limits.clone());
         let kept = archive
             .load()
             .map_err(|error| cannot("read the reports", &error))?;
@@ -273,6 +277,7 @@ impl Manager {
             marks,
             registry,
             archive,
+            allowances,
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
             rates: Mutex::default(),

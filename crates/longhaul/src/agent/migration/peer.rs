@@ -1,6 +1,7 @@
 //! Answers the other hosts: takes their connections and gives each channel to whoever it is for.
 
 use super::Context;
+use super::allowance;
 use super::arrival;
 use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
@@ -36,7 +37,14 @@ async fn serve(context: Arc<Context>, control: Control) {
     loop {
         match control.accept().await {
             Ok(channel) => {
-                tokio::spawn(answer(context.clone(), control.clone(), channel));
+                let Some(turn) = allowance::turn(&context, &control) else {
+                    return;
+                };
+                let answer = answer(context.clone(), control.clone(), channel);
+                tokio::spawn(async move {
+                    answer.await;
+                    drop(turn);
+                });
             }
             Err(error) => {
                 tracing::debug!(peer = %control.peer().host.name, %error, "disconnected");
@@ -73,6 +81,9 @@ async fn dispatch(
     mut call: Call,
     first: ToDestination,
 ) -> Result<(), TalkError> {
+    if !allowance::pass(&context, &mut call, &first).await? {
+        return Ok(());
+    }
     match first {
         ToDestination::Query(query) => {
             if !allows(&call.control, Permission::Query) {

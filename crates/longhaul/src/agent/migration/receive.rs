@@ -1,5 +1,6 @@
 //! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
 
+use super::allowance::{Admission, Pace};
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, Limits,
 };
@@ -11,7 +12,7 @@ use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_transport::{BulkError, BulkReceiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-use tokio::sync::Notify;
+use tokio::sync::{Notify, Semaphore};
 use tokio::task::block_in_place;
 use tokio::time::{Instant, timeout_at};
 
@@ -54,6 +55,9 @@ pub(super) enum ReceiveError {
 pub(super) struct Receiving {
     inner: Mutex<Inner>,
     complete: Notify,
+    /// The threads that may work for the source.
+    workers: Arc<Semaphore>,
+    pace: Arc<Pace>,
 }
 
 struct Inner {
@@ -73,6 +77,7 @@ impl Receiving {
         regions: &[RegionSpec],
         store: Box<dyn Store>,
         key: DigestKey,
+        admission: &Admission,
     ) -> Result<Arc<Self>, DestinationError> {
         let inner = Inner {
             destination: Destination::new(regions)?,
@@ -87,7 +92,14 @@ impl Receiving {
         Ok(Arc::new(Self {
             inner: Mutex::new(inner),
             complete: Notify::new(),
+            workers: admission.workers().clone(),
+            pace: Arc::new(admission.pace()),
         }))
+    }
+
+    /// Whether the source gets on.
+    pub(super) fn pace(&self) -> &Arc<Pace> {
+        &self.pace
     }
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
@@ -150,7 +162,10 @@ impl Receiving {
             };
             match frame {
                 Some(Some(frame)) => {
-                    let complete = block_in_place(|| self.lock().apply(epoch, &frame))?;
+                    let worker = self.workers.acquire().await;
+                    let (complete, blocks) = block_in_place(|| self.lock().apply(epoch, &frame))?;
+                    drop(worker);
+                    self.pace.came(blocks, Instant::now());
                     let wait = if complete {
                         Duration::ZERO
                     } else {
@@ -194,17 +209,25 @@ impl Inner {
         early && self.device_state.whole().is_some() && self.destination.is_complete()
     }
 
-    /// Takes in a message of a stream of frames; true when everything is here.
-    fn apply(&mut self, epoch: Epoch, message: &[u8]) -> Result<bool, ReceiveError> {
-        match Part::of(message) {
+    /// Takes in a message of a stream of frames: whether everything is here, and how many blocks
+    /// came with it.
+    fn apply(&mut self, epoch: Epoch, message: &[u8]) -> Result<(bool, u64), ReceiveError> {
+        let pieces = (message.len() / BLOCK_SIZE) as u64;
+        let blocks = match Part::of(message) {
             None => self.apply_frame(epoch, message)?,
-            Some(Part::Early) => self.early.add(&Piece::decode(message)?)?,
-            Some(Part::DeviceState) => self.device_state.add(&Piece::decode(message)?)?,
-        }
-        Ok(self.is_complete())
+            Some(Part::Early) => {
+                self.early.add(&Piece::decode(message)?)?;
+                pieces
+            }
+            Some(Part::DeviceState) => {
+                self.device_state.add(&Piece::decode(message)?)?;
+                pieces
+            }
+        };
+        Ok((self.is_complete(), blocks))
     }
 
-    fn apply_frame(&mut self, epoch: Epoch, frame: &[u8]) -> Result<(), ReceiveError> {
+    fn apply_frame(&mut self, epoch: Epoch, frame: &[u8]) -> Result<u64, ReceiveError> {
         let Self {
             destination,
             store,
@@ -218,6 +241,7 @@ impl Inner {
             store: store.as_mut(),
             error,
             fresh,
+            blocks: 0,
         };
         let outcome = match decoder.decode(frame, &Limits::default(), &mut sink) {
             Ok(outcome) => outcome,
@@ -227,12 +251,13 @@ impl Inner {
                 return Err(ReceiveError::Store(error.to_string()));
             }
         };
+        let blocks = sink.blocks;
         if let Some(error) = self.error.take() {
             return Err(ReceiveError::Store(error));
         }
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;
-        Ok(())
+        Ok(blocks)
     }
 }
 
@@ -241,6 +266,7 @@ struct Sink<'a> {
     store: &'a mut dyn Store,
     error: &'a mut Option<String>,
     fresh: &'a mut Vec<bool>,
+    blocks: u64,
 }
 
 impl BlockSink for Sink<'_> {
@@ -267,6 +293,7 @@ impl BlockSink for Sink<'_> {
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {
         self.fresh.clear();
         for write in writes {
+            self.blocks += write.range.count;
             self.fresh
                 .push(self.destination.written(write.region, write.range, seq));
         }

@@ -10,6 +10,11 @@ use std::marker::PhantomData;
 use std::time::Duration;
 use tokio::time::timeout;
 
+/// A message must be taken within this time, and a second more for so many bytes: whoever does not
+/// read keeps nobody waiting for ever.
+const SEND_WITHIN: Duration = Duration::from_secs(60);
+const SEND_BYTES_PER_S_MIN: usize = 4096;
+
 /// Why a message did not go out or come in.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(super) enum TalkError {
@@ -23,7 +28,7 @@ pub(super) enum TalkError {
     #[error("the other agent closed the channel")]
     Closed,
     /// There was no answer.
-    #[error("the other agent did not answer within {} s", .0.as_secs())]
+    #[error("the other agent did not answer, or take what it was sent, within {} s", .0.as_secs())]
     Silent(Duration),
 }
 
@@ -82,7 +87,13 @@ impl<M: Message + Named> Sender<M> {
         if fail_point::before_send(message) {
             self.channel.disconnect();
         }
-        Ok(self.channel.send(&wire::encode(message)?).await?)
+        let bytes = wire::encode(message)?;
+        let more = Duration::from_secs((bytes.len() / SEND_BYTES_PER_S_MIN) as u64);
+        let limit = SEND_WITHIN + more;
+        match timeout(limit, self.channel.send(&bytes)).await {
+            Ok(sent) => Ok(sent?),
+            Err(_) => Err(TalkError::Silent(limit)),
+        }
     }
 }
 

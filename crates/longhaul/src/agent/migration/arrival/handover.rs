@@ -17,10 +17,14 @@ use tokio::time::Instant;
 impl Task {
     /// Feeds the hand-over, and does what it says until it asks for nothing more.
     pub(super) async fn step(&mut self, event: DestinationEvent) {
+        let before = self.state().clone();
         feed_destination(self, event).await;
         // Nothing of a guest that is all here is left at the source.
         if *self.state() == (DestinationState::Running { all_present: false }) {
             feed_destination(self, DestinationEvent::AllPresent).await;
+        }
+        if *self.state() != before {
+            self.pace.stepped(Instant::now());
         }
         self.arrival.set_state(&self.handover.state);
         if self.state().is_settled() {
