@@ -70,6 +70,8 @@ pub(crate) enum Command {
         #[command(subcommand)]
         command: JournalCommand,
     },
+    /// Look for what keeps this host from moving guests; test moves on this machine
+    Doctor(DoctorArgs),
     /// Print completions for a shell
     Completions {
         /// The shell
@@ -85,6 +87,19 @@ pub(crate) struct AgentArgs {
     /// Print the points at which LONGHAUL_FAIL_POINT can make it fail, and end
     #[arg(long, hide = true)]
     pub(crate) list_fail_points: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// The configuration [default: /etc/longhaul/agent.toml, which may be missing]
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    /// Move a guest of its own back and forth between two agents of its own, and compare
+    #[arg(long)]
+    pub(crate) self_test: bool,
+    /// How often it is moved
+    #[arg(long, default_value_t = 20, requires = "self_test", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub(crate) moves: u32,
 }
 
 #[derive(Debug, Args)]

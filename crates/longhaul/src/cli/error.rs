@@ -65,6 +65,17 @@ impl CliError {
         }
     }
 
+    /// Something that a command found by itself.
+    pub(crate) fn failed(code: &str, message: String) -> Self {
+        Self {
+            message,
+            hint: None,
+            state_of_guest: None,
+            code: code.to_owned(),
+            exit_code: 1,
+        }
+    }
+
     /// The same error, saying where the guest is or how to find out.
     pub(crate) fn with_state(mut self, state: String) -> Self {
         self.state_of_guest = Some(state);

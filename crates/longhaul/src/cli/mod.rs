@@ -2,12 +2,14 @@
 
 mod args;
 mod connect;
+mod doctor;
 mod error;
 mod journal;
 mod migrate;
 mod output;
 mod paint;
 mod resolve;
+mod self_test;
 mod show;
 
 use crate::agent;
@@ -85,6 +87,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             output.text(&script)?;
         }
         Command::Journal { command } => return journal::run(output, command),
+        Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
         Command::Host(args) => host(&client()?, output, args.command).await?,
         Command::Guests(args) => guests(&client()?, output, args.command).await?,
         Command::Plan(args) => return plan(&client()?, output, args).await,

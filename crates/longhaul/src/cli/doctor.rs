@@ -1,0 +1,358 @@
+//! `longhaul doctor`: what this host needs to move guests, what of it is wrong, and what to do.
+
+use crate::agent::config::Config;
+use crate::cli::args::DoctorArgs;
+use crate::cli::error::CliError;
+use crate::cli::output::Output;
+use crate::cli::paint::{Line, Tone};
+use crate::cli::self_test;
+use longhaul_api::{Client, Host, Probe};
+use longhaul_hypervisor::Accelerator;
+use longhaul_hypervisor::capabilities::Prober;
+use longhaul_hypervisor::config::HostConfig;
+use longhaul_protocol::units::show_bytes;
+use nix::sys::statvfs::statvfs;
+use serde::Serialize;
+use std::fs::File;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tokio::time::timeout;
+
+/// Journals, descriptions and logs of many moves.
+const FREE_BYTES_MIN: u64 = 256 << 20;
+/// A downtime has up to three syncs in it.
+const SYNC_MAX: Duration = Duration::from_millis(50);
+const SYNCS: usize = 5;
+/// Starting every emulator, and trying KVM.
+const PROBE_WITHIN: Duration = Duration::from_secs(120);
+const HOST_WITHIN: Duration = Duration::from_secs(30);
+/// Enough to see that a host answers.
+const PROBE: Probe = Probe {
+    seconds: 1,
+    bandwidth_bps: Some(1_000_000),
+};
+
+/// How something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum State {
+    Good,
+    Warning,
+    Bad,
+}
+
+/// Something that was looked at.
+#[derive(Debug, Serialize)]
+struct Finding {
+    what: String,
+    state: State,
+    text: String,
+    /// What to do about it.
+    hint: Option<String>,
+}
+
+impl Finding {
+    fn good(what: &str, text: impl Into<String>) -> Self {
+        Self {
+            what: what.to_owned(),
+            state: State::Good,
+            text: text.into(),
+            hint: None,
+        }
+    }
+
+    fn not(what: &str, state: State, text: impl Into<String>, hint: &str) -> Self {
+        Self {
+            what: what.to_owned(),
+            state,
+            text: text.into(),
+            hint: Some(hint.to_owned()),
+        }
+    }
+
+    fn line(&self) -> Vec<Line> {
+        let (tone, mark) = match self.state {
+            State::Good => (Tone::Good, "✓"),
+            State::Warning => (Tone::Warn, "!"),
+            State::Bad => (Tone::Bad, "✗"),
+        };
+        let line = Line::default().tone(tone, mark);
+        let mut lines = vec![line.plain(format!(" {:<14} {}", self.what, self.text))];
+        let hint = self.hint.as_ref();
+        lines.extend(hint.map(|hint| Line::text(format!("{:17}to do: {hint}", ""))));
+        lines
+    }
+}
+
+/// Looks at everything, or tests moves; the exit code says whether all is well.
+pub(super) async fn doctor(
+    client: Client,
+    output: &Output,
+    args: DoctorArgs,
+) -> Result<u8, CliError> {
+    let config = Config::read(args.config.as_deref());
+    if args.self_test {
+        return self_test::run(output, &config?, args.moves).await;
+    }
+    let mut findings = Vec::new();
+    match &config {
+        Ok(config) => {
+            findings.push(Finding::good(
+                "configuration",
+                format!("{} is sound", config.name),
+            ));
+            emulators(&config.hypervisor, &mut findings).await;
+        }
+        Err(error) => {
+            let hint = error.hint.as_deref().unwrap_or("mend it");
+            findings.push(Finding::not(
+                "configuration",
+                State::Bad,
+                error.to_string(),
+                hint,
+            ));
+        }
+    }
+    let host = agent(&client, &mut findings).await;
+    let state = host.as_ref().map(|host| host.state_folder.clone().into());
+    if let Some(state) = state.or_else(|| config.ok().map(|config| config.state)) {
+        findings.push(space(&state));
+        findings.push(syncs(&state));
+    }
+    findings.push(clock());
+    if host.is_some() {
+        hosts(&client, &mut findings).await;
+    }
+    let bad = findings.iter().any(|finding| finding.state == State::Bad);
+    if output.json {
+        output.document(&serde_json::json!({ "findings": findings }))?;
+    } else {
+        let lines: Vec<Line> = findings.iter().flat_map(Finding::line).collect();
+        output.lines(&lines)?;
+    }
+    Ok(u8::from(bad))
+}
+
+/// Asks every emulator, and tries whether a guest really runs with KVM, as an agent does.
+async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
+    let folder = std::env::temp_dir().join(format!("lh-doctor-{}", std::process::id()));
+    let config = HostConfig {
+        state: folder.clone(),
+        ..config.clone()
+    };
+    let prober = Prober::new(Arc::new(config));
+    let asked = timeout(PROBE_WITHIN, prober.capabilities()).await;
+    // Kept there for the prober alone.
+    let _ = std::fs::remove_dir_all(&folder);
+    let install = "install QEMU (Debian: apt install qemu-system-x86), or name it under \
+                   [qemu.emulators]";
+    let capabilities = match asked {
+        Ok(Ok(capabilities)) => capabilities,
+        Ok(Err(error)) => {
+            return findings.push(Finding::not("QEMU", State::Bad, error.to_string(), install));
+        }
+        Err(_) => {
+            let text = format!("no answer within {} s", PROBE_WITHIN.as_secs());
+            return findings.push(Finding::not("QEMU", State::Bad, text, install));
+        }
+    };
+    let versions: Vec<String> = capabilities
+        .emulators
+        .iter()
+        .map(|(label, emulator)| format!("{label} ({})", emulator.version))
+        .collect();
+    findings.push(match versions.is_empty() {
+        true => Finding::not("QEMU", State::Bad, "there is none", install),
+        false => Finding::good("QEMU", versions.join(", ")),
+    });
+    findings.push(match (&capabilities.no_kvm, capabilities.accelerator) {
+        (_, Accelerator::Kvm) => Finding::good("accelerator", "kvm: a guest ran with it"),
+        (Some(why), _) => Finding::not(
+            "accelerator",
+            State::Warning,
+            format!("tcg, slowly; KVM does not work: {why}"),
+            "load kvm_intel or kvm_amd, switch virtualization on in the firmware, or (inside a \
+             virtual machine) allow nesting on its host",
+        ),
+        (None, _) => Finding::good("accelerator", "tcg, as configured"),
+    });
+}
+
+async fn agent(client: &Client, findings: &mut Vec<Finding>) -> Option<Host> {
+    match timeout(PROBE_WITHIN, client.host()).await {
+        Ok(Ok(host)) => {
+            let own = env!("CARGO_PKG_VERSION");
+            let text = format!(
+                "{} answers: version {}, pid {}",
+                host.name, host.version, host.pid
+            );
+            findings.push(match host.version == own {
+                true => Finding::good("agent", text),
+                false => Finding::not(
+                    "agent",
+                    State::Warning,
+                    format!("{text}; this command is {own}"),
+                    "restart the agent (guests go on running): systemctl restart longhaul-agent",
+                ),
+            });
+            Some(host)
+        }
+        Ok(Err(error)) => {
+            let hint = error.hint();
+            let hint = hint.unwrap_or_else(|| "systemctl status longhaul-agent".to_owned());
+            findings.push(Finding::not("agent", State::Bad, error.to_string(), &hint));
+            None
+        }
+        Err(_) => {
+            let hint = "journalctl -u longhaul-agent";
+            findings.push(Finding::not(
+                "agent",
+                State::Bad,
+                "it does not answer",
+                hint,
+            ));
+            None
+        }
+    }
+}
+
+fn space(state: &Path) -> Finding {
+    match statvfs(state) {
+        Err(error) => Finding::not(
+            "space",
+            State::Warning,
+            format!("{}: {error}", state.display()),
+            "start the agent once: it makes the folder",
+        ),
+        Ok(found) => {
+            let free = found.blocks_available() * found.fragment_size();
+            let text = format!("{} free in {}", show_bytes(free), state.display());
+            match free < FREE_BYTES_MIN {
+                true => Finding::not("space", State::Bad, text, "make room: journals need it"),
+                false => Finding::good("space", text),
+            }
+        }
+    }
+}
+
+/// How long a record takes to be durable.
+fn syncs(state: &Path) -> Finding {
+    let file = state.join(format!("doctor-{}", std::process::id()));
+    let measured = measure(&file);
+    // Where it could not be made there is nothing to remove.
+    let _ = std::fs::remove_file(&file);
+    match measured {
+        Err(error) => Finding::not(
+            "journal",
+            State::Warning,
+            format!("cannot measure how long a sync takes: {error}"),
+            "run longhaul doctor as the agent's user (root)",
+        ),
+        Ok(time) => {
+            let text = format!(
+                "a record is durable after {:.1} ms",
+                time.as_secs_f64() * 1e3
+            );
+            match time > SYNC_MAX {
+                true => Finding::not(
+                    "journal",
+                    State::Warning,
+                    format!("{text}: a downtime has three of these"),
+                    "put `state` on a faster disk; one with a write cache that survives a power \
+                     cut is best",
+                ),
+                false => Finding::good("journal", text),
+            }
+        }
+    }
+}
+
+fn measure(path: &Path) -> std::io::Result<Duration> {
+    let mut file = File::create_new(path)?;
+    let mut times = Vec::new();
+    for _ in 0..SYNCS {
+        let began = Instant::now();
+        file.write_all(&[0x55; 512])?;
+        file.sync_all()?;
+        times.push(began.elapsed());
+    }
+    times.sort();
+    Ok(times[SYNCS / 2])
+}
+
+fn clock() -> Finding {
+    let asked = Command::new("timedatectl")
+        .args(["show", "--property=NTPSynchronized", "--value"])
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output();
+    let answer = asked.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned());
+    match answer.as_deref() {
+        Ok("yes") => Finding::good("clock", "synchronized"),
+        Ok("no") => Finding::not(
+            "clock",
+            State::Warning,
+            "not synchronized",
+            "timedatectl set-ntp true (a guest without an agent keeps its own clock, but reports \
+             of two hosts are easier to compare)",
+        ),
+        _ => Finding::good("clock", "nobody here says whether it is synchronized"),
+    }
+}
+
+async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
+    let hosts = match client.hosts().await {
+        Ok(list) => list.hosts,
+        Err(error) => {
+            let hint = "mend STATE/trust.toml";
+            return findings.push(Finding::not("hosts", State::Bad, error.to_string(), hint));
+        }
+    };
+    if hosts.is_empty() {
+        findings.push(Finding::not(
+            "hosts",
+            State::Warning,
+            "no other host is trusted",
+            "longhaul host, here and on the other host, shows the line to type",
+        ));
+    }
+    for host in hosts {
+        let what = format!("host {}", host.name);
+        let hint = "is its agent running, the UDP port open, and does it trust this host?";
+        findings.push(
+            match timeout(HOST_WITHIN, client.probe(&host.name, &PROBE)).await {
+                Ok(Ok(result)) => {
+                    let version = result.version.unwrap_or_else(|| "unknown".to_owned());
+                    let rtt = result
+                        .rtt_ms
+                        .map_or(String::new(), |rtt| format!(", {rtt:.1} ms away"));
+                    Finding::good(&what, format!("answers: {version}{rtt}"))
+                }
+                Ok(Err(error)) => {
+                    let own = error.hint();
+                    let hint = own.as_deref().unwrap_or(hint);
+                    Finding::not(&what, State::Warning, error.to_string(), hint)
+                }
+                Err(_) => Finding::not(&what, State::Warning, "does not answer", hint),
+            },
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sync_is_measured_and_nothing_is_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let finding = syncs(folder.path());
+        assert!(finding.text.contains("durable after"), "{finding:?}");
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+        let finding = syncs(Path::new("/nonexistent"));
+        assert_eq!(finding.state, State::Warning, "{finding:?}");
+    }
+}
