@@ -3,13 +3,13 @@
 use super::case::Pair;
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::error::{During, LabError};
-use crate::guest::{CHANNEL_NAME, DISK_IMAGE, KernelFiles, Tiny};
+use crate::guest::{CHANNEL_NAME, KernelFiles, Tiny};
 use crate::lab::{Lab, Plan};
 use crate::process;
 use crate::product::{Product, Settings, channel_socket};
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// What is waited for gets this long, on however slow a machine.
@@ -21,6 +21,8 @@ const ARENA_BYTES: u64 = 8 << 20;
 const PAGES_PER_S: u64 = 100;
 const DISK_BYTES: u64 = 1 << 20;
 const DISK_WRITES_PER_S: u64 = 40;
+/// Guests that can be booted on one ground, each with its own disk.
+const BOOTS_MAX: u32 = 100;
 /// A buffer on its way may be heard twice, once a move.
 const REPEATED_MAX: u64 = 60;
 
@@ -55,21 +57,24 @@ impl Ground {
         };
         let mut lab = Lab::create(&plan)?;
         let files = KernelFiles::make(lab.host(0)?.folder())?;
-        let disk = lab.shared_folder()?.join("disk.raw");
-        fs::File::create(&disk)
-            .and_then(|file| file.set_len(DISK_BYTES))
-            .during(|| format!("make {}", disk.display()))?;
         let settings = Settings {
             qemus: pair.versions().map(str::to_owned).to_vec(),
             // Every machine has it, and a crash does not care.
             accelerator: "tcg".to_owned(),
         };
-        let image = toml::Table::from_iter([
-            ("path".to_owned(), disk.display().to_string().into()),
-            ("format".to_owned(), "raw".into()),
-            ("locks".to_owned(), locks.into()),
-        ]);
-        let images = toml::Table::from_iter([(DISK_IMAGE.to_owned(), image.into())]);
+        let folder = lab.shared_folder()?;
+        let image = |boot: u32| {
+            let image = toml::Table::from_iter([
+                (
+                    "path".to_owned(),
+                    disk(&folder, boot).display().to_string().into(),
+                ),
+                ("format".to_owned(), "raw".into()),
+                ("locks".to_owned(), locks.into()),
+            ]);
+            (image_name(boot), toml::Value::from(image))
+        };
+        let images: toml::Table = (1..=BOOTS_MAX).map(image).collect();
         let more = toml::Table::from_iter([("images".to_owned(), images.into())]);
         let product = Product::start_with(&mut lab, &files, &settings, &more)?;
         let mut ground = Self {
@@ -96,10 +101,14 @@ impl Ground {
     pub(super) fn boot(&mut self) -> Result<(), LabError> {
         self.boots += 1;
         self.at = 0;
+        let disk = self.disk()?;
+        fs::File::create(&disk)
+            .and_then(|file| file.set_len(DISK_BYTES))
+            .during(|| format!("make {}", disk.display()))?;
         let mut tiny = Tiny::new(&format!("crash-{}", self.boots));
         tiny.memory_mib = MEMORY_MIB;
         tiny.machine_version = self.pair.versions()[0].to_owned();
-        tiny.disk = true;
+        tiny.disk = Some(image_name(self.boots));
         self.guest.clone_from(&tiny.name);
         self.arena = Arena::new();
         for host in 0..2 {
@@ -124,6 +133,17 @@ impl Ground {
             .start_with_disk(&workload, DISK_WRITES_PER_S, LIMIT)
             .map(drop)
             .map_err(answer)
+    }
+
+    /// The guest's disk. Each has its own: what was handed to another host is not given to a second
+    /// guest here.
+    pub(super) fn disk(&self) -> Result<PathBuf, LabError> {
+        Ok(disk(&self.lab.shared_folder()?, self.boots))
+    }
+
+    /// Whether no other guest can be booted.
+    pub(super) fn is_worn(&self) -> bool {
+        self.boots >= BOOTS_MAX
     }
 
     /// The guest's channel on a host.
@@ -286,6 +306,14 @@ impl Ground {
     }
 }
 
+fn disk(folder: &Path, boot: u32) -> PathBuf {
+    folder.join(format!("disk-{boot}.raw"))
+}
+
+fn image_name(boot: u32) -> String {
+    format!("disk-{boot}")
+}
+
 fn answer(error: ArenaError) -> LabError {
     LabError::Answer {
         what: "the guest's arena".to_owned(),
@@ -294,7 +322,7 @@ fn answer(error: ArenaError) -> LabError {
 }
 
 /// The names of all files below a folder.
-fn list(folder: &std::path::Path, prefix: &str, found: &mut Vec<String>) -> Result<(), LabError> {
+fn list(folder: &Path, prefix: &str, found: &mut Vec<String>) -> Result<(), LabError> {
     let reading = || format!("read {}", folder.display());
     for entry in fs::read_dir(folder).during(reading)? {
         let entry = entry.during(reading)?;
@@ -309,7 +337,7 @@ fn list(folder: &std::path::Path, prefix: &str, found: &mut Vec<String>) -> Resu
 }
 
 /// A file that was being replaced.
-fn unfinished(state: &std::path::Path) -> Result<Option<String>, LabError> {
+fn unfinished(state: &Path) -> Result<Option<String>, LabError> {
     let mut names = Vec::new();
     list(state, "", &mut names)?;
     Ok(names.into_iter().find(|name| name.ends_with(".new")))

@@ -192,7 +192,9 @@ pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabE
                 summary.failed.push((case.to_string(), error));
                 continue;
             }
-            ground = Some(used);
+            if !used.is_worn() {
+                ground = Some(used);
+            }
         }
     }
     say(&format!(
@@ -235,7 +237,7 @@ fn attempt(
             if only_forth {
                 ground.end()?;
             }
-            if only_forth || place == Place::Nowhere {
+            if (only_forth || place == Place::Nowhere) && !ground.is_worn() {
                 ground.boot()?;
             }
             Ok(None)

@@ -234,7 +234,7 @@ impl Trial<'_> {
 
     /// Locks the disk as somebody else would, so that the destination's QEMU cannot have it.
     fn take_disk(&self) -> Result<File, LabError> {
-        let path = self.ground.lab.shared_folder()?.join("disk.raw");
+        let path = self.ground.disk()?;
         let taking = || format!("lock {}", path.display());
         let file = File::options()
             .read(true)

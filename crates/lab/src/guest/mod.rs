@@ -15,9 +15,6 @@ pub const KERNEL_NAME: &str = "tiny";
 /// The name of the channel that the arena speaks on.
 pub const CHANNEL_NAME: &str = "arena";
 
-/// The name of the image of a `tiny` guest's disk, in each host's configuration.
-pub const DISK_IMAGE: &str = "tiny";
-
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Chipset {
@@ -59,8 +56,9 @@ pub struct Tiny {
     pub vcpus: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// Whether it has a disk: the image [`DISK_IMAGE`], on storage that all hosts see.
-    pub disk: bool,
+    /// The image of its disk, if it has one, in each host's configuration; on storage that all hosts
+    /// see.
+    pub disk: Option<String>,
 }
 
 impl Tiny {
@@ -72,19 +70,19 @@ impl Tiny {
             machine_version: "7.2".to_owned(),
             vcpus: 1,
             memory_mib: 128,
-            disk: false,
+            disk: None,
         }
     }
 
     /// What the guest is, in words that hold on every host.
     pub fn description(&self) -> GuestDescription {
-        let disk = || Disk {
+        let disk = |image: &String| Disk {
             name: "vda".to_owned(),
-            image: DISK_IMAGE.to_owned(),
+            image: image.clone(),
             shared: true,
             read_only: false,
         };
-        let disks = self.disk.then(disk).into_iter().collect();
+        let disks = self.disk.iter().map(disk).collect();
         GuestDescription {
             name: self.name.clone(),
             machine: self.chipset.machine_type(&self.machine_version),
