@@ -13,7 +13,7 @@ use longhaul_engine::handover::{
     SourceState, Terms, step_destination, step_source,
 };
 use longhaul_protocol::{Generation, MigrationId};
-use longhaul_storage::{Holder, Journal, Right};
+use longhaul_storage::{Holder, Journal, Right, RightsError};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use tokio::task::block_in_place;
@@ -29,6 +29,14 @@ pub(super) struct Ledger {
     pub(super) journal: Journal,
     /// A record that was decided on and could not be written yet.
     unwritten: Option<Record>,
+    /// What is known of the right and could not be noted yet.
+    unnoted: Option<Noting>,
+}
+
+/// A change of who may run the guest.
+enum Noting {
+    Set(Right),
+    GiveBack { taken: Right, back: Right },
 }
 
 impl Ledger {
@@ -48,10 +56,20 @@ impl Ledger {
             terms,
             journal,
             unwritten: None,
+            unnoted: None,
         }
     }
 
     fn append(&mut self, record: &Record) -> bool {
+        // A closed journal is removed: from then on only the right says who may run the guest.
+        if matches!(record, Record::Closed { .. })
+            && let Some(noting) = self.unnoted.take()
+        {
+            self.try_to_note(noting);
+            if self.unnoted.is_some() {
+                return false;
+            }
+        }
         let written = block_in_place(|| fail_point::append(&mut self.journal, record));
         if let Err(error) = &written {
             tracing::error!(migration = %self.migration, %error, "a record cannot be written");
@@ -60,33 +78,43 @@ impl Ledger {
     }
 
     /// Notes who may run the guest.
-    fn note(&self, generation: Generation, holder: Holder) {
-        let right = Right {
-            guest: self.guest.clone(),
-            generation,
-            holder,
-        };
-        if let Err(error) = block_in_place(|| self.context.rights.set(&right)) {
-            // The journal says it too, and is read first.
-            tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
-        }
-        if right.holder == Holder::Here {
+    fn note(&mut self, generation: Generation, holder: Holder) {
+        let here = holder == Holder::Here;
+        let right = self.right(generation, holder);
+        self.try_to_note(Noting::Set(right));
+        if here {
             self.context.unmark(&self.guest);
         }
     }
 
     /// Goes back to the generation that the source had, from one that never ran the guest.
-    fn give_back(&self, taken: Holder, holder: Holder) {
-        let right = |generation, holder| Right {
+    fn give_back(&mut self, taken: Holder, holder: Holder) {
+        let taken = self.right(self.terms.next(), taken);
+        let back = self.right(self.terms.generation, holder);
+        self.try_to_note(Noting::GiveBack { taken, back });
+    }
+
+    fn right(&self, generation: Generation, holder: Holder) -> Right {
+        Right {
             guest: self.guest.clone(),
             generation,
             holder,
-        };
-        let taken = right(self.terms.next(), taken);
-        let back = right(self.terms.generation, holder);
-        if let Err(error) = block_in_place(|| self.context.rights.give_back(&taken, &back)) {
-            // The journal says it too, and is read first.
+        }
+    }
+
+    fn try_to_note(&mut self, noting: Noting) {
+        let rights = &self.context.rights;
+        let noted = block_in_place(|| match &noting {
+            Noting::Set(right) => rights.set(right),
+            Noting::GiveBack { taken, back } => rights.give_back(taken, back),
+        });
+        self.unnoted = None;
+        if let Err(error) = noted {
+            // The journal says it too, and is read first, for as long as it is there.
             tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
+            if matches!(error, RightsError::Io { .. }) {
+                self.unnoted = Some(noting);
+            }
         }
     }
 
@@ -98,7 +126,7 @@ impl Ledger {
 
     /// A person has given the guest to the other host. That is noted whatever is here: a copy may be
     /// on its way back already, and one that runs is not to be started again.
-    fn concede(&self, generation: Generation) {
+    fn concede(&mut self, generation: Generation) {
         self.note(generation, self.elsewhere());
         match super::left::find(&self.context, &self.guest) {
             Ok(Some(_)) => tracing::error!(
