@@ -4,12 +4,13 @@
 mod common;
 
 use common::{Host, emulators};
-use longhaul_hypervisor::attach::{Attach, look_again};
+use longhaul_hypervisor::attach::{Attach, AttachGuestError, look_again};
 use longhaul_hypervisor::config::{Image, ImageFormat, KernelFiles, Network};
 use longhaul_hypervisor::guest::find_all;
 use longhaul_hypervisor::launch::Role;
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -201,17 +202,175 @@ async fn same_machine(
     let here = observe(&qmp).await.unwrap();
     let differences = here.differences(&there);
     let differences: Vec<String> = differences.iter().map(ToString::to_string).collect();
-    copy.stop(Some(&qmp)).await.unwrap();
-
+    if !differences.is_empty() {
+        return Err(format!("{}\n{text}", differences.join("\n")));
+    }
     guest.detach().unwrap();
     assert!(find_all(host.state()).unwrap().is_empty());
-    let qmp = script.connect().await.unwrap();
+    let from = script.connect().await.unwrap();
     assert_eq!(
-        qmp.query("query-status").await.unwrap()["status"],
+        from.query("query-status").await.unwrap()["status"],
         "running"
     );
-    match differences.is_empty() {
-        true => Ok(()),
-        false => Err(format!("{}\n{text}", differences.join("\n"))),
+    loads(&from, &qmp, &copy.folder().socket("incoming").unwrap()).await?;
+    copy.stop(Some(&qmp)).await.unwrap();
+    Ok(())
+}
+
+/// What is equal is also what QEMU loads, by its own migration.
+async fn loads(from: &Qmp, to: &Qmp, socket: &Path) -> Result<(), String> {
+    let late = json!({"capabilities": [{"capability": "late-block-activate", "state": true}]});
+    let target = json!({"uri": format!("unix:{}", socket.display())});
+    for (qmp, command, arguments) in [
+        (to, "migrate-set-capabilities", late),
+        (to, "migrate-incoming", target.clone()),
+        (from, "migrate", target),
+    ] {
+        let done = qmp.execute(command, arguments, COMMAND_TIMEOUT).await;
+        done.map_err(|error| error.to_string())?;
+    }
+    let deadline = Instant::now() + Duration::from_secs(60);
+    loop {
+        let migration = from.query("query-migrate").await.unwrap();
+        let there = to
+            .query("query-status")
+            .await
+            .map_err(|error| error.to_string())?;
+        if migration["status"] == "completed" && there["status"] == "paused" {
+            return Ok(());
+        }
+        if migration["status"] == "failed" || Instant::now() > deadline {
+            return Err(format!("it does not load: {migration}, {there}"));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// What only QEMU itself can tell is refused by name as well, with what to do.
+#[tokio::test]
+async fn what_a_running_qemu_cannot_take_along_is_refused() {
+    for (label, emulator) in emulators() {
+        for (line, expected, hint) in [
+            (
+                "-nodefaults -drive if=none,id=c,file=cd.iso,format=raw,readonly=on,media=cdrom \
+                 -device ide-cd,drive=c,id=cd0",
+                "disk cd0 is cd.iso, which no image of the configuration is",
+                "[images.NAME]\npath = \"/",
+            ),
+            (
+                "-nodefaults -blockdev driver=qcow2,node-name=q,file.driver=file,file.filename=q.qcow2 \
+                 -device virtio-blk-pci,drive=q,id=q0",
+                "disk q0 is qcow2, and the configuration says otherwise of image q",
+                "format = \"qcow2\"",
+            ),
+            (
+                "-nodefaults -drive if=none,id=u,file=vdb.raw,format=raw -device qemu-xhci \
+                 -device usb-storage,drive=u",
+                "device without an id (usb-storage): its model is not supported",
+                "unplug it",
+            ),
+            (
+                "-nodefaults -netdev user,id=n -device e1000,netdev=n,id=out",
+                "card out reaches the world through this host",
+                "restrict=on",
+            ),
+            (
+                "-nodefaults -smp 1,maxcpus=2",
+                "vCPUs that can be plugged in",
+                "maxcpus",
+            ),
+            (
+                "-nodefaults -bios other.fd",
+                "the firmware is other.fd",
+                "[firmware]",
+            ),
+            (
+                "-nodefaults -drive if=pflash,format=raw,file=vars.raw",
+                "it can write to its firmware vars.raw",
+                "readonly=on",
+            ),
+            (
+                "-vga none",
+                "QEMU made a device by itself (e1000",
+                "-nodefaults",
+            ),
+        ] {
+            let mut host = host();
+            let folder = host.folder.path().to_owned();
+            fs::write(folder.join("cd.iso"), vec![0; 4096]).unwrap();
+            fs::write(folder.join("other.fd"), vec![0xf4; 256 << 10]).unwrap();
+            let image = Image {
+                path: folder.join("q.qcow2"),
+                format: ImageFormat::Raw,
+                direct: None,
+                locks: true,
+            };
+            qcow2(&image.path);
+            host.config.images.insert("q".to_owned(), image);
+            let line = format!("-machine pc -m 64 {line}");
+            let script = Script::start(&host, &emulator, &line).await;
+            let error = script.attach("web").run(&host.config).await.unwrap_err();
+            let AttachGuestError::Refused { refusals, .. } = &error else {
+                panic!("{label} {line}: {error}");
+            };
+            let found = refusals.iter().find(|one| one.text.starts_with(expected));
+            let found = found.unwrap_or_else(|| panic!("{label} {line}: {error}"));
+            assert!(found.hint.contains(hint), "{}", found.hint);
+            assert!(error.to_string().contains(&found.text));
+            assert!(find_all(host.state()).unwrap().is_empty());
+        }
+    }
+}
+
+/// The smallest image of that format, whose content nobody reads.
+fn qcow2(path: &Path) {
+    let mut image = vec![0; 4 << 16];
+    let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
+    put(0, b"QFI\xfb\x00\x00\x00\x02");
+    put(20, &16_u32.to_be_bytes());
+    put(24, &(1_u64 << 20).to_be_bytes());
+    put(36, &1_u32.to_be_bytes());
+    put(40, &(3_u64 << 16).to_be_bytes());
+    put(48, &(1_u64 << 16).to_be_bytes());
+    put(56, &1_u32.to_be_bytes());
+    put(1 << 16, &(2_u64 << 16).to_be_bytes());
+    for cluster in 0..4 {
+        put((2 << 16) + 2 * cluster, &1_u16.to_be_bytes());
+    }
+    fs::write(path, image).unwrap();
+}
+
+#[tokio::test]
+async fn what_changes_afterwards_is_seen() {
+    for (_, emulator) in emulators() {
+        let host = host();
+        let line = "-machine pc -m 64 -nodefaults -device virtio-rng-pci,id=rng";
+        let script = Script::start(&host, &emulator, line).await;
+        let guest = script.attach("web").run(&host.config).await.unwrap();
+        let again = script.attach("other").run(&host.config).await.unwrap_err();
+        assert!(matches!(again, AttachGuestError::Exists(_)), "{again}");
+        let qmp = guest.connect().await.unwrap();
+        let device = json!({"driver": "virtio-balloon-pci", "id": "hot"});
+        qmp.execute("device_add", device, COMMAND_TIMEOUT)
+            .await
+            .unwrap();
+        let refusals = look_again(&guest, &qmp, &host.config).await.unwrap();
+        assert_eq!(refusals.len(), 1, "{refusals:?}");
+        assert_eq!(
+            refusals[0].text,
+            "device hot (virtio-balloon-pci) was plugged in while the guest ran"
+        );
+        guest.detach().unwrap();
+
+        // Whoever holds the control socket is not pushed aside.
+        let busy = script.attach("web").run(&host.config).await.unwrap_err();
+        assert!(busy.to_string().contains("another client holds"), "{busy}");
+        drop(qmp);
+        let wrong = Attach {
+            pid: Some(1),
+            ..script.attach("web")
+        };
+        let wrong = wrong.run(&host.config).await.unwrap_err();
+        assert!(matches!(wrong, AttachGuestError::Process(_)), "{wrong}");
     }
 }
