@@ -3,7 +3,6 @@
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
 use crate::arena::{Arena, Workload};
-use crate::crash::knows_early_release;
 use crate::error::{During, LabError};
 use crate::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
 use crate::installed;
@@ -86,11 +85,9 @@ struct Row {
 
 /// Measures, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
-    let early = knows_early_release()?;
     let releases: Vec<Release> = Release::ALL
         .into_iter()
         .filter(|release| options.wants_system(release.name()))
-        .filter(|release| early || *release == Release::Late)
         .collect();
     let link = match options.link {
         Some(link) => link,

@@ -14,7 +14,7 @@ pub mod soak;
 use crate::error::{During, LabError};
 use crate::lab::{print, say};
 use crate::process::{self, own_binary};
-use case::{Case, Pair, Release};
+use case::{Case, Pair};
 use ground::Ground;
 use point::Point;
 use predict::Place;
@@ -101,25 +101,13 @@ pub fn points() -> Result<Vec<Point>, LabError> {
     said.lines().map(Point::named).collect()
 }
 
-/// Whether the product beside this program offers an early release.
-///
-/// # Errors
-/// When it was not built.
-pub fn knows_early_release() -> Result<bool, LabError> {
-    let help = process::run(Command::new(own_binary("longhaul")?).args(["migrate", "--help"]))?;
-    Ok(help.contains("--early-release"))
-}
-
 /// The cases that are asked for.
 ///
 /// # Errors
 /// When there are none, or the points cannot be had.
 pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     let points = points()?;
-    let mut universe = case::universe(&points);
-    if !knows_early_release()? {
-        universe.retain(|case| case.kind.release == Release::Late);
-    }
+    let universe = case::universe(&points);
     if !options.only.is_empty() {
         let wanted = |case: &&Case| {
             let name = case.to_string();

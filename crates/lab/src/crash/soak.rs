@@ -1,10 +1,10 @@
 //! `lab soak`: one guest moves to and fro, with failures in between, and leaves nothing behind.
 
-use super::case::{Back, Case, Pair, Release, universe};
+use super::case::{Back, Case, Pair, universe};
 use super::cover::Random;
 use super::ground::{Ground, LIMIT};
 use super::predict::{Place, places};
-use super::{attempt, knows_early_release, points, seed_or_date};
+use super::{attempt, points, seed_or_date};
 use crate::error::LabError;
 use crate::interrupt;
 use crate::lab::say;
@@ -64,12 +64,10 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
         "7.2" => Pair::Old,
         _ => Pair::New,
     };
-    let early = knows_early_release()?;
     // Without locks, as they could hide a second copy.
     let cases: Vec<Case> = universe(&points()?)
         .into_iter()
         .filter(|case| case.kind.pair == pair && !case.kind.locks && survives(case))
-        .filter(|case| early || case.kind.release == Release::Late)
         .collect();
     say(&format!(
         "soak: {} moves of one guest with QEMU {}, seed {seed}",
