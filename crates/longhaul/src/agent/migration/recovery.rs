@@ -15,19 +15,36 @@
 use super::Context;
 use super::left::Left;
 use super::settling::Settling;
-use longhaul_engine::handover::Side;
+use longhaul_engine::handover::{Record, Side};
 use longhaul_storage::{Journal, JournalError};
 use std::sync::Arc;
 
 /// Brings every attempt to its end, or to somebody who waits for one.
 pub(super) async fn take_up(context: &Arc<Context>) -> Result<(), JournalError> {
+    let mut all = Vec::new();
     for migration in Journal::list(&context.journals)? {
         let journal = Journal::open(&context.journals, migration)?;
         // A journal that only answers for an attempt that never began needs nothing.
-        let Ok(left) = Left::of(migration, journal) else {
-            continue;
-        };
+        all.extend(Left::of(migration, journal).ok());
+    }
+    let begun: Vec<_> = all
+        .iter()
+        .map(|left| (left.guest.clone(), left.terms.generation))
+        .collect();
+    for left in all {
+        let went_on = begun
+            .iter()
+            .any(|(guest, generation)| *guest == left.guest && *generation > left.terms.generation);
+        let overruled = matches!(left.records().last(), Some(Record::Overruled { .. }));
         match left.side {
+            // By a person's word the guest went on here, and then to a later attempt, which may have
+            // released it: that one decides.
+            Side::Source if overruled && went_on => {
+                tracing::warn!(
+                    guest = left.guest,
+                    "a person's decision is older than its guest"
+                );
+            }
             Side::Source => Settling::take_up(context, left).await.go_on(),
             Side::Destination => context.attempts.take_up(context, left).await,
         }
