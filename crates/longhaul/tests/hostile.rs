@@ -86,7 +86,8 @@ async fn a_thousand_offers_take_what_is_allowed_and_others_are_served() {
         "{before:?} {after:?}"
     );
     assert!(after.files <= before.files + 16, "{before:?} {after:?}");
-    assert!(after.threads <= before.threads + 24, "{before:?} {after:?}");
+    // At most one for each channel that a peer may have.
+    assert!(after.threads <= before.threads + 64, "{before:?} {after:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
