@@ -254,7 +254,8 @@ impl Ground {
             }
             if own {
                 let mut files = self.files_of_guest(host)?;
-                files.retain(|file| !self.guest_files.contains(file));
+                // Who sent it is noted beside a guest that has arrived.
+                files.retain(|file| file != "sent-by" && !self.guest_files.contains(file));
                 if !files.is_empty() {
                     return Ok(Some(format!(
                         "host {host} has files of the guest's {files:?}"
