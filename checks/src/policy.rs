@@ -9,7 +9,7 @@ pub const CORES: [&str; 4] = [
 ];
 
 /// What each package of the workspace may depend on (dependencies of its tests left aside).
-pub const DIRECTION: [(&str, &[&str]); 13] = [
+pub const DIRECTION: [(&str, &[&str]); 14] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -31,10 +31,17 @@ pub const DIRECTION: [(&str, &[&str]); 13] = [
             "longhaul-api",
         ],
     ),
-    // The laboratory drives the product from outside; its bench of the codec calls that alone.
+    // What the codec is measured against: the laboratory's alone, never part of the product.
+    ("longhaul-cloudnet", &[]),
+    // The laboratory drives the product from outside; its benches of codecs call those alone.
     (
         "longhaul-lab",
-        &["longhaul-protocol", "longhaul-api", "longhaul-codec"],
+        &[
+            "longhaul-protocol",
+            "longhaul-api",
+            "longhaul-codec",
+            "longhaul-cloudnet",
+        ],
     ),
     ("longhaul-checks", &[]),
     // The model runs the hand-over's functions, and nothing else of the product.
