@@ -1,8 +1,9 @@
 //! Checks frames at the destination and applies what they describe.
 //!
 //! ```text
-//! header -> entries (ranges inside their regions) -> payload (exactly as long as the literals)
-//!        -> stale blocks left out -> references read and compared -> one apply for the frame
+//! header -> entries (ranges inside their regions) -> payload (exactly the literals and deltas)
+//!        -> stale blocks left out -> references and bases read and compared
+//!        -> one apply for the frame
 //! ```
 //! Everything left of "stale" is decided before the sink is asked for anything but the lengths of
 //! its regions: a frame with an error changes nothing.
@@ -10,9 +11,9 @@
 use crate::compress::{Decompressor, Stored, scratch};
 use crate::frame::{
     COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, FRAME_VERSION, HEADER_BYTES, Header,
-    KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_ZERO, Kind,
+    KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_ZERO, Kind,
 };
-use crate::{BlockId, Digest, DigestKey, Hasher};
+use crate::{BlockId, Digest, DigestKey, Hasher, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::{fmt, io};
@@ -162,16 +163,21 @@ pub enum FrameError {
     #[error("a duplicate of literals that no earlier entry brought")]
     UnknownLiteral,
     /// The declared payload is not what the entries need.
-    #[error("a payload of {declared} bytes where the entries need {needed}")]
+    #[error("a payload of {declared} bytes where the entries need {least} to {most}")]
     PayloadLength {
         /// What the header says.
         declared: u64,
-        /// What the literals add up to.
-        needed: u64,
+        /// What the literals and the shortest deltas add up to.
+        least: u64,
+        /// What the literals and the longest deltas add up to.
+        most: u64,
     },
     /// The stored payload does not decompress to exactly the declared length.
     #[error("a payload that does not decompress to its declared length")]
     Payload,
+    /// What follows the literals in the payload is not as many deltas as the entries announce.
+    #[error("deltas that do not fill the payload, or are longer than a block")]
+    Delta,
 }
 
 /// Why a frame was not applied.
@@ -235,6 +241,7 @@ impl Decoder {
                 payload
             }
         };
+        let deltas = parsed.cut_deltas(payload)?;
         let seq = parsed.seq;
         let mut applying = Applying {
             wanted: Vec::new(),
@@ -243,7 +250,7 @@ impl Decoder {
             rejected: Vec::new(),
         };
         applying.leave_out_stale(&parsed.entries, |id| sink.accepts(id, seq));
-        applying.read_references(sink, &self.hasher, &mut self.referenced);
+        applying.read_references(sink, &self.hasher, &deltas, &mut self.referenced);
         let writes = applying.writes(payload, &self.referenced);
         let applied = writes.iter().map(|write| write.range.count).sum();
         if !writes.is_empty() {
@@ -267,6 +274,9 @@ struct Parsed<'a> {
     entries: Vec<ParsedEntry<'a>>,
     compression: Option<Stored>,
     payload_bytes: usize,
+    /// The part of the payload that is literals; the deltas follow.
+    literal_bytes: usize,
+    deltas: usize,
     stored: &'a [u8],
 }
 
@@ -275,7 +285,9 @@ struct ParsedEntry<'a> {
     entry: Entry,
     /// The first of its blocks in the payload, where it has any.
     literal: usize,
-    /// A digest for each block of a reference.
+    /// The first of its deltas among those of the frame, where it has any.
+    delta: usize,
+    /// A digest for each block of a reference, or for what each delta is against.
     digests: &'a [[u8; DIGEST_BYTES]],
 }
 
@@ -306,9 +318,9 @@ impl<'a> Parsed<'a> {
             .ok_or(FrameError::Truncated)?;
         let mut reader = Reader { rest };
         let mut entries = Vec::new();
-        let (mut blocks, mut literals) = (0, 0);
+        let (mut blocks, mut literals, mut deltas) = (0, 0, 0);
         for _ in 0..header.entries {
-            let parsed = reader.entry(literals)?;
+            let parsed = reader.entry(literals, deltas)?;
             let entry = &parsed.entry;
             // No sum here can overflow: each count is at most what is left of the limit.
             if entry.range.count > limits.frame_blocks as u64 - blocks {
@@ -320,6 +332,7 @@ impl<'a> Parsed<'a> {
             inside(entry.region, entry.range, &region_blocks)?;
             match entry.kind {
                 Kind::Literal => literals += entry.range.count,
+                Kind::Delta => deltas += entry.range.count,
                 Kind::Reference { region, start } => {
                     inside(
                         region,
@@ -336,21 +349,46 @@ impl<'a> Parsed<'a> {
                 bytes: reader.rest.len(),
             });
         }
-        let needed = literals * BLOCK_SIZE as u64;
+        let literal_bytes = literals * BLOCK_SIZE as u64;
+        let least = literal_bytes + deltas * delta::MASK_BYTES as u64;
+        let most = literal_bytes + deltas * BLOCK_SIZE as u64;
         let declared = u64::from(header.payload_bytes);
-        if declared != needed {
-            return Err(FrameError::PayloadLength { declared, needed });
+        if !(least..=most).contains(&declared) {
+            return Err(FrameError::PayloadLength {
+                declared,
+                least,
+                most,
+            });
         }
-        if compression.is_none() && stored.len() as u64 != needed {
+        if compression.is_none() && stored.len() as u64 != declared {
             return Err(FrameError::Payload);
         }
         Ok(Self {
             seq: header.seq,
             entries,
             compression,
-            payload_bytes: needed as usize,
+            payload_bytes: declared as usize,
+            literal_bytes: literal_bytes as usize,
+            deltas: deltas as usize,
             stored,
         })
+    }
+
+    /// The deltas of a payload, one after another, which must be all that follows the literals.
+    fn cut_deltas<'p>(&self, payload: &'p [u8]) -> Result<Vec<&'p [u8]>, FrameError> {
+        let mut rest = payload.get(self.literal_bytes..).unwrap_or_default();
+        let mut deltas = Vec::with_capacity(self.deltas);
+        for _ in 0..self.deltas {
+            let length = delta::length(rest).ok_or(FrameError::Delta)?;
+            let (delta, after) = rest.split_at(length);
+            deltas.push(delta);
+            rest = after;
+        }
+        if rest.is_empty() {
+            Ok(deltas)
+        } else {
+            Err(FrameError::Delta)
+        }
     }
 }
 
@@ -390,10 +428,11 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
-    /// Reads an entry; `literals` are the blocks of the payload that earlier entries took.
-    fn entry(&mut self, literals: u64) -> Result<ParsedEntry<'a>, FrameError> {
+    /// Reads an entry; `literals` are the blocks of the payload, and `deltas` the deltas, that
+    /// earlier entries took.
+    fn entry(&mut self, literals: u64, deltas: u64) -> Result<ParsedEntry<'a>, FrameError> {
         let kind = self.byte()?;
-        if kind > KIND_REFERENCE {
+        if kind > KIND_DELTA {
             return Err(FrameError::Kind(kind));
         }
         let region = self.region()?;
@@ -418,10 +457,14 @@ impl<'a> Reader<'a> {
                 literal = first as usize;
                 Kind::Duplicate { literal: first }
             }
-            _ => {
+            KIND_REFERENCE => {
                 let (region, start) = (self.region()?, self.number()?);
                 digests = self.digests(count)?;
                 Kind::Reference { region, start }
+            }
+            _ => {
+                digests = self.digests(count)?;
+                Kind::Delta
             }
         };
         let entry = Entry {
@@ -432,6 +475,7 @@ impl<'a> Reader<'a> {
         Ok(ParsedEntry {
             entry,
             literal,
+            delta: deltas as usize,
             digests,
         })
     }
@@ -486,7 +530,7 @@ enum Place {
     Zero,
     /// From this block of the payload on.
     Payload(usize),
-    /// From this reference of the frame on.
+    /// From this reference of the frame on; a delta refers to the block itself.
     Reference(usize),
 }
 
@@ -503,6 +547,8 @@ struct Applying {
 struct Reference {
     source: BlockId,
     digest: Digest,
+    /// Which of the frame's deltas makes the new content of it; without one it is that itself.
+    delta: Option<usize>,
     holds: bool,
 }
 
@@ -511,6 +557,7 @@ impl Applying {
         for ParsedEntry {
             entry,
             literal,
+            delta,
             digests,
         } in entries
         {
@@ -530,13 +577,11 @@ impl Applying {
                             region,
                             block: start + index as u64,
                         };
-                        let digest = Digest(digests[index]);
-                        self.references.push(Reference {
-                            source,
-                            digest,
-                            holds: false,
-                        });
-                        Place::Reference(self.references.len() - 1)
+                        self.refer(source, digests[index], None)
+                    }
+                    Kind::Delta => {
+                        let source = BlockId { region, block };
+                        self.refer(source, digests[index], Some(delta + index))
                     }
                 };
                 match self.wanted.last_mut() {
@@ -548,10 +593,27 @@ impl Applying {
         }
     }
 
+    fn refer(
+        &mut self,
+        source: BlockId,
+        digest: [u8; DIGEST_BYTES],
+        delta: Option<usize>,
+    ) -> Place {
+        self.references.push(Reference {
+            source,
+            digest: Digest(digest),
+            delta,
+            holds: false,
+        });
+        Place::Reference(self.references.len() - 1)
+    }
+
+    /// Reads what is referred to, and makes new versions of what is changed.
     fn read_references(
         &mut self,
         sink: &mut impl BlockSink,
         hasher: &Hasher,
+        deltas: &[&[u8]],
         contents: &mut Vec<[u8; BLOCK_SIZE]>,
     ) {
         if contents.len() < self.references.len() {
@@ -563,8 +625,12 @@ impl Applying {
         }
         let mut digests = Vec::with_capacity(contents.len());
         hasher.digest_blocks(contents, &mut digests);
-        for (reference, digest) in self.references.iter_mut().zip(&digests) {
+        let read = contents.iter_mut().zip(&digests);
+        for (reference, (content, digest)) in self.references.iter_mut().zip(read) {
             reference.holds &= reference.digest == *digest;
+            if let Some(delta) = reference.delta.filter(|_| reference.holds) {
+                delta::apply(content, deltas[delta]);
+            }
         }
     }
 

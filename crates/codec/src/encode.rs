@@ -4,7 +4,8 @@ use crate::compress::Compressor;
 use crate::frame::{
     COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, HEADER_BYTES, Header, Kind,
 };
-use crate::{Compression, Digest};
+use crate::versions::Versions;
+use crate::{Compression, Digest, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::{fmt, io};
@@ -42,6 +43,14 @@ pub enum Decision {
         /// The content's digest.
         digest: Digest,
     },
+    /// The same, or its delta against what the destination holds in this very block; that is
+    /// compared with `base` before the delta is applied.
+    Changed {
+        /// The content's digest.
+        digest: Digest,
+        /// The digest of what the destination holds.
+        base: Digest,
+    },
 }
 
 /// A frame, and what the caller needs to know to choose the next one's compression.
@@ -51,11 +60,17 @@ pub struct EncodedFrame {
     pub bytes: Vec<u8>,
     /// Blocks that the frame describes: all but the skipped ones.
     pub blocks: usize,
-    /// Literals before compression, in bytes.
+    /// Blocks among them that are the same as another literal of the frame.
+    pub duplicates: usize,
+    /// Blocks among them that travel as a delta.
+    pub deltas: usize,
+    /// Those deltas before compression, in bytes.
+    pub delta_bytes: usize,
+    /// Literals and deltas before compression, in bytes.
     pub payload_bytes: usize,
-    /// Literals as stored in the frame, in bytes.
+    /// Literals and deltas as stored in the frame, in bytes.
     pub stored_bytes: usize,
-    /// How the literals are stored: as asked, or raw where that would not have paid.
+    /// How the payload is stored: as asked, or raw where that would not have paid.
     pub compression: Compression,
 }
 
@@ -89,11 +104,14 @@ pub enum EncodeError {
     Compression(#[source] io::Error),
 }
 
-/// Makes frames; holds the contexts and buffers that are used again for each. One a worker.
+/// Makes frames; holds the contexts and buffers that are used again for each, and the versions that
+/// deltas are made against. One a worker.
 pub struct Encoder {
     compressor: Compressor,
+    versions: Versions,
     entries: Entries,
     literals: Literals,
+    deltas: Vec<u8>,
     gathered: Vec<u8>,
 }
 
@@ -110,14 +128,26 @@ impl Default for Encoder {
 }
 
 impl Encoder {
-    /// An encoder without any context yet.
+    /// An encoder without any context yet, which keeps no versions and so sends no deltas.
     pub fn new() -> Self {
+        Self::with_versions(0)
+    }
+
+    /// An encoder that keeps versions of blocks which are sent again, in at most `bytes` of memory.
+    pub fn with_versions(bytes: usize) -> Self {
         Self {
             compressor: Compressor::new(),
+            versions: Versions::new(bytes),
             entries: Entries::default(),
             literals: Literals::new(),
+            deltas: Vec::new(),
             gathered: Vec::new(),
         }
+    }
+
+    /// Keeps a version of a block, as if it had just been sent a second time.
+    pub fn keep_version(&mut self, id: BlockId, digest: &Digest, content: &[u8; BLOCK_SIZE]) {
+        self.versions.keep(id, digest, content);
     }
 
     /// Makes one frame of the blocks, in their order.
@@ -146,34 +176,15 @@ impl Encoder {
         }
         self.entries.clear();
         self.literals.clear();
-        let mut described = 0;
+        self.deltas.clear();
+        let mut counts = Counts::default();
         for (index, (id, decision)) in blocks.iter().zip(decisions).enumerate() {
-            match *decision {
-                Decision::Skip => continue,
-                Decision::Zero => self.entries.push(*id, Kind::Zero),
-                Decision::Reference { source, digest } => {
-                    let BlockId { region, block } = source;
-                    self.entries.push(
-                        *id,
-                        Kind::Reference {
-                            region,
-                            start: block,
-                        },
-                    );
-                    self.entries.digests.extend_from_slice(&digest.0);
-                }
-                Decision::Literal { digest } => {
-                    let kind = match self.literals.find_or_add(&digest, index, content) {
-                        Some(literal) => Kind::Duplicate { literal },
-                        None => Kind::Literal,
-                    };
-                    self.entries.push(*id, kind);
-                }
-            }
-            described += 1;
+            self.add(*id, index, content, decision, &mut counts);
         }
         self.entries.close();
-        let payload = self.literals.payload(content, &mut self.gathered);
+        let payload = self
+            .literals
+            .payload(content, &self.deltas, &mut self.gathered);
         let compressed = self
             .compressor
             .compress(payload, compression)
@@ -187,12 +198,93 @@ impl Encoder {
             .frame(seq, payload.len(), stored, compression)?;
         Ok(EncodedFrame {
             bytes,
-            blocks: described,
+            blocks: counts.described,
+            duplicates: counts.duplicates,
+            deltas: counts.deltas,
+            delta_bytes: self.deltas.len(),
             payload_bytes: payload.len(),
             stored_bytes: stored.len(),
             compression,
         })
     }
+
+    /// Adds one block to the frame.
+    fn add(
+        &mut self,
+        id: BlockId,
+        index: usize,
+        content: &[[u8; BLOCK_SIZE]],
+        decision: &Decision,
+        counts: &mut Counts,
+    ) {
+        match *decision {
+            Decision::Skip => return,
+            Decision::Zero => {
+                self.versions.forget(id);
+                self.entries.push(id, Kind::Zero);
+            }
+            Decision::Reference { source, digest } => {
+                self.versions.renew(id, &digest, &content[index]);
+                let BlockId { region, block } = source;
+                let kind = Kind::Reference {
+                    region,
+                    start: block,
+                };
+                self.entries.push(id, kind);
+                self.entries.digests.extend_from_slice(&digest.0);
+            }
+            Decision::Literal { digest } => {
+                self.versions.renew(id, &digest, &content[index]);
+                self.add_content(id, index, content, &digest, counts);
+            }
+            Decision::Changed { digest, base } => {
+                let duplicate = self.literals.find(&digest, index, content).is_ok();
+                let changed = !duplicate
+                    && self.versions.find(id, &base).is_some_and(|version| {
+                        delta::encode(version, &content[index], &mut self.deltas)
+                    });
+                self.versions.keep(id, &digest, &content[index]);
+                if changed {
+                    self.entries.push(id, Kind::Delta);
+                    self.entries.digests.extend_from_slice(&base.0);
+                    counts.deltas += 1;
+                } else {
+                    self.add_content(id, index, content, &digest, counts);
+                }
+            }
+        }
+        counts.described += 1;
+    }
+
+    /// Adds a block whose content the frame carries.
+    fn add_content(
+        &mut self,
+        id: BlockId,
+        index: usize,
+        content: &[[u8; BLOCK_SIZE]],
+        digest: &Digest,
+        counts: &mut Counts,
+    ) {
+        let kind = match self.literals.find(digest, index, content) {
+            Ok(literal) => {
+                counts.duplicates += 1;
+                Kind::Duplicate { literal }
+            }
+            Err(slot) => {
+                self.literals.add(slot, digest, index);
+                Kind::Literal
+            }
+        };
+        self.entries.push(id, kind);
+    }
+}
+
+/// How the blocks of a frame travel.
+#[derive(Default)]
+struct Counts {
+    described: usize,
+    duplicates: usize,
+    deltas: usize,
 }
 
 /// The entries of a frame in the making; the last one may still grow.
@@ -201,7 +293,7 @@ struct Entries {
     bytes: Vec<u8>,
     count: u16,
     open: Option<Entry>,
-    /// Digests of the open entry, if it is a reference.
+    /// Digests of the open entry, if it is a reference or a delta.
     digests: Vec<u8>,
 }
 
@@ -286,41 +378,53 @@ impl Literals {
         self.found.clear();
     }
 
-    /// The literal that is the same as block `index`; when there is none, the block is the next.
-    fn find_or_add(
-        &mut self,
+    /// The literal that is the same as block `index`; when there is none, where it belongs.
+    fn find(
+        &self,
         digest: &Digest,
         index: usize,
         content: &[[u8; BLOCK_SIZE]],
-    ) -> Option<u64> {
+    ) -> Result<u64, usize> {
         let mut slot = usize::from(u16::from_le_bytes([digest.0[0], digest.0[1]]));
         loop {
             slot %= DUPLICATE_SLOTS;
             let literal = self.slots[slot];
             if literal == NO_LITERAL {
-                self.slots[slot] = self.found.len() as u16;
-                self.found.push((*digest, index));
-                return None;
+                return Err(slot);
             }
             let (other, first) = &self.found[usize::from(literal)];
             if other == digest && content[*first] == content[index] {
-                return Some(u64::from(literal));
+                return Ok(u64::from(literal));
             }
             slot += 1;
         }
     }
 
-    /// All literals one after another: where they lie, or gathered if they lie apart.
-    fn payload<'a>(&self, content: &'a [[u8; BLOCK_SIZE]], gathered: &'a mut Vec<u8>) -> &'a [u8] {
-        if let (Some((_, first)), Some((_, last))) = (self.found.first(), self.found.last())
-            && last - first + 1 == self.found.len()
-        {
+    /// Makes block `index` the next literal; `slot` is where it belongs.
+    fn add(&mut self, slot: usize, digest: &Digest, index: usize) {
+        self.slots[slot] = self.found.len() as u16;
+        self.found.push((*digest, index));
+    }
+
+    /// All literals one after another, and the deltas behind them: where they lie, or gathered if
+    /// they lie apart.
+    fn payload<'a>(
+        &self,
+        content: &'a [[u8; BLOCK_SIZE]],
+        deltas: &'a [u8],
+        gathered: &'a mut Vec<u8>,
+    ) -> &'a [u8] {
+        let (Some((_, first)), Some((_, last))) = (self.found.first(), self.found.last()) else {
+            return deltas;
+        };
+        if deltas.is_empty() && last - first + 1 == self.found.len() {
             return content[*first..=*last].as_flattened();
         }
         gathered.clear();
         for (_, index) in &self.found {
             gathered.extend_from_slice(&content[*index]);
         }
+        gathered.extend_from_slice(deltas);
         gathered
     }
 }

@@ -3,7 +3,7 @@
 use longhaul_protocol::{BlockRange, RegionId};
 
 /// The version of the frame format that this crate writes and reads.
-pub const FRAME_VERSION: u8 = 1;
+pub const FRAME_VERSION: u8 = 2;
 
 /// Bytes in the header.
 pub(crate) const HEADER_BYTES: usize = 20;
@@ -16,6 +16,7 @@ pub(crate) const KIND_ZERO: u8 = 0;
 pub(crate) const KIND_LITERAL: u8 = 1;
 pub(crate) const KIND_DUPLICATE: u8 = 2;
 pub(crate) const KIND_REFERENCE: u8 = 3;
+pub(crate) const KIND_DELTA: u8 = 4;
 
 /// What stands before the entries of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +82,9 @@ pub(crate) enum Kind {
         region: RegionId,
         start: u64,
     },
+    /// The next deltas of the payload, against what the destination holds in these very blocks;
+    /// a digest of that follows for each.
+    Delta,
 }
 
 /// Consecutive blocks of one region that are encoded alike.
@@ -96,7 +100,9 @@ impl Entry {
     pub(crate) fn extend(&mut self, region: RegionId, block: u64, kind: Kind) -> bool {
         let count = self.range.count;
         let continues = match (self.kind, kind) {
-            (Kind::Zero, Kind::Zero) | (Kind::Literal, Kind::Literal) => true,
+            (Kind::Zero, Kind::Zero)
+            | (Kind::Literal, Kind::Literal)
+            | (Kind::Delta, Kind::Delta) => true,
             (Kind::Duplicate { literal: first }, Kind::Duplicate { literal }) => {
                 first.checked_add(count) == Some(literal)
             }
@@ -117,19 +123,20 @@ impl Entry {
         false
     }
 
-    /// Appends the entry, without the digests of a reference.
+    /// Appends the entry, without the digests of a reference or delta.
     pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.push(match self.kind {
             Kind::Zero => KIND_ZERO,
             Kind::Literal => KIND_LITERAL,
             Kind::Duplicate { .. } => KIND_DUPLICATE,
             Kind::Reference { .. } => KIND_REFERENCE,
+            Kind::Delta => KIND_DELTA,
         });
         write_varint(bytes, u64::from(self.region.0));
         write_varint(bytes, self.range.start);
         write_varint(bytes, self.range.count);
         match self.kind {
-            Kind::Zero | Kind::Literal => {}
+            Kind::Zero | Kind::Literal | Kind::Delta => {}
             Kind::Duplicate { literal } => write_varint(bytes, literal),
             Kind::Reference { region, start } => {
                 write_varint(bytes, u64::from(region.0));

@@ -1,4 +1,5 @@
-//! How blocks are encoded: zero, same, reference, duplicate or literal; frames of many blocks.
+//! How blocks are encoded: zero, same, reference, duplicate, delta or literal; frames of many
+//! blocks.
 //!
 //! The way of a batch at the source: its content is copied once into a staging buffer;
 //! [`Hasher::stage`] finds zero blocks and digests the others; the caller decides per block
@@ -6,18 +7,21 @@
 //! destination [`Decoder::decode`] checks a frame as a whole before its first block is applied to a
 //! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
 //!
-//! Two kinds of entry will join these: changes against the previous version of a block, and
-//! references into disks. Both are one more [`Decision`] and one more kind of entry; their bytes
-//! are part of a frame's payload, whose length is declared in bytes for that reason.
+//! A block that the destination is known to hold an older version of ([`Decision::Changed`]) travels
+//! as a delta against that version, where the [`Encoder`] has kept it.
+//!
+//! References into disks will be one more [`Decision`] and one more kind of entry.
 
 mod compress;
 mod decode;
+mod delta;
 mod digest;
 mod encode;
 mod frame;
 mod pack;
 mod policy;
 mod verify;
+mod versions;
 
 pub use compress::Compression;
 pub use decode::{

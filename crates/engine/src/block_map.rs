@@ -31,6 +31,8 @@ impl Class {
 const CLASS: u8 = 0b0000_0011;
 const KNOWN: u8 = 0b0000_0100;
 const IN_FLIGHT: u8 = 0b0000_1000;
+/// What the destination was told of the block did not hold: its content travels as it is.
+const WHOLE: u8 = 0b0001_0000;
 /// A block written in this many passes running is hot.
 const STREAK_HOT: u8 = 2;
 
@@ -45,6 +47,8 @@ struct Block {
     /// Passes running that reported a write.
     streak: u8,
     flags: u8,
+    /// References to the block that are on their way.
+    pins: u8,
 }
 
 /// The blocks of one region, as the source sees them.
@@ -67,6 +71,7 @@ impl BlockMap {
             last_pass: 0,
             streak: 0,
             flags,
+            pins: 0,
         };
         let mut pending = vec![u64::MAX; blocks.div_ceil(64)];
         if let (Some(last), used @ 1..) = (pending.last_mut(), blocks % 64) {
@@ -172,7 +177,7 @@ impl BlockMap {
 
     /// Takes up to `max` pending blocks of a class out of the index, in ascending order from where
     /// the last search ended, and notes that frame `seq` carries them. Blocks that are on their
-    /// way wait for their acknowledgement unless `overtake`.
+    /// way, or that a reference on its way means, wait for the acknowledgement unless `overtake`.
     pub(crate) fn take(
         &mut self,
         class: Class,
@@ -193,8 +198,9 @@ impl BlockMap {
             while bits != 0 {
                 let index = word * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                let flags = self.blocks[index].flags;
-                if Class::from_bits(flags) != class || (flags & IN_FLIGHT != 0 && !overtake) {
+                let Block { flags, pins, .. } = self.blocks[index];
+                let waits = flags & IN_FLIGHT != 0 || pins > 0;
+                if Class::from_bits(flags) != class || (waits && !overtake) {
                     continue;
                 }
                 self.clear_pending(index);
@@ -222,6 +228,35 @@ impl BlockMap {
         block.flags & KNOWN != 0 && block.digest == *digest
     }
 
+    /// What the destination has for the block, as far as is known.
+    pub(crate) fn known(&self, index: usize) -> Option<Digest> {
+        let block = &self.blocks[index];
+        (block.flags & KNOWN != 0).then_some(block.digest)
+    }
+
+    /// Whether the block must travel as it is.
+    pub(crate) fn is_whole(&self, index: usize) -> bool {
+        self.blocks[index].flags & WHOLE != 0
+    }
+
+    /// Whether a reference may mean the block: nothing newer is on its way, and, where nothing can
+    /// be made to wait any more (`overtake`), nothing newer will be.
+    pub(crate) fn can_be_meant(&self, index: usize, overtake: bool) -> bool {
+        let block = &self.blocks[index];
+        let stays = block.flags & IN_FLIGHT == 0 && !(overtake && self.is_pending(index));
+        stays && block.pins < u8::MAX
+    }
+
+    /// A reference to the block is on its way: it is not sent anew before that has arrived.
+    pub(crate) fn pin(&mut self, index: usize) {
+        self.blocks[index].pins += 1;
+    }
+
+    /// A reference to the block has arrived, or is lost.
+    pub(crate) fn unpin(&mut self, index: usize) {
+        self.blocks[index].pins -= 1;
+    }
+
     /// The block need not travel: the destination has this content.
     pub(crate) fn skip(&mut self, index: usize, seq: u32) {
         let block = &mut self.blocks[index];
@@ -246,7 +281,7 @@ impl BlockMap {
         if block.sent_seq != seq {
             return None;
         }
-        block.flags = block.flags & !IN_FLIGHT | KNOWN;
+        block.flags = block.flags & !(IN_FLIGHT | WHOLE) | KNOWN;
         Some(block.digest)
     }
 
@@ -268,7 +303,7 @@ impl BlockMap {
     /// The destination could not use what it was told of this block.
     pub(crate) fn rejected(&mut self, index: usize) {
         let block = &mut self.blocks[index];
-        block.flags &= !(IN_FLIGHT | KNOWN);
+        block.flags = block.flags & !(IN_FLIGHT | KNOWN) | WHOLE;
         block.sent_seq = 0;
         self.set_pending(index, Class::Rest);
     }
@@ -334,6 +369,47 @@ mod tests {
         assert_eq!((map.pending(Class::Hot), map.pending(Class::Rest)), (1, 1));
         map.pass_ended(4);
         assert_eq!((map.pending(Class::Hot), map.pending(Class::Rest)), (0, 2));
+    }
+
+    #[test]
+    fn a_block_that_a_reference_means_waits_too() {
+        let mut map = BlockMap::new(2, false);
+        take_all(&mut map, Class::Cold, 1);
+        assert!(
+            !map.can_be_meant(0, false),
+            "newer content may be on its way"
+        );
+        map.sent(0, 1, digest(1));
+        map.acknowledged(0, 1);
+        assert!(map.can_be_meant(0, false));
+        map.pin(0);
+        map.pin(0);
+        map.written(BlockRange::new(0, 1), Some(2));
+        assert!(map.can_be_meant(0, false) && !map.can_be_meant(0, true));
+        assert!(take_all(&mut map, Class::Rest, 2).is_empty());
+        map.unpin(0);
+        assert!(take_all(&mut map, Class::Rest, 3).is_empty());
+        map.unpin(0);
+        assert_eq!(take_all(&mut map, Class::Rest, 4), [0]);
+    }
+
+    #[test]
+    fn a_rejected_block_travels_whole_until_it_has_arrived() {
+        let mut map = BlockMap::new(1, false);
+        take_all(&mut map, Class::Cold, 1);
+        map.sent(0, 1, digest(1));
+        map.acknowledged(0, 1);
+        assert_eq!((map.known(0), map.is_whole(0)), (Some(digest(1)), false));
+        map.rejected(0);
+        assert_eq!((map.known(0), map.is_whole(0)), (None, true));
+        take_all(&mut map, Class::Rest, 2);
+        map.sent(0, 2, digest(2));
+        map.lost(0, 2);
+        assert!(map.is_whole(0));
+        take_all(&mut map, Class::Rest, 3);
+        map.sent(0, 3, digest(3));
+        map.acknowledged(0, 3);
+        assert_eq!((map.known(0), map.is_whole(0)), (Some(digest(3)), false));
     }
 
     #[test]

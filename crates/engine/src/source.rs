@@ -87,7 +87,7 @@ pub struct Sent {
     pub same_blocks: u64,
     /// Found in another block.
     pub reference_blocks: u64,
-    /// Sent as they are.
+    /// Sent as they are, or as what has changed of them.
     pub literal_blocks: u64,
     /// Frames as sent, in bytes.
     pub frame_bytes: u64,
@@ -157,6 +157,8 @@ struct Flight {
     /// How many of them are not zero and not known at the destination.
     content_blocks: usize,
     bytes: u64,
+    /// Blocks that its references mean.
+    pinned: Vec<BlockId>,
 }
 
 /// One guest's state on its way out.
@@ -352,6 +354,7 @@ impl Source {
                 let unknown = SourceError::NotInFlight { seq };
                 let seq = u32::try_from(seq).map_err(|_| unknown.clone())?;
                 let flight = self.flights.remove(&seq).ok_or(unknown)?;
+                self.unpin(&flight.pinned);
                 self.arrived(seq, &flight);
             }
         }
@@ -368,6 +371,7 @@ impl Source {
     /// The connection is gone: what was not acknowledged is pending again.
     pub fn connection_lost(&mut self) {
         for (seq, flight) in std::mem::take(&mut self.flights) {
+            self.unpin(&flight.pinned);
             for id in flight.blocks {
                 self.regions[usize::from(id.region.0)]
                     .map
@@ -409,6 +413,7 @@ impl Source {
                 blocks: blocks.clone(),
                 content_blocks: 0,
                 bytes: 0,
+                pinned: Vec::new(),
             },
         );
         Ok(Some(Batch {
@@ -423,6 +428,7 @@ impl Source {
         let seq = batch.seq as u32;
         let mut decisions = Vec::with_capacity(staged.len());
         let mut content_blocks = 0;
+        let mut pinned = Vec::new();
         for (id, staged) in batch.blocks.iter().zip(staged) {
             let digest = match staged {
                 Staged::Zero => ZERO,
@@ -436,21 +442,33 @@ impl Source {
                 decisions.push(Decision::Skip);
                 continue;
             }
+            let (base, whole) = (map.known(index), map.is_whole(index));
             map.sent(index, seq, digest);
             content_blocks += usize::from(digest != ZERO);
             decisions.push(if digest == ZERO {
                 self.sent.zero_blocks += 1;
                 Decision::Zero
-            } else if let Some(source) = self.find(&digest) {
+            } else if let Some(source) = self.find(&digest).filter(|_| !whole) {
                 self.sent.reference_blocks += 1;
+                self.regions[usize::from(source.region.0)]
+                    .map
+                    .pin(source.block as usize);
+                pinned.push(source);
                 Decision::Reference { source, digest }
             } else {
                 self.sent.literal_blocks += 1;
-                Decision::Literal { digest }
+                match base.filter(|base| *base != ZERO) {
+                    Some(base) => Decision::Changed { digest, base },
+                    None => Decision::Literal { digest },
+                }
             });
         }
-        if let Some(flight) = self.flights.get_mut(&seq) {
-            flight.content_blocks = content_blocks;
+        match self.flights.get_mut(&seq) {
+            Some(flight) => {
+                flight.content_blocks = content_blocks;
+                flight.pinned = pinned;
+            }
+            None => self.unpin(&pinned),
         }
         decisions
     }
@@ -479,7 +497,9 @@ impl Source {
                 }
             }
             None => {
-                self.flights.remove(&seq);
+                if let Some(flight) = self.flights.remove(&seq) {
+                    self.unpin(&flight.pinned);
+                }
             }
         }
     }
@@ -691,14 +711,25 @@ impl Source {
     }
 
     fn find(&self, digest: &Digest) -> Option<BlockId> {
-        let found = self
-            .index
-            .find(digest, |global| holds(&self.regions, global, digest))?;
+        let found = self.index.find(digest, |global| {
+            locate(&self.regions, global).is_some_and(|(region, block)| {
+                let index = block as usize;
+                region.map.holds(index, digest) && region.map.can_be_meant(index, self.frozen)
+            })
+        })?;
         let (region, block) = locate(&self.regions, found)?;
         Some(BlockId {
             region: region.spec.id,
             block,
         })
+    }
+
+    fn unpin(&mut self, pinned: &[BlockId]) {
+        for id in pinned {
+            self.regions[usize::from(id.region.0)]
+                .map
+                .unpin(id.block as usize);
+        }
     }
 
     fn arrived(&mut self, seq: u32, flight: &Flight) {

@@ -43,6 +43,8 @@ fn memory(fill: u8) -> Memory {
 struct Receiver {
     memory: Memory,
     state: Destination,
+    /// So many blocks will be read as something else than they hold.
+    misreads: u8,
 }
 
 impl BlockSink for Receiver {
@@ -58,6 +60,10 @@ impl BlockSink for Receiver {
 
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
         *content = self.memory[usize::from(id.region.0)][id.block as usize];
+        if let Some(left) = self.misreads.checked_sub(1) {
+            self.misreads = left;
+            content[100] ^= 1;
+        }
         true
     }
 
@@ -87,6 +93,10 @@ struct Bench {
     wire: VecDeque<Vec<u8>>,
     acks: VecDeque<longhaul_protocol::message::Acknowledgement>,
     encoder: Encoder,
+    deltas: usize,
+    misread: bool,
+    /// Frames of connections that are gone, some of which may yet arrive.
+    forgotten: VecDeque<(Epoch, Vec<u8>)>,
     decoder: Decoder,
     epoch: Epoch,
     frames_in_epoch: u64,
@@ -108,10 +118,15 @@ impl Bench {
             receiver: Receiver {
                 memory: destination,
                 state: Destination::new(&regions).unwrap(),
+                misreads: 0,
             },
             wire: VecDeque::new(),
             acks: VecDeque::new(),
-            encoder: Encoder::new(),
+            // Less than the guest's memory: versions come and go.
+            encoder: Encoder::with_versions(40 * 4200),
+            deltas: 0,
+            misread: false,
+            forgotten: VecDeque::new(),
             decoder: Decoder::new(KEY),
             epoch: Epoch(1),
             frames_in_epoch: 0,
@@ -127,6 +142,20 @@ impl Bench {
             (1, at - SIZES[0])
         };
         self.guest[usize::from(region)][block as usize] = [content; BLOCK_SIZE];
+        self.dirty.insert((region, block));
+    }
+
+    /// Changes a few words of a block.
+    fn touch(&mut self, at: u16, word: u16, value: u8) {
+        let at = u64::from(at) % (SIZES[0] + SIZES[1]);
+        let (region, block) = if at < SIZES[0] {
+            (0, at)
+        } else {
+            (1, at - SIZES[0])
+        };
+        let word = usize::from(word) % (BLOCK_SIZE / 8 - 3) * 8;
+        let content = &mut self.guest[usize::from(region)][block as usize];
+        content[word..word + 20].fill(value);
         self.dirty.insert((region, block));
     }
 
@@ -167,6 +196,7 @@ impl Bench {
                 Compression::Lz4,
             )
             .unwrap();
+        self.deltas += frame.deltas;
         if frame.blocks == 0 {
             self.source.encoded(&batch, None);
         } else {
@@ -184,15 +214,27 @@ impl Bench {
         }
         let which = usize::from(which) % self.wire.len();
         let frame = self.wire.remove(which).unwrap();
+        self.arrive(self.epoch, &frame);
+        true
+    }
+
+    fn arrive(&mut self, epoch: Epoch, frame: &[u8]) {
         let outcome = self
             .decoder
-            .decode(&frame, &Limits::default(), &mut self.receiver)
+            .decode(frame, &Limits::default(), &mut self.receiver)
             .unwrap();
         self.receiver
             .state
-            .applied(self.epoch, outcome.seq, &outcome.rejected)
+            .applied(epoch, outcome.seq, &outcome.rejected)
             .unwrap();
-        true
+    }
+
+    /// A frame of an earlier connection comes through after all, or one comes twice.
+    fn straggle(&mut self, which: u16) {
+        let which = usize::from(which) % self.forgotten.len().max(1);
+        if let Some((epoch, frame)) = self.forgotten.get(which).cloned() {
+            self.arrive(epoch, &frame);
+        }
     }
 
     fn acknowledge(&mut self) {
@@ -203,7 +245,9 @@ impl Bench {
     }
 
     fn cut(&mut self) {
-        self.wire.clear();
+        let epoch = self.epoch;
+        self.forgotten
+            .extend(self.wire.drain(..).map(|frame| (epoch, frame)));
         self.acks.clear();
         self.source.connection_lost();
         self.epoch = Epoch(self.epoch.0 + 1);
@@ -242,6 +286,9 @@ impl Bench {
 #[derive(Debug, Clone)]
 enum Step {
     Write { at: u16, content: u8 },
+    Touch { at: u16, word: u16, value: u8 },
+    Misread(u8),
+    Straggle(u16),
     Pass,
     Send(usize),
     Deliver(u16),
@@ -252,7 +299,11 @@ enum Step {
 fn step() -> impl Strategy<Value = Step> {
     prop_oneof![
         8 => (any::<u16>(), 0u8..6).prop_map(|(at, content)| Step::Write { at, content }),
-        1 => Just(Step::Pass),
+        8 => (any::<u16>(), any::<u16>(), any::<u8>())
+            .prop_map(|(at, word, value)| Step::Touch { at, word, value }),
+        1 => (0u8..3).prop_map(Step::Misread),
+        1 => any::<u16>().prop_map(Step::Straggle),
+        2 => Just(Step::Pass),
         6 => (1usize..20).prop_map(Step::Send),
         6 => any::<u16>().prop_map(Step::Deliver),
         3 => Just(Step::Acknowledge),
@@ -269,12 +320,22 @@ proptest! {
         for step in steps {
             match step {
                 Step::Write { at, content } => bench.write(at, content),
+                Step::Touch { at, word, value } => bench.touch(at, word, value),
+                Step::Misread(blocks) => {
+                    bench.receiver.misreads = blocks;
+                    bench.misread |= blocks > 0;
+                }
+                Step::Straggle(which) => bench.straggle(which),
                 Step::Pass => bench.pass(),
                 Step::Send(max) => { bench.send(max); }
                 Step::Deliver(which) => { bench.deliver(which); }
                 Step::Acknowledge => bench.acknowledge(),
                 Step::Cut => bench.cut(),
             }
+        }
+        if !bench.misread && bench.forgotten.is_empty() {
+            // Whatever order frames come in, what is built on waits for what builds on it.
+            prop_assert_eq!(bench.source.sent().rejected_blocks, 0);
         }
         bench.finish();
         for (ours, theirs) in bench.guest.iter().zip(&bench.receiver.memory) {
@@ -303,6 +364,101 @@ fn content_that_is_there_does_not_travel_again() {
     let sent = bench.source.sent();
     assert_eq!(sent.literal_blocks, literal, "found elsewhere or unchanged");
     assert_eq!((sent.same_blocks, sent.reference_blocks), (1, 1));
+}
+
+#[test]
+fn what_has_changed_travels_as_a_delta_from_the_third_time_on() {
+    let mut bench = Bench::new();
+    let settle = |bench: &mut Bench| {
+        bench.pass();
+        while bench.send(16) {}
+        while bench.deliver(0) {}
+        bench.acknowledge();
+        std::mem::take(&mut bench.deltas)
+    };
+    (0..10).for_each(|at| bench.write(at, 1 + at as u8));
+    assert_eq!(settle(&mut bench), 0, "nothing is there yet");
+    (0..10).for_each(|at| bench.touch(at, at, 0xaa));
+    assert_eq!(settle(&mut bench), 0, "nothing was kept");
+    // Hot blocks wait for the stop; these have cooled by a pass without writes.
+    settle(&mut bench);
+    (0..10).for_each(|at| bench.touch(at, 9, 0xbb));
+    assert_eq!(settle(&mut bench), 10);
+    settle(&mut bench);
+    (0..10).for_each(|at| bench.touch(at, 19, 0xcc));
+    bench.receiver.misreads = 3;
+    assert_eq!(settle(&mut bench), 10);
+    let sent = bench.source.sent();
+    assert_eq!(sent.rejected_blocks, 3);
+    bench.finish();
+    assert_eq!(bench.source.sent().literal_blocks, sent.literal_blocks + 3);
+    assert_eq!(bench.deltas, 0, "what was rejected travels whole");
+    assert!(bench.guest == bench.receiver.memory);
+}
+
+/// A guest of which block 5 is being sent as a reference to block 3, which has changed since.
+fn referring() -> Bench {
+    let mut bench = Bench::new();
+    bench.write(3, 33);
+    bench.pass();
+    while bench.send(16) {}
+    while bench.deliver(0) {}
+    bench.acknowledge();
+    bench.write(5, 33);
+    bench.pass();
+    assert!(bench.send(16));
+    assert_eq!(bench.source.sent().reference_blocks, 1);
+    bench.write(3, 44);
+    bench
+}
+
+#[test]
+fn what_a_reference_means_is_not_overwritten_before_it_has_arrived() {
+    let mut bench = referring();
+    bench.pass();
+    assert!(!bench.send(16), "block 3 waits");
+    bench.write(6, 33);
+    bench.pass();
+    assert!(bench.send(16), "another reference to what is there");
+    assert_eq!(bench.source.sent().reference_blocks, 2);
+    assert!(bench.deliver(0));
+    bench.acknowledge();
+    assert!(!bench.send(16), "block 3 waits for both");
+    assert!(bench.deliver(0));
+    bench.acknowledge();
+    assert!(bench.send(16));
+    bench.finish();
+    assert_eq!(bench.source.sent().rejected_blocks, 0);
+    assert!(bench.guest == bench.receiver.memory);
+}
+
+#[test]
+fn a_lost_reference_keeps_nothing_waiting() {
+    let mut bench = referring();
+    bench.cut();
+    bench.pass();
+    assert!(bench.send(16));
+    bench.straggle(0);
+    bench.finish();
+    assert!(bench.guest == bench.receiver.memory);
+}
+
+#[test]
+fn at_a_standstill_a_reference_may_fail_and_is_repaired() {
+    let mut bench = referring();
+    bench.pass();
+    bench.source.frozen();
+    assert!(
+        bench.send(16),
+        "nothing waits for a guest that stands still"
+    );
+    bench.deliver(1);
+    bench.deliver(0);
+    bench.acknowledge();
+    assert_eq!(bench.source.sent().rejected_blocks, 1);
+    bench.finish();
+    assert_eq!(bench.source.sent().reference_blocks, 1, "sent whole then");
+    assert!(bench.guest == bench.receiver.memory);
 }
 
 #[test]

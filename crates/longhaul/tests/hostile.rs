@@ -10,7 +10,7 @@ mod hostile {
 
 use common::LIMIT;
 use hostile::peer::{Bad, End, Victim, absurd, empty_machine, guest, offer};
-use longhaul_codec::{BlockId, Compression, Decision, Encoder};
+use longhaul_codec::{BlockId, Compression, Decision, Encoder, FRAME_VERSION};
 use longhaul_protocol::message::{RefusalCode, ToDestination, ToSource, Verdict};
 use longhaul_protocol::piece::PIECE_BYTES;
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Epoch, Generation, MigrationId, RegionId};
@@ -458,7 +458,7 @@ fn frame(region: u16, block: u64, seq: u64) -> Vec<u8> {
 /// A frame of a block whose payload unpacks to a gigabyte.
 fn bomb() -> Vec<u8> {
     let payload = longhaul_codec::pack(&vec![0; 256 << 20]).unwrap();
-    let mut frame = vec![1, 2, 1, 0];
+    let mut frame = vec![FRAME_VERSION, 2, 1, 0];
     frame.extend((BLOCK_SIZE as u32).to_le_bytes());
     frame.extend(1u64.to_le_bytes());
     frame.extend((payload.len() as u32).to_le_bytes());

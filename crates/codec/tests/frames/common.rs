@@ -140,10 +140,19 @@ pub(crate) fn encode(
     blocks: &[(BlockId, Block, Decision)],
     compression: Compression,
 ) -> EncodedFrame {
+    encode_with(&mut Encoder::new(), seq, blocks, compression)
+}
+
+pub(crate) fn encode_with(
+    encoder: &mut Encoder,
+    seq: u64,
+    blocks: &[(BlockId, Block, Decision)],
+    compression: Compression,
+) -> EncodedFrame {
     let ids: Vec<_> = blocks.iter().map(|(id, ..)| *id).collect();
     let content: Vec<_> = blocks.iter().map(|(_, content, _)| *content).collect();
     let decisions: Vec<_> = blocks.iter().map(|(.., decision)| *decision).collect();
-    Encoder::new()
+    encoder
         .encode_frame(seq, &ids, &content, &decisions, compression)
         .unwrap()
 }

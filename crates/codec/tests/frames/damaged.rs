@@ -1,7 +1,9 @@
 //! Frames that a faulty or hostile peer could send.
 
 use crate::common::{KEY, MemorySink, digest, encode, id, literal, noise, text};
-use longhaul_codec::{Compression, Decision, DecodeError, Decoder, FrameError, Limits, Outcome};
+use longhaul_codec::{
+    Compression, Decision, DecodeError, Decoder, FRAME_VERSION, FrameError, Limits, Outcome,
+};
 use longhaul_protocol::{BLOCK_SIZE, RegionId};
 
 fn decode_within(
@@ -41,7 +43,7 @@ fn sample(compression: Compression) -> Vec<u8> {
 }
 
 fn header(compression: u8, entries: u16, payload: u32, stored: u32) -> Vec<u8> {
-    let mut frame = vec![1, compression];
+    let mut frame = vec![FRAME_VERSION, compression];
     frame.extend_from_slice(&entries.to_le_bytes());
     frame.extend_from_slice(&payload.to_le_bytes());
     frame.extend_from_slice(&5u64.to_le_bytes());
@@ -123,8 +125,8 @@ fn a_flipped_bit_in_a_digest_or_a_referenced_block_rejects_the_block() {
 #[test]
 fn headers_are_checked() {
     assert_eq!(refused(&[]), FrameError::Truncated);
-    assert_eq!(refused(&[1]), FrameError::Truncated);
-    assert_eq!(refused(&[2; 64]), FrameError::Version(2));
+    assert_eq!(refused(&[FRAME_VERSION]), FrameError::Truncated);
+    assert_eq!(refused(&[1; 64]), FrameError::Version(1));
     assert_eq!(refused(&header(3, 0, 0, 0)), FrameError::Compression(3));
     assert_eq!(refused(&header(0, 0, 0, 1)), FrameError::Truncated);
     assert_eq!(refused(&header(0, 0, 0, u32::MAX)), FrameError::Truncated);
@@ -136,14 +138,15 @@ fn headers_are_checked() {
     let declared = u64::from(u32::MAX);
     let lie = FrameError::PayloadLength {
         declared,
-        needed: 0,
+        least: 0,
+        most: 0,
     };
     assert_eq!(refused(&header(2, 0, u32::MAX, 0)), lie);
 }
 
 #[test]
 fn entries_are_checked() {
-    assert_eq!(refused(&entries(1, &[4, 0, 0, 1])), FrameError::Kind(4));
+    assert_eq!(refused(&entries(1, &[5, 0, 0, 1])), FrameError::Kind(5));
     assert_eq!(refused(&entries(1, &[0, 0, 0, 0])), FrameError::Empty);
     assert_eq!(
         refused(&entries(1, &[0, 1, 0, 1])),
@@ -184,6 +187,8 @@ fn entries_are_checked() {
     );
     let cut = [&[3, 0, 0, 2, 7, 0][..], &[0; 31]].concat();
     assert_eq!(refused(&entries(1, &cut)), FrameError::Truncated);
+    let cut = [&[4, 0, 0, 2][..], &[0; 31]].concat();
+    assert_eq!(refused(&entries(1, &cut)), FrameError::Truncated);
     let forward = [2, 0, 0, 1, 0];
     assert_eq!(refused(&entries(1, &forward)), FrameError::UnknownLiteral);
 }
@@ -205,6 +210,52 @@ fn a_duplicate_reaches_only_earlier_literals() {
         &mut MemorySink::new(),
     );
     assert_eq!(outcome.unwrap().applied, 4);
+}
+
+/// A frame of deltas of blocks 0 to `count` of region 7, whose payload is `deltas`.
+fn deltas(count: u8, deltas: &[u8]) -> Vec<u8> {
+    let mut frame = header(0, 1, deltas.len() as u32, deltas.len() as u32);
+    frame.extend_from_slice(&[4, 7, 0, count]);
+    frame.extend(digest(&[0; BLOCK_SIZE]).0.repeat(usize::from(count)));
+    frame.extend_from_slice(deltas);
+    frame
+}
+
+#[test]
+fn deltas_fill_the_payload_exactly() {
+    let mut one = [0; 64 + 16];
+    one[0] = 3;
+    one[64..].fill(9);
+    let two = [one, one].concat();
+    let mut sink = MemorySink::new();
+    let outcome = decode_within(&deltas(2, &two), &Limits::default(), &mut sink).unwrap();
+    assert_eq!((outcome.applied, outcome.rejected.len()), (2, 0));
+    assert_eq!(sink.content(id(7, 1))[..17], [&[9; 16][..], &[0]].concat());
+    for cut in 1..16 {
+        assert_eq!(
+            refused(&deltas(2, &two[..two.len() - cut])),
+            FrameError::Delta
+        );
+    }
+    let longer = [&two[..], &[0]].concat();
+    assert_eq!(refused(&deltas(2, &longer)), FrameError::Delta);
+    let length = |declared, least, most| FrameError::PayloadLength {
+        declared,
+        least,
+        most,
+    };
+    assert_eq!(refused(&deltas(1, &[])), length(0, 64, 4096));
+    assert_eq!(refused(&deltas(1, &[0; 63])), length(63, 64, 4096));
+    assert_eq!(refused(&deltas(1, &[0; 4097])), length(4097, 64, 4096));
+    let full = [&[0xff; 63][..], &[0; 1 + 504 * 8]].concat();
+    let outcome = decode_within(
+        &deltas(1, &full),
+        &Limits::default(),
+        &mut MemorySink::new(),
+    );
+    assert_eq!(outcome.unwrap().applied, 1);
+    let fuller = [&[0xff; 63][..], &[1], &[0; 504 * 8]].concat();
+    assert_eq!(refused(&deltas(1, &fuller)), FrameError::Delta);
 }
 
 #[test]
@@ -254,7 +305,8 @@ fn bombs_do_not_go_off() {
         refused(&literals(2, 1, zeros.len() as u32, &bomb)),
         FrameError::PayloadLength {
             declared: 64 << 20,
-            needed: 4096
+            least: 4096,
+            most: 4096,
         }
     );
     let bomb = lz4_flex::block::compress(&zeros[..4 << 20]);

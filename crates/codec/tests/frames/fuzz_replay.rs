@@ -3,8 +3,8 @@
 #[path = "../../../../fuzz/src/frame_decode.rs"]
 mod frame_decode;
 
-use crate::common::{encode, id, literal, noise, text};
-use longhaul_codec::{Compression, Decision};
+use crate::common::{encode_with, id, literal, noise, text};
+use longhaul_codec::{Compression, Decision, Encoder};
 use std::fs;
 
 #[test]
@@ -22,7 +22,15 @@ fn every_seed_passes() {
 fn real_frames_pass() {
     let reference = Decision::Reference {
         source: id(0, 7),
-        digest: literal_digest(7),
+        digest: held(7),
+    };
+    let mut encoder = Encoder::with_versions(1 << 20);
+    encoder.keep_version(id(0, 10), &held(10), &[10; 4096]);
+    let mut changed = [10; 4096];
+    changed[77] = 7;
+    let delta = Decision::Changed {
+        digest: literal_digest(&changed),
+        base: held(10),
     };
     for compression in [Compression::Raw, Compression::Lz4, Compression::Zstd(1)] {
         let blocks = [
@@ -30,13 +38,22 @@ fn real_frames_pass() {
             (id(0, 5), noise(1), literal(&noise(1))),
             (id(0, 7), text(1), literal(&text(1))),
             (id(0, 8), [7; 4096], reference),
+            (id(0, 10), changed, delta),
             (id(3, (1 << 32) - 1), [0; 4096], Decision::Zero),
         ];
-        frame_decode::run(&encode(9, &blocks, compression).bytes);
+        encoder.keep_version(id(0, 10), &held(10), &[10; 4096]);
+        let frame = encode_with(&mut encoder, 9, &blocks, compression);
+        assert_eq!(frame.deltas, 1);
+        frame_decode::run(&frame.bytes);
     }
 }
 
-/// The digest of what the fuzz target's destination holds in a block, under its key.
-fn literal_digest(block: u8) -> longhaul_codec::Digest {
-    longhaul_codec::Hasher::new(longhaul_codec::DigestKey([42; 32])).digest(&[block; 4096])
+/// The digest of what the fuzz target's destination holds in a block.
+fn held(block: u8) -> longhaul_codec::Digest {
+    literal_digest(&[block; 4096])
+}
+
+/// A digest under the fuzz target's key.
+fn literal_digest(content: &[u8; 4096]) -> longhaul_codec::Digest {
+    longhaul_codec::Hasher::new(longhaul_codec::DigestKey([42; 32])).digest(content)
 }

@@ -1,8 +1,11 @@
 //! Frames as a caller sees them: what goes in comes out, and what is refused changes nothing.
 
-use crate::common::{Block, KEY, MemorySink, REGIONS, digest, encode, id, literal, noise, text};
+use crate::common::{
+    Block, KEY, MemorySink, REGIONS, digest, encode, encode_with, id, literal, noise, text,
+};
 use longhaul_codec::{
-    Compression, Decision, DecodeError, Decoder, EncodeError, Encoder, FrameError, Limits, Outcome,
+    Compression, Decision, DecodeError, Decoder, EncodeError, Encoder, FRAME_VERSION, FrameError,
+    Limits, Outcome,
 };
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
@@ -187,6 +190,112 @@ fn a_reference_that_does_not_hold_is_rejected_and_the_rest_applied() {
     assert_eq!(sink.content(id(0, 105)), text(5));
 }
 
+/// Content, and the same with another word; the digests of both.
+fn changed(seed: u64, word: usize) -> (Block, Decision) {
+    let mut content = text(seed);
+    content[word * 8..][..8].fill(0xdd);
+    let changed = Decision::Changed {
+        digest: digest(&content),
+        base: digest(&text(seed)),
+    };
+    (content, changed)
+}
+
+#[test]
+fn a_delta_is_applied_to_what_it_was_made_against_and_to_nothing_else() {
+    for compression in ALL {
+        let mut encoder = Encoder::with_versions(1 << 20);
+        let mut sink = MemorySink::new();
+        for block in 0..6 {
+            encoder.keep_version(id(0, block), &digest(&text(block)), &text(block));
+            sink.set(id(0, block), &text(block), 1);
+        }
+        sink.set(id(0, 2), &text(9), 1);
+        sink.set(id(0, 3), &text(3), 9);
+        sink.unreadable = Some(id(0, 4));
+        let (content, decisions): (Vec<_>, Vec<_>) = (0..6)
+            .map(|block| changed(block, block as usize * 70))
+            .unzip();
+        let ids: Vec<_> = (0..6).map(|block| id(0, block)).collect();
+        let frame = encoder
+            .encode_frame(5, &ids, &content, &decisions, compression)
+            .unwrap();
+        assert_eq!((frame.blocks, frame.deltas, frame.duplicates), (6, 6, 0));
+        assert_eq!(frame.delta_bytes, 6 * 72);
+        assert_eq!(frame.payload_bytes, 6 * 72);
+        let outcome = decode(&frame.bytes, &mut sink).unwrap();
+        let rejected = [2, 4].map(|block| (RegionId(0), BlockRange::new(block, 1)));
+        assert_eq!((outcome.applied, outcome.stale), (3, 1));
+        assert_eq!(outcome.rejected, rejected);
+        for block in [0, 1, 5] {
+            assert_eq!(sink.content(id(0, block)), content[block as usize]);
+        }
+        assert_eq!(sink.content(id(0, 2)), text(9));
+        assert_eq!(sink.content(id(0, 3)), text(3));
+    }
+}
+
+#[test]
+fn a_delta_follows_the_version_that_was_sent_last() {
+    let mut encoder = Encoder::with_versions(1 << 20);
+    let mut sink = MemorySink::new();
+    let mut seq = 0;
+    let mut send = |content: &Block, decision| {
+        seq += 1;
+        let content = [*content];
+        let frame = encoder
+            .encode_frame(seq, &[id(0, 1)], &content, &[decision], Compression::Lz4)
+            .unwrap();
+        assert_eq!(decode(&frame.bytes, &mut sink).unwrap().applied, 1);
+        assert_eq!(sink.content(id(0, 1)), content[0]);
+        frame.deltas
+    };
+    let again = |content: &Block, base: &Block| Decision::Changed {
+        digest: digest(content),
+        base: digest(base),
+    };
+    let [a, b, c] = [1, 2, 3].map(|word| changed(1, word).0);
+    assert_eq!(send(&text(1), literal(&text(1))), 0, "once sent, not kept");
+    assert_eq!(send(&a, again(&a, &text(1))), 0, "sent again: kept");
+    assert_eq!(send(&b, again(&b, &a)), 1);
+    assert_eq!(
+        send(&c, literal(&c)),
+        0,
+        "lost, say, and sent anew: kept up to date"
+    );
+    assert_eq!(send(&a, again(&a, &b)), 0, "another base than the last");
+    assert_eq!(
+        send(&noise(1), again(&noise(1), &a)),
+        0,
+        "another content altogether"
+    );
+    assert_eq!(send(&ZERO, Decision::Zero), 0);
+    assert_eq!(send(&noise(1), again(&noise(1), &noise(1))), 0, "forgotten");
+}
+
+#[test]
+fn literals_deltas_and_duplicates_share_a_payload() {
+    let mut encoder = Encoder::with_versions(1 << 20);
+    let mut sink = MemorySink::new();
+    encoder.keep_version(id(0, 0), &digest(&text(1)), &text(1));
+    encoder.keep_version(id(0, 3), &digest(&text(1)), &text(1));
+    sink.set(id(0, 0), &text(1), 1);
+    sink.set(id(0, 3), &text(1), 1);
+    let (new, decision) = changed(1, 7);
+    let content = [new, noise(1), new, new];
+    let decisions = [decision, literal(&noise(1)), literal(&new), decision];
+    let ids = [0, 1, 2, 3].map(|block| id(0, block));
+    let frame = encoder
+        .encode_frame(2, &ids, &content, &decisions, Compression::Zstd(1))
+        .unwrap();
+    assert_eq!((frame.deltas, frame.duplicates), (1, 1));
+    assert_eq!(frame.payload_bytes, 2 * BLOCK_SIZE + 72);
+    assert_eq!(decode(&frame.bytes, &mut sink).unwrap().applied, 4);
+    for (id, content) in ids.iter().zip(&content) {
+        assert_eq!(sink.content(*id), content);
+    }
+}
+
 #[test]
 fn references_read_what_was_there_before_the_frame() {
     let mut sink = MemorySink::new();
@@ -327,6 +436,8 @@ enum Plan {
     Literal(u64),
     /// The source block holds the content.
     Reference(u64),
+    /// The block held this before, and has changed a little.
+    Delta(u64),
     /// The source block holds something else.
     Broken(u64),
     /// The destination has a newer version.
@@ -339,6 +450,7 @@ fn plan() -> impl Strategy<Value = Plan> {
         3 => Just(Plan::Zero),
         6 => (0..6u64).prop_map(Plan::Literal),
         3 => (0..6u64).prop_map(Plan::Reference),
+        3 => (0..6u64).prop_map(Plan::Delta),
         1 => (0..6u64).prop_map(Plan::Broken),
         1 => (0..6u64).prop_map(Plan::Stale),
     ]
@@ -375,6 +487,7 @@ proptest! {
         let mut counts = (0, 0, 0);
         let mut blocks = Vec::new();
         let mut next = 0;
+        let mut encoder = Encoder::with_versions(1 << 20);
         for (plan, gap) in plans {
             let id = id(0, next);
             next += 1 + u64::from(gap);
@@ -387,6 +500,18 @@ proptest! {
                 Plan::Zero => (ZERO, Decision::Zero),
                 Plan::Literal(seed) | Plan::Stale(seed) => (stock(seed), literal(&stock(seed))),
                 Plan::Reference(seed) => (stock(seed), reference(seed, stock(seed))),
+                Plan::Delta(seed) => {
+                    let mut content = stock(seed);
+                    content[next as usize] ^= 1;
+                    let decision = Decision::Changed {
+                        digest: digest(&content),
+                        base: digest(&stock(seed)),
+                    };
+                    encoder.keep_version(id, &digest(&stock(seed)), &stock(seed));
+                    sink.set(id, &stock(seed), 1);
+                    expected.set(id, &stock(seed), 1);
+                    (content, decision)
+                }
                 Plan::Broken(seed) => (noise(50), reference(seed, noise(50))),
             };
             match plan {
@@ -404,7 +529,7 @@ proptest! {
             }
             blocks.push((id, content, decision));
         }
-        let frame = encode(seq, &blocks, compression);
+        let frame = encode_with(&mut encoder, seq, &blocks, compression);
         let outcome = decode(&frame.bytes, &mut sink).unwrap();
         let rejected: u64 = outcome.rejected.iter().map(|(_, range)| range.count).sum();
         prop_assert_eq!(outcome.seq, seq);
@@ -420,7 +545,7 @@ proptest! {
     ) {
         // Random bytes rarely get past the header: small ones after a valid version do.
         let mut sink = MemorySink::new();
-        for frame in [bytes.clone(), [vec![1], head, bytes].concat()] {
+        for frame in [bytes.clone(), [vec![FRAME_VERSION], head, bytes].concat()] {
             if let Ok(outcome) = decode(&frame, &mut sink) {
                 prop_assert!(outcome.applied <= FRAME_BLOCKS_MAX as u64);
             }

@@ -3,7 +3,7 @@
 use crate::common::{Block, encode, id, literal};
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, Digest, DigestKey,
-    Hasher, Limits, Outcome,
+    Encoder, Hasher, Limits, Outcome,
 };
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
@@ -101,6 +101,28 @@ fn reference() {
     assert_eq!(
         notes.writes,
         [(1, BlockRange::new(7, 1), Some(STARS.to_vec()))]
+    );
+}
+
+#[test]
+fn delta() {
+    let frame = example("delta");
+    let mut content = STARS;
+    content[..8].copy_from_slice(b"longhaul");
+    content[72..80].fill(0);
+    let mut encoder = Encoder::with_versions(1 << 20);
+    encoder.keep_version(id(0, 300), &digest(&STARS), &STARS);
+    let changed = Decision::Changed {
+        digest: digest(&content),
+        base: digest(&STARS),
+    };
+    let ours = encoder.encode_frame(262, &[id(0, 300)], &[content], &[changed], Compression::Raw);
+    assert_eq!(ours.unwrap().bytes, frame);
+    let (outcome, notes) = decode(&frame);
+    assert_eq!((outcome.seq, outcome.applied), (262, 1));
+    assert_eq!(
+        notes.writes,
+        [(0, BlockRange::new(300, 1), Some(content.to_vec()))]
     );
 }
 

@@ -21,6 +21,8 @@ use tokio::time::timeout;
 
 /// Blocks in a frame: what compresses well together, and still is small on a slow link.
 const FRAME_BLOCKS: usize = 64;
+/// Memory for versions of pages that were dirtied again, which deltas are made against.
+const DELTA_CACHE_BYTES: usize = 32 << 20;
 /// How long a worker that found nothing to send waits at most before it looks again.
 const IDLE_WAIT: Duration = Duration::from_millis(50);
 
@@ -280,7 +282,7 @@ impl Worker {
     fn new(key: DigestKey) -> Self {
         Self {
             hasher: Hasher::new(key),
-            encoder: Encoder::new(),
+            encoder: Encoder::with_versions(DELTA_CACHE_BYTES),
             content: vec![[0; BLOCK_SIZE]; FRAME_BLOCKS],
             staged: Vec::with_capacity(FRAME_BLOCKS),
         }
