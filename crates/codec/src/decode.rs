@@ -2,7 +2,7 @@
 //!
 //! ```text
 //! header -> entries (ranges inside their regions) -> payload (exactly the literals and deltas)
-//!        -> stale blocks left out -> references and bases read and compared
+//!        -> stale blocks left out -> references read, deltas applied, both compared
 //!        -> one apply for the frame
 //! ```
 //! Everything left of "stale" is decided before the sink is asked for anything but the lengths of
@@ -287,7 +287,7 @@ struct ParsedEntry<'a> {
     literal: usize,
     /// The first of its deltas among those of the frame, where it has any.
     delta: usize,
-    /// A digest for each block of a reference, or for what each delta is against.
+    /// A digest for each block of a reference, or for what each delta makes.
     digests: &'a [[u8; DIGEST_BYTES]],
 }
 
@@ -350,8 +350,8 @@ impl<'a> Parsed<'a> {
             });
         }
         let literal_bytes = literals * BLOCK_SIZE as u64;
-        let least = literal_bytes + deltas * delta::MASK_BYTES as u64;
-        let most = literal_bytes + deltas * BLOCK_SIZE as u64;
+        let least = literal_bytes + deltas * delta::BYTES_MIN as u64;
+        let most = literal_bytes + deltas * delta::BYTES_MAX as u64;
         let declared = u64::from(header.payload_bytes);
         if !(least..=most).contains(&declared) {
             return Err(FrameError::PayloadLength {
@@ -608,7 +608,7 @@ impl Applying {
         Place::Reference(self.references.len() - 1)
     }
 
-    /// Reads what is referred to, and makes new versions of what is changed.
+    /// Reads what is referred to, makes new versions of what is changed, and compares.
     fn read_references(
         &mut self,
         sink: &mut impl BlockSink,
@@ -622,15 +622,14 @@ impl Applying {
         let contents = &mut contents[..self.references.len()];
         for (reference, content) in self.references.iter_mut().zip(contents.iter_mut()) {
             reference.holds = sink.read(reference.source, content);
+            if let Some(delta) = reference.delta {
+                delta::apply(content, deltas[delta]);
+            }
         }
         let mut digests = Vec::with_capacity(contents.len());
         hasher.digest_blocks(contents, &mut digests);
-        let read = contents.iter_mut().zip(&digests);
-        for (reference, (content, digest)) in self.references.iter_mut().zip(read) {
+        for (reference, digest) in self.references.iter_mut().zip(&digests) {
             reference.holds &= reference.digest == *digest;
-            if let Some(delta) = reference.delta.filter(|_| reference.holds) {
-                delta::apply(content, deltas[delta]);
-            }
         }
     }
 

@@ -5,7 +5,7 @@ use crate::frame::{
     COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, HEADER_BYTES, Header, Kind,
 };
 use crate::versions::Versions;
-use crate::{Compression, Digest, delta};
+use crate::{Compression, Digest};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::{fmt, io};
@@ -43,8 +43,8 @@ pub enum Decision {
         /// The content's digest.
         digest: Digest,
     },
-    /// The same, or its delta against what the destination holds in this very block; that is
-    /// compared with `base` before the delta is applied.
+    /// The same, or its delta against what the destination holds in this very block; the
+    /// destination checks what comes out of that against the digest.
     Changed {
         /// The content's digest.
         digest: Digest,
@@ -104,8 +104,8 @@ pub enum EncodeError {
     Compression(#[source] io::Error),
 }
 
-/// Makes frames; holds the contexts and buffers that are used again for each, and the versions that
-/// deltas are made against. One a worker.
+/// Makes frames; holds the contexts and buffers that are used again for each, and what deltas are
+/// made against. One a worker.
 pub struct Encoder {
     compressor: Compressor,
     versions: Versions,
@@ -133,11 +133,17 @@ impl Encoder {
         Self::with_versions(0)
     }
 
-    /// An encoder that keeps versions of blocks which are sent again, in at most `bytes` of memory.
+    /// An encoder that makes deltas, of what fits into `bytes` of memory with the finest prints.
     pub fn with_versions(bytes: usize) -> Self {
+        Self::for_guest(bytes / 1024, bytes)
+    }
+
+    /// An encoder that makes deltas: it remembers what it needs to know of earlier versions in at
+    /// most `bytes` of memory, for a guest of so many blocks.
+    pub fn for_guest(blocks: usize, bytes: usize) -> Self {
         Self {
             compressor: Compressor::new(),
-            versions: Versions::new(bytes),
+            versions: Versions::new(bytes, blocks),
             entries: Entries::default(),
             literals: Literals::new(),
             deltas: Vec::new(),
@@ -145,9 +151,9 @@ impl Encoder {
         }
     }
 
-    /// Keeps a version of a block, as if it had just been sent a second time.
+    /// Remembers a version of a block, as if it had just been sent.
     pub fn keep_version(&mut self, id: BlockId, digest: &Digest, content: &[u8; BLOCK_SIZE]) {
-        self.versions.keep(id, digest, content);
+        self.versions.sent(id, digest, content);
     }
 
     /// Makes one frame of the blocks, in their order.
@@ -224,7 +230,7 @@ impl Encoder {
                 self.entries.push(id, Kind::Zero);
             }
             Decision::Reference { source, digest } => {
-                self.versions.renew(id, &digest, &content[index]);
+                self.versions.sent(id, &digest, &content[index]);
                 let BlockId { region, block } = source;
                 let kind = Kind::Reference {
                     region,
@@ -234,21 +240,21 @@ impl Encoder {
                 self.entries.digests.extend_from_slice(&digest.0);
             }
             Decision::Literal { digest } => {
-                self.versions.renew(id, &digest, &content[index]);
+                self.versions.sent(id, &digest, &content[index]);
                 self.add_content(id, index, content, &digest, counts);
             }
             Decision::Changed { digest, base } => {
-                let duplicate = self.literals.find(&digest, index, content).is_ok();
-                let changed = !duplicate
-                    && self.versions.find(id, &base).is_some_and(|version| {
-                        delta::encode(version, &content[index], &mut self.deltas)
-                    });
-                self.versions.keep(id, &digest, &content[index]);
-                if changed {
+                let content_now = &content[index];
+                let before = self.deltas.len();
+                let delta =
+                    self.versions
+                        .sent_again(id, &base, &digest, content_now, &mut self.deltas);
+                if delta && self.literals.find(&digest, index, content).is_err() {
                     self.entries.push(id, Kind::Delta);
-                    self.entries.digests.extend_from_slice(&base.0);
+                    self.entries.digests.extend_from_slice(&digest.0);
                     counts.deltas += 1;
                 } else {
+                    self.deltas.truncate(before);
                     self.add_content(id, index, content, &digest, counts);
                 }
             }

@@ -8,7 +8,7 @@
 //! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
 //!
 //! A block that the destination is known to hold an older version of ([`Decision::Changed`]) travels
-//! as a delta against that version, where the [`Encoder`] has kept it.
+//! as a delta against that version, where the [`Encoder`] remembers enough of it.
 //!
 //! References into disks will be one more [`Decision`] and one more kind of entry.
 

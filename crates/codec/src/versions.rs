@@ -1,148 +1,231 @@
-//! Versions of blocks that the destination holds or will hold, kept at the source to send deltas
-//! against: a cache with a bound.
+//! What the source remembers of the versions that the destination holds, to send only what has
+//! changed: not their content but a short print of each part, a twentieth to a fifth of it.
 //!
-//! A version is only ever used when its digest is that of what the destination is known to hold, so
-//! the cache may forget and may be behind. Each pass over a guest's memory goes over the same blocks
-//! in the same order; a cache that always took the newest would then hold nothing when it is asked.
-//! So a newcomer only takes the place of a version that others have come to and nobody has used for
-//! some time.
+//! A part whose print is the same is taken for unchanged. That is wrong once in 16 million changes
+//! of a part; then the digest that goes with the delta does not fit what the destination makes of
+//! it, and the block is rejected and sent whole. So prints need no key and no secrecy: who can make
+//! them collide only makes his own blocks travel twice.
+//!
+//! Each block has one place in the table, which it may share with others. A block that was sent
+//! again has a right to the place; one that was sent once takes it when nobody has that right.
 
+use crate::delta::{self, Words};
 use crate::{BlockId, Digest};
 use longhaul_protocol::BLOCK_SIZE;
-use std::collections::HashMap;
 
-/// Versions in a piece of the store; it grows by pieces.
-const PIECE: usize = 64;
-/// What a version costs beside its content: its slot, and its place in the table.
-const OVERHEAD: usize = 80;
-/// How many newcomers a version stands when it is new, what a use adds to that, and the most.
+/// Bytes in a print.
+const PRINT: usize = 3;
+/// What a place costs beside its prints: the block, the version, the standing.
+const OVERHEAD: usize = 17;
+/// How many others a block's version stands that were sent again, when it was itself, what a use
+/// adds to that, and the most.
 const STANDING: u8 = 3;
 const STANDING_USE: u8 = 2;
 const STANDING_MAX: u8 = 7;
 
-struct Slot {
-    id: BlockId,
-    digest: Digest,
-    /// Newcomers that it still stands.
-    standing: u8,
+/// Odd numbers without a pattern: the fractions of the square roots of primes.
+const FACTORS: [u64; 8] = [
+    0x6a09_e667_f3bc_c909,
+    0xbb67_ae85_84ca_a73b,
+    0x3c6e_f372_fe94_f82b,
+    0xa54f_f53a_5f1d_36f1,
+    0x510e_527f_ade6_82d1,
+    0x9b05_688c_2b3e_6c1f,
+    0x1f83_d9ab_fb41_bd6b,
+    0x5be0_cd19_137e_2179,
+];
+const LAST_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// How large the parts are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parts {
+    Bytes16,
+    Bytes32,
+    Bytes64,
 }
 
-/// The cache. It grows with what it is given, up to its bound.
+impl Parts {
+    const ALL: [Self; 3] = [Self::Bytes16, Self::Bytes32, Self::Bytes64];
+
+    /// Prints of a block, in bytes.
+    const fn prints(self) -> usize {
+        PRINT
+            * match self {
+                Self::Bytes16 => BLOCK_SIZE / 16,
+                Self::Bytes32 => BLOCK_SIZE / 32,
+                Self::Bytes64 => BLOCK_SIZE / 64,
+            }
+    }
+
+    const fn place_bytes(self) -> usize {
+        self.prints() + OVERHEAD
+    }
+
+    /// The smallest parts with which half of the blocks have a place.
+    fn fitting(bytes: usize, blocks: usize) -> Self {
+        let fits = |parts: &Self| bytes / parts.place_bytes() >= blocks.div_ceil(2);
+        Self::ALL.into_iter().find(fits).unwrap_or(Self::Bytes64)
+    }
+}
+
+const PRINTS_MAX: usize = Parts::Bytes16.prints();
+
+/// The table. Its memory is taken into use as it fills, up to its bound.
 pub(crate) struct Versions {
-    slots_max: usize,
-    by_block: HashMap<BlockId, usize>,
-    slots: Vec<Slot>,
-    content: Vec<Box<[[u8; BLOCK_SIZE]]>>,
-    free: Vec<usize>,
-    /// The slot that the next newcomer looks at.
-    hand: usize,
+    parts: Parts,
+    /// The block that has each place, as a number above 0.
+    blocks: Vec<u64>,
+    /// The beginning of the digest of its version.
+    tags: Vec<u64>,
+    standing: Vec<u8>,
+    prints: Vec<u8>,
+    /// Prints of the block that is being sent.
+    fresh: [u8; PRINTS_MAX],
 }
 
 impl Versions {
-    /// A cache that needs at most `bytes` of memory; with less than a block's it keeps nothing.
-    pub(crate) fn new(bytes: usize) -> Self {
-        let slots_max = bytes / (BLOCK_SIZE + OVERHEAD);
+    /// A table that needs at most `bytes`, for a memory of so many blocks; there may be more.
+    pub(crate) fn new(bytes: usize, blocks: usize) -> Self {
+        let parts = Parts::fitting(bytes, blocks);
+        let places = (bytes / parts.place_bytes()).min(blocks);
         Self {
-            slots_max,
-            by_block: HashMap::with_capacity(slots_max),
-            slots: Vec::new(),
-            content: Vec::new(),
-            free: Vec::new(),
-            hand: 0,
+            parts,
+            blocks: vec![0; places],
+            tags: vec![0; places],
+            standing: vec![0; places],
+            prints: vec![0; places * parts.prints()],
+            fresh: [0; PRINTS_MAX],
         }
     }
 
-    /// The version of a block that has this digest.
-    pub(crate) fn find(&mut self, id: BlockId, digest: &Digest) -> Option<&[u8; BLOCK_SIZE]> {
-        let slot = *self.by_block.get(&id)?;
-        let held = &mut self.slots[slot];
-        if held.digest != *digest {
-            return None;
-        }
-        held.standing = (held.standing + STANDING_USE).min(STANDING_MAX);
-        Some(&self.content[slot / PIECE][slot % PIECE])
-    }
-
-    /// Keeps what is sent of a block, if there is a place for it.
-    pub(crate) fn keep(&mut self, id: BlockId, digest: &Digest, content: &[u8; BLOCK_SIZE]) {
-        if self.renew(id, digest, content) {
-            return;
-        }
-        let newcomer = Slot {
-            id,
-            digest: *digest,
-            standing: STANDING,
-        };
-        if let Some(slot) = self.place(newcomer) {
-            self.by_block.insert(id, slot);
-            self.content[slot / PIECE][slot % PIECE] = *content;
+    /// A block is sent that nobody knew of at the destination, or it is not known any more.
+    pub(crate) fn sent(&mut self, id: BlockId, digest: &Digest, content: &[u8; BLOCK_SIZE]) {
+        let Some(place) = self.place(id) else { return };
+        let held = self.blocks[place];
+        if held == number(id) || self.standing[place] == 0 {
+            self.print(content);
+            self.put(place, id, digest);
         }
     }
 
-    /// Brings a block that is kept up to date; false when it is not kept.
-    pub(crate) fn renew(
+    /// A block is sent again, to a destination that holds its version `base`. Appends the delta to
+    /// `out` if there is one, and says so.
+    pub(crate) fn sent_again(
         &mut self,
         id: BlockId,
+        base: &Digest,
         digest: &Digest,
         content: &[u8; BLOCK_SIZE],
+        out: &mut Vec<u8>,
     ) -> bool {
-        let Some(slot) = self.by_block.get(&id).copied() else {
+        let Some(place) = self.place(id) else {
             return false;
         };
-        self.slots[slot].digest = *digest;
-        self.content[slot / PIECE][slot % PIECE] = *content;
-        true
+        self.print(content);
+        let standing = self.standing[place];
+        if self.blocks[place] != number(id) {
+            match standing.checked_sub(1) {
+                Some(less) => self.standing[place] = less,
+                None => {
+                    self.put(place, id, digest);
+                    self.standing[place] = STANDING;
+                }
+            }
+            return false;
+        }
+        let known = self.tags[place] == tag(base);
+        let done = known && delta::encode(&self.words(place), content, out);
+        self.put(place, id, digest);
+        self.standing[place] = (standing + STANDING_USE).clamp(STANDING, STANDING_MAX);
+        done
     }
 
-    /// Drops what is kept of a block.
+    /// Drops what is known of a block.
     pub(crate) fn forget(&mut self, id: BlockId) {
-        if let Some(slot) = self.by_block.remove(&id) {
-            self.free.push(slot);
+        if let Some(place) = self.place(id)
+            && self.blocks[place] == number(id)
+        {
+            self.blocks[place] = 0;
+            self.standing[place] = 0;
         }
     }
 
-    /// Finds a slot for a newcomer, and gives it to it.
-    fn place(&mut self, newcomer: Slot) -> Option<usize> {
-        let slot = self.slots.len();
-        if self.free.is_empty() && slot < self.slots_max {
-            if slot.is_multiple_of(PIECE) {
-                let piece = PIECE.min(self.slots_max - slot);
-                self.content
-                    .push(vec![[0; BLOCK_SIZE]; piece].into_boxed_slice());
-            }
-            self.slots.push(newcomer);
-            return Some(slot);
-        }
-        let slot = match self.free.pop() {
-            Some(slot) => slot,
-            None => self.make_room()?,
-        };
-        *self.slots.get_mut(slot)? = newcomer;
-        Some(slot)
+    /// Neighbours have neighbouring places.
+    fn place(&self, id: BlockId) -> Option<usize> {
+        let spread = u64::from(id.region.0).wrapping_mul(LAST_FACTOR >> 32);
+        (id.block.wrapping_add(spread) as usize).checked_rem(self.blocks.len())
     }
 
-    /// Puts somebody out for a newcomer, or makes him stand one less.
-    fn make_room(&mut self) -> Option<usize> {
-        let slot = self.hand;
-        let held = self.slots.get_mut(slot)?;
-        self.hand = (slot + 1) % self.slots_max;
-        match held.standing.checked_sub(1) {
-            Some(less) => {
-                held.standing = less;
-                None
-            }
-            None => {
-                self.by_block.remove(&held.id);
-                Some(slot)
-            }
+    fn put(&mut self, place: usize, id: BlockId, digest: &Digest) {
+        self.blocks[place] = number(id);
+        self.tags[place] = tag(digest);
+        let length = self.parts.prints();
+        self.prints[place * length..][..length].copy_from_slice(&self.fresh[..length]);
+    }
+
+    fn print(&mut self, content: &[u8; BLOCK_SIZE]) {
+        let prints = &mut self.fresh[..self.parts.prints()];
+        match self.parts {
+            Parts::Bytes16 => print::<2>(content, prints),
+            Parts::Bytes32 => print::<4>(content, prints),
+            Parts::Bytes64 => print::<8>(content, prints),
         }
     }
+
+    /// The words in whose parts the block that is being sent differs from the version that is known.
+    fn words(&self, place: usize) -> Words {
+        let length = self.parts.prints();
+        let known = &self.prints[place * length..][..length];
+        let fresh = &self.fresh[..length];
+        match self.parts {
+            Parts::Bytes16 => words::<2>(known, fresh),
+            Parts::Bytes32 => words::<4>(known, fresh),
+            Parts::Bytes64 => words::<8>(known, fresh),
+        }
+    }
+}
+
+fn number(id: BlockId) -> u64 {
+    (u64::from(id.region.0) << 40)
+        .wrapping_add(id.block)
+        .wrapping_add(1)
+}
+
+fn tag(digest: &Digest) -> u64 {
+    let mut tag = [0; 8];
+    tag.copy_from_slice(&digest.0[..8]);
+    u64::from_le_bytes(tag)
+}
+
+/// Prints of parts of so many words.
+fn print<const WORDS: usize>(content: &[u8; BLOCK_SIZE], prints: &mut [u8]) {
+    let parts = content.as_chunks::<8>().0.as_chunks::<WORDS>().0;
+    for (part, print) in parts.iter().zip(prints.as_chunks_mut::<PRINT>().0) {
+        let mut sum = 0_u64;
+        for (word, factor) in part.iter().zip(FACTORS) {
+            sum = sum.wrapping_add(u64::from_le_bytes(*word).wrapping_mul(factor));
+        }
+        let mixed = (sum ^ sum >> 32).wrapping_mul(LAST_FACTOR).to_be_bytes();
+        *print = [mixed[0], mixed[1], mixed[2]];
+    }
+}
+
+fn words<const WORDS: usize>(known: &[u8], fresh: &[u8]) -> Words {
+    let mut words = [0; 64];
+    let known = known.as_chunks::<PRINT>().0;
+    for (index, (known, fresh)) in known.iter().zip(fresh.as_chunks::<PRINT>().0).enumerate() {
+        let first = index * WORDS;
+        let bits = u8::MAX >> (8 - WORDS) << (first % 8);
+        words[first / 8] |= if known == fresh { 0 } else { bits };
+    }
+    words
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use longhaul_protocol::RegionId;
+    use proptest::prelude::*;
 
     fn id(block: u64) -> BlockId {
         BlockId {
@@ -156,84 +239,165 @@ mod tests {
     }
 
     fn block(n: u64) -> [u8; BLOCK_SIZE] {
-        [n as u8; BLOCK_SIZE]
+        let mut block = [0; BLOCK_SIZE];
+        let mut reader = blake3::Hasher::new();
+        reader
+            .update(&n.to_le_bytes())
+            .finalize_xof()
+            .fill(&mut block);
+        block
     }
 
-    fn cache(blocks: usize) -> Versions {
-        Versions::new(blocks * (BLOCK_SIZE + OVERHEAD))
+    /// A table with 64-byte parts and so many places.
+    fn table(places: usize) -> Versions {
+        let versions = Versions::new(places * Parts::Bytes64.place_bytes(), 1000 * places);
+        assert_eq!(
+            (versions.parts, versions.blocks.len()),
+            (Parts::Bytes64, places)
+        );
+        versions
+    }
+
+    /// Sends version `to` of a block again, to somebody who holds `from`: whether as a delta.
+    fn again(versions: &mut Versions, n: u64, from: u64, to: u64) -> bool {
+        let mut content = block(n);
+        content[(to as usize % 64) * 64] ^= to as u8 | 1;
+        versions.sent_again(id(n), &digest(from), &digest(to), &content, &mut Vec::new())
     }
 
     #[test]
-    fn a_version_is_found_by_its_digest_alone() {
-        let mut versions = cache(100);
-        versions.keep(id(1), &digest(1), &block(1));
-        assert_eq!(versions.find(id(1), &digest(1)), Some(&block(1)));
-        assert_eq!(versions.find(id(1), &digest(2)), None);
-        assert_eq!(versions.find(id(2), &digest(1)), None);
-        versions.keep(id(1), &digest(2), &block(2));
-        assert_eq!(versions.find(id(1), &digest(1)), None);
-        assert_eq!(versions.find(id(1), &digest(2)), Some(&block(2)));
-        assert!(!versions.renew(id(2), &digest(1), &block(1)));
-        assert_eq!(versions.find(id(2), &digest(1)), None);
+    fn parts_are_as_small_as_the_bound_allows() {
+        let parts = |bytes, blocks| Versions::new(bytes, blocks).parts;
+        assert_eq!(parts(100 << 20, 65536), Parts::Bytes16);
+        assert_eq!(parts(20 << 20, 65536), Parts::Bytes32);
+        assert_eq!(parts(20 << 20, 131_072), Parts::Bytes64);
+        assert_eq!(parts(100, 131_072), Parts::Bytes64);
+        let versions = Versions::new(20 << 20, 131_072);
+        let held = versions.prints.len() + versions.blocks.len() * OVERHEAD;
+        assert!((19 << 20..=20 << 20).contains(&held), "{held}");
+        assert_eq!(
+            Versions::new(1 << 30, 10).blocks.len(),
+            10,
+            "no more than are there"
+        );
     }
 
     #[test]
-    fn the_bound_holds_and_what_is_forgotten_makes_room() {
-        let mut versions = cache(70);
-        for n in 0..1000 {
-            versions.keep(id(n), &digest(n), &block(n));
+    fn a_delta_needs_the_version_that_the_destination_holds() {
+        let mut versions = table(100);
+        assert!(!again(&mut versions, 1, 0, 1), "nothing is known");
+        assert!(again(&mut versions, 1, 1, 2));
+        assert!(!again(&mut versions, 1, 1, 3), "it was 2");
+        assert!(again(&mut versions, 1, 3, 4));
+        versions.forget(id(1));
+        versions.forget(id(1));
+        assert!(!again(&mut versions, 1, 4, 5));
+        assert!(
+            !again(&mut versions, 1, 5, 5),
+            "no part has changed, and something has"
+        );
+        versions.sent(id(2), &digest(7), &block(2));
+        assert!(again(&mut versions, 2, 7, 8), "sent once before");
+    }
+
+    #[test]
+    fn without_room_nothing_is_kept() {
+        let mut versions = Versions::new(50, 1000);
+        versions.sent(id(1), &digest(1), &block(1));
+        versions.forget(id(1));
+        assert!(!again(&mut versions, 1, 1, 2) && !again(&mut versions, 1, 2, 3));
+    }
+
+    #[test]
+    fn what_is_sent_again_outlives_what_was_sent_once() {
+        let mut versions = table(10);
+        versions.sent(id(1), &digest(1), &block(1));
+        versions.sent(id(11), &digest(1), &block(11));
+        assert!(
+            again(&mut versions, 11, 1, 2),
+            "the newer of two that were sent once"
+        );
+        for other in 2..100 {
+            versions.sent(id(10 * other + 1), &digest(1), &block(5));
         }
-        assert_eq!((versions.slots.len(), versions.by_block.len()), (70, 70));
-        let held: usize = versions.content.iter().map(|piece| piece.len()).sum();
-        assert_eq!(held, 70);
-        let (kept, _) = versions.by_block.iter().next().unwrap();
-        let kept = *kept;
-        versions.forget(kept);
-        versions.forget(kept);
-        assert_eq!(versions.by_block.len(), 69);
-        versions.keep(id(5000), &digest(5), &block(5));
-        assert_eq!(versions.find(id(5000), &digest(5)), Some(&block(5)));
-        assert_eq!((versions.slots.len(), versions.by_block.len()), (70, 70));
-        assert!(versions.free.is_empty());
-    }
-
-    #[test]
-    fn nothing_is_kept_without_room() {
-        let mut versions = Versions::new(BLOCK_SIZE);
-        versions.keep(id(1), &digest(1), &block(1));
-        assert_eq!(versions.find(id(1), &digest(1)), None);
-        assert!(versions.content.is_empty());
+        assert!(again(&mut versions, 11, 2, 3));
     }
 
     #[test]
     fn going_round_more_blocks_than_fit_still_finds_many() {
-        let mut versions = cache(100);
+        let mut versions = table(100);
         let mut found = 0;
         for round in 0..20 {
-            for n in 0..300 {
-                found += u64::from(round >= 10 && versions.find(id(n), &digest(n)).is_some());
-                versions.keep(id(n), &digest(n), &block(n));
+            for n in 0..200 {
+                found += u64::from(again(&mut versions, n, round, round + 1) && round >= 10);
             }
         }
-        assert!(found >= 90 * 10, "{found} of 3000, 1000 are possible");
+        assert!(found >= 1000, "{found} of 2000");
     }
 
     #[test]
     fn versions_that_are_not_used_any_more_give_way() {
-        let mut versions = cache(100);
-        for _ in 0..20 {
+        let mut versions = table(100);
+        for round in 0..20 {
             for n in 0..100 {
-                versions.find(id(n), &digest(n));
-                versions.keep(id(n), &digest(n), &block(n));
+                again(&mut versions, n, round, round + 1);
             }
         }
         let mut found = 0;
         for round in 0..30 {
             for n in 1000..1100 {
-                found += u64::from(round >= 20 && versions.find(id(n), &digest(n)).is_some());
-                versions.keep(id(n), &digest(n), &block(n));
+                found += u64::from(again(&mut versions, n, round, round + 1) && round >= 20);
             }
         }
         assert_eq!(found, 1000);
+    }
+
+    #[test]
+    fn prints_tell_small_changes_apart() {
+        let mut content = block(1);
+        let prints = |content: &[u8; BLOCK_SIZE]| {
+            let mut prints = [0; 192];
+            print::<8>(content, &mut prints);
+            prints
+        };
+        let before = prints(&content);
+        for byte in 0..BLOCK_SIZE {
+            for change in [1, 0x80, 0xff] {
+                content[byte] ^= change;
+                let after = prints(&content);
+                content[byte] ^= change;
+                let differ = |part: usize| before[part * 3..][..3] != after[part * 3..][..3];
+                assert!(
+                    (0..64).all(|part| differ(part) == (part == byte / 64)),
+                    "{byte}"
+                );
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_delta_brings_every_byte_that_has_changed(
+            places in 1..4usize,
+            writes in prop::collection::vec((0..BLOCK_SIZE, 1..80usize, any::<u8>()), 1..20),
+        ) {
+            let bytes = [0, 300, 500, 1000][places];
+            let mut versions = Versions::new(bytes, 1);
+            let base = block(9);
+            let mut content = base;
+            for (at, length, value) in writes {
+                content[at..BLOCK_SIZE.min(at + length)].fill(value);
+            }
+            versions.sent(id(1), &digest(1), &base);
+            let mut delta = Vec::new();
+            if versions.sent_again(id(1), &digest(1), &digest(2), &content, &mut delta) {
+                prop_assert_eq!(delta::length(&delta), Some(delta.len()));
+                let mut made = base;
+                delta::apply(&mut made, &delta);
+                prop_assert!(made == content);
+            } else {
+                prop_assert!(content == base || versions.parts != Parts::Bytes16);
+            }
+        }
     }
 }

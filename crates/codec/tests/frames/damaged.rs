@@ -216,46 +216,50 @@ fn a_duplicate_reaches_only_earlier_literals() {
 fn deltas(count: u8, deltas: &[u8]) -> Vec<u8> {
     let mut frame = header(0, 1, deltas.len() as u32, deltas.len() as u32);
     frame.extend_from_slice(&[4, 7, 0, count]);
-    frame.extend(digest(&[0; BLOCK_SIZE]).0.repeat(usize::from(count)));
+    let mut content = [0; BLOCK_SIZE];
+    content[..16].fill(9);
+    frame.extend(digest(&content).0.repeat(usize::from(count)));
     frame.extend_from_slice(deltas);
     frame
 }
 
 #[test]
 fn deltas_fill_the_payload_exactly() {
-    let mut one = [0; 64 + 16];
-    one[0] = 3;
-    one[64..].fill(9);
-    let two = [one, one].concat();
+    let one = [&[1, 0, 0, 0, 0, 0, 0, 0, 3][..], &[9; 16]].concat();
+    let two = one.repeat(2);
     let mut sink = MemorySink::new();
     let outcome = decode_within(&deltas(2, &two), &Limits::default(), &mut sink).unwrap();
     assert_eq!((outcome.applied, outcome.rejected.len()), (2, 0));
     assert_eq!(sink.content(id(7, 1))[..17], [&[9; 16][..], &[0]].concat());
     for cut in 1..16 {
-        assert_eq!(
-            refused(&deltas(2, &two[..two.len() - cut])),
-            FrameError::Delta
-        );
+        let cut = &two[..two.len() - cut];
+        assert_eq!(refused(&deltas(2, cut)), FrameError::Delta);
     }
     let longer = [&two[..], &[0]].concat();
     assert_eq!(refused(&deltas(2, &longer)), FrameError::Delta);
+    let mut no_words = two.clone();
+    no_words[8] = 0;
+    assert_eq!(refused(&deltas(2, &no_words)), FrameError::Delta);
     let length = |declared, least, most| FrameError::PayloadLength {
         declared,
         least,
         most,
     };
-    assert_eq!(refused(&deltas(1, &[])), length(0, 64, 4096));
-    assert_eq!(refused(&deltas(1, &[0; 63])), length(63, 64, 4096));
-    assert_eq!(refused(&deltas(1, &[0; 4097])), length(4097, 64, 4096));
-    let full = [&[0xff; 63][..], &[0; 1 + 504 * 8]].concat();
-    let outcome = decode_within(
-        &deltas(1, &full),
-        &Limits::default(),
-        &mut MemorySink::new(),
+    assert_eq!(refused(&deltas(1, &[])), length(0, 8, 4096));
+    assert_eq!(refused(&deltas(1, &[0; 7])), length(7, 8, 4096));
+    assert_eq!(refused(&deltas(1, &[0; 4097])), length(4097, 8, 4096));
+    let full = [&[0xff; 7][..], &[0x7f], &[0xff; 62], &[3], &[0; 498 * 8]].concat();
+    assert_eq!(
+        refused(&deltas(1, &full[..full.len() - 1])),
+        FrameError::Delta
     );
-    assert_eq!(outcome.unwrap().applied, 1);
-    let fuller = [&[0xff; 63][..], &[1], &[0; 504 * 8]].concat();
-    assert_eq!(refused(&deltas(1, &fuller)), FrameError::Delta);
+    let mut sink = MemorySink::new();
+    let outcome = decode_within(&deltas(1, &full), &Limits::default(), &mut sink).unwrap();
+    assert_eq!(
+        (outcome.applied, outcome.rejected.len()),
+        (0, 1),
+        "something else"
+    );
 }
 
 #[test]

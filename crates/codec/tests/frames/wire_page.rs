@@ -108,8 +108,7 @@ fn reference() {
 fn delta() {
     let frame = example("delta");
     let mut content = STARS;
-    content[..8].copy_from_slice(b"longhaul");
-    content[72..80].fill(0);
+    content[..16].copy_from_slice(b"longhaul moves a");
     let mut encoder = Encoder::with_versions(1 << 20);
     encoder.keep_version(id(0, 300), &digest(&STARS), &STARS);
     let changed = Decision::Changed {
