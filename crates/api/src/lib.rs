@@ -6,6 +6,7 @@
 
 pub mod client;
 pub mod doubt;
+pub mod encoding;
 pub mod error;
 pub mod guest;
 pub mod host;
@@ -17,6 +18,7 @@ pub mod report;
 
 pub use client::{Client, ClientError, Watch};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
+pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};
 pub use guest::{AttachGuest, Guest, GuestState, Guests, StartGuest, StopGuest};
 pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};

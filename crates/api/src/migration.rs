@@ -1,6 +1,7 @@
 //! Migrations: asking for one, watching it, changing its mind.
 
 use crate::doubt::Doubt;
+use crate::encoding::Encoding;
 use crate::error::ApiError;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -127,6 +128,9 @@ pub struct StartMigration {
     /// is ready: about one round trip less of downtime, and a longer time in doubt.
     #[serde(default)]
     pub early_release: bool,
+    /// How memory is encoded.
+    #[serde(default, skip_serializing_if = "Encoding::is_default")]
+    pub encoding: Encoding,
 }
 
 pub(crate) fn downtime_default() -> u64 {
@@ -151,6 +155,9 @@ pub struct Asked {
     /// Whether the right to run is given away when the guest is stopped.
     #[serde(default)]
     pub early_release: bool,
+    /// How memory is encoded, as far as it was asked for.
+    #[serde(default)]
+    pub encoding: Encoding,
 }
 
 impl From<&StartMigration> for Asked {
@@ -161,6 +168,7 @@ impl From<&StartMigration> for Asked {
             verify: start.verify,
             patience_ms: start.patience_ms,
             early_release: start.early_release,
+            encoding: start.encoding.clone(),
         }
     }
 }

@@ -87,10 +87,22 @@ pub struct BytesByKind {
     pub same_bytes: Option<u64>,
     /// The same as another block that the destination had.
     pub reference_bytes: Option<u64>,
+    /// The same as another block that was sent with them.
+    #[serde(default)]
+    pub duplicate_bytes: Option<u64>,
+    /// Sent as what had changed of them since they were sent before.
+    #[serde(default)]
+    pub delta_bytes: Option<u64>,
+    /// What those were encoded to, before compression.
+    #[serde(default)]
+    pub delta_encoded_bytes: Option<u64>,
     /// Sent as they are, before compression.
     pub literal_bytes: Option<u64>,
-    /// What the literal ones were compressed to.
+    /// What the literal and the encoded ones were compressed to.
     pub compressed_bytes: Option<u64>,
+    /// Sent again whole, since the destination did not hold what they were described by.
+    #[serde(default)]
+    pub rejected_bytes: Option<u64>,
     /// The state of the guest's devices, before compression.
     pub device_state_bytes: Option<u64>,
 }

@@ -168,6 +168,7 @@ pub struct Source {
     stop: StopRule,
     regions: Vec<Region>,
     index: ContentIndex,
+    references: bool,
     flights: BTreeMap<u32, Flight>,
     /// Batches that were taken and are not encoded yet.
     encoding: usize,
@@ -257,6 +258,7 @@ impl Source {
             stop: StopRule::new(downtime),
             regions: maps,
             index: ContentIndex::new(total),
+            references: true,
             flights: BTreeMap::new(),
             encoding: 0,
             next_seq: 1,
@@ -275,6 +277,11 @@ impl Source {
             switch_overhead,
             hot_allowed: false,
         })
+    }
+
+    /// Whether blocks may travel as references to others; they may where nothing is said.
+    pub fn use_references(&mut self, references: bool) {
+        self.references = references;
     }
 
     // Inputs.
@@ -711,6 +718,9 @@ impl Source {
     }
 
     fn find(&self, digest: &Digest) -> Option<BlockId> {
+        if !self.references {
+            return None;
+        }
         let found = self.index.find(digest, |global| {
             locate(&self.regions, global).is_some_and(|(region, block)| {
                 let index = block as usize;

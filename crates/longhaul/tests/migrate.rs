@@ -154,6 +154,7 @@ fn migration() -> Migration {
             verify: true,
             patience_ms: 60_000,
             early_release: false,
+            encoding: Encoding::default(),
         },
         started_unix_ms: 1_800_000_000_000,
         ended_unix_ms: None,

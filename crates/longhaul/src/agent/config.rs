@@ -3,6 +3,7 @@
 use crate::agent::hooks::Hooks;
 use crate::agent::limits::{HostTable, Limits, LimitsTable};
 use crate::agent::state::StartError;
+use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
 };
@@ -33,6 +34,8 @@ pub(crate) struct Config {
     pub(crate) api: ApiConfig,
     /// What other hosts may take of this one.
     pub(crate) limits: Limits,
+    /// How memory is encoded where a move does not say it.
+    pub(crate) encoding: Encoding,
     /// What this host offers its guests.
     pub(crate) hypervisor: Arc<HostConfig>,
     /// What is run before and after the steps of a move.
@@ -54,6 +57,8 @@ struct Document {
     limits: LimitsTable,
     #[serde(default)]
     hosts: BTreeMap<String, HostTable>,
+    #[serde(default)]
+    encoding: Encoding,
     qemu: Option<QemuConfig>,
     #[serde(default)]
     images: BTreeMap<String, Image>,
@@ -176,6 +181,7 @@ impl Config {
             listen: document.listen,
             api: document.api,
             limits: Limits::new(&document.limits, &document.hosts)?,
+            encoding: document.encoding,
             hypervisor: Arc::new(HostConfig {
                 state: document.state,
                 qemu: document.qemu.unwrap_or_else(default_qemu),
@@ -227,6 +233,20 @@ mod tests {
         assert_eq!(config.listen.port(), 7400);
         assert!(config.api.tcp.is_none());
         assert!(is_name(&config.name));
+    }
+
+    #[test]
+    fn an_encoding_is_chosen_by_the_words_of_the_commands() {
+        let config = parse("[encoding]\ncompression = \"zstd:3\"\nreferences = false\n").unwrap();
+        let compression = config.encoding.compression.map(|chosen| chosen.to_string());
+        assert_eq!(compression.as_deref(), Some("zstd:3"));
+        assert_eq!(config.encoding.references, Some(false));
+        assert_eq!(config.encoding.delta_cache, None);
+        let wrong = parse("[encoding]\ndelta_cache = \"lots\"\n").unwrap_err();
+        assert!(
+            wrong.contains("line 2") && wrong.contains("64MiB"),
+            "{wrong}"
+        );
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use longhaul_api::Scope;
+use longhaul_api::{CompressionChoice, DeltaCache, Scope};
 use longhaul_protocol::units::{parse_bit_rate, parse_duration};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -262,6 +262,22 @@ pub(crate) struct MigrateArgs {
     /// How long to ride out an interruption of the link
     #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) patience: Duration,
+    #[command(flatten)]
+    pub(crate) encoding: EncodingArgs,
+}
+
+/// How memory is encoded; what is left out is as the agent is configured, and `auto` there.
+#[derive(Debug, Args)]
+pub(crate) struct EncodingArgs {
+    /// Compress with `raw`, `lz4`, `zstd:LEVEL`, or what moves most (`auto`)
+    #[arg(long, value_name = "HOW")]
+    pub(crate) compression: Option<CompressionChoice>,
+    /// Memory for sending only what has changed of a page: `auto`, `off`, or say 64MiB
+    #[arg(long, value_name = "SIZE")]
+    pub(crate) delta_cache: Option<DeltaCache>,
+    /// Send pages even where the destination has the same elsewhere in the guest's memory
+    #[arg(long)]
+    pub(crate) no_references: bool,
 }
 
 #[derive(Debug, Args)]
@@ -380,6 +396,10 @@ mod tests {
             "1.5s",
             "--bandwidth",
             "80mbit",
+            "--compression",
+            "zstd:-3",
+            "--delta-cache",
+            "64MiB",
         ]);
         let Command::Migrate(migrate) = cli.unwrap().command else {
             panic!("another command");
@@ -387,6 +407,14 @@ mod tests {
         assert_eq!(migrate.wishes.downtime, Duration::from_millis(1500));
         assert_eq!(migrate.wishes.bandwidth, Some(80_000_000));
         assert_eq!(migrate.patience, Duration::from_secs(60));
+        assert_eq!(
+            migrate.encoding.compression,
+            Some(CompressionChoice::Zstd(-3))
+        );
+        assert_eq!(
+            migrate.encoding.delta_cache,
+            Some(DeltaCache::Bytes(64 << 20))
+        );
         let wrong = Cli::try_parse_from(["longhaul", "limit", "7f", "80"]).unwrap_err();
         assert!(wrong.to_string().contains("80mbit"), "{wrong}");
     }

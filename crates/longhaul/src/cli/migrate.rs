@@ -7,7 +7,8 @@ use crate::cli::show::list::short_id;
 use crate::cli::show::live::{self, Mood};
 use crate::cli::whole_ms;
 use longhaul_api::{
-    ApiError, Client, ClientError, ErrorCode, Migration, Outcome, Phase, Progress, StartMigration,
+    ApiError, Client, ClientError, Encoding, ErrorCode, Migration, Outcome, Phase, Progress,
+    StartMigration,
 };
 use serde_json::json;
 use std::io::{IsTerminal, Write};
@@ -34,6 +35,11 @@ pub(crate) async fn migrate(
         verify: args.verify,
         patience_ms: whole_ms(args.patience),
         early_release: args.wishes.early_release,
+        encoding: Encoding {
+            compression: args.encoding.compression,
+            delta_cache: args.encoding.delta_cache,
+            references: args.encoding.no_references.then_some(false),
+        },
     };
     // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
     let interrupts = Interrupts::new()?;

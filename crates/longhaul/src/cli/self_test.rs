@@ -323,6 +323,7 @@ impl Agent {
             verify: true,
             patience_ms: 60_000,
             early_release: false,
+            encoding: Default::default(),
         };
         let id = self.begin(&start).await?;
         let ended = async {

@@ -245,6 +245,7 @@ mod tests {
                 verify: false,
                 patience_ms: 60_000,
                 early_release: false,
+                encoding: Default::default(),
             },
             started_unix_ms: 1,
             ended_unix_ms: None,

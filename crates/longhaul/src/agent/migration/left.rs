@@ -89,6 +89,7 @@ impl Left {
             verify: false,
             patience_ms: 0,
             early_release: false,
+            encoding: Default::default(),
         };
         let facts = Facts {
             id: self.migration,

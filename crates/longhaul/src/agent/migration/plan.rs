@@ -48,6 +48,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
             verify: false,
             patience_ms: 0,
             early_release: request.early_release,
+            encoding: Default::default(),
         },
         possible: false,
         qemu: None,

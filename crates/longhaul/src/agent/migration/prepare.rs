@@ -7,7 +7,7 @@ use super::ledger::{Ledger, SourceHandover};
 use super::outbound::Outbound;
 use super::plan::{self, Look};
 use super::registry::{Reservation, Taken};
-use super::send::Sending;
+use super::send::{Encoding, Sending};
 use super::session::{self, Session, SessionError};
 use super::settling::Settling;
 use super::{Context, Holder, failure};
@@ -23,7 +23,7 @@ use longhaul_hypervisor::memory;
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::message::{Offer, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Generation, MigrationId};
+use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control, TrustedHost};
 use std::sync::Arc;
@@ -304,15 +304,27 @@ impl Preparing {
             return Err(error.into_api());
         }
         let downtime = Duration::from_millis(self.request.downtime_ms);
-        let engine = Source::new(
+        let mut engine = Source::new(
             Strategy::PRECOPY,
             outbound.regions(),
             downtime,
             SWITCH_OVERHEAD,
         )
         .map_err(|error| failure::internal(&error.to_string()))?;
+        let encoding = self
+            .request
+            .encoding
+            .or(&self.context.parts.config.encoding);
+        engine.use_references(encoding.references.unwrap_or(true));
+        let memory_bytes: u64 = outbound
+            .regions()
+            .iter()
+            .map(|region| region.blocks * BLOCK_SIZE as u64)
+            .sum();
+        let encoding = Encoding::new(&encoding, memory_bytes);
         let key = DigestKey(offer.digest_key);
-        Ok((session, Sending::new(engine, key, outbound.content()), look))
+        let sending = Sending::new(engine, key, outbound.content(), encoding);
+        Ok((session, sending, look))
     }
 
     /// Waits for another host, which may take long.

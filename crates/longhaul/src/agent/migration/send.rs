@@ -6,7 +6,10 @@
 //! dead *before* the engine is told, so that no block can be taken for it afterwards.
 
 use bytes::Bytes;
-use longhaul_codec::{BlockId, CompressionPolicy, DigestKey, EncodeError, Encoder, Hasher};
+use longhaul_api::{CompressionChoice, DeltaCache};
+use longhaul_codec::{
+    BlockId, Compression, CompressionPolicy, DigestKey, EncodeError, EncodedFrame, Encoder, Hasher,
+};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
@@ -21,10 +24,63 @@ use tokio::time::timeout;
 
 /// Blocks in a frame: what compresses well together, and still is small on a slow link.
 const FRAME_BLOCKS: usize = 64;
-/// Memory for versions of pages that were dirtied again, which deltas are made against.
-const DELTA_CACHE_BYTES: usize = 32 << 20;
+/// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's memory.
+const DELTA_CACHE_BYTES: u64 = 24 << 20;
+const DELTA_CACHE_SHARE: u64 = 512;
 /// How long a worker that found nothing to send waits at most before it looks again.
 const IDLE_WAIT: Duration = Duration::from_millis(50);
+
+/// How memory is encoded.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Encoding {
+    /// One compression for all frames; by what moves most where it is none.
+    compression: Option<Compression>,
+    /// Memory for what deltas are made against.
+    delta_cache_bytes: usize,
+    guest_blocks: usize,
+}
+
+impl Encoding {
+    /// As it was chosen, for a guest with so much memory.
+    pub(super) fn new(chosen: &longhaul_api::Encoding, memory_bytes: u64) -> Self {
+        let compression = match chosen.compression.unwrap_or_default() {
+            CompressionChoice::Auto => None,
+            CompressionChoice::Raw => Some(Compression::Raw),
+            CompressionChoice::Lz4 => Some(Compression::Lz4),
+            CompressionChoice::Zstd(level) => Some(Compression::Zstd(level)),
+        };
+        let bytes = match chosen.delta_cache.unwrap_or_default() {
+            DeltaCache::Auto => DELTA_CACHE_BYTES + memory_bytes / DELTA_CACHE_SHARE,
+            DeltaCache::Off => 0,
+            DeltaCache::Bytes(bytes) => bytes,
+        };
+        Self {
+            compression,
+            delta_cache_bytes: usize::try_from(bytes).unwrap_or(usize::MAX),
+            guest_blocks: usize::try_from(memory_bytes / BLOCK_SIZE as u64).unwrap_or(usize::MAX),
+        }
+    }
+}
+
+/// What frames were made of, in blocks and bytes.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Encoded {
+    pub(super) duplicate_blocks: u64,
+    pub(super) delta_blocks: u64,
+    /// Deltas before compression.
+    pub(super) delta_bytes: u64,
+    /// Literals and deltas after compression.
+    pub(super) stored_bytes: u64,
+}
+
+impl Encoded {
+    fn add(&mut self, frame: &EncodedFrame) {
+        self.duplicate_blocks += frame.duplicates as u64;
+        self.delta_blocks += frame.deltas as u64;
+        self.delta_bytes += frame.delta_bytes as u64;
+        self.stored_bytes += frame.stored_bytes as u64;
+    }
+}
 
 /// Reads the content of blocks at the time of sending.
 pub(super) trait Content: Send + Sync + 'static {
@@ -80,12 +136,17 @@ pub(super) struct Sending {
     content: Box<dyn Content>,
     /// Pieces of device state, as they travel: all of them over each connection.
     pieces: Mutex<Vec<Bytes>>,
-    payload_bytes: AtomicU64,
-    stored_bytes: AtomicU64,
+    encoding: Encoding,
+    encoded: Mutex<Encoded>,
 }
 
 impl Sending {
-    pub(super) fn new(engine: Source, key: DigestKey, content: Box<dyn Content>) -> Arc<Self> {
+    pub(super) fn new(
+        engine: Source,
+        key: DigestKey,
+        content: Box<dyn Content>,
+        encoding: Encoding,
+    ) -> Arc<Self> {
         Arc::new(Self {
             engine: Mutex::new(engine),
             policy: Mutex::new(CompressionPolicy::new(1)),
@@ -94,8 +155,8 @@ impl Sending {
             key,
             content,
             pieces: Mutex::new(Vec::new()),
-            payload_bytes: AtomicU64::new(0),
-            stored_bytes: AtomicU64::new(0),
+            encoding,
+            encoded: Mutex::new(Encoded::default()),
         })
     }
 
@@ -146,18 +207,15 @@ impl Sending {
         self.engine().in_flight_bytes()
     }
 
-    /// Literal bytes before and after compression.
-    pub(super) fn compressed(&self) -> (u64, u64) {
-        (
-            self.payload_bytes.load(Ordering::Relaxed),
-            self.stored_bytes.load(Ordering::Relaxed),
-        )
+    /// What frames were made of so far.
+    pub(super) fn encoded(&self) -> Encoded {
+        *lock(&self.encoded)
     }
 
     /// Sends until something breaks. Run it as a task, and abort that.
     pub(super) async fn work(self: Arc<Self>) -> SendError {
         let mut line = self.line.subscribe();
-        let mut worker = Worker::new(self.key);
+        let mut worker = Worker::new(self.key, self.encoding);
         loop {
             let current = line.borrow_and_update().clone();
             let Some(current) = current else {
@@ -235,7 +293,10 @@ impl Sending {
         };
         let rate = link.map(|link| link.rate_bytes_per_s);
         let queued = link.map_or(0, |link| link.queued_bytes as usize);
-        let compression = lock(&self.policy).choose(rate, queued);
+        let compression = match self.encoding.compression {
+            Some(compression) => compression,
+            None => lock(&self.policy).choose(rate, queued),
+        };
         let began = Instant::now();
         let frame = worker.encoder.encode_frame(
             batch.seq,
@@ -246,10 +307,7 @@ impl Sending {
         )?;
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
         lock(&self.policy).observe(compression, payload, stored, began.elapsed());
-        self.payload_bytes
-            .fetch_add(payload as u64, Ordering::Relaxed);
-        self.stored_bytes
-            .fetch_add(stored as u64, Ordering::Relaxed);
+        lock(&self.encoded).add(&frame);
         if frame.blocks == 0 {
             self.engine().encoded(&batch, None);
             return Ok(Next::Skipped);
@@ -279,10 +337,10 @@ struct Worker {
 }
 
 impl Worker {
-    fn new(key: DigestKey) -> Self {
+    fn new(key: DigestKey, encoding: Encoding) -> Self {
         Self {
             hasher: Hasher::new(key),
-            encoder: Encoder::with_versions(DELTA_CACHE_BYTES),
+            encoder: Encoder::for_guest(encoding.guest_blocks, encoding.delta_cache_bytes),
             content: vec![[0; BLOCK_SIZE]; FRAME_BLOCKS],
             staged: Vec::with_capacity(FRAME_BLOCKS),
         }

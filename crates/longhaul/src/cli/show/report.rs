@@ -111,13 +111,24 @@ fn data(bytes: &BytesByKind) -> Vec<String> {
     part("zero", bytes.zero_bytes);
     part("same", bytes.same_bytes);
     part("found there", bytes.reference_bytes);
+    part("copies", bytes.duplicate_bytes);
+    let into = |name: &str, from: u64, to: u64| {
+        let (from, to) = (show_bytes(from), show_bytes(to));
+        format!("{name} {from} → {to}")
+    };
+    let deltas = bytes.delta_encoded_bytes.unwrap_or(0);
+    if let Some(from) = bytes.delta_bytes.filter(|from| *from > 0) {
+        parts.push(into("delta", from, deltas));
+    }
     match (bytes.literal_bytes, bytes.compressed_bytes) {
-        (Some(literal), Some(compressed)) => parts.push(format!(
-            "compressed {} → {}",
-            show_bytes(literal),
-            show_bytes(compressed)
-        )),
-        (literal, _) => part("sent", literal),
+        (Some(literal), Some(compressed)) => {
+            parts.push(into("compressed", literal + deltas, compressed));
+        }
+        (Some(literal), None) => parts.push(format!("sent {}", show_bytes(literal))),
+        (None, _) => {}
+    }
+    if let Some(rejected) = bytes.rejected_bytes.filter(|rejected| *rejected > 0) {
+        parts.push(format!("sent again {}", show_bytes(rejected)));
     }
     parts
 }

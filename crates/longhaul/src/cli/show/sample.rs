@@ -14,6 +14,7 @@ fn asked() -> Asked {
         verify: false,
         patience_ms: 60_000,
         early_release: false,
+        encoding: Encoding::default(),
     }
 }
 
@@ -204,8 +205,12 @@ pub(crate) fn report() -> Report {
             zero_bytes: Some(922 * MIB),
             same_bytes: Some(1229 * MIB),
             reference_bytes: Some(614 * MIB),
+            duplicate_bytes: Some(31 * MIB),
+            delta_bytes: Some(118 * MIB),
+            delta_encoded_bytes: Some(14 * MIB),
             literal_bytes: Some(1741 * MIB),
             compressed_bytes: Some(571 * MIB),
+            rejected_bytes: Some(0),
             device_state_bytes: Some(700_000),
         },
         total_ms: Some(41_300),

@@ -123,7 +123,7 @@ impl Departure {
             engine.dirty_blocks_per_s(),
         );
         drop(engine);
-        let (_, stored) = self.task.sending.compressed();
+        let encoded = self.task.sending.encoded();
         let rtt = self.session.as_ref().map(|session| session.control.rtt());
         let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
         let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
@@ -136,8 +136,13 @@ impl Departure {
             report.bytes.zero_bytes = blocks(sent.zero_blocks);
             report.bytes.same_bytes = blocks(sent.same_blocks);
             report.bytes.reference_bytes = blocks(sent.reference_blocks);
-            report.bytes.literal_bytes = blocks(sent.literal_blocks);
-            report.bytes.compressed_bytes = Some(stored);
+            let others = encoded.duplicate_blocks + encoded.delta_blocks;
+            report.bytes.duplicate_bytes = blocks(encoded.duplicate_blocks);
+            report.bytes.delta_bytes = blocks(encoded.delta_blocks);
+            report.bytes.delta_encoded_bytes = Some(encoded.delta_bytes);
+            report.bytes.literal_bytes = blocks(sent.literal_blocks.saturating_sub(others));
+            report.bytes.compressed_bytes = Some(encoded.stored_bytes);
+            report.bytes.rejected_bytes = blocks(sent.rejected_blocks);
             report.passes = Some(pass);
             report.dirty_rate_bytes_per_s = dirty.map(|rate| (rate * BLOCK_SIZE as f64) as u64);
             report.interruptions = Some(interruptions);

@@ -1,0 +1,192 @@
+//! How memory is encoded for the link: what people may choose, in requests and in the agent's
+//! configuration.
+
+use longhaul_protocol::units::parse_bytes;
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// The fastest and the densest level of Zstandard that may be asked for.
+const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -20..=19;
+
+/// How memory is encoded. What is left out is as the agent of the source is configured.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Encoding {
+    /// `auto`, `raw`, `lz4`, or `zstd:LEVEL` with a level from -20 to 19.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub compression: Option<CompressionChoice>,
+    /// Memory for telling what has changed of pages that are written again: `auto`, `off`, or a
+    /// size such as `64MiB`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schemars(with = "Option<String>")]
+    pub delta_cache: Option<DeltaCache>,
+    /// Whether a page that the destination has elsewhere in the guest's memory is named, not sent.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub references: Option<bool>,
+}
+
+impl Encoding {
+    /// Whether nothing was chosen.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+
+    /// What is chosen here, and what `other` says where nothing is.
+    pub fn or(&self, other: &Self) -> Self {
+        Self {
+            compression: self.compression.or(other.compression),
+            delta_cache: self.delta_cache.or(other.delta_cache),
+            references: self.references.or(other.references),
+        }
+    }
+}
+
+/// How frames are compressed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum CompressionChoice {
+    /// By what moves most: chosen for each frame.
+    #[default]
+    Auto,
+    /// Not at all.
+    Raw,
+    /// With LZ4.
+    Lz4,
+    /// With Zstandard of this level.
+    Zstd(i32),
+}
+
+/// How much memory there is for telling what has changed.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum DeltaCache {
+    /// By the size of the guest.
+    #[default]
+    Auto,
+    /// None: no deltas.
+    Off,
+    /// So many bytes.
+    Bytes(u64),
+}
+
+impl FromStr for CompressionChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let level = |level: &str| level.parse().ok().filter(|n| ZSTD_LEVELS.contains(n));
+        let choice = match text {
+            "auto" => Some(Self::Auto),
+            "raw" => Some(Self::Raw),
+            "lz4" => Some(Self::Lz4),
+            _ => text.strip_prefix("zstd:").and_then(level).map(Self::Zstd),
+        };
+        choice.ok_or_else(|| {
+            let text: String = text.chars().take(40).collect();
+            format!("`{text}` is not a compression (auto, raw, lz4, or zstd:-20 to zstd:19)")
+        })
+    }
+}
+
+impl fmt::Display for CompressionChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Raw => f.write_str("raw"),
+            Self::Lz4 => f.write_str("lz4"),
+            Self::Zstd(level) => write!(f, "zstd:{level}"),
+        }
+    }
+}
+
+impl FromStr for DeltaCache {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            _ => parse_bytes(text).map(Self::Bytes).map_err(|_| {
+                let text: String = text.chars().take(40).collect();
+                format!("`{text}` is not a delta cache (auto, off, or a size such as 64MiB)")
+            }),
+        }
+    }
+}
+
+impl fmt::Display for DeltaCache {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Auto => f.write_str("auto"),
+            Self::Off => f.write_str("off"),
+            Self::Bytes(bytes) if bytes.is_multiple_of(1 << 20) => {
+                write!(f, "{}MiB", bytes >> 20)
+            }
+            Self::Bytes(bytes) => write!(f, "{bytes}"),
+        }
+    }
+}
+
+impl TryFrom<String> for CompressionChoice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<CompressionChoice> for String {
+    fn from(choice: CompressionChoice) -> Self {
+        choice.to_string()
+    }
+}
+
+impl TryFrom<String> for DeltaCache {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<DeltaCache> for String {
+    fn from(cache: DeltaCache) -> Self {
+        cache.to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn choices_are_written_as_they_are_read() {
+        for text in ["auto", "raw", "lz4", "zstd:-20", "zstd:1", "zstd:19"] {
+            assert_eq!(text.parse::<CompressionChoice>().unwrap().to_string(), text);
+        }
+        for text in ["zstd", "zstd:", "zstd:20", "zstd:-21", "gzip", "", "Auto"] {
+            let error = text.parse::<CompressionChoice>().unwrap_err();
+            assert!(error.contains("zstd:19"), "{error}");
+        }
+        for text in ["auto", "off", "64MiB", "4097"] {
+            assert_eq!(text.parse::<DeltaCache>().unwrap().to_string(), text);
+        }
+        assert_eq!("1GiB".parse(), Ok(DeltaCache::Bytes(1 << 30)));
+        assert!("much".parse::<DeltaCache>().unwrap_err().contains("64MiB"));
+    }
+
+    #[test]
+    fn what_is_not_chosen_is_left_to_the_configuration() {
+        let read = |text| serde_json::from_str::<Encoding>(text).unwrap();
+        let asked = read(r#"{"compression":"zstd:3","references":null}"#);
+        let configured = read(r#"{"compression":"lz4","delta_cache":"off","references":false}"#);
+        let both = asked.or(&configured);
+        assert_eq!(both.compression, Some(CompressionChoice::Zstd(3)));
+        assert_eq!(both.delta_cache, Some(DeltaCache::Off));
+        assert_eq!(both.references, Some(false));
+        assert!(read("{}").is_default() && !asked.is_default());
+        assert!(serde_json::from_str::<Encoding>(r#"{"compression":"zip"}"#).is_err());
+    }
+}
