@@ -2,15 +2,27 @@
 
 use crate::sys;
 use std::fs::{self, File};
-use std::io::Write;
-use std::path::PathBuf;
+use std::io::{self, Write};
+use std::os::unix::fs::chroot;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use std::time::{Duration, Instant};
 
 const MODULES: &str = "/modules";
+/// Where the disk with the rest of a guest is mounted, and what is run on it.
+const ROOT: &str = "/root";
+const INIT: &str = "/lab/init";
+/// Where this program is put on that disk.
+const OWN_PLACE: &str = "/root/lab/arena";
+const DISK_LIMIT: Duration = Duration::from_secs(60);
+const POLL_EVERY: Duration = Duration::from_millis(10);
 
 /// Mounts what is needed and loads every module of [`MODULES`] in the order of the files' names.
 pub(crate) fn set_up() {
     for (kind, target) in [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys")] {
-        if let Err(error) = sys::mount_virtual(kind, target) {
+        if let Err(error) = sys::mount(kind, target, kind) {
             say(&format!("mount {target}: {error}"));
         }
     }
@@ -30,6 +42,24 @@ pub(crate) fn set_up() {
             say(&format!("{}: {error}", path.display()));
         }
     }
+}
+
+/// Goes on as the init program of the system on a disk; why not, where it comes back.
+pub(crate) fn enter(device: &str) -> String {
+    let waited = Instant::now();
+    while !Path::new(device).exists() && waited.elapsed() < DISK_LIMIT {
+        thread::sleep(POLL_EVERY);
+    }
+    let entered = fs::create_dir_all(ROOT)
+        .and_then(|()| sys::mount(device, ROOT, "ext4"))
+        .and_then(|()| fs::copy("/init", OWN_PLACE).map(drop))
+        .and_then(|()| chroot(ROOT))
+        .and_then(|()| std::env::set_current_dir("/"));
+    let error: io::Error = match entered {
+        Ok(()) => Command::new(INIT).exec(),
+        Err(error) => error,
+    };
+    format!("starting {INIT} on {device}: {error}")
 }
 
 /// Says something on the console; there is nobody to tell when that fails.

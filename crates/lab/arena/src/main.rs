@@ -7,6 +7,7 @@ mod content;
 mod disk;
 mod init;
 mod json;
+mod load;
 mod page;
 mod pages;
 mod port;
@@ -15,6 +16,7 @@ mod work;
 
 use content::Content;
 use json::{Line, Object};
+use load::Load;
 use port::Port;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -26,6 +28,8 @@ use work::{Answer, Plan, Shared, Work};
 const HEARTBEAT: Duration = Duration::from_millis(5);
 const RETRY: Duration = Duration::from_millis(20);
 const PORT_NAME: &str = "arena";
+/// What tells a workload to stop and to check itself.
+const STOP_FILE: &str = "/run/workload-stop";
 
 fn main() -> ExitCode {
     if std::process::id() == 1 {
@@ -33,6 +37,12 @@ fn main() -> ExitCode {
     }
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     match Options::parse(&arguments) {
+        Ok(Options {
+            root: Some(device), ..
+        }) => {
+            init::say(&init::enter(&device));
+            ExitCode::from(2)
+        }
         Ok(options) => Arena::new(options).serve(),
         Err(problem) => {
             init::say(&problem);
@@ -46,6 +56,10 @@ struct Options {
     port: Option<PathBuf>,
     /// The arena to start with, where the command line describes one.
     plan: Option<Plan>,
+    /// The disk with the rest of the guest, where the arena is only what loads its drivers.
+    root: Option<String>,
+    /// Where programs lie that can run beside the arena.
+    workloads: Option<PathBuf>,
 }
 
 impl Options {
@@ -53,6 +67,8 @@ impl Options {
         let mut options = Self {
             port: None,
             plan: None,
+            root: None,
+            workloads: None,
         };
         for pair in arguments.chunks(2) {
             let [name, value] = pair else {
@@ -61,20 +77,27 @@ impl Options {
                     pair[0]
                 ));
             };
-            if name == "--port" {
-                options.port = Some(PathBuf::from(value));
-                continue;
+            match name.as_str() {
+                "--port" => options.port = Some(PathBuf::from(value)),
+                "--root" => options.root = Some(value.clone()),
+                "--workloads" => options.workloads = Some(PathBuf::from(value)),
+                _ => options.plan(name, value)?,
             }
-            let key = name.trim_start_matches('-').replace('-', "_");
-            let line = match value.parse::<u64>() {
-                Ok(number) => Line::new().number(&key, number),
-                Err(_) => Line::new().text(&key, value),
-            };
-            let object = Object::parse(&line.finish()).unwrap_or_default();
-            let plan = options.plan.take().unwrap_or_default();
-            options.plan = Some(planned(plan, &object)?);
         }
         Ok(options)
+    }
+
+    /// Adds a word of the plan.
+    fn plan(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let key = name.trim_start_matches('-').replace('-', "_");
+        let line = match value.parse::<u64>() {
+            Ok(number) => Line::new().number(&key, number),
+            Err(_) => Line::new().text(&key, value),
+        };
+        let object = Object::parse(&line.finish()).unwrap_or_default();
+        let plan = self.plan.take().unwrap_or_default();
+        self.plan = Some(planned(plan, &object)?);
+        Ok(())
     }
 }
 
@@ -110,6 +133,9 @@ fn planned(mut plan: Plan, object: &Object) -> Result<Plan, String> {
 struct Arena {
     options: Options,
     work: Option<Work>,
+    load: Option<Load>,
+    /// Number of the `check` command that waits for the workload to end, if one does.
+    check_id: Option<u64>,
     idle: Shared,
     beat: u64,
     started: Instant,
@@ -124,6 +150,8 @@ impl Arena {
         Self {
             options,
             work,
+            load: None,
+            check_id: None,
             idle: Shared::default(),
             beat: 0,
             started: Instant::now(),
@@ -179,6 +207,10 @@ impl Arena {
     fn counters(&self, line: Line) -> String {
         let shared = self.work.as_ref().map_or(&self.idle, |work| &work.shared);
         let clock_us = u64::try_from(self.started.elapsed().as_micros()).unwrap_or(u64::MAX);
+        let line = match &self.load {
+            Some(load) => line.number("work", load.work()),
+            None => line,
+        };
         line.number("clock_us", clock_us)
             .number("writes", shared.writes.load(Ordering::Relaxed))
             .number("verified", shared.verified.load(Ordering::Relaxed))
@@ -186,7 +218,15 @@ impl Arena {
             .finish()
     }
 
-    fn report_events(&self, port: &mut Port) {
+    fn report_events(&mut self, port: &mut Port) {
+        if let (Some(load), Some(id)) = (&self.load, self.check_id)
+            && let Some(first) = load.ended()
+        {
+            let line = Line::new().number("answer", id);
+            let line = line.number("found_errors", load.errors());
+            port.send(&line.text("first_error", &first).finish());
+            self.check_id = None;
+        }
         let Some(work) = &self.work else { return };
         while let Some(fault) = work.shared.take_fault() {
             port.send(
@@ -237,8 +277,31 @@ impl Arena {
             self.work = Some(Work::start(plan, id).map_err(|error| error.to_string())?);
             return Ok(false);
         }
-        if name == "report" || name == "quit" {
-            return Ok(true);
+        match name {
+            "report" | "quit" => return Ok(true),
+            "workload" => {
+                let folder = self.options.workloads.as_ref();
+                let folder = folder.ok_or("this guest has no workloads")?;
+                if self
+                    .load
+                    .as_ref()
+                    .is_some_and(|load| load.ended().is_none())
+                {
+                    return Err("another workload is running".to_owned());
+                }
+                let program = command.text("name").ok_or("name is missing")?;
+                self.load = Some(Load::start(folder, program, STOP_FILE.into())?);
+                return Ok(true);
+            }
+            "check" => {
+                self.load
+                    .as_ref()
+                    .ok_or("no workload was started")?
+                    .stop()?;
+                self.check_id = Some(id);
+                return Ok(false);
+            }
+            _ => {}
         }
         let work = self.work.as_ref().ok_or("no arena was started")?;
         match name {
@@ -269,6 +332,8 @@ mod tests {
         Arena::new(Options {
             port: None,
             plan: None,
+            root: None,
+            workloads: None,
         })
     }
 
@@ -283,6 +348,7 @@ mod tests {
             "5",
         ];
         let options = Options::parse(&arguments.map(str::to_owned)).unwrap();
+        assert_eq!((options.root, options.workloads), (None, None));
         let plan = options.plan.unwrap();
         assert_eq!(
             (plan.content, plan.arena_bytes, plan.pages_per_s),
@@ -307,6 +373,13 @@ mod tests {
             .obey(r#"{"id":6,"command":"rate","pages_per_s":100}"#)
             .unwrap();
         assert!(answer.starts_with("{\"answer\":6,"), "{answer}");
+        for (command, refusal) in [
+            (r#"{"command":"workload","name":"idle"}"#, "no workloads"),
+            (r#"{"command":"check"}"#, "no workload was started"),
+        ] {
+            let answer = arena.obey(command).unwrap();
+            assert!(answer.contains(refusal), "{answer}");
+        }
         let answer = arena.obey(r#"{"id":7,"command":"dance"}"#).unwrap();
         assert!(answer.contains("unknown command dance"), "{answer}");
     }

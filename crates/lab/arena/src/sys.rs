@@ -16,7 +16,8 @@ pub(crate) const O_DIRECT: i32 = 0o40000;
 #[expect(unsafe_code, reason = "declares two functions of the C library")]
 // SAFETY: the signatures are those of the C library on 64-bit Linux.
 unsafe extern "C" {
-    fn mount(
+    #[link_name = "mount"]
+    fn c_mount(
         source: *const c_char,
         target: *const c_char,
         kind: *const c_char,
@@ -26,14 +27,15 @@ unsafe extern "C" {
     fn syscall(number: c_long, ...) -> c_long;
 }
 
-/// Mounts a file system that has no device, such as `proc`.
-pub(crate) fn mount_virtual(kind: &str, target: &str) -> io::Result<()> {
-    let (kind, target) = (CString::new(kind)?, CString::new(target)?);
+/// Mounts a file system: of a device, or one that has none, such as `proc`.
+pub(crate) fn mount(source: &str, target: &str, kind: &str) -> io::Result<()> {
+    let source = CString::new(source)?;
+    let (target, kind) = (CString::new(target)?, CString::new(kind)?);
     #[expect(unsafe_code, reason = "the standard library has no mount")]
     // SAFETY: the strings end in NUL and outlive the call; no data is passed.
     let result = unsafe {
-        mount(
-            kind.as_ptr(),
+        c_mount(
+            source.as_ptr(),
             target.as_ptr(),
             kind.as_ptr(),
             0,
