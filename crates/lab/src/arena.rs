@@ -51,6 +51,15 @@ pub struct Beat {
     pub verified: u64,
     /// Pages found wrong so far.
     pub errors: u64,
+    /// Units of work that a workload beside the arena has done so far, where one runs.
+    pub work: Option<u64>,
+}
+
+impl Beat {
+    /// What tells how much the guest gets done: its workload's work, or the arena's own.
+    pub fn work(&self) -> u64 {
+        self.work.unwrap_or(self.writes + self.verified)
+    }
 }
 
 /// Where heartbeats came from: what tells one copy of a guest from two.
@@ -185,6 +194,24 @@ impl Arena {
         let number = |key| answer.get(key).and_then(Value::as_u64);
         match (number("pages"), number("found_errors")) {
             (Some(pages), Some(errors)) => Ok(Verified { pages, errors }),
+            _ => Err(ArenaError::Refused(answer.to_string())),
+        }
+    }
+
+    /// Starts a workload beside the arena: one of the programs that the guest has for it.
+    pub fn start_program(&mut self, name: &str, limit: Duration) -> Result<(), ArenaError> {
+        let command = json!({"command": "workload", "name": name});
+        self.ask(command, limit).map(drop)
+    }
+
+    /// Stops the workload beside the arena and lets it look whether all is as it should be: how
+    /// many errors it found since it was started, and the first of them.
+    pub fn check_program(&mut self, limit: Duration) -> Result<(u64, String), ArenaError> {
+        let answer = self.ask(json!({"command": "check"}), limit)?;
+        let errors = answer.get("found_errors").and_then(Value::as_u64);
+        let first = answer.get("first_error").and_then(Value::as_str);
+        match (errors, first) {
+            (Some(errors), Some(first)) => Ok((errors, first.to_owned())),
             _ => Err(ArenaError::Refused(answer.to_string())),
         }
     }
@@ -361,6 +388,7 @@ impl Shared {
                     writes: number("writes").unwrap_or(0),
                     verified: number("verified").unwrap_or(0),
                     errors: number("errors").unwrap_or(0),
+                    work: number("work"),
                 });
             }
         } else if let Some(id) = number("answer") {
@@ -412,17 +440,19 @@ mod tests {
         arena.attach(&there).unwrap();
         let (mut guest, _) = listener.accept().unwrap();
         guest
-            .write_all(b"garbage\n{\"beat\":1,\"writes\":5}\n")
+            .write_all(b"garbage\n{\"beat\":1,\"writes\":5,\"verified\":2}\n")
             .unwrap();
         wait_for_beat(&arena, 1);
+        assert_eq!(arena.last_beat().unwrap().work(), 7);
         assert_eq!(arena.heard_on(), Some(here));
 
         let listener = UnixListener::bind(&there).unwrap();
         let (mut moved, _) = listener.accept().unwrap();
         moved
-            .write_all(b"{\"beat\":1}\n{\"beat\":2,\"errors\":3}\n")
+            .write_all(b"{\"beat\":1}\n{\"beat\":2,\"errors\":3,\"work\":9}\n")
             .unwrap();
         wait_for_beat(&arena, 2);
+        assert_eq!(arena.last_beat().unwrap().work(), 9);
         assert_eq!(arena.heard_on(), Some(there));
         assert_eq!(arena.beats().len(), 2);
         assert_eq!(arena.heard_since(began).len(), 2);

@@ -6,7 +6,7 @@ use crate::guest::{KernelFiles, Tiny};
 use crate::installed;
 use crate::lab::{Lab, Plan};
 use crate::link::spec::LinkSpec;
-use crate::moves::{Case, LonghaulMover, MoveRow, PeerMover, Show};
+use crate::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover, Show};
 use crate::peer::PeerSystem;
 use crate::product::{Product, Settings};
 use std::io::Write;
@@ -63,11 +63,15 @@ pub fn run() -> Result<ExitCode, LabError> {
     title("The same guest over the same link by QEMU's own pre-copy")?;
     let qemu = installed::qemu(QEMU)?;
     let accelerator = if kvm { "kvm" } else { "tcg" };
-    let peers = PeerMover {
+    let launcher = Launcher {
         lab: &lab,
         files: &files,
         qemus: [qemu.clone(), qemu],
         accelerator,
+        disks: Vec::new(),
+    };
+    let peers = PeerMover {
+        launcher: &launcher,
     };
     tell("$ QMP migrate, max-bandwidth 0, downtime-limit 300")?;
     let peer = peers.run(&case, PeerSystem::Default)?;
@@ -86,7 +90,7 @@ fn case(link: LinkSpec) -> Result<Case, LabError> {
     let mut guest = Tiny::new(GUEST);
     guest.memory_mib = 256;
     guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
-    let workload = Workload {
+    let arena = Workload {
         content: "mix".to_owned(),
         arena_bytes: ARENA_BYTES,
         working_set_bytes: WORKING_SET_BYTES,
@@ -96,9 +100,11 @@ fn case(link: LinkSpec) -> Result<Case, LabError> {
         seed: 1,
     };
     Ok(Case {
-        guest,
-        workload,
-        dirty_share: DIRTY_SHARE,
+        guest: guest.description(),
+        load: Load::Arena {
+            arena,
+            dirty_share: DIRTY_SHARE,
+        },
         link,
         downtime_ms: 300,
         limit: LIMIT,
@@ -122,7 +128,7 @@ fn move_by_longhaul(
             "TCG (this machine has no usable KVM)"
         },
         ARENA_BYTES >> 20,
-        case.workload.pages_per_s,
+        case.load.arena().pages_per_s,
         DIRTY_SHARE * 100.0
     ))?;
 
@@ -135,7 +141,7 @@ fn move_by_longhaul(
 
     title(&format!("{GUEST} moves back to lyon"))?;
     arena
-        .start(&case.workload, Duration::from_secs(60))
+        .start(case.load.arena(), Duration::from_secs(60))
         .map_err(|error| LabError::Which(error.to_string()))?;
     crate::interrupt::sleep(crate::measure::BEFORE)?;
     tell(&format!("$ longhaul migrate {GUEST} --to lyon"))?;

@@ -53,6 +53,12 @@ pub fn examine() -> (String, bool) {
         memory(),
         disk(),
         program("iperf3", "TCP's throughput, for lab bench link", Need::More),
+        program(
+            "debootstrap",
+            "builds the guest debian, for lab bench memory",
+            Need::More,
+        ),
+        program("mke2fs", "makes that guest's disk", Need::More),
         program("git", "names the commit in benches' documents", Need::More),
     ];
     report(&findings)

@@ -22,5 +22,4 @@ pub mod peer;
 pub mod process;
 pub mod product;
 pub mod registry;
-pub mod results;
 pub mod up;

@@ -25,7 +25,7 @@ pub struct Observed {
     pub usual_gap_ms: f64,
     /// Gaps that were longer than the usual one.
     pub stalls: Stalls,
-    /// Pages rewritten and verified per second before the move.
+    /// The workload's units of work per second, or else pages rewritten and verified, before it.
     pub work_before_per_s: f64,
     /// The same, while it was under way.
     pub work_during_per_s: f64,
@@ -98,8 +98,7 @@ fn gaps(beats: &[Beat]) -> impl Iterator<Item = f64> {
 fn work_per_s(beats: &[Beat]) -> Option<f64> {
     let (first, last) = (beats.first()?, beats.last()?);
     let seconds = (last.at - first.at).as_secs_f64();
-    let work = |beat: &Beat| beat.writes + beat.verified;
-    (seconds > 0.0).then(|| work(last).saturating_sub(work(first)) as f64 / seconds)
+    (seconds > 0.0).then(|| last.work().saturating_sub(first.work()) as f64 / seconds)
 }
 
 /// What a process used between two moments.
@@ -232,6 +231,7 @@ mod tests {
             writes: number * 10,
             verified: 0,
             errors: 0,
+            work: None,
         }
     }
 

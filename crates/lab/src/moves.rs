@@ -3,21 +3,29 @@
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::bench::document::AskedLink;
 use crate::error::LabError;
-use crate::guest::{CHANNEL_NAME, KernelFiles, Tiny};
+use crate::guest::warm::Warm;
+use crate::guest::{CHANNEL_NAME, KernelFiles};
 use crate::interrupt;
-use crate::lab::Lab;
+use crate::lab::{Lab, say};
 use crate::link::spec::LinkSpec;
 use crate::link::stats::LinkStats;
 use crate::measure::{self, Observed, ProcessMeter, Stalls, Used};
-use crate::peer::{PeerHost, PeerMove, PeerQemu, PeerSystem};
+use crate::peer::{Begin, PeerHost, PeerMove, PeerQemu, PeerSystem, QemuProcess};
 use crate::product::{Finished, Product, channel_socket};
+use longhaul_api::Guest;
+use longhaul_protocol::guest::GuestDescription;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use std::rc::Rc;
 use std::time::{Duration, Instant};
 
 /// A guest under TCG is up in 2 s, on a machine that does nothing else.
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
+/// What a workload may take to stop and to look at all that it did.
+const CHECK_LIMIT: Duration = Duration::from_secs(300);
+/// How long a guest that was woken from a saved state runs before it counts.
+const AWAKE: Duration = Duration::from_secs(3);
 /// What a command may take beyond the move itself.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
 const PAGE_BYTES: f64 = 4096.0;
@@ -26,11 +34,9 @@ const PAGE_BYTES: f64 = 4096.0;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     /// The guest.
-    pub guest: Tiny,
+    pub guest: GuestDescription,
     /// What it does meanwhile.
-    pub workload: Workload,
-    /// The workload's dirty rate as a share of the link's rate.
-    pub dirty_share: f64,
+    pub load: Load,
     /// The link.
     pub link: LinkSpec,
     /// The downtime asked for.
@@ -39,6 +45,46 @@ pub struct Case {
     pub limit: Duration,
     /// Which repeat this is, from 1.
     pub repeat: u32,
+}
+
+/// What a guest does, and how it comes to do it.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Load {
+    /// It boots, and the arena is all that runs.
+    Arena {
+        /// What the arena does.
+        arena: Workload,
+        /// Its dirty rate as a share of the link's rate.
+        dirty_share: f64,
+    },
+    /// It goes on from a saved state, in which a workload runs beside the arena.
+    Warm(Rc<Warm>),
+}
+
+impl Load {
+    /// What the arena does.
+    pub fn arena(&self) -> &Workload {
+        match self {
+            Self::Arena { arena, .. } => arena,
+            Self::Warm(warm) => &warm.arena,
+        }
+    }
+
+    /// Its name in rows.
+    pub fn name(&self) -> &str {
+        match self {
+            Self::Arena { arena, .. } => &arena.content,
+            Self::Warm(warm) => &warm.workload,
+        }
+    }
+
+    /// The arena's dirty rate as a share of the link's rate, where that is what matters.
+    pub fn dirty_share(&self) -> Option<f64> {
+        match self {
+            Self::Arena { dirty_share, .. } => Some(*dirty_share),
+            Self::Warm(_) => None,
+        }
+    }
 }
 
 impl Case {
@@ -57,7 +103,7 @@ pub struct MoveRow {
     pub link: AskedLink,
     /// The strategy.
     pub strategy: String,
-    /// What the arena holds.
+    /// What runs beside the arena, or else what the arena holds.
     pub workload: String,
     /// More of what it does.
     pub parameters: Parameters,
@@ -95,7 +141,7 @@ pub struct MoveRow {
     pub agent_peak_bytes: PeakRow,
     /// Bytes read from storage that is not the destination's own.
     pub storage_bytes: Option<u64>,
-    /// Pages that the guest itself found wrong.
+    /// What the guest itself found wrong: pages, and what its workload checks.
     pub verify_errors: Option<u64>,
     /// Passes over memory.
     pub passes: Option<u64>,
@@ -104,9 +150,9 @@ pub struct MoveRow {
 /// What the guest is and does.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Parameters {
-    /// Dirty rate as a share of the link's rate.
-    pub dirty_rate_of_link: f64,
-    /// The same in pages per second.
+    /// The arena's dirty rate as a share of the link's rate, where nothing else runs.
+    pub dirty_rate_of_link: Option<f64>,
+    /// Pages that the arena rewrites per second.
     pub pages_per_s: u64,
     /// Bytes of pages in the arena.
     pub arena_bytes: u64,
@@ -160,18 +206,19 @@ pub struct PeakRow {
 impl MoveRow {
     /// A row that says what is moved, and nothing yet of how it went.
     pub fn of(case: &Case, system: &str, strategy: &str) -> Self {
+        let arena = case.load.arena();
         Self {
             system: system.to_owned(),
             link: case.link.into(),
             strategy: strategy.to_owned(),
-            workload: case.workload.content.clone(),
+            workload: case.load.name().to_owned(),
             parameters: Parameters {
-                dirty_rate_of_link: case.dirty_share,
-                pages_per_s: case.workload.pages_per_s,
-                arena_bytes: case.workload.arena_bytes,
-                working_set_bytes: case.workload.working_set_bytes,
-                write_bytes: case.workload.write_bytes,
-                machine: case.guest.description().machine,
+                dirty_rate_of_link: case.load.dirty_share(),
+                pages_per_s: arena.pages_per_s,
+                arena_bytes: arena.arena_bytes,
+                working_set_bytes: arena.working_set_bytes,
+                write_bytes: arena.write_bytes,
+                machine: case.guest.machine.clone(),
                 vcpus: case.guest.vcpus,
                 guest_memory_bytes: case.guest.memory_mib << 20,
             },
@@ -245,7 +292,7 @@ impl MoveRow {
     }
 }
 
-/// Starts the workload and lets the guest settle until its usual rhythm is known.
+/// Starts the arena and lets the guest settle until its usual rhythm is known.
 ///
 /// # Errors
 /// When the guest does not come up.
@@ -253,6 +300,19 @@ pub fn settle(arena: &mut Arena, workload: &Workload) -> Result<(), LabError> {
     arena.wait_for_beat(BOOT_LIMIT).map_err(silent)?;
     arena.start(workload, COMMAND_LIMIT).map_err(silent)?;
     interrupt::sleep(measure::BEFORE)
+}
+
+/// As [`settle`], for a guest that does already what it is to do where it was saved so.
+fn settle_load(arena: &mut Arena, load: &Load) -> Result<(), LabError> {
+    let workload = match load {
+        Load::Arena { arena, .. } => arena,
+        Load::Warm(_) => {
+            arena.wait_for_beat(BOOT_LIMIT).map_err(silent)?;
+            // Its code has to be translated anew.
+            return interrupt::sleep(AWAKE + measure::BEFORE);
+        }
+    };
+    settle(arena, workload)
 }
 
 /// Watches the guest a little longer, stops its workload and lets it verify all its pages: how
@@ -270,6 +330,24 @@ pub fn verify(arena: &mut Arena) -> Result<Result<u64, ArenaError>, LabError> {
     Ok(verified)
 }
 
+/// As [`verify`], and what runs beside the arena looks at all that it did.
+fn verify_load(arena: &mut Arena, load: &Load) -> Result<Result<u64, ArenaError>, LabError> {
+    let pages = verify(arena)?;
+    match load {
+        Load::Warm(warm) if warm.has_program => {}
+        _ => return Ok(pages),
+    }
+    Ok(pages.and_then(|pages| {
+        let (errors, first) = arena.check_program(CHECK_LIMIT)?;
+        if errors > 0 {
+            say(&format!(
+                "the guest's workload found {errors} errors: {first}"
+            ));
+        }
+        Ok(pages + errors)
+    }))
+}
+
 /// Notes what the guest found; one that does not answer any more was not moved.
 pub fn note_verified(row: &mut MoveRow, verified: Result<u64, ArenaError>) {
     match verified {
@@ -285,9 +363,9 @@ fn silent(error: ArenaError) -> LabError {
     }
 }
 
-/// Moves guests by QEMU's own means.
+/// Starts the QEMUs that the laboratory runs by itself.
 #[derive(Debug)]
-pub struct PeerMover<'a> {
+pub struct Launcher<'a> {
     /// The laboratory, whose first two hosts it uses.
     pub lab: &'a Lab,
     /// What guests boot from.
@@ -296,32 +374,70 @@ pub struct PeerMover<'a> {
     pub qemus: [PathBuf; 2],
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
+    /// The file of every disk of the guest's, by its image's name.
+    pub disks: Vec<(String, PathBuf)>,
+}
+
+impl Launcher<'_> {
+    /// Starts a QEMU on one of the two hosts.
+    ///
+    /// # Errors
+    /// When it does not start.
+    pub fn start(
+        &self,
+        host: usize,
+        guest: &GuestDescription,
+        begin: Begin<'_>,
+    ) -> Result<PeerQemu, LabError> {
+        let host = PeerHost {
+            host: self.lab.host(host)?,
+            qemu: &self.qemus[host],
+            accelerator: self.accelerator,
+            files: self.files,
+            disks: &self.disks,
+        };
+        PeerQemu::start(&host, guest, begin)
+    }
+
+    /// Starts the guest of a case on the first host.
+    fn source(&self, case: &Case) -> Result<PeerQemu, LabError> {
+        let Load::Warm(warm) = &case.load else {
+            return self.start(0, &case.guest, Begin::Boot);
+        };
+        warm.lay_out(&self.disks)?;
+        let mut source = self.start(0, &case.guest, Begin::Saved(&warm.state))?;
+        source.wait_until_running()?;
+        Ok(source)
+    }
+}
+
+/// Moves guests by QEMU's own means.
+#[derive(Debug)]
+pub struct PeerMover<'a> {
+    /// Starts both QEMUs.
+    pub launcher: &'a Launcher<'a>,
 }
 
 impl PeerMover<'_> {
-    /// Boots the guest, moves it, and measures.
+    /// Starts the guest, moves it, and measures.
     ///
     /// # Errors
     /// When there is nothing to move, or a QEMU dies; a move that fails is a row.
     pub fn run(&self, case: &Case, system: PeerSystem) -> Result<MoveRow, LabError> {
-        let mut row = MoveRow::of(case, system.name(), "precopy");
-        let guest = case.guest.description();
-        let hosts = [
-            self.peer_host(0, &self.qemus[0])?,
-            self.peer_host(1, &self.qemus[1])?,
-        ];
-        let mut source = PeerQemu::start(&hosts[0], &guest, self.files, false)?;
+        let mut row = MoveRow::of(case, system.name(), system.strategy());
+        let lab = self.launcher.lab;
+        let mut source = self.launcher.source(case)?;
         let mut arena = attached(source.channel())?;
-        let mut destination = PeerQemu::start(&hosts[1], &guest, self.files, true)?;
+        let mut destination = self.launcher.start(1, &case.guest, Begin::Incoming)?;
         attach(&arena, destination.channel())?;
-        settle(&mut arena, &case.workload)?;
+        settle_load(&mut arena, &case.load)?;
 
-        let link = self.lab.link(0, 1)?;
+        let link = lab.link(0, 1)?;
         let before = link.stats()?;
         let meters = [meter(source.pid())?, meter(destination.pid())?];
         let asked = PeerMove {
             system,
-            destination: self.lab.host(1)?.address(),
+            destination: lab.host(1)?.address(),
             downtime_ms: case.downtime_ms,
             limit: case.limit,
         };
@@ -337,19 +453,10 @@ impl PeerMover<'_> {
             None => "completed".to_owned(),
             Some(why) => format!("failed: {why}"),
         };
-        note_verified(&mut row, verify(&mut arena)?);
+        note_verified(&mut row, verify_load(&mut arena, &case.load)?);
         let observed = measure::observe(&arena.beats(), result.began, result.ended);
         row.note_observed(observed);
         Ok(row)
-    }
-
-    fn peer_host<'a>(&'a self, index: usize, qemu: &'a Path) -> Result<PeerHost<'a>, LabError> {
-        let host = self.lab.host(index)?;
-        Ok(PeerHost {
-            host,
-            qemu,
-            accelerator: self.accelerator,
-        })
     }
 }
 
@@ -376,6 +483,43 @@ impl LonghaulMover<'_> {
         ended.map(|()| row)
     }
 
+    /// As [`Self::run`], of a guest that Longhaul did not start: from a saved state, for example.
+    ///
+    /// # Errors
+    /// When there is nothing to move, or an agent dies; a move that fails is a row.
+    pub fn run_attached(&self, case: &Case, launcher: &Launcher<'_>) -> Result<MoveRow, LabError> {
+        let (mut arena, source) = self.attach(case, launcher)?;
+        let row = settle_load(&mut arena, &case.load)
+            .and_then(|()| self.move_once(case, &mut arena, [0, 1], Show::Nothing));
+        let ended = self.product.stop_guest(1, &case.guest.name);
+        // Where it stayed at the source it ends with its process.
+        drop(source);
+        let row = row?;
+        if row.is_completed() {
+            ended?;
+        }
+        Ok(row)
+    }
+
+    fn attach(
+        &self,
+        case: &Case,
+        launcher: &Launcher<'_>,
+    ) -> Result<(Arena, QemuProcess), LabError> {
+        let name = &case.guest.name;
+        let source = launcher.source(case)?;
+        let arena = attached(source.channel())?;
+        attach(
+            &arena,
+            &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
+        )?;
+        let socket = source.socket().display().to_string();
+        let source = source.release();
+        let words = ["guests", "attach", name, "--qmp", &socket];
+        self.product.ask::<Guest>(0, &words)?;
+        Ok((arena, source))
+    }
+
     /// Boots the guest on the first host and lets it settle.
     ///
     /// # Errors
@@ -387,9 +531,8 @@ impl LonghaulMover<'_> {
             &arena,
             &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
         )?;
-        self.product
-            .start_guest(self.lab, 0, &case.guest.description())?;
-        settle(&mut arena, &case.workload)?;
+        self.product.start_guest(self.lab, 0, &case.guest)?;
+        settle_load(&mut arena, &case.load)?;
         Ok(arena)
     }
 
@@ -450,7 +593,7 @@ impl LonghaulMover<'_> {
         let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
         row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
         row.note_finished(&finished);
-        note_verified(&mut row, verify(arena)?);
+        note_verified(&mut row, verify_load(arena, &case.load)?);
         row.note_observed(measure::observe(
             &arena.beats(),
             finished.began,

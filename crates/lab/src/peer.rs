@@ -1,19 +1,19 @@
-//! The peer that Longhaul is compared with: QEMU's own pre-copy of the same guest over the same
-//! link, as an administrator would run it.
+//! The peers that Longhaul is compared with: QEMU's own ways to move the same guest over the same
+//! link, as an administrator would use them.
 
+mod line;
 mod qmp;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
 use crate::interrupt;
 use crate::lab::Host;
-use crate::netns::command;
 use longhaul_protocol::guest::GuestDescription;
 use qmp::Qmp;
 use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -21,21 +21,34 @@ const PORT: u16 = 4444;
 const POLL_EVERY: Duration = Duration::from_millis(10);
 /// QEMU's own cleaning up after a move or a cancelled one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
+/// Loading and saving a state takes seconds, on a machine that does nothing else.
+const START_LIMIT: Duration = Duration::from_secs(120);
+const SAVE_LIMIT: Duration = Duration::from_secs(300);
 
-/// One of QEMU's ways to move a guest's memory before it is stopped.
+/// The cache that XBZRLE gets.
+const XBZRLE_CACHE_BYTES: u64 = 512 << 20;
+
+/// One of QEMU's ways to move a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PeerSystem {
     /// As it is when nothing is asked for.
     Default,
-    /// Changes of pages that were sent before, with a cache as large as the guest.
+    /// Changes of pages that were sent before, found in a large cache.
     Xbzrle,
     /// Several connections, each compressed.
     MultifdZstd,
+    /// One pass, then the guest runs at the destination and faults in what it lacks.
+    Postcopy,
 }
 
 impl PeerSystem {
     /// Every one.
-    pub const ALL: [Self; 3] = [Self::Default, Self::Xbzrle, Self::MultifdZstd];
+    pub const ALL: [Self; 4] = [
+        Self::Default,
+        Self::Xbzrle,
+        Self::MultifdZstd,
+        Self::Postcopy,
+    ];
 
     /// Its name in rows.
     pub fn name(self) -> &'static str {
@@ -43,6 +56,15 @@ impl PeerSystem {
             Self::Default => "qemu-default",
             Self::Xbzrle => "qemu-xbzrle",
             Self::MultifdZstd => "qemu-multifd-zstd",
+            Self::Postcopy => "qemu-postcopy",
+        }
+    }
+
+    /// The strategy that its rows are of.
+    pub fn strategy(self) -> &'static str {
+        match self {
+            Self::Postcopy => "postcopy",
+            _ => "precopy",
         }
     }
 
@@ -51,6 +73,7 @@ impl PeerSystem {
             Self::Default => &[],
             Self::Xbzrle => &["xbzrle"],
             Self::MultifdZstd => &["multifd"],
+            Self::Postcopy => &["postcopy-ram", "postcopy-preempt"],
         };
         let list: Vec<Value> = names
             .iter()
@@ -59,10 +82,10 @@ impl PeerSystem {
         json!({ "capabilities": list })
     }
 
-    fn parameters(self, memory_bytes: u64) -> Value {
+    fn parameters(self) -> Value {
         match self {
-            Self::Default => json!({}),
-            Self::Xbzrle => json!({"xbzrle-cache-size": memory_bytes.next_power_of_two()}),
+            Self::Default | Self::Postcopy => json!({}),
+            Self::Xbzrle => json!({"xbzrle-cache-size": XBZRLE_CACHE_BYTES}),
             Self::MultifdZstd => {
                 json!({"multifd-channels": 4, "multifd-compression": "zstd", "multifd-zstd-level": 1})
             }
@@ -79,35 +102,55 @@ pub struct PeerHost<'a> {
     pub qemu: &'a Path,
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
+    /// What guests boot from.
+    pub files: &'a KernelFiles,
+    /// The file of every disk of the guest's, by its image's name.
+    pub disks: &'a [(String, PathBuf)],
+}
+
+/// How a QEMU's guest begins.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Begin<'a> {
+    /// It boots.
+    Boot,
+    /// It goes on from a state that was saved in a file.
+    Saved(&'a Path),
+    /// It waits for a guest that comes from elsewhere.
+    Incoming,
 }
 
 /// A QEMU that the laboratory started itself; it ends with this value.
 #[derive(Debug)]
 pub struct PeerQemu {
-    child: Child,
+    process: QemuProcess,
     qmp: Qmp,
+    socket: PathBuf,
+}
+
+/// The process of such a QEMU, whose control socket is free; it ends with this value.
+#[derive(Debug)]
+pub struct QemuProcess {
+    child: Child,
     channel: PathBuf,
-    memory_bytes: u64,
 }
 
 impl PeerQemu {
-    /// Starts the guest, or with `incoming` a QEMU that waits for it.
+    /// Starts a QEMU, whose guest begins so.
     ///
     /// # Errors
     /// When QEMU does not start; its own words are in `peer-qemu.log` in the host's folder.
     pub fn start(
         host: &PeerHost<'_>,
         guest: &GuestDescription,
-        files: &KernelFiles,
-        incoming: bool,
+        begin: Begin<'_>,
     ) -> Result<Self, LabError> {
         let socket = |what| {
             host.host
                 .socket_folder()
                 .join(format!("{}-{what}", host.host.name()))
         };
-        let (qmp, channel) = (socket("peer-qmp"), socket("peer-arena"));
-        for old in [&qmp, &channel] {
+        let (socket, channel) = (socket("peer-qmp"), socket("peer-arena"));
+        for old in [&socket, &channel] {
             match fs::remove_file(old) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     return Err(error).during(|| format!("remove {}", old.display()));
@@ -117,42 +160,89 @@ impl PeerQemu {
         }
         let log = host.host.folder().join("peer-qemu.log");
         let log = File::create(&log).during(|| format!("create {}", log.display()))?;
-        let mut command = command_line(host, guest, files, &qmp, &channel);
-        if incoming {
-            command.args(["-incoming", "defer"]);
-        }
-        command.stdout(Stdio::null()).stderr(log);
-        let mut child = host.host.spawn(&mut command)?;
-        match Qmp::connect(&qmp) {
-            Ok(qmp) => Ok(Self {
-                child,
-                qmp,
-                channel,
-                memory_bytes: guest.memory_mib << 20,
-            }),
-            Err(error) => {
-                end(&mut child);
-                Err(error)
+        let mut command = line::command_line(host, guest, &socket, &channel)?;
+        match begin {
+            Begin::Boot => {}
+            Begin::Saved(state) => {
+                let uri = format!("exec:cat {}", quoted(state));
+                command.args(["-incoming", &uri]);
+            }
+            Begin::Incoming => {
+                command.args(["-incoming", "defer"]);
             }
         }
+        command.stdout(Stdio::null()).stderr(log);
+        let child = host.host.spawn(&mut command)?;
+        let process = QemuProcess { child, channel };
+        let qmp = Qmp::connect(&socket)?;
+        Ok(Self {
+            process,
+            qmp,
+            socket,
+        })
     }
 
     /// The socket of the guest's channel.
     pub fn channel(&self) -> &Path {
-        &self.channel
+        &self.process.channel
+    }
+
+    /// The control socket.
+    pub fn socket(&self) -> &Path {
+        &self.socket
     }
 
     /// QEMU's process id.
     pub fn pid(&self) -> u32 {
-        self.child.id()
+        self.process.child.id()
+    }
+
+    /// Leaves its control socket to somebody else.
+    pub fn release(self) -> QemuProcess {
+        self.process
+    }
+
+    /// Waits until the guest runs.
+    ///
+    /// # Errors
+    /// When it does not.
+    pub fn wait_until_running(&mut self) -> Result<(), LabError> {
+        let began = Instant::now();
+        while began.elapsed() < START_LIMIT {
+            if self.is_running()? {
+                return Ok(());
+            }
+            interrupt::sleep(POLL_EVERY)?;
+        }
+        Err(unexpected("the guest's saved state was not loaded in time"))
+    }
+
+    /// Stops the guest and saves its state in a file. The disks are as the state needs them.
+    ///
+    /// # Errors
+    /// When QEMU cannot write it.
+    pub fn save(&mut self, state: &Path) -> Result<(), LabError> {
+        self.qmp.execute("stop", &json!({}))?;
+        let unlimited = json!({"max-bandwidth": 0});
+        self.qmp.execute("migrate-set-parameters", &unlimited)?;
+        let uri = format!("exec:cat > {}", quoted(state));
+        self.qmp.execute("migrate", &json!({ "uri": uri }))?;
+        let began = Instant::now();
+        while began.elapsed() < SAVE_LIMIT {
+            match migration_status(self)?.as_str() {
+                "completed" => return Ok(()),
+                "failed" => return Err(unexpected("QEMU could not save the guest's state")),
+                _ => interrupt::sleep(POLL_EVERY)?,
+            }
+        }
+        Err(unexpected("the guest's state was not saved in time"))
     }
 
     fn prepare(&mut self, system: PeerSystem) -> Result<(), LabError> {
         self.qmp
             .execute("migrate-set-capabilities", &system.capabilities())?;
-        let parameters = system.parameters(self.memory_bytes);
         self.qmp
-            .execute("migrate-set-parameters", &parameters)
+            .execute("migrate-set-parameters", &system.parameters())
             .map(drop)
     }
 
@@ -162,16 +252,24 @@ impl PeerQemu {
     }
 }
 
-impl Drop for PeerQemu {
+impl Drop for QemuProcess {
     fn drop(&mut self) {
-        end(&mut self.child);
+        // It may have ended by itself; either way it is reaped.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
     }
 }
 
-fn end(child: &mut Child) {
-    // It may have ended by itself; either way it is reaped.
-    let _ = child.kill();
-    let _ = child.wait();
+/// A path as the shell that QEMU starts takes it.
+fn quoted(path: &Path) -> String {
+    format!("'{}'", path.display().to_string().replace('\'', r"'\''"))
+}
+
+fn unexpected(message: &str) -> LabError {
+    LabError::Answer {
+        what: "QEMU".to_owned(),
+        message: message.to_owned(),
+    }
 }
 
 /// How a peer's move is run.
@@ -243,10 +341,17 @@ impl PeerMove<'_> {
         destination: &mut PeerQemu,
         began: Instant,
     ) -> Result<Option<String>, LabError> {
+        let mut switched = self.system != PeerSystem::Postcopy;
         loop {
-            match migration_status(source)?.as_str() {
+            let info = source.qmp.execute("query-migrate", &json!({}))?;
+            match status_of(&info) {
                 "completed" if destination.is_running()? => return Ok(None),
                 "failed" => return Ok(Some("QEMU failed to migrate".to_owned())),
+                "postcopy-paused" => return Ok(Some("QEMU's post-copy broke".to_owned())),
+                "active" if !switched && passes_begun(&info) > 1 => {
+                    source.qmp.execute("migrate-start-postcopy", &json!({}))?;
+                    switched = true;
+                }
                 _ => {}
             }
             if began.elapsed() > self.limit {
@@ -261,11 +366,18 @@ impl PeerMove<'_> {
 
 fn migration_status(qemu: &mut PeerQemu) -> Result<String, LabError> {
     let info = qemu.qmp.execute("query-migrate", &json!({}))?;
-    Ok(info
-        .get("status")
-        .and_then(Value::as_str)
-        .unwrap_or_default()
-        .to_owned())
+    Ok(status_of(&info).to_owned())
+}
+
+fn status_of(info: &Value) -> &str {
+    let status = info.get("status").and_then(Value::as_str);
+    status.unwrap_or_default()
+}
+
+/// How many passes over memory were begun.
+fn passes_begun(info: &Value) -> u64 {
+    let count = info.get("ram").and_then(|ram| ram.get("dirty-sync-count"));
+    count.and_then(Value::as_u64).unwrap_or(0)
 }
 
 fn cancel(source: &mut PeerQemu) -> Result<(), LabError> {
@@ -277,64 +389,5 @@ fn cancel(source: &mut PeerQemu) -> Result<(), LabError> {
         }
         thread::sleep(POLL_EVERY);
     }
-    Err(LabError::Answer {
-        what: "QEMU".to_owned(),
-        message: "a cancelled migration did not end".to_owned(),
-    })
-}
-
-/// The guest as its description says, without what only an agent needs.
-fn command_line(
-    host: &PeerHost<'_>,
-    guest: &GuestDescription,
-    files: &KernelFiles,
-    qmp: &Path,
-    channel: &Path,
-) -> Command {
-    let mut line = command(host.qemu);
-    line.args([
-        "-name",
-        &guest.name,
-        "-nodefaults",
-        "-no-user-config",
-        "-display",
-        "none",
-    ])
-    .args([
-        "-machine",
-        &guest.machine,
-        "-accel",
-        host.accelerator,
-        "-cpu",
-        &guest.cpu,
-    ])
-    .args([
-        "-smp",
-        &format!("cpus={0},sockets=1,cores={0},threads=1", guest.vcpus),
-    ])
-    .args(["-m", &format!("size={}M", guest.memory_mib)])
-    .arg("-qmp")
-    .arg(format!("unix:{},server=on,wait=off", qmp.display()))
-    .arg("-kernel")
-    .arg(&files.kernel)
-    .arg("-initrd")
-    .arg(&files.initramfs)
-    .args(["-device", "virtio-serial-pci,id=serial,addr=0x3"]);
-    if let Some(kernel) = &guest.kernel {
-        line.args(["-append", &kernel.command_line]);
-    }
-    for (number, port) in guest.channels.iter().enumerate() {
-        line.arg("-chardev")
-            .arg(format!(
-                "socket,id=channel{number},path={},server=on,wait=off",
-                channel.display()
-            ))
-            .arg("-device")
-            .arg(format!(
-                "virtserialport,bus=serial.0,nr={},chardev=channel{number},name={}",
-                number + 1,
-                port.name
-            ));
-    }
-    line
+    Err(unexpected("a cancelled migration did not end"))
 }

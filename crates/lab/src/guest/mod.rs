@@ -1,12 +1,15 @@
 //! The guests that the laboratory makes itself, and the files that they boot from.
 
 pub mod cpio;
+pub mod image;
 pub mod initramfs;
+pub mod warm;
 
 use crate::error::{During, LabError};
 use crate::installed;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel};
 use std::fs;
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -14,6 +17,15 @@ use std::sync::atomic::{AtomicU32, Ordering};
 pub const KERNEL_NAME: &str = "tiny";
 /// The name of the channel that the arena speaks on.
 pub const CHANNEL_NAME: &str = "arena";
+
+/// A short word that tells what was made of these parts from what was made of others.
+fn key<T: AsRef<[u8]>>(parts: &[T]) -> String {
+    let mut hasher = DefaultHasher::new();
+    for part in parts {
+        part.as_ref().hash(&mut hasher);
+    }
+    format!("{:016x}", hasher.finish())
+}
 
 /// The chipset of a guest's machine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

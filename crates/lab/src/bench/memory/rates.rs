@@ -1,33 +1,19 @@
-//! `lab bench memory`: Longhaul and QEMU's own pre-copy move the same guest over the same link.
+//! The guest `tiny` at five dirty rates.
 
-use super::document::{Document, Sense, median};
-use super::{Bench, Options};
+use super::super::document::{Document, Sense, median};
+use super::{ASKED_DOWNTIME_MS, Asked, Movers, System, counts, judge_own, ratio};
 use crate::arena::Workload;
 use crate::error::LabError;
-use crate::guest::{Chipset, KernelFiles, Tiny};
-use crate::installed;
-use crate::lab::{Lab, Plan};
-use crate::link::spec::LinkSpec;
-use crate::moves::{Case, LonghaulMover, MoveRow, PeerMover};
+use crate::guest::Tiny;
+use crate::moves::{Case, Load, MoveRow};
 use crate::peer::PeerSystem;
-use crate::product::{Product, Settings};
 use std::time::Duration;
-
-/// The bench as `lab bench --list` shows it.
-pub(super) const BENCH: Bench = Bench {
-    name: "memory",
-    about: "a guest's memory moved by Longhaul and by QEMU's own pre-copy, at five dirty rates",
-    minutes: (25, 4),
-    run,
-};
 
 /// The dirty rates at which the bars are set, as shares of the link's rate.
 const BAR_SHARES: [f64; 4] = [0.0, 0.1, 0.3, 0.6];
 /// The dirty rate that no link can follow by sending whole pages.
 const FASTER_THAN_LINK: f64 = 1.5;
 const QUICK_SHARES: [f64; 2] = [0.0, 0.3];
-const LINK: &str = "100mbit,20ms";
-const ASKED_DOWNTIME_MS: u64 = 300;
 const GUEST_MEMORY_MIB: u64 = 256;
 const ARENA_BYTES: u64 = 96 << 20;
 const WORKING_SET_BYTES: u64 = 32 << 20;
@@ -40,61 +26,21 @@ const RANDOM_BYTES_LIMIT: f64 = 1.02;
 const DOWNTIME_OF_QEMU: f64 = 1.1;
 
 /// Measures, adding rows and then checks to the document.
-fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
-    let systems = systems(options)?;
-    let link = match options.link {
-        Some(link) => link,
-        None => LINK
-            .parse()
-            .map_err(|error| LabError::Which(format!("{error}")))?,
-    };
-    let plan = Plan {
-        purpose: "bench memory".to_owned(),
-        hosts: 2,
-        link,
-        seed: options.seed,
-    };
-    let mut lab = Lab::create(&plan)?;
-    document.add_link(link, lab.measure_link(link)?);
-    let files = KernelFiles::make(lab.host(0)?.folder())?;
-    let settings = Settings {
-        qemus: vec![options.qemu.clone()],
-        accelerator: "auto".to_owned(),
-    };
-    let product = match systems.contains(&System::Longhaul) {
-        true => Some(Product::start(&mut lab, &files, &settings)?),
-        false => None,
-    };
-    // Peers run as Longhaul's guests do.
-    let kvm = product
-        .as_ref()
-        .map_or(Ok(false), |product| product.has_kvm(0))?;
-    let accelerator = if kvm { "kvm" } else { "tcg" };
-    let binary = installed::qemu(&options.qemu)?;
-    let version = installed::qemu_version(&binary)?;
-    document.machine_mut().accel = Some(accelerator.to_owned());
-    document.machine_mut().qemu = Some(version.clone());
-
-    let peers = PeerMover {
-        lab: &lab,
-        files: &files,
-        qemus: [binary.clone(), binary],
-        accelerator,
-    };
-    let longhaul = product
-        .as_ref()
-        .map(|product| LonghaulMover { lab: &lab, product });
+pub(super) fn measure(
+    asked: &Asked<'_>,
+    systems: &[System],
+    movers: &Movers<'_>,
+    document: &mut Document,
+) -> Result<(), LabError> {
     let mut rows = Vec::new();
-    for case in cases(options, link, &version)? {
-        for system in &systems {
-            let row = match (system, &longhaul) {
-                (System::Peer(_), _) if case.is_hopeless() && case.case.repeat > 1 => continue,
-                (System::Peer(system), _) => peers.run(&case.case, *system)?,
-                (System::Longhaul, Some(longhaul)) => longhaul.run(&case.case)?,
-                (System::Longhaul, None) => continue,
-            };
-            document.add_row(&row, &show(&row));
-            rows.push(row);
+    for case in cases(asked) {
+        for system in systems {
+            // Sending whole pages can never catch up: to see it once is enough.
+            let hopeless = case.load.dirty_share().is_some_and(|share| share > 1.0);
+            if hopeless && case.repeat > 1 && *system != System::Longhaul {
+                continue;
+            }
+            rows.push(movers.add_row(&case, *system, document)?);
         }
     }
     if systems.contains(&System::Longhaul) && systems.contains(&System::Peer(PeerSystem::Default)) {
@@ -103,49 +49,8 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     Ok(())
 }
 
-/// Who moves the guest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum System {
-    Longhaul,
-    Peer(PeerSystem),
-}
-
-fn systems(options: &Options) -> Result<Vec<System>, LabError> {
-    if options.system.is_empty() {
-        return Ok(vec![System::Longhaul, System::Peer(PeerSystem::Default)]);
-    }
-    let named = |name: &String| {
-        let peer = PeerSystem::ALL.into_iter().find(|peer| peer.name() == name);
-        match (name.as_str(), peer) {
-            ("longhaul", _) => Ok(System::Longhaul),
-            (_, Some(peer)) => Ok(System::Peer(peer)),
-            _ => Err(LabError::Which(format!(
-                "this bench has no system `{name}`: it has longhaul, {}",
-                PeerSystem::ALL.map(PeerSystem::name).join(", ")
-            ))),
-        }
-    };
-    options.system.iter().map(named).collect()
-}
-
-struct MemoryCase {
-    case: Case,
-}
-
-impl MemoryCase {
-    /// Whether sending whole pages can never catch up.
-    fn is_hopeless(&self) -> bool {
-        self.case.dirty_share > 1.0
-    }
-}
-
-fn cases(options: &Options, link: LinkSpec, version: &str) -> Result<Vec<MemoryCase>, LabError> {
-    if options.guest != "tiny" {
-        let guest = &options.guest;
-        return Err(LabError::Which(format!(
-            "this bench moves the guest `tiny`, not `{guest}` (hint: --guest tiny)"
-        )));
-    }
+fn cases(asked: &Asked<'_>) -> Vec<Case> {
+    let options = asked.options;
     let mut kinds: Vec<(&str, f64)> = if options.quick {
         QUICK_SHARES.map(|share| ("mix", share)).to_vec()
     } else {
@@ -160,72 +65,45 @@ fn cases(options: &Options, link: LinkSpec, version: &str) -> Result<Vec<MemoryC
         // Every dirty rate of a content, or one of them, named as in the checks.
         options.wants_workload(content) || options.wants_workload(&format!("{content}_{share}"))
     });
-    let mut guest = Tiny::new("bench");
-    guest.chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
-    guest.machine_version = major_minor(version);
-    guest.memory_mib = GUEST_MEMORY_MIB;
     let mut cases = Vec::new();
     for repeat in 1..=options.repeats() {
         for (content, share) in &kinds {
-            let workload = Workload {
+            // A guest that was moved away cannot be started anew under its name.
+            let mut guest = Tiny::new(&format!("bench-{}", cases.len() + 1));
+            guest.memory_mib = GUEST_MEMORY_MIB;
+            let mut guest = guest.description();
+            guest.machine.clone_from(&asked.machine);
+            let arena = Workload {
                 content: (*content).to_owned(),
                 arena_bytes: ARENA_BYTES,
                 working_set_bytes: WORKING_SET_BYTES,
-                pages_per_s: Case::pages_per_s(link, *share),
+                pages_per_s: Case::pages_per_s(asked.link, *share),
                 write_bytes: 512,
                 writers: 1,
                 seed: options.seed.wrapping_add(u64::from(repeat)),
             };
-            let limit = if *share > 1.0 { HOPELESS_LIMIT } else { LIMIT };
-            cases.push(MemoryCase {
-                case: Case {
-                    guest: Tiny {
-                        // A guest that was moved away cannot be started anew under its name.
-                        name: format!("bench-{}", cases.len() + 1),
-                        ..guest.clone()
-                    },
-                    workload,
+            cases.push(Case {
+                guest,
+                load: Load::Arena {
+                    arena,
                     dirty_share: *share,
-                    link,
-                    downtime_ms: ASKED_DOWNTIME_MS,
-                    limit,
-                    repeat,
                 },
+                link: asked.link,
+                downtime_ms: ASKED_DOWNTIME_MS,
+                limit: if *share > 1.0 { HOPELESS_LIMIT } else { LIMIT },
+                repeat,
             });
         }
     }
-    Ok(cases)
-}
-
-fn major_minor(version: &str) -> String {
-    version.split('.').take(2).collect::<Vec<_>>().join(".")
-}
-
-fn show(row: &MoveRow) -> String {
-    let number = |value: Option<f64>, unit: &str| {
-        value.map_or_else(|| "-".to_owned(), |value| format!("{value:.1} {unit}"))
-    };
-    format!(
-        "{:<18} {:<6} dirty {:.1} of link, repeat {}: {} over the link, {}, downtime {}, \
-         errors {}, {}",
-        row.system,
-        row.workload,
-        row.parameters.dirty_rate_of_link,
-        row.repeat,
-        number(row.link_bytes.map(|bytes| bytes as f64 / 1e6), "MB"),
-        number(row.total_ms.map(|ms| ms / 1e3), "s"),
-        number(row.downtime_ms, "ms"),
-        row.verify_errors
-            .map_or_else(|| "-".to_owned(), |errors| errors.to_string()),
-        row.outcome,
-    )
+    cases
 }
 
 /// Computes the checks from the rows.
 fn judge(rows: &[MoveRow], document: &mut Document) {
     let mut kinds: Vec<(String, f64)> = Vec::new();
     for row in rows {
-        let kind = (row.workload.clone(), row.parameters.dirty_rate_of_link);
+        let share = row.parameters.dirty_rate_of_link.unwrap_or(0.0);
+        let kind = (row.workload.clone(), share);
         if !kinds.contains(&kind) {
             kinds.push(kind);
         }
@@ -233,7 +111,7 @@ fn judge(rows: &[MoveRow], document: &mut Document) {
     for (workload, share) in kinds {
         let of = |system: &str| -> Vec<&MoveRow> {
             let of_kind = rows.iter().filter(|row| {
-                row.workload == workload && row.parameters.dirty_rate_of_link == share
+                row.workload == workload && row.parameters.dirty_rate_of_link == Some(share)
             });
             of_kind
                 .filter(|row| row.system == system && counts(row))
@@ -262,33 +140,7 @@ fn judge(rows: &[MoveRow], document: &mut Document) {
         let name = format!("downtime_ms.{workload}_{share}");
         document.add_check(&name, downtime(&longhaul), Sense::AtMost, limit_ms);
     }
-    let own = || rows.iter().filter(|row| row.system == "longhaul");
-    // A row whose guest could not be asked is as bad as one with an error.
-    let errors = own()
-        .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))
-        .sum();
-    document.add_check("verify_errors.longhaul", Some(errors), Sense::AtMost, 0.0);
-    let failed = own().filter(|row| !row.is_completed()).count();
-    document.add_check(
-        "not_completed.longhaul",
-        Some(failed as f64),
-        Sense::AtMost,
-        0.0,
-    );
-}
-
-/// Only moves that went through, of guests that found nothing wrong, are compared.
-fn counts(row: &MoveRow) -> bool {
-    row.is_completed() && row.verify_errors == Some(0)
-}
-
-fn ratio(
-    ours: &[&MoveRow],
-    theirs: &[&MoveRow],
-    value: impl Fn(&MoveRow) -> Option<f64>,
-) -> Option<f64> {
-    let middle = |rows: &[&MoveRow]| median(rows.iter().filter_map(|row| value(row)));
-    Some(middle(ours)? / middle(theirs)?)
+    judge_own(rows, document);
 }
 
 /// The downtime as a share of the longest that was announced or asked for.
@@ -305,8 +157,8 @@ mod tests {
     use super::*;
 
     fn row(system: &str, workload: &str, share: f64, bytes: u64, downtime_ms: f64) -> MoveRow {
-        let link: LinkSpec = LINK.parse().unwrap();
-        let workload = Workload {
+        let link = super::super::LINK.parse().unwrap();
+        let arena = Workload {
             content: workload.to_owned(),
             arena_bytes: ARENA_BYTES,
             working_set_bytes: WORKING_SET_BYTES,
@@ -316,9 +168,11 @@ mod tests {
             seed: 1,
         };
         let case = Case {
-            guest: Tiny::new("g"),
-            workload,
-            dirty_share: share,
+            guest: Tiny::new("g").description(),
+            load: Load::Arena {
+                arena,
+                dirty_share: share,
+            },
             link,
             downtime_ms: ASKED_DOWNTIME_MS,
             limit: LIMIT,

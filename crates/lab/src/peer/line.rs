@@ -1,0 +1,88 @@
+//! The command line of a peer's QEMU.
+
+use super::PeerHost;
+use crate::error::LabError;
+use crate::netns::command;
+use longhaul_protocol::guest::GuestDescription;
+use serde_json::json;
+use std::path::Path;
+use std::process::Command;
+
+/// The guest as its description says, without what only an agent needs.
+pub(super) fn command_line(
+    host: &PeerHost<'_>,
+    guest: &GuestDescription,
+    qmp: &Path,
+    channel: &Path,
+) -> Result<Command, LabError> {
+    let mut line = command(host.qemu);
+    line.args([
+        "-name",
+        &guest.name,
+        "-nodefaults",
+        "-no-user-config",
+        "-display",
+        "none",
+    ])
+    .args([
+        "-machine",
+        &guest.machine,
+        "-accel",
+        host.accelerator,
+        "-cpu",
+        &guest.cpu,
+    ])
+    .args([
+        "-smp",
+        &format!("cpus={0},sockets=1,cores={0},threads=1", guest.vcpus),
+    ])
+    .args(["-m", &format!("size={}M", guest.memory_mib)])
+    .arg("-qmp")
+    .arg(format!("unix:{},server=on,wait=off", qmp.display()))
+    .arg("-kernel")
+    .arg(&host.files.kernel)
+    .arg("-initrd")
+    .arg(&host.files.initramfs)
+    .args(["-device", "virtio-serial-pci,id=serial,addr=0x3"]);
+    if let Some(kernel) = &guest.kernel {
+        line.args(["-append", &kernel.command_line]);
+    }
+    for (number, disk) in guest.disks.iter().enumerate() {
+        let known = host.disks.iter().find(|(image, _)| *image == disk.image);
+        let (_, path) = known.ok_or_else(|| {
+            LabError::Which(format!("no file is known for the image `{}`", disk.image))
+        })?;
+        // As the product opens a disk that several hosts see.
+        let file = json!({
+            "driver": "file", "node-name": format!("file-{}", disk.name), "filename": path,
+            "cache": {"direct": true}, "discard": "unmap",
+        });
+        let format = json!({
+            "driver": "raw", "node-name": format!("disk-{}", disk.name),
+            "file": format!("file-{}", disk.name),
+            "cache": {"direct": true}, "discard": "unmap",
+        });
+        line.args(["-blockdev", &file.to_string()])
+            .args(["-blockdev", &format.to_string()])
+            .arg("-device")
+            .arg(format!(
+                "virtio-blk-pci,drive=disk-{},addr={:#x}",
+                disk.name,
+                4 + number
+            ));
+    }
+    for (number, port) in guest.channels.iter().enumerate() {
+        line.arg("-chardev")
+            .arg(format!(
+                "socket,id=channel{number},path={},server=on,wait=off",
+                channel.display()
+            ))
+            .arg("-device")
+            .arg(format!(
+                "virtserialport,bus=serial.0,nr={},chardev=channel{number},name={}",
+                number + 1,
+                port.name
+            ));
+    }
+    Ok(line)
+}
