@@ -16,12 +16,16 @@ demo: install build ## move a running guest between two emulated hosts, and back
 
 test: install format checks clippy unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (20 minutes)
 
-bench: install build ## all benches at their defaults, JSON into target/bench (long; one: target/release/lab bench NAME)
-	@mkdir -p target/bench
+BENCH_OPTIONS :=
+
+bench: install build ## all benches, and the page docs/benchmarks (hours; quickly: BENCH_OPTIONS=--quick; one: target/release/lab bench NAME)
+	@mkdir -p docs/benchmarks/documents target/bench
 	@status=0; for bench in $$($(LAB) bench --list --names); do \
-	    echo "== lab bench $$bench > target/bench/$$bench.json"; \
-	    $(LAB) bench $$bench --json > target/bench/$$bench.json || status=$$?; \
-	done; exit $$status
+	    echo "== lab bench $$bench $(BENCH_OPTIONS)"; \
+	    $(LAB) bench $$bench --json $(BENCH_OPTIONS) > target/bench/$$bench.json || status=$$?; \
+	    [ -s target/bench/$$bench.json ] && cp target/bench/$$bench.json docs/benchmarks/documents/; \
+	done; \
+	echo "== docs/benchmarks/README.md"; $(LAB) results docs/benchmarks || status=$$?; exit $$status
 
 crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (2 hours)
 	$(LAB) crash-matrix --all

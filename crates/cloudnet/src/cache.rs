@@ -38,10 +38,10 @@ impl Cache {
         })
     }
 
-    /// Forgets all entries.
+    /// Forgets all entries. The next one goes where it would have gone: as in a migration that goes
+    /// on, new content does not lie in memory that was just used.
     pub(crate) fn clear(&mut self) {
         self.fills.fill(0);
-        self.next = 0;
     }
 
     pub(crate) fn slots(&self) -> usize {
@@ -107,6 +107,7 @@ mod tests {
         cache.clear();
         assert_eq!(cache.get(1), None);
         assert_eq!(cache.get_entry(entries[3]), None);
+        assert_eq!(cache.add(&[5; 100]).slot, 1);
         assert!(Cache::new(99, 100).is_err());
     }
 }

@@ -93,7 +93,7 @@ impl Encoder {
         })
     }
 
-    /// Forgets what was sent, and keeps its memory.
+    /// Forgets what was sent, and keeps its memory; the other end must forget at the same time.
     pub fn clear(&mut self) {
         self.cache.clear();
         self.index.clear();
@@ -228,7 +228,7 @@ impl Decoder {
         Ok(Self { config, cache })
     }
 
-    /// Forgets what came, and keeps its memory.
+    /// Forgets what came, and keeps its memory; the other end must forget at the same time.
     pub fn clear(&mut self) {
         self.cache.clear();
     }

@@ -22,4 +22,5 @@ pub mod peer;
 pub mod process;
 pub mod product;
 pub mod registry;
+pub mod results;
 pub mod up;

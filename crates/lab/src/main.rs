@@ -1,5 +1,6 @@
 //! The program `lab`: emulated hosts, links and guests on one machine; demo and benches.
 
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -13,6 +14,7 @@ use longhaul_lab::interrupt;
 use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::emulator::{EmulatorConfig, run_emulator};
 use longhaul_lab::link::spec::LinkSpec;
+use longhaul_lab::results;
 use longhaul_lab::up::{self, Inhabitants, LinkChange};
 use longhaul_protocol::units::parse_duration;
 
@@ -69,6 +71,22 @@ enum Action {
         names: bool,
         #[command(flatten)]
         options: bench::Options,
+    },
+    /// Make the page of results of the documents that benches printed: FOLDER/documents/*.json
+    Results {
+        /// Where the page is written, say docs/benchmarks
+        folder: PathBuf,
+    },
+    /// Draw a sample of a guest's memory from two raw snapshots, as an input of the benches
+    Sample {
+        /// Its name, and the files
+        #[arg(value_name = "NAME=FIRST,LATER")]
+        input: bench::codec::OwnInput,
+        /// Where the sample is written
+        folder: PathBuf,
+        /// Decides which pages are drawn
+        #[arg(long, default_value_t = 1)]
+        seed: u64,
     },
     /// Let something fail at every step of a move, and look whether the guest is still there once
     CrashMatrix(crash::Options),
@@ -138,6 +156,12 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
             return Ok(ExitCode::from(u8::from(!demo_runs)));
         }
         Action::Demo => return demo::run(),
+        Action::Results { folder } => results::make(&folder)?,
+        Action::Sample {
+            input,
+            folder,
+            seed,
+        } => print(&bench::codec::write_sample(&input, seed, &folder)?)?,
         Action::CrashMatrix(options) => return crash::command(&options),
         Action::Soak(options) => return crash::soak::command(&options),
         Action::Up(arguments) if arguments.foreground => up::hold(

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::process::Command;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::Serialize;
 use serde_json::Value;
@@ -17,6 +18,10 @@ use crate::process::run;
 pub struct Document {
     bench: String,
     commit: Option<String>,
+    /// When it began, in UTC.
+    started: Option<String>,
+    /// How to run it again.
+    command: String,
     machine: Machine,
     /// The link, or the first of several.
     link: Option<LinkFigures>,
@@ -106,6 +111,11 @@ impl Document {
         Self {
             bench: bench.to_owned(),
             commit: commit(),
+            started: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .ok()
+                .map(|time| utc(time.as_secs())),
+            command: command(),
             machine: Machine::this(),
             link: None,
             links: Vec::new(),
@@ -245,6 +255,36 @@ fn commit() -> Option<String> {
     run(&mut command).ok().map(|text| text.trim().to_owned())
 }
 
+/// The command line, without the folder that the program lies in.
+fn command() -> String {
+    let arguments = std::env::args().skip(1);
+    let words: Vec<String> = std::iter::once("lab".to_owned()).chain(arguments).collect();
+    words.join(" ")
+}
+
+/// A time as ISO 8601 has it, from seconds since 1970.
+fn utc(seconds: u64) -> String {
+    let (days, rest) = (seconds / 86_400, seconds % 86_400);
+    // Years that begin in March end with the day that is left out; 400 of them repeat.
+    let from_march = days + 719_468;
+    let (era, day) = (from_march / 146_097, from_march % 146_097);
+    let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (month, next) = if month < 10 {
+        (month + 3, 0)
+    } else {
+        (month - 9, 1)
+    };
+    format!(
+        "{:04}-{month:02}-{day:02} {:02}:{:02} UTC",
+        year + 400 * era + next,
+        rest / 3_600,
+        rest / 60 % 60
+    )
+}
+
 /// The median; the mean of the middle two of an even number.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.into_iter().collect();
@@ -317,6 +357,21 @@ mod tests {
         assert!(!holds(None, Sense::AtMost, 1.0));
         assert!(!holds(Some(f64::NAN), Sense::AtLeast, 0.0));
         assert!(!holds(Some(f64::INFINITY), Sense::AtLeast, 0.0));
+    }
+
+    #[test]
+    fn times_are_those_of_the_calendar() {
+        for (seconds, expected) in [
+            (0, "1970-01-01 00:00 UTC"),
+            (951_782_399, "2000-02-28 23:59 UTC"),
+            (951_782_400, "2000-02-29 00:00 UTC"),
+            (1_709_251_199, "2024-02-29 23:59 UTC"),
+            (1_709_251_200, "2024-03-01 00:00 UTC"),
+            (1_798_761_599, "2026-12-31 23:59 UTC"),
+            (4_107_542_400, "2100-03-01 00:00 UTC"),
+        ] {
+            assert_eq!(utc(seconds), expected);
+        }
     }
 
     #[test]

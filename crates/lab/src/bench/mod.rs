@@ -1,10 +1,11 @@
 //! The benches: their options, their list, and what happens around each of them.
 
-mod codec;
+pub mod codec;
 pub mod document;
 mod handover;
 mod link;
 mod memory;
+mod redundancy;
 
 use std::process::ExitCode;
 
@@ -46,6 +47,9 @@ pub struct Options {
     /// The guest's machine type
     #[arg(long, default_value = "q35", value_parser = PossibleValuesParser::new(["q35", "pc"]))]
     pub machine: String,
+    /// Memory of a guest of your own, for benches of codecs: two raw snapshots
+    #[arg(long, value_name = "NAME=FIRST,LATER")]
+    pub input: Vec<codec::OwnInput>,
     /// What is random is made from this number
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
@@ -87,7 +91,13 @@ pub struct Bench {
 }
 
 /// All benches.
-pub const BENCHES: &[Bench] = &[codec::BENCH, handover::BENCH, link::BENCH, memory::BENCH];
+pub const BENCHES: &[Bench] = &[
+    codec::BENCH,
+    handover::BENCH,
+    link::BENCH,
+    memory::BENCH,
+    redundancy::BENCH,
+];
 
 /// Prints the benches; only their names when asked so.
 ///

@@ -1,0 +1,114 @@
+//! The clock of these benches, memcpy as their yardstick, and what a pass cost.
+
+use std::hint::black_box;
+use std::time::Duration;
+
+use nix::time::{ClockId, clock_gettime};
+use serde::Serialize;
+
+use super::Block;
+use crate::bench::document::median;
+use crate::error::{During, LabError};
+
+/// Copies that the yardstick is the median of.
+const COPIES: usize = 5;
+
+/// How the time of encoding divides.
+#[derive(Debug, Default, Clone, Copy, Serialize)]
+pub(super) struct Share {
+    /// Copying into the staging buffer.
+    copy: f64,
+    /// Zero test and digests.
+    stage: f64,
+    /// Looking up what the destination holds.
+    decide: f64,
+    /// Gathering, deltas, compressing, and making frames.
+    frame: f64,
+}
+
+/// What a pass took.
+#[derive(Debug, Default, Clone, Copy)]
+pub(super) struct Cost {
+    /// Guest bytes.
+    pub(super) bytes: usize,
+    /// What was made of them.
+    pub(super) sent: usize,
+    pub(super) copy: Duration,
+    pub(super) stage: Duration,
+    pub(super) decide: Duration,
+    pub(super) frame: Duration,
+    pub(super) decode: Duration,
+}
+
+impl std::ops::AddAssign for Cost {
+    fn add_assign(&mut self, other: Self) {
+        self.bytes += other.bytes;
+        self.sent += other.sent;
+        self.copy += other.copy;
+        self.stage += other.stage;
+        self.decide += other.decide;
+        self.frame += other.frame;
+        self.decode += other.decode;
+    }
+}
+
+impl Cost {
+    pub(super) fn encode(&self) -> Duration {
+        self.copy + self.stage + self.decide + self.frame
+    }
+
+    /// Guest bytes a second.
+    pub(super) fn rate(&self, time: Duration) -> f64 {
+        self.bytes as f64 / time.as_secs_f64()
+    }
+
+    /// Out / in.
+    pub(super) fn ratio(&self) -> f64 {
+        self.sent as f64 / self.bytes as f64
+    }
+
+    pub(super) fn share(&self) -> Share {
+        let of = |time: Duration| time.as_secs_f64() / self.encode().as_secs_f64();
+        Share {
+            copy: of(self.copy),
+            stage: of(self.stage),
+            decide: of(self.decide),
+            frame: of(self.frame),
+        }
+    }
+}
+
+/// The processor time of this thread, so that other work on the machine disturbs less.
+pub(super) struct Clock(Duration);
+
+impl Clock {
+    pub(super) fn start() -> Result<Self, LabError> {
+        Ok(Self(now()?))
+    }
+
+    /// Adds the time since the last lap to that of a step.
+    pub(super) fn lap(&mut self, step: &mut Duration) -> Result<(), LabError> {
+        let time = now()?;
+        *step += time - std::mem::replace(&mut self.0, time);
+        Ok(())
+    }
+}
+
+fn now() -> Result<Duration, LabError> {
+    let time = clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
+        .map_err(std::io::Error::from)
+        .during(|| "read the processor time of this thread".to_owned())?;
+    Ok(time.into())
+}
+
+/// Bytes a second that a plain copy of some memory takes.
+pub(super) fn memcpy(memory: &[Block], copy: &mut [Block]) -> Result<f64, LabError> {
+    let mut rates = Vec::new();
+    for _ in 0..COPIES {
+        let start = now()?;
+        black_box(&mut *copy).copy_from_slice(black_box(memory));
+        rates.push(size_of_val(memory) as f64 / (now()? - start).as_secs_f64());
+    }
+    // Never empty.
+    Ok(median(rates).unwrap_or(f64::NAN))
+}

@@ -1,0 +1,171 @@
+//! What the benches found that move guests, or what moves need of a link.
+
+use super::rows::Rows;
+use super::svg::{Plot, Style};
+use super::{Section, maybe};
+
+/// What rows of moves are told apart by, beside the system.
+const CASE: [&str; 2] = ["workload", "parameters/dirty_rate_of_link"];
+
+/// Moves of a guest's memory.
+pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
+    let cases = cases(rows);
+    let systems = rows.all("system");
+    let mut lines = Vec::new();
+    for (case, rows) in &cases {
+        for system in &systems {
+            let all = rows.with("system", system);
+            let done = all.with("outcome", "completed");
+            if all.is_empty() {
+                continue;
+            }
+            let errors: f64 = done
+                .0
+                .iter()
+                .filter_map(|row| row["verify_errors"].as_f64())
+                .sum();
+            lines.push(vec![
+                case.clone(),
+                system.clone(),
+                format!("{} of {}", done.0.len(), all.0.len()),
+                maybe(done.median("link_bytes"), 1e6),
+                maybe(done.median("total_ms"), 1e3),
+                maybe(done.median("downtime_ms"), 1.0),
+                super::number(errors),
+            ]);
+        }
+    }
+    let head = [
+        "workload",
+        "system",
+        "completed",
+        "over the link, MB",
+        "total, s",
+        "downtime, ms",
+        "verify errors",
+    ];
+    section.table(&head, &lines);
+    for (key, unit, file, title, y) in [
+        ("link_bytes", 1e6, "bytes", "Bytes over the link", "MB"),
+        ("total_ms", 1e3, "total", "Total time", "s"),
+        ("downtime_ms", 1.0, "downtime", "Downtime", "ms"),
+    ] {
+        let series = systems.iter().map(|system| {
+            let values = cases.iter().map(|(_, rows)| {
+                let done = rows.with("system", system).with("outcome", "completed");
+                Some(done.median(key)? / unit)
+            });
+            (system.clone(), values.collect())
+        });
+        let plot = Plot {
+            title: format!("{title}, moves that completed"),
+            style: Style::Bars,
+            y: y.to_owned(),
+            x: String::new(),
+            series: series.collect(),
+            categories: cases.iter().map(|(case, _)| case.clone()).collect(),
+            limit: None,
+        };
+        section.plot(&format!("memory-{file}"), plot);
+    }
+}
+
+/// The cases of moves, and the rows of each.
+fn cases<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
+    let [workload, share] = CASE;
+    let mut cases = Vec::new();
+    for name in rows.all(workload) {
+        let rows = rows.with(workload, &name);
+        let shares = rows.all(share);
+        for value in &shares {
+            let rows = rows.with(share, value);
+            // A workload that has no rate of its own is one case.
+            let case = match value.parse() {
+                Ok(value) if shares.len() > 1 || value > 0.0 => {
+                    format!("{name}, dirtied at {} of the link", super::number(value))
+                }
+                _ => name.clone(),
+            };
+            cases.push((case, rows));
+        }
+        if shares.is_empty() {
+            cases.push((name, rows));
+        }
+    }
+    cases
+}
+
+/// Moves of an idle guest.
+pub(super) fn show_handover(rows: &Rows<'_>, section: &mut Section) {
+    let mut lines = Vec::new();
+    let releases = rows.all("release");
+    for release in &releases {
+        let all = rows.with("release", release);
+        let done = all.with("outcome", "completed");
+        lines.push(vec![
+            release.clone(),
+            format!("{} of {}", done.0.len(), all.0.len()),
+            maybe(done.median("downtime_ms"), 1.0),
+            maybe(done.median("sync_ms"), 1.0),
+        ]);
+    }
+    let head = [
+        "release",
+        "completed",
+        "downtime, ms",
+        "an append made durable, ms",
+    ];
+    section.table(&head, &lines);
+}
+
+/// The data path beside TCP.
+pub(super) fn show_link(rows: &Rows<'_>, section: &mut Section) {
+    let (cases, systems) = (rows.all("case"), rows.all("system"));
+    let mut lines = Vec::new();
+    for case in &cases {
+        for system in &systems {
+            let rows = rows.with("case", case).with("system", system);
+            if rows.is_empty() {
+                continue;
+            }
+            lines.push(vec![
+                case.clone(),
+                system.clone(),
+                maybe(rows.median("throughput_bps"), 1e6),
+                maybe(rows.median("cpu_s_per_gb"), 1.0),
+                maybe(rows.median("latency_us/p50"), 1e3),
+                maybe(rows.median("latency_us/p99"), 1e3),
+            ]);
+        }
+    }
+    let head = [
+        "case",
+        "system",
+        "Mbit/s",
+        "CPU s per GB",
+        "round trip p50, ms",
+        "p99, ms",
+    ];
+    section.table(&head, &lines);
+    let of_link = |case: &String, system: &String| {
+        let rows = rows.with("case", case).with("system", system);
+        let share = rows.median("throughput_bps")? / rows.median("link/rate_bps")?;
+        Some(share * 100.0)
+    };
+    let series = systems.iter().map(|system| {
+        let values = cases.iter().map(|case| of_link(case, system));
+        (system.clone(), values.collect())
+    });
+    section.plot(
+        "link-throughput",
+        Plot {
+            title: "Payload on the link".to_owned(),
+            style: Style::Bars,
+            y: "% of the link's rate".to_owned(),
+            x: String::new(),
+            series: series.collect(),
+            categories: cases.clone(),
+            limit: None,
+        },
+    );
+}
