@@ -83,13 +83,18 @@ fn dirty(before: &[Block], lines: usize, compression: Compression) {
             staged.clear();
             decisions.clear();
             hasher.stage(&staging, &mut staged);
-            decisions.extend(staged.iter().zip(bases).map(|(staged, base)| match *staged {
-                Staged::Zero => Decision::Zero,
-                Staged::Content(digest) => Decision::Changed {
-                    digest,
-                    base: *base,
-                },
-            }));
+            decisions.extend(
+                staged
+                    .iter()
+                    .zip(bases)
+                    .map(|(staged, base)| match *staged {
+                        Staged::Zero => Decision::Zero,
+                        Staged::Content(digest) => Decision::Changed {
+                            digest,
+                            base: *base,
+                        },
+                    }),
+            );
             let ids = ids(seq);
             let frame = encoder
                 .encode_frame(seq as u64, &ids, &staging, &decisions, compression)

@@ -47,7 +47,8 @@ pub struct Options {
     /// The guest's machine type
     #[arg(long, default_value = "q35", value_parser = PossibleValuesParser::new(["q35", "pc"]))]
     pub machine: String,
-    /// Memory of a guest of your own, for benches of codecs: two raw snapshots
+    /// Memory of a guest of your own, for benches of codecs: two raw snapshots, or pages and
+    /// dirty ones in two versions (NAME=PAGES,BEFORE,AFTER)
     #[arg(long, value_name = "NAME=FIRST,LATER")]
     pub input: Vec<codec::OwnInput>,
     /// What is random is made from this number

@@ -131,7 +131,7 @@ fn optimisations(rows: &Rows<'_>, section: &mut Section) {
     section.paragraph(
         "A replay of a first and a dirty pass over each input. *Data* is all that is sent, *last pass* what is \
          sent of the dirty pass and so what the guest waits for, both less than what is sent without \
-         optimisation. What is dirty was dirty before: Longhaul keeps earlier versions of such pages only.",
+         optimisation.",
     );
     for quantity in rows.all("x") {
         let rows = rows.with("x", &quantity);

@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
 use longhaul_protocol::BLOCK_SIZE;
+use serde::Deserialize;
 
 use super::content::{Content as Filling, Kind, Random};
 use super::{Block, wrong};
@@ -28,15 +29,26 @@ const FILLED_PAGES: usize = 2048;
 /// Bytes of a page that a rewrite changes, as the arena does by default.
 const WRITE_BYTES: usize = 512;
 
-/// The samples of the laboratory's own: `crates/lab/inputs/README.md` says where they are from.
-const COMMITTED: &[Committed] = &[];
+/// The samples of the laboratory's own, as they lie in the checkout.
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/inputs");
 
+/// What `inputs.toml` says of the samples.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Manifest {
+    #[serde(default)]
+    input: Vec<Committed>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
 struct Committed {
-    name: &'static str,
+    name: String,
+    file: String,
     /// BLAKE3 of the pages.
-    digest: &'static str,
+    digest: String,
+    /// Those of a first pass; the rest are dirty ones in two versions.
     pages: usize,
-    packed: &'static [u8],
 }
 
 /// Names of what is filled as the arena's memory.
@@ -73,72 +85,76 @@ impl Input {
     }
 }
 
-/// Memory of a user's own guest: `NAME=FIRST,LATER`, files of raw guest memory.
+/// Memory of a user's own guest: `NAME=FIRST,LATER`, two snapshots of all of it; or
+/// `NAME=PAGES,BEFORE,AFTER`, some pages, and some dirty ones in two versions. Files of raw pages.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct OwnInput {
     name: String,
-    first: PathBuf,
-    later: PathBuf,
+    files: Files,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Files {
+    Snapshots(PathBuf, PathBuf),
+    Pages(PathBuf, PathBuf, PathBuf),
 }
 
 impl FromStr for OwnInput {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let parts = text
-            .split_once('=')
-            .and_then(|(name, files)| Some((name, files.split_once(',')?)));
-        match parts {
-            Some((name, (first, later))) if !name.is_empty() => Ok(Self {
-                name: name.to_owned(),
-                first: first.into(),
-                later: later.into(),
-            }),
-            _ => Err("give NAME=FIRST,LATER: a name and two files of raw memory".to_owned()),
-        }
+        let (name, files) = text.split_once('=').unwrap_or_default();
+        let files: Vec<&str> = files.split(',').collect();
+        let files = match files[..] {
+            [first, later] => Files::Snapshots(first.into(), later.into()),
+            [pages, before, after] => Files::Pages(pages.into(), before.into(), after.into()),
+            _ => return Err("give NAME=FIRST,LATER or NAME=PAGES,BEFORE,AFTER".to_owned()),
+        };
+        let name = name.to_owned();
+        Ok(Self { name, files })
     }
 }
 
 impl OwnInput {
-    /// All of the guest's memory, and all of its pages that were dirty later.
+    /// All of it.
     pub(in crate::bench) fn whole(&self) -> Result<Input, LabError> {
-        let (first, later) = self.read()?;
-        let dirty = dirty(&first, &later);
-        let of = |pages: &[Block]| dirty.iter().map(|index| pages[*index]).collect();
-        let (before, after) = (of(&first), of(&later));
+        let (first, before, after) = match &self.files {
+            Files::Pages(pages, before, after) => (read(pages)?, read(before)?, read(after)?),
+            Files::Snapshots(first, later) => {
+                let (first, later) = (read(first)?, read(later)?);
+                let dirty = match first.len() == later.len() {
+                    true => dirty(&first, &later),
+                    false => Vec::new(),
+                };
+                let of = |pages: &[Block]| dirty.iter().map(|index| pages[*index]).collect();
+                let (before, after) = (of(&first), of(&later));
+                (first, before, after)
+            }
+        };
+        if first.is_empty() || after.is_empty() || before.len() != after.len() {
+            return Err(wrong(&format!(
+                "the files of {} have no pages, no dirty ones, or not as many before as after",
+                self.name
+            )));
+        }
         Ok(Input::new(&self.name, first, before, after))
     }
 
     /// A sample of it.
     pub(super) fn sample(&self, seed: u64) -> Result<Input, LabError> {
-        let (first, later) = self.read()?;
+        let whole = self.whole()?;
         let mut random = Random::new(seed);
-        let all: Vec<usize> = (0..first.len()).collect();
-        let chosen = drawn(&all, RUNS, &mut random);
-        let dirty = drawn(&dirty(&first, &later), DIRTY_RUNS, &mut random);
+        let chosen = drawn(whole.first.len(), RUNS, &mut random);
+        let dirty = drawn(whole.after.len(), DIRTY_RUNS, &mut random);
         let of = |pages: &[Block], indexes: &[usize]| {
             indexes.iter().map(|index| pages[*index]).collect()
         };
         Ok(Input::new(
             &self.name,
-            of(&first, &chosen),
-            of(&first, &dirty),
-            of(&later, &dirty),
+            of(&whole.first, &chosen),
+            of(&whole.before, &dirty),
+            of(&whole.after, &dirty),
         ))
-    }
-
-    fn read(&self) -> Result<(Vec<Block>, Vec<Block>), LabError> {
-        let (first, later) = (read(&self.first)?, read(&self.later)?);
-        if first.len() != later.len() || first.len() < RUN {
-            return Err(wrong(&format!(
-                "{} has {} pages and {} has {}: give two snapshots of one guest",
-                self.first.display(),
-                first.len(),
-                self.later.display(),
-                later.len(),
-            )));
-        }
-        Ok((first, later))
     }
 }
 
@@ -158,30 +174,49 @@ fn dirty(first: &[Block], later: &[Block]) -> Vec<usize> {
         .collect()
 }
 
-/// Runs of neighbours, drawn at random, in their order; all of them if there are no more.
-fn drawn(pages: &[usize], runs: usize, random: &mut Random) -> Vec<usize> {
-    let mut order: Vec<&[usize]> = pages.chunks(RUN).collect();
+/// Runs of neighbours of so many pages, drawn at random, in their order; all if there are no more.
+fn drawn(pages: usize, runs: usize, random: &mut Random) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..pages.div_ceil(RUN)).collect();
     let runs = runs.min(order.len());
     for index in 0..runs {
         let other = index + random.below(order.len() - index);
         order.swap(index, other);
     }
     order.truncate(runs);
-    order.sort();
-    order.concat()
+    order.sort_unstable();
+    let run = |run: usize| run * RUN..((run + 1) * RUN).min(pages);
+    order.into_iter().flat_map(run).collect()
+}
+
+/// The names of the laboratory's own samples.
+pub(super) fn names() -> Result<Vec<String>, LabError> {
+    let named = manifest()?.input.into_iter().map(|sample| sample.name);
+    Ok(named.collect())
 }
 
 /// One of the laboratory's own samples, checked.
 pub(super) fn committed(name: &str) -> Result<Option<Input>, LabError> {
-    let sample = COMMITTED.iter().find(|sample| sample.name == name);
-    let input = sample.map(|sample| unpacked(name, sample.digest, sample.pages, sample.packed));
-    input.transpose()
+    let samples = manifest()?.input;
+    let Some(sample) = samples.iter().find(|sample| sample.name == name) else {
+        return Ok(None);
+    };
+    let path = Path::new(FOLDER).join(&sample.file);
+    let packed = std::fs::read(&path).during(|| format!("read {}", path.display()))?;
+    unpacked(name, &sample.digest, sample.pages, &packed).map(Some)
 }
 
-/// The names of all inputs but the user's own.
-pub(super) fn names() -> Vec<&'static str> {
-    let committed = COMMITTED.iter().map(|sample| sample.name);
-    committed.chain(FILLED).collect()
+fn manifest() -> Result<Manifest, LabError> {
+    let path = Path::new(FOLDER).join("inputs.toml");
+    let text = std::fs::read_to_string(&path).map_err(|_| LabError::Missing {
+        what: path.display().to_string(),
+        hint: "the laboratory's samples lie in the checkout that it was built from; \
+               --input takes memory of a guest of your own"
+            .to_owned(),
+    })?;
+    toml::from_str(&text).map_err(|error| LabError::Answer {
+        what: path.display().to_string(),
+        message: error.to_string(),
+    })
 }
 
 /// Pages of a first pass are followed by what the dirty ones held, and then hold.
@@ -234,7 +269,7 @@ pub(super) fn filled(name: &str, seed: u64) -> Option<Input> {
 }
 
 /// Writes a sample of two snapshots of a guest's memory into a folder, packed and named by its
-/// digest; what to say of it in this file.
+/// digest; its entry for `inputs.toml`.
 ///
 /// # Errors
 /// When a file cannot be read or written.
@@ -247,13 +282,10 @@ pub fn write_sample(own: &OwnInput, seed: u64, folder: &Path) -> Result<String, 
     let path = folder.join(&file);
     std::fs::write(&path, &packed).during(|| format!("write {}", path.display()))?;
     Ok(format!(
-        "{file}: {} pages, {} of a first pass and {} dirty ones in two versions, {} bytes packed\n\
-         BLAKE3 {}\n",
-        pages.len(),
-        input.first.len(),
-        input.after.len(),
-        packed.len(),
+        "[[input]]\nname = \"{}\"\nfile = \"{file}\"\ndigest = \"{}\"\npages = {}\n",
+        input.name,
         input.digest,
+        input.first.len(),
     ))
 }
 
@@ -288,25 +320,30 @@ mod tests {
         assert!(sample.before.iter().zip(&sample.after).all(differ));
 
         let said = write_sample(&own, 5, folder.path()).unwrap();
-        let path = folder.path().join(said.split_once(':').unwrap().0);
-        let packed = std::fs::read(path).unwrap();
+        let said: Manifest = toml::from_str(&said).unwrap();
+        let entry = &said.input[0];
+        assert_eq!((&entry.digest, entry.pages), (&sample.digest, RUNS * RUN));
+        let packed = std::fs::read(folder.path().join(&entry.file)).unwrap();
         let unpack = |digest: &str| unpacked("x", digest, sample.first.len(), &packed);
         assert_eq!(unpack(&sample.digest).unwrap(), sample);
         let error = unpack(&input.digest).unwrap_err().to_string();
         assert!(error.contains("damaged"), "{error}");
         assert!(unpacked("x", &sample.digest, 7, &packed).is_err());
 
-        let short: OwnInput = format!("x={},{}", files[0], write("c", &later[1..]))
-            .parse()
-            .unwrap();
-        assert!(short.sample(1).is_err());
+        let short = write("c", &later[1..]);
+        let own = |text: String| text.parse::<OwnInput>().unwrap();
+        assert!(own(format!("x={},{short}", files[0])).sample(1).is_err());
+        let [a, b] = &files;
+        let pages = own(format!("x={short},{a},{b}")).whole().unwrap();
+        assert_eq!((pages.first.len(), pages.after), (later.len() - 1, later));
+        assert!(own(format!("x={a},{b},{short}")).whole().is_err());
         assert!("x=a".parse::<OwnInput>().is_err());
     }
 
     #[test]
     fn the_laboratory_s_own_samples_are_whole() {
-        for sample in COMMITTED {
-            let input = committed(sample.name).unwrap().unwrap();
+        for name in names().unwrap() {
+            let input = committed(&name).unwrap().unwrap();
             assert!(!input.first.is_empty() && !input.after.is_empty());
             assert_eq!(input.before.len(), input.after.len());
         }

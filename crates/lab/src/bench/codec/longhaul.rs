@@ -15,8 +15,9 @@ use super::{Block, Pipeline, wrong};
 use crate::error::LabError;
 
 const FRAME_BLOCKS: usize = 64;
-/// What the source may keep of earlier versions, as much as CloudNet's caches hold.
-const VERSIONS_BYTES: usize = 100 << 20;
+/// What the source may remember of earlier versions, as an agent does by default for a guest of 2 GiB.
+const VERSIONS_BYTES: usize = 28 << 20;
+const GUEST_BLOCKS: usize = (2 << 30) / BLOCK_SIZE;
 
 /// A source and what it knows of its destination.
 pub(super) struct Longhaul {
@@ -38,7 +39,7 @@ impl Longhaul {
         Self {
             compression,
             hasher: Hasher::new(key),
-            encoder: Encoder::with_versions(VERSIONS_BYTES),
+            encoder: Encoder::for_guest(GUEST_BLOCKS, VERSIONS_BYTES),
             decoder: Decoder::new(key),
             index: Index::new(blocks),
             seq: 0,
@@ -98,14 +99,6 @@ impl Pipeline for Longhaul {
         *self = Self::new(self.compression, self.index.held.len());
     }
 
-    fn dirtied_before(&mut self, first: usize, blocks: &[Block]) {
-        for (content, index) in blocks.iter().zip(first..) {
-            if let Some(digest) = &self.index.held[index] {
-                self.encoder.keep_version(block(index), digest, content);
-            }
-        }
-    }
-
     fn send(
         &mut self,
         first: usize,
@@ -129,7 +122,7 @@ pub(in crate::bench) fn delta_bytes(
     before: &Block,
     after: &Block,
 ) -> Result<Option<usize>, LabError> {
-    let mut encoder = Encoder::with_versions(2 * BLOCK_SIZE);
+    let mut encoder = Encoder::for_guest(1, BLOCK_SIZE);
     // They only have to differ.
     let [base, digest] = [Digest([1; 16]), Digest([2; 16])];
     encoder.keep_version(block(0), &base, before);

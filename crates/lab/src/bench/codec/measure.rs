@@ -1,17 +1,11 @@
-//! The clock of these benches, memcpy as their yardstick, and what a pass cost.
+//! The clock of these benches, and what a pass cost.
 
-use std::hint::black_box;
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 use serde::Serialize;
 
-use super::Block;
-use crate::bench::document::median;
 use crate::error::{During, LabError};
-
-/// Copies that the yardstick is the median of.
-const COPIES: usize = 5;
 
 /// How the time of encoding divides.
 #[derive(Debug, Default, Clone, Copy, Serialize)]
@@ -99,16 +93,4 @@ fn now() -> Result<Duration, LabError> {
         .map_err(std::io::Error::from)
         .during(|| "read the processor time of this thread".to_owned())?;
     Ok(time.into())
-}
-
-/// Bytes a second that a plain copy of some memory takes.
-pub(super) fn memcpy(memory: &[Block], copy: &mut [Block]) -> Result<f64, LabError> {
-    let mut rates = Vec::new();
-    for _ in 0..COPIES {
-        let start = now()?;
-        black_box(&mut *copy).copy_from_slice(black_box(memory));
-        rates.push(size_of_val(memory) as f64 / (now()? - start).as_secs_f64());
-    }
-    // Never empty.
-    Ok(median(rates).unwrap_or(f64::NAN))
 }
