@@ -42,12 +42,7 @@ const DOWNTIME_OF_QEMU: f64 = 1.1;
 /// Measures, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let systems = systems(options)?;
-    let link = match options.link {
-        Some(link) => link,
-        None => LINK
-            .parse()
-            .map_err(|error| LabError::Which(format!("{error}")))?,
-    };
+    let link = options.link_or(LINK)?;
     let plan = Plan {
         purpose: "bench memory".to_owned(),
         hosts: 2,

@@ -1,6 +1,6 @@
 //! A trusted peer that speaks the protocol itself, and the agent that it speaks to.
 
-use crate::common::{Agent, LIMIT};
+use crate::common::{Agent, LIMIT, qemu};
 use longhaul_codec::DigestKey;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::launch::{Launch, Role};
@@ -24,16 +24,6 @@ use tokio::time::{sleep, timeout};
 
 /// Memory of the guests that are offered: 64 MiB.
 const MEMORY_MIB: u64 = 64;
-
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
 
 /// An agent under attack.
 pub struct Victim {
