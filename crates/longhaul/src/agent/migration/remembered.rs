@@ -55,6 +55,8 @@ struct Remembered {
     entry: Option<Arc<Entry>>,
     _reservation: Option<Reservation>,
     outbox: Vec<ToSource>,
+    /// The guest is ours, and would not go on.
+    trouble: Option<ApiError>,
 }
 
 impl Attempts {
@@ -127,9 +129,7 @@ impl Attempts {
         }
         Ok(answers)
     }
-}
 
-impl Attempts {
     /// A person decides about an attempt that waits here; false where none of that id does.
     pub(super) async fn resolve(&self, migration: MigrationId, resolve: &Resolve) -> bool {
         let mut waiting = self.waiting.lock().await;
@@ -165,6 +165,7 @@ impl Remembered {
             },
             _reservation: None,
             outbox: Vec::new(),
+            trouble: None,
         }
     }
 
@@ -197,6 +198,7 @@ impl Remembered {
             handover: DestinationHandover { state, ledger },
             _reservation: None,
             outbox: Vec::new(),
+            trouble: None,
         };
         Ok((remembered, actions))
     }
@@ -235,7 +237,8 @@ impl Remembered {
         }
     }
 
-    /// Tells the guest to run, unless it was told, or has changed hands since.
+    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not is
+    /// told again by the next agent: whether it ran before is not known, so it is not given back.
     async fn resume(&mut self) -> DestinationEvent {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());
@@ -271,7 +274,15 @@ impl Remembered {
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = resumed {
-                tracing::error!(guest, error, "committed, and does not run");
+                let text =
+                    format!("QEMU did not let {guest} go on after the agent's restart: {error}");
+                let here = &ledger.context.parts.config.name;
+                let hint = "remove what keeps it from running, then `cont` in its monitor, or restart \
+                            the agent";
+                let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
+                let state = format!("{guest} is {here}'s, and stands still there");
+                self.trouble = Some(trouble.state_of_guest(state));
+                return DestinationEvent::Resumed;
             }
         }
         if let Err(error) = found.set_generation(generation.0) {
@@ -302,7 +313,7 @@ impl Remembered {
                     entry.end(Outcome::InDoubt, Some(error));
                 }
             }
-            state if state.owns_guest() => entry.end(Outcome::Completed, None),
+            state if state.owns_guest() => entry.end(Outcome::Completed, self.trouble.take()),
             state if state.is_settled() => {
                 let reason = abort_reason(ledger.journal.records());
                 let state = format!("{guest} stays at {}", ledger.host);
