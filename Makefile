@@ -24,7 +24,7 @@ bench: install build ## all benches at their defaults, JSON into target/bench (l
 	done; exit $$status
 
 crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (2 hours)
-	$(LAB) crash-matrix --all
+	$(LAB) crash-matrix --all --jobs $$(nproc)
 
 FUZZ_SECONDS := 60
 
