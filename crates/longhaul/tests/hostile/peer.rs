@@ -163,11 +163,16 @@ impl Call {
         self.say(&ToDestination::Cancel { reason }).await;
     }
 
+    /// The next thing that is said.
+    pub async fn next(&mut self) -> ToSource {
+        let bytes = timeout(LIMIT, self.receiver.recv()).await.unwrap();
+        wire::decode(&bytes.unwrap().expect("nothing more is said")).unwrap()
+    }
+
     /// The end of the attempt, whatever comes before.
     pub async fn last(&mut self) -> ToSource {
         loop {
-            let bytes = timeout(LIMIT, self.receiver.recv()).await.unwrap();
-            let message = wire::decode(&bytes.unwrap().expect("no end was told")).unwrap();
+            let message = self.next().await;
             if matches!(
                 message,
                 ToSource::Aborted { .. } | ToSource::Committed { .. }
@@ -271,6 +276,14 @@ impl Bad {
             }
         };
         timeout(LIMIT, exchange).await.unwrap()
+    }
+
+    /// Opens a channel with this message.
+    pub async fn call(&self, first: &ToDestination) -> Call {
+        let (sender, receiver) = self.channel().await.split();
+        let mut call = Call { sender, receiver };
+        call.say(first).await;
+        call
     }
 
     pub async fn query(&self, guest: &GuestDescription, machine: Machine) -> End {

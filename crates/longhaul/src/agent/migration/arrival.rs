@@ -743,6 +743,7 @@ impl Task {
             offer,
             handover,
             mut call,
+            arrival,
             present,
             reservation,
             ..
@@ -757,7 +758,7 @@ impl Task {
         context.archive.keep(&entry);
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
-            handover.ledger.remove_journal();
+            context.attempts.close(arrival.source, handover.ledger);
         }
         // From here the guest is free for what comes next.
         drop(present);

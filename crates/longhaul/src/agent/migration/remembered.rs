@@ -22,8 +22,8 @@ use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use tokio::sync::Mutex;
 
 /// Why a source is not answered.
@@ -40,10 +40,16 @@ pub(super) enum AnswerError {
     OutOfPlace,
 }
 
+/// Closed attempts that are known yet.
+const CLOSED_MAX: usize = 256;
+
 /// The attempts that wait for their sources without a task.
 #[derive(Default)]
 pub(super) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, Remembered>>,
+    /// Lately closed. A question about one of them that was overtaken on its way is not one about an
+    /// attempt that never began, which would need a record that nobody removes.
+    closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
 /// The destination's side without its task.
@@ -81,6 +87,21 @@ impl Attempts {
         }
     }
 
+    /// Removes the journal of an attempt that is closed on both sides.
+    pub(super) fn close(&self, source: HostId, ledger: Ledger) {
+        let attempt = (source, ledger.migration, ledger.terms.attempt);
+        let mut closed = self.closed();
+        closed.truncate(CLOSED_MAX - 1);
+        closed.push_front(attempt);
+        drop(closed);
+        ledger.remove_journal();
+    }
+
+    fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
+        // What is inside is whole whenever the lock is free.
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What an attempt's source is told.
     pub(super) async fn answer(
         &self,
@@ -102,6 +123,9 @@ impl Attempts {
         };
         // One at a time: two conversations about one attempt must not write one journal.
         let mut waiting = self.waiting.lock().await;
+        if self.closed().contains(&(peer, migration, attempt)) {
+            return Ok(vec![ToSource::Closed]);
+        }
         let (mut remembered, actions) = match waiting.remove(&migration) {
             Some(remembered) => (remembered, Vec::new()),
             None => Remembered::from_journal(context, migration, attempt)?,
@@ -123,7 +147,7 @@ impl Attempts {
         remembered.show();
         let answers = std::mem::take(&mut remembered.outbox);
         if matches!(remembered.handover.state, DestinationState::Closed { .. }) {
-            remembered.handover.ledger.remove_journal();
+            self.close(peer, remembered.handover.ledger);
         } else if remembered.is_open() {
             waiting.insert(migration, remembered);
         }
