@@ -4,8 +4,11 @@
 
 mod common;
 
-use common::{Agent, free_address};
+use common::{Agent, LIMIT, free_address, qemu};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 /// A description with one disk.
 fn guest(name: &str, image: &str) -> String {
@@ -200,12 +203,42 @@ fn hooks_run_in_their_order() {
     assert_eq!(lyon.steps(), told("destination", &destination, about));
 }
 
+/// Ends with the test.
+struct Script(Child);
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// A guest that something other than Longhaul has started on a disk, and its control socket.
+fn script(folder: &Path, disk: &Path) -> (Script, String) {
+    let socket = folder.join("qmp").display().to_string();
+    let drive = format!("file={},if=virtio,format=raw", disk.display());
+    let child = Command::new(qemu())
+        .args(["-M", "pc-q35-7.2", "-m", "64", "-S", "-display", "none"])
+        .args(["-net", "none", "-drive", &drive])
+        .args(["-qmp", &format!("unix:{socket},server,nowait")])
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    let script = Script(child);
+    let until = Instant::now() + LIMIT;
+    while UnixStream::connect(&socket).is_err() {
+        assert!(Instant::now() < until, "QEMU does not listen");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    (script, socket)
+}
+
 #[test]
 fn what_left_is_not_started_again_under_any_name() {
     let Two {
         lyon,
         paris,
-        _shared,
+        _shared: shared,
     } = two();
     lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
     // By its name, by its file, and by its disk under other names.
@@ -218,6 +251,15 @@ fn what_left_is_not_started_again_under_any_name() {
         let expected = ["belongs to web-7", "paris-2", "generation 2"];
         lyon.fail(&["guests", "start", &copy], 3, &expected);
     }
+    // Nor by the back door. QEMU's own lock would keep it away from the running guest's disk.
+    paris.succeed(&["guests", "stop", "--force", "web-7"]);
+    let disk = shared.path().join("disk.raw");
+    let (copy, socket) = script(lyon.0.folder.path(), &disk);
+    let attach = ["guests", "attach", "copy", "--qmp", &socket];
+    let expected = ["belongs to web-7", "generation 2", "nothing was changed"];
+    lyon.fail(&attach, 3, &expected);
+    drop(copy);
+    paris.succeed(&["guests", "start", "web-7"]);
     assert_eq!(lyon.state("web-7"), "elsewhere");
     assert_eq!(lyon.state("copy"), "unknown");
 

@@ -107,6 +107,11 @@ fn a_guest_moves_there_and_back_and_outlives_its_agents() {
     assert_eq!(report["verify"]["different_blocks"], 0, "{report}");
     assert!(report["downtime_ms"].is_f64(), "{report}");
     assert!(report["predicted"]["link_bytes"].is_u64(), "{report}");
+    for report in [&report, &paris.json(&["report"])] {
+        let clock = &report["clock"];
+        assert_eq!(clock["told_by"], "real_time_clock", "{report}");
+        assert!(clock["before_ms"].is_i64(), "{report}");
+    }
 
     lyon.crash_and_restart();
     paris.crash_and_restart();

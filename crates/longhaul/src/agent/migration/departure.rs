@@ -510,6 +510,7 @@ impl Departure {
                 self.step(SourceEvent::AllPresent(of)).await;
             }
             ToSource::Summary(summary) => self.summary = Some(summary),
+            ToSource::Clock(clock) => self.tell_clock(clock),
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
             | ToSource::Accepted { .. }
@@ -723,6 +724,7 @@ impl Departure {
             match message {
                 Ok(Ok(ToSource::Closed)) => return true,
                 Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
+                Ok(Ok(ToSource::Clock(clock))) => self.tell_clock(clock),
                 // What it says of the attempt decides whether it may forget it.
                 Ok(Ok(ToSource::Aborted { attempt, .. })) => {
                     self.step(SourceEvent::PeerAborted(attempt)).await;

@@ -301,6 +301,7 @@ impl Settling {
             ToSource::Closed => self.closed = self.handover.state.is_over(),
             ToSource::Status { .. }
             | ToSource::Summary(_)
+            | ToSource::Clock(_)
             | ToSource::Loaded
             | ToSource::Digests { .. }
             | ToSource::Resumed { .. }
