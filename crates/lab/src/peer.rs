@@ -1,7 +1,7 @@
 //! The peer that Longhaul is compared with: QEMU's own pre-copy of the same guest over the same
 //! link, as an administrator would run it.
 
-mod qmp;
+pub(crate) mod qmp;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;

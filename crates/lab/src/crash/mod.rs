@@ -13,14 +13,16 @@ pub mod soak;
 
 use crate::error::{During, LabError};
 use crate::lab::{print, say};
+use crate::peer::qmp::Qmp;
 use crate::process::{self, own_binary};
 use case::{Case, Pair};
 use ground::Ground;
 use point::Point;
 use predict::Place;
+use serde_json::json;
 use std::collections::VecDeque;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -319,6 +321,33 @@ fn attempt(
     }
 }
 
+/// What a QEMU says of its guest, twice, so that it is seen whether anything goes on in it.
+fn state_of_qemu(monitor: &Path) -> String {
+    let ask = |text: &mut String| {
+        let mut qmp = Qmp::connect(monitor)?;
+        let registers = json!({"command-line": "info registers"});
+        let questions = [
+            ("query-status", json!({})),
+            ("query-chardev", json!({})),
+            ("human-monitor-command", registers.clone()),
+            ("human-monitor-command", registers),
+        ];
+        for (command, arguments) in questions {
+            let answer = qmp.execute(command, &arguments)?;
+            let answer = answer
+                .as_str()
+                .map_or_else(|| answer.to_string(), str::to_owned);
+            text.push_str(&format!("{command}\n{answer}\n"));
+        }
+        Ok::<_, LabError>(())
+    };
+    let mut text = String::new();
+    if let Err(error) = ask(&mut text) {
+        text.push_str(&format!("it does not answer: {error}\n"));
+    }
+    text
+}
+
 /// Copies what both agents said since the case began.
 fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, LabError> {
     let folder = std::env::temp_dir()
@@ -339,6 +368,11 @@ fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, La
         if qemu.exists() {
             let name = format!("{}-qemu.log", agent.name());
             fs::copy(&qemu, folder.join(name)).during(keeping)?;
+        }
+        let monitor = ground.monitor(host)?;
+        if monitor.exists() {
+            let name = format!("{}-qemu-state.txt", agent.name());
+            fs::write(folder.join(name), state_of_qemu(&monitor)).during(keeping)?;
         }
     }
     Ok(folder)
