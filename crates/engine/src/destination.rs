@@ -50,6 +50,8 @@ pub struct Destination {
     /// older frame that was overtaken does not bring what that one meant.
     missing: BTreeMap<(RegionId, u64), u64>,
     frames: u64,
+    /// Nothing is written any more.
+    sealed: bool,
 }
 
 impl Destination {
@@ -75,11 +77,21 @@ impl Destination {
             announced: None,
             missing: BTreeMap::new(),
             frames: 0,
+            sealed: false,
         })
+    }
+
+    /// Everything is here, and is the guest's from now on. What a source sends again, because it did
+    /// not hear that it had arrived, is acknowledged and changes nothing.
+    pub fn seal(&mut self) {
+        self.sealed = true;
     }
 
     /// Whether a block of frame `seq` is newer than what is here.
     pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        if self.sealed {
+            return false;
+        }
         let version = self
             .region(id.region)
             .and_then(|r| r.versions.get(id.block as usize));
@@ -206,6 +218,28 @@ impl Destination {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nothing_is_accepted_once_it_is_sealed() {
+        let spec = RegionSpec {
+            id: RegionId(0),
+            name: "ram".to_owned(),
+            blocks: 4,
+            durable: false,
+            starts_zero: true,
+        };
+        let mut destination = Destination::new(&[spec]).unwrap();
+        let id = BlockId {
+            region: RegionId(0),
+            block: 1,
+        };
+        assert!(destination.accepts(id, 9));
+        destination.seal();
+        assert!(!destination.accepts(id, 9));
+        destination.applied(Epoch(1), 9, &[]).unwrap();
+        let told = destination.poll_acknowledgement().unwrap();
+        assert_eq!(told.applied, [(9, 1)]);
+    }
 
     #[test]
     fn what_was_rejected_is_missing_until_something_newer_comes() {

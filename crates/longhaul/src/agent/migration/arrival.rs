@@ -667,6 +667,7 @@ impl Task {
     async fn load(&mut self) {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
+        self.inbound.receiving().seal();
         match self.tail() {
             Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
             Err(reason) => {

@@ -621,14 +621,19 @@ impl Departure {
                 tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
                 self.entry().heard(Some(record_of(state)));
                 self.lost_at = None;
+                // A destination that has everything is sent nothing again: its guest may run before
+                // that comes.
+                let receives = state == AttemptState::Receiving;
                 if let Some(line) = &session.line {
                     self.epoch = line.epoch;
-                    self.task.sending.connect(line.clone());
+                    if receives {
+                        self.task.sending.connect(line.clone());
+                    }
                 }
                 let bulk = session.line.is_some();
                 self.session = Some(session);
-                self.announced = None;
-                if state == AttemptState::Receiving {
+                if receives {
+                    self.announced = None;
                     let prelude = self.task.outbound.prelude().to_vec();
                     self.send(ToDestination::Start { prelude }).await;
                 }
