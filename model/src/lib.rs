@@ -20,11 +20,12 @@
 //! | a person's word is noted even where a copy is | `ledger.rs`: `concede` | `concede` |
 //! | BEGAN is durable before the offer goes out; QEMU is started after the destination's BEGAN | `prepare.rs`, `arrival.rs` | `begin`, `launch` |
 //! | an attempt begins only where the right is, the guest lives and its name is free | `prepare.rs`, `registry.rs` | `ask_for_migration` |
-//! | a name is taken until the source's journal is closed, at the destination until it is settled | `registry.rs`: `Reservation` | `is_busy` |
+//! | a name is taken until the source's journal is closed or a person gave the guest back, at the destination until it is settled | `registry.rs`: `Reservation` | `is_busy` |
 //! | an offer is refused when the attempt is known, the name taken, the generation old | `arrival.rs`: `prepare` | `destination_hears_offer` |
 //! | every connection begins with the question | `session.rs`, `settling.rs`: `meet` | `connect` |
 //! | a restarted source cannot send blocks: it cancels where some are waited for | `settling.rs`: `heard` | `source_hears_waiting` |
 //! | a source that lost its QEMU gives up, unless all was sent | `departure/handover.rs`: `qemu_ended` | `see_gone` |
+//! | a restarted source follows a person's word only for a guest that has not gone on since | `recovery.rs` | `went_on`, `leave_guest` |
 //! | a restarted destination looks whether a loaded QEMU is still there, before it answers | `remembered.rs`: `look` | `take_up` |
 //! | without a task a destination forgets what is settled, and reads its journal when asked | `remembered.rs`: `answer` | `leave` |
 //! | only the agent that loaded a copy takes a refused `cont` for proof that it never ran | `arrival/handover.rs`, `remembered.rs`: `resume` | `resume_destination` |

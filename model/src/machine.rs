@@ -145,9 +145,10 @@ impl Machine {
             let side = host ^ usize::from(attempt.from);
             let state = &attempt.sides[side];
             if side == SOURCE {
+                // A guest that a person gave back is its owner's, whenever the destination hears.
                 return self
                     .source_state(state)
-                    .is_some_and(|state| !state.is_over());
+                    .is_some_and(|state| !state.is_over() && *state != SourceState::Overruled);
             }
             match self.destination_state(state) {
                 None | Some(DestinationState::Unknown) => false,
@@ -306,7 +307,35 @@ impl Machine {
         world.hosts[host].up = true;
         for index in 0..world.begun() {
             let side = host ^ usize::from(world.attempts[index].from);
+            let went_on = self.went_on(world, index, host);
             self.take_up(world, index, side);
+            if went_on {
+                self.leave_guest(world, index, side);
+            }
+        }
+    }
+
+    /// Whether what this host knows of the guest is younger than what this attempt made of it.
+    fn went_on(&self, world: &World, index: usize, host: usize) -> bool {
+        let of = world.attempts[index].generation;
+        let later = world.attempts.iter().any(|attempt| {
+            let side = &attempt.sides[host ^ usize::from(attempt.from)];
+            let recorded = !side.journal.is_empty() || side.tail != 0;
+            attempt.begun && attempt.generation > of && recorded
+        });
+        let after_next = self.terms(index, &world.attempts[index]).after_next();
+        later || u64::from(world.hosts[host].generation) > after_next.0
+    }
+
+    /// A person's word that is older than its guest is passed on, and nothing else is done by it.
+    fn leave_guest(&self, world: &mut World, index: usize, side: usize) {
+        let it = &mut world.attempts[index].sides[side];
+        let overruled = side == SOURCE
+            && it.state != 0
+            && *self.source.state(it.state) == SourceState::Overruled;
+        if overruled && self.setting.variant != Variant::OverruledAgain {
+            let source = &self.source;
+            it.todo.retain(|action| !source.action(action).lets_go_on());
         }
     }
 

@@ -5,6 +5,7 @@ use longhaul_model::explore::{Found, explore};
 use longhaul_model::outcome::{Outcome, Outcomes};
 use longhaul_model::plan::{self, Configuration};
 use longhaul_model::{Property, Variant};
+use std::fmt::Write as _;
 use std::io::{self, Write};
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -78,7 +79,6 @@ fn explore_all(
 
 fn run(configurations: &[Configuration]) -> io::Result<bool> {
     let began = Instant::now();
-    say(TABLE_HEAD)?;
     let mut states = 0;
     let mut seen = Outcomes::default();
     let mut failures = Vec::new();
@@ -88,10 +88,10 @@ fn run(configurations: &[Configuration]) -> io::Result<bool> {
         let verdict = match &found.failure {
             Some(failure) => format!("BROKEN: {}", failure.property.name()),
             None if found.cut_short => "too many states".to_owned(),
-            None => "all hold".to_owned(),
+            None => format!("{} properties hold", Property::ALL.len()),
         };
         say(&format!(
-            "{} {:>9} {:>5} {:>6.1} s  {verdict}",
+            "model {}: {} unique states, {verdict} (depth {}, {:.1} s)",
             describe(configuration),
             found.states,
             found.depth,
@@ -102,7 +102,7 @@ fn run(configurations: &[Configuration]) -> io::Result<bool> {
         }
         Ok(())
     })?;
-    say(&format!("{states} different states in all\n"))?;
+    say(&format!("model: {states} unique states in all\n"))?;
     let mut good = failures.is_empty();
     for property in Property::ALL {
         let broken = failures
@@ -131,7 +131,7 @@ fn run(configurations: &[Configuration]) -> io::Result<bool> {
 
 /// Lets the broken variants loose; whether all were caught.
 fn let_loose() -> io::Result<bool> {
-    say("\nbroken on purpose                                  caught by")?;
+    say("")?;
     let configurations = Variant::BROKEN.map(plan::for_variant);
     let mut all = true;
     explore_all(&configurations, |configuration, found| {
@@ -140,34 +140,41 @@ fn let_loose() -> io::Result<bool> {
         let caught = match &found.failure {
             Some(failure) => {
                 let (property, length) = (failure.property.name(), failure.length);
-                format!("\"{property}\" after {length} steps")
+                format!("caught ({property}, after {length} steps)")
             }
-            None => format!("NOTHING in {} states", found.states),
+            None => format!("NOT CAUGHT in {} states", found.states),
         };
-        say(&format!("{name:<50} {caught}"))
+        say(&format!("broken variant {name}: {caught}"))
     })?;
     Ok(all)
 }
 
-const TABLE_HEAD: &str = "\
-release guest   moves  on the way  agents  failed  twice  QEMU       hosts  starts  order     \
- states depth   time
-                       at a time   die     writes         surprises  lost";
-
+/// The setting, and what may go wrong in it.
 fn describe(configuration: &Configuration) -> String {
     let (setting, budget) = (&configuration.setting, &configuration.budget);
     let release = if setting.early { "early" } else { "late" };
-    let guest = if setting.paused { "paused" } else { "runs" };
-    let order = if setting.orderly { "kept" } else { "any" };
+    let guest = if setting.paused { "paused" } else { "running" };
+    let order = if setting.orderly {
+        "in order"
+    } else {
+        "in any order"
+    };
     let [a, b] = budget.crashes;
-    format!(
-        "{release:<7} {guest:<7} {:<6} {:<11} {a}+{b}     {:<7} {:<6} {:<10} {:<6} {:<7} {order:<5}",
-        setting.attempts,
-        setting.messages,
-        budget.failed_writes,
-        budget.duplicates,
-        budget.surprises,
-        budget.lost_hosts,
-        budget.boots
-    )
+    let mut text = format!(
+        "{release} release, {guest} guest, moves {}, messages on the way {} {order}",
+        setting.attempts, setting.messages,
+    );
+    let troubles = [
+        ("crashes at A", a),
+        ("crashes at B", b),
+        ("failed writes", budget.failed_writes),
+        ("messages twice", budget.duplicates),
+        ("surprises of QEMU", budget.surprises),
+        ("lost hosts", budget.lost_hosts),
+        ("starts by a person", budget.boots),
+    ];
+    for (what, times) in troubles.into_iter().filter(|(_, times)| *times > 0) {
+        let _ = write!(text, ", {what} {times}");
+    }
+    text
 }

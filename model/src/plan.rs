@@ -136,6 +136,7 @@ pub fn for_variant(variant: Variant) -> Configuration {
         }
         Is::OverruleUntold | Is::DoneAtOnce => (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0])),
         Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0])),
+        Is::OverruledAgain => (false, (Runs, 2, 1, Kept, [1, 0, 0, 0, 0, 1, 0])),
         Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 7])),
         Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
         Is::ResumeOnTimeout

@@ -48,6 +48,16 @@ impl<const N: usize> Small<N> {
         at < N
     }
 
+    /// Keeps those of which `keep` is true, in their order.
+    pub(crate) fn retain(&mut self, keep: impl Fn(u8) -> bool) {
+        let mut kept = Self::default();
+        let items = self.iter().filter(|item| keep(*item));
+        for (place, item) in kept.0.iter_mut().zip(items) {
+            *place = item;
+        }
+        *self = kept;
+    }
+
     pub(crate) fn pop_front(&mut self) -> Option<u8> {
         let first = self.first()?;
         self.0.copy_within(1.., 0);

@@ -53,11 +53,13 @@ pub enum Variant {
     AbortedNotResumed,
     /// Agent: that a person gave the guest away is not noted while there is a copy of it.
     ConcedeUnlessHere,
+    /// Agent: a restart lets a guest go on by a person's word that is older than the guest.
+    OverruledAgain,
 }
 
 impl Variant {
     /// All that have to be caught.
-    pub const BROKEN: [Variant; 21] = [
+    pub const BROKEN: [Variant; 22] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -79,6 +81,7 @@ impl Variant {
         Variant::DoneAtOnce,
         Variant::AbortedNotResumed,
         Variant::ConcedeUnlessHere,
+        Variant::OverruledAgain,
     ];
 
     /// What it does wrong, in a few words.
@@ -106,6 +109,7 @@ impl Variant {
             Variant::DoneAtOnce => "DONE before the destination has said a word",
             Variant::AbortedNotResumed => "a restart after ABORTED does not resume",
             Variant::ConcedeUnlessHere => "a person's word not noted while a copy is here",
+            Variant::OverruledAgain => "a person's word followed again after a later move",
         }
     }
 

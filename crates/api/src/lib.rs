@@ -30,7 +30,8 @@ pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
 pub use report::{
-    BytesByKind, Cost, DowntimeParts, HookRun, HostCost, PhaseTime, Report, VerifyResult,
+    BytesByKind, ClockTeller, Cost, DowntimeParts, GuestClock, HookRun, HostCost, PhaseTime,
+    Report, VerifyResult,
 };
 
 /// Largest body of a request that an agent reads, in bytes.

@@ -60,9 +60,36 @@ pub struct Report {
     pub cost: Cost,
     /// What the comparison of all memory found, where it was asked for.
     pub verify: Option<VerifyResult>,
+    /// The guest's clock after the move; null where it is not known.
+    #[serde(default)]
+    pub clock: Option<GuestClock>,
     /// The hooks that were run on this host, in their order.
     #[serde(default)]
     pub hooks: Vec<HookRun>,
+}
+
+/// The clock of a guest that runs again, against that of the host that it moved to. Negative: it is
+/// behind.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct GuestClock {
+    /// Who told it.
+    pub told_by: ClockTeller,
+    /// How far it was off when it was first looked at, in milliseconds.
+    pub before_ms: i64,
+    /// How far it was off in the end, in milliseconds.
+    pub after_ms: i64,
+    /// Whether the guest agent was told to set it right.
+    pub set: bool,
+}
+
+/// Who told the time of a guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum ClockTeller {
+    /// The QEMU guest agent inside it.
+    GuestAgent,
+    /// The machine's real-time clock, which is seen from outside and to the second.
+    RealTimeClock,
 }
 
 /// A hook that was run.

@@ -5,7 +5,8 @@ use longhaul_codec::BlockId;
 use longhaul_protocol::limits::{ACKNOWLEDGED_MAX, REGIONS_MAX};
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::{BlockRange, Epoch, RegionId, RegionSpec};
-use std::collections::BTreeSet;
+use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 
 /// More rejected blocks than this are not waited for.
 const MISSING_MAX: usize = 1 << 20;
@@ -45,9 +46,12 @@ pub struct Destination {
     applied_in_epoch: u64,
     unacknowledged: Acknowledgement,
     announced: Option<u64>,
-    /// Blocks that were rejected and have not come again.
-    missing: BTreeSet<(RegionId, u64)>,
+    /// Blocks that were rejected and have not come again, with the newest frame that had them. An
+    /// older frame that was overtaken does not bring what that one meant.
+    missing: BTreeMap<(RegionId, u64), u64>,
     frames: u64,
+    /// Nothing is written any more.
+    sealed: bool,
 }
 
 impl Destination {
@@ -71,13 +75,23 @@ impl Destination {
             applied_in_epoch: 0,
             unacknowledged: Acknowledgement::default(),
             announced: None,
-            missing: BTreeSet::new(),
+            missing: BTreeMap::new(),
             frames: 0,
+            sealed: false,
         })
+    }
+
+    /// Everything is here, and is the guest's from now on. What a source sends again, because it did
+    /// not hear that it had arrived, is acknowledged and changes nothing.
+    pub fn seal(&mut self) {
+        self.sealed = true;
     }
 
     /// Whether a block of frame `seq` is newer than what is here.
     pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        if self.sealed {
+            return false;
+        }
         let version = self
             .region(id.region)
             .and_then(|r| r.versions.get(id.block as usize));
@@ -96,7 +110,11 @@ impl Destination {
                 fresh &= *version == 0;
                 *version = u32::try_from(seq).unwrap_or(u32::MAX);
             }
-            self.missing.remove(&(region, block));
+            if let Entry::Occupied(missing) = self.missing.entry((region, block))
+                && *missing.get() <= seq
+            {
+                missing.remove();
+            }
         }
         fresh
     }
@@ -121,8 +139,10 @@ impl Destination {
             return Err(DestinationError::Sequence { seq });
         }
         for (region, range) in rejected {
-            self.missing
-                .extend(range.blocks().map(|block| (*region, block)));
+            for block in range.blocks() {
+                let newest = self.missing.entry((*region, block)).or_default();
+                *newest = seq.max(*newest);
+            }
         }
         if self.missing.len() > MISSING_MAX {
             return Err(DestinationError::Rejections {
@@ -192,5 +212,56 @@ impl Destination {
     /// Frames applied in all.
     pub fn frames(&self) -> u64 {
         self.frames
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_accepted_once_it_is_sealed() {
+        let spec = RegionSpec {
+            id: RegionId(0),
+            name: "ram".to_owned(),
+            blocks: 4,
+            durable: false,
+            starts_zero: true,
+        };
+        let mut destination = Destination::new(&[spec]).unwrap();
+        let id = BlockId {
+            region: RegionId(0),
+            block: 1,
+        };
+        assert!(destination.accepts(id, 9));
+        destination.seal();
+        assert!(!destination.accepts(id, 9));
+        destination.applied(Epoch(1), 9, &[]).unwrap();
+        let told = destination.poll_acknowledgement().unwrap();
+        assert_eq!(told.applied, [(9, 1)]);
+    }
+
+    #[test]
+    fn what_was_rejected_is_missing_until_something_newer_comes() {
+        let region = RegionId(0);
+        let spec = RegionSpec {
+            id: region,
+            name: "ram".to_owned(),
+            blocks: 4,
+            durable: false,
+            starts_zero: true,
+        };
+        let mut destination = Destination::new(&[spec]).unwrap();
+        let block = BlockRange::new(2, 1);
+        destination.announced(Epoch(1), 2);
+        destination
+            .applied(Epoch(1), 7, &[(region, block)])
+            .unwrap();
+        // It was overtaken on its way.
+        destination.written(region, block, 5);
+        destination.applied(Epoch(1), 5, &[]).unwrap();
+        assert!(!destination.is_complete());
+        destination.written(region, block, 8);
+        assert!(destination.is_complete());
     }
 }

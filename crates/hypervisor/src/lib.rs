@@ -12,6 +12,7 @@ pub mod description;
 pub mod dirty_rate;
 pub mod folder;
 pub mod guest;
+pub mod guest_agent;
 mod hardware;
 pub mod launch;
 pub mod memory;

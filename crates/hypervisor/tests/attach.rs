@@ -73,6 +73,13 @@ impl Script {
     }
 }
 
+async fn attach(
+    what: Attach<'_>,
+    host: &Host,
+) -> Result<longhaul_hypervisor::Guest, AttachGuestError> {
+    what.look(&host.config).await?.keep(&host.config)
+}
+
 /// A host whose configuration names everything that the scripts use.
 fn host() -> Host {
     let mut host = Host::new();
@@ -178,7 +185,7 @@ async fn same_machine(
 ) -> Result<(), String> {
     let host = host();
     let script = Script::start(&host, emulator, line).await;
-    let guest = script.attach("web").run(&host.config).await;
+    let guest = attach(script.attach("web"), &host).await;
     let guest = guest.map_err(|error| error.to_string())?;
     assert_eq!(guest.pid(), Some(script.pid()));
     let text = toml::to_string(guest.description()).unwrap();
@@ -309,7 +316,7 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
             host.config.images.insert("q".to_owned(), image);
             let line = format!("-machine pc -m 64 {line}");
             let script = Script::start(&host, &emulator, &line).await;
-            let error = script.attach("web").run(&host.config).await.unwrap_err();
+            let error = attach(script.attach("web"), &host).await.unwrap_err();
             let AttachGuestError::Refused { refusals, .. } = &error else {
                 panic!("{label} {line}: {error}");
             };
@@ -346,8 +353,8 @@ async fn what_changes_afterwards_is_seen() {
         let host = host();
         let line = "-machine pc -m 64 -nodefaults -device virtio-rng-pci,id=rng";
         let script = Script::start(&host, &emulator, line).await;
-        let guest = script.attach("web").run(&host.config).await.unwrap();
-        let again = script.attach("other").run(&host.config).await.unwrap_err();
+        let guest = attach(script.attach("web"), &host).await.unwrap();
+        let again = attach(script.attach("other"), &host).await.unwrap_err();
         assert!(matches!(again, AttachGuestError::Exists(_)), "{again}");
         let qmp = guest.connect().await.unwrap();
         let device = json!({"driver": "virtio-balloon-pci", "id": "hot"});
@@ -363,14 +370,14 @@ async fn what_changes_afterwards_is_seen() {
         guest.detach().unwrap();
 
         // Whoever holds the control socket is not pushed aside.
-        let busy = script.attach("web").run(&host.config).await.unwrap_err();
+        let busy = attach(script.attach("web"), &host).await.unwrap_err();
         assert!(busy.to_string().contains("another client holds"), "{busy}");
         drop(qmp);
         let wrong = Attach {
             pid: Some(1),
             ..script.attach("web")
         };
-        let wrong = wrong.run(&host.config).await.unwrap_err();
+        let wrong = attach(wrong, &host).await.unwrap_err();
         assert!(matches!(wrong, AttachGuestError::Process(_)), "{wrong}");
     }
 }

@@ -2,7 +2,7 @@
 //! link, as an administrator would use them.
 
 mod line;
-mod qmp;
+pub(crate) mod qmp;
 
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;

@@ -4,63 +4,34 @@
 
 mod common;
 
-use common::{Agent, LIMIT, command};
+use common::{Agent, LIMIT, command, free_address};
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::{Output, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
                      memory_mib = 64\n";
 
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
-
 struct Host(Agent);
+
+impl std::ops::Deref for Host {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.0
+    }
+}
 
 impl Host {
     fn start(name: &str, address: &str) -> Self {
         Self(Agent::start_configured(|folder| {
-            format!(
-                "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
-                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
-                folder.join("s"),
-                folder.join("agent.sock"),
-                qemu(),
-            )
+            common::host(name, address, folder)
         }))
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
-        self.0.longhaul(arguments)
-    }
-
-    fn succeed(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {errors}\n{}",
-            self.0.log()
-        );
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn json(&self, arguments: &[&str]) -> Value {
-        let arguments = [&["--json"], arguments].concat();
-        serde_json::from_str(&self.succeed(&arguments)).unwrap()
-    }
-
     fn fail(&self, arguments: &[&str], code: i32, expected: &str) {
-        let output = self.run(arguments);
+        let output = self.longhaul(arguments);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
         assert!(errors.contains(expected), "{arguments:?}: {errors}");
@@ -111,14 +82,9 @@ impl Drop for Host {
             self.0.restart();
         }
         // A copy in doubt is ended by whoever made it so.
-        self.run(&["resolve", "web-7", "--run-on", "source", "--yes"]);
-        self.run(&["guests", "stop", "--force", "web-7"]);
+        self.longhaul(&["resolve", "web-7", "--run-on", "source", "--yes"]);
+        self.longhaul(&["guests", "stop", "--force", "web-7"]);
     }
-}
-
-fn free_address() -> String {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().to_string()
 }
 
 /// A guest on lyon-1, and two agents of which one fails at these points of the first move.
@@ -186,7 +152,7 @@ fn the_source_ends_it(restart: bool) {
     );
     lyon.fail(&with(&["source", "--other-side", "dead"]), 2, "add --yes");
     assert_eq!(lyon.guest_state(), "in_doubt");
-    let output = lyon.run(&with(&[
+    let output = lyon.longhaul(&with(&[
         "source",
         "--other-side",
         "dead",

@@ -4,20 +4,11 @@
 
 mod common;
 
-use common::Agent;
-use serde_json::Value;
+use common::{Agent, LIMIT, free_address, qemu};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::Output;
-
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
+use std::process::{Child, Command, Stdio};
+use std::time::Instant;
 
 /// A description with one disk.
 fn guest(name: &str, image: &str) -> String {
@@ -30,6 +21,14 @@ fn guest(name: &str, image: &str) -> String {
 /// A host that sees the shared folder, whose hooks write down what they are told.
 struct Host(Agent);
 
+impl std::ops::Deref for Host {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.0
+    }
+}
+
 impl Host {
     fn start(name: &str, address: &str, shared: &Path) -> Self {
         Self(Agent::start_configured(|folder| {
@@ -39,16 +38,12 @@ impl Host {
                     shared.join(file)
                 )
             };
-            let mut text = format!(
-                "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
-                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n\
-                 [images.disk]\n{}[images.link]\n{}",
-                folder.join("s"),
-                folder.join("agent.sock"),
-                qemu(),
+            let mut text = common::host(name, address, folder);
+            text.push_str(&format!(
+                "[images.disk]\n{}[images.link]\n{}",
                 disk("disk.raw"),
                 disk("link.raw"),
-            );
+            ));
             let steps = [
                 (
                     "source",
@@ -84,28 +79,8 @@ impl Host {
         }))
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
-        self.0.longhaul(arguments)
-    }
-
-    fn succeed(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {errors}\n{}",
-            self.0.log()
-        );
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn json(&self, arguments: &[&str]) -> Value {
-        let arguments = [&["--json"], arguments].concat();
-        serde_json::from_str(&self.succeed(&arguments)).unwrap()
-    }
-
     fn fail(&self, arguments: &[&str], code: i32, expected: &[&str]) {
-        let output = self.run(arguments);
+        let output = self.longhaul(arguments);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {errors}");
         for text in expected {
@@ -152,13 +127,8 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         // It may be elsewhere, or stopped.
-        self.run(&["guests", "stop", "--force", "web-7"]);
+        self.longhaul(&["guests", "stop", "--force", "web-7"]);
     }
-}
-
-fn free_address() -> String {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().to_string()
 }
 
 struct Two {
@@ -233,12 +203,42 @@ fn hooks_run_in_their_order() {
     assert_eq!(lyon.steps(), told("destination", &destination, about));
 }
 
+/// Ends with the test.
+struct Script(Child);
+
+impl Drop for Script {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// A guest that something other than Longhaul has started on a disk, and its control socket.
+fn script(folder: &Path, disk: &Path) -> (Script, String) {
+    let socket = folder.join("qmp").display().to_string();
+    let drive = format!("file={},if=virtio,format=raw", disk.display());
+    let child = Command::new(qemu())
+        .args(["-M", "pc-q35-7.2", "-m", "64", "-S", "-display", "none"])
+        .args(["-net", "none", "-drive", &drive])
+        .args(["-qmp", &format!("unix:{socket},server,nowait")])
+        .stdin(Stdio::null())
+        .spawn()
+        .unwrap();
+    let script = Script(child);
+    let until = Instant::now() + LIMIT;
+    while UnixStream::connect(&socket).is_err() {
+        assert!(Instant::now() < until, "QEMU does not listen");
+        std::thread::sleep(std::time::Duration::from_millis(20));
+    }
+    (script, socket)
+}
+
 #[test]
 fn what_left_is_not_started_again_under_any_name() {
     let Two {
         lyon,
         paris,
-        _shared,
+        _shared: shared,
     } = two();
     lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
     // By its name, by its file, and by its disk under other names.
@@ -251,6 +251,15 @@ fn what_left_is_not_started_again_under_any_name() {
         let expected = ["belongs to web-7", "paris-2", "generation 2"];
         lyon.fail(&["guests", "start", &copy], 3, &expected);
     }
+    // Nor by the back door. QEMU's own lock would keep it away from the running guest's disk.
+    paris.succeed(&["guests", "stop", "--force", "web-7"]);
+    let disk = shared.path().join("disk.raw");
+    let (copy, socket) = script(lyon.0.folder.path(), &disk);
+    let attach = ["guests", "attach", "copy", "--qmp", &socket];
+    let expected = ["belongs to web-7", "generation 2", "nothing was changed"];
+    lyon.fail(&attach, 3, &expected);
+    drop(copy);
+    paris.succeed(&["guests", "start", "web-7"]);
     assert_eq!(lyon.state("web-7"), "elsewhere");
     assert_eq!(lyon.state("copy"), "unknown");
 
@@ -283,7 +292,7 @@ fn a_hook_can_stop_a_move_up_to_the_release() {
     ] {
         let veto = host.file(&format!("veto-{step}"));
         std::fs::write(&veto, "").unwrap();
-        let output = lyon.run(&["migrate", "web-7", "--to", "paris-2"]);
+        let output = lyon.longhaul(&["migrate", "web-7", "--to", "paris-2"]);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert!(
             [Some(1), Some(3)].contains(&output.status.code()),

@@ -5,64 +5,35 @@
 
 mod common;
 
-use common::Agent;
+use common::{Agent, free_address};
 use nix::sys::signal::Signal;
 use serde_json::Value;
-use std::path::{Path, PathBuf};
-use std::process::Output;
+use std::path::Path;
 
 /// Boots nothing: its firmware looks for a disk for ever.
 const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
                      memory_mib = 64\nchannels = [{ name = \"arena\" }]\n";
 
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
-
 /// A host whose guests end with it.
 struct Host(Agent);
+
+impl std::ops::Deref for Host {
+    type Target = Agent;
+
+    fn deref(&self) -> &Agent {
+        &self.0
+    }
+}
 
 impl Host {
     fn start(name: &str, address: &str) -> Self {
         Self(Agent::start_configured(|folder| {
-            format!(
-                "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
-                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
-                folder.join("s"),
-                folder.join("agent.sock"),
-                qemu(),
-            )
+            common::host(name, address, folder)
         }))
     }
 
-    fn run(&self, arguments: &[&str]) -> Output {
-        self.0.longhaul(arguments)
-    }
-
-    fn succeed(&self, arguments: &[&str]) -> String {
-        let output = self.run(arguments);
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            output.status.success(),
-            "{arguments:?}: {errors}\n{}",
-            self.0.log()
-        );
-        String::from_utf8(output.stdout).unwrap()
-    }
-
-    fn json(&self, arguments: &[&str]) -> Value {
-        let arguments = [&["--json"], arguments].concat();
-        serde_json::from_str(&self.succeed(&arguments)).unwrap()
-    }
-
     fn refuse(&self, arguments: &[&str], expected: &str) {
-        let output = self.run(arguments);
+        let output = self.longhaul(arguments);
         let errors = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(3), "{arguments:?}: {errors}");
         assert!(errors.contains(expected), "{arguments:?}: {errors}");
@@ -92,13 +63,8 @@ impl Host {
 impl Drop for Host {
     fn drop(&mut self) {
         // It may be elsewhere, or stopped.
-        self.run(&["guests", "stop", "--force", "web-7"]);
+        self.longhaul(&["guests", "stop", "--force", "web-7"]);
     }
-}
-
-fn free_address() -> String {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().to_string()
 }
 
 #[test]
@@ -141,6 +107,11 @@ fn a_guest_moves_there_and_back_and_outlives_its_agents() {
     assert_eq!(report["verify"]["different_blocks"], 0, "{report}");
     assert!(report["downtime_ms"].is_f64(), "{report}");
     assert!(report["predicted"]["link_bytes"].is_u64(), "{report}");
+    for report in [&report, &paris.json(&["report"])] {
+        let clock = &report["clock"];
+        assert_eq!(clock["told_by"], "real_time_clock", "{report}");
+        assert!(clock["before_ms"].is_i64(), "{report}");
+    }
 
     lyon.crash_and_restart();
     paris.crash_and_restart();

@@ -130,6 +130,23 @@ async fn floods_of_questions_and_inquiries_end_at_their_limits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_question_that_was_overtaken_by_the_end_leaves_no_journal() {
+    let victim = Victim::start("");
+    let source = Bad::new("source", &victim).await;
+    let ask = ToDestination::Ask {
+        migration: MigrationId([7; 8]),
+        attempt: Attempt(1),
+    };
+    let mut call = source.call(&ask).await;
+    assert!(matches!(call.next().await, ToSource::Aborted { .. }));
+    assert_eq!(victim.uses().journals, 1);
+    call.say(&ToDestination::Done).await;
+    assert_eq!(call.next().await, ToSource::Closed);
+    assert_eq!(source.call(&ask).await.next().await, ToSource::Closed);
+    assert_eq!(victim.uses().journals, 0);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn long_messages_that_mean_little_take_little_memory() {
     let victim = Victim::start("");
     let bad = Bad::new("bad", &victim).await;

@@ -227,6 +227,7 @@ fn report() -> Report {
             different_blocks: 0,
             first_difference: None,
         }),
+        clock: None,
         hooks: Vec::new(),
     }
 }

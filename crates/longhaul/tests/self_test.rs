@@ -4,22 +4,12 @@
 
 mod common;
 
-use common::command;
+use common::{command, qemu};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
 
 /// A folder for everything temporary, with a configuration in it.
 fn folder() -> (tempfile::TempDir, PathBuf) {

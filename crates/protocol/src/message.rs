@@ -173,6 +173,8 @@ pub enum ToSource {
     },
     /// The answer to [`ToDestination::Done`]: the journal here is at its end too.
     Closed,
+    /// What the guest's clock was found to be, where that can be known.
+    Clock(GuestClock),
 }
 
 /// How far an attempt is at the destination.
@@ -296,6 +298,19 @@ pub struct Summary {
     pub qemu_cpu_us: u64,
     /// Peak of what the agent held for this migration, in bytes.
     pub agent_peak_bytes: u64,
+}
+
+/// The clock of a guest that runs again, against the destination's; negative: behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GuestClock {
+    /// How far it was off when it was first looked at, in milliseconds.
+    pub before_ms: i64,
+    /// How far it was off in the end, in milliseconds.
+    pub after_ms: i64,
+    /// Whether the guest agent told it; otherwise it is the machine's real-time clock.
+    pub by_agent: bool,
+    /// Whether it was set right.
+    pub set: bool,
 }
 
 /// What the destination says on the bulk connection.

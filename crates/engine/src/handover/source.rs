@@ -94,6 +94,14 @@ pub enum SourceAction {
     Quit,
 }
 
+impl SourceAction {
+    /// Whether it lets the guest go on here, or says that it may: not to be done again by a person's
+    /// word that is older than what the guest has done since.
+    pub fn lets_go_on(&self) -> bool {
+        matches!(self, Self::Resume | Self::Unfence(_))
+    }
+}
+
 /// The next state, and what is to be done, in this order. An event that does not belong to a state
 /// changes nothing.
 pub fn step_source(

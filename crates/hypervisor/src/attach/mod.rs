@@ -108,14 +108,79 @@ fn listed(refusals: &[Blocker]) -> String {
     refusals.iter().map(line).collect()
 }
 
+/// A guest that can be attached to.
+#[derive(Debug)]
+pub struct Candidate {
+    name: String,
+    socket: PathBuf,
+    generation: u64,
+    process: ProcessId,
+    pid: i32,
+    learned: Learned,
+}
+
+impl Candidate {
+    /// What a destination would launch.
+    pub fn description(&self) -> &GuestDescription {
+        &self.learned.description
+    }
+
+    /// Attaches: makes a folder and a record of it.
+    pub fn keep(self, config: &HostConfig) -> Result<Guest, AttachGuestError> {
+        let folder = GuestFolder::new(&config.state, &self.name)?;
+        let record = Record {
+            generation: self.generation,
+            emulator: self.learned.machine.qemu.clone(),
+            taps: Vec::new(),
+            process: Some(self.process.clone()),
+            scope: Scope::Session,
+            attached: Some(self.socket.clone()),
+        };
+        if let Err(error) = self.write(&folder, &record) {
+            let failed = host(&self.name, "removing its folder");
+            folder.remove().map_err(failed)?;
+            return Err(error);
+        }
+        Ok(Guest::new(folder, self.learned.description, record))
+    }
+
+    fn write(&self, folder: &GuestFolder, record: &Record) -> Result<(), AttachGuestError> {
+        let (name, pid) = (&self.name, self.pid);
+        let account = account(pid).map_err(host(name, "finding its user"))?;
+        folder
+            .create(Some(&account))
+            .map_err(host(name, "making its folder"))?;
+        let run = folder.run();
+        let inside = run.strip_prefix("/").unwrap_or(&run);
+        let theirs = PathBuf::from(format!("/proc/{pid}/root")).join(inside);
+        let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
+        if identity(&theirs).is_none() || identity(&theirs) != identity(&run) {
+            return Err(AttachGuestError::Process(format!(
+                "its QEMU runs where {} cannot be reached (another root folder or mount namespace): \
+                 start it without, or the agent with the same",
+                run.display()
+            )));
+        }
+        folder
+            .write_description(&self.learned.description)
+            .and_then(|()| folder.write_record(record))
+            .map_err(host(name, "writing its record"))
+    }
+}
+
+fn host(name: &str, what: &'static str) -> impl FnOnce(io::Error) -> AttachGuestError + use<> {
+    let name = name.to_owned();
+    move |source| AttachGuestError::Host { name, what, source }
+}
+
 impl Attach<'_> {
-    /// Learns everything about the guest, and makes a folder and a record of it. Its QEMU is asked
-    /// and not changed.
-    pub async fn run(&self, config: &HostConfig) -> Result<Guest, AttachGuestError> {
+    /// Learns everything about the guest. Its QEMU is asked and not changed; what an ended guest of
+    /// the name left is cleared away.
+    pub async fn look(&self, config: &HostConfig) -> Result<Candidate, AttachGuestError> {
         description::check_name(self.name)?;
         self.make_room(config).await?;
         let (qmp, pid) = self.connect().await?;
-        let id = ProcessId::of(pid).map_err(self.host("finding its process"))?;
+        let id = ProcessId::of(pid).map_err(host(self.name, "finding its process"))?;
         let id = id.ok_or_else(|| AttachGuestError::Process(format!("process {pid} has ended")))?;
         let learned = learn(self.name, &qmp, pid, config).await?;
         if !learned.refusals.is_empty() {
@@ -124,27 +189,19 @@ impl Attach<'_> {
                 refusals: learned.refusals,
             });
         }
-        drop(qmp);
-        let folder = GuestFolder::new(&config.state, self.name)?;
-        let record = Record {
+        Ok(Candidate {
+            name: self.name.to_owned(),
+            socket: self.socket.to_owned(),
             generation: self.generation,
-            emulator: learned.machine.qemu.clone(),
-            taps: Vec::new(),
-            process: Some(id),
-            scope: Scope::Session,
-            attached: Some(self.socket.to_owned()),
-        };
-        let kept = self.keep(&folder, pid, &learned.description, &record);
-        if let Err(error) = kept {
-            folder.remove().map_err(self.host("removing its folder"))?;
-            return Err(error);
-        }
-        Ok(Guest::new(folder, learned.description, record))
+            process: id,
+            pid,
+            learned,
+        })
     }
 
     /// Refuses what is here already, and clears away what an ended guest of the name left.
     async fn make_room(&self, config: &HostConfig) -> Result<(), AttachGuestError> {
-        let all = find_all(&config.state).map_err(self.host("looking for guests"))?;
+        let all = find_all(&config.state).map_err(host(self.name, "looking for guests"))?;
         let socket = fs::canonicalize(self.socket).unwrap_or_else(|_| self.socket.to_owned());
         for found in all {
             let (guest, runs) = match found {
@@ -203,39 +260,6 @@ impl Attach<'_> {
             }
         };
         Ok((Qmp::over(stream, path, COMMAND_TIMEOUT).await?, pid))
-    }
-
-    fn keep(
-        &self,
-        folder: &GuestFolder,
-        pid: i32,
-        description: &GuestDescription,
-        record: &Record,
-    ) -> Result<(), AttachGuestError> {
-        let account = account(pid).map_err(self.host("finding its user"))?;
-        folder
-            .create(Some(&account))
-            .map_err(self.host("making its folder"))?;
-        let run = folder.run();
-        let inside = run.strip_prefix("/").unwrap_or(&run);
-        let theirs = PathBuf::from(format!("/proc/{pid}/root")).join(inside);
-        let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
-        if identity(&theirs).is_none() || identity(&theirs) != identity(&run) {
-            return Err(AttachGuestError::Process(format!(
-                "its QEMU runs where {} cannot be reached (another root folder or mount namespace): \
-                 start it without, or the agent with the same",
-                run.display()
-            )));
-        }
-        folder
-            .write_description(description)
-            .and_then(|()| folder.write_record(record))
-            .map_err(self.host("writing its record"))
-    }
-
-    fn host(&self, what: &'static str) -> impl FnOnce(io::Error) -> AttachGuestError + use<> {
-        let name = self.name.to_owned();
-        move |source| AttachGuestError::Host { name, what, source }
     }
 }
 

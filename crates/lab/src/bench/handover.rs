@@ -89,12 +89,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         .into_iter()
         .filter(|release| options.wants_system(release.name()))
         .collect();
-    let link = match options.link {
-        Some(link) => link,
-        None => LINK
-            .parse()
-            .map_err(|error| LabError::Which(format!("{error}")))?,
-    };
+    let link = options.link_or(LINK)?;
     let plan = Plan {
         purpose: "bench handover".to_owned(),
         hosts: 2,

@@ -67,6 +67,16 @@ impl Options {
         self.repeat.unwrap_or(if self.quick { 1 } else { default })
     }
 
+    /// The link that was asked for, or the bench's own.
+    fn link_or(&self, own: &str) -> Result<LinkSpec, LabError> {
+        match self.link {
+            Some(link) => Ok(link),
+            None => own
+                .parse()
+                .map_err(|error| LabError::Which(format!("{error}"))),
+        }
+    }
+
     /// Whether a system is to be measured.
     pub fn wants_system(&self, name: &str) -> bool {
         self.system.is_empty() || self.system.iter().any(|system| system == name)

@@ -301,6 +301,12 @@ impl Ground {
         Ok(state.join(&self.guest).join("qemu.log"))
     }
 
+    /// The monitor of the guest's QEMU on a host.
+    pub(super) fn monitor(&self, host: usize) -> Result<PathBuf, LabError> {
+        let state = self.lab.host(host)?.folder().join("state/guests");
+        Ok(state.join(&self.guest).join("run/qmp"))
+    }
+
     /// Ends the guest, wherever it is.
     pub(super) fn end(&self) -> Result<(), LabError> {
         self.product.stop_guest(self.at, &self.guest)

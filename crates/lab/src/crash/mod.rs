@@ -13,18 +13,26 @@ pub mod soak;
 
 use crate::error::{During, LabError};
 use crate::lab::{print, say};
+use crate::peer::qmp::Qmp;
 use crate::process::{self, own_binary};
 use case::{Case, Pair};
 use ground::Ground;
 use point::Point;
 use predict::Place;
+use serde_json::json;
+use std::collections::VecDeque;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// About how long a case takes on two cores, the making of the ground included.
 const CASE_TIME: Duration = Duration::from_millis(4500);
+/// After so many cases a ground is made anew.
+const PART_CASES: usize = 64;
 /// What a whole choice has at most, where nothing else is asked for.
 const CASES: usize = usize::MAX;
 
@@ -40,6 +48,9 @@ pub struct Options {
     /// As many cases as take about this long
     #[arg(long, value_name = "TIME", value_parser = longhaul_protocol::units::parse_duration)]
     pub within: Option<Duration>,
+    /// Try so many cases at a time, each with hosts of its own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub jobs: usize,
     /// Decides which cases are chosen [default: the date]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
@@ -141,50 +152,51 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     Ok(cover.cases)
 }
 
-/// Tries cases, a line each on the standard error, those on the same ground after each other. Where
-/// the time is limited, each ground has its share of it, and what is left is not tried.
+/// Tries cases, a line each on the standard error, those on the same ground after each other, as many
+/// grounds at a time as there are jobs. Where the time is limited, each ground has its share of it,
+/// and what is left is not tried.
 ///
 /// # Errors
 /// When hosts or guests cannot be made, or it is interrupted.
 pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabError> {
     let began = Instant::now();
-    let mut grounds: Vec<(Pair, bool)> = Pair::ALL
+    let mut parts: Vec<Part<'_>> = Pair::ALL
         .into_iter()
         .flat_map(|pair| [(pair, false), (pair, true)])
-        .filter(|ground| cases.iter().any(|case| stands_on(case, *ground)))
+        .flat_map(|ground| {
+            let stands = |case: &&Case| (case.kind.pair, case.kind.locks) == ground;
+            let cases: Vec<&Case> = cases.iter().filter(stands).collect();
+            let parts = cases.chunks(PART_CASES).map(<[_]>::to_vec);
+            parts
+                .map(|cases| Part { ground, cases })
+                .collect::<Vec<_>>()
+        })
         .collect();
     // Should the time be too short for all, it is not always the same that suffer.
-    let first = (seed % grounds.len().max(1) as u64) as usize;
-    grounds.rotate_left(first);
-    let mut summary = Summary {
-        tried: 0,
-        failed: Vec::new(),
+    let first = (seed % parts.len().max(1) as u64) as usize;
+    parts.rotate_left(first);
+    let jobs = options.jobs.max(1);
+    let work = Work {
+        parts: Mutex::new(parts.into()),
+        tried: AtomicUsize::new(0),
+        of: cases.len(),
+        seed,
+        converged: options.converged,
+        jobs,
+        end: options.within.map(|within| began + within),
     };
-    for (number, (pair, locks)) in grounds.iter().enumerate() {
-        let share = options.within.map(|within| {
-            let left = within.saturating_sub(began.elapsed());
-            Instant::now() + left / (grounds.len() - number) as u32
-        });
-        let mut ground = None;
-        for case in cases.iter().filter(|case| stands_on(case, (*pair, *locks))) {
-            if share.is_some_and(|share| Instant::now() > share) {
-                break;
-            }
-            let mut used = match ground.take() {
-                Some(ground) => ground,
-                None => Ground::make(*pair, *locks, seed)?,
-            };
-            summary.tried += 1;
-            let which = (summary.tried, cases.len());
-            if let Some(error) = attempt(&mut used, case, which, options.converged)? {
-                summary.failed.push((case.to_string(), error));
-                continue;
-            }
-            if !used.is_worn() {
-                ground = Some(used);
-            }
+    let failed = thread::scope(|scope| {
+        let lanes: Vec<_> = (0..jobs).map(|_| scope.spawn(|| work.lane())).collect();
+        let mut failed = Vec::new();
+        for lane in lanes {
+            failed.extend(lane.join().map_err(|_| broken_lane())??);
         }
-    }
+        Ok::<_, LabError>(failed)
+    })?;
+    let summary = Summary {
+        tried: work.tried.into_inner(),
+        failed,
+    };
     say(&format!(
         "crash matrix: {} cases, {} failed, {} not tried for want of time, {} s",
         summary.tried,
@@ -200,8 +212,76 @@ pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabE
     Ok(summary)
 }
 
-fn stands_on(case: &Case, (pair, locks): (Pair, bool)) -> bool {
-    case.kind.pair == pair && case.kind.locks == locks
+/// Cases that are tried on one ground after each other.
+struct Part<'a> {
+    /// The QEMUs, and whether they lock the disk.
+    ground: (Pair, bool),
+    cases: Vec<&'a Case>,
+}
+
+/// What is to be tried, by several at a time.
+struct Work<'a> {
+    parts: Mutex<VecDeque<Part<'a>>>,
+    tried: AtomicUsize,
+    of: usize,
+    seed: u64,
+    converged: bool,
+    jobs: usize,
+    /// When nothing more is begun.
+    end: Option<Instant>,
+}
+
+impl<'a> Work<'a> {
+    /// Tries parts until there are none left; what failed.
+    fn lane(&self) -> Result<Vec<(String, String)>, LabError> {
+        let mut failed = Vec::new();
+        while let Some((part, until)) = self.next() {
+            self.part(&part, until, &mut failed)?;
+        }
+        Ok(failed)
+    }
+
+    /// The next part, and when its share of the time is over.
+    fn next(&self) -> Option<(Part<'a>, Option<Instant>)> {
+        let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
+        let rounds = parts.len().div_ceil(self.jobs) as u32;
+        let part = parts.pop_front()?;
+        let now = Instant::now();
+        let until = self.end.map(|end| now + (end - now) / rounds);
+        Some((part, until))
+    }
+
+    fn part(
+        &self,
+        part: &Part<'_>,
+        until: Option<Instant>,
+        failed: &mut Vec<(String, String)>,
+    ) -> Result<(), LabError> {
+        let (pair, locks) = part.ground;
+        let mut ground = None;
+        for case in &part.cases {
+            if until.is_some_and(|until| Instant::now() > until) {
+                break;
+            }
+            let mut used = match ground.take() {
+                Some(ground) => ground,
+                None => Ground::make(pair, locks, self.seed)?,
+            };
+            let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
+            if let Some(error) = attempt(&mut used, case, (number, self.of), self.converged)? {
+                failed.push((case.to_string(), error));
+                continue;
+            }
+            if !used.is_worn() {
+                ground = Some(used);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn broken_lane() -> LabError {
+    LabError::Which("a lane of the crash matrix broke".to_owned())
 }
 
 /// Tries a case and prints its line; why it failed, if it did. Then the ground is of no more use.
@@ -241,6 +321,33 @@ fn attempt(
     }
 }
 
+/// What a QEMU says of its guest, twice, so that it is seen whether anything goes on in it.
+fn state_of_qemu(monitor: &Path) -> String {
+    let ask = |text: &mut String| {
+        let mut qmp = Qmp::connect(monitor)?;
+        let registers = json!({"command-line": "info registers"});
+        let questions = [
+            ("query-status", json!({})),
+            ("query-chardev", json!({})),
+            ("human-monitor-command", registers.clone()),
+            ("human-monitor-command", registers),
+        ];
+        for (command, arguments) in questions {
+            let answer = qmp.execute(command, &arguments)?;
+            let answer = answer
+                .as_str()
+                .map_or_else(|| answer.to_string(), str::to_owned);
+            text.push_str(&format!("{command}\n{answer}\n"));
+        }
+        Ok::<_, LabError>(())
+    };
+    let mut text = String::new();
+    if let Err(error) = ask(&mut text) {
+        text.push_str(&format!("it does not answer: {error}\n"));
+    }
+    text
+}
+
 /// Copies what both agents said since the case began.
 fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, LabError> {
     let folder = std::env::temp_dir()
@@ -261,6 +368,11 @@ fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, La
         if qemu.exists() {
             let name = format!("{}-qemu.log", agent.name());
             fs::copy(&qemu, folder.join(name)).during(keeping)?;
+        }
+        let monitor = ground.monitor(host)?;
+        if monitor.exists() {
+            let name = format!("{}-qemu-state.txt", agent.name());
+            fs::write(folder.join(name), state_of_qemu(&monitor)).during(keeping)?;
         }
     }
     Ok(folder)

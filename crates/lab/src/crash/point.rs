@@ -177,6 +177,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:done",
             "d:before-record:closed",
             "d:after-record:closed",
+            "d:before-send:clock",
+            "s:after-receipt:clock",
             "d:before-send:closed",
             "s:after-receipt:closed",
         ],

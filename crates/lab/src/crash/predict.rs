@@ -89,6 +89,11 @@ fn early(case: &Case) -> Places {
     }
 }
 
+/// While the source is held there, the destination may have written and sent READY already.
+fn may_be_ready(case: &Case) -> bool {
+    case.point.name == "source:after-receipt:loaded"
+}
+
 fn late(case: &Case) -> Places {
     let (step, side) = (case.kind.step, case.point.side);
     match case.kind.victim {
@@ -102,6 +107,7 @@ fn late(case: &Case) -> Places {
             Step::Offering if side == Side::Source => EITHER,
             // Its loaded QEMU outlives it; a source that has not released the guest may give up.
             Step::Ready if side == Side::Destination => EITHER,
+            Step::Stopped if may_be_ready(case) => EITHER,
             Step::Ready | Step::Released | Step::Committed | Step::Done | Step::Recovering => {
                 DESTINATION
             }
@@ -122,7 +128,9 @@ fn late(case: &Case) -> Places {
         Victim::DestinationQemu => match step {
             // Its end may be noticed before or after the commit.
             Step::Ready | Step::Released | Step::Recovering => SOURCE_OR_NOWHERE,
-            Step::Stopped if case.point.name == "destination:before-record:ready" => {
+            Step::Stopped
+                if may_be_ready(case) || case.point.name == "destination:before-record:ready" =>
+            {
                 SOURCE_OR_NOWHERE
             }
             Step::Committed | Step::Done => NOWHERE,
@@ -171,6 +179,7 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
         return meanwhile_early(case);
     }
     match (case.kind.victim, case.kind.step) {
+        (Victim::DestinationAgent | Victim::Link, Step::Stopped) if may_be_ready(case) => None,
         (Victim::DestinationAgent | Victim::Link, Step::Stopped) => Some(Meanwhile::Runs),
         (Victim::DestinationAgent | Victim::Link, Step::Ready) => match side {
             // It has heard READY, and goes on.

@@ -14,14 +14,14 @@ const LONGEST_LINE: u64 = 1 << 20;
 
 /// A connection to a QEMU that nobody else controls.
 #[derive(Debug)]
-pub(super) struct Qmp {
+pub(crate) struct Qmp {
     path: PathBuf,
     reader: BufReader<UnixStream>,
 }
 
 impl Qmp {
     /// Connects as soon as the socket is there.
-    pub(super) fn connect(path: &Path) -> Result<Self, LabError> {
+    pub(crate) fn connect(path: &Path) -> Result<Self, LabError> {
         let began = Instant::now();
         let socket = loop {
             match UnixStream::connect(path) {
@@ -47,7 +47,7 @@ impl Qmp {
     }
 
     /// Runs a command and gives what it returned.
-    pub(super) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, LabError> {
+    pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, LabError> {
         let line = json!({"execute": command, "arguments": arguments});
         let path = self.path.clone();
         self.reader

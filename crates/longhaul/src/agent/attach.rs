@@ -6,6 +6,9 @@ use longhaul_api::{ApiError, AttachGuest, ErrorCode, Guest};
 use longhaul_hypervisor::attach::{Attach, AttachGuestError};
 use std::path::PathBuf;
 
+/// What is said of a guest that was not attached to.
+const UNCHANGED: &str = "nothing was changed; it runs as before";
+
 impl Guests {
     /// Learns everything about a guest that something else started, and changes nothing of it.
     pub(crate) async fn attach(
@@ -29,20 +32,26 @@ impl Guests {
         let generation = manager.right(name).await.generation.unwrap_or(0);
         let (config, called) = (self.parts.config.hypervisor.clone(), name.to_owned());
         // It comes to its end even when nobody waits for the answer any more.
-        let attached = tokio::spawn(async move {
+        let looked = tokio::spawn(async move {
             let attach = Attach {
                 name: &called,
                 socket: &socket,
                 pid,
                 generation,
             };
-            let attached = attach.run(&config).await;
-            drop(reservation);
-            attached
+            let candidate = attach.look(&config).await;
+            (candidate, reservation)
         });
-        attached
+        let (candidate, _reservation) = looked
             .await
-            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?
+            .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        let candidate = candidate.map_err(into_api)?;
+        // They may belong to another guest that moved away, and writes to them there.
+        manager
+            .may_use_disks(candidate.description())
+            .map_err(|error| error.state_of_guest(UNCHANGED))?;
+        candidate
+            .keep(&self.parts.config.hypervisor)
             .map_err(into_api)?;
         tracing::info!(guest = %name, "attached");
         self.get(manager, name).await
@@ -91,5 +100,5 @@ pub(crate) fn into_api(error: AttachGuestError) -> ApiError {
         AttachGuestError::Qmp(_) => ErrorCode::Qemu,
         AttachGuestError::Stop(_) | AttachGuestError::Host { .. } => ErrorCode::Internal,
     };
-    ApiError::new(code, error.to_string()).state_of_guest("nothing was changed; it runs as before")
+    ApiError::new(code, error.to_string()).state_of_guest(UNCHANGED)
 }

@@ -91,6 +91,7 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Summary "summary" [Destination],
     AllPresent "all-present" [Destination],
     Closed "closed" [Destination],
+    Clock "clock" [Destination],
 }
 
 impl Named for ToDestination {

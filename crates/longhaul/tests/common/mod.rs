@@ -68,6 +68,21 @@ impl Agent {
         longhaul(&self.socket(), arguments)
     }
 
+    /// The same for a command that has to succeed: what it prints.
+    pub fn succeed(&self, arguments: &[&str]) -> String {
+        let output = self.longhaul(arguments);
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let log = self.log();
+        assert!(output.status.success(), "{arguments:?}: {errors}\n{log}");
+        String::from_utf8(output.stdout).unwrap()
+    }
+
+    /// What a command that has to succeed prints for programs.
+    pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
+        let arguments = [&["--json"], arguments].concat();
+        serde_json::from_str(&self.succeed(&arguments)).unwrap()
+    }
+
     /// Compares what a command prints, and its exit code, with `golden/NAME.txt`.
     pub fn check(&self, name: &str, arguments: &[&str]) {
         let output = self.longhaul(arguments);
@@ -97,6 +112,34 @@ impl Drop for Agent {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// The QEMU that real guests of these tests run in.
+pub fn qemu() -> PathBuf {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let candidates = [
+        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
+        PathBuf::from("/usr/bin/qemu-system-x86_64"),
+    ];
+    let found = candidates.into_iter().find(|path| path.exists());
+    found.expect("no QEMU here: scripts/install lab")
+}
+
+/// An address on this machine where nobody listens.
+pub fn free_address() -> String {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+    socket.local_addr().unwrap().to_string()
+}
+
+/// The configuration of a host that runs guests; tables may follow.
+pub fn host(name: &str, address: &str, folder: &Path) -> String {
+    format!(
+        "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
+         [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
+        folder.join("s"),
+        folder.join("agent.sock"),
+        qemu(),
+    )
 }
 
 pub fn configure(folder: &Path, more: &str) {

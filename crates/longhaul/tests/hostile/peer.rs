@@ -1,6 +1,6 @@
 //! A trusted peer that speaks the protocol itself, and the agent that it speaks to.
 
-use crate::common::{Agent, LIMIT};
+use crate::common::{Agent, LIMIT, qemu};
 use longhaul_codec::DigestKey;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::launch::{Launch, Role};
@@ -24,16 +24,6 @@ use tokio::time::{sleep, timeout};
 
 /// Memory of the guests that are offered: 64 MiB.
 const MEMORY_MIB: u64 = 64;
-
-fn qemu() -> PathBuf {
-    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let candidates = [
-        Path::new(&lab).join("qemu/7.2/qemu-system-x86_64"),
-        PathBuf::from("/usr/bin/qemu-system-x86_64"),
-    ];
-    let found = candidates.into_iter().find(|path| path.exists());
-    found.expect("no QEMU here: scripts/install lab")
-}
 
 /// An agent under attack.
 pub struct Victim {
@@ -173,11 +163,16 @@ impl Call {
         self.say(&ToDestination::Cancel { reason }).await;
     }
 
+    /// The next thing that is said.
+    pub async fn next(&mut self) -> ToSource {
+        let bytes = timeout(LIMIT, self.receiver.recv()).await.unwrap();
+        wire::decode(&bytes.unwrap().expect("nothing more is said")).unwrap()
+    }
+
     /// The end of the attempt, whatever comes before.
     pub async fn last(&mut self) -> ToSource {
         loop {
-            let bytes = timeout(LIMIT, self.receiver.recv()).await.unwrap();
-            let message = wire::decode(&bytes.unwrap().expect("no end was told")).unwrap();
+            let message = self.next().await;
             if matches!(
                 message,
                 ToSource::Aborted { .. } | ToSource::Committed { .. }
@@ -281,6 +276,14 @@ impl Bad {
             }
         };
         timeout(LIMIT, exchange).await.unwrap()
+    }
+
+    /// Opens a channel with this message.
+    pub async fn call(&self, first: &ToDestination) -> Call {
+        let (sender, receiver) = self.channel().await.split();
+        let mut call = Call { sender, receiver };
+        call.say(first).await;
+        call
     }
 
     pub async fn query(&self, guest: &GuestDescription, machine: Machine) -> End {

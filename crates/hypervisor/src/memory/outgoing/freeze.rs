@@ -17,6 +17,8 @@ use std::time::{Duration, Instant};
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
 /// Bytes in the socket from which on QEMU is believed to wait for room.
 const QUEUED_BYTES_MIN: u64 = 100_000;
+/// How long QEMU may take to stop before its stream is read on.
+const STOP_PATIENCE: Duration = Duration::from_secs(1);
 /// How long QEMU may take to learn that it need not hold back, before its stream is read.
 const LET_GO_PATIENCE: Duration = Duration::from_millis(20);
 
@@ -41,7 +43,7 @@ impl Migration {
         }
         let stopped_at = Instant::now();
         if self.before.running {
-            qmp.execute("stop", json!({}), STOP_TIMEOUT).await?;
+            self.stop().await?;
             let state = run_state(qmp).await?;
             if must_be_paused && completes(&state) {
                 self.restart().await?;
@@ -73,6 +75,20 @@ impl Migration {
             finish_time: stopped_at.elapsed() - stop_time - read_time,
             stopped_at,
         })
+    }
+
+    /// Stops the guest. A QEMU that began to complete by itself at this very moment waits in a write
+    /// with its big lock held, and hears nothing until that is read: then it has stopped the guest.
+    async fn stop(&self) -> Result<(), OutgoingError> {
+        let stop = self.qmp().execute("stop", json!({}), STOP_TIMEOUT);
+        tokio::pin!(stop);
+        if let Ok(stopped) = tokio::time::timeout(STOP_PATIENCE, &mut stop).await {
+            stopped?;
+        } else {
+            self.shared().flush();
+            stop.await?;
+        }
+        Ok(())
     }
 
     /// Gives QEMU all that it needs to complete, and waits until it has.

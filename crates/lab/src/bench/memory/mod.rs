@@ -36,12 +36,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         path => Some(SystemGuest::described(Path::new(path))?),
     };
     let systems = systems(options, guest.is_some())?;
-    let link = match options.link {
-        Some(link) => link,
-        None => LINK
-            .parse()
-            .map_err(|error| LabError::Which(format!("{error}")))?,
-    };
+    let link = options.link_or(LINK)?;
     let plan = Plan {
         purpose: "bench memory".to_owned(),
         hosts: 2,

@@ -26,7 +26,7 @@ use longhaul_api::{ApiError, Asked, ErrorCode, HandoverRecord, Outcome, Phase, R
 use longhaul_codec::unpack;
 use longhaul_engine::handover::{DestinationEvent, DestinationState, Record, Terms};
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
-use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToDestination, ToSource};
+use longhaul_protocol::message::{self, Offer, Refusal, RefusalCode, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
@@ -293,6 +293,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         commit_at: None,
         commit_time: Duration::ZERO,
         running: None,
+        clock: None,
         pace,
         admission,
         reservation,
@@ -334,6 +335,8 @@ struct Task {
     commit_time: Duration,
     /// The hook that runs beside the guest.
     running: Option<JoinHandle<()>>,
+    /// What looks at the guest's clock.
+    clock: Option<JoinHandle<Option<message::GuestClock>>>,
     pace: Arc<Pace>,
     /// What the guest holds of its sender's allowance.
     admission: Admission,
@@ -665,6 +668,7 @@ impl Task {
     async fn load(&mut self) {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
+        self.inbound.receiving().seal();
         match self.tail() {
             Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
             Err(reason) => {
@@ -732,44 +736,6 @@ impl Task {
             tracing::info!(%error, "the source is gone");
             self.disconnect();
             self.lost_at.get_or_insert_with(Instant::now);
-        }
-    }
-
-    async fn end(mut self) {
-        self.last_hook().await;
-        let reason = self.abort_reason();
-        let Self {
-            context,
-            entry,
-            offer,
-            handover,
-            mut call,
-            present,
-            reservation,
-            ..
-        } = self;
-        if handover.state.owns_guest() {
-            entry.end(Outcome::Completed, None);
-        } else {
-            let state = format!("{} stays at {}", offer.guest.name, entry.report().source);
-            let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
-            entry.end(Outcome::Aborted, Some(error));
-        }
-        context.archive.keep(&entry);
-        let closed = matches!(handover.state, DestinationState::Closed { .. });
-        if closed {
-            handover.ledger.remove_journal();
-        }
-        // From here the guest is free for what comes next.
-        drop(present);
-        drop(reservation);
-        if let Some(call) = &mut call {
-            if closed && let Err(error) = call.sender.send(&ToSource::Closed).await {
-                tracing::debug!(%error, "the source did not wait");
-            }
-            // The source must have read the last message before the channel goes.
-            let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
-            tracing::debug!(?last, "the source's last word");
         }
     }
 }

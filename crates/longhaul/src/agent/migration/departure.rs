@@ -510,6 +510,7 @@ impl Departure {
                 self.step(SourceEvent::AllPresent(of)).await;
             }
             ToSource::Summary(summary) => self.summary = Some(summary),
+            ToSource::Clock(clock) => self.tell_clock(clock),
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
             | ToSource::Accepted { .. }
@@ -620,14 +621,19 @@ impl Departure {
                 tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
                 self.entry().heard(Some(record_of(state)));
                 self.lost_at = None;
+                // A destination that has everything is sent nothing again: its guest may run before
+                // that comes.
+                let receives = state == AttemptState::Receiving;
                 if let Some(line) = &session.line {
                     self.epoch = line.epoch;
-                    self.task.sending.connect(line.clone());
+                    if receives {
+                        self.task.sending.connect(line.clone());
+                    }
                 }
                 let bulk = session.line.is_some();
                 self.session = Some(session);
-                self.announced = None;
-                if state == AttemptState::Receiving {
+                if receives {
+                    self.announced = None;
                     let prelude = self.task.outbound.prelude().to_vec();
                     self.send(ToDestination::Start { prelude }).await;
                 }
@@ -723,6 +729,7 @@ impl Departure {
             match message {
                 Ok(Ok(ToSource::Closed)) => return true,
                 Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
+                Ok(Ok(ToSource::Clock(clock))) => self.tell_clock(clock),
                 // What it says of the attempt decides whether it may forget it.
                 Ok(Ok(ToSource::Aborted { attempt, .. })) => {
                     self.step(SourceEvent::PeerAborted(attempt)).await;

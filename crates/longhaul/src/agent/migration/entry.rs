@@ -107,6 +107,7 @@ impl Entry {
             interruptions: None,
             cost: Cost::default(),
             verify: None,
+            clock: None,
             hooks: Vec::new(),
         };
         Self {

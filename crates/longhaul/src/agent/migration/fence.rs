@@ -228,8 +228,7 @@ impl Manager {
                     ..
                 } = mark;
                 let text = format!(
-                    "{} cannot be started here: its disk {} belongs to {owner}, which was handed \
-                     to {host} (generation {generation})",
+                    "{} may not run here: its disk {} belongs to {owner}, which was handed to {host} (generation {generation})",
                     guest.name,
                     disk.display()
                 );

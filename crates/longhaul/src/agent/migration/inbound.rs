@@ -263,6 +263,11 @@ impl Inbound {
         Ok(())
     }
 
+    /// Its QEMU, for what goes on beside the migration.
+    pub(super) fn guest_and_qmp(&self) -> (Guest, Qmp) {
+        (self.guest.clone(), self.qmp.clone())
+    }
+
     /// Waits until QEMU has ended by itself.
     pub(super) async fn ended(&self) {
         if self.gone {

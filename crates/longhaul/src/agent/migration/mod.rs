@@ -7,6 +7,7 @@
 mod allowance;
 mod archive;
 mod arrival;
+mod clock;
 mod departure;
 mod doubt;
 mod entry;

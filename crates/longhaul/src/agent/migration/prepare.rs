@@ -221,7 +221,13 @@ impl Preparing {
             block_in_place(|| fail_point::append(journal, record))
                 .map_err(|error| failure::internal(&error.to_string()))
         };
-        write(&mut journal, &began)?;
+        if let Err(error) = write(&mut journal, &began) {
+            // It may be on disk all the same, and nobody has heard of the attempt.
+            if let Err(error) = block_in_place(|| journal.remove()) {
+                tracing::warn!(%error, "a journal that never began stays until the next start");
+            }
+            return Err(error);
+        }
         let guard = Withdrawal {
             control: Some(control.clone()),
         };
@@ -234,14 +240,14 @@ impl Preparing {
                 }
                 // Whoever settles the attempt may have to talk to this QEMU.
                 drop(outbound);
-                let reason = super::arrival::short(&error.message);
-                write(
-                    &mut journal,
-                    &Record::Aborted {
-                        attempt: offer.attempt,
-                        reason,
-                    },
-                )?;
+                let aborted = Record::Aborted {
+                    attempt: offer.attempt,
+                    reason: super::arrival::short(&error.message),
+                };
+                if let Err(error) = write(&mut journal, &aborted) {
+                    // It is written again until it is there.
+                    tracing::error!(%error, "a record cannot be written");
+                }
                 Settling::given_up(&self.context, journal, &self.entry).await;
                 return Err(error);
             }

@@ -121,6 +121,11 @@ impl Receiving {
         self.complete.notify_waiters();
     }
 
+    /// Leaves the guest's memory alone from now on.
+    pub(super) fn seal(&self) {
+        self.lock().destination.seal();
+    }
+
     /// Both parts of the device state, packed, as far as they are whole.
     pub(super) fn device_state(&self) -> (Option<Vec<u8>>, Option<Vec<u8>>) {
         let inner = self.lock();

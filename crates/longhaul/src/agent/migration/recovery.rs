@@ -38,16 +38,24 @@ pub(super) async fn take_up(context: &Arc<Context>) -> Result<(), JournalError> 
         let overruled = matches!(left.records().last(), Some(Record::Overruled { .. }));
         match left.side {
             // By a person's word the guest went on here, and then to a later attempt, which may have
-            // released it: that one decides.
-            Side::Source if overruled && went_on => {
-                tracing::warn!(
-                    guest = left.guest,
-                    "a person's decision is older than its guest"
-                );
+            // released it: that one decides, also when its journal is gone.
+            Side::Source if overruled && (went_on || is_older(context, &left)) => {
+                Settling::pass_on(context, left).await.go_on();
             }
             Side::Source => Settling::take_up(context, left).await.go_on(),
             Side::Destination => context.attempts.take_up(context, left).await,
         }
     }
     Ok(())
+}
+
+/// Whether the guest has changed hands since a person gave it back in this attempt.
+fn is_older(context: &Context, left: &Left) -> bool {
+    match context.rights.get(&left.guest) {
+        Ok(right) => right.is_some_and(|right| right.generation > left.terms.after_next()),
+        Err(error) => {
+            tracing::error!(guest = left.guest, %error, "cannot read who may run it");
+            true
+        }
+    }
 }

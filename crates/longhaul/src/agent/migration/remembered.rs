@@ -22,8 +22,8 @@ use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
-use std::collections::HashMap;
-use std::sync::Arc;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, MutexGuard, PoisonError};
 use tokio::sync::Mutex;
 
 /// Why a source is not answered.
@@ -40,10 +40,16 @@ pub(super) enum AnswerError {
     OutOfPlace,
 }
 
+/// Closed attempts that are known yet.
+const CLOSED_MAX: usize = 256;
+
 /// The attempts that wait for their sources without a task.
 #[derive(Default)]
 pub(super) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, Remembered>>,
+    /// Lately closed. A question about one of them that was overtaken on its way is not one about an
+    /// attempt that never began, which would need a record that nobody removes.
+    closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
 /// The destination's side without its task.
@@ -55,6 +61,8 @@ struct Remembered {
     entry: Option<Arc<Entry>>,
     _reservation: Option<Reservation>,
     outbox: Vec<ToSource>,
+    /// The guest is ours, and would not go on.
+    trouble: Option<ApiError>,
 }
 
 impl Attempts {
@@ -79,6 +87,21 @@ impl Attempts {
         }
     }
 
+    /// Removes the journal of an attempt that is closed on both sides.
+    pub(super) fn close(&self, source: HostId, ledger: Ledger) {
+        let attempt = (source, ledger.migration, ledger.terms.attempt);
+        let mut closed = self.closed();
+        closed.truncate(CLOSED_MAX - 1);
+        closed.push_front(attempt);
+        drop(closed);
+        ledger.remove_journal();
+    }
+
+    fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
+        // What is inside is whole whenever the lock is free.
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What an attempt's source is told.
     pub(super) async fn answer(
         &self,
@@ -100,6 +123,9 @@ impl Attempts {
         };
         // One at a time: two conversations about one attempt must not write one journal.
         let mut waiting = self.waiting.lock().await;
+        if self.closed().contains(&(peer, migration, attempt)) {
+            return Ok(vec![ToSource::Closed]);
+        }
         let (mut remembered, actions) = match waiting.remove(&migration) {
             Some(remembered) => (remembered, Vec::new()),
             None => Remembered::from_journal(context, migration, attempt)?,
@@ -121,15 +147,13 @@ impl Attempts {
         remembered.show();
         let answers = std::mem::take(&mut remembered.outbox);
         if matches!(remembered.handover.state, DestinationState::Closed { .. }) {
-            remembered.handover.ledger.remove_journal();
+            self.close(peer, remembered.handover.ledger);
         } else if remembered.is_open() {
             waiting.insert(migration, remembered);
         }
         Ok(answers)
     }
-}
 
-impl Attempts {
     /// A person decides about an attempt that waits here; false where none of that id does.
     pub(super) async fn resolve(&self, migration: MigrationId, resolve: &Resolve) -> bool {
         let mut waiting = self.waiting.lock().await;
@@ -165,6 +189,7 @@ impl Remembered {
             },
             _reservation: None,
             outbox: Vec::new(),
+            trouble: None,
         }
     }
 
@@ -197,6 +222,7 @@ impl Remembered {
             handover: DestinationHandover { state, ledger },
             _reservation: None,
             outbox: Vec::new(),
+            trouble: None,
         };
         Ok((remembered, actions))
     }
@@ -235,7 +261,8 @@ impl Remembered {
         }
     }
 
-    /// Tells the guest to run, unless it was told, or has changed hands since.
+    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not is
+    /// told again by the next agent: whether it ran before is not known, so it is not given back.
     async fn resume(&mut self) -> DestinationEvent {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());
@@ -271,7 +298,15 @@ impl Remembered {
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = resumed {
-                tracing::error!(guest, error, "committed, and does not run");
+                let text =
+                    format!("QEMU did not let {guest} go on after the agent's restart: {error}");
+                let here = &ledger.context.parts.config.name;
+                let hint = "remove what keeps it from running, then `cont` in its monitor, or restart \
+                            the agent";
+                let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
+                let state = format!("{guest} is {here}'s, and stands still there");
+                self.trouble = Some(trouble.state_of_guest(state));
+                return DestinationEvent::Resumed;
             }
         }
         if let Err(error) = found.set_generation(generation.0) {
@@ -302,7 +337,7 @@ impl Remembered {
                     entry.end(Outcome::InDoubt, Some(error));
                 }
             }
-            state if state.owns_guest() => entry.end(Outcome::Completed, None),
+            state if state.owns_guest() => entry.end(Outcome::Completed, self.trouble.take()),
             state if state.is_settled() => {
                 let reason = abort_reason(ledger.journal.records());
                 let state = format!("{guest} stays at {}", ledger.host);

@@ -114,6 +114,18 @@ impl Settling {
         settling
     }
 
+    /// Takes up an attempt whose guest has gone on since by a person's word: the destination has yet
+    /// to hear of that, and the guest is left alone.
+    pub(super) async fn pass_on(context: &Arc<Context>, left: Left) -> Self {
+        let (state, mut actions) = SourceState::restore(&left.records(), &left.terms);
+        actions.retain(|action| !action.lets_go_on());
+        let paused = left.paused;
+        let ledger = left.into_ledger(context);
+        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused);
+        begin_source(&mut settling, actions).await;
+        settling
+    }
+
     /// Goes on with what a task has brought to its end, for the destination to hear of it.
     pub(super) fn hand_on(handover: SourceHandover, paused: bool) -> Self {
         Self {
@@ -289,6 +301,7 @@ impl Settling {
             ToSource::Closed => self.closed = self.handover.state.is_over(),
             ToSource::Status { .. }
             | ToSource::Summary(_)
+            | ToSource::Clock(_)
             | ToSource::Loaded
             | ToSource::Digests { .. }
             | ToSource::Resumed { .. }

@@ -2,7 +2,9 @@
 
 use super::figure::{self, bare_ms, byte_rate};
 use crate::cli::paint::{Line, Tone, columns, wrap};
-use longhaul_api::{BytesByKind, DowntimeParts, HookRun, HostCost, Outcome, Phase, Report};
+use longhaul_api::{
+    BytesByKind, ClockTeller, DowntimeParts, GuestClock, HookRun, HostCost, Outcome, Phase, Report,
+};
 use longhaul_protocol::units::show_bytes;
 
 const PREDICTED: usize = 14;
@@ -220,6 +222,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
             },
         );
     }
+    if let Some(clock) = &report.clock {
+        line("clock", self::clock(clock));
+    }
     if !report.hooks.is_empty() {
         line("hooks", hooks(&report.hooks));
     }
@@ -232,6 +237,25 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn clock(clock: &GuestClock) -> String {
+    let off = |off_ms: i64| {
+        let size = figure::precise_ms(Some(off_ms.unsigned_abs() as f64));
+        match off_ms {
+            0 => "right".to_owned(),
+            1.. => format!("{size} ahead"),
+            _ => format!("{size} behind"),
+        }
+    };
+    let found = off(clock.before_ms);
+    match (clock.told_by, clock.set) {
+        (ClockTeller::RealTimeClock, _) => format!("{found}, by the machine's real-time clock"),
+        (ClockTeller::GuestAgent, true) => {
+            format!("{found}, set by the guest agent: {}", off(clock.after_ms))
+        }
+        (ClockTeller::GuestAgent, false) => format!("{found}, by the guest agent"),
+    }
 }
 
 fn hooks(hooks: &[HookRun]) -> String {
@@ -287,6 +311,7 @@ mod tests {
         failed.predicted = None;
         failed.hooks[0].time_ms = 10_002.0;
         failed.hooks[0].error = Some("/etc/longhaul/fence did not end within 10 s".into());
+        failed.clock = None;
         failed.cost.destination = HostCost::default();
         failed.verify = Some(VerifyResult {
             regions: 6,

@@ -252,6 +252,12 @@ pub(crate) fn report() -> Report {
             different_blocks: 0,
             first_difference: None,
         }),
+        clock: Some(GuestClock {
+            told_by: ClockTeller::GuestAgent,
+            before_ms: -2140,
+            after_ms: 1,
+            set: true,
+        }),
         hooks: vec![HookRun {
             step: "released".into(),
             time_ms: 4.2,

@@ -2,12 +2,12 @@
 
 use super::{Task, short};
 use crate::agent::hooks::Step;
-use crate::agent::migration::doubt;
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
 use crate::agent::migration::left::abort_reason;
 use crate::agent::migration::peer::attempt_state;
-use longhaul_api::{ApiError, Phase, Resolve, Side};
+use crate::agent::migration::{clock, doubt};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::message::{Summary, ToSource};
@@ -58,6 +58,63 @@ impl Task {
         }
     }
 
+    /// Reports the guest's clock, here and to the source.
+    pub(super) async fn tell_clock(&mut self) {
+        let Some(clock) = self.clock.take() else {
+            return;
+        };
+        match clock.await {
+            Ok(Some(clock)) => {
+                self.entry
+                    .report_with(|report| clock::report(clock, report));
+                self.send(ToSource::Clock(clock)).await;
+            }
+            Ok(None) => {}
+            Err(error) => tracing::error!(%error, "looking at a guest's clock broke"),
+        }
+    }
+
+    /// Leaves nothing behind but the report, and tells the source so.
+    pub(super) async fn end(mut self) {
+        self.last_hook().await;
+        self.tell_clock().await;
+        let reason = self.abort_reason();
+        let Self {
+            context,
+            entry,
+            offer,
+            handover,
+            mut call,
+            arrival,
+            present,
+            reservation,
+            ..
+        } = self;
+        if handover.state.owns_guest() {
+            entry.end(Outcome::Completed, None);
+        } else {
+            let state = format!("{} stays at {}", offer.guest.name, entry.report().source);
+            let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
+            entry.end(Outcome::Aborted, Some(error));
+        }
+        context.archive.keep(&entry);
+        let closed = matches!(handover.state, DestinationState::Closed { .. });
+        if closed {
+            context.attempts.close(arrival.source, handover.ledger);
+        }
+        // From here the guest is free for what comes next.
+        drop(present);
+        drop(reservation);
+        if let Some(call) = &mut call {
+            if closed && let Err(error) = call.sender.send(&ToSource::Closed).await {
+                tracing::debug!(%error, "the source did not wait");
+            }
+            // The source must have read the last message before the channel goes.
+            let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
+            tracing::debug!(?last, "the source's last word");
+        }
+    }
+
     /// A person has decided.
     pub(super) async fn resolved(&mut self, resolve: Option<Resolve>) {
         let Some(resolve) = resolve else { return };
@@ -75,6 +132,9 @@ impl Task {
             .await;
         match self.inbound.resume(generation, self.offer.paused).await {
             Ok(()) => {
+                if !self.offer.paused {
+                    self.clock = Some(self.inbound.set_clock());
+                }
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
                 self.running = Some(self.context.running(&self.entry, generation));
                 DestinationEvent::Resumed

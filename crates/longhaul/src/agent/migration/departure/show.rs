@@ -1,13 +1,14 @@
 //! What people see of a departure: its progress, its prediction and its report.
 
 use super::{Departure, StoppedAt, Task};
+use crate::agent::migration::clock;
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
 use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
 use longhaul_protocol::BLOCK_SIZE;
-use longhaul_protocol::message::Summary;
+use longhaul_protocol::message::{GuestClock, Summary};
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -108,6 +109,12 @@ impl Departure {
         }
         self.entry()
             .report_with(|report| report.predicted = Some(prediction));
+    }
+
+    /// The destination tells of the guest's clock.
+    pub(super) fn tell_clock(&self, clock: GuestClock) {
+        self.entry()
+            .report_with(|report| clock::report(clock, report));
     }
 
     /// Ends what is left, and writes the report.

@@ -1,0 +1,350 @@
+//! A guest's clock after a move: asked of the QEMU guest agent inside it, and set right by it; of
+//! a guest without one, its real-time clock is all that can be seen.
+//!
+//! The agent speaks JSON over a virtio-serial port. What it says comes from the guest, so every
+//! line has a limit, and the whole talk a time.
+
+use crate::qmp::{COMMAND_TIMEOUT, Qmp};
+use serde_json::{Value, json};
+use std::io;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::time::timeout;
+
+/// Name of the port that the agent listens on.
+pub const PORT: &str = "org.qemu.guest_agent.0";
+/// Longest line that an agent may send, in bytes.
+const LINE_BYTES_MAX: u64 = 64 << 10;
+/// Most lines that are skipped until the agent's answer comes.
+const LINES_SKIPPED_MAX: usize = 16;
+/// Time that an agent gets for everything it is asked.
+const TALK_TIMEOUT: Duration = Duration::from_secs(2);
+/// A clock that is off by less is left alone: the question takes about so long itself.
+const SET_FROM: Duration = Duration::from_millis(100);
+/// What stands before the answer to a delimited question.
+const DELIMITER: u8 = 0xff;
+
+/// How far a guest's clock is off against this host's, in milliseconds; negative: behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Clock {
+    /// How far it was when it was first looked at.
+    pub before_ms: i64,
+    /// How far it was in the end.
+    pub after_ms: i64,
+    /// Whether the guest agent told it; otherwise it is the real-time clock, to the second.
+    pub by_agent: bool,
+    /// Whether it was set right.
+    pub set: bool,
+}
+
+/// Why the guest agent was of no help.
+#[derive(Debug, thiserror::Error)]
+pub enum AgentError {
+    /// The port cannot be used.
+    #[error("the guest agent's port cannot be used: {0}")]
+    Port(#[from] io::Error),
+    /// No answer.
+    #[error("the guest agent did not answer within {} s", TALK_TIMEOUT.as_secs())]
+    Silent,
+    /// No answer that makes sense.
+    #[error("the guest agent's answer to `{0}` is not understood")]
+    Answer(&'static str),
+    /// It refused.
+    #[error("the guest agent refused `{command}`: {why}")]
+    Refused {
+        /// The command.
+        command: &'static str,
+        /// Its own words.
+        why: String,
+    },
+}
+
+/// The agent at the other end of a port.
+struct Agent {
+    port: BufReader<UnixStream>,
+}
+
+impl Agent {
+    /// Connects, and has the agent forget what was said before.
+    async fn connect(path: &Path) -> Result<Self, AgentError> {
+        const SYNC: &str = "guest-sync-delimited";
+        let port = BufReader::new(UnixStream::connect(path).await?);
+        let mut agent = Self { port };
+        // An agent in the middle of another client's line starts anew at this byte; one that is
+        // not calls it an error, ahead of the delimiter.
+        agent.port.get_mut().write_all(&[DELIMITER]).await?;
+        let id = now() % 1_000_000_000;
+        let id = u64::try_from(id).map_err(|_| AgentError::Answer(SYNC))?;
+        agent.question(SYNC, json!({ "id": id })).await?;
+        for _ in 0..LINES_SKIPPED_MAX {
+            let line = agent.line(SYNC).await?;
+            let start = line.iter().rposition(|byte| *byte == DELIMITER);
+            let Some(start) = start else { continue };
+            let answer: Option<Value> = serde_json::from_slice(&line[start + 1..]).ok();
+            if answer.is_some_and(|answer| answer["return"] == id) {
+                return Ok(agent);
+            }
+        }
+        Err(AgentError::Answer(SYNC))
+    }
+
+    async fn question(&mut self, command: &str, arguments: Value) -> io::Result<()> {
+        let question = json!({"execute": command, "arguments": arguments});
+        let line = format!("{question}\n");
+        self.port.get_mut().write_all(line.as_bytes()).await
+    }
+
+    async fn line(&mut self, command: &'static str) -> Result<Vec<u8>, AgentError> {
+        let mut line = Vec::new();
+        let mut limited = (&mut self.port).take(LINE_BYTES_MAX);
+        limited.read_until(b'\n', &mut line).await?;
+        match line.last() {
+            Some(b'\n') => Ok(line),
+            _ => Err(AgentError::Answer(command)),
+        }
+    }
+
+    async fn ask(&mut self, command: &'static str, arguments: Value) -> Result<Value, AgentError> {
+        self.question(command, arguments).await?;
+        let line = self.line(command).await?;
+        let answer: Option<Value> = serde_json::from_slice(&line).ok();
+        let mut answer = answer.ok_or(AgentError::Answer(command))?;
+        if let Some(error) = answer.get("error") {
+            let why = error["desc"].as_str().unwrap_or("without a reason");
+            let why = why.chars().filter(|c| !c.is_control()).take(200).collect();
+            return Err(AgentError::Refused { command, why });
+        }
+        let value = answer.get_mut("return").map(Value::take);
+        value.ok_or(AgentError::Answer(command))
+    }
+
+    /// How far the guest's clock is off, in milliseconds.
+    async fn off_ms(&mut self) -> Result<i64, AgentError> {
+        const GET: &str = "guest-get-time";
+        let asked = now();
+        let theirs = self.ask(GET, json!({})).await?;
+        let ours = asked + (now() - asked) / 2;
+        let theirs = theirs.as_i64().ok_or(AgentError::Answer(GET))?;
+        i64::try_from((i128::from(theirs) - ours) / 1_000_000).map_err(|_| AgentError::Answer(GET))
+    }
+
+    async fn set_right(&mut self) -> Result<Clock, AgentError> {
+        let small = |off_ms: i64| u128::from(off_ms.unsigned_abs()) < SET_FROM.as_millis();
+        let before_ms = self.off_ms().await?;
+        let mut clock = Clock {
+            before_ms,
+            after_ms: before_ms,
+            by_agent: true,
+            set: false,
+        };
+        if small(before_ms) {
+            return Ok(clock);
+        }
+        let time = i64::try_from(now()).unwrap_or(i64::MAX);
+        let set = self.ask("guest-set-time", json!({ "time": time })).await;
+        clock.after_ms = self.off_ms().await?;
+        // An agent that cannot set the machine's clock too says that it failed.
+        clock.set = set.is_ok() || small(clock.after_ms);
+        if let Err(error) = set {
+            tracing::info!(%error, ?clock, "setting a guest's clock");
+        }
+        Ok(clock)
+    }
+}
+
+/// How far the clock is off by the guest agent's word, and sets it right where it is.
+pub async fn set_right(port: &Path) -> Result<Clock, AgentError> {
+    let talk = async { Agent::connect(port).await?.set_right().await };
+    timeout(TALK_TIMEOUT, talk)
+        .await
+        .unwrap_or(Err(AgentError::Silent))
+}
+
+/// Whether something in the guest has opened a port; an agent that is not there is not waited for.
+pub async fn is_open(qmp: &Qmp, port: &Path) -> bool {
+    let devices = qmp
+        .execute("query-chardev", json!({}), COMMAND_TIMEOUT)
+        .await;
+    let Ok(Value::Array(devices)) = devices else {
+        return false;
+    };
+    // Such as `unix:PATH,server=on`, with more around it where somebody is connected.
+    let named = format!("unix:{}", port.display());
+    devices.iter().any(|device| {
+        let name = device["filename"].as_str().unwrap_or_default();
+        name.contains(&named) && device["frontend-open"] == true
+    })
+}
+
+/// How far a guest's real-time clock is off, which can be seen from outside.
+pub async fn real_time_clock(qmp: &Qmp) -> Option<Clock> {
+    let question = json!({"path": "/machine", "property": "rtc-time"});
+    let theirs = qmp
+        .execute("qom-get", question, COMMAND_TIMEOUT)
+        .await
+        .ok()?;
+    let ours = now() / 1_000_000_000;
+    let field = |name: &str| theirs[name].as_i64();
+    let days = days(
+        field("tm_year")? + 1900,
+        field("tm_mon")? + 1,
+        field("tm_mday")?,
+    );
+    let theirs = ((days * 24 + field("tm_hour")?) * 60 + field("tm_min")?) * 60 + field("tm_sec")?;
+    let off_s = i64::try_from(i128::from(theirs) - ours).ok()?;
+    let off_ms = off_s.checked_mul(1000)?;
+    Some(Clock {
+        before_ms: off_ms,
+        after_ms: off_ms,
+        by_agent: false,
+        set: false,
+    })
+}
+
+/// Days from 1970 to a date of the Gregorian calendar.
+fn days(year: i64, month: i64, day: i64) -> i64 {
+    // Years that begin in March: the odd day is their last.
+    let year = if month <= 2 { year - 1 } else { year };
+    let of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
+    let leap_days = year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
+    365 * year + leap_days + of_year - 719_468
+}
+
+/// Nanoseconds since 1970.
+fn now() -> i128 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    now.map_or(0, |now| i128::try_from(now.as_nanos()).unwrap_or(i128::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::path::PathBuf;
+    use std::sync::{Arc, Mutex};
+    use tokio::net::UnixListener;
+
+    /// What a made-up agent does.
+    #[derive(Clone, Copy)]
+    struct Behaviour {
+        off_ms: i64,
+        /// What it says ahead of everything.
+        noise: &'static [u8],
+        /// It sets the clock, and says that it did not.
+        complains: bool,
+        /// A command that it never answers.
+        deaf_to: &'static str,
+    }
+
+    const GOOD: Behaviour = Behaviour {
+        off_ms: 0,
+        noise: b"",
+        complains: false,
+        deaf_to: "",
+    };
+
+    /// An agent, and what it was asked.
+    fn fake(behaviour: Behaviour) -> (tempfile::TempDir, PathBuf, Arc<Mutex<Vec<String>>>) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("port");
+        let listener = UnixListener::bind(&path).unwrap();
+        let asked = Arc::new(Mutex::new(Vec::new()));
+        let log = Arc::clone(&asked);
+        tokio::spawn(async move {
+            let (stream, _) = listener.accept().await.unwrap();
+            let mut stream = BufReader::new(stream);
+            assert_eq!(stream.read_u8().await.unwrap(), DELIMITER);
+            stream.get_mut().write_all(behaviour.noise).await.unwrap();
+            let mut off_ms = behaviour.off_ms;
+            let mut line = String::new();
+            while stream
+                .read_line(&mut line)
+                .await
+                .is_ok_and(|bytes| bytes > 0)
+            {
+                let question: Value = serde_json::from_str(&line).unwrap();
+                line.clear();
+                let command = question["execute"].as_str().unwrap().to_owned();
+                log.lock().unwrap().push(command.clone());
+                let time = now() + i128::from(off_ms) * 1_000_000;
+                let refused = json!({"error": {"class": "GenericError", "desc": "no\u{7}"}});
+                let answer = match command.as_str() {
+                    deaf if deaf == behaviour.deaf_to => continue,
+                    "guest-sync-delimited" => json!({"return": question["arguments"]["id"]}),
+                    "guest-get-time" => json!({"return": i64::try_from(time).unwrap()}),
+                    _ => {
+                        let time = question["arguments"]["time"].as_i64().unwrap();
+                        off_ms = i64::try_from((i128::from(time) - now()) / 1_000_000).unwrap();
+                        match behaviour.complains {
+                            true => refused,
+                            false => json!({"return": {}}),
+                        }
+                    }
+                };
+                let delimiter: &[u8] = match command.ends_with("delimited") {
+                    true => &[DELIMITER],
+                    false => b"",
+                };
+                let bytes = [delimiter, answer.to_string().as_bytes(), b"\n"].concat();
+                stream.get_mut().write_all(&bytes).await.unwrap();
+            }
+        });
+        (folder, path, asked)
+    }
+
+    #[tokio::test]
+    async fn a_clock_that_is_off_is_set_right() {
+        for complains in [false, true] {
+            let (_folder, path, asked) = fake(Behaviour {
+                off_ms: -90_000,
+                noise: b"{\"return\": 7}\n{\"error\": {\"desc\": \"stray\"}}\nhalf a li",
+                complains,
+                ..GOOD
+            });
+            let clock = set_right(&path).await.unwrap();
+            assert!((-95_000..=-85_000).contains(&clock.before_ms), "{clock:?}");
+            assert!((-5_000..=5_000).contains(&clock.after_ms), "{clock:?}");
+            assert!(clock.by_agent);
+            // A busy machine may take longer than what counts as right.
+            assert!(clock.set || complains, "{clock:?}");
+            let expected = [
+                "guest-sync-delimited",
+                "guest-get-time",
+                "guest-set-time",
+                "guest-get-time",
+            ];
+            assert_eq!(*asked.lock().unwrap(), expected);
+        }
+    }
+
+    #[tokio::test]
+    async fn an_agent_that_makes_no_sense_is_left_alone() {
+        static ENDLESS: [u8; 70_000] = [b'x'; 70_000];
+        static LINES: [u8; 40] = [b'\n'; 40];
+        for noise in [&ENDLESS[..], &LINES] {
+            let (_folder, path, asked) = fake(Behaviour { noise, ..GOOD });
+            let error = set_right(&path).await.unwrap_err();
+            assert!(matches!(error, AgentError::Answer(_)), "{error}");
+            assert!(asked.lock().unwrap().len() <= 1);
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let error = set_right(&folder.path().join("none")).await.unwrap_err();
+        assert!(matches!(error, AgentError::Port(_)), "{error}");
+        let far = Behaviour {
+            off_ms: i64::MAX / 2_000_000,
+            deaf_to: "guest-set-time",
+            ..GOOD
+        };
+        let (_folder, path, _asked) = fake(far);
+        let error = set_right(&path).await.unwrap_err();
+        assert!(matches!(error, AgentError::Silent), "{error}");
+    }
+
+    #[test]
+    fn dates_are_counted() {
+        assert_eq!(days(1970, 1, 1), 0);
+        assert_eq!(days(2000, 2, 29), 11_016);
+        assert_eq!(days(2026, 11, 21), 20_778);
+    }
+}
