@@ -406,7 +406,7 @@ impl Launcher<'_> {
         };
         warm.lay_out(&self.disks)?;
         let mut source = self.start(0, &case.guest, Begin::Saved(&warm.state))?;
-        source.wait_until_running()?;
+        source.wake()?;
         Ok(source)
     }
 }
@@ -573,8 +573,9 @@ impl LonghaulMover<'_> {
         let (target, words) = (self.lab.host(to)?, ["--downtime", downtime.as_str()]);
         let finished = match show {
             Show::Nothing => {
-                let running = self.product.migrate(from, name, target, &words)?;
-                running.finish(case.limit + FINISH_LIMIT)?
+                let limit = case.limit + FINISH_LIMIT;
+                self.product
+                    .migrate_within(from, name, target, &words, limit)?
             }
             Show::Display => self.product.migrate_shown(from, name, target, &words)?,
         };

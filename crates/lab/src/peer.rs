@@ -22,7 +22,7 @@ const POLL_EVERY: Duration = Duration::from_millis(10);
 /// QEMU's own cleaning up after a move or a cancelled one.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
 /// Loading and saving a state takes seconds, on a machine that does nothing else.
-const START_LIMIT: Duration = Duration::from_secs(120);
+const START_LIMIT: Duration = Duration::from_secs(300);
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
 
 /// The cache that XBZRLE gets.
@@ -202,17 +202,19 @@ impl PeerQemu {
         self.process
     }
 
-    /// Waits until the guest runs.
+    /// Waits until the guest's saved state is loaded, and lets it run.
     ///
     /// # Errors
     /// When it does not.
-    pub fn wait_until_running(&mut self) -> Result<(), LabError> {
+    pub fn wake(&mut self) -> Result<(), LabError> {
         let began = Instant::now();
         while began.elapsed() < START_LIMIT {
-            if self.is_running()? {
-                return Ok(());
+            match self.status()?.as_str() {
+                "running" => return Ok(()),
+                // As it was when it was saved.
+                "paused" => drop(self.qmp.execute("cont", &json!({}))?),
+                _ => interrupt::sleep(POLL_EVERY)?,
             }
-            interrupt::sleep(POLL_EVERY)?;
         }
         Err(unexpected("the guest's saved state was not loaded in time"))
     }
@@ -247,8 +249,12 @@ impl PeerQemu {
     }
 
     fn is_running(&mut self) -> Result<bool, LabError> {
+        Ok(self.status()? == "running")
+    }
+
+    fn status(&mut self) -> Result<String, LabError> {
         let status = self.qmp.execute("query-status", &json!({}))?;
-        Ok(status.get("status").and_then(Value::as_str) == Some("running"))
+        Ok(status_of(&status).to_owned())
     }
 }
 

@@ -234,6 +234,34 @@ impl Product {
         })
     }
 
+    /// As [`Self::migrate`], to the end; a move that does not end in time is cancelled, and then is
+    /// one that failed.
+    ///
+    /// # Errors
+    /// When the command cannot be started.
+    pub fn migrate_within(
+        &self,
+        host: usize,
+        name: &str,
+        to: &Host,
+        more: &[&str],
+        limit: Duration,
+    ) -> Result<Finished, LabError> {
+        let moving = self.migrate(host, name, to, more)?;
+        let mut given_up = Finished::new(moving.began);
+        match moving.finish(limit) {
+            Err(LabError::Answer { message, .. }) => {
+                given_up.said.push(message);
+                if let Err(error) = self.agent(host)?.run(&["cancel", name]) {
+                    given_up.said.push(error.to_string());
+                }
+                given_up.ended = Instant::now();
+                Ok(given_up)
+            }
+            ended => ended,
+        }
+    }
+
     /// Moves a guest with the product's own display on this terminal, to the end.
     ///
     /// # Errors

@@ -15,8 +15,9 @@ use std::time::Instant;
 /// The recipe.
 const BUILD: &str = include_str!("../../debian/build");
 /// What goes into the guest beside Debian's packages, under /lab.
-const FILES: [(&str, &str); 7] = [
+const FILES: [(&str, &str); 9] = [
     ("init", include_str!("../../debian/guest/init")),
+    ("churn.lisp", include_str!("../../debian/guest/churn.lisp")),
     ("database", include_str!("../../debian/guest/database")),
     (
         "database.sql",
@@ -29,6 +30,10 @@ const FILES: [(&str, &str); 7] = [
     (
         "transaction.sql",
         include_str!("../../debian/guest/transaction.sql"),
+    ),
+    (
+        "workloads/churn",
+        include_str!("../../debian/guest/workloads/churn"),
     ),
     (
         "workloads/compile",

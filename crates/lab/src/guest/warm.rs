@@ -35,8 +35,8 @@ const WARM_S: u64 = 60;
 const WARM_S_MAX: u64 = 3600;
 const WARM_WORK_MAX: u64 = 1_000_000_000;
 const WARM_LIMIT: Duration = Duration::from_secs(3600);
-/// Each of the source's files, and half of the pages of the accounts.
-const DEBIAN_PROGRAMS: [(&str, u64); 2] = [("compile", 100), ("database", 1500)];
+/// Each of the source's files, half of the pages of the accounts, each of the orders.
+const DEBIAN_PROGRAMS: [(&str, u64); 3] = [("compile", 100), ("database", 1500), ("churn", 100)];
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 const MEMORY_MIB_RANGE: std::ops::RangeInclusive<u64> = 128..=65536;
 const VCPUS_MAX: u32 = 64;

@@ -33,7 +33,12 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let guest = match options.guest.as_str() {
         "tiny" => None,
         "debian" => Some(SystemGuest::debian()?),
-        path => Some(SystemGuest::described(Path::new(path))?),
+        path if path.ends_with(".toml") => Some(SystemGuest::described(Path::new(path))?),
+        other => {
+            return Err(LabError::Which(format!(
+                "there is no guest `{other}`: tiny, debian, or a FILE.toml that describes one"
+            )));
+        }
     };
     let systems = systems(options, guest.is_some())?;
     let link = options.link_or(LINK)?;
