@@ -334,7 +334,7 @@ async fn what_is_no_frame_ends_the_attempt_and_no_more() {
     let machine = victim.machine(&guest("web-7")).await;
     let before = victim.uses();
     let piece = |index: u32, total: u32| {
-        let mut piece = vec![3];
+        let mut piece = vec![129];
         piece.extend(index.to_le_bytes());
         piece.extend(total.to_le_bytes());
         piece.extend(vec![0; PIECE_BYTES]);

@@ -8,15 +8,15 @@ use crate::limits::DEVICE_STATE_BYTES_MAX;
 pub const PIECE_BYTES: usize = 64 << 10;
 const HEADER_BYTES: usize = 9;
 
-/// Which of the two packed byte strings a piece belongs to. The number is the piece's first byte;
-/// a frame of blocks begins with another.
+/// Which of the two packed byte strings a piece belongs to. The number is the piece's first byte; a
+/// frame of blocks begins with its version, which is below 128.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Part {
     /// What is sent while the guest runs.
-    Early = 2,
+    Early = 128,
     /// What is sent when it has been stopped.
-    DeviceState = 3,
+    DeviceState = 129,
 }
 
 /// A piece.
@@ -68,8 +68,8 @@ impl Part {
     /// The part that a message on a stream of frames belongs to, if it is no frame.
     pub fn of(message: &[u8]) -> Option<Self> {
         match message.first() {
-            Some(2) => Some(Self::Early),
-            Some(3) => Some(Self::DeviceState),
+            Some(128) => Some(Self::Early),
+            Some(129) => Some(Self::DeviceState),
             _ => None,
         }
     }
@@ -198,13 +198,13 @@ mod tests {
     #[test]
     fn what_does_not_fit_is_refused() {
         let piece = |index: u32, total: u32, bytes: usize| {
-            let mut message = vec![3];
+            let mut message = vec![129];
             message.extend(index.to_le_bytes());
             message.extend(total.to_le_bytes());
             message.extend(vec![1; bytes]);
             message
         };
-        assert_eq!(Piece::decode(&[3, 0, 0]), Err(PieceError::Malformed));
+        assert_eq!(Piece::decode(&[129, 0, 0]), Err(PieceError::Malformed));
         assert_eq!(Piece::decode(&[1; 20]), Err(PieceError::Malformed));
         let over = DEVICE_STATE_BYTES_MAX as u32 + 1;
         for (index, total, bytes) in [(0, 0, 0), (0, over, PIECE_BYTES)] {

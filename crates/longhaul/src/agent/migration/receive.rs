@@ -305,3 +305,13 @@ impl BlockSink for Sink<'_> {
         self.store.write(writes, self.fresh)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_not_taken_for_a_piece() {
+        assert_eq!(Part::of(&[longhaul_codec::FRAME_VERSION]), None);
+    }
+}
