@@ -20,11 +20,13 @@ BENCH_OPTIONS :=
 
 bench: install build ## all benches, and the page docs/benchmarks (hours; quickly: BENCH_OPTIONS=--quick; one: target/release/lab bench NAME)
 	@mkdir -p docs/benchmarks/documents target/bench
-	@status=0; for bench in $$($(LAB) bench --list --names); do \
-	    echo "== lab bench $$bench $(BENCH_OPTIONS)"; \
-	    $(LAB) bench $$bench --json $(BENCH_OPTIONS) > target/bench/$$bench.json || status=$$?; \
-	    [ -s target/bench/$$bench.json ] && cp target/bench/$$bench.json docs/benchmarks/documents/; \
-	done; \
+	@status=0; run() { \
+	    echo "== lab bench $${*:2} $(BENCH_OPTIONS)"; \
+	    $(LAB) bench "$${@:2}" --json $(BENCH_OPTIONS) > target/bench/$$1.json || status=$$?; \
+	    [ ! -s target/bench/$$1.json ] || cp target/bench/$$1.json docs/benchmarks/documents/; \
+	}; \
+	for bench in $$($(LAB) bench --list --names); do run $$bench $$bench; done; \
+	run memory-debian memory --guest debian; \
 	echo "== docs/benchmarks/README.md"; $(LAB) results docs/benchmarks || status=$$?; exit $$status
 
 crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (2 hours)

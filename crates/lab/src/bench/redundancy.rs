@@ -197,7 +197,7 @@ impl Figures<'_> {
         let own = self.own("longhaul-raw")?;
         let (pages, dirty) = (self.input.first.len() as f64, self.input.after.len() as f64);
         let sent = (own.first * pages + own.dirty * dirty) / (pages + dirty);
-        self.add(14, "longhaul", "whole pages", 1.0 - sent);
+        self.add(14, "longhaul", "pages and deltas", 1.0 - sent);
         Ok(())
     }
 

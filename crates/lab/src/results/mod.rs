@@ -26,6 +26,9 @@ const DOCUMENT_BYTES_MAX: u64 = 64 << 20;
 /// A document as `lab bench NAME --json` printed it.
 #[derive(Debug, Clone, Deserialize)]
 struct Saved {
+    /// The name of its file: one bench may have run on several guests.
+    #[serde(skip)]
+    name: String,
     bench: String,
     commit: Option<String>,
     started: Option<String>,
@@ -93,13 +96,19 @@ impl Section {
     }
 }
 
-/// Makes the page of the documents in `FOLDER/documents`: `FOLDER/README.md` and its plots.
+/// Makes the page of the documents in `FOLDER/documents`: `FOLDER/README.md` and its plots. What
+/// people have to say of the results stands in `FOLDER/notes.md`.
 ///
 /// # Errors
 /// When there is no document, one cannot be read, or the page cannot be written.
 pub fn make(folder: &Path) -> Result<(), LabError> {
     let documents = read(&folder.join("documents"))?;
-    let (page, plots) = page(&documents);
+    let notes = folder.join("notes.md");
+    let notes = match notes.exists() {
+        true => fs::read_to_string(&notes).during(|| format!("read {}", notes.display()))?,
+        false => String::new(),
+    };
+    let (page, plots) = page(&documents, &notes);
     // Plots of benches that are no longer there go away.
     for old in files(folder, "svg")? {
         fs::remove_file(&old).during(|| format!("remove {}", old.display()))?;
@@ -127,7 +136,10 @@ fn read(folder: &Path) -> Result<Vec<Saved>, LabError> {
             return Err(answer(format!("{bytes} bytes are no bench's document")));
         }
         let text = fs::read_to_string(&path).during(doing)?;
-        let document = serde_json::from_str(&text).map_err(|error| answer(error.to_string()))?;
+        let mut document: Saved =
+            serde_json::from_str(&text).map_err(|error| answer(error.to_string()))?;
+        let name = path.file_stem().unwrap_or_default();
+        document.name = name.to_string_lossy().into_owned();
         documents.push(document);
     }
     if documents.is_empty() {
@@ -156,7 +168,7 @@ fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, LabError> {
     Ok(files)
 }
 
-fn page(documents: &[Saved]) -> (String, Vec<(String, Plot)>) {
+fn page(documents: &[Saved], notes: &str) -> (String, Vec<(String, Plot)>) {
     let mut head = Section::default();
     head.text.push_str(HEAD);
     let rows: Vec<Vec<String>> = documents.iter().map(overview).collect();
@@ -164,10 +176,13 @@ fn page(documents: &[Saved]) -> (String, Vec<(String, Plot)>) {
         &["bench", "started", "commit", "machine", "checks that hold"],
         &rows,
     );
+    if !notes.trim().is_empty() {
+        head.paragraph(notes.trim());
+    }
     let (mut text, mut plots) = (head.text, Vec::new());
     for document in documents {
         let section = section(document, documents);
-        let _ = write!(text, "## {}\n\n{}", document.bench, section.text);
+        let _ = write!(text, "## {}\n\n{}", document.name, section.text);
         plots.extend(section.plots);
     }
     // No empty line at the end.
@@ -202,7 +217,7 @@ fn overview(document: &Saved) -> Vec<String> {
         let _ = write!(machine_text, ", QEMU {qemu} ({accel})");
     }
     vec![
-        format!("[{0}](#{0})", document.bench),
+        format!("[{0}](#{0})", document.name),
         document.started.clone().unwrap_or_else(unknown),
         format!(
             "{}{}",
@@ -227,23 +242,23 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
     };
     section.paragraph(&format!(
         "`{command}`{quick}: [{0}.json](documents/{0}.json)",
-        document.bench
+        document.name
     ));
     let rows = Rows::of(&document.rows);
     match document.bench.as_str() {
         "codec" => codec::show(&rows, &mut section),
         "redundancy" => {
-            let moves = documents.iter().find(|other| other.bench == "memory");
-            let moves = moves.map(|moves| Rows::of(&moves.rows)).unwrap_or_default();
+            let moves = documents.iter().filter(|other| other.bench == "memory");
+            let moves = Rows(moves.flat_map(|moves| &moves.rows).collect());
             redundancy::show(&rows, &moves, &mut section);
         }
-        "memory" => moves::show(&rows, &mut section),
+        "memory" => moves::show(&rows, &document.name, &mut section),
         "handover" => moves::show_handover(&rows, &mut section),
         "link" => moves::show_link(&rows, &mut section),
         _ => {}
     }
     if !document.checks.is_empty() {
-        section.heading(&format!("Checks of {}", document.bench));
+        section.heading(&format!("Checks of {}", document.name));
         let rows: Vec<Vec<String>> = document.checks.iter().map(check).collect();
         section.table(&["check", "value", "bar", "holds"], &rows);
     }
@@ -314,6 +329,7 @@ mod tests {
             fs::write(folder.path().join(name), document.to_string()).unwrap();
         }
         fs::write(folder.path().join("documents/none.json"), "").unwrap();
+        fs::write(folder.path().join("notes.md"), "A note.\n").unwrap();
         make(folder.path()).unwrap();
         let page = fs::read_to_string(folder.path().join("README.md")).unwrap();
         (folder, page)
@@ -352,6 +368,7 @@ mod tests {
             "`lab bench memory --json --quick` (fewer cases and repeats than a whole run): \
              [memory.json](documents/memory.json)",
             "| idle, cloudnet-blocks | 20.0 % | 30.0 % |",
+            "\n\nA note.\n\n## memory\n",
             "## unheard-of",
             "![Bytes over the link, moves that completed](memory-bytes.svg)",
         ] {

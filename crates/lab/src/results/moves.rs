@@ -7,8 +7,8 @@ use super::{Section, maybe};
 /// What rows of moves are told apart by, beside the system.
 const CASE: [&str; 2] = ["workload", "parameters/dirty_rate_of_link"];
 
-/// Moves of a guest's memory.
-pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
+/// Moves of a guest's memory; the plots' files are named after the document.
+pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     let cases = cases(rows);
     let systems = rows.all("system");
     let mut lines = Vec::new();
@@ -66,7 +66,7 @@ pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
             categories: cases.iter().map(|(case, _)| case.clone()).collect(),
             limit: None,
         };
-        section.plot(&format!("memory-{file}"), plot);
+        section.plot(&format!("{name}-{file}"), plot);
     }
 }
 

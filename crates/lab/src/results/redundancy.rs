@@ -167,8 +167,17 @@ fn moved(rows: &Rows<'_>, section: &mut Section) {
     let rows = rows.with("outcome", "completed");
     for workload in rows.all("workload") {
         let rows = rows.with("workload", &workload);
-        for share in rows.all("parameters/dirty_rate_of_link") {
-            let rows = rows.with("parameters/dirty_rate_of_link", &share);
+        let shares = rows.all("parameters/dirty_rate_of_link");
+        // A workload of real programs has no rate of its own.
+        let mut cases = vec![("-".to_owned(), rows.clone())];
+        if !shares.is_empty() {
+            let of = |share: String| {
+                let rows = rows.with("parameters/dirty_rate_of_link", &share);
+                (maybe(share.parse().ok(), 1.0), rows)
+            };
+            cases = shares.into_iter().map(of).collect();
+        }
+        for (share, rows) in cases {
             let saved = |key: &str| {
                 let of = |system| rows.with("system", system).median(key);
                 Some(1.0 - of("longhaul")? / of("qemu-default")?)
@@ -176,7 +185,6 @@ fn moved(rows: &Rows<'_>, section: &mut Section) {
             let values = ["link_bytes", "total_ms", "downtime_ms"].map(|key| percent(saved(key)));
             if values.iter().any(|value| value != "-") {
                 let [bytes, total, pause] = values;
-                let share = maybe(share.parse().ok(), 1.0);
                 cells.push(vec![workload.clone(), share, bytes, total, pause]);
             }
         }
@@ -185,7 +193,7 @@ fn moved(rows: &Rows<'_>, section: &mut Section) {
         return;
     }
     section.paragraph(
-        "In moves (the bench `memory`, above), Longhaul against QEMU's default pre-copy, both completed:",
+        "In moves (the bench `memory`), Longhaul against QEMU's default pre-copy, both completed:",
     );
     let head = [
         "workload",

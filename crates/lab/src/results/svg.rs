@@ -12,7 +12,7 @@ const TOP: f64 = 40.0;
 /// Of a line of the legend.
 const LEGEND_LINE: f64 = 18.0;
 /// Width of a letter, about.
-const LETTER: f64 = 6.6;
+const LETTER: f64 = 7.2;
 
 /// Colours that people tell apart who see colours differently (Okabe and Ito's).
 const COLOURS: [&str; 8] = [
@@ -232,7 +232,7 @@ struct Frame {
 impl Frame {
     /// The value at the top of the plot.
     fn top_value(&self) -> f64 {
-        (self.highest / self.step).ceil().max(1.0) * self.step
+        (self.highest / self.step - 1e-6).ceil().max(1.0) * self.step
     }
 
     fn y(&self, value: f64) -> f64 {

@@ -26,6 +26,8 @@ pub(super) struct Longhaul {
     encoder: Encoder,
     decoder: Decoder,
     index: Index,
+    /// Number of this migration's first block: one after another has other blocks.
+    base: usize,
     seq: u64,
     staging: Vec<Block>,
     staged: Vec<Staged>,
@@ -36,12 +38,18 @@ impl Longhaul {
     /// A migration of a memory of so many blocks.
     pub(super) fn new(compression: Compression, blocks: usize) -> Self {
         let key = DigestKey([7; 32]);
+        let mut encoder = Encoder::for_guest(GUEST_BLOCKS, VERSIONS_BYTES);
+        // Other blocks, so that its memory is there before anything is measured.
+        for index in (GUEST_BLOCKS..2 * GUEST_BLOCKS).step_by(4) {
+            encoder.keep_version(block(index), &Digest([1; 16]), &[0; BLOCK_SIZE]);
+        }
         Self {
             compression,
             hasher: Hasher::new(key),
-            encoder: Encoder::for_guest(GUEST_BLOCKS, VERSIONS_BYTES),
+            encoder,
             decoder: Decoder::new(key),
             index: Index::new(blocks),
+            base: 0,
             seq: 0,
             staging: vec![[0; BLOCK_SIZE]; FRAME_BLOCKS],
             staged: Vec::new(),
@@ -67,12 +75,12 @@ impl Longhaul {
         clock.lap(&mut cost.stage)?;
         let mut ids = [block(0); FRAME_BLOCKS];
         for (id, index) in ids.iter_mut().zip(first..) {
-            *id = block(index);
+            *id = block(self.base + index);
         }
         self.decisions.clear();
         let decided = self.staged.iter().zip(first..);
         self.decisions
-            .extend(decided.map(|(staged, index)| self.index.decide(*staged, index)));
+            .extend(decided.map(|(staged, index)| self.index.decide(*staged, index, self.base)));
         self.index.sent();
         clock.lap(&mut cost.decide)?;
         let ids = &ids[..blocks.len()];
@@ -96,7 +104,9 @@ impl Longhaul {
 
 impl Pipeline for Longhaul {
     fn clear(&mut self) {
-        *self = Self::new(self.compression, self.index.held.len());
+        let blocks = self.index.held.len();
+        self.base += blocks;
+        self.index = Index::new(blocks);
     }
 
     fn send(
@@ -109,7 +119,10 @@ impl Pipeline for Longhaul {
             bytes: size_of_val(blocks),
             ..Cost::default()
         };
-        let mut sink = Memory(destination);
+        let mut sink = Memory {
+            blocks: destination,
+            base: self.base,
+        };
         for (index, blocks) in blocks.chunks(FRAME_BLOCKS).enumerate() {
             self.frame(first + index * FRAME_BLOCKS, blocks, &mut sink, &mut cost)?;
         }
@@ -221,7 +234,7 @@ impl Index {
         }
     }
 
-    fn decide(&mut self, staged: Staged, index: usize) -> Decision {
+    fn decide(&mut self, staged: Staged, index: usize, base: usize) -> Decision {
         let Staged::Content(digest) = staged else {
             self.coming.push((index, None));
             return Decision::Zero;
@@ -232,11 +245,11 @@ impl Index {
         self.coming.push((index, Some(digest)));
         match self.found.get(&u128::from_le_bytes(digest.0)) {
             Some(source) if self.held[*source] == Some(digest) => Decision::Reference {
-                source: block(*source),
+                source: block(base + *source),
                 digest,
             },
             _ => match self.held[index] {
-                Some(base) => Decision::Changed { digest, base },
+                Some(held) => Decision::Changed { digest, base: held },
                 None => Decision::Literal { digest },
             },
         }
@@ -253,13 +266,17 @@ impl Index {
 }
 
 /// Memory at the other end.
-struct Memory<'a>(&'a mut [Block]);
+struct Memory<'a> {
+    blocks: &'a mut [Block],
+    /// The number of the first.
+    base: usize,
+}
 
 impl BlockSink for Memory<'_> {
     type Error = Infallible;
 
     fn region_blocks(&self, _: RegionId) -> Option<u64> {
-        Some(self.0.len() as u64)
+        Some((self.base + self.blocks.len()) as u64)
     }
 
     fn accepts(&self, _: BlockId, _: u64) -> bool {
@@ -267,14 +284,16 @@ impl BlockSink for Memory<'_> {
     }
 
     fn read(&mut self, id: BlockId, content: &mut Block) -> bool {
-        *content = self.0[id.block as usize];
-        true
+        let index = (id.block as usize).checked_sub(self.base);
+        let held = index.and_then(|index| self.blocks.get(index));
+        held.map(|held| *content = *held).is_some()
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {
         for write in writes {
-            let blocks = write.range.start as usize..write.range.end() as usize;
-            let blocks = self.0[blocks].as_flattened_mut();
+            let start = write.range.start as usize - self.base;
+            let end = write.range.end() as usize - self.base;
+            let blocks = self.blocks[start..end].as_flattened_mut();
             match write.content {
                 Content::Zero => blocks.fill(0),
                 Content::Bytes(bytes) => blocks.copy_from_slice(bytes),
