@@ -2,6 +2,12 @@
 
 use std::io;
 
+const FRAME_BLOCKS: usize = 64;
+/// Fewer than a frame may describe: they fit into one even where nothing can be compressed.
+const FRAME_BLOCKS_DEAR: usize = 192;
+/// The dearest level for which frames of [`FRAME_BLOCKS`] are enough.
+const ZSTD_FRAME_LEVEL: i32 = 3;
+
 /// How the payload of a frame is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Compression {
@@ -11,6 +17,17 @@ pub enum Compression {
     Lz4,
     /// One Zstandard frame, made at this level (negative levels are faster).
     Zstd(i32),
+}
+
+impl Compression {
+    /// Blocks in a frame: what compresses well together, and still is small on the link. The search
+    /// of dear levels finds more in larger frames; for the others their cost in caches is higher.
+    pub fn frame_blocks(self) -> usize {
+        match self {
+            Self::Zstd(level) if level > ZSTD_FRAME_LEVEL => FRAME_BLOCKS_DEAR,
+            Self::Raw | Self::Lz4 | Self::Zstd(_) => FRAME_BLOCKS,
+        }
+    }
 }
 
 /// The compressing contexts of one worker.

@@ -3,25 +3,35 @@
 //! A frame's bytes pass two stages that work side by side, the encoder and the link. With a
 //! compression that leaves `ratio` of the bytes, the pair moves `min(encode rate, link rate /
 //! ratio)`. Ratios and rates are measured on the frames that were made; a compression that was not
-//! used lately drifts back to what is typical, so that it is tried again when content changes.
+//! used lately drifts back to what is typical, so that it is tried again when content changes. Where
+//! others need the processor, encoding takes longer, and something cheaper is chosen by itself.
 
 use crate::Compression;
 use std::time::Duration;
 
 /// The choices from the cheapest to the dearest, with what is typical of guest memory: the part of
 /// the bytes that is left, and guest bytes encoded a second.
-const TYPICAL: [(Compression, f64, f64); 5] = [
+const TYPICAL: [(Compression, f64, f64); 6] = [
     (Compression::Raw, 1.0, 4.0e9),
     (Compression::Lz4, 0.50, 0.9e9),
     (Compression::Zstd(-1), 0.42, 0.65e9),
     (Compression::Zstd(1), 0.35, 0.55e9),
     (Compression::Zstd(3), 0.33, 0.35e9),
+    (DEAREST, 0.305, 0.09e9),
 ];
+
+/// Saves little, and costs four times as much as the next: only for encoders that have nothing to do
+/// for most of the time.
+const DEAREST: Compression = Compression::Zstd(6);
+const DEAREST_WORK_MAX: f64 = 0.5;
 
 /// What one more measurement weighs.
 const LEARN: f64 = 1.0 / 8.0;
 /// How far the unused ones go back to what is typical with each frame.
 const FORGET: f64 = 1.0 / 1024.0;
+/// Less than this before the link means that it waits for the encoder, in bytes: it could carry more.
+const QUEUE_MIN: usize = 64 << 10;
+const STARVED_LINK: f64 = 2.0;
 /// A dearer compression must move this much more, so that noise does not decide.
 const GAIN_MIN: f64 = 1.05;
 
@@ -75,9 +85,18 @@ impl CompressionPolicy {
                 Compression::Zstd(1)
             };
         };
+        let link = if queued_bytes < QUEUE_MIN {
+            link * STARVED_LINK
+        } else {
+            link
+        };
         let (mut best, mut best_rate) = (Compression::Raw, 0.0);
         for ((compression, ..), (ratio, rate)) in TYPICAL.iter().zip(self.measured) {
-            let moved = (rate * self.workers).min(link / ratio.max(1e-3));
+            let encoded = rate * self.workers;
+            let moved = encoded.min(link / ratio.max(1e-3));
+            if *compression == DEAREST && moved > encoded * DEAREST_WORK_MAX {
+                continue;
+            }
             if moved > best_rate * GAIN_MIN {
                 (best, best_rate) = (*compression, moved);
             }
@@ -95,9 +114,15 @@ mod tests {
     #[test]
     fn the_slower_the_link_the_dearer_the_compression() {
         let policy = CompressionPolicy::new(1);
+        assert_eq!(policy.choose(Some(100.0 * MBIT), 1 << 20), DEAREST);
         assert_eq!(
-            policy.choose(Some(100.0 * MBIT), 1 << 20),
+            policy.choose(Some(200.0 * MBIT), 1 << 20),
             Compression::Zstd(3)
+        );
+        assert_eq!(
+            policy.choose(Some(100.0 * MBIT), 0),
+            Compression::Zstd(3),
+            "nothing waits: the link could carry more"
         );
         assert_eq!(
             policy.choose(Some(1000.0 * MBIT), 1 << 20),

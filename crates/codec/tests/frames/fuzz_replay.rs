@@ -2,6 +2,8 @@
 
 #[path = "../../../../fuzz/src/frame_decode.rs"]
 mod frame_decode;
+#[path = "../../../../fuzz/src/frame_exchange.rs"]
+mod frame_exchange;
 
 use crate::common::{encode_with, id, literal, noise, text};
 use longhaul_codec::{Compression, Decision, Encoder};
@@ -16,6 +18,22 @@ fn every_seed_passes() {
         seeds += 1;
     }
     assert!(seeds > 10, "{seeds}");
+}
+
+#[test]
+fn every_exchange_passes() {
+    let folder = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../../fuzz/seeds/frame_exchange"
+    );
+    let (mut built_on, mut rejected) = (0, 0);
+    for entry in fs::read_dir(folder).unwrap() {
+        let exchange = frame_exchange::run(&fs::read(entry.unwrap().path()).unwrap());
+        built_on += exchange.0;
+        rejected += exchange.1;
+    }
+    assert!(built_on > 20, "{built_on}");
+    assert!(rejected >= 3, "{rejected}");
 }
 
 #[test]

@@ -10,7 +10,7 @@ use longhaul_api::{CompressionChoice, DeltaCache};
 use longhaul_codec::{
     BlockId, Compression, CompressionPolicy, DigestKey, EncodeError, EncodedFrame, Encoder, Hasher,
 };
-use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::source::{Link, Source, SourceError};
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
 use longhaul_protocol::{BLOCK_SIZE, Epoch};
@@ -22,8 +22,6 @@ use tokio::sync::{Notify, watch};
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// Blocks in a frame: what compresses well together, and still is small on a slow link.
-const FRAME_BLOCKS: usize = 64;
 /// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's memory.
 const DELTA_CACHE_BYTES: u64 = 24 << 20;
 const DELTA_CACHE_SHARE: u64 = 512;
@@ -272,31 +270,35 @@ impl Sending {
         }
     }
 
+    /// The compression for the next frame.
+    fn compression(&self, link: Option<Link>) -> Compression {
+        let rate = link.map(|link| link.rate_bytes_per_s);
+        let queued = link.map_or(0, |link| link.queued_bytes as usize);
+        let chosen = self.encoding.compression;
+        chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued))
+    }
+
     fn next_frame(&self, line: &Line, worker: &mut Worker) -> Result<Next, SendError> {
         let mut engine = self.engine();
         if line.dead.load(Ordering::SeqCst) {
             return Ok(Next::Nothing);
         }
-        let Some(batch) = engine.take(FRAME_BLOCKS)? else {
+        let compression = self.compression(engine.link_now());
+        let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
         };
         drop(engine);
-        let content = &mut worker.content[..batch.blocks.len()];
+        let count = batch.blocks.len();
+        if worker.content.len() < count {
+            worker.content.resize(count, [0; BLOCK_SIZE]);
+        }
+        let content = &mut worker.content[..count];
         self.content
             .read(&batch.blocks, content)
             .map_err(SendError::Content)?;
         worker.staged.clear();
         worker.hasher.stage(content, &mut worker.staged);
-        let (decisions, link) = {
-            let mut engine = self.engine();
-            (engine.decide(&batch, &worker.staged), engine.link_now())
-        };
-        let rate = link.map(|link| link.rate_bytes_per_s);
-        let queued = link.map_or(0, |link| link.queued_bytes as usize);
-        let compression = match self.encoding.compression {
-            Some(compression) => compression,
-            None => lock(&self.policy).choose(rate, queued),
-        };
+        let decisions = self.engine().decide(&batch, &worker.staged);
         let began = Instant::now();
         let frame = worker.encoder.encode_frame(
             batch.seq,
@@ -341,8 +343,8 @@ impl Worker {
         Self {
             hasher: Hasher::new(key),
             encoder: Encoder::for_guest(encoding.guest_blocks, encoding.delta_cache_bytes),
-            content: vec![[0; BLOCK_SIZE]; FRAME_BLOCKS],
-            staged: Vec::with_capacity(FRAME_BLOCKS),
+            content: Vec::new(),
+            staged: Vec::new(),
         }
     }
 }
