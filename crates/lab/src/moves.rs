@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
 /// What a workload may take to stop and to look at all that it did.
-const CHECK_LIMIT: Duration = Duration::from_secs(300);
+const CHECK_LIMIT: Duration = Duration::from_secs(1200);
 /// How long a guest that was woken from a saved state runs before it counts.
 const AWAKE: Duration = Duration::from_secs(3);
 /// What a command may take beyond the move itself.

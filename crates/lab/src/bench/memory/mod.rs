@@ -202,6 +202,7 @@ fn show(row: &MoveRow) -> String {
         None => row.workload.clone(),
     };
     let share = row.work_during_per_s.zip(row.work_before_per_s);
+    let share = share.filter(|(_, before)| *before > 0.0);
     let share = share.map(|(during, before)| during / before * 100.0);
     format!(
         "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, errors {}, {}",
