@@ -3,6 +3,7 @@
 use crate::arena::Beat;
 use serde::Serialize;
 use std::collections::HashSet;
+use std::ffi::OsStr;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -193,7 +194,8 @@ pub fn cpu_s(pid: u32) -> Option<f64> {
 }
 
 /// Peak of a process's resident memory, and all of its memory files beside it: at most some pages
-/// of those that are mapped are counted twice, never too few.
+/// of those that are mapped are counted twice, never too few. Files that it only reads are another's:
+/// guests' RAM.
 fn peak_bytes(pid: u32) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status
@@ -208,13 +210,24 @@ fn peak_bytes(pid: u32) -> Option<u64> {
     {
         let is_memory_file = fs::read_link(entry.path())
             .is_ok_and(|target| target.to_string_lossy().starts_with("/memfd:"));
-        if let (true, Ok(file)) = (is_memory_file, fs::metadata(entry.path()))
-            && seen.insert(file.ino())
+        if let (true, Ok(file)) = (
+            is_memory_file && !is_read_only(pid, &entry.file_name()),
+            fs::metadata(entry.path()),
+        ) && seen.insert(file.ino())
         {
             files_bytes += file.blocks() * 512;
         }
     }
     Some((resident_kib << 10) + files_bytes)
+}
+
+/// Whether a process has a file open for reading only.
+fn is_read_only(pid: u32, descriptor: &OsStr) -> bool {
+    let path = format!("/proc/{pid}/fdinfo/{}", descriptor.display());
+    let info = fs::read_to_string(path).unwrap_or_default();
+    let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+    // In octal; the access mode is the last digit.
+    flags.is_some_and(|flags| matches!(flags.trim().chars().last(), Some('0' | '4')))
 }
 
 #[cfg(test)]

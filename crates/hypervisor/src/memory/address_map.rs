@@ -59,30 +59,81 @@ fn hexadecimal(word: &str) -> Option<u64> {
     u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()
 }
 
+/// A stretch of a process's memory, as `/proc/PID/maps` shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    /// Readable and writable.
+    pub(crate) writable: bool,
+    /// What is written to it is written to its file.
+    pub(crate) shared: bool,
+    /// Where it begins in its file.
+    pub(crate) offset: u64,
+    /// The file's device, major and minor.
+    pub(crate) device: (u64, u64),
+    /// The file; 0 where there is none.
+    pub(crate) inode: u64,
+}
+
+/// `FROM-TO rw-s OFFSET MAJOR:MINOR INODE [PATH]`
+fn parse_mapping(line: &str) -> Option<Mapping> {
+    let mut words = line.split_whitespace();
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    let (from, to) = words.next()?.split_once('-')?;
+    let rights = words.next()?;
+    let offset = number(words.next()?)?;
+    let (major, minor) = words.next()?.split_once(':')?;
+    Some(Mapping {
+        from: number(from)?,
+        to: number(to)?,
+        writable: rights.starts_with("rw"),
+        shared: rights.ends_with('s'),
+        offset,
+        device: (number(major)?, number(minor)?),
+        inode: words.next()?.parse().ok()?,
+    })
+}
+
 /// Whether all of `[start, start + length)` is mapped readable and writable, by `/proc/PID/maps`.
 pub(crate) fn is_writable(maps: &str, start: u64, length: u64) -> bool {
     let Some(end) = start.checked_add(length) else {
         return false;
     };
     let mut reached = start;
-    for line in maps.lines() {
-        let mut words = line.split_whitespace();
-        let bounds = words.next().and_then(|bounds| bounds.split_once('-'));
-        let Some((from, to)) = bounds.and_then(|(from, to)| {
-            let number = |text| u64::from_str_radix(text, 16).ok();
-            Some((number(from)?, number(to)?))
-        }) else {
-            continue;
-        };
-        let writable = words.next().is_some_and(|rights| rights.starts_with("rw"));
-        if writable && from <= reached && reached < to {
-            reached = to;
+    for mapping in maps.lines().filter_map(parse_mapping) {
+        if mapping.writable && mapping.from <= reached && reached < mapping.to {
+            reached = mapping.to;
         }
         if reached >= end {
             return true;
         }
     }
     false
+}
+
+/// The one mapping that all of `[start, start + length)` is part of. What the system shows in pieces
+/// counts as one where the pieces follow each other in one file.
+pub(crate) fn covering(maps: &str, start: u64, length: u64) -> Option<Mapping> {
+    let end = start.checked_add(length)?;
+    let mut found: Option<Mapping> = None;
+    for mapping in maps.lines().filter_map(parse_mapping) {
+        match &mut found {
+            None if mapping.from <= start && start < mapping.to => found = Some(mapping),
+            Some(found) if found.to < end => {
+                let behind = Mapping {
+                    from: found.to,
+                    offset: found.offset.checked_add(found.to - found.from)?,
+                    to: mapping.to,
+                    ..found.clone()
+                };
+                (mapping == behind).then_some(())?;
+                found.to = mapping.to;
+            }
+            _ => {}
+        }
+    }
+    found.filter(|found| end <= found.to)
 }
 
 #[cfg(test)]
@@ -135,5 +186,27 @@ mod tests {
         assert!(!is_writable(maps, 0x2000, 0x4000));
         assert!(!is_writable(maps, 0, 0x2000));
         assert!(!is_writable(maps, u64::MAX, 2));
+    }
+
+    #[test]
+    fn the_file_behind_a_stretch_is_found() {
+        let maps = "1000-3000 rw-s 7000 00:01 77 /memfd:ram (deleted)\n\
+                    3000-5000 rw-s 9000 00:01 77 /memfd:ram (deleted)\n\
+                    5000-6000 rw-s 0 00:01 78 /memfd:other (deleted)\n\
+                    7000-9000 rw-p 00000000 00:00 0 \n";
+        let found = covering(maps, 0x2000, 0x3000).unwrap();
+        assert_eq!(
+            (found.from, found.to, found.offset),
+            (0x1000, 0x5000, 0x7000)
+        );
+        assert_eq!(
+            (found.device, found.inode, found.shared),
+            ((0, 1), 77, true)
+        );
+        assert_eq!(covering(maps, 0x2000, 0x3001), None);
+        assert_eq!(covering(maps, 0x6000, 0x1000), None);
+        let private = covering(maps, 0x7000, 0x2000).unwrap();
+        assert_eq!((private.inode, private.shared), (0, false));
+        assert_eq!(covering(maps, u64::MAX, 2), None);
     }
 }

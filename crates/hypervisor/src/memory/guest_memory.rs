@@ -3,6 +3,7 @@
 use super::address_map::{
     ListedBlock, is_writable, parse_host_address, parse_ram_blocks, parse_words,
 };
+use super::backing::Backing;
 use super::fingerprints::Fingerprints;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
@@ -33,7 +34,7 @@ const SAMPLE_TRIES: u32 = 5;
 const SAMPLES_DIFFERENT_MAX: u64 = 3;
 
 /// One of QEMU's RAM blocks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct MemoryBlock {
     /// Its name, the same at both ends.
     pub name: String,
@@ -41,6 +42,8 @@ pub struct MemoryBlock {
     pub used_bytes: u64,
     /// Where it lies in QEMU's memory, if that is proven and of use.
     address: Option<u64>,
+    /// The file that it is read through, where QEMU shares it.
+    backing: Option<Backing>,
 }
 
 impl MemoryBlock {
@@ -186,6 +189,8 @@ impl GuestMemory {
             memory.blocks.push(MemoryBlock {
                 name: block.name,
                 used_bytes: block.used_bytes,
+                backing: address
+                    .and_then(|address| Backing::find(pid, &maps, address, block.used_bytes)),
                 address,
             });
         }
@@ -267,6 +272,11 @@ impl GuestMemory {
         out: &mut [u8],
     ) -> Result<(), AccessError> {
         let pieces = self.pieces(block, ranges, out.len())?;
+        if let Some(known) = self.blocks.get(block)
+            && let Some(backing) = &known.backing
+        {
+            return self.look_through(backing, ranges, out);
+        }
         let mut rest = out;
         for batch in pieces.chunks(PIECES_MAX) {
             let bytes = batch.iter().map(|piece| piece.len).sum();
@@ -278,6 +288,30 @@ impl GuestMemory {
             })?;
         }
         Ok(())
+    }
+
+    /// Reads ranges of a block that are known to be in it through its file.
+    fn look_through(
+        &self,
+        backing: &Backing,
+        ranges: &[BlockRange],
+        mut out: &mut [u8],
+    ) -> Result<(), AccessError> {
+        for range in ranges {
+            let bytes = range.count as usize * BLOCK_SIZE;
+            let (head, tail) = std::mem::take(&mut out).split_at_mut(bytes);
+            out = tail;
+            let read = backing.read(range.start * BLOCK_SIZE as u64, head);
+            read.map_err(|errno| AccessError::System {
+                pid: self.pid(),
+                errno,
+            })?;
+        }
+        // The file outlives QEMU, and what is read of it then is of no guest.
+        match self.is_alive() {
+            true => Ok(()),
+            false => Err(AccessError::Ended(self.pid())),
+        }
     }
 
     /// Writes `content` over ranges of a block, one after the other.
@@ -517,6 +551,7 @@ mod tests {
                 name: name.to_owned(),
                 used_bytes,
                 address,
+                backing: None,
             };
             let address = Some(buffer.as_ptr() as u64);
             Self {

@@ -51,6 +51,7 @@
 //! RAM with that, page by page: what differs is in [`Frozen::changed`].
 
 mod address_map;
+mod backing;
 mod fingerprints;
 mod guest_memory;
 mod incoming;

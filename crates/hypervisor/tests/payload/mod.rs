@@ -112,6 +112,13 @@ impl Drop for Qemu {
     }
 }
 
+/// The guest's main memory; a memory backend's block has the path of its object.
+pub(crate) fn main_block(memory: &GuestMemory) -> usize {
+    let mut blocks = memory.blocks().iter();
+    let main = blocks.position(|block| block.name.ends_with("pc.ram"));
+    main.unwrap()
+}
+
 impl Qemu {
     /// A guest that runs.
     pub(crate) async fn running(spec: &Spec) -> Self {
@@ -119,7 +126,7 @@ impl Qemu {
         if spec.payload.filled.1 > 0 {
             let (first, count) = spec.payload.filled;
             let memory = qemu.memory().await;
-            let main = memory.find("pc.ram").unwrap();
+            let main = main_block(&memory);
             let last = BlockRange::new(u64::from(first + count - 1), 1);
             qemu.wait("the guest to fill its memory", || {
                 let mut page = vec![0; 4096];
@@ -201,7 +208,7 @@ impl Qemu {
     /// Whether the guest's writes go on.
     pub(crate) async fn is_writing(&self, payload: Payload) -> bool {
         let memory = self.memory().await;
-        let main = memory.find("pc.ram").unwrap();
+        let main = main_block(&memory);
         let range = [BlockRange::new(
             u64::from(payload.hot.0),
             u64::from(payload.hot.1),

@@ -1,15 +1,23 @@
 //! What a migration costs a host: CPU time of the agent and of QEMU, and the agent's peak of
-//! memory. The agent's figures are those of its whole process.
+//! memory. The agent's figures are those of its whole process while the migration was under way. It
+//! has all of its memory in its own address space, and maps none of a guest's.
 
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::unistd::{SysconfVar, sysconf};
 use std::fs;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+/// The peaks of all meters. The system keeps one for the process, which begins anew with each.
+static PEAKS: Mutex<Vec<Weak<AtomicU64>>> = Mutex::new(Vec::new());
+
 /// Counts from when it was started.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug)]
 pub(super) struct Meter {
     agent_cpu: Duration,
+    /// The agent's peak until the system's count last began anew.
+    peak_bytes: Arc<AtomicU64>,
 }
 
 /// What was counted.
@@ -24,6 +32,7 @@ impl Meter {
     pub(super) fn start() -> Self {
         Self {
             agent_cpu: agent_cpu(),
+            peak_bytes: begin_peak(),
         }
     }
 
@@ -32,9 +41,32 @@ impl Meter {
         Usage {
             agent_cpu: agent_cpu().saturating_sub(self.agent_cpu),
             qemu_cpu: qemu.and_then(process_cpu).unwrap_or_default(),
-            agent_peak_bytes: peak_bytes().unwrap_or(0),
+            agent_peak_bytes: {
+                let before = self.peak_bytes.load(Ordering::Relaxed);
+                peak_bytes().unwrap_or(0).max(before)
+            },
         }
     }
+}
+
+/// Begins the system's count of the process's peak anew, and keeps what it was for who counts.
+fn begin_peak() -> Arc<AtomicU64> {
+    let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
+    let until_now = peak_bytes().unwrap_or(0);
+    peaks.retain(|peak| match peak.upgrade() {
+        Some(peak) => {
+            peak.fetch_max(until_now, Ordering::Relaxed);
+            true
+        }
+        None => false,
+    });
+    // What proc(5) calls resetting the peak resident set size.
+    if let Err(error) = fs::write("/proc/self/clear_refs", "5") {
+        tracing::debug!(%error, "the agent's peak of memory counts from its start");
+    }
+    let peak = Arc::new(AtomicU64::new(0));
+    peaks.push(Arc::downgrade(&peak));
+    peak
 }
 
 fn agent_cpu() -> Duration {
@@ -72,6 +104,19 @@ fn peak_bytes() -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_meter_has_a_peak_of_its_own() {
+        const BIG: usize = 96 << 20;
+        let first = Meter::start();
+        let filled = vec![1_u8; BIG];
+        assert!(filled.iter().all(|byte| *byte == 1));
+        drop(filled);
+        let second = Meter::start();
+        assert!(first.usage(None).agent_peak_bytes > BIG as u64);
+        let later = second.usage(None).agent_peak_bytes;
+        assert!(later > 1 << 16 && later < BIG as u64, "{later}");
+    }
 
     #[test]
     fn this_process_has_a_past() {

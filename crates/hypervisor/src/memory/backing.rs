@@ -1,0 +1,71 @@
+//! The file behind RAM that QEMU shares: read through it, what the guest never used stays unused.
+//!
+//! RAM in a memfd begins as one hole. Whoever reads a page of the hole through a mapping, QEMU's own
+//! or `process_vm_readv`, makes the system put a page of zeros there; whoever reads the file does
+//! not.
+
+use super::address_map::{Mapping, covering};
+use nix::errno::Errno;
+use nix::sys::stat::{major, minor};
+use nix::sys::uio::pread;
+use std::fs::{self, File};
+use std::os::unix::fs::MetadataExt;
+use std::sync::Arc;
+
+/// Most open files of a QEMU that are looked through.
+const FILES_MAX: usize = 4096;
+
+/// A block's place in its file.
+#[derive(Debug, Clone)]
+pub(crate) struct Backing {
+    file: Arc<File>,
+    /// Where the block begins in it.
+    offset: u64,
+}
+
+impl Backing {
+    /// The file behind `[start, start + length)` of a process's memory, where all of that is one
+    /// shared mapping of a file that the process has open.
+    pub(crate) fn find(pid: i32, maps: &str, start: u64, length: u64) -> Option<Self> {
+        let mapping = covering(maps, start, length)?;
+        if !mapping.shared || mapping.inode == 0 {
+            return None;
+        }
+        let file = open(pid, &mapping)?;
+        Some(Self {
+            file: Arc::new(file),
+            offset: mapping.offset + (start - mapping.from),
+        })
+    }
+
+    /// Reads from `at` bytes behind the block's beginning.
+    pub(crate) fn read(&self, at: u64, mut out: &mut [u8]) -> Result<(), Errno> {
+        let mut from = self.offset + at;
+        while !out.is_empty() {
+            let offset = i64::try_from(from).map_err(|_| Errno::EOVERFLOW)?;
+            match pread(&self.file, out, offset) {
+                // The file is shorter than the mapping, which QEMU could not use either.
+                Ok(0) => return Err(Errno::ENXIO),
+                Ok(read) => {
+                    from += read as u64;
+                    out = out.get_mut(read..).unwrap_or_default();
+                }
+                Err(Errno::EINTR) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Opens the mapped file by one of the process's own descriptors.
+fn open(pid: i32, mapping: &Mapping) -> Option<File> {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
+    let same = |path: &std::path::Path| {
+        let known = fs::metadata(path).ok()?;
+        let device = (major(known.dev()), minor(known.dev()));
+        (known.ino() == mapping.inode && device == mapping.device).then_some(())
+    };
+    let mut paths = files.take(FILES_MAX).flatten().map(|entry| entry.path());
+    File::open(paths.find(|path| same(path).is_some())?).ok()
+}
