@@ -5,6 +5,7 @@
 //! do not. Every figure that was not measured is null, never 0; units stand last in names.
 
 pub mod client;
+mod convergence;
 pub mod doubt;
 pub mod encoding;
 pub mod error;
@@ -17,6 +18,7 @@ pub mod plan;
 pub mod report;
 
 pub use client::{Client, ClientError, Watch};
+pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};

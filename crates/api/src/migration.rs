@@ -1,5 +1,6 @@
 //! Migrations: asking for one, watching it, changing its mind.
 
+use crate::convergence::{Convergence, Outpaced};
 use crate::doubt::Doubt;
 use crate::encoding::Encoding;
 use crate::error::ApiError;
@@ -131,6 +132,9 @@ pub struct StartMigration {
     /// How memory is encoded.
     #[serde(default, skip_serializing_if = "Encoding::is_default")]
     pub encoding: Encoding,
+    /// When the guest is stopped, and what is done where it writes too fast.
+    #[serde(default)]
+    pub convergence: Convergence,
 }
 
 pub(crate) fn downtime_default() -> u64 {
@@ -158,6 +162,9 @@ pub struct Asked {
     /// How memory is encoded, as far as it was asked for.
     #[serde(default)]
     pub encoding: Encoding,
+    /// When the guest is stopped, and what is done where it writes too fast.
+    #[serde(default)]
+    pub convergence: Convergence,
 }
 
 impl From<&StartMigration> for Asked {
@@ -169,6 +176,7 @@ impl From<&StartMigration> for Asked {
             patience_ms: start.patience_ms,
             early_release: start.early_release,
             encoding: start.encoding.clone(),
+            convergence: start.convergence,
         }
     }
 }
@@ -242,6 +250,9 @@ pub struct Progress {
     pub dirty_rate_bytes_per_s: Option<u64>,
     /// What the downtime would be if the guest were stopped now, in milliseconds.
     pub predicted_downtime_ms: Option<u64>,
+    /// Where the guest writes faster than the link carries: what becomes of that; null otherwise.
+    #[serde(default)]
+    pub outpaced: Option<Outpaced>,
     /// Time until the guest runs at the destination, in milliseconds.
     pub remaining_ms: Option<u64>,
     /// How it ended; null while it is under way.

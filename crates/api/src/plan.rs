@@ -1,5 +1,6 @@
 //! What a migration would meet and cost, found out without changing anything.
 
+use crate::convergence::Convergence;
 use crate::migration::{Asked, Strategy};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -21,6 +22,9 @@ pub struct PlanRequest {
     /// Whether the right to run would be given away when the guest is stopped.
     #[serde(default)]
     pub early_release: bool,
+    /// When the guest would be stopped, and what would be done where it writes too fast.
+    #[serde(default)]
+    pub convergence: Convergence,
 }
 
 /// A plan.

@@ -1,5 +1,6 @@
 //! What a migration was predicted to cost, and what it did cost.
 
+use crate::convergence::StopChoice;
 use crate::error::ApiError;
 use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
 use crate::plan::Prediction;
@@ -47,6 +48,9 @@ pub struct Report {
     pub phases: Vec<PhaseTime>,
     /// Passes over the guest's memory.
     pub passes: Option<u32>,
+    /// How the moment to stop the guest was chosen; null where it was not stopped.
+    #[serde(default)]
+    pub stop: Option<StopChoice>,
     /// From the guest's stop at the source to its start at the destination, in milliseconds, as
     /// the source's agent measured it.
     pub downtime_ms: Option<f64>,

@@ -7,6 +7,7 @@ mod block_map;
 mod content_index;
 pub mod destination;
 pub mod handover;
+mod predict;
 pub mod source;
 pub mod stop;
 pub mod strategy;

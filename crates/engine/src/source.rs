@@ -13,7 +13,8 @@
 
 use crate::block_map::{BlockMap, ZERO};
 use crate::content_index::ContentIndex;
-use crate::stop::{StopReason, StopRule};
+use crate::predict::{self, Cost, travel_time};
+use crate::stop::{AfterPass, Rule, StopReason, StopRule, Wish};
 use crate::strategy::{Before, Strategy};
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_protocol::limits::REGIONS_MAX;
@@ -23,6 +24,7 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 
 pub use crate::block_map::Class;
+pub use crate::predict::{Downtime, Left, Link, Outpaced, Unseen};
 
 /// What cannot be replicated, or what a peer said that makes no sense.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -97,58 +99,18 @@ pub struct Sent {
     pub rejected_blocks: u64,
 }
 
-/// The link, as far as it is known.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Link {
-    /// What it carries of ours, in bytes per second.
-    pub rate_bytes_per_s: f64,
-    /// Round trip.
-    pub rtt: Duration,
-    /// Bytes handed over and not yet acknowledged by the link.
-    pub queued_bytes: u64,
-}
-
 /// Passes do not follow each other faster than this: each costs the source's QEMU a search for
 /// written pages.
 const PASS_MIN: Duration = Duration::from_millis(20);
 
-/// The shortest time in which written blocks tell how fast a guest writes.
-const RATE_TIME_MIN: Duration = Duration::from_millis(100);
-
 /// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
 const WAIT_WRITE_SHARE: f64 = 0.8;
-
-/// Blocks that no pass has reported yet, where somebody can tell.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Unseen {
-    /// Written since the pass was made.
-    pub written_blocks: u64,
-    /// Reported by the pass, in the part of it that is not read yet.
-    pub unread_blocks: u64,
-    /// When the written ones were counted.
-    pub at: Duration,
-}
 
 #[derive(Debug)]
 struct Region {
     spec: RegionSpec,
     first: u32,
     map: BlockMap,
-}
-
-/// What is left to send, as far as is known.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Left {
-    /// Blocks that are pending.
-    pub pending_blocks: u64,
-    /// Blocks that no pass has reported yet.
-    pub unseen: Option<Unseen>,
-    /// Blocks that the guest writes per second, as the last pass showed.
-    pub dirty_blocks_per_s: Option<f64>,
-    /// What a block costs on the link, in bytes.
-    pub block_cost_bytes: f64,
-    /// The link.
-    pub link: Option<Link>,
 }
 
 #[derive(Debug)]
@@ -176,10 +138,7 @@ pub struct Source {
     pass: Pass,
     frozen: bool,
     sent: Sent,
-    /// Blocks with content that whole passes have sent, and their bytes on the link.
-    first_blocks: u64,
-    first_bytes: u64,
-    again_cost: Cost,
+    cost: Cost,
     link: Option<Link>,
     switch_overhead: Duration,
     hot_allowed: bool,
@@ -205,31 +164,14 @@ struct Pass {
     dirty_blocks_per_s: Option<f64>,
 }
 
-/// Average bytes that a block costs on the link.
-#[derive(Debug, Default)]
-struct Cost {
-    average: Option<f64>,
-}
-
-impl Cost {
-    fn add(&mut self, blocks: usize, bytes: u64) {
-        if blocks == 0 {
-            return;
-        }
-        let now = bytes as f64 / blocks as f64;
-        let weight = (blocks as f64 / 2048.0).min(0.5);
-        self.average = Some(self.average.map_or(now, |old| old + weight * (now - old)));
-    }
-}
-
 impl Source {
-    /// Everything in these regions is to be moved by this strategy, with a downtime of at most
-    /// `downtime` where the guest allows it. `switch_overhead` is what a switchover takes besides
-    /// the last blocks and the round trips: device state, loading, journals.
+    /// Everything in these regions is to be moved by this strategy, and the guest to be stopped as
+    /// is wished. `switch_overhead` is what a switchover takes besides the last blocks and the round
+    /// trips: device state, loading, journals.
     pub fn new(
         strategy: Strategy,
         regions: &[RegionSpec],
-        downtime: Duration,
+        wish: Wish,
         switch_overhead: Duration,
     ) -> Result<Self, SourceError> {
         let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
@@ -255,7 +197,7 @@ impl Source {
         }
         Ok(Self {
             strategy,
-            stop: StopRule::new(downtime),
+            stop: StopRule::new(wish),
             regions: maps,
             index: ContentIndex::new(total),
             references: true,
@@ -270,9 +212,7 @@ impl Source {
             },
             frozen: false,
             sent: Sent::default(),
-            first_blocks: 0,
-            first_bytes: 0,
-            again_cost: Cost::default(),
+            cost: Cost::default(),
             link: None,
             switch_overhead,
             hot_allowed: false,
@@ -489,11 +429,10 @@ impl Source {
         // Of a whole pass only what has content tells what a written block will cost.
         match (self.pass.whole, self.flights.get(&seq)) {
             (true, Some(flight)) => {
-                self.first_blocks += flight.content_blocks as u64;
-                self.first_bytes += bytes;
+                self.cost.add_first(flight.content_blocks as u64, bytes);
             }
             (true, None) => {}
-            (false, _) => self.again_cost.add(batch.blocks.len(), bytes),
+            (false, _) => self.cost.add(batch.blocks.len(), bytes),
         }
         match frame_bytes {
             Some(_) => {
@@ -534,18 +473,24 @@ impl Source {
     }
 
     fn judge(&mut self, now: Duration) -> Advice {
-        let predicted = self.predicted_downtime(now);
-        let limit = self.stop.limit();
+        let predicted = self.predicted_downtime(now).at_most;
+        let Wish {
+            rule,
+            downtime: limit,
+            ..
+        } = self.stop.wish();
         let hot = self.pending(Class::Hot);
-        if predicted > limit && hot > 0 && !self.hot_allowed && !self.pass.judged {
-            self.hot_allowed = self.switchover_time(hot as f64) > limit;
+        let fits = rule == Rule::Predicted && predicted <= limit;
+        if !fits && hot > 0 && !self.hot_allowed && !self.pass.judged {
+            let too_much = self.switchover_time(hot as f64).at_most > limit;
+            self.hot_allowed = too_much || !rule.defers_hot();
             if self.hot_allowed {
                 return Advice::Send;
             }
         }
         self.hot_allowed = false;
         let known = self.pass.unseen.is_some() || self.pass.dirty_blocks_per_s.is_some();
-        if known && predicted <= limit {
+        if known && fits {
             return match self.waiting_helps() {
                 true => Advice::Wait,
                 false => Advice::Stop(StopReason::WithinLimit),
@@ -553,8 +498,8 @@ impl Source {
         }
         if known && !self.pass.judged {
             self.pass.judged = true;
-            let left = self.left_blocks(now) * self.block_cost();
-            if let Some(reason) = self.stop.pass(left as u64, predicted) {
+            let after = self.after_pass(now, predicted);
+            if let Some(reason) = self.stop.pass(&after) {
                 return Advice::Stop(reason);
             }
         }
@@ -566,29 +511,75 @@ impl Source {
         }
     }
 
+    /// What the stop rule is told.
+    fn after_pass(&self, now: Duration, downtime: Duration) -> AfterPass {
+        let left = self.left_blocks(now);
+        let sent = &self.sent;
+        let uncompressed = left * BLOCK_SIZE as f64;
+        AfterPass {
+            now,
+            left_blocks: left as u64,
+            left_bytes: (left * self.cost.likely()) as u64,
+            downtime,
+            uncompressed: self
+                .link
+                .map_or(Duration::MAX, |link| travel_time(uncompressed, link)),
+            sent_blocks: sent.zero_blocks
+                + sent.same_blocks
+                + sent.reference_blocks
+                + sent.literal_blocks,
+            all_blocks: self.all_blocks(),
+        }
+    }
+
     /// Whether the guest would stand still for less if it were stopped a little later: what waits
     /// for the link gets less faster than the guest writes.
     fn waiting_helps(&self) -> bool {
         let Some(link) = self.link else { return false };
         let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
-        let written_bytes_per_s = self.write_rate() * self.block_cost();
+        let written_bytes_per_s = self.write_rate() * self.cost.likely();
         link.queued_bytes as f64 > in_the_pipe
             && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
     }
 
     /// How long the guest would stand still if it were stopped now.
-    pub fn predicted_downtime(&self, now: Duration) -> Duration {
+    pub fn predicted_downtime(&self, now: Duration) -> Downtime {
         self.switchover_time(self.left_blocks(now))
     }
 
-    fn switchover_time(&self, blocks: f64) -> Duration {
+    fn switchover_time(&self, blocks: f64) -> Downtime {
         let Some(link) = self.link else {
-            return Duration::MAX;
+            return Downtime {
+                likely: Duration::MAX,
+                at_most: Duration::MAX,
+            };
         };
-        let bytes = blocks * self.block_cost() + link.queued_bytes as f64;
-        let seconds = bytes / link.rate_bytes_per_s.max(1.0);
-        let blocks_time = Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX);
-        blocks_time.saturating_add(self.switch_overhead + link.rtt.mul_f64(1.5))
+        let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
+        let time = |block_cost: f64| {
+            let bytes = blocks * block_cost + link.queued_bytes as f64;
+            travel_time(bytes, link).saturating_add(overhead)
+        };
+        Downtime {
+            likely: time(self.cost.likely()),
+            at_most: time(self.cost.at_most(blocks)),
+        }
+    }
+
+    /// Whether the guest writes faster than the link carries, as far as is known: then the downtime
+    /// gets no shorter by sending on.
+    pub fn outpaced(&self) -> Option<Outpaced> {
+        let link_bytes_per_s = self.link?.rate_bytes_per_s;
+        let written_bytes_per_s = self.write_rate() * self.cost.likely();
+        (self.pass.number > 1 && written_bytes_per_s > link_bytes_per_s).then_some(Outpaced {
+            written_bytes_per_s,
+            link_bytes_per_s,
+        })
+    }
+
+    /// For how long it has been known that the downtime asked for cannot be kept.
+    pub fn too_fast_for(&self, now: Duration) -> Option<Duration> {
+        let since = self.stop.too_fast_since()?;
+        Some(now.saturating_sub(since))
     }
 
     /// Blocks that would have to travel after a stop: pending ones, and what the guest has
@@ -599,12 +590,12 @@ impl Source {
         let since = now.saturating_sub(counted.at).as_secs_f64();
         let written = counted.written_blocks as f64 + self.write_rate() * since;
         let unseen = written + counted.unread_blocks as f64;
-        let all: u64 = self
-            .regions
-            .iter()
-            .map(|region| region.map.len() as u64)
-            .sum();
-        (self.pending_blocks() as f64 + unseen).min(all as f64)
+        (self.pending_blocks() as f64 + unseen).min(self.all_blocks() as f64)
+    }
+
+    fn all_blocks(&self) -> u64 {
+        let lengths = self.regions.iter().map(|region| region.map.len() as u64);
+        lengths.sum()
     }
 
     fn unseen_now(&self) -> Unseen {
@@ -616,21 +607,8 @@ impl Source {
 
     /// Blocks that the guest writes per second.
     fn write_rate(&self) -> f64 {
-        let counted = self.unseen_now();
-        let counted_for = counted.at.saturating_sub(self.pass.started_at);
-        let lately = if counted_for >= RATE_TIME_MIN {
-            counted.written_blocks as f64 / counted_for.as_secs_f64()
-        } else {
-            0.0
-        };
-        self.pass.dirty_blocks_per_s.unwrap_or(0.0).max(lately)
-    }
-
-    fn block_cost(&self) -> f64 {
-        let first = self.first_bytes as f64 / self.first_blocks as f64;
-        let first = Some(first).filter(|_| self.first_blocks > 0);
-        let cost = self.again_cost.average.or(first);
-        cost.unwrap_or(BLOCK_SIZE as f64)
+        let (pass, counted) = (&self.pass, self.unseen_now());
+        predict::write_rate(pass.dirty_blocks_per_s, counted, pass.started_at)
     }
 
     /// What a prediction is made of.
@@ -639,7 +617,7 @@ impl Source {
             pending_blocks: self.pending_blocks(),
             unseen: self.pass.unseen,
             dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
-            block_cost_bytes: self.block_cost(),
+            block_cost_bytes: self.cost.likely(),
             link: self.link,
         }
     }
@@ -654,7 +632,7 @@ impl Source {
 
     /// How many bytes are probably still to be sent.
     pub fn remaining_bytes(&self, now: Duration) -> u64 {
-        (self.left_blocks(now) * self.block_cost()) as u64 + self.in_flight_bytes()
+        (self.left_blocks(now) * self.cost.likely()) as u64 + self.in_flight_bytes()
     }
 
     /// How many blocks of each region are pending.

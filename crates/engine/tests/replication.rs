@@ -8,7 +8,7 @@ use longhaul_codec::{
 };
 use longhaul_engine::destination::Destination;
 use longhaul_engine::source::{Advice, Link, Source, Unseen};
-use longhaul_engine::stop::StopReason;
+use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy as Row;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
 use proptest::prelude::*;
@@ -108,8 +108,8 @@ impl Bench {
         let regions = regions();
         let mut destination = memory(0);
         destination[1].iter_mut().for_each(|block| block.fill(0xee));
-        let downtime = Duration::from_millis(300);
-        let mut source = Source::new(Row::PRECOPY, &regions, downtime, Duration::ZERO).unwrap();
+        let wish = Wish::downtime(Duration::from_millis(300));
+        let mut source = Source::new(Row::PRECOPY, &regions, wish, Duration::ZERO).unwrap();
         source.pass_started(Duration::ZERO, true);
         Self {
             guest: memory(0),
@@ -491,6 +491,29 @@ fn a_guest_of_unknown_rate_is_looked_at_again() {
     while bench.send(64) {}
     bench.now += Duration::from_secs(1);
     assert_eq!(bench.source.advise(bench.now), Advice::ReadPass);
+}
+
+#[test]
+fn a_guest_that_writes_faster_than_the_link_carries_is_known() {
+    let mut bench = Bench::new();
+    let link = |rate_bytes_per_s| Link {
+        rate_bytes_per_s,
+        rtt: Duration::from_millis(20),
+        queued_bytes: 0,
+    };
+    bench.source.link(link(1000.0));
+    bench.source.pass_read();
+    while bench.send(64) {}
+    assert_eq!(bench.source.outpaced(), None, "nothing was written yet");
+    (0..60).for_each(|at| bench.write(at, 1 + at as u8));
+    bench.pass();
+    while bench.send(64) {}
+    let outpaced = bench.source.outpaced().unwrap();
+    assert!(outpaced.written_bytes_per_s > 1000.0, "{outpaced:?}");
+    let predicted = bench.source.predicted_downtime(bench.now);
+    assert!(predicted.likely <= predicted.at_most, "{predicted:?}");
+    bench.source.link(link(1e9));
+    assert_eq!(bench.source.outpaced(), None);
 }
 
 #[test]

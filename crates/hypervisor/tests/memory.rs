@@ -82,7 +82,7 @@ impl Source {
     async fn start(qemu: &Qemu) -> Self {
         let memory = Arc::new(qemu.memory().await);
         let path = qemu.folder.path().join("outgoing");
-        let started = Outgoing::start(&qemu.qmp, Arc::clone(&memory), &path).await;
+        let started = Outgoing::start(&qemu.qmp, Arc::clone(&memory), &path, None).await;
         let (outgoing, prelude) = started.unwrap();
         Self {
             memory,
@@ -548,6 +548,35 @@ async fn a_qemu_that_completes_by_itself_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_guest_that_writes_too_fast_is_slowed_where_that_is_asked_for() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let spec = Spec::new(&path, MACHINES[0], Payload::BUSY);
+        let source = Qemu::running(&spec).await;
+        let before = settings(&source).await;
+        let memory = Arc::new(source.memory().await);
+        let socket = source.folder.path().join("outgoing");
+        let started = Outgoing::start(&source.qmp, memory, &socket, Some(40)).await;
+        let (outgoing, _) = started.unwrap();
+        let slowed = async {
+            loop {
+                if let Some(percent) = outgoing.progress().slowed_percent {
+                    return percent;
+                }
+                if let Event::Held { .. } = outgoing.next_event().await {
+                    outgoing.next_pass();
+                }
+            }
+        };
+        let percent = tokio::time::timeout(LIMIT, slowed).await.expect("slowed");
+        assert!((20..=40).contains(&percent), "{percent}");
+        outgoing.abort().await.unwrap();
+        assert_eq!(settings(&source).await, before);
+        assert!(source.is_writing(spec.payload).await, "the guest goes on");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_destination_says_why_it_cannot_load() {
     for (label, path) in emulators() {
         println!("{label}");
@@ -600,7 +629,7 @@ async fn what_cannot_be_moved_is_refused_by_name() {
             Err(error) => error.to_string(),
             Ok(memory) => {
                 let socket = source.folder.path().join("outgoing");
-                let started = Outgoing::start(&source.qmp, Arc::new(memory), &socket).await;
+                let started = Outgoing::start(&source.qmp, Arc::new(memory), &socket, None).await;
                 started.unwrap_err().to_string()
             }
         };
@@ -619,7 +648,7 @@ async fn a_source_that_dies_is_noticed() {
         let mut source = Qemu::running(&spec).await;
         let memory = Arc::new(source.memory().await);
         let socket = source.folder.path().join("outgoing");
-        let started = Outgoing::start(&source.qmp, Arc::clone(&memory), &socket).await;
+        let started = Outgoing::start(&source.qmp, Arc::clone(&memory), &socket, None).await;
         let (outgoing, _) = started.unwrap();
         while !matches!(outgoing.next_event().await, Event::Held { .. }) {}
         source.kill();

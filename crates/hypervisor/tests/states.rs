@@ -86,7 +86,7 @@ async fn settings(qemu: &Qemu) -> (Value, Value) {
 async fn outgoing(qemu: &Qemu) -> Result<(Outgoing, Vec<u8>), String> {
     let memory = Arc::new(qemu.memory().await);
     let path = qemu.folder.path().join("outgoing");
-    let started = Outgoing::start(&qemu.qmp, memory, &path).await;
+    let started = Outgoing::start(&qemu.qmp, memory, &path, None).await;
     let (outgoing, prelude) = started.map_err(|error| error.to_string())?;
     Ok((outgoing, prelude.bytes))
 }

@@ -155,6 +155,7 @@ fn migration() -> Migration {
             patience_ms: 60_000,
             early_release: false,
             encoding: Encoding::default(),
+            convergence: Default::default(),
         },
         started_unix_ms: 1_800_000_000_000,
         ended_unix_ms: None,
@@ -189,6 +190,7 @@ fn progress(phase: Phase, outcome: Option<Outcome>) -> Progress {
         },
         dirty_rate_bytes_per_s: None,
         predicted_downtime_ms: moves.then_some(80),
+        outpaced: None,
         remaining_ms: moves.then_some(3_000),
         outcome,
         reason: None,
@@ -216,6 +218,7 @@ fn report() -> Report {
         total_ms: Some(14_000),
         phases: Vec::new(),
         passes: None,
+        stop: None,
         downtime_ms: Some(63.6),
         downtime: DowntimeParts::default(),
         dirty_rate_bytes_per_s: None,
@@ -264,7 +267,8 @@ fn a_completed_migration() {
     assert_eq!(
         requests[0],
         "POST /v1/migrations {\"guest\":\"web-7\",\"to\":\"paris-2\",\"downtime_ms\":300,\
-         \"bandwidth_bps\":80000000,\"verify\":true,\"patience_ms\":60000,\"early_release\":false}"
+         \"bandwidth_bps\":80000000,\"verify\":true,\"patience_ms\":60000,\"early_release\":false,\
+         \"convergence\":{}}"
     );
 }
 

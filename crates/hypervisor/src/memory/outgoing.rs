@@ -85,6 +85,8 @@ pub struct Progress {
     pub unread_pages: Option<u64>,
     /// About how many pages were dirtied since this pass began.
     pub dirty: Option<Dirty>,
+    /// By how much QEMU slows the guest, in percent of its time.
+    pub slowed_percent: Option<u8>,
 }
 
 /// An estimate of dirty pages, from samples of the RAM.
@@ -213,15 +215,17 @@ struct Inner {
 
 impl Outgoing {
     /// Prepares the source's QEMU and begins its migration into a socket at `path`, which is made
-    /// and removed here. QEMU's account must be able to reach it.
+    /// and removed here. QEMU's account must be able to reach it. A guest that writes too fast may
+    /// be slowed by up to `slow_at_most` percent of its time.
     ///
     /// On an error QEMU is as it was. Reading begins at once: events follow.
     pub async fn start(
         qmp: &Qmp,
         memory: Arc<GuestMemory>,
         path: &Path,
+        slow_at_most: Option<u8>,
     ) -> Result<(Self, Prelude), OutgoingError> {
-        let before = Before::look(qmp).await?;
+        let before = Before::look(qmp, slow_at_most).await?;
         let (connection, prelude) = match connect(qmp, &before, &memory, path).await {
             Ok(connected) => connected,
             Err(error) => {

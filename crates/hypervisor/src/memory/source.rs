@@ -67,6 +67,8 @@ pub(crate) struct Before {
     pub(crate) has_switchover_ack: bool,
     /// Whether QEMU does not see all that the guest writes.
     pub(crate) misses_writes: bool,
+    /// By how much QEMU may slow the guest, in percent of its time.
+    pub(crate) slow_at_most: Option<u8>,
     settings: Settings,
 }
 
@@ -77,8 +79,18 @@ pub struct Settings {
     parameters: Map<String, Value>,
 }
 
-/// Parameters that every move sets.
-const ALWAYS_SET: [&str; 2] = ["max-bandwidth", "downtime-limit"];
+/// Parameters that every move sets, or may set.
+const SET: [&str; 5] = [
+    "max-bandwidth",
+    "downtime-limit",
+    "cpu-throttle-initial",
+    "cpu-throttle-increment",
+    "max-cpu-throttle",
+];
+/// QEMU slows a guest that writes too fast by this share of what it may at first,
+const SLOW_FIRST_SHARE: f64 = 0.5;
+/// and by so many percent of the guest's time more after every second pass that shows no better.
+const SLOW_STEP_PERCENT: u64 = 10;
 /// Parameters that a move sets where they are not so already: the stream goes through a socket of
 /// this host, as a stream.
 const SET_TO: [(&str, &str); 4] = [
@@ -97,7 +109,7 @@ impl Settings {
         let command = "query-migrate-parameters";
         let all = qmp.query(command).await?;
         let mut parameters = Map::new();
-        for name in ALWAYS_SET {
+        for name in SET {
             let value = all[name].as_u64().ok_or(SourceError::Answer { command })?;
             parameters.insert(name.to_owned(), value.into());
         }
@@ -213,12 +225,15 @@ fn why_not(state: &str) -> &'static str {
 
 /// Capabilities that a move needs; all others that matter to a source are off.
 const NEEDED: [&str; 3] = ["return-path", "events", "switchover-ack"];
+/// And one that a guest is slowed with.
+const SLOWS: &str = "auto-converge";
 /// A capability of destinations only.
 const LEFT_ALONE: &str = "late-block-activate";
 
 impl Before {
-    /// Looks at everything, and changes nothing.
-    pub(crate) async fn look(qmp: &Qmp) -> Result<Self, SourceError> {
+    /// Looks at everything, and changes nothing. The guest may be slowed by up to so many percent of
+    /// its time.
+    pub(crate) async fn look(qmp: &Qmp, slow_at_most: Option<u8>) -> Result<Self, SourceError> {
         let running = runs(&run_state(qmp).await?)?;
         let migration = qmp.query("query-migrate").await?;
         if let Some(status) = migration["status"]
@@ -253,6 +268,7 @@ impl Before {
                 .iter()
                 .any(|(name, _)| name == "switchover-ack"),
             misses_writes,
+            slow_at_most,
             settings,
         })
     }
@@ -264,11 +280,23 @@ impl Before {
             .capabilities
             .iter()
             .filter(|(name, _)| name != LEFT_ALONE);
-        let wanted = wanted.map(|(name, on)| (name, *on, NEEDED.contains(&name.as_str())));
+        let slows = |name: &str| name == SLOWS && self.slow_at_most.is_some();
+        let wanted =
+            wanted.map(|(name, on)| (name, *on, NEEDED.contains(&name.as_str()) || slows(name)));
         let changed = wanted.filter(|(_, on, needed)| on != needed);
         let changed = changed.map(|(name, _, needed)| (name.as_str(), needed));
         set_capabilities(qmp, changed).await?;
         self.settings.clear(qmp).await?;
+        if let Some(percent) = self.slow_at_most {
+            let first = (f64::from(percent) * SLOW_FIRST_SHARE).max(1.0) as u64;
+            let arguments = json!({
+                "cpu-throttle-initial": first,
+                "cpu-throttle-increment": SLOW_STEP_PERCENT,
+                "max-cpu-throttle": percent,
+            });
+            qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT)
+                .await?;
+        }
         let downtime_limit = if self.has_switchover_ack { 300 } else { 1 };
         set_parameters(qmp, max_bandwidth, downtime_limit).await
     }

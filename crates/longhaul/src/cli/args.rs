@@ -1,8 +1,9 @@
 //! The command line: every command, its arguments and what help says of them.
 
+use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use longhaul_api::{CompressionChoice, DeltaCache, Scope};
+use longhaul_api::{CompressionChoice, Convergence, DeltaCache, Scope, StopRule, TooFast};
 use longhaul_protocol::units::{parse_bit_rate, parse_duration};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -245,6 +246,71 @@ pub(crate) struct Wishes {
     /// Give the guest away when it is stopped: a round trip less downtime, a longer doubt
     #[arg(long)]
     pub(crate) early_release: bool,
+    #[command(flatten)]
+    pub(crate) ending: Ending,
+}
+
+/// How the move comes to its end.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Where the guest writes too fast for the downtime")]
+pub(crate) struct Ending {
+    /// What is done then
+    #[arg(long, default_value = "accept", value_name = "WHAT")]
+    pub(crate) too_fast: WhenTooFast,
+    /// With `--too-fast slow`: take at most this share of its time, in percent
+    #[arg(long, default_value_t = 60, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=99))]
+    pub(crate) slow_at_most: u8,
+    /// With `--too-fast slow` or `wait`: then accept a longer downtime
+    #[arg(long, default_value = "5min", value_name = "TIME", value_parser = parse_duration)]
+    pub(crate) wait_at_most: Duration,
+    /// Which rule says when to stop the guest; all but the first are there to compare with
+    #[arg(long, default_value = "predicted", value_name = "RULE")]
+    pub(crate) stop_rule: Rule,
+}
+
+impl Ending {
+    /// As the agent is asked for it.
+    pub(crate) fn convergence(&self) -> Convergence {
+        Convergence {
+            stop_rule: match self.stop_rule {
+                Rule::Predicted => StopRule::Predicted,
+                Rule::Cloudnet => StopRule::Cloudnet,
+                Rule::Xen => StopRule::Xen,
+                Rule::Qemu => StopRule::Qemu,
+            },
+            too_fast: match self.too_fast {
+                WhenTooFast::Accept => TooFast::Accept,
+                WhenTooFast::Slow => TooFast::Slow,
+                WhenTooFast::Wait => TooFast::Wait,
+            },
+            slow_at_most_percent: self.slow_at_most,
+            wait_at_most_ms: whole_ms(self.wait_at_most),
+        }
+    }
+}
+
+/// What is done about a guest that writes too fast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum WhenTooFast {
+    /// Stop it at the best moment, for longer than asked
+    Accept,
+    /// Slow it, step by step
+    Slow,
+    /// Wait for a quieter moment
+    Wait,
+}
+
+/// When a guest is stopped.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Rule {
+    /// The predicted downtime fits
+    Predicted,
+    /// CloudNet's: less is left than after each of the last 5 passes
+    Cloudnet,
+    /// Xen's: 50 pages left, 30 passes, or 3 times the memory sent
+    Xen,
+    /// QEMU's: what is left, uncompressed, fits the downtime
+    Qemu,
 }
 
 #[derive(Debug, Args)]

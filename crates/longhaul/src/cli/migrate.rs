@@ -40,6 +40,7 @@ pub(crate) async fn migrate(
             delta_cache: args.encoding.delta_cache,
             references: args.encoding.no_references.then_some(false),
         },
+        convergence: args.wishes.ending.convergence(),
     };
     // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
     let interrupts = Interrupts::new()?;

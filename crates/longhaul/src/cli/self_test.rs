@@ -324,6 +324,7 @@ impl Agent {
             patience_ms: 60_000,
             early_release: false,
             encoding: Default::default(),
+            convergence: Default::default(),
         };
         let id = self.begin(&start).await?;
         let ended = async {

@@ -348,6 +348,9 @@ impl Migration {
                 (number("dirty-sync-count"), number("remaining"))
                 && migration["status"] != "setup"
             {
+                let slowed = migration["cpu-throttle-percentage"].as_u64();
+                let slowed = slowed.and_then(|percent| u8::try_from(percent).ok());
+                self.inner().progress.slowed_percent = slowed.filter(|percent| *percent > 0);
                 return Ok(Some(Pass {
                     syncs,
                     remaining_pages: remaining / BLOCK_SIZE as u64,

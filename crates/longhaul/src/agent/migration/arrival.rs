@@ -210,6 +210,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
             patience_ms: u64::from(offer.patience_ms),
             early_release: offer.early_release,
             encoding: Default::default(),
+            convergence: Default::default(),
         },
     }));
     let next = Generation(offer.generation.0 + 1);

@@ -377,6 +377,7 @@ impl Departure {
             (engine.predicted_downtime(self.now()), engine.left())
         };
         let progress = self.task.outbound.progress();
+        self.note_stop(reason, predicted);
         tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
         let now = self.now();
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;

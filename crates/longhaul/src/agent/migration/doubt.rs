@@ -246,6 +246,7 @@ mod tests {
                 patience_ms: 60_000,
                 early_release: false,
                 encoding: Default::default(),
+                convergence: Default::default(),
             },
             started_unix_ms: 1,
             ended_unix_ms: None,

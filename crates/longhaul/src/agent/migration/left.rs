@@ -90,6 +90,7 @@ impl Left {
             patience_ms: 0,
             early_release: false,
             encoding: Default::default(),
+            convergence: Default::default(),
         };
         let facts = Facts {
             id: self.migration,

@@ -8,6 +8,7 @@ mod allowance;
 mod archive;
 mod arrival;
 mod clock;
+mod convergence;
 mod departure;
 mod doubt;
 mod entry;

@@ -123,15 +123,16 @@ impl Outbound {
         })
     }
 
-    /// Begins QEMU's migration.
-    pub(super) async fn start(&mut self) -> Result<(), OutboundError> {
+    /// Begins QEMU's migration, which may slow the guest by up to so many percent of its time.
+    pub(super) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), OutboundError> {
         let path: PathBuf = self.guest.folder().socket("outgoing")?;
         let settings = Settings::look(&self.qmp)
             .await
             .map_err(OutgoingError::from)?;
         let kept = self.guest.folder().settings();
         settings.keep(&kept).map_err(OutgoingError::from)?;
-        let (outgoing, prelude) = Outgoing::start(&self.qmp, self.memory.clone(), &path).await?;
+        let started = Outgoing::start(&self.qmp, self.memory.clone(), &path, slow_at_most);
+        let (outgoing, prelude) = started.await?;
         self.prelude = prelude.bytes;
         self.outgoing = Some(outgoing);
         Ok(())

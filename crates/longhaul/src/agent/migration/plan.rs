@@ -4,9 +4,10 @@ use super::outbound::Outbound;
 use super::prepare::{Candidate, candidate, is_paused};
 use super::registry::Taken;
 use super::talk;
-use super::{Context, failure};
+use super::{Context, convergence, failure};
 use longhaul_api::{
-    ApiError, Asked, Check, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult, Side, Strategy,
+    ApiError, Asked, Check, Convergence, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult,
+    Side, Strategy,
 };
 use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
@@ -37,6 +38,7 @@ const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
 
 /// Looks at everything, and predicts.
 pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result<Plan, ApiError> {
+    convergence::check(&request.convergence)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut plan = Plan {
         guest: request.guest.clone(),
@@ -49,6 +51,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
             patience_ms: 0,
             early_release: request.early_release,
             encoding: Default::default(),
+            convergence: request.convergence,
         },
         possible: false,
         qemu: None,
@@ -354,6 +357,7 @@ pub(super) struct Asking {
     pub(super) rate_bytes_per_s: Option<f64>,
     pub(super) rtt: Option<Duration>,
     pub(super) early_release: bool,
+    pub(super) convergence: Convergence,
 }
 
 impl Asking {
@@ -365,6 +369,7 @@ impl Asking {
             rate_bytes_per_s: plan.rate_bps.map(|rate| rate as f64 / 8.0),
             rtt: plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
             early_release: plan.asked.early_release,
+            convergence: plan.asked.convergence,
         }
     }
 }
@@ -395,11 +400,8 @@ pub(super) fn predict(look: &Look, asking: &Asking) -> Prediction {
     }
     let downtime = overhead + Duration::from_secs_f64(left / rate);
     let note = (downtime > limit).then(|| {
-        format!(
-            "{} writes faster than the link carries: the downtime asked for ({}) cannot be kept",
-            asking.guest,
-            show_duration(limit)
-        )
+        let (guest, asked) = (&asking.guest, &asking.convergence);
+        convergence::note(guest, asked, limit, downtime, dirty * share, rate)
     });
     let total = Duration::from_secs_f64(seconds) + downtime;
     prediction(

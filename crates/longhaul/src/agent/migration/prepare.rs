@@ -10,7 +10,7 @@ use super::registry::{Reservation, Taken};
 use super::send::{Encoding, Sending};
 use super::session::{self, Session, SessionError};
 use super::settling::Settling;
-use super::{Context, Holder, failure};
+use super::{Context, Holder, convergence, failure};
 use crate::agent::fail_point;
 use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
@@ -101,6 +101,7 @@ pub(super) fn start(
     context: &Arc<Context>,
     request: StartMigration,
 ) -> Result<Arc<Entry>, ApiError> {
+    convergence::check(&request.convergence)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut id = [0; 8];
     let mut key = [0; 32];
@@ -305,7 +306,8 @@ impl Preparing {
             let text = format!("{host} would run another machine: {}", difference.text);
             return Err(ApiError::new(ErrorCode::Refused, text).hint(difference.hint));
         }
-        if let Err(error) = outbound.start().await {
+        let slow_at_most = convergence::slow_at_most(&self.request.convergence);
+        if let Err(error) = outbound.start(slow_at_most).await {
             withdraw(&mut session, "the source's QEMU cannot begin").await;
             return Err(error.into_api());
         }
@@ -313,7 +315,7 @@ impl Preparing {
         let mut engine = Source::new(
             Strategy::PRECOPY,
             outbound.regions(),
-            downtime,
+            convergence::wish(&self.request.convergence, downtime),
             SWITCH_OVERHEAD,
         )
         .map_err(|error| failure::internal(&error.to_string()))?;

@@ -1,8 +1,8 @@
 //! A migration under way as people see it, and the lines that are said when it has ended.
 
 use super::figure::{self, byte_rate, part_of, percent};
-use crate::cli::paint::{Line, Tone};
-use longhaul_api::{Migration, Outcome, Phase, Progress, Report};
+use crate::cli::paint::{Line, Tone, wrap};
+use longhaul_api::{Migration, Outcome, Outpaced, Phase, Progress, Report};
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
@@ -33,6 +33,9 @@ pub(crate) fn frame(
     if total > 0 {
         lines.push(memory(progress, total, settled, width));
         lines.push(link(migration, progress));
+    }
+    if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
+        lines.extend(too_fast(migration, outpaced, width));
     }
     lines.push(now(migration, progress, mood, width));
     if mood == Mood::Asked {
@@ -128,6 +131,29 @@ fn link(migration: &Migration, progress: &Progress) -> Line {
     row("link").plain(text)
 }
 
+/// What the person should know of a guest that writes faster than the link carries.
+fn too_fast(migration: &Migration, outpaced: &Outpaced, width: usize) -> Vec<Line> {
+    let slowed = outpaced.slowed_percent;
+    let slowed = slowed.map_or(String::new(), |percent| format!(", slowed by {percent} %"));
+    let what = format!(
+        "{} writes {} as sent{slowed}; the link carries {}. What comes: {}",
+        migration.guest,
+        byte_rate(outpaced.written_bytes_per_s),
+        byte_rate(outpaced.link_bytes_per_s),
+        outpaced.then
+    );
+    let else_ = format!("else: stop, and {}", outpaced.choices);
+    let room = width.saturating_sub(INDENT).max(20);
+    let mut lines = Vec::new();
+    for (text, tone) in [(what, Tone::Warn), (else_, Tone::Faint)] {
+        for piece in wrap(&text, room) {
+            let name = if lines.is_empty() { "too fast" } else { "" };
+            lines.push(row(name).tone(tone, piece));
+        }
+    }
+    lines
+}
+
 fn now(migration: &Migration, progress: &Progress, mood: Mood, width: usize) -> Line {
     let line = match mood {
         Mood::Stopping => row("now").tone(
@@ -205,6 +231,9 @@ pub(crate) fn plain(migration: &Migration, progress: &Progress) -> Line {
         parts.push(show_bit_rate(rate));
     }
     parts.push(doing(migration, progress));
+    if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
+        parts.push(format!("writes too fast: {}", outpaced.then));
+    }
     Line::text(parts.join(" · "))
 }
 

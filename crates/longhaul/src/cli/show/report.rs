@@ -4,6 +4,7 @@ use super::figure::{self, bare_ms, byte_rate};
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
     BytesByKind, ClockTeller, DowntimeParts, GuestClock, HookRun, HostCost, Outcome, Phase, Report,
+    StopChoice, StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -200,6 +201,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if !memory.is_empty() {
         line("memory", memory.join(" · "));
     }
+    if let Some(stop) = &report.stop {
+        line("stop", self::stop(stop, report.asked.downtime_ms));
+    }
     match report.interruptions {
         None | Some(0) => {}
         Some(1) => line("link", "interrupted once, and ridden out".to_owned()),
@@ -237,6 +241,35 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn stop(stop: &StopChoice, asked_ms: u64) -> String {
+    let asked = figure::ms(Some(asked_ms));
+    let why = match stop.reason {
+        StopReason::WithinLimit => format!("it fitted {asked}"),
+        StopReason::LocalMinimum => {
+            format!("{asked} could not be kept: it would not have got better")
+        }
+        StopReason::RisingTrend => format!("{asked} could not be kept: more and more was left"),
+        StopReason::WaitedEnough => format!("{asked} could not be kept: waited long enough"),
+        StopReason::Passes => "as many passes as the rule allows".to_owned(),
+        StopReason::Bytes => "as many bytes as the rule allows".to_owned(),
+    };
+    let rule = match stop.rule {
+        StopRule::Predicted => "",
+        StopRule::Cloudnet => "by CloudNet's rule, ",
+        StopRule::Xen => "by Xen's rule, ",
+        StopRule::Qemu => "by QEMU's rule, ",
+    };
+    let mut text = format!("{rule}{why}");
+    if let (Some(likely), Some(at_most)) = (stop.predicted_ms, stop.predicted_at_most_ms) {
+        let (likely, at_most) = (figure::ms(Some(likely)), figure::ms(Some(at_most)));
+        text.push_str(&format!(" · predicted then: {likely}, at most {at_most}"));
+    }
+    if let Some(percent) = stop.slowed_percent {
+        text.push_str(&format!(" · slowed by {percent} %"));
+    }
+    text
 }
 
 fn clock(clock: &GuestClock) -> String {
@@ -312,6 +345,7 @@ mod tests {
         failed.hooks[0].time_ms = 10_002.0;
         failed.hooks[0].error = Some("/etc/longhaul/fence did not end within 10 s".into());
         failed.clock = None;
+        failed.stop = None;
         failed.cost.destination = HostCost::default();
         failed.verify = Some(VerifyResult {
             regions: 6,

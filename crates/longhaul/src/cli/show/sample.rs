@@ -15,6 +15,7 @@ fn asked() -> Asked {
         patience_ms: 60_000,
         early_release: false,
         encoding: Encoding::default(),
+        convergence: Default::default(),
     }
 }
 
@@ -177,6 +178,7 @@ pub(crate) fn progress() -> Progress {
         },
         dirty_rate_bytes_per_s: Some(12 * MIB),
         predicted_downtime_ms: Some(80),
+        outpaced: None,
         remaining_ms: Some(13_200),
         outcome: None,
         reason: None,
@@ -223,6 +225,13 @@ pub(crate) fn report() -> Report {
             time(Phase::Finishing, 120.0),
         ],
         passes: Some(4),
+        stop: Some(StopChoice {
+            rule: StopRule::Predicted,
+            reason: StopReason::WithinLimit,
+            predicted_ms: Some(58),
+            predicted_at_most_ms: Some(71),
+            slowed_percent: None,
+        }),
         downtime_ms: Some(63.6),
         downtime: DowntimeParts {
             stop_ms: Some(0.4),

@@ -2,11 +2,14 @@
 
 use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::clock;
+use crate::agent::migration::convergence;
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
 use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
+use longhaul_engine::source::Downtime;
+use longhaul_engine::stop::StopReason;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::{GuestClock, Summary};
 use std::time::Duration;
@@ -53,7 +56,10 @@ impl Departure {
             .collect();
         let pass = engine.pass_number();
         let dirty = engine.dirty_blocks_per_s();
-        let predicted = engine.predicted_downtime(now);
+        let predicted = engine.predicted_downtime(now).likely;
+        let asked = self.entry().migration().asked.convergence;
+        let guest = &self.task.offer.guest.name;
+        let outpaced = convergence::outpaced(guest, &asked, &engine, now, self.slowed());
         let remaining = engine.remaining_bytes(now);
         let sent = engine.sent();
         drop(engine);
@@ -76,12 +82,25 @@ impl Departure {
             progress.link.interrupted_ms = lost_ms;
             progress.dirty_rate_bytes_per_s =
                 dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
-            progress.predicted_downtime_ms =
-                (predicted < Duration::from_secs(86_400)).then_some(predicted.as_millis() as u64);
+            progress.predicted_downtime_ms = convergence::known_ms(predicted);
+            progress.outpaced = outpaced;
             progress.remaining_ms = stats
                 .filter(|stats| stats.delivery_rate_bps > 0)
                 .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
         });
+    }
+
+    /// By how much QEMU slows the guest, in percent of its time.
+    fn slowed(&self) -> Option<u8> {
+        self.task.outbound.progress()?.slowed_percent
+    }
+
+    /// Reports how the moment of the stop was chosen.
+    pub(super) fn note_stop(&self, reason: StopReason, predicted: Downtime) {
+        let asked = self.entry().migration().asked.convergence;
+        let choice = convergence::choice(&asked, reason, predicted, self.slowed());
+        self.entry()
+            .report_with(|report| report.stop = Some(choice));
     }
 
     /// Says once what it will probably cost, as soon as the link is known.
@@ -102,6 +121,7 @@ impl Departure {
             rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
             rtt: self.session.as_ref().map(|session| session.control.rtt()),
             early_release: self.entry().migration().asked.early_release,
+            convergence: self.entry().migration().asked.convergence,
         };
         let prediction = plan::predict(&task.look, &asking);
         if let Some(note) = &prediction.note {

@@ -1,0 +1,176 @@
+//! What a switchover would cost: what is left, what a block of it takes on the link, and how sure
+//! that is.
+
+use longhaul_protocol::BLOCK_SIZE;
+use std::time::Duration;
+
+/// Blocks in a frame, before any was seen.
+const FRAME_BLOCKS_UNSEEN: f64 = 64.0;
+/// How many average deviations a figure is trusted not to be off by: about 97 of 100 stay within.
+const DEVIATIONS: f64 = 2.35;
+/// The share of a block's cost that it is taken to be off by, before it was seen.
+const DEVIATION_UNSEEN: f64 = 0.5;
+/// The shortest time in which written blocks tell how fast a guest writes.
+const RATE_TIME_MIN: Duration = Duration::from_millis(100);
+
+/// The link, as far as it is known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Link {
+    /// What it carries of ours, in bytes per second.
+    pub rate_bytes_per_s: f64,
+    /// Round trip.
+    pub rtt: Duration,
+    /// Bytes handed over and not yet acknowledged by the link.
+    pub queued_bytes: u64,
+}
+
+/// Blocks that no pass has reported yet, where somebody can tell.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Unseen {
+    /// Written since the pass was made.
+    pub written_blocks: u64,
+    /// Reported by the pass, in the part of it that is not read yet.
+    pub unread_blocks: u64,
+    /// When the written ones were counted.
+    pub at: Duration,
+}
+
+/// What is left to send, as far as is known.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Left {
+    /// Blocks that are pending.
+    pub pending_blocks: u64,
+    /// Blocks that no pass has reported yet.
+    pub unseen: Option<Unseen>,
+    /// Blocks that the guest writes per second, as the last pass showed.
+    pub dirty_blocks_per_s: Option<f64>,
+    /// What a block costs on the link, in bytes.
+    pub block_cost_bytes: f64,
+    /// The link.
+    pub link: Option<Link>,
+}
+
+/// How long the guest would stand still if it were stopped now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Downtime {
+    /// Probably.
+    pub likely: Duration,
+    /// At most, in about 97 of 100 cases.
+    pub at_most: Duration,
+}
+
+/// A guest that writes faster than the link carries.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Outpaced {
+    /// What its writes would take on the link, in bytes per second.
+    pub written_bytes_per_s: f64,
+    /// What the link carries, in bytes per second.
+    pub link_bytes_per_s: f64,
+}
+
+/// Bytes that a block costs on the link.
+#[derive(Debug, Default)]
+pub(crate) struct Cost {
+    average: Option<f64>,
+    /// How far a frame's blocks are off on average, and how many those are.
+    deviation: f64,
+    frame_blocks: f64,
+    /// Blocks with content that whole passes have sent, and their bytes on the link.
+    first_blocks: u64,
+    first_bytes: u64,
+}
+
+impl Cost {
+    /// Blocks with content of a pass over everything took so many bytes.
+    pub(crate) fn add_first(&mut self, blocks: u64, bytes: u64) {
+        self.first_blocks += blocks;
+        self.first_bytes += bytes;
+    }
+
+    /// Written blocks, those that need not travel among them, took so many bytes.
+    pub(crate) fn add(&mut self, blocks: usize, bytes: u64) {
+        if blocks == 0 {
+            return;
+        }
+        let now = bytes as f64 / blocks as f64;
+        let weight = (blocks as f64 / 2048.0).min(0.5);
+        let Some(average) = &mut self.average else {
+            self.average = Some(now);
+            self.deviation = DEVIATION_UNSEEN * now;
+            self.frame_blocks = blocks as f64;
+            return;
+        };
+        let off = now - *average;
+        *average += weight * off;
+        self.deviation += weight * (off.abs() - self.deviation);
+        self.frame_blocks += weight * (blocks as f64 - self.frame_blocks);
+    }
+
+    /// What a block takes, probably.
+    pub(crate) fn likely(&self) -> f64 {
+        let first = self.first_bytes as f64 / self.first_blocks as f64;
+        let first = Some(first).filter(|_| self.first_blocks > 0);
+        let cost = self.average.or(first);
+        cost.unwrap_or(BLOCK_SIZE as f64)
+    }
+
+    /// What each of so many blocks takes at most: the more there are, the more they make up for
+    /// each other.
+    pub(crate) fn at_most(&self, blocks: f64) -> f64 {
+        let likely = self.likely();
+        let (deviation, frame_blocks) = match self.average {
+            Some(_) => (self.deviation, self.frame_blocks),
+            None => (DEVIATION_UNSEEN * likely, FRAME_BLOCKS_UNSEEN),
+        };
+        let frames = (blocks / frame_blocks).max(1.0);
+        (likely + DEVIATIONS * deviation / frames.sqrt()).min(likely.max(BLOCK_SIZE as f64))
+    }
+}
+
+/// Blocks that a guest writes per second, by what the last pass showed and what was counted since it
+/// began.
+pub(crate) fn write_rate(dirty_blocks_per_s: Option<f64>, counted: Unseen, began: Duration) -> f64 {
+    let counted_for = counted.at.saturating_sub(began);
+    let lately = if counted_for >= RATE_TIME_MIN {
+        counted.written_blocks as f64 / counted_for.as_secs_f64()
+    } else {
+        0.0
+    };
+    dirty_blocks_per_s.unwrap_or(0.0).max(lately)
+}
+
+/// How long so many bytes travel.
+pub(crate) fn travel_time(bytes: f64, link: Link) -> Duration {
+    let seconds = bytes / link.rate_bytes_per_s.max(1.0);
+    Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_more_blocks_the_surer() {
+        let mut cost = Cost::default();
+        assert_eq!(cost.likely(), 4096.0);
+        assert_eq!(cost.at_most(64.0), 4096.0, "nothing costs more than itself");
+        cost.add_first(1000, 1_000_000);
+        assert_eq!(cost.likely(), 1000.0);
+        assert!(cost.at_most(64.0) > 2000.0);
+        for frame in 0..1000 {
+            cost.add(64, if frame % 2 == 0 { 64 * 100 } else { 64 * 300 });
+        }
+        assert!((190.0..210.0).contains(&cost.likely()), "{cost:?}");
+        let few = cost.at_most(64.0) - cost.likely();
+        let many = cost.at_most(6400.0) - cost.likely();
+        assert!((200.0..240.0).contains(&few), "{few}");
+        assert!((many * 10.0 - few).abs() < 1.0, "{few} {many}");
+    }
+
+    #[test]
+    fn what_always_costs_the_same_is_sure() {
+        let mut cost = Cost::default();
+        (0..1000).for_each(|_| cost.add(64, 64 * 500));
+        assert!(cost.at_most(64.0) - 500.0 < 1.0);
+    }
+}
