@@ -23,7 +23,7 @@ bench: install build ## all benches at their defaults, JSON into target/bench (l
 	    $(LAB) bench $$bench --json > target/bench/$$bench.json || status=$$?; \
 	done; exit $$status
 
-crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (2 hours)
+crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (1 to 2 hours)
 	$(LAB) crash-matrix --all --jobs $$(nproc)
 
 FUZZ_SECONDS := 60
