@@ -86,8 +86,8 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
             let cases = crash::choose(&options).unwrap();
             assert_eq!(cases.len(), only.len());
             let failed = crash::run(&cases, 1, &options).unwrap().failed;
-            // Now and then QEMU converges in the middle of its being stopped, and answers nobody
-            // until the agent gives the move up: then the guest is never released.
+            // Now and then QEMU converges in the middle of its being stopped, and the move is not
+            // brought to the point in time: then the guest is never released.
             let unreached = |(_, why): &(String, String)| why.contains("was not reached");
             assert!(
                 tries_left > 0 && failed.iter().all(unreached) || failed.is_empty(),

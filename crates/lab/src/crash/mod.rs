@@ -321,7 +321,7 @@ fn attempt(
     }
 }
 
-/// What a QEMU says of its guest, twice, so that it is seen whether anything goes on in it.
+/// What a QEMU says of its guest; of the registers twice, so that it is seen whether anything goes on in it.
 fn state_of_qemu(monitor: &Path) -> String {
     let ask = |text: &mut String| {
         let mut qmp = Qmp::connect(monitor)?;

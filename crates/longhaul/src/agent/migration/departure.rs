@@ -637,12 +637,13 @@ impl Departure {
                     self.announced = None;
                     let prelude = self.task.outbound.prelude().to_vec();
                     self.send(ToDestination::Start { prelude }).await;
-                }
-                if let Some(question) = self.comparing.as_ref().and_then(Comparison::unanswered) {
-                    self.send(question).await;
-                }
-                if self.verified {
-                    self.send(ToDestination::Verified).await;
+                    if let Some(question) = self.comparing.as_ref().and_then(Comparison::unanswered)
+                    {
+                        self.send(question).await;
+                    }
+                    if self.verified {
+                        self.send(ToDestination::Verified).await;
+                    }
                 }
                 self.task.sending.wake();
                 self.step(SourceEvent::Connected).await;

@@ -228,7 +228,8 @@ impl Manager {
                     ..
                 } = mark;
                 let text = format!(
-                    "{} may not run here: its disk {} belongs to {owner}, which was handed to {host} (generation {generation})",
+                    "{} may not run here: its disk {} belongs to {owner}, which was handed to \
+                     {host} (generation {generation})",
                     guest.name,
                     disk.display()
                 );

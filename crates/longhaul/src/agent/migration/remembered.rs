@@ -262,7 +262,7 @@ impl Remembered {
     }
 
     /// Tells the guest to run, unless it was told, or has changed hands since. One that would not is
-    /// told again by the next agent: whether it ran before is not known, so it is not given back.
+    /// left to its owner: whether it ran before is not known, so it is not given back.
     async fn resume(&mut self) -> DestinationEvent {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());
@@ -298,21 +298,22 @@ impl Remembered {
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = resumed {
+                tracing::error!(guest, error, "committed, and does not run");
                 let text =
                     format!("QEMU did not let {guest} go on after the agent's restart: {error}");
                 let here = &ledger.context.parts.config.name;
-                let hint = "remove what keeps it from running, then `cont` in its monitor, or restart \
-                            the agent";
+                let hint = "remove what keeps it from running, then `cont` in its monitor";
                 let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
                 let state = format!("{guest} is {here}'s, and stands still there");
                 self.trouble = Some(trouble.state_of_guest(state));
-                return DestinationEvent::Resumed;
             }
         }
         if let Err(error) = found.set_generation(generation.0) {
             tracing::error!(guest, %error, "cannot note the generation");
         }
-        if let Some(entry) = &self.entry {
+        if let Some(entry) = &self.entry
+            && self.trouble.is_none()
+        {
             ledger.context.running(entry, generation);
         }
         DestinationEvent::Resumed
