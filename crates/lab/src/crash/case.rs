@@ -178,6 +178,23 @@ impl fmt::Display for Case {
 }
 
 impl Case {
+    /// Whether both copies are compared: where the point asks for it, and where the hand-over begins
+    /// after the comparison, with one pair of QEMUs. Who comes back there must not ask for it again.
+    pub fn compares(&self) -> bool {
+        let Kind {
+            step,
+            pair,
+            release,
+            ..
+        } = self.kind;
+        let after = matches!(
+            step,
+            Step::Ready | Step::Released | Step::Committed | Step::Recovering
+        );
+        let chosen = pair == Pair::OldToNew && release == Release::Late;
+        self.point.needs_verify() || (after && chosen)
+    }
+
     /// Whether there is such a case: whether there is what is to fail, and a difference to make.
     fn is_sound(&self) -> bool {
         let Kind {
@@ -293,6 +310,25 @@ mod tests {
         assert_eq!(keys(&all).len(), all.len());
         let off = all.iter().filter(|case| !case.kind.locks).count();
         assert!(off * 3 >= all.len(), "{off} of {}", all.len());
+    }
+
+    #[test]
+    fn the_hand_over_is_tried_with_and_without_a_comparison_before_it() {
+        let all = all(universe(&points()));
+        for point in [
+            "destination:before-record:ready",
+            "source:after-record:released",
+        ] {
+            let late = |case: &&Case| {
+                case.point.name == point
+                    && case.kind.victim == Victim::DestinationAgent
+                    && case.kind.release == Release::Late
+            };
+            let compared: HashSet<bool> = all.iter().filter(late).map(Case::compares).collect();
+            let both = point.ends_with("released");
+            assert_eq!(compared.contains(&true), both, "{point}");
+            assert!(compared.contains(&false), "{point}");
+        }
     }
 
     #[test]

@@ -174,7 +174,7 @@ impl Trial<'_> {
             _ => "2s",
         };
         let mut more = vec!["--patience", patience, "--downtime", DOWNTIME];
-        if self.case.point.needs_verify() {
+        if self.case.compares() {
             more.push("--verify");
         }
         if self.case.kind.release == Release::Early {
