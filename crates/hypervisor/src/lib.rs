@@ -5,6 +5,7 @@
 //! [`capabilities`] says beforehand what this host could run.
 
 pub mod attach;
+mod balloon;
 pub mod capabilities;
 mod command_line;
 pub mod config;

@@ -4,9 +4,11 @@
 //! QEMUs that emulate the same machine: no addresses of this process, no names of objects that
 //! QEMU numbers as it likes, no CPU property that is only bookkeeping.
 
+use crate::balloon::tells_free_pages;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
+use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::limits::{CPU_PROPERTIES_MAX, DEVICES_MAX};
 use longhaul_protocol::machine::{Device, Machine, RamBlock};
 use serde_json::{Value, json};
@@ -323,7 +325,22 @@ pub async fn blockers(qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, QmpE
     let guard = property(qmp, "/machine", guard).await?;
     let guard = guard.as_ref().and_then(Value::as_str).unwrap_or_default();
     let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
-    Ok(blockers_of(machine, &reasons, guard, &networks))
+    let mut found = blockers_of(machine, &reasons, guard, &networks);
+    let huge = |block: &RamBlock| block.page_bytes > BLOCK_SIZE as u64;
+    if machine.ram_blocks.values().any(huge) && tells_free_pages(qmp).await? {
+        let capabilities = ask(qmp, "query-migrate-capabilities", json!({})).await?;
+        let mut capabilities = list(&capabilities, "query-migrate-capabilities")?.into_iter();
+        if !capabilities.any(|one| one["capability"] == "switchover-ack") {
+            found.push(Blocker {
+                text:
+                    "its balloon tells which pages are free (free-page-hint), and its memory is in \
+                       huge pages: this QEMU cannot move it with both"
+                        .to_owned(),
+                hint: "start it without one of them, or with QEMU 8.1 or newer".to_owned(),
+            });
+        }
+    }
+    Ok(found)
 }
 
 fn blockers_of(

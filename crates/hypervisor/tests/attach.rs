@@ -128,7 +128,8 @@ const SCRIPTS: [(&str, &str); 6] = [
          -device scsi-cd,bus=scsi.0,id=cd \
          -netdev user,id=n0,restrict=on -device virtio-net-pci,netdev=n0,mac=52:54:00:aa:bb:01,mq=off \
          -device e1000,id=second,mac=52:54:00:aa:bb:02 \
-         -device virtio-balloon-pci,id=balloon,deflate-on-oom=on -rtc base=localtime,driftfix=slew \
+         -object iothread,id=io0 \
+         -device virtio-balloon-pci,id=balloon,deflate-on-oom=on,free-page-hint=on,iothread=io0 -rtc base=localtime,driftfix=slew \
          -boot order=c,menu=on -no-reboot -vga std",
         "memfd = true",
     ),

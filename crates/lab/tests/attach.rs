@@ -69,7 +69,8 @@ impl Script {
              -device virtio-serial -chardev socket,id=c,path=arena.sock,server=on,wait=off \
              -device virtserialport,chardev=c,name={CHANNEL_NAME} \
              -object rng-random,filename=/dev/urandom,id=r -device virtio-rng-pci,rng=r \
-             -device qemu-xhci -device usb-tablet -device virtio-balloon \
+             -device qemu-xhci -device usb-tablet \
+             -object iothread,id=io -device virtio-balloon,free-page-hint=on,iothread=io \
              -rtc driftfix=slew -qmp unix:qmp.sock,server,nowait\n",
             qemu = installed::qemu(version).unwrap().display(),
             kernel = installed::kernel().unwrap().display(),

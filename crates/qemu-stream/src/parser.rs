@@ -37,7 +37,7 @@ impl RamBlock {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prelude {
     /// The bytes, from the header up to the end of `ram`'s first section: a destination takes them
-    /// as they are.
+    /// as they are. What announces post-copy is not among them.
     pub bytes: Vec<u8>,
     /// The versioned machine type.
     pub machine_type: String,
@@ -195,6 +195,8 @@ pub struct Parser {
     /// The head of a token whose rest has not come.
     carry: Vec<u8>,
     prelude: Option<Vec<u8>>,
+    /// The newest token is not for a destination.
+    left_out: bool,
     machine_type: String,
     ram_section: Option<u32>,
     last_section: bool,
@@ -215,6 +217,7 @@ impl Parser {
             state: State::Header,
             carry: Vec::new(),
             prelude: Some(Vec::new()),
+            left_out: false,
             machine_type: String::new(),
             ram_section: None,
             last_section: false,
@@ -320,7 +323,9 @@ impl Parser {
         let Some(prelude) = &mut self.prelude else {
             return Ok(Some((cursor.at, event)));
         };
-        prelude.extend_from_slice(bytes.get(..cursor.at).unwrap_or_default());
+        if !std::mem::take(&mut self.left_out) {
+            prelude.extend_from_slice(bytes.get(..cursor.at).unwrap_or_default());
+        }
         if prelude.len() > self.limits.prelude_bytes {
             return Err(ParseError::TooMuch {
                 what: "bytes before its first page",
@@ -363,7 +368,7 @@ impl Parser {
     fn section(&mut self, cursor: &mut Cursor<'_>) -> Result<Option<Event>, Stop> {
         let found = cursor.u8()?;
         match (found, self.ram_section) {
-            (mark::COMMAND, ram) => command(cursor, ram.is_some()),
+            (mark::COMMAND, ram) => command(cursor, ram.is_some(), &mut self.left_out),
             (mark::SECTION_START | mark::SECTION_FULL, ram) => {
                 let id = cursor.be32()?;
                 let length = cursor.u8()?;
@@ -564,7 +569,11 @@ impl Parser {
     }
 }
 
-fn command(cursor: &mut Cursor<'_>, after_prelude: bool) -> Result<Option<Event>, Stop> {
+fn command(
+    cursor: &mut Cursor<'_>,
+    after_prelude: bool,
+    left_out: &mut bool,
+) -> Result<Option<Event>, Stop> {
     let number = cursor.be16()?;
     let length = cursor.be16()?;
     match (number, length) {
@@ -574,7 +583,15 @@ fn command(cursor: &mut Cursor<'_>, after_prelude: bool) -> Result<Option<Event>
             Ok(after_prelude.then_some(Event::Ping(value)))
         }
         (command::SWITCHOVER_START, 0) if after_prelude => Ok(Some(Event::SwitchoverStart)),
-        (command::POSTCOPY_ADVISE, _) => Err(ParseError::Feature("postcopy-ram").into()),
+        // A source that could end in post-copy says so. It will not, so no destination is told.
+        (command::POSTCOPY_ADVISE, 16) if !after_prelude => {
+            // With larger pages it would list their sizes as well.
+            if cursor.be64()? != PAGE_SIZE as u64 || cursor.be64()? != PAGE_SIZE as u64 {
+                return Err(ParseError::Feature("postcopy-ram with huge pages").into());
+            }
+            *left_out = true;
+            Ok(None)
+        }
         _ => Err(ParseError::Command(number).into()),
     }
 }

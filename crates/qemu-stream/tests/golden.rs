@@ -119,6 +119,35 @@ fn captures_say_what_the_guest_wrote() {
     }
 }
 
+/// With the capability `postcopy-ram` QEMU announces that it may end so; a destination that is told
+/// would have to have it too.
+#[test]
+fn an_announced_post_copy_is_left_out() {
+    for (name, _) in CAPTURES {
+        let stream = capture(name);
+        let (plain, _) = events(&stream, stream.len(), |_| false);
+        let ping = [8, 0, 2, 0, 4, 0, 0, 0, 1];
+        let after = stream.windows(ping.len()).position(|at| at == ping);
+        let after = after.unwrap() + ping.len();
+        let announce = |page_bytes: u64| {
+            let mut announced = stream[..after].to_vec();
+            announced.extend([8, 0, 3, 0, 16]);
+            announced.extend(page_bytes.to_be_bytes());
+            announced.extend(4096_u64.to_be_bytes());
+            announced.extend(&stream[after..]);
+            announced
+        };
+        for piece in [1, PAGE_SIZE] {
+            let (announced, _) = events(&announce(4096), piece, |_| false);
+            assert!(announced == plain, "{name} in pieces of {piece}");
+        }
+        let huge = announce((2 << 20) | 4096);
+        let mut parser = Parser::new(Limits::default());
+        let error = parser.next(&mut huge.as_slice()).unwrap_err().to_string();
+        assert!(error.contains("postcopy-ram with huge pages"), "{error}");
+    }
+}
+
 #[test]
 fn pieces_of_any_size_say_the_same() {
     for (name, _) in CAPTURES {

@@ -2,6 +2,7 @@
 
 use super::nic;
 use super::tables::{Bus, Model, Serves};
+use crate::balloon::FREE_PAGE_HINT;
 use crate::command_line::{Line, ResolveError, Surroundings, backend, disk_nodes, nodes, server};
 use crate::command_line::{image_called, look_up};
 use crate::config::{Image, ImageFormat};
@@ -187,6 +188,11 @@ fn device(
     }
     for (name, value) in &placed.properties {
         add(name, value);
+        if name == FREE_PAGE_HINT && value == "on" {
+            let id = format!("hints-{number}");
+            line.option("-object", format!("iothread,id={id}"));
+            add("iothread", &id);
+        }
     }
     line.option("-device", text);
     Ok(())

@@ -3,6 +3,8 @@
 //! A description that comes from a peer is held against these tables, and so is a command line of
 //! this host: what is in none of them is refused by its name.
 
+use crate::balloon::FREE_PAGE_HINT;
+
 /// What values a property or setting takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -304,7 +306,11 @@ const MODELS: &[Model] = &[
         &[
             PCI,
             VIRTIO,
-            &[("deflate-on-oom", Switch), ("free-page-reporting", Switch)],
+            &[
+                ("deflate-on-oom", Switch),
+                (FREE_PAGE_HINT, Switch),
+                ("free-page-reporting", Switch),
+            ],
         ],
     ),
     model(

@@ -42,6 +42,11 @@
 //!   [`Event::Restarted`], and every page is reported once more. The last pass of such a QEMU is
 //!   never used: it may lack writes.
 //!
+//! A balloon that tells QEMU which pages are free (`free-page-hint`) takes a lock for each of them that a
+//! QEMU which waits in a write does not give back; `stop` and a reset of the guest wait for the balloon.
+//! From 8.1 on such a QEMU is held by its rate instead (`max-bandwidth`): it writes some pages each 100
+//! ms, which are read and told with the next pass. Before, it is kept from asking the balloon.
+//!
 //! A guest that is paused from the start is not held: all of its stream is read at once, and the
 //! freeze only ends the migration.
 //!

@@ -320,6 +320,9 @@ impl Outgoing {
     /// other error [`Outgoing::abort`] is due.
     pub async fn freeze(&mut self) -> Result<Frozen, OutgoingError> {
         self.stop_pacing().await;
+        if self.migration.before.holds_by_rate() {
+            self.migration.settle().await?;
+        }
         match self.migration.freeze().await {
             Err(OutgoingError::Restarted) => {
                 let migration = Arc::clone(&self.migration);

@@ -46,6 +46,8 @@ pub(crate) enum Goal {
     Pages(u64),
     /// The first page of the next pass.
     NextPass,
+    /// None: until something else is wanted.
+    Open,
 }
 
 /// How the stream ended.
@@ -92,6 +94,9 @@ struct State {
     /// The owner holds the reader, whatever the mode.
     held: bool,
     events: VecDeque<Event>,
+    /// Whether what is read belongs to the next pass, and what was.
+    aside: bool,
+    late: Vec<Event>,
     end: Option<End>,
     prelude: Option<Prelude>,
     pages_read: u64,
@@ -118,6 +123,8 @@ impl Shared {
                 busy: true,
                 held: false,
                 events: VecDeque::new(),
+                aside: false,
+                late: Vec::new(),
                 end: None,
                 prelude: None,
                 pages_read: 0,
@@ -147,6 +154,12 @@ impl Shared {
     /// Reads till the goal.
     pub(crate) fn run(&self, goal: Goal) {
         self.set(Mode::Run(goal));
+    }
+
+    /// Reads on while a pass is held: what comes is told with the next one.
+    pub(crate) fn run_aside(&self) {
+        self.lock().aside = true;
+        self.run(Goal::Open);
     }
 
     /// Stops reading.
@@ -232,8 +245,10 @@ impl Shared {
 
     /// Everything that was reported written and not taken.
     pub(crate) fn take_written(&self) -> Vec<Written> {
-        let events = std::mem::take(&mut self.lock().events);
-        let written = events.into_iter().filter_map(|event| match event {
+        let mut state = self.lock();
+        let late = std::mem::take(&mut state.late);
+        let events = std::mem::take(&mut state.events).into_iter().chain(late);
+        let written = events.filter_map(|event| match event {
             Event::Written(written) => Some(written),
             _ => None,
         });
@@ -253,6 +268,17 @@ impl Shared {
     /// Tells the owner something, behind what the reader told it.
     pub(crate) fn tell(&self, event: Event) {
         self.lock().events.push_back(event);
+        self.event.notify_waiters();
+    }
+
+    /// Tells the owner that a pass begins, and what of it was read before.
+    pub(crate) fn begin_pass(&self, pass: u64) {
+        let mut state = self.lock();
+        state.aside = false;
+        let late = std::mem::take(&mut state.late);
+        state.events.push_back(Event::PassStarted { pass });
+        state.events.extend(late);
+        drop(state);
         self.event.notify_waiters();
     }
 
@@ -460,7 +486,7 @@ impl Reader {
     fn is_reached(&self, goal: Option<Goal>, at: (usize, u64)) -> bool {
         let (_, pages, pass) = self.order.unwrap_or_default();
         match goal {
-            None | Some(Goal::Prelude) => false,
+            None | Some(Goal::Prelude | Goal::Open) => false,
             Some(Goal::Place { block, page }) => at >= (block, page),
             Some(Goal::Pages(wanted)) => self.pages - pages >= wanted,
             Some(Goal::NextPass) => self.parser.pass() > pass,
@@ -517,10 +543,14 @@ impl Reader {
     fn tell_runs(&mut self) {
         let mut state = self.shared.lock();
         state.pages_read = self.pages;
-        if let Some(written) = self.runs.take() {
-            state.events.push_back(Event::Written(written));
-            drop(state);
-            self.shared.event.notify_waiters();
+        match self.runs.take().map(Event::Written) {
+            Some(written) if state.aside => state.late.push(written),
+            Some(written) => {
+                state.events.push_back(written);
+                drop(state);
+                self.shared.event.notify_waiters();
+            }
+            None => {}
         }
     }
 }

@@ -1,5 +1,6 @@
 //! What a source QEMU is set to for a move, and how it gets back to what it was.
 
+use crate::balloon::tells_free_pages;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -67,6 +68,8 @@ pub(crate) struct Before {
     pub(crate) has_switchover_ack: bool,
     /// Whether QEMU does not see all that the guest writes.
     pub(crate) misses_writes: bool,
+    /// Whether a balloon tells QEMU what the guest does not use.
+    tells_free_pages: bool,
     /// By how much QEMU may slow the guest, in percent of its time.
     pub(crate) slow_at_most: Option<u8>,
     settings: Settings,
@@ -227,6 +230,8 @@ fn why_not(state: &str) -> &'static str {
 const NEEDED: [&str; 3] = ["return-path", "events", "switchover-ack"];
 /// And one that a guest is slowed with.
 const SLOWS: &str = "auto-converge";
+/// And one that keeps a QEMU from asking a balloon which pages are free; post-copy itself is not used.
+const SILENCES_BALLOON: &str = "postcopy-ram";
 /// A capability of destinations only.
 const LEFT_ALONE: &str = "late-block-activate";
 
@@ -268,9 +273,17 @@ impl Before {
                 .iter()
                 .any(|(name, _)| name == "switchover-ack"),
             misses_writes,
+            tells_free_pages: tells_free_pages(qmp).await?,
             slow_at_most,
             settings,
         })
+    }
+
+    /// Whether QEMU is held by its rate. It keeps a lock while it waits in a write, and a balloon that
+    /// tells it something waits for that with a lock of its own, which `stop` and a reset of the guest
+    /// need.
+    pub(crate) fn holds_by_rate(&self) -> bool {
+        self.tells_free_pages && self.has_switchover_ack && self.running
     }
 
     /// Sets capabilities and parameters for a move.
@@ -280,9 +293,12 @@ impl Before {
             .capabilities
             .iter()
             .filter(|(name, _)| name != LEFT_ALONE);
-        let slows = |name: &str| name == SLOWS && self.slow_at_most.is_some();
-        let wanted =
-            wanted.map(|(name, on)| (name, *on, NEEDED.contains(&name.as_str()) || slows(name)));
+        let needed = |name: &str| match name {
+            SLOWS => self.slow_at_most.is_some(),
+            SILENCES_BALLOON => self.tells_free_pages && !self.has_switchover_ack,
+            name => NEEDED.contains(&name),
+        };
+        let wanted = wanted.map(|(name, on)| (name, *on, needed(name)));
         let changed = wanted.filter(|(_, on, needed)| on != needed);
         let changed = changed.map(|(name, _, needed)| (name.as_str(), needed));
         set_capabilities(qmp, changed).await?;

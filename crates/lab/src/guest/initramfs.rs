@@ -8,8 +8,13 @@ use std::{fs, io};
 /// The arena as a static program, to put into any guest.
 pub const ARENA: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/arena"));
 
-/// What the guest needs to reach its channel and its disks.
-const NEEDED: [&str; 3] = ["virtio_pci", "virtio_console", "virtio_blk"];
+/// What the guest needs to reach its channel and its disks, and to tell which pages it does not use.
+const NEEDED: [&str; 4] = [
+    "virtio_pci",
+    "virtio_console",
+    "virtio_blk",
+    "virtio_balloon",
+];
 
 /// Why there is no initial RAM file system.
 #[derive(Debug, thiserror::Error)]
@@ -169,7 +174,8 @@ mod tests {
             )
             .unwrap();
         }
-        let list = "kernel/drivers/char/virtio_console.ko\n";
+        let list =
+            "kernel/drivers/char/virtio_console.ko\nkernel/drivers/virtio/virtio_balloon.ko\n";
         fs::write(folder.path().join("modules.builtin"), list).unwrap();
         let archive = build(folder.path()).unwrap();
         let at = |name: &str| {

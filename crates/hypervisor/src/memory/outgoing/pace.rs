@@ -18,6 +18,9 @@ use tokio::sync::{broadcast, watch};
 /// How long QEMU may take to answer, or to write its devices, before it is taken for completing.
 const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 
+/// A QEMU that is held by its rate sleeps for most of each 100 ms.
+const SLEEPS_WITHIN: Duration = Duration::from_millis(20);
+
 /// Why the reader rests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Stop {
@@ -88,6 +91,9 @@ impl Migration {
                 }
             }
             self.inner().progress.unread_pages = Some(unread_pages);
+            if self.before.holds_by_rate() {
+                self.hold_by_rate().await?;
+            }
             self.shared().tell(Event::Held { pass, unread_pages });
             match self
                 .wait_for_wish(pass, &sample, wishes, &mut events)
@@ -103,6 +109,8 @@ impl Migration {
             };
             if self.may_complete() {
                 set_bandwidth(&self.qmp, BANDWIDTH_AT_END).await?;
+            } else if self.before.holds_by_rate() {
+                set_bandwidth(&self.qmp, 0).await?;
             }
             let stop = self
                 .run(Goal::NextPass, now.syncs, wishes, &mut events)
@@ -171,6 +179,29 @@ impl Migration {
             set_bandwidth(&self.qmp, 0).await?;
         }
         Ok(Some((pass, Some(Goal::Pages(readable)), MARGIN_PAGES)))
+    }
+
+    /// Lets QEMU write next to nothing, and reads that.
+    async fn hold_by_rate(&self) -> Result<(), OutgoingError> {
+        self.shared().run_aside();
+        set_bandwidth(&self.qmp, BANDWIDTH_NONE).await?;
+        Ok(())
+    }
+
+    /// Waits until QEMU sleeps because of its rate, with no lock held, wherever in a pass it was.
+    pub(super) async fn settle(&self) -> Result<(), OutgoingError> {
+        self.hold_by_rate().await?;
+        let start = Instant::now();
+        let mut read = self.shared().pages_read();
+        while start.elapsed() < STATE_TIMEOUT {
+            tokio::time::sleep(SLEEPS_WITHIN).await;
+            let now = self.shared().pages_read();
+            if now == read {
+                break;
+            }
+            read = now;
+        }
+        Ok(())
     }
 
     /// Keeps QEMU from writing pages, and so from completing; false when it does so already.
@@ -309,7 +340,7 @@ impl Migration {
         inner.progress.pass = pass;
         inner.progress.unread_pages = None;
         inner.dirty = None;
-        inner.shared.tell(Event::PassStarted { pass });
+        inner.shared.begin_pass(pass);
     }
 
     async fn sample(&self) -> Result<Arc<Sample>, OutgoingError> {
