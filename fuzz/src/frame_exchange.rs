@@ -173,10 +173,11 @@ impl Source {
                 (None, _) => Decision::Literal { digest },
             });
         }
-        let compression = match how / 2 % 3 {
+        let compression = match how / 2 % 4 {
             0 => Compression::Raw,
             1 => Compression::Lz4,
-            _ => Compression::Zstd(1),
+            2 => Compression::Zstd(1),
+            _ => Compression::Lz4Fast,
         };
         let ids: Vec<_> = written.iter().map(|block| id(*block)).collect();
         let frame = self

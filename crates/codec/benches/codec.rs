@@ -45,7 +45,7 @@ fn main() {
     });
     for (name, content) in [("random", &random), ("text", &text)] {
         let levels = [-3, -1, 1, 3].map(Compression::Zstd);
-        for compression in [Compression::Raw, Compression::Lz4]
+        for compression in [Compression::Raw, Compression::Lz4Fast, Compression::Lz4]
             .into_iter()
             .chain(levels)
         {
@@ -53,7 +53,7 @@ fn main() {
         }
     }
     for lines in [1, 8, 24] {
-        for compression in [Compression::Raw, Compression::Lz4, Compression::Zstd(1)] {
+        for compression in [Compression::Raw, Compression::Lz4Fast, Compression::Zstd(1)] {
             dirty(&text, lines, compression);
         }
     }

@@ -1,5 +1,6 @@
 //! The compressors that a frame's payload may go through, with their contexts kept between frames.
 
+use crate::lz4::Places;
 use std::io;
 
 const FRAME_BLOCKS: usize = 64;
@@ -13,6 +14,8 @@ const ZSTD_FRAME_LEVEL: i32 = 3;
 pub enum Compression {
     /// Not at all.
     Raw,
+    /// LZ4's block format, made by looking for repeats at whole words only.
+    Lz4Fast,
     /// LZ4's block format.
     Lz4,
     /// One Zstandard frame, made at this level (negative levels are faster).
@@ -25,13 +28,14 @@ impl Compression {
     pub fn frame_blocks(self) -> usize {
         match self {
             Self::Zstd(level) if level > ZSTD_FRAME_LEVEL => FRAME_BLOCKS_DEAR,
-            Self::Raw | Self::Lz4 | Self::Zstd(_) => FRAME_BLOCKS,
+            Self::Raw | Self::Lz4Fast | Self::Lz4 | Self::Zstd(_) => FRAME_BLOCKS,
         }
     }
 }
 
 /// The compressing contexts of one worker.
 pub(crate) struct Compressor {
+    places: Box<Places>,
     lz4: lz4_flex::block::CompressTable,
     zstd: Option<(i32, zstd::bulk::Compressor<'static>)>,
     output: Vec<u8>,
@@ -40,6 +44,7 @@ pub(crate) struct Compressor {
 impl Compressor {
     pub(crate) fn new() -> Self {
         Self {
+            places: Places::new(),
             lz4: lz4_flex::block::CompressTable::large(),
             zstd: None,
             output: Vec::new(),
@@ -54,6 +59,13 @@ impl Compressor {
     ) -> io::Result<Option<&[u8]>> {
         let length = match compression {
             Compression::Raw => return Ok(None),
+            Compression::Lz4Fast => {
+                let output = scratch(&mut self.output, payload.len());
+                match self.places.compress(payload, output) {
+                    Some(length) => length,
+                    None => return Ok(None),
+                }
+            }
             Compression::Lz4 => {
                 let bound = lz4_flex::block::get_maximum_output_size(payload.len());
                 let output = scratch(&mut self.output, bound);

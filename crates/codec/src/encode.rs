@@ -188,28 +188,40 @@ impl Encoder {
             self.add(*id, index, content, decision, &mut counts);
         }
         self.entries.close();
-        let payload = self
-            .literals
-            .payload(content, &self.deltas, &mut self.gathered);
-        let compressed = self
-            .compressor
-            .compress(payload, compression)
-            .map_err(EncodeError::Compression)?;
-        let (stored, compression) = match compressed {
-            Some(stored) => (stored, compression),
-            None => (payload, Compression::Raw),
+        let payload_bytes = self.literals.bytes() + self.deltas.len();
+        let compressed = if compression == Compression::Raw {
+            None
+        } else {
+            let gathered = &mut self.gathered;
+            let payload = self.literals.payload(content, &self.deltas, gathered);
+            self.compressor
+                .compress(payload, compression)
+                .map_err(EncodeError::Compression)?
         };
-        let bytes = self
-            .entries
-            .frame(seq, payload.len(), stored, compression)?;
+        let (bytes, stored_bytes, compression) = match compressed {
+            Some(stored) => {
+                let length = stored.len();
+                let mut bytes = self
+                    .entries
+                    .begin(seq, payload_bytes, length, compression)?;
+                bytes.extend_from_slice(stored);
+                (bytes, length, compression)
+            }
+            None => {
+                let raw = Compression::Raw;
+                let mut bytes = self.entries.begin(seq, payload_bytes, payload_bytes, raw)?;
+                self.literals.gather(content, &self.deltas, &mut bytes);
+                (bytes, payload_bytes, raw)
+            }
+        };
         Ok(EncodedFrame {
             bytes,
             blocks: counts.described,
             duplicates: counts.duplicates,
             deltas: counts.deltas,
             delta_bytes: self.deltas.len(),
-            payload_bytes: payload.len(),
-            stored_bytes: stored.len(),
+            payload_bytes,
+            stored_bytes,
             compression,
         })
     }
@@ -334,32 +346,32 @@ impl Entries {
         }
     }
 
-    fn frame(
+    /// A frame up to its payload, with room for that.
+    fn begin(
         &self,
         seq: u64,
         payload_bytes: usize,
-        stored: &[u8],
+        stored_bytes: usize,
         compression: Compression,
     ) -> Result<Vec<u8>, EncodeError> {
-        let length = HEADER_BYTES + self.bytes.len() + stored.len();
+        let length = HEADER_BYTES + self.bytes.len() + stored_bytes;
         if length > FRAME_BYTES_MAX {
             return Err(EncodeError::TooLong { bytes: length });
         }
         let header = Header {
             compression: match compression {
                 Compression::Raw => COMPRESSION_RAW,
-                Compression::Lz4 => COMPRESSION_LZ4,
+                Compression::Lz4Fast | Compression::Lz4 => COMPRESSION_LZ4,
                 Compression::Zstd(_) => COMPRESSION_ZSTD,
             },
             entries: self.count,
             payload_bytes: payload_bytes as u32,
             seq,
-            stored_bytes: stored.len() as u32,
+            stored_bytes: stored_bytes as u32,
         };
         let mut frame = Vec::with_capacity(length);
         frame.extend_from_slice(&header.to_bytes());
         frame.extend_from_slice(&self.bytes);
-        frame.extend_from_slice(stored);
         Ok(frame)
     }
 }
@@ -427,10 +439,22 @@ impl Literals {
             return content[*first..=*last].as_flattened();
         }
         gathered.clear();
-        for (_, index) in &self.found {
-            gathered.extend_from_slice(&content[*index]);
-        }
-        gathered.extend_from_slice(deltas);
+        self.gather(content, deltas, gathered);
         gathered
+    }
+
+    /// Appends all literals one after another, and the deltas behind them.
+    fn gather(&self, content: &[[u8; BLOCK_SIZE]], deltas: &[u8], into: &mut Vec<u8>) {
+        for run in self.found.chunk_by(|(_, one), (_, next)| one + 1 == *next) {
+            if let [(_, first), ..] = run {
+                into.extend_from_slice(content[*first..][..run.len()].as_flattened());
+            }
+        }
+        into.extend_from_slice(deltas);
+    }
+
+    /// All literals together, in bytes.
+    fn bytes(&self) -> usize {
+        self.found.len() * BLOCK_SIZE
     }
 }

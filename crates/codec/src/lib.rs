@@ -18,6 +18,7 @@ mod delta;
 mod digest;
 mod encode;
 mod frame;
+mod lz4;
 mod pack;
 mod policy;
 mod verify;

@@ -11,8 +11,9 @@ use std::time::Duration;
 
 /// The choices from the cheapest to the dearest, with what is typical of guest memory: the part of
 /// the bytes that is left, and guest bytes encoded a second.
-const TYPICAL: [(Compression, f64, f64); 6] = [
+const TYPICAL: [(Compression, f64, f64); 7] = [
     (Compression::Raw, 1.0, 4.0e9),
+    (Compression::Lz4Fast, 0.60, 1.8e9),
     (Compression::Lz4, 0.50, 0.9e9),
     (Compression::Zstd(-1), 0.42, 0.65e9),
     (Compression::Zstd(1), 0.35, 0.55e9),
@@ -131,6 +132,10 @@ mod tests {
         assert_eq!(
             policy.choose(Some(4000.0 * MBIT), 1 << 20),
             Compression::Lz4
+        );
+        assert_eq!(
+            policy.choose(Some(8000.0 * MBIT), 1 << 20),
+            Compression::Lz4Fast
         );
         assert_eq!(policy.choose(Some(40_000.0 * MBIT), 0), Compression::Raw);
         let dear = |mbit: u32| {

@@ -11,8 +11,9 @@ use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use proptest::prelude::*;
 
-const ALL: [Compression; 4] = [
+const ALL: [Compression; 5] = [
     Compression::Raw,
+    Compression::Lz4Fast,
     Compression::Lz4,
     Compression::Zstd(-1),
     Compression::Zstd(3),

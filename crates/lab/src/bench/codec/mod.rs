@@ -48,7 +48,7 @@ const MEMCPY_ROUNDS: usize = 3;
 const REPEATS: u32 = 5;
 
 /// What `auto` uses on a link that is as fast as one core encodes.
-const FAST: &str = "longhaul-lz4";
+const FAST: &str = "longhaul-lz4-fast";
 const NO_ENTROPY: &str = "longhaul-raw";
 /// CloudNet's two ways. The first is what its paper uses in its experiments: four blocks a page, and
 /// deltas.
@@ -60,10 +60,11 @@ const DIRTY_LIMIT: f64 = 0.1;
 const CLOUDNET_LIMIT: f64 = 5.0;
 
 /// The pipelines, in the order in which they are run.
-const PIPELINES: [(&str, Kind); 10] = [
+const PIPELINES: [(&str, Kind); 11] = [
     ("raw", Kind::Raw),
     (NO_ENTROPY, Kind::Longhaul(Compression::Raw)),
-    (FAST, Kind::Longhaul(Compression::Lz4)),
+    (FAST, Kind::Longhaul(Compression::Lz4Fast)),
+    ("longhaul-lz4", Kind::Longhaul(Compression::Lz4)),
     (
         "longhaul-zstd-fast-1",
         Kind::Longhaul(Compression::Zstd(-1)),

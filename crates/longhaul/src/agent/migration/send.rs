@@ -44,6 +44,7 @@ impl Encoding {
         let compression = match chosen.compression.unwrap_or_default() {
             CompressionChoice::Auto => None,
             CompressionChoice::Raw => Some(Compression::Raw),
+            CompressionChoice::Lz4Fast => Some(Compression::Lz4Fast),
             CompressionChoice::Lz4 => Some(Compression::Lz4),
             CompressionChoice::Zstd(level) => Some(Compression::Zstd(level)),
         };

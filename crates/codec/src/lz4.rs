@@ -1,0 +1,257 @@
+//! Blocks in LZ4's format, made twice as fast as LZ4's own way, and a little larger: what repeats in
+//! memory mostly begins at a whole word, so repeats are looked for only there.
+//!
+//! The format is that of LZ4's `doc/lz4_Block_format.md`: sequences of literals and a match, each
+//! begun by a byte with both lengths, the last one without a match.
+
+/// Bytes in a word: where repeats are looked for, and the shortest that count.
+const WORD: usize = 8;
+/// Words whose last place is known, by their hash: what fits into a first cache.
+const SLOTS_LOG: u32 = 12;
+/// After so many words without a repeat the steps become one word longer.
+const PATIENCE: usize = 64;
+
+/// The shortest match that the format knows.
+const MATCH_MIN: usize = 4;
+/// The longest way back.
+const DISTANCE_MAX: usize = u16::MAX as usize;
+/// A match begins so many bytes before the end of the input, and ends so many before it.
+const MATCH_BEFORE_END: usize = 12;
+const LITERALS_AT_END: usize = 5;
+/// A length of so much, in the byte that begins a sequence, goes on behind it.
+const LENGTH_ON: usize = 15;
+/// Literals up to so many are copied without looking how many they are.
+const COPY: usize = 32;
+
+/// The place where each word was seen last.
+pub(crate) struct Places([u32; 1 << SLOTS_LOG]);
+
+impl Places {
+    pub(crate) fn new() -> Box<Self> {
+        Box::new(Self([0; 1 << SLOTS_LOG]))
+    }
+
+    /// Compresses `input` into `output`; the length of the result, `None` when it is longer than
+    /// `output`.
+    pub(crate) fn compress(&mut self, input: &[u8], output: &mut [u8]) -> Option<usize> {
+        self.0.fill(0);
+        let mut sequences = Sequences {
+            input,
+            output,
+            length: 0,
+            done: 0,
+        };
+        let (mut at, mut misses) = (WORD, 0);
+        while at + MATCH_BEFORE_END <= input.len() {
+            let word = word(input, at);
+            let slot = (word.wrapping_mul(0x9e37_79b1_85eb_ca87) >> (64 - SLOTS_LOG)) as usize;
+            // What no word was seen at is taken for the first word: it is compared anyway.
+            let earlier = std::mem::replace(&mut self.0[slot], at as u32) as usize;
+            let distance = at.wrapping_sub(earlier);
+            if self::word(input, earlier) != word || distance > DISTANCE_MAX {
+                at += WORD + misses / PATIENCE * WORD;
+                misses += 1;
+                continue;
+            }
+            misses = 0;
+            let end = at + WORD + same(input, at + WORD, distance);
+            let start = at - same_before(input, at, distance).min(at - sequences.done);
+            sequences.push(start, end, distance)?;
+            at = end.next_multiple_of(WORD);
+        }
+        sequences.finish()
+    }
+}
+
+/// The bytes of the input from `at` on; none where they are not all there.
+#[inline(always)]
+fn bytes<const N: usize>(input: &[u8], at: usize) -> Option<&[u8; N]> {
+    input.get(at..)?.first_chunk()
+}
+
+#[inline(always)]
+fn word(input: &[u8], at: usize) -> u64 {
+    bytes(input, at).map_or(0, |word| u64::from_le_bytes(*word))
+}
+
+/// How many bytes from `at` on are as those `distance` before them; the last ones do not count.
+#[inline(always)]
+fn same(input: &[u8], at: usize, distance: usize) -> usize {
+    let end = input.len().saturating_sub(LITERALS_AT_END);
+    let mut now = at;
+    while now + 16 <= end {
+        let two = |at| bytes(input, at).map_or(0, |two| u128::from_le_bytes(*two));
+        let differ = two(now) ^ two(now - distance);
+        if differ != 0 {
+            return now - at + differ.trailing_zeros() as usize / 8;
+        }
+        now += 16;
+    }
+    while now < end && input[now] == input[now - distance] {
+        now += 1;
+    }
+    now.saturating_sub(at)
+}
+
+/// How many bytes before `at` are as those `distance` before them, up to a word.
+#[inline(always)]
+fn same_before(input: &[u8], at: usize, distance: usize) -> usize {
+    if at < distance + WORD {
+        return 0;
+    }
+    let differ = word(input, at - WORD) ^ word(input, at - WORD - distance);
+    differ.leading_zeros() as usize / 8
+}
+
+/// The block in the making.
+struct Sequences<'a> {
+    input: &'a [u8],
+    output: &'a mut [u8],
+    /// Bytes of it that are written.
+    length: usize,
+    /// Bytes of the input that they stand for.
+    done: usize,
+}
+
+impl Sequences<'_> {
+    /// Writes literals up to `start`, and a match up to `end`.
+    #[inline(always)]
+    fn push(&mut self, start: usize, end: usize, distance: usize) -> Option<()> {
+        let literals = start - self.done;
+        let more = end - start - MATCH_MIN;
+        self.begin(literals, more.min(LENGTH_ON))?;
+        self.write((distance as u16).to_le_bytes())?;
+        if more >= LENGTH_ON {
+            self.length(more - LENGTH_ON)?;
+        }
+        self.done = end;
+        Some(())
+    }
+
+    /// Writes what is left as literals; how long all is.
+    fn finish(mut self) -> Option<usize> {
+        self.begin(self.input.len() - self.done, 0)?;
+        Some(self.length)
+    }
+
+    /// Writes the first byte of a sequence, and its literals.
+    #[inline(always)]
+    fn begin(&mut self, literals: usize, matched: usize) -> Option<()> {
+        self.write([(literals.min(LENGTH_ON) << 4 | matched) as u8])?;
+        if literals >= LENGTH_ON {
+            self.length(literals - LENGTH_ON)?;
+        }
+        let to = self.output.get_mut(self.length..)?;
+        match (bytes::<COPY>(self.input, self.done), to.first_chunk_mut()) {
+            (Some(from), Some(to)) if literals <= COPY => *to = *from,
+            _ => {
+                let from = self.input.get(self.done..self.done + literals)?;
+                to.get_mut(..literals)?.copy_from_slice(from);
+            }
+        }
+        self.length += literals;
+        Some(())
+    }
+
+    /// Writes what is left of a length.
+    #[inline(always)]
+    fn length(&mut self, mut length: usize) -> Option<()> {
+        while length >= 255 {
+            self.write([255])?;
+            length -= 255;
+        }
+        self.write([length as u8])
+    }
+
+    #[inline(always)]
+    fn write<const N: usize>(&mut self, bytes: [u8; N]) -> Option<()> {
+        *self.output.get_mut(self.length..)?.first_chunk_mut()? = bytes;
+        self.length += N;
+        Some(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    /// Compresses into just as much as it takes, and back.
+    fn round_trip(input: &[u8]) -> usize {
+        let mut places = Places::new();
+        let bound = lz4_flex::block::get_maximum_output_size(input.len());
+        let mut output = vec![7; bound];
+        let length = places.compress(input, &mut output).unwrap();
+        let mut back = vec![9; input.len()];
+        let made = lz4_flex::block::decompress_into(&output[..length], &mut back);
+        assert_eq!(made.unwrap(), input.len());
+        assert!(back == input);
+
+        let mut exact = vec![7; length];
+        assert_eq!(places.compress(input, &mut exact), Some(length));
+        assert!(exact == output[..length], "the same for the same input");
+        if let Some(less) = exact.get_mut(1..) {
+            assert_eq!(places.compress(input, less), None, "no room");
+        }
+        length
+    }
+
+    fn noise(seed: u64, length: usize) -> Vec<u8> {
+        let mut bytes = vec![0; length];
+        let mut reader = blake3::Hasher::new();
+        reader
+            .update(&seed.to_le_bytes())
+            .finalize_xof()
+            .fill(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn what_repeats_becomes_small_and_noise_hardly_grows() {
+        for length in [0, 1, 4, 5, 7, 8, 11, 12, 13, 19, 20, 21, 40] {
+            round_trip(&vec![3; length]);
+            assert!(round_trip(&noise(1, length)) <= length + 2);
+        }
+        assert!(round_trip(&[0; 1 << 18]) < 1100);
+        assert!(round_trip(&noise(1, 1 << 18)) < (1 << 18) + 1100);
+        let page = noise(2, 4096);
+        assert!(round_trip(&page.repeat(16)) < 4096 + 300, "at any distance");
+        let far = [&page[..], &noise(3, 65536), &page].concat();
+        assert!(round_trip(&far) > far.len(), "but not too far");
+    }
+
+    #[test]
+    fn a_match_reaches_to_the_bytes_beside_its_words() {
+        let repeated = noise(1, 100);
+        let input = [&noise(2, 103)[..], &repeated, &noise(3, 57), &repeated].concat();
+        let input = [input, noise(4, 100)].concat();
+        assert!(round_trip(&input) > input.len(), "157 apart: not at words");
+        let input = [&noise(2, 101)[..], &repeated, &noise(3, 60), &repeated].concat();
+        let input = [input, noise(4, 100)].concat();
+        let saved = input.len() - round_trip(&input);
+        assert!((80..100).contains(&saved), "160 apart: {saved}");
+    }
+
+    proptest! {
+        #[test]
+        fn everything_survives(
+            parts in prop::collection::vec(
+                (any::<u8>(), 0..400usize, 0..3u8, 0..2000usize), 0..60,
+            ),
+        ) {
+            let mut input = Vec::new();
+            for (value, length, kind, back) in parts {
+                match kind {
+                    0 => input.extend(noise(u64::from(value), length)),
+                    1 => input.resize(input.len() + length, value),
+                    _ => {
+                        let start = input.len().saturating_sub(8 * back);
+                        let end = input.len().min(start + length);
+                        input.extend_from_within(start..end);
+                    }
+                }
+            }
+            round_trip(&input);
+        }
+    }
+}
