@@ -118,7 +118,7 @@ fn move_by_longhaul(
     kvm: bool,
 ) -> Result<[MoveRow; 2], LabError> {
     title(&format!("A guest, {GUEST}, starts on lyon"))?;
-    let mut arena = longhaul.boot(case)?;
+    let mut guest = longhaul.boot(case)?;
     tell(&format!(
         "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with checksums, \
          rewrites {} of them per second ({:.0} % of the link's rate), and verifies them for ever",
@@ -135,17 +135,18 @@ fn move_by_longhaul(
     title(&format!("{GUEST} moves to paris while it runs"))?;
     shown(longhaul, 0, &["plan", GUEST, "--to", "paris"])?;
     tell(&format!("$ longhaul migrate {GUEST} --to paris"))?;
-    let there = longhaul.move_once(case, &mut arena, [0, 1], Show::Display)?;
+    let there = longhaul.move_once(case, &mut guest, [0, 1], Show::Display)?;
     tell(&one_line(&there))?;
     shown(longhaul, 0, &["report"])?;
 
     title(&format!("{GUEST} moves back to lyon"))?;
-    arena
+    guest
+        .arena
         .start(case.load.arena(), Duration::from_secs(60))
         .map_err(|error| LabError::Which(error.to_string()))?;
     crate::interrupt::sleep(crate::measure::BEFORE)?;
     tell(&format!("$ longhaul migrate {GUEST} --to lyon"))?;
-    let back = longhaul.move_once(case, &mut arena, [1, 0], Show::Display)?;
+    let back = longhaul.move_once(case, &mut guest, [1, 0], Show::Display)?;
     tell(&one_line(&back))?;
     longhaul.end(case)?;
     Ok([there, back])

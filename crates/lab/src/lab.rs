@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command};
 
 use crate::error::{During, LabError};
+use crate::guest::network;
 use crate::link::measure::{self, Measured};
 use crate::link::spec::LinkSpec;
 use crate::link::{self, Control, End, Link};
@@ -34,6 +35,7 @@ pub struct Lab {
     claim: Claim,
     hosts: Vec<Host>,
     links: Vec<(usize, usize, Link)>,
+    clients: Option<Namespace>,
 }
 
 /// An emulated host.
@@ -69,6 +71,7 @@ impl Lab {
             claim: registry.enter(&plan.purpose)?,
             hosts: Vec::new(),
             links: Vec::new(),
+            clients: None,
         };
         for (index, name) in HOST_NAMES.iter().take(plan.hosts).enumerate() {
             lab.add_host(name, index as u8 + 1)?;
@@ -126,6 +129,29 @@ impl Lab {
             .find(|(from, to, _)| (*from, *to) == pair)
             .map(|(.., link)| link.control())
             .ok_or_else(|| LabError::Which(format!("no link between hosts {first} and {second}")))
+    }
+
+    /// Makes a network of guests and their clients, beside the links.
+    ///
+    /// # Errors
+    /// When a part of it cannot be made.
+    pub fn add_clients(&mut self) -> Result<(), LabError> {
+        let name = format!("lh-{}-clients", self.id());
+        self.claim.record.clients = Some(name.clone());
+        self.claim.save()?;
+        let clients = Namespace::create(&name)?;
+        network::create(&self.hosts, &clients)?;
+        self.clients = Some(clients);
+        Ok(())
+    }
+
+    /// Where guests' clients are.
+    ///
+    /// # Errors
+    /// When this laboratory has none.
+    pub fn clients(&self) -> Result<&Namespace, LabError> {
+        let none = || LabError::Which("this laboratory has no clients".to_owned());
+        self.clients.as_ref().ok_or_else(none)
     }
 
     /// Measures the link between the first two hosts, which nothing else may use meanwhile, and

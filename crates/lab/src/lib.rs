@@ -6,6 +6,7 @@
 pub mod agent;
 pub mod arena;
 pub mod bench;
+pub mod clients;
 pub mod crash;
 pub mod demo;
 pub mod doctor;

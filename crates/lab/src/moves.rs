@@ -2,6 +2,7 @@
 
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::bench::document::AskedLink;
+use crate::clients::{Clients, Responses, Seen};
 use crate::error::LabError;
 use crate::guest::warm::Warm;
 use crate::guest::{CHANNEL_NAME, KernelFiles};
@@ -145,6 +146,8 @@ pub struct MoveRow {
     pub verify_errors: Option<u64>,
     /// Passes over memory.
     pub passes: Option<u64>,
+    /// How the guest's clients were served, where it has any.
+    pub responses: Option<Responses>,
 }
 
 /// What the guest is and does.
@@ -241,6 +244,7 @@ impl MoveRow {
             storage_bytes: None,
             verify_errors: None,
             passes: None,
+            responses: None,
         }
     }
 
@@ -286,6 +290,16 @@ impl MoveRow {
         self.work_after_per_s = observed.work_after_per_s;
     }
 
+    /// Notes what the guest's clients saw; what was wrong is an error like those that it finds itself.
+    fn note_clients(&mut self, seen: Option<&Seen>, began: Instant, ended: Instant) {
+        let Some(seen) = seen else { return };
+        self.responses = Some(seen.around(began, ended));
+        self.verify_errors = self.verify_errors.map(|errors| errors + seen.wrong);
+        if let Some(first) = &seen.first_wrong {
+            say(&format!("clients saw {} errors: {first}", seen.wrong));
+        }
+    }
+
     /// Whether the guest was moved and its checks could be asked.
     pub fn is_completed(&self) -> bool {
         self.outcome == "completed"
@@ -302,17 +316,55 @@ pub fn settle(arena: &mut Arena, workload: &Workload) -> Result<(), LabError> {
     interrupt::sleep(measure::BEFORE)
 }
 
-/// As [`settle`], for a guest that does already what it is to do where it was saved so.
-fn settle_load(arena: &mut Arena, load: &Load) -> Result<(), LabError> {
-    let workload = match load {
-        Load::Arena { arena, .. } => arena,
-        Load::Warm(_) => {
-            arena.wait_for_beat(BOOT_LIMIT).map_err(silent)?;
-            // Its code has to be translated anew.
-            return interrupt::sleep(AWAKE + measure::BEFORE);
-        }
-    };
-    settle(arena, workload)
+/// A guest under its load, and those who watch it from outside.
+#[derive(Debug)]
+pub struct Watched {
+    /// Its arena.
+    pub arena: Arena,
+    clients: Option<Clients>,
+}
+
+impl Watched {
+    /// As [`settle`], for a guest that does already what it is to do where it was saved so.
+    fn settle(&mut self, load: &Load) -> Result<(), LabError> {
+        let workload = match load {
+            Load::Arena { arena, .. } => arena,
+            Load::Warm(_) => {
+                self.arena.wait_for_beat(BOOT_LIMIT).map_err(silent)?;
+                // Its code has to be translated anew.
+                return interrupt::sleep(AWAKE + measure::BEFORE);
+            }
+        };
+        settle(&mut self.arena, workload)
+    }
+
+    /// As [`verify`], and those beside the arena look at all that was done; what they found, and
+    /// what was seen of the move, is noted in the row.
+    fn verify(
+        &mut self,
+        load: &Load,
+        [began, ended]: [Instant; 2],
+        row: &mut MoveRow,
+    ) -> Result<(), LabError> {
+        let pages = verify(&mut self.arena)?;
+        let seen = self.clients.take().map(Clients::finish);
+        let verified = match load {
+            Load::Warm(warm) if warm.has_program => pages.and_then(|pages| {
+                let (errors, first) = self.arena.check_program(CHECK_LIMIT)?;
+                if errors > 0 {
+                    say(&format!(
+                        "the guest's workload found {errors} errors: {first}"
+                    ));
+                }
+                Ok(pages + errors)
+            }),
+            _ => pages,
+        };
+        note_verified(row, verified);
+        row.note_clients(seen.as_ref(), began, ended);
+        row.note_observed(measure::observe(&self.arena.beats(), began, ended));
+        Ok(())
+    }
 }
 
 /// Watches the guest a little longer, stops its workload and lets it verify all its pages: how
@@ -328,24 +380,6 @@ pub fn verify(arena: &mut Arena) -> Result<Result<u64, ArenaError>, LabError> {
         .and_then(|_| arena.wait_for_beat(COMMAND_LIMIT))
         .map(|beat| beat.errors);
     Ok(verified)
-}
-
-/// As [`verify`], and what runs beside the arena looks at all that it did.
-fn verify_load(arena: &mut Arena, load: &Load) -> Result<Result<u64, ArenaError>, LabError> {
-    let pages = verify(arena)?;
-    match load {
-        Load::Warm(warm) if warm.has_program => {}
-        _ => return Ok(pages),
-    }
-    Ok(pages.and_then(|pages| {
-        let (errors, first) = arena.check_program(CHECK_LIMIT)?;
-        if errors > 0 {
-            say(&format!(
-                "the guest's workload found {errors} errors: {first}"
-            ));
-        }
-        Ok(pages + errors)
-    }))
 }
 
 /// Notes what the guest found; one that does not answer any more was not moved.
@@ -409,6 +443,22 @@ impl Launcher<'_> {
         source.wake()?;
         Ok(source)
     }
+
+    /// Starts the guest's clients, where it has any.
+    ///
+    /// # Errors
+    /// When they cannot be started.
+    pub fn clients(&self, has_clients: bool) -> Result<Option<Clients>, LabError> {
+        let clients = has_clients.then(|| self.lab.clients().and_then(Clients::start));
+        clients.transpose()
+    }
+
+    /// A guest that is heard on a channel, and its clients.
+    fn watch(&self, case: &Case, arena: Arena) -> Result<Watched, LabError> {
+        let has_clients = matches!(&case.load, Load::Warm(warm) if warm.has_clients);
+        let clients = self.clients(has_clients)?;
+        Ok(Watched { arena, clients })
+    }
 }
 
 /// Moves guests by QEMU's own means.
@@ -427,10 +477,11 @@ impl PeerMover<'_> {
         let mut row = MoveRow::of(case, system.name(), system.strategy());
         let lab = self.launcher.lab;
         let mut source = self.launcher.source(case)?;
-        let mut arena = attached(source.channel())?;
+        let arena = attached(source.channel())?;
         let mut destination = self.launcher.start(1, &case.guest, Begin::Incoming)?;
         attach(&arena, destination.channel())?;
-        settle_load(&mut arena, &case.load)?;
+        let mut guest = self.launcher.watch(case, arena)?;
+        guest.settle(&case.load)?;
 
         let link = lab.link(0, 1)?;
         let before = link.stats()?;
@@ -453,9 +504,7 @@ impl PeerMover<'_> {
             None => "completed".to_owned(),
             Some(why) => format!("failed: {why}"),
         };
-        note_verified(&mut row, verify_load(&mut arena, &case.load)?);
-        let observed = measure::observe(&arena.beats(), result.began, result.ended);
-        row.note_observed(observed);
+        guest.verify(&case.load, [result.began, result.ended], &mut row)?;
         Ok(row)
     }
 }
@@ -477,7 +526,7 @@ impl LonghaulMover<'_> {
     pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
         let result = self
             .boot(case)
-            .and_then(|mut arena| self.move_once(case, &mut arena, [0, 1], Show::Nothing));
+            .and_then(|mut guest| self.move_once(case, &mut guest, [0, 1], Show::Nothing));
         let ended = self.end(case);
         let row = result?;
         ended.map(|()| row)
@@ -488,9 +537,11 @@ impl LonghaulMover<'_> {
     /// # Errors
     /// When there is nothing to move, or an agent dies; a move that fails is a row.
     pub fn run_attached(&self, case: &Case, launcher: &Launcher<'_>) -> Result<MoveRow, LabError> {
-        let (mut arena, source) = self.attach(case, launcher)?;
-        let row = settle_load(&mut arena, &case.load)
-            .and_then(|()| self.move_once(case, &mut arena, [0, 1], Show::Nothing));
+        let (arena, source) = self.attach(case, launcher)?;
+        let mut guest = launcher.watch(case, arena)?;
+        let row = guest
+            .settle(&case.load)
+            .and_then(|()| self.move_once(case, &mut guest, [0, 1], Show::Nothing));
         let ended = self.product.stop_guest(1, &case.guest.name);
         // Where it stayed at the source it ends with its process.
         drop(source);
@@ -524,16 +575,20 @@ impl LonghaulMover<'_> {
     ///
     /// # Errors
     /// When it does not come up.
-    pub fn boot(&self, case: &Case) -> Result<Arena, LabError> {
+    pub fn boot(&self, case: &Case) -> Result<Watched, LabError> {
         let name = &case.guest.name;
-        let mut arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
+        let arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
         attach(
             &arena,
             &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
         )?;
         self.product.start_guest(self.lab, 0, &case.guest)?;
-        settle_load(&mut arena, &case.load)?;
-        Ok(arena)
+        let mut guest = Watched {
+            arena,
+            clients: None,
+        };
+        guest.settle(&case.load)?;
+        Ok(guest)
     }
 
     /// Ends the guest, wherever it is.
@@ -554,7 +609,7 @@ impl LonghaulMover<'_> {
     pub fn move_once(
         &self,
         case: &Case,
-        arena: &mut Arena,
+        guest: &mut Watched,
         [from, to]: [usize; 2],
         show: Show,
     ) -> Result<MoveRow, LabError> {
@@ -594,12 +649,7 @@ impl LonghaulMover<'_> {
         let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
         row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
         row.note_finished(&finished);
-        note_verified(&mut row, verify_load(arena, &case.load)?);
-        row.note_observed(measure::observe(
-            &arena.beats(),
-            finished.began,
-            finished.ended,
-        ));
+        guest.verify(&case.load, [finished.began, finished.ended], &mut row)?;
         Ok(row)
     }
 }

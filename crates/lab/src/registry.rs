@@ -40,6 +40,17 @@ pub struct Record {
     pub hosts: Vec<HostRecord>,
     /// Its links.
     pub links: Vec<LinkRecord>,
+    /// The network namespace of guests' clients, where there are any.
+    #[serde(default)]
+    pub clients: Option<String>,
+}
+
+impl Record {
+    /// Every network namespace that is to be removed.
+    fn namespaces(&self) -> Vec<String> {
+        let hosts = self.hosts.iter().map(|host| host.namespace.clone());
+        hosts.chain(self.clients.clone()).collect()
+    }
 }
 
 /// A host as it stands in a [`Record`].
@@ -135,6 +146,7 @@ impl Registry {
                 data,
                 hosts: Vec::new(),
                 links: Vec::new(),
+                clients: None,
             },
         };
         claim.save()?;
@@ -172,13 +184,8 @@ impl Registry {
             let Some(_lock) = try_lock(&folder)? else {
                 continue;
             };
-            let namespaces = read_record(&folder).map_or_else(Vec::new, |record| {
-                record
-                    .hosts
-                    .into_iter()
-                    .map(|host| host.namespace)
-                    .collect()
-            });
+            let record = read_record(&folder);
+            let namespaces = record.map_or_else(Vec::new, |record| record.namespaces());
             remove_everything(&id, &namespaces, &self.data.join(&id), &folder)?;
             removed.push(id);
         }
@@ -252,15 +259,9 @@ impl Claim {
     /// # Errors
     /// When something of it cannot be removed; a later sweep tries again.
     pub fn remove(&self) -> Result<(), LabError> {
-        let namespaces: Vec<String> = self
-            .record
-            .hosts
-            .iter()
-            .map(|host| host.namespace.clone())
-            .collect();
         remove_everything(
             &self.record.id,
-            &namespaces,
+            &self.record.namespaces(),
             &self.record.data,
             &self.folder,
         )

@@ -15,7 +15,7 @@ use std::time::Instant;
 /// The recipe.
 const BUILD: &str = include_str!("../../debian/build");
 /// What goes into the guest beside Debian's packages, under /lab.
-const FILES: [(&str, &str); 9] = [
+const FILES: [(&str, &str); 14] = [
     ("init", include_str!("../../debian/guest/init")),
     ("churn.lisp", include_str!("../../debian/guest/churn.lisp")),
     ("database", include_str!("../../debian/guest/database")),
@@ -26,6 +26,22 @@ const FILES: [(&str, &str); 9] = [
     (
         "make-database",
         include_str!("../../debian/guest/make-database"),
+    ),
+    (
+        "shop/nginx.conf",
+        include_str!("../../debian/guest/shop/nginx.conf"),
+    ),
+    (
+        "shop/php-fpm.conf",
+        include_str!("../../debian/guest/shop/php-fpm.conf"),
+    ),
+    (
+        "shop/shop.php",
+        include_str!("../../debian/guest/shop/shop.php"),
+    ),
+    (
+        "shop/shop.sql",
+        include_str!("../../debian/guest/shop/shop.sql"),
     ),
     (
         "transaction.sql",
@@ -42,6 +58,10 @@ const FILES: [(&str, &str); 9] = [
     (
         "workloads/database",
         include_str!("../../debian/guest/workloads/database"),
+    ),
+    (
+        "workloads/web",
+        include_str!("../../debian/guest/workloads/web"),
     ),
 ];
 /// What the recipe uses, and the packages that have it.

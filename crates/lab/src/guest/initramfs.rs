@@ -8,11 +8,13 @@ use std::{fs, io};
 /// The arena as a static program, to put into any guest.
 pub const ARENA: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/arena"));
 
-/// What the guest needs to reach its channel and its disks, and to tell which pages it does not use.
-const NEEDED: [&str; 4] = [
+/// What the guest needs to reach its channel, its disks and its network, and to tell which pages it
+/// does not use.
+const NEEDED: [&str; 5] = [
     "virtio_pci",
     "virtio_console",
     "virtio_blk",
+    "virtio_net",
     "virtio_balloon",
 ];
 
@@ -167,6 +169,7 @@ mod tests {
             ("virtio-ring.ko", "virtio"),
             ("virtio.ko", ""),
             ("virtio_blk.ko", "virtio_ring"),
+            ("virtio_net.ko", "virtio_ring"),
         ] {
             fs::write(
                 kernel.join(file),

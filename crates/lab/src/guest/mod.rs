@@ -3,6 +3,7 @@
 pub mod cpio;
 pub mod image;
 pub mod initramfs;
+pub mod network;
 pub mod warm;
 
 use crate::error::{During, LabError};

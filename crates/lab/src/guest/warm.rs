@@ -1,7 +1,7 @@
 //! Guests with a whole system on a disk, and the states in which they are kept: booted once,
 //! warmed by one workload, saved, so that every case begins in the same way and at once.
 
-use super::{CHANNEL_NAME, KERNEL_NAME, image, initramfs, key};
+use super::{CHANNEL_NAME, KERNEL_NAME, image, initramfs, key, network};
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::error::{During, LabError};
 use crate::installed;
@@ -10,7 +10,7 @@ use crate::lab::say;
 use crate::moves::{self, Launcher};
 use crate::peer::Begin;
 use crate::process;
-use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel};
+use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Kernel, Nic};
 use serde::Deserialize;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 /// The workload of a guest in which the arena alone runs.
 pub const IDLE: &str = "idle";
+/// The workload of the laboratory's own guest that clients outside the guest drive.
+pub const WEB: &str = "web";
 /// The name of the image of the guest's disk, in each host's configuration.
 pub const IMAGE: &str = "system";
 /// The kernel mounts nothing itself: the arena does, from the initial RAM file system.
@@ -35,8 +37,14 @@ const WARM_S: u64 = 60;
 const WARM_S_MAX: u64 = 3600;
 const WARM_WORK_MAX: u64 = 1_000_000_000;
 const WARM_LIMIT: Duration = Duration::from_secs(3600);
-/// Each of the source's files, half of the pages of the accounts, each of the orders.
-const DEBIAN_PROGRAMS: [(&str, u64); 3] = [("compile", 100), ("database", 1500), ("churn", 100)];
+/// Each of the source's files, half of the pages of the accounts, each of the orders, a fifth of
+/// the catalogue's pages.
+const DEBIAN_PROGRAMS: [(&str, u64); 4] = [
+    ("compile", 100),
+    ("database", 1500),
+    ("churn", 100),
+    (WEB, 500),
+];
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 const MEMORY_MIB_RANGE: std::ops::RangeInclusive<u64> = 128..=65536;
 const VCPUS_MAX: u32 = 64;
@@ -47,6 +55,7 @@ pub struct SystemGuest {
     disk: PathBuf,
     /// What states of it are kept by, beside what they are states of.
     identity: String,
+    is_debian: bool,
     memory_mib: u64,
     vcpus: u32,
     /// The workloads' programs, each with the work that warms the guest.
@@ -109,6 +118,7 @@ impl SystemGuest {
         Ok(Self {
             disk: image::debian()?,
             identity: format!("debian-{}", image::recipe()),
+            is_debian: true,
             memory_mib: MEMORY_MIB,
             vcpus: 1,
             programs: DEBIAN_PROGRAMS
@@ -143,6 +153,7 @@ impl SystemGuest {
         Ok(Self {
             disk,
             identity: format!("own-{}", key(&[&identity])),
+            is_debian: false,
             memory_mib: described.memory_mib,
             vcpus: described.vcpus,
             programs: described
@@ -162,7 +173,7 @@ impl SystemGuest {
     }
 
     /// What the guest is, in words that hold on every host.
-    pub fn description(&self, name: &str, machine: &str) -> GuestDescription {
+    pub fn description(&self, name: &str, machine: &str, workload: &str) -> GuestDescription {
         GuestDescription {
             name: name.to_owned(),
             machine: machine.to_owned(),
@@ -180,12 +191,26 @@ impl SystemGuest {
                 shared: true,
                 read_only: false,
             }],
-            nics: Vec::new(),
+            nics: self.nics(workload),
             channels: vec![Channel {
                 name: CHANNEL_NAME.to_owned(),
             }],
             hardware: None,
         }
+    }
+
+    /// A card, where clients are to reach the workload.
+    fn nics(&self, workload: &str) -> Vec<Nic> {
+        let nic = self.has_clients(workload).then(|| Nic {
+            network: network::NETWORK.to_owned(),
+            mac: network::GUEST_MAC.to_owned(),
+        });
+        nic.into_iter().collect()
+    }
+
+    /// Whether clients outside the guest drive a workload.
+    pub fn has_clients(&self, workload: &str) -> bool {
+        self.is_debian && workload == WEB
     }
 
     /// The guest in the state after a workload ran for a while; made where it is not kept yet.
@@ -205,7 +230,7 @@ impl SystemGuest {
                 known.join(", ")
             )));
         }
-        let guest = self.description("warm", machine);
+        let guest = self.description("warm", machine, workload);
         let version = installed::qemu_version(&launcher.qemus[0])?;
         let kernel = installed::kernel()?.join("release");
         let kernel = fs::read_to_string(&kernel).during(|| format!("read {}", kernel.display()))?;
@@ -222,6 +247,7 @@ impl SystemGuest {
         let warm = Warm {
             workload: workload.to_owned(),
             has_program: workload != IDLE,
+            has_clients: self.has_clients(workload),
             arena: self.arena.clone(),
             state: folder.join("state"),
             disk: folder.join("disk.img"),
@@ -255,7 +281,7 @@ impl SystemGuest {
         lay_out(&self.disk, &launcher.disks)?;
         let mut source = launcher.start(0, guest, Begin::Boot)?;
         let mut arena = moves::attached(source.channel())?;
-        self.heat(warm, warm_work, &mut arena)
+        self.heat(warm, warm_work, &mut arena, launcher)
             .map_err(|error| match error {
                 Heat::Lab(error) => error,
                 Heat::Arena(error) => LabError::Answer {
@@ -274,18 +300,25 @@ impl SystemGuest {
     }
 
     /// Starts the arena and the workload, and lets them run.
-    fn heat(&self, warm: &Warm, warm_work: u64, arena: &mut Arena) -> Result<(), Heat> {
+    fn heat(
+        &self,
+        warm: &Warm,
+        warm_work: u64,
+        arena: &mut Arena,
+        launcher: &Launcher<'_>,
+    ) -> Result<(), Heat> {
         arena.wait_for_beat(LIMIT)?;
         arena.start(&warm.arena, LIMIT)?;
         if warm.has_program {
             arena.start_program(&warm.workload, LIMIT)?;
         }
+        let clients = launcher.clients(warm.has_clients)?;
         let began = Instant::now();
         interrupt::sleep(Duration::from_secs(self.warm_s))?;
         loop {
             let done = arena.wait_for_beat(LIMIT)?.work.unwrap_or(0);
             if done >= warm_work {
-                return Ok(());
+                break;
             }
             if began.elapsed() > WARM_LIMIT {
                 let seconds = WARM_LIMIT.as_secs();
@@ -295,6 +328,10 @@ impl SystemGuest {
             }
             arena.forget_beats();
             interrupt::sleep(LOOK_EVERY)?;
+        }
+        match clients.and_then(|clients| clients.finish().first_wrong) {
+            Some(wrong) => Err(ArenaError::Refused(wrong).into()),
+            None => Ok(()),
         }
     }
 }
@@ -360,6 +397,8 @@ pub struct Warm {
     pub workload: String,
     /// Whether a program runs beside the arena.
     pub has_program: bool,
+    /// Whether clients outside the guest drive it.
+    pub has_clients: bool,
     /// What the arena does.
     pub arena: Workload,
     /// The state, as QEMU saved it.
@@ -416,7 +455,7 @@ mod tests {
         let guest =
             read("disk = \"own.img\"\nworkloads = [\"cache\"]\nmemory_mib = 512\n").unwrap();
         assert_eq!(guest.workloads().collect::<Vec<_>>(), ["cache", "idle"]);
-        let description = guest.description("g", "pc-q35-7.2");
+        let description = guest.description("g", "pc-q35-7.2", "cache");
         assert_eq!((description.memory_mib, description.vcpus), (512, 1));
         for wrong in [
             "disk = \"none.img\"",

@@ -344,8 +344,16 @@ mod tests {
                 "parameters": {"dirty_rate_of_link": 0.3},
             })
         };
+        let mut served = row("longhaul", 40e6, "completed");
+        served["responses"] = json!({
+            "before_ms": 20.0, "during_ms": 41.0, "longest_gap_ms": 330.0, "broken_connections": 0,
+            "per_second": [
+                {"second": -1, "answered": 9, "median_ms": 20.0, "longest_ms": 30.0},
+                {"second": 0, "answered": 0, "median_ms": null, "longest_ms": null},
+            ],
+        });
         let moves = json!([
-            row("longhaul", 40e6, "completed"),
+            served,
             row("longhaul", 60e6, "completed"),
             row("longhaul", 1e6, "failed: it broke"),
             row("qemu-default", 100e6, "completed"),
@@ -363,6 +371,8 @@ mod tests {
         for expected in [
             "| [memory](#memory) | 2026-01-01 10:00 UTC | 0123456789ab and changes | CPU, 2 cores, Linux 6.1 | 1 of 2 |",
             "| mix, dirtied at 0.3 of the link | longhaul | 2 of 3 | 50 | 2 | 90 | 0 |",
+            "| longhaul | 20 | 41 | 330 | 0 |",
+            "(memory-responses.svg)",
             "| mix | 0.3 | 50.0 % | 0.0 % | 0.0 % |",
             "| `bad.x` | not measured | at least 5 | **no** |",
             "`lab bench memory --json --quick` (fewer cases and repeats than a whole run): \
@@ -375,7 +385,7 @@ mod tests {
             assert!(page.contains(expected), "{expected}\n\n{page}");
         }
         let pictures = files(folder.path(), "svg").unwrap();
-        assert_eq!(pictures.len(), 4, "{pictures:?}");
+        assert_eq!(pictures.len(), 5, "{pictures:?}");
         for picture in pictures {
             let name = picture.file_name().unwrap().to_str().unwrap().to_owned();
             assert!(page.contains(&format!("({name})")), "{name}");

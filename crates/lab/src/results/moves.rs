@@ -68,6 +68,75 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
         };
         section.plot(&format!("{name}-{file}"), plot);
     }
+    show_responses(rows, name, section);
+}
+
+/// How clients of a guest were served while it moved: the first move of each system.
+fn show_responses(rows: &Rows<'_>, name: &str, section: &mut Section) {
+    let mut lines = Vec::new();
+    let mut series = Vec::new();
+    let mut first_and_last: Option<(i64, i64)> = None;
+    for system in rows.all("system") {
+        let served = rows.with("system", &system);
+        let served = Rows(
+            served
+                .0
+                .into_iter()
+                .filter(|row| row["responses"].is_object())
+                .collect(),
+        );
+        let Some(first) = served.0.first() else {
+            continue;
+        };
+        lines.push(vec![
+            system.clone(),
+            maybe(served.median("responses/before_ms"), 1.0),
+            maybe(served.median("responses/during_ms"), 1.0),
+            maybe(served.median("responses/longest_gap_ms"), 1.0),
+            maybe(served.median("responses/broken_connections"), 1.0),
+        ]);
+        let seconds = first["responses"]["per_second"].as_array();
+        let seconds: Vec<(i64, Option<f64>)> = seconds
+            .into_iter()
+            .flatten()
+            .filter_map(|second| Some((second["second"].as_i64()?, second["median_ms"].as_f64())))
+            .collect();
+        for (second, _) in &seconds {
+            let (first, last) = first_and_last.unwrap_or((*second, *second));
+            first_and_last = Some((first.min(*second), last.max(*second)));
+        }
+        series.push((system, seconds));
+    }
+    let Some((first, last)) = first_and_last else {
+        return;
+    };
+    section.paragraph("How the guest's clients outside were served (medians of the repeats):");
+    let head = [
+        "system",
+        "response before, ms",
+        "during, ms",
+        "longest time without an answer, ms",
+        "broken connections",
+    ];
+    section.table(&head, &lines);
+    let at = |seconds: &[(i64, Option<f64>)], second| {
+        let found = seconds.iter().find(|(of, _)| *of == second);
+        found.and_then(|(_, value)| *value)
+    };
+    let lines = series.iter().map(|(system, seconds)| {
+        let values = (first..=last).map(|second| at(seconds, second)).collect();
+        (system.clone(), values)
+    });
+    let plot = Plot {
+        title: "Response time of each second, the first move of each system".to_owned(),
+        style: Style::Lines,
+        y: "ms".to_owned(),
+        x: "seconds from the beginning of the move".to_owned(),
+        series: lines.collect(),
+        categories: (first..=last).map(|second| second.to_string()).collect(),
+        limit: None,
+    };
+    section.plot(&format!("{name}-responses"), plot);
 }
 
 /// The cases of moves, and the rows of each.

@@ -2,12 +2,13 @@
 
 mod rates;
 mod systems;
+mod together;
 
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
 use crate::error::LabError;
 use crate::guest::warm::{IMAGE, SystemGuest};
-use crate::guest::{Chipset, KernelFiles};
+use crate::guest::{Chipset, KernelFiles, network};
 use crate::installed;
 use crate::lab::{Lab, Plan};
 use crate::link::spec::LinkSpec;
@@ -40,7 +41,14 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
             )));
         }
     };
-    let systems = systems(options, guest.is_some())?;
+    let systems = match options.guests {
+        1 => systems(options, guest.is_some())?,
+        _ if guest.is_none() => vec![System::Longhaul],
+        _ => {
+            let message = "several guests at once are of the guest tiny".to_owned();
+            return Err(LabError::Which(message));
+        }
+    };
     let link = options.link_or(LINK)?;
     let plan = Plan {
         purpose: "bench memory".to_owned(),
@@ -50,6 +58,13 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     };
     let mut lab = Lab::create(&plan)?;
     document.add_link(link, lab.measure_link(link)?);
+    let has_clients = guest.as_ref().is_some_and(|guest| {
+        let workloads = systems::workloads(options, guest);
+        workloads.iter().any(|name| guest.has_clients(name))
+    });
+    if has_clients {
+        lab.add_clients()?;
+    }
     let disks = match guest {
         Some(_) => vec![(IMAGE.to_owned(), lab.shared_folder()?.join("disk.img"))],
         None => Vec::new(),
@@ -89,6 +104,9 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         link,
         machine,
     };
+    if let (2.., Some(longhaul)) = (options.guests, &movers.longhaul) {
+        return together::measure(&asked, longhaul, document);
+    }
     match guest {
         None => rates::measure(&asked, &systems, &movers, document),
         Some(guest) => systems::measure(&asked, &guest, &systems, &movers, document),
@@ -120,7 +138,16 @@ fn product(
         (name.clone(), toml::Value::from(image))
     };
     let images: toml::Table = disks.iter().map(image).collect();
-    let more = toml::Table::from_iter([("images".to_owned(), images.into())]);
+    let mut more = toml::Table::from_iter([("images".to_owned(), images.into())]);
+    if lab.clients().is_ok() {
+        let bridge = [("bridge".to_owned(), network::BRIDGE.into())];
+        let networks = [(
+            network::NETWORK.to_owned(),
+            toml::Table::from_iter(bridge).into(),
+        )];
+        let networks = toml::Table::from_iter(networks);
+        more.insert("networks".to_owned(), networks.into());
+    }
     Product::start_with(lab, files, &settings, &more)
 }
 

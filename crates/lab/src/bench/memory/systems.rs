@@ -1,5 +1,6 @@
 //! Guests with a whole system on a disk, under workloads of real programs.
 
+use super::super::Options;
 use super::super::document::{Document, Sense, median};
 use super::{ASKED_DOWNTIME_MS, Asked, Movers, System, counts, judge_own, ratio};
 use crate::error::LabError;
@@ -33,7 +34,7 @@ pub(super) fn measure(
     document: &mut Document,
 ) -> Result<(), LabError> {
     let mut warm = Vec::new();
-    for workload in workloads(asked, guest) {
+    for workload in workloads(asked.options, guest) {
         warm.push(Rc::new(guest.warm(
             &workload,
             &asked.machine,
@@ -47,7 +48,7 @@ pub(super) fn measure(
                 // A guest that was moved away cannot be started anew under its name.
                 let name = format!("bench-{}", rows.len() + 1);
                 let case = Case {
-                    guest: guest.description(&name, &asked.machine),
+                    guest: guest.description(&name, &asked.machine, &warm.workload),
                     load: Load::Warm(warm.clone()),
                     link: asked.link,
                     downtime_ms: ASKED_DOWNTIME_MS,
@@ -65,12 +66,12 @@ pub(super) fn measure(
 }
 
 /// Those that were asked for, or else those of the bars that the guest has, or else all.
-fn workloads(asked: &Asked<'_>, guest: &SystemGuest) -> Vec<String> {
+pub(super) fn workloads(options: &Options, guest: &SystemGuest) -> Vec<String> {
     let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-    if !asked.options.workload.is_empty() {
-        return asked.options.workload.clone();
+    if !options.workload.is_empty() {
+        return options.workload.clone();
     }
-    let usual: &[&str] = match asked.options.quick {
+    let usual: &[&str] = match options.quick {
         true => &QUICK_WORKLOADS,
         false => &WORKLOADS,
     };

@@ -1,0 +1,41 @@
+//! The network that guests and their clients are on: a bridge on every host, joined where the
+//! clients are. It is no part of the link between the hosts, and nothing on it counts as a move's.
+
+use crate::error::LabError;
+use crate::lab::Host;
+use crate::netns::Namespace;
+
+/// The network's name, in each host's configuration.
+pub const NETWORK: &str = "clients";
+/// The bridge on each host.
+pub const BRIDGE: &str = "guests";
+/// The TAP device of a guest whose QEMU the laboratory starts by itself; one on each host.
+pub const TAP: &str = "guest";
+/// The hardware address of a guest's card.
+pub const GUEST_MAC: &str = "52:54:00:4c:48:02";
+const CLIENTS_ADDRESS: &str = "10.78.0.1/24";
+
+/// Makes the network around a namespace for the clients.
+///
+/// # Errors
+/// When a part of it cannot be made.
+pub fn create(hosts: &[Host], clients: &Namespace) -> Result<(), LabError> {
+    clients.configure(&format!(
+        "link add {BRIDGE} type bridge\n\
+         addr add {CLIENTS_ADDRESS} dev {BRIDGE}\n\
+         link set dev {BRIDGE} up\n"
+    ))?;
+    for host in hosts {
+        let (name, there) = (host.name(), clients.name());
+        host.namespace().configure(&format!(
+            "link add {BRIDGE} type bridge\n\
+             link set dev {BRIDGE} up\n\
+             link add to-clients type veth peer name {name} netns {there}\n\
+             link set dev to-clients master {BRIDGE} up\n\
+             tuntap add dev {TAP} mode tap\n\
+             link set dev {TAP} master {BRIDGE} up\n"
+        ))?;
+        clients.configure(&format!("link set dev {name} master {BRIDGE} up\n"))?;
+    }
+    Ok(())
+}
