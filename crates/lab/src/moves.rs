@@ -3,8 +3,8 @@
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::bench::document::AskedLink;
 use crate::clients::{Clients, Responses, Seen};
-use crate::error::LabError;
-use crate::guest::warm::Warm;
+use crate::error::{During, LabError};
+use crate::guest::warm::{self, Warm};
 use crate::guest::{CHANNEL_NAME, KernelFiles};
 use crate::interrupt;
 use crate::lab::{Lab, say};
@@ -16,6 +16,8 @@ use crate::product::{Finished, Product, channel_socket};
 use longhaul_api::Guest;
 use longhaul_protocol::guest::GuestDescription;
 use serde::Serialize;
+use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
@@ -433,12 +435,36 @@ impl Launcher<'_> {
         PeerQemu::start(&host, guest, begin)
     }
 
+    /// The files of a guest's disks.
+    pub fn disks_of(&self, guest: &GuestDescription) -> impl Iterator<Item = &PathBuf> {
+        let of_guest =
+            |(image, _): &&(String, PathBuf)| guest.disks.iter().any(|disk| disk.image == *image);
+        self.disks.iter().filter(of_guest).map(|(_, path)| path)
+    }
+
+    /// Puts a disk in the place of a guest's; what the guests of earlier cases wrote is gone.
+    ///
+    /// # Errors
+    /// When it cannot be copied.
+    pub fn lay_out(&self, disk: &Path, guest: &GuestDescription) -> Result<(), LabError> {
+        for (_, old) in &self.disks {
+            match fs::remove_file(old) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(error).during(|| format!("remove {}", old.display()));
+                }
+                _ => {}
+            }
+        }
+        let mut places = self.disks_of(guest);
+        places.try_for_each(|place| warm::copy(disk, place))
+    }
+
     /// Starts the guest of a case on the first host.
     fn source(&self, case: &Case) -> Result<PeerQemu, LabError> {
         let Load::Warm(warm) = &case.load else {
             return self.start(0, &case.guest, Begin::Boot);
         };
-        warm.lay_out(&self.disks)?;
+        self.lay_out(&warm.disk, &case.guest)?;
         let mut source = self.start(0, &case.guest, Begin::Saved(&warm.state))?;
         source.wake()?;
         Ok(source)

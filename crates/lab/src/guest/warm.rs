@@ -23,7 +23,7 @@ pub const IDLE: &str = "idle";
 /// The workload of the laboratory's own guest that clients outside the guest drive.
 pub const WEB: &str = "web";
 /// The name of the image of the guest's disk, in each host's configuration.
-pub const IMAGE: &str = "system";
+const IMAGE: &str = "system";
 /// The kernel mounts nothing itself: the arena does, from the initial RAM file system.
 const COMMAND_LINE: &str =
     "console=ttyS0 quiet panic=-1 mitigations=off cryptomgr.notests -- --root /dev/vda";
@@ -48,6 +48,20 @@ const DEBIAN_PROGRAMS: [(&str, u64); 4] = [
 const LOOK_EVERY: Duration = Duration::from_millis(500);
 const MEMORY_MIB_RANGE: std::ops::RangeInclusive<u64> = 128..=65536;
 const VCPUS_MAX: u32 = 64;
+
+/// The images of the disks of so many guests, by their names in each host's configuration, and their
+/// files in a folder. An agent starts nothing on the disk of a guest that it saw move away.
+pub fn images(guests: usize, folder: &Path) -> Vec<(String, PathBuf)> {
+    let image = |number: usize| match number {
+        0 => IMAGE.to_owned(),
+        _ => format!("{IMAGE}-{number}"),
+    };
+    let file = |name: String| {
+        let path = folder.join(format!("{name}.img"));
+        (name, path)
+    };
+    (0..guests.max(1)).map(image).map(file).collect()
+}
 
 /// A guest with a whole system on a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -278,7 +292,7 @@ impl SystemGuest {
             fs::remove_dir_all(&new).during(|| format!("remove {}", new.display()))?;
         }
         fs::create_dir(&new).during(making)?;
-        lay_out(&self.disk, &launcher.disks)?;
+        launcher.lay_out(&self.disk, guest)?;
         let mut source = launcher.start(0, guest, Begin::Boot)?;
         let mut arena = moves::attached(source.channel())?;
         self.heat(warm, warm_work, &mut arena, launcher)
@@ -291,7 +305,7 @@ impl SystemGuest {
             })?;
         source.save(&new.join("state"))?;
         drop(source);
-        for (_, disk) in &launcher.disks {
+        for disk in launcher.disks_of(guest) {
             copy(disk, &new.join("disk.img"))?;
         }
         fs::rename(&new, folder).during(making)?;
@@ -403,25 +417,12 @@ pub struct Warm {
     pub arena: Workload,
     /// The state, as QEMU saved it.
     pub state: PathBuf,
-    disk: PathBuf,
-}
-
-impl Warm {
-    /// Puts the disk that the state needs in its place: what a guest writes is gone with its case.
-    ///
-    /// # Errors
-    /// When it cannot be copied.
-    pub fn lay_out(&self, disks: &[(String, PathBuf)]) -> Result<(), LabError> {
-        lay_out(&self.disk, disks)
-    }
-}
-
-fn lay_out(disk: &Path, disks: &[(String, PathBuf)]) -> Result<(), LabError> {
-    disks.iter().try_for_each(|(_, place)| copy(disk, place))
+    /// The disk that the state needs.
+    pub disk: PathBuf,
 }
 
 /// Copies a file with its holes.
-fn copy(from: &Path, to: &Path) -> Result<(), LabError> {
+pub fn copy(from: &Path, to: &Path) -> Result<(), LabError> {
     let mut copying = Command::new("cp");
     copying.args(["--sparse=always", "--reflink=auto", "--"]);
     process::run(copying.args([from, to])).map(drop)

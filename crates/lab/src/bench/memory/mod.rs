@@ -7,7 +7,7 @@ mod together;
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
 use crate::error::LabError;
-use crate::guest::warm::{IMAGE, SystemGuest};
+use crate::guest::warm::{SystemGuest, images};
 use crate::guest::{Chipset, KernelFiles, network};
 use crate::installed;
 use crate::lab::{Lab, Plan};
@@ -58,17 +58,15 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     };
     let mut lab = Lab::create(&plan)?;
     document.add_link(link, lab.measure_link(link)?);
-    let has_clients = guest.as_ref().is_some_and(|guest| {
+    let mut disks = Vec::new();
+    if let Some(guest) = &guest {
         let workloads = systems::workloads(options, guest);
-        workloads.iter().any(|name| guest.has_clients(name))
-    });
-    if has_clients {
-        lab.add_clients()?;
+        if workloads.iter().any(|name| guest.has_clients(name)) {
+            lab.add_clients()?;
+        }
+        let moves = workloads.len() * options.repeats() as usize;
+        disks = images(moves, &lab.shared_folder()?);
     }
-    let disks = match guest {
-        Some(_) => vec![(IMAGE.to_owned(), lab.shared_folder()?.join("disk.img"))],
-        None => Vec::new(),
-    };
     let files = KernelFiles::make(lab.host(0)?.folder())?;
     let product = match systems.contains(&System::Longhaul) {
         true => Some(product(&mut lab, &files, &disks, options)?),

@@ -42,13 +42,23 @@ pub(super) fn measure(
         )?));
     }
     let mut rows = Vec::new();
+    // Each of Longhaul's guests has a disk of its own.
+    let mut images = movers.launcher.disks.iter();
     for repeat in 1..=asked.options.repeats() {
         for warm in &warm {
             for system in systems {
                 // A guest that was moved away cannot be started anew under its name.
                 let name = format!("bench-{}", rows.len() + 1);
+                let mut description = guest.description(&name, &asked.machine, &warm.workload);
+                if *system == System::Longhaul
+                    && let Some((image, _)) = images.next()
+                {
+                    for disk in &mut description.disks {
+                        disk.image.clone_from(image);
+                    }
+                }
                 let case = Case {
-                    guest: guest.description(&name, &asked.machine, &warm.workload),
+                    guest: description,
                     load: Load::Warm(warm.clone()),
                     link: asked.link,
                     downtime_ms: ASKED_DOWNTIME_MS,
