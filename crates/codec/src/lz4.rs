@@ -8,8 +8,9 @@
 const WORD: usize = 8;
 /// Words whose last place is known, by their hash: what fits into a first cache.
 const SLOTS_LOG: u32 = 12;
-/// After so many words without a repeat the steps become one word longer.
-const PATIENCE: usize = 64;
+/// After so many looks without a repeat the steps become one word longer, up to so many words.
+const PATIENCE: usize = 8;
+const STEP_MAX: usize = 16;
 
 /// The shortest match that the format knows.
 const MATCH_MIN: usize = 4;
@@ -20,7 +21,7 @@ const MATCH_BEFORE_END: usize = 12;
 const LITERALS_AT_END: usize = 5;
 /// A length of so much, in the byte that begins a sequence, goes on behind it.
 const LENGTH_ON: usize = 15;
-/// Literals up to so many are copied without looking how many they are.
+/// Literals up to so many are copied without a look at how many they are.
 const COPY: usize = 32;
 
 /// The place where each word was seen last.
@@ -49,7 +50,7 @@ impl Places {
             let earlier = std::mem::replace(&mut self.0[slot], at as u32) as usize;
             let distance = at.wrapping_sub(earlier);
             if self::word(input, earlier) != word || distance > DISTANCE_MAX {
-                at += WORD + misses / PATIENCE * WORD;
+                at += WORD * (1 + misses / PATIENCE).min(STEP_MAX);
                 misses += 1;
                 continue;
             }
@@ -103,6 +104,26 @@ fn same_before(input: &[u8], at: usize, distance: usize) -> usize {
     differ.leading_zeros() as usize / 8
 }
 
+/// Writes a sequence whose lengths go on for a byte at most, without a look at what they are: some of
+/// what is written is overwritten by what follows. How long the sequence is.
+#[inline(always)]
+fn short(
+    to: &mut [u8; 2 * COPY],
+    from: &[u8; COPY],
+    literals: usize,
+    more: usize,
+    distance: usize,
+) -> usize {
+    to[0] = (literals.min(LENGTH_ON) << 4 | more.min(LENGTH_ON)) as u8;
+    to[1] = literals.wrapping_sub(LENGTH_ON) as u8;
+    let mut length = 1 + usize::from(literals >= LENGTH_ON);
+    to[length..length + COPY].copy_from_slice(from);
+    length += literals;
+    to[length..length + 2].copy_from_slice(&(distance as u16).to_le_bytes());
+    to[length + 2] = more.wrapping_sub(LENGTH_ON) as u8;
+    length + 2 + usize::from(more >= LENGTH_ON)
+}
+
 /// The block in the making.
 struct Sequences<'a> {
     input: &'a [u8],
@@ -119,6 +140,15 @@ impl Sequences<'_> {
     fn push(&mut self, start: usize, end: usize, distance: usize) -> Option<()> {
         let literals = start - self.done;
         let more = end - start - MATCH_MIN;
+        if literals <= COPY
+            && more < LENGTH_ON + 255
+            && let Some(from) = bytes::<COPY>(self.input, self.done)
+            && let Some(to) = self.output.get_mut(self.length..)?.first_chunk_mut()
+        {
+            self.length += short(to, from, literals, more, distance);
+            self.done = end;
+            return Some(());
+        }
         self.begin(literals, more.min(LENGTH_ON))?;
         self.write((distance as u16).to_le_bytes())?;
         if more >= LENGTH_ON {
@@ -141,14 +171,9 @@ impl Sequences<'_> {
         if literals >= LENGTH_ON {
             self.length(literals - LENGTH_ON)?;
         }
-        let to = self.output.get_mut(self.length..)?;
-        match (bytes::<COPY>(self.input, self.done), to.first_chunk_mut()) {
-            (Some(from), Some(to)) if literals <= COPY => *to = *from,
-            _ => {
-                let from = self.input.get(self.done..self.done + literals)?;
-                to.get_mut(..literals)?.copy_from_slice(from);
-            }
-        }
+        let from = self.input.get(self.done..self.done + literals)?;
+        let to = self.output.get_mut(self.length..)?.get_mut(..literals)?;
+        to.copy_from_slice(from);
         self.length += literals;
         Some(())
     }
@@ -214,22 +239,32 @@ mod tests {
         }
         assert!(round_trip(&[0; 1 << 18]) < 1100);
         assert!(round_trip(&noise(1, 1 << 18)) < (1 << 18) + 1100);
-        let page = noise(2, 4096);
-        assert!(round_trip(&page.repeat(16)) < 4096 + 300, "at any distance");
-        let far = [&page[..], &noise(3, 65536), &page].concat();
-        assert!(round_trip(&far) > far.len(), "but not too far");
+        let part = noise(2, 400);
+        assert!(round_trip(&part.repeat(160)) < 1200, "at any distance");
+        let far = [&part[..], &[0; 65128], &part].concat();
+        let too_far = [&part[..], &[0; 65136], &part].concat();
+        let saved = round_trip(&too_far) - round_trip(&far);
+        assert!((200..400).contains(&saved), "up to a limit: {saved}");
     }
 
     #[test]
     fn a_match_reaches_to_the_bytes_beside_its_words() {
         let repeated = noise(1, 100);
-        let input = [&noise(2, 103)[..], &repeated, &noise(3, 57), &repeated].concat();
-        let input = [input, noise(4, 100)].concat();
-        assert!(round_trip(&input) > input.len(), "157 apart: not at words");
-        let input = [&noise(2, 101)[..], &repeated, &noise(3, 60), &repeated].concat();
-        let input = [input, noise(4, 100)].concat();
-        let saved = input.len() - round_trip(&input);
-        assert!((80..100).contains(&saved), "160 apart: {saved}");
+        let apart = |distance: usize| {
+            let between = noise(3, distance - repeated.len());
+            let input = [
+                &noise(2, 5)[..],
+                &repeated,
+                &between,
+                &repeated,
+                &noise(4, 40),
+            ]
+            .concat();
+            input.len() as isize - round_trip(&input) as isize
+        };
+        assert!(apart(123) < 0, "not at words");
+        let saved = apart(120);
+        assert!((80..100).contains(&saved), "{saved}");
     }
 
     proptest! {

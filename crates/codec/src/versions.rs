@@ -197,17 +197,24 @@ fn tag(digest: &Digest) -> u64 {
     u64::from_le_bytes(tag)
 }
 
-/// Prints of parts of so many words.
+/// Prints of parts of so many words: the highest bits of a sum, which all of its parts reach. Four at
+/// a time, as four are written at once.
 fn print<const WORDS: usize>(content: &[u8; BLOCK_SIZE], prints: &mut [u8]) {
     let parts = content.as_chunks::<8>().0.as_chunks::<WORDS>().0;
-    for (part, print) in parts.iter().zip(prints.as_chunks_mut::<PRINT>().0) {
-        let mut sum = 0_u64;
-        for (word, factor) in part.iter().zip(FACTORS) {
-            sum = sum.wrapping_add(u64::from_le_bytes(*word).wrapping_mul(factor));
-        }
-        let mixed = (sum ^ sum >> 32).wrapping_mul(LAST_FACTOR).to_be_bytes();
-        *print = [mixed[0], mixed[1], mixed[2]];
+    let fours = parts.as_chunks::<4>().0;
+    for (four, prints) in fours.iter().zip(prints.as_chunks_mut().0) {
+        let [a, b, c, d] = four.each_ref().map(|part| sum(part) >> 40);
+        let written: &mut [u8; 4 * PRINT] = prints;
+        written[..8].copy_from_slice(&(a | b << 24 | c << 48).to_le_bytes());
+        written[8..].copy_from_slice(&((c >> 16 | d << 8) as u32).to_le_bytes());
     }
+}
+
+#[inline(always)]
+fn sum<const WORDS: usize>(part: &[[u8; 8]; WORDS]) -> u64 {
+    part.iter().zip(FACTORS).fold(0, |sum, (word, factor)| {
+        sum.wrapping_add(u64::from_le_bytes(*word).wrapping_mul(factor))
+    })
 }
 
 fn words<const WORDS: usize>(known: &[u8], fresh: &[u8]) -> Words {
