@@ -1,5 +1,6 @@
 //! Talks to the arena inside a guest and keeps the times at which its heartbeats arrived.
 
+use crate::interrupt;
 use serde::Deserialize;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -14,6 +15,8 @@ use std::time::{Duration, Instant};
 const CONNECT_EVERY: Duration = Duration::from_millis(2);
 /// How long the reader of a silent socket goes on reading before it looks whether to end.
 const READ_SLICE: Duration = Duration::from_millis(100);
+/// How long nothing is heard before it is looked whether somebody asked to end.
+const SLICE: Duration = Duration::from_millis(200);
 const LONGEST_LINE: u64 = 64 << 10;
 const FAULTS_KEPT: usize = 64;
 
@@ -110,6 +113,9 @@ pub enum ArenaError {
     /// The arena refused.
     #[error("the guest's arena refused: {0}")]
     Refused(String),
+    /// Somebody asked to end.
+    #[error("the guest's arena was not waited for: interrupted")]
+    Interrupted,
     /// The socket broke.
     #[error("writing to the guest's arena: {0}")]
     Write(#[from] io::Error),
@@ -285,7 +291,7 @@ impl Arena {
         }
         let answer = self
             .shared
-            .wait(limit, |state| state.answers.contains_key(&id))
+            .wait_patiently(limit, |state| state.answers.contains_key(&id))?
             .and_then(|mut state| state.answers.remove(&id))
             .ok_or(ArenaError::TimedOut { what, limit })?;
         match answer.get("error").and_then(Value::as_str) {
@@ -327,6 +333,25 @@ impl Shared {
             .wait_timeout_while(self.state(), limit, |state| !done(state))
             .unwrap_or_else(PoisonError::into_inner);
         (!result.timed_out()).then_some(state)
+    }
+
+    /// As [`Self::wait`], for what may take minutes: also until somebody asks to end.
+    fn wait_patiently(
+        &self,
+        limit: Duration,
+        done: impl Fn(&State) -> bool,
+    ) -> Result<Option<MutexGuard<'_, State>>, ArenaError> {
+        let deadline = Instant::now() + limit;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let found = self.wait(left.min(SLICE), &done);
+            if found.is_some() || left.is_zero() {
+                return Ok(found);
+            }
+            if interrupt::requested() {
+                return Err(ArenaError::Interrupted);
+            }
+        }
     }
 
     /// Connects again whenever the socket breaks: a guest may come back to a host it left.
