@@ -3,7 +3,7 @@
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Content, DecodeError, Decoder, DigestKey, Limits,
 };
-use longhaul_protocol::{BLOCK_SIZE, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 use std::cell::Cell;
 use std::convert::Infallible;
 
@@ -60,6 +60,16 @@ impl BlockSink for Checked {
         check(id);
         content.fill(id.block as u8);
         !id.block.is_multiple_of(5)
+    }
+
+    fn read_shared(
+        &mut self,
+        migration: MigrationId,
+        id: BlockId,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
+        content.fill(id.block as u8);
+        migration.0[0].is_multiple_of(2)
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {

@@ -5,7 +5,7 @@ use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, Digest, DigestKey,
     Encoder, Hasher, Limits, Staged,
 };
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 use std::collections::BTreeSet;
 use std::convert::Infallible;
 
@@ -22,7 +22,10 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
     let (mut built_on, mut all_rejected) = (0, 0);
     let mut bytes = Bytes(data);
     let mut source = Source::new(bytes.next());
-    let mut sink = Memory(vec![[0; BLOCK_SIZE]; BLOCKS]);
+    let mut sink = Memory {
+        blocks: vec![[0; BLOCK_SIZE]; BLOCKS],
+        other: vec![[0; BLOCK_SIZE]; BLOCKS],
+    };
     let mut decoder = Decoder::new(KEY);
     for round in 0..ROUNDS_MAX {
         if bytes.0.is_empty() {
@@ -30,7 +33,8 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
         }
         let written = source.write(&mut bytes);
         let damaged = sink.damage(&mut bytes);
-        let before = sink.0.clone();
+        let before = sink.blocks.clone();
+        sink.other.clone_from(&before);
         let (frame, decisions) = source.frame(round as u64 + 1, &written, bytes.next());
         let outcome = decoder.decode(&frame, &Limits::default(), &mut sink);
         let outcome = outcome.expect("a frame that was encoded is sound");
@@ -39,18 +43,18 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
         let builds = |decision: &&Decision| {
             matches!(
                 decision,
-                Decision::Reference { .. } | Decision::Changed { .. }
+                Decision::Reference { .. } | Decision::Shared { .. } | Decision::Changed { .. }
             )
         };
         built_on += decisions.iter().filter(builds).count();
         for (&block, decision) in written.iter().zip(&decisions) {
             if rejected.contains(&block) {
                 assert!(
-                    sink.0[block] == before[block],
+                    sink.blocks[block] == before[block],
                     "a rejected block keeps its content"
                 );
                 match decision {
-                    Decision::Reference { source, .. } => {
+                    Decision::Reference { source, .. } | Decision::Shared { source, .. } => {
                         assert!(
                             damaged.contains(&(source.block as usize)),
                             "what holds is used"
@@ -63,7 +67,7 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
                 source.held[block] = None;
             } else if *decision != Decision::Skip {
                 assert!(
-                    sink.0[block] == source.memory[block],
+                    sink.blocks[block] == source.memory[block],
                     "what arrives is what was sent"
                 );
             }
@@ -169,6 +173,11 @@ impl Source {
                     source: id(other),
                     digest,
                 },
+                (_, Some(other)) if how & 0x40 != 0 => Decision::Shared {
+                    migration: OTHER,
+                    source: id(other),
+                    digest,
+                },
                 (Some(base), _) => Decision::Changed { digest, base },
                 (None, _) => Decision::Literal { digest },
             });
@@ -193,7 +202,14 @@ impl Source {
     }
 }
 
-struct Memory(Vec<Block>);
+/// The migration of another guest, which holds the same as the destination at the beginning of the
+/// round.
+const OTHER: MigrationId = MigrationId([9; 8]);
+
+struct Memory {
+    blocks: Vec<Block>,
+    other: Vec<Block>,
+}
 
 impl Memory {
     fn damage(&mut self, bytes: &mut Bytes<'_>) -> BTreeSet<usize> {
@@ -201,7 +217,7 @@ impl Memory {
         for _ in 0..bytes.next() % 4 {
             let block = bytes.block();
             damaged.insert(block);
-            self.0[block][usize::from(bytes.next()) * 16] ^= bytes.next() | 1;
+            self.blocks[block][usize::from(bytes.next()) * 16] ^= bytes.next() | 1;
         }
         damaged
     }
@@ -219,14 +235,19 @@ impl BlockSink for Memory {
     }
 
     fn read(&mut self, id: BlockId, content: &mut Block) -> bool {
-        *content = self.0[id.block as usize];
+        *content = self.blocks[id.block as usize];
         true
+    }
+
+    fn read_shared(&mut self, migration: MigrationId, id: BlockId, content: &mut Block) -> bool {
+        *content = self.other[id.block as usize];
+        migration == OTHER
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {
         for write in writes {
             let range = write.range.start as usize..write.range.end() as usize;
-            let target = self.0[range].as_flattened_mut();
+            let target = self.blocks[range].as_flattened_mut();
             match write.content {
                 Content::Zero => target.fill(0),
                 Content::Bytes(bytes) => target.copy_from_slice(bytes),

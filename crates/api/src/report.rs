@@ -118,6 +118,9 @@ pub struct BytesByKind {
     pub same_bytes: Option<u64>,
     /// The same as another block that the destination had.
     pub reference_bytes: Option<u64>,
+    /// The same as a block of another guest that the destination had from the same source.
+    #[serde(default)]
+    pub shared_bytes: Option<u64>,
     /// The same as another block that was sent with them.
     #[serde(default)]
     pub duplicate_bytes: Option<u64>,

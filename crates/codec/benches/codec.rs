@@ -8,7 +8,7 @@ use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, Digest, DigestKey,
     Encoder, Hasher, Limits, Staged, is_zero,
 };
-use longhaul_protocol::{BLOCK_SIZE, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 use std::hint::black_box;
 
 type Block = [u8; BLOCK_SIZE];
@@ -230,6 +230,10 @@ impl BlockSink for Memory {
     fn read(&mut self, id: BlockId, content: &mut Block) -> bool {
         *content = self.0[id.block as usize];
         true
+    }
+
+    fn read_shared(&mut self, _: MigrationId, _: BlockId, _: &mut Block) -> bool {
+        false
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {

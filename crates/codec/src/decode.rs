@@ -11,11 +11,11 @@
 use crate::compress::{Decompressor, Stored, scratch};
 use crate::frame::{
     COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, FRAME_VERSION, HEADER_BYTES, Header,
-    KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_ZERO, Kind,
+    KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind,
 };
 use crate::{BlockId, Digest, DigestKey, Hasher, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 use std::{fmt, io};
 
 /// Bytes of a digest in a frame.
@@ -55,6 +55,15 @@ pub trait BlockSink {
 
     /// Reads a block as it was before this frame; false when its content cannot be used.
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool;
+
+    /// Reads a block of another guest from the same source; false when there is no such guest or
+    /// block, or when it may not be looked at.
+    fn read_shared(
+        &mut self,
+        migration: MigrationId,
+        id: BlockId,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool;
 
     /// Applies all that a frame brings, in order, as version `seq`; called once a frame, and not
     /// at all when there is nothing to apply.
@@ -340,7 +349,8 @@ impl<'a> Parsed<'a> {
                         &region_blocks,
                     )?;
                 }
-                Kind::Zero | Kind::Duplicate { .. } => {}
+                // Where another guest ends is found out when it is read.
+                Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } => {}
             }
             entries.push(parsed);
         }
@@ -432,9 +442,6 @@ impl<'a> Reader<'a> {
     /// earlier entries took.
     fn entry(&mut self, literals: u64, deltas: u64) -> Result<ParsedEntry<'a>, FrameError> {
         let kind = self.byte()?;
-        if kind > KIND_DELTA {
-            return Err(FrameError::Kind(kind));
-        }
         let region = self.region()?;
         let start = self.number()?;
         let count = self.number()?;
@@ -462,10 +469,24 @@ impl<'a> Reader<'a> {
                 digests = self.digests(count)?;
                 Kind::Reference { region, start }
             }
-            _ => {
+            KIND_SHARED => {
+                let migration = MigrationId(self.bytes()?);
+                let (region, start) = (self.region()?, self.number()?);
+                if start.checked_add(count).is_none() {
+                    return Err(FrameError::Number);
+                }
+                digests = self.digests(count)?;
+                Kind::Shared {
+                    migration,
+                    region,
+                    start,
+                }
+            }
+            KIND_DELTA => {
                 digests = self.digests(count)?;
                 Kind::Delta
             }
+            other => return Err(FrameError::Kind(other)),
         };
         let entry = Entry {
             region,
@@ -484,6 +505,12 @@ impl<'a> Reader<'a> {
         let (byte, rest) = self.rest.split_first().ok_or(FrameError::Truncated)?;
         self.rest = rest;
         Ok(*byte)
+    }
+
+    fn bytes<const N: usize>(&mut self) -> Result<[u8; N], FrameError> {
+        let (bytes, rest) = self.rest.split_first_chunk().ok_or(FrameError::Truncated)?;
+        self.rest = rest;
+        Ok(*bytes)
     }
 
     fn region(&mut self) -> Result<RegionId, FrameError> {
@@ -545,6 +572,8 @@ struct Applying {
 
 /// A block that is to be read at the destination.
 struct Reference {
+    /// The migration of the guest that holds it, where it is another one.
+    migration: Option<MigrationId>,
     source: BlockId,
     digest: Digest,
     /// Which of the frame's deltas makes the new content of it; without one it is that itself.
@@ -577,11 +606,22 @@ impl Applying {
                             region,
                             block: start + index as u64,
                         };
-                        self.refer(source, digests[index], None)
+                        self.refer(None, source, digests[index], None)
+                    }
+                    Kind::Shared {
+                        migration,
+                        region,
+                        start,
+                    } => {
+                        let source = BlockId {
+                            region,
+                            block: start + index as u64,
+                        };
+                        self.refer(Some(migration), source, digests[index], None)
                     }
                     Kind::Delta => {
                         let source = BlockId { region, block };
-                        self.refer(source, digests[index], Some(delta + index))
+                        self.refer(None, source, digests[index], Some(delta + index))
                     }
                 };
                 match self.wanted.last_mut() {
@@ -595,11 +635,13 @@ impl Applying {
 
     fn refer(
         &mut self,
+        migration: Option<MigrationId>,
         source: BlockId,
         digest: [u8; DIGEST_BYTES],
         delta: Option<usize>,
     ) -> Place {
         self.references.push(Reference {
+            migration,
             source,
             digest: Digest(digest),
             delta,
@@ -621,7 +663,10 @@ impl Applying {
         }
         let contents = &mut contents[..self.references.len()];
         for (reference, content) in self.references.iter_mut().zip(contents.iter_mut()) {
-            reference.holds = sink.read(reference.source, content);
+            reference.holds = match reference.migration {
+                None => sink.read(reference.source, content),
+                Some(migration) => sink.read_shared(migration, reference.source, content),
+            };
             if let Some(delta) = reference.delta {
                 delta::apply(content, deltas[delta]);
             }

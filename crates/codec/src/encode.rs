@@ -7,7 +7,7 @@ use crate::frame::{
 use crate::versions::Versions;
 use crate::{Compression, Digest};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 use std::{fmt, io};
 
 /// Slots of the table that finds duplicates: a power of two, twice what a frame can hold.
@@ -36,6 +36,16 @@ pub enum Decision {
         /// The block that holds it.
         source: BlockId,
         /// The content's digest.
+        digest: Digest,
+    },
+    /// Where the destination holds the same content in another guest, which came or comes from this
+    /// source; it checks that against the digest.
+    Shared {
+        /// The other guest's migration.
+        migration: MigrationId,
+        /// The block of it that holds the content.
+        source: BlockId,
+        /// The content's digest, made with the key that both migrations have.
         digest: Digest,
     },
     /// Its content, or which earlier literal of the frame is the same.
@@ -245,6 +255,20 @@ impl Encoder {
                 self.versions.sent(id, &digest, &content[index]);
                 let BlockId { region, block } = source;
                 let kind = Kind::Reference {
+                    region,
+                    start: block,
+                };
+                self.entries.push(id, kind);
+                self.entries.digests.extend_from_slice(&digest.0);
+            }
+            Decision::Shared {
+                migration,
+                source: BlockId { region, block },
+                digest,
+            } => {
+                self.versions.sent(id, &digest, &content[index]);
+                let kind = Kind::Shared {
+                    migration,
                     region,
                     start: block,
                 };

@@ -1,6 +1,6 @@
 //! The layout of a frame: its header, its entries, and the numbers they are made of.
 
-use longhaul_protocol::{BlockRange, RegionId};
+use longhaul_protocol::{BlockRange, MigrationId, RegionId};
 
 /// The version of the frame format that this crate writes and reads.
 pub const FRAME_VERSION: u8 = 2;
@@ -17,6 +17,7 @@ pub(crate) const KIND_LITERAL: u8 = 1;
 pub(crate) const KIND_DUPLICATE: u8 = 2;
 pub(crate) const KIND_REFERENCE: u8 = 3;
 pub(crate) const KIND_DELTA: u8 = 4;
+pub(crate) const KIND_SHARED: u8 = 5;
 
 /// What stands before the entries of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -82,6 +83,12 @@ pub(crate) enum Kind {
         region: RegionId,
         start: u64,
     },
+    /// What the destination holds in these blocks of another guest; a digest for each follows.
+    Shared {
+        migration: MigrationId,
+        region: RegionId,
+        start: u64,
+    },
     /// The next deltas of the payload, against what the destination holds in these very blocks;
     /// a digest of that follows for each.
     Delta,
@@ -113,6 +120,21 @@ impl Entry {
                 },
                 Kind::Reference { region, start },
             ) => first_region == region && first.checked_add(count) == Some(start),
+            (
+                Kind::Shared {
+                    migration: first_migration,
+                    region: first_region,
+                    start: first,
+                },
+                Kind::Shared {
+                    migration,
+                    region,
+                    start,
+                },
+            ) => {
+                (first_migration, first_region) == (migration, region)
+                    && first.checked_add(count) == Some(start)
+            }
             _ => false,
         };
         let next = self.range.start.checked_add(count) == Some(block);
@@ -131,6 +153,7 @@ impl Entry {
             Kind::Duplicate { .. } => KIND_DUPLICATE,
             Kind::Reference { .. } => KIND_REFERENCE,
             Kind::Delta => KIND_DELTA,
+            Kind::Shared { .. } => KIND_SHARED,
         });
         write_varint(bytes, u64::from(self.region.0));
         write_varint(bytes, self.range.start);
@@ -139,6 +162,15 @@ impl Entry {
             Kind::Zero | Kind::Literal | Kind::Delta => {}
             Kind::Duplicate { literal } => write_varint(bytes, literal),
             Kind::Reference { region, start } => {
+                write_varint(bytes, u64::from(region.0));
+                write_varint(bytes, start);
+            }
+            Kind::Shared {
+                migration,
+                region,
+                start,
+            } => {
+                bytes.extend_from_slice(&migration.0);
                 write_varint(bytes, u64::from(region.0));
                 write_varint(bytes, start);
             }

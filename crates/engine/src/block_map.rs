@@ -87,6 +87,11 @@ impl BlockMap {
         }
     }
 
+    /// The search for blocks begins at this one, and goes once around.
+    pub(crate) fn start_at(&mut self, index: usize) {
+        self.cursors = [index / 64; 4];
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.blocks.len()
     }

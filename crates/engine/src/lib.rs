@@ -6,6 +6,7 @@
 mod block_map;
 mod content_index;
 pub mod destination;
+pub mod gang;
 pub mod handover;
 mod predict;
 pub mod source;

@@ -13,13 +13,14 @@
 
 use crate::block_map::{BlockMap, ZERO};
 use crate::content_index::ContentIndex;
+use crate::gang::Gang;
 use crate::predict::{self, Cost, travel_time};
 use crate::stop::{AfterPass, Rule, StopReason, StopRule, Wish};
 use crate::strategy::{Before, Strategy};
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_protocol::limits::REGIONS_MAX;
 use longhaul_protocol::message::Acknowledgement;
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionSpec};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -89,6 +90,8 @@ pub struct Sent {
     pub same_blocks: u64,
     /// Found in another block.
     pub reference_blocks: u64,
+    /// Found in another guest.
+    pub shared_blocks: u64,
     /// Sent as they are, or as what has changed of them.
     pub literal_blocks: u64,
     /// Frames as sent, in bytes.
@@ -97,6 +100,17 @@ pub struct Sent {
     pub frames: u64,
     /// Blocks that had to be sent again because a reference did not hold.
     pub rejected_blocks: u64,
+}
+
+impl Sent {
+    /// Blocks of every kind.
+    pub fn blocks(&self) -> u64 {
+        self.zero_blocks
+            + self.same_blocks
+            + self.reference_blocks
+            + self.shared_blocks
+            + self.literal_blocks
+    }
 }
 
 /// Passes do not follow each other faster than this: each costs the source's QEMU a search for
@@ -124,13 +138,13 @@ struct Flight {
 }
 
 /// One guest's state on its way out.
-#[derive(Debug)]
 pub struct Source {
     strategy: Strategy,
     stop: StopRule,
     regions: Vec<Region>,
     index: ContentIndex,
     references: bool,
+    gang: Option<Box<dyn Gang>>,
     flights: BTreeMap<u32, Flight>,
     /// Batches that were taken and are not encoded yet.
     encoding: usize,
@@ -201,6 +215,7 @@ impl Source {
             regions: maps,
             index: ContentIndex::new(total),
             references: true,
+            gang: None,
             flights: BTreeMap::new(),
             encoding: 0,
             next_seq: 1,
@@ -222,6 +237,15 @@ impl Source {
     /// Whether blocks may travel as references to others; they may where nothing is said.
     pub fn use_references(&mut self, references: bool) {
         self.references = references;
+    }
+
+    /// Others move to the same destination. This guest begins at this share of its memory.
+    pub fn join(&mut self, gang: Box<dyn Gang>, start: f64) {
+        self.gang = Some(gang);
+        for region in &mut self.regions {
+            let index = (region.map.len() as f64 * start) as usize;
+            region.map.start_at(index);
+        }
     }
 
     // Inputs.
@@ -271,6 +295,9 @@ impl Source {
     /// The guest is stopped and everything it wrote has been reported.
     pub fn frozen(&mut self) {
         self.frozen = true;
+        // It will run at the destination, and others must not build on it; nor it on others, since what
+        // does not hold any more would cost a round trip now.
+        self.gang = None;
     }
 
     /// Somebody waits for this block.
@@ -390,6 +417,9 @@ impl Source {
                 continue;
             }
             let (base, whole) = (map.known(index), map.is_whole(index));
+            if let (Some(gang), Some(base)) = (&mut self.gang, &base) {
+                gang.changed(base, *id);
+            }
             map.sent(index, seq, digest);
             content_blocks += usize::from(digest != ZERO);
             decisions.push(if digest == ZERO {
@@ -402,6 +432,13 @@ impl Source {
                     .pin(source.block as usize);
                 pinned.push(source);
                 Decision::Reference { source, digest }
+            } else if let Some((migration, source)) = self.find_shared(&digest).filter(|_| !whole) {
+                self.sent.shared_blocks += 1;
+                Decision::Shared {
+                    migration,
+                    source,
+                    digest,
+                }
             } else {
                 self.sent.literal_blocks += 1;
                 match base.filter(|base| *base != ZERO) {
@@ -524,10 +561,7 @@ impl Source {
             uncompressed: self
                 .link
                 .map_or(Duration::MAX, |link| travel_time(uncompressed, link)),
-            sent_blocks: sent.zero_blocks
-                + sent.same_blocks
-                + sent.reference_blocks
-                + sent.literal_blocks,
+            sent_blocks: sent.blocks(),
             all_blocks: self.all_blocks(),
         }
     }
@@ -593,7 +627,8 @@ impl Source {
         (self.pending_blocks() as f64 + unseen).min(self.all_blocks() as f64)
     }
 
-    fn all_blocks(&self) -> u64 {
+    /// How many blocks the guest has.
+    pub fn all_blocks(&self) -> u64 {
         let lengths = self.regions.iter().map(|region| region.map.len() as u64);
         lengths.sum()
     }
@@ -712,6 +747,11 @@ impl Source {
         })
     }
 
+    /// Where another guest has brought this content.
+    fn find_shared(&self, digest: &Digest) -> Option<(MigrationId, BlockId)> {
+        self.gang.as_ref()?.find(digest)
+    }
+
     fn unpin(&mut self, pinned: &[BlockId]) {
         for id in pinned {
             self.regions[usize::from(id.region.0)]
@@ -730,6 +770,9 @@ impl Source {
             if digest != ZERO {
                 let (regions, index) = (&self.regions, &mut self.index);
                 index.insert(&digest, global, |other| holds(regions, other, &digest));
+                if let Some(gang) = &mut self.gang {
+                    gang.arrived(&digest, *id);
+                }
             }
         }
     }

@@ -3,17 +3,19 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_codec::{
-    BlockId, BlockSink, BlockWrite, Compression, Content, Decoder, DigestKey, Encoder, Hasher,
-    Limits,
+    BlockId, BlockSink, BlockWrite, Compression, Content, Decoder, Digest, DigestKey, Encoder,
+    Hasher, Limits,
 };
 use longhaul_engine::destination::Destination;
+use longhaul_engine::gang::{Gang, GangIndex, Member};
 use longhaul_engine::source::{Advice, Link, Source, Unseen};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy as Row;
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId, RegionSpec};
 use proptest::prelude::*;
 use std::collections::{BTreeSet, VecDeque};
 use std::convert::Infallible;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const KEY: DigestKey = DigestKey([3; 32]);
@@ -45,6 +47,8 @@ struct Receiver {
     state: Destination,
     /// So many blocks will be read as something else than they hold.
     misreads: u8,
+    /// What another guest holds there.
+    other: Option<(MigrationId, Memory)>,
 }
 
 impl BlockSink for Receiver {
@@ -65,6 +69,19 @@ impl BlockSink for Receiver {
             content[100] ^= 1;
         }
         true
+    }
+
+    fn read_shared(
+        &mut self,
+        migration: MigrationId,
+        id: BlockId,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
+        let Some((other, memory)) = &self.other else {
+            return false;
+        };
+        *content = memory[usize::from(id.region.0)][id.block as usize];
+        migration == *other
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {
@@ -119,6 +136,7 @@ impl Bench {
                 memory: destination,
                 state: Destination::new(&regions).unwrap(),
                 misreads: 0,
+                other: None,
             },
             wire: VecDeque::new(),
             acks: VecDeque::new(),
@@ -392,6 +410,77 @@ fn what_has_changed_travels_as_a_delta() {
     assert_eq!(bench.source.sent().literal_blocks, sent.literal_blocks + 3);
     assert_eq!(bench.deltas, 0, "what was rejected travels whole");
     assert!(bench.guest == bench.receiver.memory);
+}
+
+/// A member of a gang in which nobody waits for anybody.
+struct Joined(Arc<Mutex<GangIndex>>, Member);
+
+impl Gang for Joined {
+    fn find(&self, digest: &Digest) -> Option<(MigrationId, BlockId)> {
+        self.0.lock().unwrap().find(self.1, digest)
+    }
+
+    fn arrived(&mut self, digest: &Digest, block: BlockId) {
+        self.0.lock().unwrap().arrived(self.1, digest, block);
+    }
+
+    fn changed(&mut self, digest: &Digest, block: BlockId) {
+        self.0.lock().unwrap().changed(self.1, digest, block);
+    }
+}
+
+impl Drop for Joined {
+    fn drop(&mut self) {
+        self.0.lock().unwrap().leave(self.1);
+    }
+}
+
+#[test]
+fn what_another_guest_has_brought_is_not_sent_again() {
+    let gang = Arc::new(Mutex::new(GangIndex::default()));
+    let join = |bench: &mut Bench, n: u8| {
+        // With room for all of it.
+        let member = gang.lock().unwrap().join(MigrationId([n; 8]), 4096);
+        let member = member.unwrap();
+        bench
+            .source
+            .join(Box::new(Joined(gang.clone(), member)), member.start());
+    };
+    let (mut first, mut second) = (Bench::new(), Bench::new());
+    join(&mut first, 1);
+    join(&mut second, 2);
+    (0..60).for_each(|at| first.write(at, 1 + at as u8));
+    // The same content elsewhere, and some of its own.
+    (0..60).for_each(|at| second.write(at + 5, 1 + at as u8));
+    second.write(0, 200);
+    let settle = |bench: &mut Bench| {
+        bench.report();
+        while bench.send(16) {}
+        while bench.deliver(0) {}
+        bench.acknowledge();
+        bench.source.sent()
+    };
+    let sent = settle(&mut first);
+    assert_eq!((sent.literal_blocks, sent.shared_blocks), (60, 0));
+    // One that has changed there does not hold; one that is known to have changed is not asked for.
+    first.write(7, 99);
+    let known = settle(&mut first);
+    assert_eq!(known.literal_blocks, 61);
+    let mut there = first.receiver.memory.clone();
+    there[0][8] = [0x77; BLOCK_SIZE];
+    second.receiver.other = Some((MigrationId([1; 8]), there));
+    let sent = settle(&mut second);
+    assert_eq!((sent.literal_blocks, sent.shared_blocks), (2, 59));
+    assert_eq!(sent.rejected_blocks, 1);
+    second.finish();
+    assert!(second.guest == second.receiver.memory);
+    assert_eq!(second.source.sent().literal_blocks, 3);
+    // What runs at the destination is built on by nobody.
+    let mut third = Bench::new();
+    join(&mut third, 3);
+    first.finish();
+    third.write(0, 3);
+    assert_eq!(settle(&mut third).shared_blocks, 0);
 }
 
 /// A guest of which block 5 is being sent as a reference to block 3, which has changed since.

@@ -4,7 +4,7 @@ use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Digest, DigestKey,
     EncodedFrame, Encoder, Hasher,
 };
-use longhaul_protocol::{BLOCK_SIZE, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 use std::collections::BTreeMap;
 
 pub(crate) type Block = [u8; BLOCK_SIZE];
@@ -18,6 +18,8 @@ pub(crate) const REGIONS: [(RegionId, u64); 2] = [(RegionId(0), 300), (RegionId(
 pub(crate) struct MemorySink {
     pub(crate) blocks: BTreeMap<BlockId, (Vec<u8>, u64)>,
     pub(crate) unreadable: Option<BlockId>,
+    /// What other guests hold here.
+    pub(crate) shared: BTreeMap<(MigrationId, BlockId), Block>,
     pub(crate) applies: usize,
     pub(crate) writes: usize,
     pub(crate) fails: bool,
@@ -28,6 +30,7 @@ impl MemorySink {
         Self {
             blocks: BTreeMap::new(),
             unreadable: None,
+            shared: BTreeMap::new(),
             applies: 0,
             writes: 0,
             fails: false,
@@ -64,6 +67,11 @@ impl BlockSink for MemorySink {
     fn read(&mut self, id: BlockId, content: &mut Block) -> bool {
         content.copy_from_slice(self.content(id));
         self.unreadable != Some(id)
+    }
+
+    fn read_shared(&mut self, migration: MigrationId, id: BlockId, content: &mut Block) -> bool {
+        let shared = self.shared.get(&(migration, id));
+        shared.map(|held| *content = *held).is_some()
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {

@@ -8,7 +8,7 @@ use longhaul_codec::{
     Limits, Outcome,
 };
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 use proptest::prelude::*;
 
 const ALL: [Compression; 5] = [
@@ -189,6 +189,36 @@ fn a_reference_that_does_not_hold_is_rejected_and_the_rest_applied() {
         "still open for an older version"
     );
     assert_eq!(sink.content(id(0, 105)), text(5));
+}
+
+#[test]
+fn what_another_guest_holds_is_taken_where_it_holds() {
+    let (other, stranger) = (MigrationId([1; 8]), MigrationId([2; 8]));
+    let mut sink = MemorySink::new();
+    for block in 0..4 {
+        sink.shared.insert((other, id(3, block)), text(block));
+    }
+    // It has gone on.
+    sink.shared.insert((other, id(3, 2)), noise(2));
+    let shared = |migration, block| Decision::Shared {
+        migration,
+        source: id(3, block),
+        digest: digest(&text(block)),
+    };
+    let mut blocks: Vec<_> = (0..4)
+        .map(|block| (id(0, block), text(block), shared(other, block)))
+        .collect();
+    blocks.push((id(0, 4), text(0), shared(stranger, 0)));
+    let frame = encode(1, &blocks, Compression::Zstd(1));
+    // Each run is one entry, and needs nothing but the digests.
+    assert_eq!(frame.bytes.len(), 20 + (14 + 4 * 16) + (14 + 16));
+    let outcome = decode(&frame.bytes, &mut sink).unwrap();
+    let rejected = vec![
+        (RegionId(0), BlockRange::new(2, 1)),
+        (RegionId(0), BlockRange::new(4, 1)),
+    ];
+    assert_eq!((outcome.applied, outcome.rejected), (3, rejected));
+    assert_eq!(sink.content(id(0, 3)), text(3));
 }
 
 /// Content, and the same with another word; the digests of both.

@@ -6,11 +6,13 @@ use longhaul_codec::{
     Encoder, Hasher, Limits, Outcome,
 };
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 
 const PAGE: &str = include_str!("../../../../docs/wire.md");
 const KEY: DigestKey = DigestKey([42; 32]);
 const STARS: Block = [0x2a; BLOCK_SIZE];
+/// The migration of another guest that came from the same source.
+const OTHER: MigrationId = MigrationId(*b"neighbor");
 
 /// The bytes of an example: hexadecimal, with remarks after `#`.
 fn example(name: &str) -> Vec<u8> {
@@ -26,7 +28,8 @@ fn example(name: &str) -> Vec<u8> {
         .collect()
 }
 
-/// A destination whose block 300 of region 0 holds stars; it notes what is applied.
+/// A destination whose block 300 of region 0 holds stars, as does block 16 of another guest's; it
+/// notes what is applied.
 #[derive(Default)]
 struct Notes {
     writes: Vec<(u16, BlockRange, Option<Vec<u8>>)>,
@@ -46,6 +49,11 @@ impl BlockSink for Notes {
     fn read(&mut self, source: BlockId, content: &mut Block) -> bool {
         *content = STARS;
         source == id(0, 300)
+    }
+
+    fn read_shared(&mut self, of: MigrationId, source: BlockId, content: &mut Block) -> bool {
+        *content = STARS;
+        (of, source) == (OTHER, id(0, 16))
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {
@@ -102,6 +110,22 @@ fn reference() {
         notes.writes,
         [(1, BlockRange::new(7, 1), Some(STARS.to_vec()))]
     );
+}
+
+#[test]
+fn shared() {
+    let frame = example("shared");
+    let shared = |block| Decision::Shared {
+        migration: OTHER,
+        source: id(0, block),
+        digest: digest(&STARS),
+    };
+    let ours = encode(263, &[(id(1, 7), STARS, shared(16))], Compression::Raw).bytes;
+    assert_eq!(ours, frame);
+    let (outcome, notes) = decode(&frame);
+    assert_eq!((outcome.seq, outcome.applied), (263, 1));
+    let stars = Some(STARS.to_vec());
+    assert_eq!(notes.writes, [(1, BlockRange::new(7, 1), stars)]);
 }
 
 #[test]

@@ -8,7 +8,7 @@ use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, Digest, DigestKey,
     EncodedFrame, Encoder, Hasher, Limits, Staged,
 };
-use longhaul_protocol::{BLOCK_SIZE, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 
 use super::measure::{Clock, Cost};
 use super::{Block, Pipeline, wrong};
@@ -287,6 +287,10 @@ impl BlockSink for Memory<'_> {
         let index = (id.block as usize).checked_sub(self.base);
         let held = index.and_then(|index| self.blocks.get(index));
         held.map(|held| *content = *held).is_some()
+    }
+
+    fn read_shared(&mut self, _: MigrationId, _: BlockId, _: &mut Block) -> bool {
+        false
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Infallible> {

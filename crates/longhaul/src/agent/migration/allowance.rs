@@ -10,6 +10,7 @@ mod gate;
 mod pace;
 
 use super::Context;
+use super::gang::Others;
 use crate::agent::limits::{Limits, PeerLimits};
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::description;
@@ -131,6 +132,11 @@ impl Admission {
     /// The threads that may work for the sender.
     pub(super) fn workers(&self) -> &Arc<Semaphore> {
         &self.workers
+    }
+
+    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    pub(super) fn others(&self) -> Others {
+        self.context.gangs.others(self.peer)
     }
 
     /// Waits for one of them.

@@ -2,6 +2,7 @@
 
 use super::Context;
 use super::allowance::Admission;
+use super::gang::{Look, Shown};
 use super::meter::{Meter, Usage};
 use super::receive::{Receiving, Store};
 use super::verify;
@@ -116,6 +117,8 @@ pub(super) struct Inbound {
     incoming: Option<Incoming>,
     begun: bool,
     receiving: Arc<Receiving>,
+    /// While only this host writes to the guest's memory, others from its source may look at it.
+    shown: Option<Shown>,
     key: DigestKey,
     gone: bool,
     meter: Meter,
@@ -152,7 +155,7 @@ impl Inbound {
             .map_err(|error| InboundError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
         match Self::set_up(offer, &guest, &qmp, admission).await {
-            Ok((machine, memory, places, receiving)) => Ok(Self {
+            Ok((machine, memory, places, receiving, shown)) => Ok(Self {
                 guest,
                 qmp,
                 machine,
@@ -161,6 +164,7 @@ impl Inbound {
                 incoming: None,
                 begun: false,
                 receiving,
+                shown: Some(shown),
                 key: DigestKey(offer.digest_key),
                 gone: false,
                 meter,
@@ -177,7 +181,7 @@ impl Inbound {
         guest: &Guest,
         qmp: &Qmp,
         admission: &Admission,
-    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>), InboundError> {
+    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), InboundError> {
         admission.note(guest.folder())?;
         let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
@@ -194,8 +198,11 @@ impl Inbound {
             places: places.clone(),
         };
         let key = DigestKey(offer.digest_key);
+        let shown = admission
+            .others()
+            .show(offer.migration, Arc::new(store.clone()));
         let receiving = Receiving::new(&offer.regions, Box::new(store), key, admission)?;
-        Ok((machine, memory, places, receiving))
+        Ok((machine, memory, places, receiving, shown))
     }
 
     /// The machine that QEMU shows.
@@ -251,6 +258,7 @@ impl Inbound {
         generation: Generation,
         paused: bool,
     ) -> Result<(), InboundError> {
+        self.shown = None;
         if !paused {
             self.qmp
                 .execute("cont", serde_json::json!({}), COMMAND_TIMEOUT)
@@ -339,6 +347,7 @@ fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, In
 }
 
 /// The regions of a guest in the RAM of its QEMU.
+#[derive(Clone)]
 struct GuestStore {
     memory: GuestMemory,
     places: Vec<usize>,
@@ -349,13 +358,23 @@ impl GuestStore {
         let place = self.places.get(usize::from(region.0)).copied();
         place.ok_or_else(|| format!("there is no region {}", region.0))
     }
+
+    fn read_block(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        let range = BlockRange::new(id.block, 1);
+        let read = self.memory.read(self.place(id.region)?, &[range], into);
+        read.map_err(|error| error.to_string())
+    }
+}
+
+impl Look for GuestStore {
+    fn look(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {
+        self.read_block(id, into).is_ok()
+    }
 }
 
 impl Store for GuestStore {
     fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
-        let range = BlockRange::new(id.block, 1);
-        let read = self.memory.read(self.place(id.region)?, &[range], into);
-        read.map_err(|error| error.to_string())
+        self.read_block(id, into)
     }
 
     fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String> {

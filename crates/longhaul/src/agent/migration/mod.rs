@@ -14,6 +14,7 @@ mod doubt;
 mod entry;
 mod failure;
 mod fence;
+mod gang;
 mod inbound;
 mod ledger;
 mod left;
@@ -38,6 +39,7 @@ use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
 use fence::Marks;
+use gang::Gangs;
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Plan, PlanRequest, Probe, ProbeResult, Progress, Report,
     Resolve, Side, StartMigration,
@@ -103,6 +105,7 @@ struct Context {
     registry: Registry,
     archive: Archive,
     allowances: Allowances,
+    gangs: Gangs,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
     attempts: Attempts,
     /// What the link to a host was seen to carry, in bytes per second.
@@ -266,6 +269,7 @@ impl Manager {
             })?;
         let registry = Registry::default();
         let allowances = Allowances::new(parts.config.limits.clone());
+        let gangs = Gangs::default();
         let kept = archive
             .load()
             .map_err(|error| cannot("read the reports", &error))?;
@@ -280,6 +284,7 @@ impl Manager {
             registry,
             archive,
             allowances,
+            gangs,
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
             rates: Mutex::default(),

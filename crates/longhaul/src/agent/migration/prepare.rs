@@ -3,6 +3,7 @@
 
 use super::departure::{Departure, Task};
 use super::entry::{Entry, Facts};
+use super::gang::Gang;
 use super::ledger::{Ledger, SourceHandover};
 use super::outbound::Outbound;
 use super::plan::{self, Look};
@@ -104,9 +105,8 @@ pub(super) fn start(
     convergence::check(&request.convergence)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut id = [0; 8];
-    let mut key = [0; 32];
-    let random = getrandom::fill(&mut id).and_then(|()| getrandom::fill(&mut key));
-    random.map_err(|error| failure::internal(&format!("no random numbers: {error}")))?;
+    let gang = getrandom::fill(&mut id).and_then(|()| context.gangs.leaving_for(candidate.host.id));
+    let gang = gang.map_err(|error| failure::internal(&format!("no random numbers: {error}")))?;
     let id = MigrationId(id);
     let reservation = context
         .registry
@@ -127,7 +127,7 @@ pub(super) fn start(
             entry,
             candidate,
             request,
-            key,
+            gang,
         };
         preparing.run(reservation).await;
     });
@@ -139,7 +139,7 @@ struct Preparing {
     entry: Arc<Entry>,
     candidate: Candidate,
     request: StartMigration,
-    key: [u8; 32],
+    gang: Arc<Gang>,
 }
 
 impl Preparing {
@@ -200,7 +200,7 @@ impl Preparing {
             guest: guest.description().clone(),
             machine,
             regions: outbound.regions().to_vec(),
-            digest_key: self.key,
+            digest_key: self.gang.key(),
             paused,
             verify: self.request.verify,
             patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
@@ -323,7 +323,11 @@ impl Preparing {
             .request
             .encoding
             .or(&self.context.parts.config.encoding);
-        engine.use_references(encoding.references.unwrap_or(true));
+        let references = encoding.references.unwrap_or(true);
+        engine.use_references(references);
+        if references {
+            self.gang.join(offer.migration, &mut engine);
+        }
         let memory_bytes: u64 = outbound
             .regions()
             .iter()

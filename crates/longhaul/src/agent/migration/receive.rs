@@ -1,6 +1,7 @@
 //! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
 
 use super::allowance::{Admission, Pace};
+use super::gang::Others;
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, Limits,
 };
@@ -8,7 +9,7 @@ use longhaul_engine::destination::{Destination, DestinationError};
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
-use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
 use longhaul_transport::{BulkError, BulkReceiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -63,6 +64,7 @@ pub(super) struct Receiving {
 struct Inner {
     destination: Destination,
     store: Box<dyn Store>,
+    others: Others,
     decoder: Decoder,
     early: Assembly,
     device_state: Assembly,
@@ -82,6 +84,7 @@ impl Receiving {
         let inner = Inner {
             destination: Destination::new(regions)?,
             store,
+            others: admission.others(),
             decoder: Decoder::new(key),
             early: Assembly::default(),
             device_state: Assembly::default(),
@@ -236,6 +239,7 @@ impl Inner {
         let Self {
             destination,
             store,
+            others,
             decoder,
             error,
             fresh,
@@ -244,6 +248,7 @@ impl Inner {
         let mut sink = Sink {
             destination,
             store: store.as_mut(),
+            others,
             error,
             fresh,
             blocks: 0,
@@ -269,6 +274,7 @@ impl Inner {
 struct Sink<'a> {
     destination: &'a mut Destination,
     store: &'a mut dyn Store,
+    others: &'a Others,
     error: &'a mut Option<String>,
     fresh: &'a mut Vec<bool>,
     blocks: u64,
@@ -293,6 +299,15 @@ impl BlockSink for Sink<'_> {
                 false
             }
         }
+    }
+
+    fn read_shared(
+        &mut self,
+        migration: MigrationId,
+        id: BlockId,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
+        self.others.look(migration, id, content)
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {

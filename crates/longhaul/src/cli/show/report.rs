@@ -114,6 +114,7 @@ fn data(bytes: &BytesByKind) -> Vec<String> {
     part("zero", bytes.zero_bytes);
     part("same", bytes.same_bytes);
     part("found there", bytes.reference_bytes);
+    part("in other guests", bytes.shared_bytes);
     part("copies", bytes.duplicate_bytes);
     let into = |name: &str, from: u64, to: u64| {
         let (from, to) = (show_bytes(from), show_bytes(to));

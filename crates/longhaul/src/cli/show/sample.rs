@@ -207,6 +207,7 @@ pub(crate) fn report() -> Report {
             zero_bytes: Some(922 * MIB),
             same_bytes: Some(1229 * MIB),
             reference_bytes: Some(614 * MIB),
+            shared_bytes: Some(0),
             duplicate_bytes: Some(31 * MIB),
             delta_bytes: Some(118 * MIB),
             delta_encoded_bytes: Some(14 * MIB),

@@ -69,8 +69,7 @@ impl Departure {
             .and_then(|session| session.line.as_ref())
             .map(|line| line.bulk.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
-        let blocks =
-            sent.zero_blocks + sent.same_blocks + sent.reference_blocks + sent.literal_blocks;
+        let blocks = sent.blocks();
         let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
         self.entry().progress(|progress| {
             progress.pass = Some(pass);
@@ -163,6 +162,7 @@ impl Departure {
             report.bytes.zero_bytes = blocks(sent.zero_blocks);
             report.bytes.same_bytes = blocks(sent.same_blocks);
             report.bytes.reference_bytes = blocks(sent.reference_blocks);
+            report.bytes.shared_bytes = blocks(sent.shared_blocks);
             let others = encoded.duplicate_blocks + encoded.delta_blocks;
             report.bytes.duplicate_bytes = blocks(encoded.duplicate_blocks);
             report.bytes.delta_bytes = blocks(encoded.delta_blocks);

@@ -1,0 +1,241 @@
+//! What guests that move at once to the same destination have brought there: each sends what another
+//! has sent as a reference to that ("gang migration": Deshpande, Wang and Gopalan, HPDC 2011).
+//!
+//! An index of 16 bytes a slot, of content that was acknowledged. It may be stale: the destination
+//! compares every reference with its digest, and what does not hold comes again as a literal. So it
+//! may forget, and it need not be told everything.
+
+use longhaul_codec::{BlockId, Digest};
+use longhaul_protocol::{MigrationId, RegionId};
+
+const WAYS: usize = 4;
+/// Slots at most: 4 MiB.
+const SLOTS_MAX: usize = 1 << 18;
+/// Members that may be noted for the same content: one may leave before the others have need of it.
+const COPIES_MAX: usize = 2;
+
+/// What other guests have brought to the destination of one; the owner of a gang gives each
+/// migration its own.
+pub trait Gang: Send {
+    /// A block of another guest that had this content when that was acknowledged.
+    fn find(&self, digest: &Digest) -> Option<(MigrationId, BlockId)>;
+
+    /// The destination has this content in this block of ours.
+    fn arrived(&mut self, digest: &Digest, block: BlockId);
+
+    /// The block of ours does not stay so.
+    fn changed(&mut self, digest: &Digest, block: BlockId);
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Slot {
+    tag: u64,
+    block: u32,
+    region: u16,
+    /// The member's number, from 1; 0 is an empty slot.
+    member: u16,
+}
+
+const EMPTY: Slot = Slot {
+    tag: 0,
+    block: 0,
+    region: 0,
+    member: 0,
+};
+
+/// A member of a gang.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Member(u16);
+
+impl Member {
+    /// Where in its memory this guest should begin, of the whole: each somewhere else, so that they
+    /// do not all send the same at the same time.
+    pub fn start(self) -> f64 {
+        const GOLDEN: f64 = 0.618_033_988_749_895;
+        (f64::from(self.0 - 1) * GOLDEN).fract()
+    }
+}
+
+/// The contents that the members of a gang have brought.
+#[derive(Debug, Default)]
+pub struct GangIndex {
+    slots: Vec<Slot>,
+    members: Vec<Option<MigrationId>>,
+}
+
+impl GangIndex {
+    /// One more guest, of so many blocks, moves to the destination. None when there are too many.
+    pub fn join(&mut self, migration: MigrationId, blocks: u64) -> Option<Member> {
+        // Buckets fill unevenly, and the others bring content of their own.
+        let wanted = usize::try_from(blocks.saturating_mul(2)).unwrap_or(usize::MAX);
+        let slots = wanted.clamp(WAYS, SLOTS_MAX).next_power_of_two();
+        if self.slots.len() < slots {
+            // Where the old ones belong is not known any more without the whole digests.
+            self.slots = vec![EMPTY; slots];
+        }
+        // Never the number of one that has left: what is noted of that is nobody's.
+        let member = u16::try_from(self.members.len() + 1).ok()?;
+        self.members.push(Some(migration));
+        Some(Member(member))
+    }
+
+    /// A guest has gone its way: what it brought may change without anybody's noticing.
+    pub fn leave(&mut self, member: Member) {
+        if let Some(place) = self.members.get_mut(usize::from(member.0 - 1)) {
+            *place = None;
+        }
+    }
+
+    /// Whose migration a slot speaks of, while that is under way.
+    fn migration(&self, slot: &Slot) -> Option<MigrationId> {
+        let place = usize::from(slot.member).checked_sub(1)?;
+        *self.members.get(place)?
+    }
+
+    /// A block of another member that had this content.
+    pub fn find(&self, member: Member, digest: &Digest) -> Option<(MigrationId, BlockId)> {
+        let (bucket, tag) = self.place(digest);
+        let slots = self.slots.get(bucket..bucket + WAYS)?;
+        let mut others = slots
+            .iter()
+            .filter(|slot| slot.tag == tag && slot.member != member.0);
+        let of_another = |slot: &Slot| {
+            let id = BlockId {
+                region: RegionId(slot.region),
+                block: u64::from(slot.block),
+            };
+            Some((self.migration(slot)?, id))
+        };
+        others.find_map(of_another)
+    }
+
+    /// The destination has this content in this block of a member.
+    pub fn arrived(&mut self, member: Member, digest: &Digest, id: BlockId) {
+        let (bucket, tag) = self.place(digest);
+        let (Some(slots), Ok(block)) = (
+            self.slots.get(bucket..bucket + WAYS),
+            u32::try_from(id.block),
+        ) else {
+            return;
+        };
+        let used = |slot: &Slot| self.migration(slot).is_some();
+        let same = || slots.iter().filter(|slot| slot.tag == tag && used(slot));
+        if same().count() >= COPIES_MAX || same().any(|slot| slot.member == member.0) {
+            return;
+        }
+        let free = slots.iter().position(|slot| !used(slot));
+        self.slots[bucket + free.unwrap_or(usize::from(digest.0[7]) % WAYS)] = Slot {
+            tag,
+            block,
+            region: id.region.0,
+            member: member.0,
+        };
+    }
+
+    /// This block of a member does not keep this content.
+    pub fn changed(&mut self, member: Member, digest: &Digest, id: BlockId) {
+        let (bucket, tag) = self.place(digest);
+        let Some(slots) = self.slots.get_mut(bucket..bucket + WAYS) else {
+            return;
+        };
+        for slot in slots {
+            let is_it = (slot.tag, slot.member, slot.region) == (tag, member.0, id.region.0);
+            if is_it && u64::from(slot.block) == id.block {
+                *slot = EMPTY;
+            }
+        }
+    }
+
+    /// The first slot of a digest's bucket, and what tells it from others there.
+    fn place(&self, digest: &Digest) -> (usize, u64) {
+        let [low, high] = *digest.0.as_chunks().0 else {
+            return (0, 0);
+        };
+        let buckets = (self.slots.len() / WAYS).max(1);
+        let bucket = u64::from_le_bytes(low) as usize & (buckets - 1);
+        (bucket * WAYS, u64::from_le_bytes(high))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn id(block: u64) -> BlockId {
+        BlockId {
+            region: RegionId(2),
+            block,
+        }
+    }
+
+    fn joined() -> (GangIndex, Member, Member) {
+        let mut index = GangIndex::default();
+        let first = index.join(MigrationId([1; 8]), 1000).unwrap();
+        let second = index.join(MigrationId([2; 8]), 10).unwrap();
+        (index, first, second)
+    }
+
+    #[test]
+    fn only_others_find_what_one_brought_and_only_while_it_is_there() {
+        let (mut index, first, second) = joined();
+        let digest = Digest([7; 16]);
+        index.arrived(first, &digest, id(42));
+        let found = Some((MigrationId([1; 8]), id(42)));
+        assert_eq!(index.find(second, &digest), found);
+        assert_eq!(index.find(first, &digest), None);
+        assert_eq!(index.find(second, &Digest([8; 16])), None);
+        index.changed(first, &digest, id(41));
+        assert_eq!(index.find(second, &digest), found);
+        index.changed(first, &digest, id(42));
+        assert_eq!(index.find(second, &digest), None);
+        index.arrived(first, &digest, id(42));
+        index.leave(first);
+        assert_eq!(index.find(second, &digest), None);
+        let third = index.join(MigrationId([3; 8]), 1).unwrap();
+        assert_ne!(third, first, "who has brought nothing");
+        index.arrived(third, &digest, id(1));
+        assert!(index.find(second, &digest).is_some(), "its place is free");
+    }
+
+    #[test]
+    fn what_one_takes_along_another_still_has() {
+        let (mut index, first, second) = joined();
+        let third = index.join(MigrationId([3; 8]), 1).unwrap();
+        let digest = Digest([7; 16]);
+        index.arrived(first, &digest, id(1));
+        index.arrived(second, &digest, id(2));
+        index.leave(first);
+        let found = Some((MigrationId([2; 8]), id(2)));
+        assert_eq!(index.find(third, &digest), found);
+    }
+
+    #[test]
+    fn a_full_index_forgets_but_never_grows() {
+        let (mut index, first, second) = joined();
+        let size = index.slots.len();
+        assert_eq!(size, 2048);
+        let digest = |n: u64| {
+            let mut bytes = [0; 16];
+            bytes[..8].copy_from_slice(&n.to_le_bytes());
+            bytes[8..].copy_from_slice(&(n + 1).to_le_bytes());
+            Digest(bytes)
+        };
+        (0..5000).for_each(|n| index.arrived(first, &digest(n), id(n)));
+        assert_eq!(index.slots.len(), size);
+        let found = (0..5000).filter(|n| index.find(second, &digest(*n)).is_some());
+        assert_eq!(found.count(), size);
+        index.join(MigrationId([3; 8]), u64::MAX).unwrap();
+        assert_eq!(index.slots.len(), SLOTS_MAX);
+    }
+
+    #[test]
+    fn members_begin_far_from_each_other() {
+        let starts: Vec<f64> = (1..=4).map(|n| Member(n).start()).collect();
+        for (n, one) in starts.iter().enumerate() {
+            assert!((0.0..1.0).contains(one));
+            for other in &starts[n + 1..] {
+                assert!((one - other).abs() > 0.1, "{starts:?}");
+            }
+        }
+    }
+}
