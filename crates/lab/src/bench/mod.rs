@@ -1,5 +1,6 @@
 //! The benches: their options, their list, and what happens around each of them.
 
+mod agents;
 pub mod codec;
 pub mod document;
 mod handover;
@@ -106,6 +107,7 @@ pub struct Bench {
 
 /// All benches.
 pub const BENCHES: &[Bench] = &[
+    agents::BENCH,
     codec::BENCH,
     handover::BENCH,
     link::BENCH,
