@@ -591,7 +591,7 @@ impl LonghaulMover<'_> {
             &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
         )?;
         let socket = source.socket().display().to_string();
-        let source = source.release();
+        let source = source.release()?;
         let words = ["guests", "attach", name, "--qmp", &socket];
         self.product.ask::<Guest>(0, &words)?;
         Ok((arena, source))

@@ -14,6 +14,7 @@ use serde_json::{Value, json};
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -130,7 +131,8 @@ pub struct PeerQemu {
 /// The process of such a QEMU, whose control socket is free; it ends with this value.
 #[derive(Debug)]
 pub struct QemuProcess {
-    child: Child,
+    child: Arc<Mutex<Child>>,
+    pid: u32,
     channel: PathBuf,
 }
 
@@ -173,7 +175,11 @@ impl PeerQemu {
         }
         command.stdout(Stdio::null()).stderr(log);
         let child = host.host.spawn(&mut command)?;
-        let process = QemuProcess { child, channel };
+        let process = QemuProcess {
+            pid: child.id(),
+            child: Arc::new(Mutex::new(child)),
+            channel,
+        };
         let qmp = Qmp::connect(&socket)?;
         Ok(Self {
             process,
@@ -194,12 +200,16 @@ impl PeerQemu {
 
     /// QEMU's process id.
     pub fn pid(&self) -> u32 {
-        self.process.child.id()
+        self.process.pid
     }
 
-    /// Leaves its control socket to somebody else.
-    pub fn release(self) -> QemuProcess {
-        self.process
+    /// Leaves its control socket to somebody else, who may end it.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub fn release(self) -> Result<QemuProcess, LabError> {
+        self.process.reap_when_ended()?;
+        Ok(self.process)
     }
 
     /// Waits until the guest's saved state is loaded, and lets it run.
@@ -258,12 +268,35 @@ impl PeerQemu {
     }
 }
 
+impl QemuProcess {
+    /// Takes notice of its end at once, as an init does: who ends it waits for that.
+    fn reap_when_ended(&self) -> Result<(), LabError> {
+        let child = Arc::downgrade(&self.child);
+        let reap = move || {
+            while let Some(child) = child.upgrade() {
+                if !matches!(lock(&child).try_wait(), Ok(None)) {
+                    return;
+                }
+                drop(child);
+                thread::sleep(POLL_EVERY);
+            }
+        };
+        let thread = thread::Builder::new().name("reaper".to_owned()).spawn(reap);
+        thread.map(drop).during(|| "start a thread".to_owned())
+    }
+}
+
 impl Drop for QemuProcess {
     fn drop(&mut self) {
+        let mut child = lock(&self.child);
         // It may have ended by itself; either way it is reaped.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        let _ = child.kill();
+        let _ = child.wait();
     }
+}
+
+fn lock(child: &Mutex<Child>) -> MutexGuard<'_, Child> {
+    child.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A path as the shell that QEMU starts takes it.
