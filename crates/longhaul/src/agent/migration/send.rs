@@ -289,6 +289,7 @@ impl Sending {
             return Ok(Next::Nothing);
         };
         drop(engine);
+        let began = Instant::now();
         let count = batch.blocks.len();
         if worker.content.len() < count {
             worker.content.resize(count, [0; BLOCK_SIZE]);
@@ -300,7 +301,7 @@ impl Sending {
         worker.staged.clear();
         worker.hasher.stage(content, &mut worker.staged);
         let decisions = self.engine().decide(&batch, &worker.staged);
-        let began = Instant::now();
+        let prepared = Instant::now();
         let frame = worker.encoder.encode_frame(
             batch.seq,
             &batch.blocks,
@@ -309,7 +310,8 @@ impl Sending {
             compression,
         )?;
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
-        lock(&self.policy).observe(compression, payload, stored, began.elapsed());
+        let (preparing, encoding) = (prepared - began, prepared.elapsed());
+        lock(&self.policy).observe(compression, payload, stored, preparing, encoding);
         lock(&self.encoded).add(&frame);
         if frame.blocks == 0 {
             self.engine().encoded(&batch, None);
