@@ -16,8 +16,8 @@ const STEP_MAX: usize = 16;
 const MATCH_MIN: usize = 4;
 /// The longest way back.
 const DISTANCE_MAX: usize = u16::MAX as usize;
-/// A match begins so many bytes before the end of the input, and ends so many before it.
-const MATCH_BEFORE_END: usize = 12;
+/// A match ends so many bytes before the end of the input, at least. It also has to begin 12 before
+/// it, which one of a word does.
 const LITERALS_AT_END: usize = 5;
 /// A length of so much, in the byte that begins a sequence, goes on behind it.
 const LENGTH_ON: usize = 15;
@@ -43,7 +43,7 @@ impl Places {
             done: 0,
         };
         let (mut at, mut misses) = (WORD, 0);
-        while at + MATCH_BEFORE_END <= input.len() {
+        while at + WORD + LITERALS_AT_END <= input.len() {
             let word = word(input, at);
             let slot = (word.wrapping_mul(0x9e37_79b1_85eb_ca87) >> (64 - SLOTS_LOG)) as usize;
             // What no word was seen at is taken for the first word: it is compared anyway.
@@ -211,12 +211,46 @@ mod tests {
         let made = lz4_flex::block::decompress_into(&output[..length], &mut back);
         assert_eq!(made.unwrap(), input.len());
         assert!(back == input);
+        ends_as_the_format_says(&output[..length], input.len());
 
         let mut exact = vec![7; length];
         assert_eq!(places.compress(input, &mut exact), Some(length));
         assert!(exact == output[..length], "the same for the same input");
         if let Some(less) = exact.get_mut(1..) {
             assert_eq!(places.compress(input, less), None, "no room");
+        }
+        length
+    }
+
+    /// Decoders other than ours rely on it: the last match begins 12 bytes before the end, or earlier,
+    /// and 5 literals follow.
+    fn ends_as_the_format_says(block: &[u8], length: usize) {
+        let mut block = block.iter().map(|byte| usize::from(*byte));
+        let (mut done, mut last_match) = (0, None);
+        while let Some(token) = block.next() {
+            let literals = whole(token >> 4, &mut block);
+            done += literals;
+            if done == length {
+                let sound = |begins| literals >= 5 && begins + 12 <= length;
+                assert!(last_match.is_none_or(sound), "{last_match:?} of {length}");
+                return;
+            }
+            let distance = block.nth(literals).unwrap() + 256 * block.next().unwrap();
+            assert!((1..=done).contains(&distance));
+            last_match = Some(done);
+            done += MATCH_MIN + whole(token & 15, &mut block);
+        }
+        panic!("{done} of {length}");
+    }
+
+    /// A length that begins so.
+    fn whole(part: usize, block: &mut impl Iterator<Item = usize>) -> usize {
+        let mut length = part;
+        let mut on = part == LENGTH_ON;
+        while on {
+            let more = block.next().unwrap();
+            length += more;
+            on = more == 255;
         }
         length
     }
@@ -233,9 +267,9 @@ mod tests {
 
     #[test]
     fn what_repeats_becomes_small_and_noise_hardly_grows() {
-        for length in [0, 1, 4, 5, 7, 8, 11, 12, 13, 19, 20, 21, 40] {
+        for length in (0..50).chain([255, 256, 270, 271, 300]) {
             round_trip(&vec![3; length]);
-            assert!(round_trip(&noise(1, length)) <= length + 2);
+            assert!(round_trip(&noise(1, length)) <= length + 3);
         }
         assert!(round_trip(&[0; 1 << 18]) < 1100);
         assert!(round_trip(&noise(1, 1 << 18)) < (1 << 18) + 1100);
