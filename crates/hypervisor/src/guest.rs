@@ -63,8 +63,8 @@ pub struct StopError {
 
 /// Looks at every guest's folder under a state folder.
 ///
-/// A QEMU that was started in the moment in which the agent died is found by its command line, and
-/// put into its record.
+/// A QEMU that was started in the moment in which the agent died is found by its command line. Nothing
+/// is written: the guest may be one that is being launched.
 pub fn find_all(state: &Path) -> io::Result<Vec<Found>> {
     Ok(GuestFolder::all(state)?.into_iter().map(find).collect())
 }
@@ -83,7 +83,6 @@ fn find(folder: GuestFolder) -> Found {
         {
             record.process = Some(id);
             record.scope = Scope::of_name(&scope_name(&folder));
-            folder.write_record(&record)?;
         }
         let alive = match &record.process {
             Some(id) => id.is_alive()?,
