@@ -7,9 +7,11 @@ use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
 };
+use longhaul_protocol::units::parse_bit_rate;
 use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -34,6 +36,8 @@ pub(crate) struct Config {
     pub(crate) api: ApiConfig,
     /// What other hosts may take of this one.
     pub(crate) limits: Limits,
+    /// What all moves from here may send together, in bits per second.
+    pub(crate) bandwidth_bps: Option<u64>,
     /// How memory is encoded where a move does not say it.
     pub(crate) encoding: Encoding,
     /// What this host offers its guests.
@@ -41,6 +45,9 @@ pub(crate) struct Config {
     /// What is run before and after the steps of a move.
     pub(crate) hooks: Hooks,
 }
+
+/// Limits that can be kept, in bits per second.
+pub(crate) const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
 
 /// The document.
 #[derive(Deserialize)]
@@ -57,6 +64,7 @@ struct Document {
     limits: LimitsTable,
     #[serde(default)]
     hosts: BTreeMap<String, HostTable>,
+    bandwidth: Option<String>,
     #[serde(default)]
     encoding: Encoding,
     qemu: Option<QemuConfig>,
@@ -142,6 +150,16 @@ pub(crate) fn is_name(name: &str) -> bool {
         && name.chars().all(fits)
 }
 
+fn bandwidth(text: &str) -> Result<u64, String> {
+    let rate = parse_bit_rate(text).map_err(|error| format!("`bandwidth = {text:?}`: {error}"))?;
+    if !BANDWIDTH_BPS.contains(&rate) {
+        return Err(format!(
+            "`bandwidth = {text:?}`: from 100kbit to 1000gbit can be kept"
+        ));
+    }
+    Ok(rate)
+}
+
 impl Config {
     /// Reads the configuration; without a path the one at [`CONFIG_DEFAULT`], which may be
     /// missing.
@@ -181,6 +199,7 @@ impl Config {
             listen: document.listen,
             api: document.api,
             limits: Limits::new(&document.limits, &document.hosts)?,
+            bandwidth_bps: document.bandwidth.as_deref().map(bandwidth).transpose()?,
             encoding: document.encoding,
             hypervisor: Arc::new(HostConfig {
                 state: document.state,
@@ -247,6 +266,19 @@ mod tests {
             wrong.contains("line 2") && wrong.contains("64MiB"),
             "{wrong}"
         );
+    }
+
+    #[test]
+    fn all_moves_together_may_have_a_limit() {
+        let config = parse("bandwidth = \"80mbit\"\n").unwrap();
+        assert_eq!(config.bandwidth_bps, Some(80_000_000));
+        for wrong in ["fast", "10bit"] {
+            let error = parse(&format!("bandwidth = {wrong:?}\n")).unwrap_err();
+            assert!(
+                error.contains("bandwidth") && error.contains(wrong),
+                "{error}"
+            );
+        }
     }
 
     #[test]

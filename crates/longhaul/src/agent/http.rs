@@ -1,5 +1,6 @@
 //! The REST API's server: routes, limits, and the streams of watched migrations.
 
+use crate::agent::config::BANDWIDTH_BPS;
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
 use crate::agent::migration::Manager;
@@ -31,7 +32,6 @@ const WATCH_PAUSE: Duration = Duration::from_millis(100);
 const PROBE_SECONDS: RangeInclusive<u64> = 1..=60;
 const DOWNTIME_MS: RangeInclusive<u64> = 1..=600_000;
 const PATIENCE_MS: RangeInclusive<u64> = 100..=86_400_000;
-const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
 
 /// The value in an operation's path, where it has one.
 type Parameter = Result<RawPathParams, RawPathParamsRejection>;

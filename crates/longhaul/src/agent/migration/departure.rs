@@ -20,6 +20,7 @@ use super::registry::Reservation;
 use super::send::{Line, SendError, Sending};
 use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
+use super::throttle::Share;
 use super::verify::{Comparison, Next};
 use super::{Context, Holder, failure};
 use crate::agent::hooks::Step;
@@ -73,6 +74,7 @@ pub(super) struct Task {
     pub(super) look: Look,
     /// What the link was known to carry before, in bytes per second.
     pub(super) known_rate: Option<f64>,
+    pub(super) share: Share,
     pub(super) _reservation: Reservation,
 }
 
@@ -121,7 +123,7 @@ enum Happened {
     Redialled(Box<Result<(Session, AttemptState), SessionError>>),
     Compared(Next),
     Cancelled(String),
-    Limit(Option<u64>),
+    Limit,
     Resolved(Option<Resolve>),
     QemuEnded,
     Tick,
@@ -174,6 +176,11 @@ impl Departure {
         &self.task.entry
     }
 
+    /// What it may send, in bits per second.
+    fn limit_bps(&self) -> Option<u64> {
+        self.task.share.of(*self.limits.borrow())
+    }
+
     fn now(&self) -> Duration {
         self.began.elapsed()
     }
@@ -206,7 +213,11 @@ impl Departure {
             Ok(()) = self.resolutions.changed() => {
                 Happened::Resolved(self.resolutions.borrow_and_update().clone())
             }
-            Ok(()) = self.limits.changed() => Happened::Limit(*self.limits.borrow_and_update()),
+            Ok(()) = self.limits.changed() => {
+                self.limits.borrow_and_update();
+                Happened::Limit
+            }
+            () = self.task.share.changed() => Happened::Limit,
             error = &mut self.worker, if self.failure.is_none() => {
                 Happened::Worker(error.unwrap_or_else(|error| {
                     SendError::Content(format!("a part of the agent broke: {error}"))
@@ -254,9 +265,9 @@ impl Departure {
             Happened::Compared(next) => self.compare(next).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
             Happened::Resolved(resolve) => self.resolved(resolve).await,
-            Happened::Limit(limit) => {
+            Happened::Limit => {
                 if let Some(line) = self.line() {
-                    line.bulk.set_bandwidth(limit);
+                    line.bulk.set_bandwidth(self.limit_bps());
                 }
             }
             Happened::QemuEnded => self.qemu_ended().await,
@@ -287,7 +298,7 @@ impl Departure {
             let window = stats.congestion_window_bytes as f64 / 2.0;
             let possible = window / stats.rtt.as_secs_f64().max(1e-3);
             let rate = context.link_rate(host).unwrap_or(possible).max(1e4);
-            let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
+            let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
             self.task.sending.engine().link(Link {
                 rate_bytes_per_s: limit.map_or(rate, |limit| rate.min(limit)),
                 rtt: stats.rtt,
@@ -574,7 +585,7 @@ impl Departure {
         self.interruptions += 1;
         self.lost_at.get_or_insert_with(Instant::now);
         let attempted = self.attempted();
-        let limit = *self.limits.borrow();
+        let limit = self.limit_bps();
         let resume = session::resume(self.task.context.clone(), attempted, self.epoch, limit);
         self.redial = Some(tokio::spawn(resume));
     }

@@ -32,6 +32,7 @@ mod session;
 mod settling;
 mod steps;
 mod talk;
+mod throttle;
 mod verify;
 
 use crate::agent::state::{Parts, StartError};
@@ -55,6 +56,7 @@ use remembered::Attempts;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+use throttle::Throttle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
@@ -106,6 +108,7 @@ struct Context {
     archive: Archive,
     allowances: Allowances,
     gangs: Gangs,
+    throttle: Throttle,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
     attempts: Attempts,
     /// What the link to a host was seen to carry, in bytes per second.
@@ -270,6 +273,7 @@ impl Manager {
         let registry = Registry::default();
         let allowances = Allowances::new(parts.config.limits.clone());
         let gangs = Gangs::default();
+        let throttle = Throttle::new(parts.config.bandwidth_bps);
         let kept = archive
             .load()
             .map_err(|error| cannot("read the reports", &error))?;
@@ -285,6 +289,7 @@ impl Manager {
             archive,
             allowances,
             gangs,
+            throttle,
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
             rates: Mutex::default(),
@@ -396,14 +401,15 @@ impl Manager {
 
     /// Measures the link to a trusted host.
     pub(crate) async fn probe(&self, host: &str, probe: Probe) -> Result<ProbeResult, ApiError> {
+        let bandwidth_bps = self.context.throttle.alone(probe.bandwidth_bps);
         let config = ProbeConfig {
             duration: Duration::from_secs(u64::from(probe.seconds.clamp(1, 300))),
-            bandwidth_bps: probe.bandwidth_bps,
+            bandwidth_bps,
             ..ProbeConfig::default()
         };
         let report = self.context.endpoint.probe(host, config, |_| {}).await;
         let report = report.map_err(|error| failure::probe(host, &error))?;
-        if probe.bandwidth_bps.is_none() {
+        if bandwidth_bps.is_none() {
             self.context
                 .note_link_rate(host, report.throughput_bps as f64 / 8.0);
         }

@@ -46,7 +46,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         destination: request.to.clone(),
         asked: Asked {
             downtime_ms: request.downtime_ms,
-            bandwidth_bps: request.bandwidth_bps,
+            bandwidth_bps: context.throttle.alone(request.bandwidth_bps),
             verify: false,
             patience_ms: 0,
             early_release: request.early_release,

@@ -11,6 +11,7 @@ use super::registry::{Reservation, Taken};
 use super::send::{Encoding, Sending};
 use super::session::{self, Session, SessionError};
 use super::settling::Settling;
+use super::throttle::Share;
 use super::{Context, Holder, convergence, failure};
 use crate::agent::fail_point;
 use crate::agent::hooks::Step;
@@ -120,6 +121,7 @@ pub(super) fn start(
         asked: Asked::from(&request),
     }));
     context.registry.add(entry.clone());
+    let share = context.throttle.join();
     let (context, shown) = (context.clone(), entry.clone());
     tokio::spawn(async move {
         let preparing = Preparing {
@@ -128,6 +130,7 @@ pub(super) fn start(
             candidate,
             request,
             gang,
+            share,
         };
         preparing.run(reservation).await;
     });
@@ -140,6 +143,7 @@ struct Preparing {
     candidate: Candidate,
     request: StartMigration,
     gang: Arc<Gang>,
+    share: Share,
 }
 
 impl Preparing {
@@ -283,6 +287,7 @@ impl Preparing {
             downtime: Duration::from_millis(self.request.downtime_ms),
             look,
             known_rate,
+            share: self.share,
             _reservation: reservation,
         };
         Ok((task, session))
@@ -296,7 +301,8 @@ impl Preparing {
         outbound: &mut Outbound,
     ) -> Result<(Session, Arc<Sending>, Look), ApiError> {
         let host = &self.candidate.host.name;
-        let offered = session::offer(control, offer, self.request.bandwidth_bps);
+        let limit = self.share.of(self.request.bandwidth_bps);
+        let offered = session::offer(control, offer, limit);
         // The guest is looked at while the destination launches its QEMU.
         let both = async { tokio::join!(offered, plan::look(outbound)) };
         let (offered, look) = self.unless_cancelled(both).await?;

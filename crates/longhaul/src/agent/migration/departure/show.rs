@@ -111,7 +111,7 @@ impl Departure {
             return;
         }
         self.predicted = true;
-        let limit = self.limits.borrow().map(|limit| limit as f64 / 8.0);
+        let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
         let rate = task.known_rate.or(known);
         let asking = Asking {
             guest: task.offer.guest.name.clone(),
