@@ -39,9 +39,6 @@ pub struct Options {
     /// Only these workloads, by their names in the rows
     #[arg(long, value_name = "LIST", value_delimiter = ',')]
     pub workload: Vec<String>,
-    /// So many guests at once from one host, for the bench memory with its guest tiny
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=16))]
-    pub guests: u32,
     /// The guest: tiny, debian, or a file that describes one
     #[arg(long, value_name = "GUEST", default_value = "tiny")]
     pub guest: String,

@@ -2,7 +2,6 @@
 
 mod rates;
 mod systems;
-mod together;
 
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
@@ -41,14 +40,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
             )));
         }
     };
-    let systems = match options.guests {
-        1 => systems(options, guest.is_some())?,
-        _ if guest.is_none() => vec![System::Longhaul],
-        _ => {
-            let message = "several guests at once are of the guest tiny".to_owned();
-            return Err(LabError::Which(message));
-        }
-    };
+    let systems = systems(options, guest.is_some())?;
     let link = options.link_or(LINK)?;
     let plan = Plan {
         purpose: "bench memory".to_owned(),
@@ -102,9 +94,6 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         link,
         machine,
     };
-    if let (2.., Some(longhaul)) = (options.guests, &movers.longhaul) {
-        return together::measure(&asked, longhaul, document);
-    }
     match guest {
         None => rates::measure(&asked, &systems, &movers, document),
         Some(guest) => systems::measure(&asked, &guest, &systems, &movers, document),
@@ -229,8 +218,16 @@ fn show(row: &MoveRow) -> String {
     let share = row.work_during_per_s.zip(row.work_before_per_s);
     let share = share.filter(|(_, before)| *before > 0.0);
     let share = share.map(|(during, before)| during / before * 100.0);
+    let clients = row.responses.as_ref().map_or_else(String::new, |seen| {
+        format!(
+            "clients' responses {} before and {} during, none for {}, ",
+            number(seen.before_ms, "ms"),
+            number(seen.during_ms, "ms"),
+            number(seen.longest_gap_ms, "ms")
+        )
+    });
     format!(
-        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, errors {}, {}",
+        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, {clients}errors {}, {}",
         row.system,
         kind,
         row.repeat,
