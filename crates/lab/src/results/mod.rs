@@ -246,6 +246,7 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
     ));
     let rows = Rows::of(&document.rows);
     match document.bench.as_str() {
+        "agents" => moves::show_agents(&rows, &mut section),
         "codec" => codec::show(&rows, &mut section),
         "redundancy" => {
             let moves = documents.iter().filter(|other| other.bench == "memory");

@@ -164,6 +164,34 @@ fn cases<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
     cases
 }
 
+/// What agents need, and what guests save that move at once.
+pub(super) fn show_agents(rows: &Rows<'_>, section: &mut Section) {
+    let line = |system: String| {
+        let all = rows.with("system", &system);
+        let done = all.with("outcome", "completed");
+        vec![
+            system,
+            format!("{} of {}", done.0.len(), all.0.len()),
+            maybe(done.median("link_bytes"), 1e6),
+            maybe(done.median("shared_bytes"), 1e6),
+            maybe(done.median("total_ms"), 1e3),
+            maybe(done.median("agent_peak_bytes/source"), 1e6),
+            maybe(done.median("agent_peak_bytes/destination"), 1e6),
+        ]
+    };
+    let lines: Vec<_> = rows.all("system").into_iter().map(line).collect();
+    let head = [
+        "system",
+        "completed",
+        "over the link, MB",
+        "memory in other guests, MB",
+        "total, s",
+        "source's agent, MB",
+        "destination's agent, MB",
+    ];
+    section.table(&head, &lines);
+}
+
 /// Moves of an idle guest.
 pub(super) fn show_handover(rows: &Rows<'_>, section: &mut Section) {
     let mut lines = Vec::new();
