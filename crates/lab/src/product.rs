@@ -441,7 +441,7 @@ impl Move {
                         message: format!(
                             "it had not ended after {} s; last seen: {:?}",
                             limit.as_secs(),
-                            self.finished.phases.last()
+                            self.finished.phases.last().map(|(_, phase)| phase)
                         ),
                     });
                 }
