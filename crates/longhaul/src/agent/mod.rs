@@ -1,5 +1,6 @@
 //! The agent: starts its parts, serves them, and stops without touching a guest.
 
+mod allocator;
 mod attach;
 pub(crate) mod config;
 pub(crate) mod fail_point;
@@ -34,6 +35,7 @@ const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 /// Runs the agent until it is told to stop.
 pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     fail_point::arm()?;
+    allocator::give_back();
     let config = Arc::new(Config::read(config_file)?);
     let cannot =
         |error: std::io::Error| StartError::new(format!("cannot wait for signals: {error}"));
