@@ -2,12 +2,13 @@
 //! refer to. At the source they share a key for digests and an index of what has arrived; the
 //! destination lets each look at the memory of the others.
 
+use super::lock;
 use longhaul_codec::{BlockId, Digest};
 use longhaul_engine::gang::{self, GangIndex};
 use longhaul_engine::source::Source;
 use longhaul_protocol::{BLOCK_SIZE, HostId, MigrationId};
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 /// A block that is looked at.
 type Block = [u8; BLOCK_SIZE];
@@ -139,10 +140,6 @@ impl Drop for Shown {
     fn drop(&mut self) {
         lock(&self.arriving).remove(&self.key);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 #[cfg(test)]
