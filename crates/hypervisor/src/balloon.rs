@@ -1,5 +1,4 @@
-//! A balloon that tells QEMU which pages the guest does not use (`free-page-hint`), and QEMUs that
-//! can be moved with one.
+//! Whether a guest has a balloon that tells QEMU which pages it does not use (`free-page-hint`).
 
 use crate::observe::{children, property};
 use crate::qmp::{Qmp, QmpError};

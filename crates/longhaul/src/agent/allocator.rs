@@ -2,7 +2,7 @@
 //!
 //! By itself glibc keeps what was freed once: it takes the largest block that was ever given back for a
 //! usual size, and has a heap for nearly every thread. After eight moves of a small guest an agent held
-//! 101 MB of its own, and holds 21 MB or less so.
+//! 101 MB of its own, and holds 13 MB so.
 
 /// Blocks from this size on are the system's own, and go back to it at once. Frames are smaller.
 #[cfg(target_env = "gnu")]

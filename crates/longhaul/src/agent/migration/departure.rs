@@ -74,6 +74,7 @@ pub(super) struct Task {
     pub(super) look: Look,
     /// What the link was known to carry before, in bytes per second.
     pub(super) known_rate: Option<f64>,
+    /// Its part of what all moves may send.
     pub(super) share: Share,
     pub(super) _reservation: Reservation,
 }
