@@ -9,7 +9,7 @@ pub const CORES: [&str; 4] = [
 ];
 
 /// What each package of the workspace may depend on (dependencies of its tests left aside).
-pub const DIRECTION: [(&str, &[&str]); 14] = [
+pub const DIRECTION: [(&str, &[&str]); 15] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
@@ -41,12 +41,14 @@ pub const DIRECTION: [(&str, &[&str]); 14] = [
             "longhaul-api",
             "longhaul-codec",
             "longhaul-cloudnet",
+            "longhaul-history",
         ],
     ),
     ("longhaul-checks", &[]),
     // The model runs the hand-over's functions, and nothing else of the product.
     ("longhaul-model", &["longhaul-protocol", "longhaul-engine"]),
     ("longhaul-arena", &[]),
+    ("longhaul-history", &[]),
 ];
 
 /// Packages of others that may be part of a core, and why they do no I/O of their own.

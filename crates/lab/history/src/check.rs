@@ -1,0 +1,453 @@
+//! The judgement: whether disks hold what they may hold after a history, sector by sector.
+//!
+//! What must be there follows from three things: what the guest told, the operations found in the
+//! images (an operation that was issued had waited for others), and what a disk promises. A sector may
+//! hold the last operation that must be there, or a later one; nothing older, and nothing else.
+
+use crate::order::{Told, WINDOW};
+use crate::plan::{Kind, OPERATIONS_MAX, Operation, Plan, SECTOR_BYTES};
+use crate::sector::{Content, identify};
+use crate::table::Discards;
+use std::fmt;
+
+/// Most findings that are kept; all are counted.
+pub const FINDINGS_KEPT: usize = 64;
+/// An operation so far beyond what was told is nobody's.
+const AHEAD_MAX: u64 = 1_000_000;
+
+/// What a disk must hold of what was acknowledged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Keeps {
+    /// All: after a move, the end of an agent, or a clean stop.
+    Acknowledged,
+    /// What was flushed: after a power cut, or the end of a QEMU that caches something itself.
+    Flushed,
+}
+
+/// What is asked of a disk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Promise {
+    /// What it must hold.
+    pub keeps: Keeps,
+    /// What it may hold where something was discarded.
+    pub discards: Discards,
+}
+
+/// The latest operation that must be there, where something else was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expected {
+    /// The operation.
+    pub number: u64,
+    /// The flush that made it durable; `None`: it was acknowledged, and that is enough here.
+    pub flushed: Option<u64>,
+}
+
+/// What is wrong with a sector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wrong {
+    /// A newer operation must be there.
+    Lost {
+        /// What was found; `None`: zeros.
+        found: Option<u64>,
+        /// What must be there.
+        expected: Expected,
+    },
+    /// What was zeroed or discarded is there again.
+    Stale {
+        /// What was found.
+        found: u64,
+        /// What removed it.
+        expected: Expected,
+    },
+    /// The sector begins as an operation's, and goes on otherwise.
+    Torn {
+        /// The operation.
+        number: u64,
+        /// The first byte that differs.
+        byte: usize,
+    },
+    /// What belongs to another place.
+    Misplaced {
+        /// The operation.
+        number: u64,
+        /// The disk.
+        disk: u32,
+        /// How many sectors farther it belongs.
+        shift: i64,
+    },
+    /// An operation that writes nothing here, or was not issued.
+    Never {
+        /// The operation.
+        number: u64,
+    },
+    /// A sector of another history.
+    OtherHistory {
+        /// That history's seed.
+        seed: u64,
+    },
+    /// Bytes of somebody else.
+    Foreign,
+    /// The image ends before this sector.
+    Missing,
+}
+
+/// Sectors that follow each other, with which the same is wrong.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Finding {
+    /// The disk.
+    pub disk: usize,
+    /// The first sector.
+    pub first: u64,
+    /// How many.
+    pub sectors: u64,
+    /// What is wrong.
+    pub wrong: Wrong,
+    /// How many operations the guest had done, as far as is known.
+    pub done: u64,
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = SECTOR_BYTES as u64;
+        let (offset, length) = (self.first * bytes, self.sectors * bytes);
+        write!(f, "disk {}, offset {offset}, {length} bytes: ", self.disk)?;
+        let done = self.done;
+        match self.wrong {
+            Wrong::Lost {
+                found: Some(found),
+                expected,
+            } => write!(f, "operation {found} of {done}, expected {expected}"),
+            Wrong::Lost {
+                found: None,
+                expected,
+            } => write!(f, "zeros, expected operation {expected} of {done}"),
+            Wrong::Stale { found, expected } => write!(
+                f,
+                "operation {found} of {done}, which {expected} zeroed or discarded"
+            ),
+            Wrong::Torn { number, byte } => write!(
+                f,
+                "operation {number} of {done}, torn or damaged from byte {byte} of the sector on"
+            ),
+            Wrong::Misplaced {
+                number,
+                disk,
+                shift,
+            } => write!(
+                f,
+                "operation {number} of {done}, which belongs to disk {disk}, {} bytes {}",
+                shift.unsigned_abs() * bytes,
+                if shift < 0 { "before" } else { "farther" },
+            ),
+            Wrong::Never { number } => write!(
+                f,
+                "operation {number} of {done}, which never wrote anything here"
+            ),
+            Wrong::OtherHistory { seed } => write!(f, "a sector of the history of seed {seed}"),
+            Wrong::Foreign => write!(f, "bytes that are of no history"),
+            Wrong::Missing => write!(f, "the image ends before it"),
+        }
+    }
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.flushed {
+            Some(flush) => write!(f, "{} (flushed at {flush})", self.number),
+            None => write!(f, "{} (acknowledged)", self.number),
+        }
+    }
+}
+
+/// What the judgement came to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Judgement {
+    /// The first findings.
+    pub findings: Vec<Finding>,
+    /// Sectors with which something is wrong.
+    pub wrong_sectors: u64,
+    /// Sectors looked at.
+    pub sectors: u64,
+    /// Operations that the guest had done, as far as is known.
+    pub done: u64,
+    /// The latest operation that was found on a disk.
+    pub newest: Option<u64>,
+    /// By disk, the latest flush that is known to have ended.
+    pub flushed: Vec<Option<u64>>,
+}
+
+/// What was seen in a sector.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Seen(u32);
+
+impl Seen {
+    const ZEROS: Self = Self(0);
+    /// Not looked at.
+    const NOT: Self = Self(u32::MAX);
+    /// Wrong whatever the history, and noted so.
+    const WRONG: Self = Self(u32::MAX - 1);
+
+    fn operation(number: u64) -> Self {
+        Self(number as u32 + 1)
+    }
+}
+
+/// A judgement under way: show it all of every disk, then ask.
+#[derive(Debug)]
+pub struct Check {
+    plan: Plan,
+    told: Told,
+    promises: Vec<Promise>,
+    seen: Vec<Vec<Seen>>,
+    newest: Option<u64>,
+    /// The operation that was looked up last: sectors of one operation lie together.
+    looked_up: Operation,
+    notes: Notes,
+}
+
+#[derive(Debug, Default)]
+struct Notes {
+    findings: Vec<Finding>,
+    wrong_sectors: u64,
+}
+
+impl Notes {
+    fn add(&mut self, disk: usize, sector: u64, wrong: Wrong) {
+        self.wrong_sectors += 1;
+        if let Some(last) = self.findings.last_mut()
+            && (last.disk, last.first + last.sectors, last.wrong) == (disk, sector, wrong)
+        {
+            last.sectors += 1;
+        } else if self.findings.len() < FINDINGS_KEPT {
+            self.findings.push(Finding {
+                disk,
+                first: sector,
+                sectors: 1,
+                wrong,
+                done: 0,
+            });
+        }
+    }
+}
+
+/// What is known to have ended.
+struct Known {
+    told: Told,
+    /// By disk, the latest flush that has ended.
+    flushed: Vec<Option<u64>>,
+    /// Operations from this number on were never issued.
+    end: u64,
+}
+
+impl Known {
+    /// The flush by which an operation is durable.
+    fn durable(&self, operation: &Operation) -> Option<u64> {
+        self.flushed[operation.disk].filter(|flush| operation.number < *flush)
+    }
+
+    /// Whether an operation must be there.
+    fn requires(&self, operation: &Operation, keeps: Keeps) -> bool {
+        // A flush had waited for it.
+        let durable = self.durable(operation).is_some();
+        durable || keeps == Keeps::Acknowledged && self.told.has(operation.number)
+    }
+}
+
+impl Check {
+    /// A judgement of the disks of a history, with what the guest told and what each disk promises;
+    /// disks without a promise are not judged.
+    pub fn new(plan: Plan, told: Told, promises: Vec<Promise>) -> Self {
+        let disks = plan.disks().iter().take(promises.len());
+        let seen = disks.map(|sectors| vec![Seen::NOT; *sectors as usize]);
+        Self {
+            seen: seen.collect(),
+            looked_up: plan.operation(0),
+            plan,
+            told,
+            promises,
+            newest: None,
+            notes: Notes::default(),
+        }
+    }
+
+    /// Takes in what a disk holds from a sector on; what lies beyond the disk is left aside.
+    pub fn look(&mut self, disk: usize, first: u64, bytes: &[u8]) {
+        let (sectors, _) = bytes.as_chunks::<SECTOR_BYTES>();
+        for (sector, bytes) in (first..).zip(sectors) {
+            let content = identify(bytes, self.plan.seed(), disk as u32, sector);
+            let seen = match self.judge_alone(disk, sector, content) {
+                Ok(seen) => seen,
+                Err(wrong) => {
+                    self.notes.add(disk, sector, wrong);
+                    Seen::WRONG
+                }
+            };
+            match self.seen[disk].get_mut(sector as usize) {
+                Some(place) => *place = seen,
+                None => return,
+            }
+        }
+    }
+
+    /// As [`Self::look`], where a disk holds zeros.
+    pub fn look_at_zeros(&mut self, disk: usize, first: u64, sectors: u64) {
+        let seen = &mut self.seen[disk];
+        let end = seen.len().min((first + sectors) as usize);
+        if let Some(range) = seen.get_mut(first as usize..end) {
+            range.fill(Seen::ZEROS);
+        }
+    }
+
+    /// Judges all that can be judged of one sector without the others.
+    fn judge_alone(&mut self, disk: usize, sector: u64, content: Content) -> Result<Seen, Wrong> {
+        match content {
+            Content::Zeros => Ok(Seen::ZEROS),
+            Content::Written(number) => {
+                if self.looked_up.number != number {
+                    self.looked_up = self.plan.operation(number);
+                }
+                if !self.looked_up.writes(disk, sector) || number > self.told.done + AHEAD_MAX {
+                    return Err(Wrong::Never { number });
+                }
+                self.newest = self.newest.max(Some(number));
+                Ok(Seen::operation(number))
+            }
+            Content::Torn { number, byte } => Err(Wrong::Torn { number, byte }),
+            Content::Misplaced {
+                number,
+                disk,
+                sector: its_sector,
+            } => Err(Wrong::Misplaced {
+                number,
+                disk,
+                shift: its_sector.wrapping_sub(sector) as i64,
+            }),
+            Content::OtherHistory { seed } => Err(Wrong::OtherHistory { seed }),
+            Content::Foreign => Err(Wrong::Foreign),
+        }
+    }
+
+    /// What all that was seen comes to.
+    pub fn judge(mut self) -> Judgement {
+        let known = self.known();
+        for disk in 0..self.promises.len() {
+            self.judge_disk(disk, &known);
+        }
+        let mut findings = self.notes.findings;
+        findings.iter_mut().for_each(|it| it.done = known.told.done);
+        findings.sort_by_key(|it| (it.disk, it.first));
+        Judgement {
+            findings,
+            wrong_sectors: self.notes.wrong_sectors,
+            sectors: self.seen.iter().map(|disk| disk.len() as u64).sum(),
+            done: known.told.done,
+            newest: self.newest,
+            flushed: known.flushed,
+        }
+    }
+
+    /// What the guest told, and what the operations on its disks tell beyond that: one that was
+    /// issued comes after all that lie a window before it, and after every barrier.
+    fn known(&self) -> Known {
+        let (mut told, issued) = (self.told, self.newest.map_or(0, |newest| newest + 1));
+        let end = match told.quiet {
+            true => told.done,
+            false => (told.done.max(issued) + WINDOW).min(OPERATIONS_MAX),
+        };
+        if !told.quiet {
+            let done = issued.saturating_sub(WINDOW);
+            told = told.and(Told {
+                done,
+                ..Told::default()
+            });
+        }
+        let mut flushed = vec![None; self.plan.disks().len()];
+        for number in (0..end).rev() {
+            if flushed.iter().all(Option::is_some) {
+                break;
+            }
+            let operation = self.plan.operation(number);
+            let ended = match operation.kind {
+                Kind::Flush { barrier } => told.has(number) || barrier && number < issued,
+                _ => false,
+            };
+            if ended {
+                flushed[operation.disk].get_or_insert(number);
+            }
+        }
+        Known { told, flushed, end }
+    }
+
+    fn judge_disk(&mut self, disk: usize, known: &Known) {
+        let (floors, zeros) = self.replay(disk, known);
+        let numbered = (0..).zip(&self.seen[disk]);
+        for (sector, (seen, (floor, zeroed))) in numbered
+            .map(|(sector, seen)| (sector, *seen))
+            .zip(floors.into_iter().zip(zeros))
+            .map(|((sector, seen), entries)| (sector, (seen, entries)))
+        {
+            if seen == Seen::WRONG {
+                continue;
+            }
+            if let Err(wrong) = judge_sector(&self.plan, known, seen, floor, zeroed) {
+                self.notes.add(disk, sector, wrong);
+            }
+        }
+    }
+
+    /// By sector, the last operation that must be there, and the last that may have left zeros; both
+    /// plus one, 0 being the zeros of the beginning.
+    fn replay(&self, disk: usize, known: &Known) -> (Vec<u32>, Vec<u32>) {
+        let sectors = self.seen[disk].len();
+        let (mut floors, mut zeros) = (vec![0; sectors], vec![0; sectors]);
+        let promise = self.promises[disk];
+        for number in 0..known.end {
+            let operation = self.plan.operation(number);
+            if operation.disk != disk || !operation.kind.modifies() {
+                continue;
+            }
+            let range = operation.first as usize..operation.range().end as usize;
+            // Of a discard that may have kept what was there nothing can be required.
+            let may_keep =
+                operation.kind == Kind::Discard && promise.discards == Discards::ZerosOrKept;
+            if !may_keep && known.requires(&operation, promise.keeps) {
+                floors[range.clone()].fill(number as u32 + 1);
+            }
+            if operation.kind != Kind::Write {
+                zeros[range].fill(number as u32 + 1);
+            }
+        }
+        (floors, zeros)
+    }
+}
+
+/// Judges what was seen in a sector by the last operation that must be there and the last that may
+/// have left zeros.
+fn judge_sector(
+    plan: &Plan,
+    known: &Known,
+    seen: Seen,
+    floor: u32,
+    zeroed: u32,
+) -> Result<(), Wrong> {
+    let found = match seen {
+        Seen::NOT => return Err(Wrong::Missing),
+        Seen::ZEROS if zeroed >= floor => return Ok(()),
+        Seen::ZEROS => None,
+        Seen(entry) => Some(u64::from(entry) - 1),
+    };
+    match found {
+        Some(number) if number >= known.end => return Err(Wrong::Never { number }),
+        Some(number) if number + 1 >= u64::from(floor) => return Ok(()),
+        _ => {}
+    }
+    let last = plan.operation(u64::from(floor).saturating_sub(1));
+    let expected = Expected {
+        number: last.number,
+        flushed: known.durable(&last),
+    };
+    Err(match found {
+        Some(found) if last.kind != Kind::Write => Wrong::Stale { found, expected },
+        found => Wrong::Lost { found, expected },
+    })
+}

@@ -1,0 +1,263 @@
+//! What each operation of a history is: a function of the seed and the operation's number alone.
+
+use crate::random::{Random, mixed, scaled};
+use std::fmt;
+use std::ops::Range;
+
+/// What disks are made of here; guests see disks of such sectors.
+pub const SECTOR_BYTES: usize = 512;
+/// The longest operation: 1 MiB.
+pub const LONGEST_SECTORS: u64 = 2048;
+/// Most disks of a history.
+pub const DISKS_MAX: usize = 16;
+/// Fewest sectors of a disk.
+pub const SECTORS_MIN: u64 = 64;
+/// Most sectors of a disk: 1 TiB.
+pub const SECTORS_MAX: u64 = 1 << 31;
+/// Operations have numbers below this.
+pub const OPERATIONS_MAX: u64 = (1 << 31) - 1;
+
+/// Sectors of a page of a guest's file system.
+const BLOCK_SECTORS: u64 = 8;
+/// How far back an operation looks for a place to come back to.
+const RETURN_TO: u64 = 64;
+
+/// What an operation does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Writes sectors that say which operation wrote them.
+    Write,
+    /// Reads and compares.
+    Read,
+    /// Writes zeros, as a command of its own.
+    Zero,
+    /// Discards.
+    Discard,
+    /// Makes durable what was written to the disk by operations before it, which it waits for.
+    Flush {
+        /// Whether operations after it, on all disks, wait for it: as a database waits for a commit.
+        barrier: bool,
+    },
+}
+
+impl Kind {
+    /// Whether it changes what a disk holds.
+    pub fn modifies(self) -> bool {
+        matches!(self, Self::Write | Self::Zero | Self::Discard)
+    }
+}
+
+/// One operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Operation {
+    /// Its number in the history, from 0.
+    pub number: u64,
+    /// What it does.
+    pub kind: Kind,
+    /// The disk, from 0.
+    pub disk: usize,
+    /// Its first sector.
+    pub first: u64,
+    /// How many sectors; 0 for a flush.
+    pub sectors: u64,
+}
+
+impl Operation {
+    /// The sectors that it is about.
+    pub fn range(&self) -> Range<u64> {
+        self.first..self.first + self.sectors
+    }
+
+    /// Whether it writes this sector of its disk with content of its own.
+    pub fn writes(&self, disk: usize, sector: u64) -> bool {
+        self.kind == Kind::Write && self.disk == disk && self.range().contains(&sector)
+    }
+
+    /// Whether it has to wait for an earlier operation that has not ended.
+    pub fn waits_for(&self, earlier: &Self) -> bool {
+        if earlier.kind == (Kind::Flush { barrier: true }) {
+            return true;
+        }
+        if self.disk != earlier.disk {
+            return false;
+        }
+        if let Kind::Flush { .. } = self.kind {
+            return earlier.kind.modifies();
+        }
+        let apart =
+            self.range().end <= earlier.range().start || earlier.range().end <= self.range().start;
+        !apart && (self.kind.modifies() || earlier.kind.modifies())
+    }
+}
+
+/// A history: everything else follows from it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    seed: u64,
+    /// Sectors of each disk.
+    disks: Vec<u64>,
+}
+
+/// Disks that no history can be about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PlanError {
+    /// Too few or too many.
+    Disks(usize),
+    /// Too small or too large.
+    Sectors(u64),
+}
+
+impl fmt::Display for PlanError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Disks(disks) => {
+                write!(f, "a history is of 1 to {DISKS_MAX} disks, not of {disks}")
+            }
+            Self::Sectors(sectors) => write!(
+                f,
+                "a disk of a history has {SECTORS_MIN} to {SECTORS_MAX} sectors, not {sectors}"
+            ),
+        }
+    }
+}
+
+impl std::error::Error for PlanError {}
+
+impl Plan {
+    /// The history of a seed on disks of so many sectors, which hold zeros when it begins.
+    ///
+    /// # Errors
+    /// When the disks are too few, too many, too small or too large.
+    pub fn new(seed: u64, disks: Vec<u64>) -> Result<Self, PlanError> {
+        if disks.is_empty() || disks.len() > DISKS_MAX {
+            return Err(PlanError::Disks(disks.len()));
+        }
+        match disks
+            .iter()
+            .find(|sectors| !(SECTORS_MIN..=SECTORS_MAX).contains(*sectors))
+        {
+            Some(sectors) => Err(PlanError::Sectors(*sectors)),
+            None => Ok(Self { seed, disks }),
+        }
+    }
+
+    /// Its seed.
+    pub fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    /// Sectors of each disk.
+    pub fn disks(&self) -> &[u64] {
+        &self.disks
+    }
+
+    /// The operation of a number. Half of them lie where file systems would put them, on blocks of
+    /// 4 KiB. A quarter goes to the first sixteenth of a disk, a quarter to where another operation
+    /// was a moment ago, so that there are overwrites, and neighbours in one block at one time.
+    pub fn operation(&self, number: u64) -> Operation {
+        let (mut random, anywhere) = self.generator(number);
+        let disk = random.below(self.disks.len() as u64) as usize;
+        let sectors_of_disk = self.disks[disk];
+        let kind = match random.below(100) {
+            0..58 => Kind::Write,
+            58..78 => Kind::Read,
+            78..85 => Kind::Zero,
+            85..92 => Kind::Discard,
+            choice => Kind::Flush {
+                barrier: choice >= 97,
+            },
+        };
+        if let Kind::Flush { .. } = kind {
+            return Operation {
+                number,
+                kind,
+                disk,
+                first: 0,
+                sectors: 0,
+            };
+        }
+        let mut sectors = length(&mut random).min(sectors_of_disk / 4);
+        let mut first = match random.below(4) {
+            0 => scaled(anywhere, sectors_of_disk / 16),
+            1 if number > 0 => {
+                let earlier = number - 1 - random.below(number.min(RETURN_TO));
+                let place = scaled(self.generator(earlier).1, sectors_of_disk);
+                place.saturating_sub(BLOCK_SECTORS) + random.below(2 * BLOCK_SECTORS)
+            }
+            _ => scaled(anywhere, sectors_of_disk),
+        };
+        first = first.min(sectors_of_disk - sectors);
+        if random.below(2) == 0 {
+            first -= first % BLOCK_SECTORS;
+            sectors = sectors.next_multiple_of(BLOCK_SECTORS);
+            sectors = sectors.min(sectors_of_disk - first);
+        }
+        Operation {
+            number,
+            kind,
+            disk,
+            first,
+            sectors: sectors.min(LONGEST_SECTORS),
+        }
+    }
+
+    /// The generator of an operation, and its first number, which is where on a disk it is.
+    fn generator(&self, number: u64) -> (Random, u64) {
+        let mut random = Random::new(mixed(self.seed ^ mixed(number.wrapping_add(1))));
+        let anywhere = random.draw();
+        (random, anywhere)
+    }
+}
+
+/// 512 bytes to 1 MiB, the small more often: 59 KiB in the mean.
+fn length(random: &mut Random) -> u64 {
+    let power = random.below(12).min(random.below(12));
+    let shortest = 1 << power;
+    (shortest + random.below(shortest)).min(LONGEST_SECTORS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_history_is_the_same_each_time_and_has_everything() {
+        let plan = Plan::new(5, vec![1 << 15, 1000, SECTORS_MIN]).unwrap();
+        let operations: Vec<Operation> = (0..20_000).map(|number| plan.operation(number)).collect();
+        for operation in &operations {
+            assert_eq!(*operation, plan.operation(operation.number));
+            assert!(operation.range().end <= plan.disks()[operation.disk]);
+            assert!(operation.sectors <= LONGEST_SECTORS);
+            let is_flush = matches!(operation.kind, Kind::Flush { .. });
+            assert_eq!(is_flush, operation.sectors == 0, "{operation:?}");
+        }
+        for kind in [
+            Kind::Write,
+            Kind::Read,
+            Kind::Zero,
+            Kind::Discard,
+            Kind::Flush { barrier: true },
+            Kind::Flush { barrier: false },
+        ] {
+            let count = operations.iter().filter(|it| it.kind == kind).count();
+            assert!(count > 400, "{kind:?}: {count}");
+        }
+        let first = operations.iter().filter(|it| it.disk == 0);
+        let lengths: Vec<u64> = first.map(|it| it.sectors).filter(|it| *it > 0).collect();
+        assert!(lengths.contains(&1) && lengths.contains(&LONGEST_SECTORS));
+        let mean = lengths.iter().sum::<u64>() / lengths.len() as u64;
+        assert!((100..140).contains(&mean), "{mean}");
+        let other = Plan::new(6, vec![1 << 15, 1000, SECTORS_MIN]).unwrap();
+        assert!((0..20).any(|number| other.operation(number) != plan.operation(number)));
+    }
+
+    #[test]
+    fn disks_that_no_history_is_about_are_refused() {
+        assert_eq!(Plan::new(1, vec![]), Err(PlanError::Disks(0)));
+        assert_eq!(Plan::new(1, vec![1000; 17]), Err(PlanError::Disks(17)));
+        let error = Plan::new(1, vec![1000, 63]).unwrap_err();
+        assert_eq!(error, PlanError::Sectors(63));
+        assert!(error.to_string().contains("not 63"));
+        assert!(Plan::new(1, vec![SECTORS_MAX + 1]).is_err());
+    }
+}
