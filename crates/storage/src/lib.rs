@@ -1,5 +1,7 @@
-//! What an agent keeps on disk: the journal of each migration, and who may run each guest.
+//! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
+//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`]).
 
+pub mod disk;
 pub mod files;
 mod journal;
 mod rights;

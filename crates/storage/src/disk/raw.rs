@@ -1,0 +1,437 @@
+//! A disk that is a plain file.
+
+use super::{Disk, Extent, Zeros};
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::unistd::{Whence, lseek};
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::ops::Range;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+
+/// Zeros that are written at once where the file system cannot zero a range by itself.
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+/// What is called data where the file changed while it was looked at.
+const BLOCK_BYTES: u64 = 4096;
+
+/// The size of the disk that a file is shown as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ExportSize {
+    /// The file's own: for images whose size is the disk's (`raw`).
+    OfFile,
+    /// So many bytes, at least the file's own: for images that grow (`qcow2`). What lies behind
+    /// the end of the file reads as zeros, and a write there makes the file longer.
+    Bytes(u64),
+}
+
+/// Why a file is not used as a disk. Nothing was changed.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The system refused.
+    #[error("cannot open the disk image {}: {error}", path.display())]
+    Io {
+        /// The image.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// It is something else than a plain file.
+    #[error(
+        "{} is not a plain file: disks on devices and in folders cannot be moved; leave this \
+         disk where both hosts see it",
+        path.display()
+    )]
+    NotAFile {
+        /// The image.
+        path: PathBuf,
+    },
+    /// The image is longer than what was asked for.
+    #[error(
+        "the disk image {} has {file_bytes} bytes, more than the {export_bytes} that it was to be \
+         shown with: it has grown since it was looked at; try again",
+        path.display()
+    )]
+    TooLong {
+        /// The image.
+        path: PathBuf,
+        /// Its length.
+        file_bytes: u64,
+        /// The size asked for.
+        export_bytes: u64,
+    },
+}
+
+/// A disk that is a plain file: its holes stay holes, and what is written is in the file when the
+/// write returns.
+///
+/// It is read and written through the page cache, which QEMU's own reads and writes of the file on
+/// this host agree with, also those that go around the cache (`cache=none`).
+#[derive(Debug)]
+pub struct RawDisk {
+    file: File,
+    size_bytes: u64,
+    /// Whether the file may be shorter than the disk.
+    grows: bool,
+    /// The error of the first flush that failed. The kernel reports a lost page once.
+    flush_failed: OnceLock<i32>,
+}
+
+impl RawDisk {
+    /// Opens an image for reading and writing. It takes no lock: see [`super::ImageLock`].
+    pub fn open(path: &Path, size: ExportSize) -> Result<Self, OpenError> {
+        let failed = |error| OpenError::Io {
+            path: path.to_owned(),
+            error,
+        };
+        // Looked at before it is opened: opening a device may do something.
+        let kind = std::fs::metadata(path).map_err(failed)?.file_type();
+        if !kind.is_file() {
+            let path = path.to_owned();
+            return Err(OpenError::NotAFile { path });
+        }
+        let file = OpenOptions::new().read(true).write(true).open(path);
+        let file = file.map_err(failed)?;
+        let file_bytes = file.metadata().map_err(failed)?.len();
+        let size_bytes = match size {
+            ExportSize::OfFile => file_bytes,
+            ExportSize::Bytes(export_bytes) if export_bytes < file_bytes => {
+                return Err(OpenError::TooLong {
+                    path: path.to_owned(),
+                    file_bytes,
+                    export_bytes,
+                });
+            }
+            ExportSize::Bytes(export_bytes) => export_bytes,
+        };
+        i64::try_from(size_bytes).map_err(|_| failed(Errno::EFBIG.into()))?;
+        Ok(Self {
+            file,
+            size_bytes,
+            grows: matches!(size, ExportSize::Bytes(_)),
+            flush_failed: OnceLock::new(),
+        })
+    }
+
+    /// The open file, for the locks on it.
+    pub fn file(&self) -> &File {
+        &self.file
+    }
+
+    fn check(&self, range: &Range<u64>) -> io::Result<()> {
+        if range.start <= range.end && range.end <= self.size_bytes {
+            return Ok(());
+        }
+        Err(Errno::EINVAL.into())
+    }
+
+    /// The range of a buffer.
+    fn range(&self, offset: u64, length: usize) -> io::Result<Range<u64>> {
+        let end = u64::try_from(length)
+            .ok()
+            .and_then(|length| offset.checked_add(length));
+        let range = offset..end.ok_or(Errno::EINVAL)?;
+        self.check(&range)?;
+        Ok(range)
+    }
+
+    /// `false` where the file system cannot do that.
+    fn allocate(&self, range: &Range<u64>, mode: FallocateFlags) -> io::Result<bool> {
+        let offset = signed(range.start)?;
+        let length = signed(range.end - range.start)?;
+        loop {
+            match fallocate(&self.file, mode, offset, length) {
+                Ok(()) => return Ok(true),
+                Err(Errno::EINTR) => {}
+                Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return Ok(false),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    fn punch(&self, range: &Range<u64>) -> io::Result<bool> {
+        let mode = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        self.allocate(range, mode)
+    }
+
+    /// Makes the file reach to the end of a range that is about to be zeroed, as zeros that QEMU
+    /// itself writes would. Never makes it shorter, whatever other threads write behind it.
+    fn reach(&self, range: &Range<u64>) -> io::Result<()> {
+        if range.end > self.file.metadata()?.len() {
+            self.file.write_all_at(&[0], range.end - 1)?;
+        }
+        Ok(())
+    }
+
+    fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
+        let mut offset = range.start;
+        while offset < range.end {
+            let length = (range.end - offset).min(ZEROS.len() as u64);
+            let piece = usize::try_from(length).map_err(io::Error::other)?;
+            self.file.write_all_at(&ZEROS[..piece], offset)?;
+            offset += length;
+        }
+        Ok(())
+    }
+
+    /// Where the next data or hole begins; `None` when there is no data any more.
+    fn seek(&self, offset: u64, whence: Whence) -> io::Result<Option<u64>> {
+        match lseek(&self.file, signed(offset)?, whence) {
+            Ok(place) => u64::try_from(place).map(Some).map_err(io::Error::other),
+            Err(Errno::ENXIO) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    fn extent_at(&self, offset: u64, end: u64) -> io::Result<Extent> {
+        let data = self
+            .seek(offset, Whence::SeekData)?
+            .map_or(end, |place| place.min(end));
+        if data > offset {
+            return Ok(Extent {
+                length_bytes: data - offset,
+                hole: true,
+            });
+        }
+        let hole = self
+            .seek(offset, Whence::SeekHole)?
+            .map_or(end, |place| place.min(end));
+        // It became a hole between the two questions: to call a block of it data is never wrong.
+        let hole = hole.max(end.min(offset + BLOCK_BYTES));
+        Ok(Extent {
+            length_bytes: hole - offset,
+            hole: false,
+        })
+    }
+}
+
+fn signed(number: u64) -> io::Result<i64> {
+    i64::try_from(number).map_err(|_| Errno::EINVAL.into())
+}
+
+impl Disk for RawDisk {
+    fn size_bytes(&self) -> u64 {
+        self.size_bytes
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.range(offset, buffer.len())?;
+        let mut done = 0;
+        while done < buffer.len() {
+            match self.file.read_at(&mut buffer[done..], offset + done as u64) {
+                Ok(0) if self.grows => {
+                    buffer[done..].fill(0);
+                    break;
+                }
+                // Somebody made the image shorter: what was there is lost, and not zeros.
+                Ok(0) => return Err(Errno::EIO.into()),
+                Ok(length) => done += length,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.range(offset, bytes.len())?;
+        self.file.write_all_at(bytes, offset)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        if let Some(errno) = self.flush_failed.get() {
+            return Err(io::Error::from_raw_os_error(*errno));
+        }
+        self.file.sync_data().inspect_err(|error| {
+            let errno = error.raw_os_error().unwrap_or(Errno::EIO as i32);
+            // Another thread's flush may have failed first: then its error stays.
+            let _ = self.flush_failed.set(errno);
+        })
+    }
+
+    fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()> {
+        self.check(&range)?;
+        if range.is_empty() {
+            return Ok(());
+        }
+        let done = match zeros {
+            Zeros::MayBeHole => {
+                self.reach(&range)?;
+                self.punch(&range)?
+            }
+            Zeros::Allocated => self.allocate(&range, FallocateFlags::FALLOC_FL_ZERO_RANGE)?,
+        };
+        if done {
+            return Ok(());
+        }
+        self.write_zeros(range)
+    }
+
+    fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        self.check(&range)?;
+        if !range.is_empty() {
+            // Where the file system has no holes, nothing needs to be done.
+            self.punch(&range)?;
+        }
+        Ok(())
+    }
+
+    fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>> {
+        self.check(&range)?;
+        let mut extents = Vec::new();
+        let mut offset = range.start;
+        while offset < range.end && extents.len() < count_max {
+            let extent = self.extent_at(offset, range.end)?;
+            offset += extent.length_bytes;
+            extents.push(extent);
+        }
+        Ok(extents)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+    use tempfile::TempDir;
+
+    const MIB: u64 = 1 << 20;
+
+    fn image(length: u64, size: ExportSize) -> (TempDir, PathBuf, RawDisk) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.raw");
+        File::create(&path).unwrap().set_len(length).unwrap();
+        let disk = RawDisk::open(&path, size).unwrap();
+        (folder, path, disk)
+    }
+
+    fn allocated(path: &Path) -> u64 {
+        std::fs::metadata(path).unwrap().blocks() * 512
+    }
+
+    #[test]
+    fn what_is_written_is_in_the_file_and_holes_stay_holes() {
+        let (_folder, path, disk) = image(8 * MIB, ExportSize::OfFile);
+        disk.write(3 * MIB - 5, b"across a boundary").unwrap();
+        let file = std::fs::read(&path).unwrap();
+        let at = usize::try_from(3 * MIB - 5).unwrap();
+        assert_eq!(&file[at..at + 17], b"across a boundary");
+        assert!(allocated(&path) <= 64 << 10, "{}", allocated(&path));
+        disk.flush().unwrap();
+
+        let extents = disk.extents(0..8 * MIB, 10).unwrap();
+        assert_eq!(extents.iter().map(|e| e.length_bytes).sum::<u64>(), 8 * MIB);
+        assert!(extents[0].hole && !extents[1].hole && extents[2].hole);
+        // Asked for less, it says less, and nothing beyond the end of the range.
+        assert_eq!(disk.extents(0..8 * MIB, 1).unwrap().len(), 1);
+        let part = disk.extents(MIB + 7..2 * MIB, 10).unwrap();
+        let hole = Extent {
+            length_bytes: MIB - 7,
+            hole: true,
+        };
+        assert_eq!(part, [hole]);
+        assert!(disk.extents(MIB..MIB, 10).unwrap().is_empty());
+    }
+
+    #[test]
+    fn zeroed_ranges_read_as_zeros_and_keep_their_space_where_asked_to() {
+        let (_folder, path, disk) = image(4 * MIB, ExportSize::OfFile);
+        disk.write(0, &vec![0xaa; 4 << 20]).unwrap();
+        disk.zero(MIB..2 * MIB, Zeros::Allocated).unwrap();
+        disk.flush().unwrap();
+        assert!(allocated(&path) >= 4 * MIB);
+        disk.zero(2 * MIB + 1..3 * MIB - 1, Zeros::MayBeHole)
+            .unwrap();
+        disk.discard(3 * MIB..4 * MIB).unwrap();
+        assert!(allocated(&path) <= 2 * MIB + (64 << 10));
+        let mut expected = vec![0xaa; 4 << 20];
+        expected[1 << 20..2 << 20].fill(0);
+        expected[(2 << 20) + 1..(3 << 20) - 1].fill(0);
+        expected[3 << 20..].fill(0);
+        assert!(std::fs::read(&path).unwrap() == expected);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 4 * MIB);
+    }
+
+    #[test]
+    fn an_image_that_grows_reads_zeros_behind_its_end() {
+        let (_folder, path, disk) = image(1000, ExportSize::Bytes(4 * MIB));
+        disk.write(990, &[1; 10]).unwrap();
+        let mut buffer = [7; 20];
+        disk.read(990, &mut buffer).unwrap();
+        assert_eq!(buffer[..10], [1; 10]);
+        assert_eq!(buffer[10..], [0; 10]);
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 1000);
+
+        disk.zero(500..MIB, Zeros::MayBeHole).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB);
+        disk.write(2 * MIB, b"far").unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 2 * MIB + 3);
+        disk.discard(3 * MIB..4 * MIB).unwrap();
+        disk.zero(3 * MIB..4 * MIB, Zeros::Allocated).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 4 * MIB);
+        let extents = disk.extents(0..4 * MIB, 100).unwrap();
+        assert_eq!(extents.iter().map(|e| e.length_bytes).sum::<u64>(), 4 * MIB);
+    }
+
+    #[test]
+    fn ranges_beyond_the_end_are_refused_and_change_nothing() {
+        let (_folder, path, disk) = image(MIB, ExportSize::OfFile);
+        let refused = |result: io::Result<()>| {
+            assert_eq!(
+                result.unwrap_err().raw_os_error(),
+                Some(Errno::EINVAL as i32)
+            );
+        };
+        refused(disk.read(MIB - 1, &mut [0; 2]));
+        refused(disk.read(u64::MAX, &mut [0; 2]));
+        refused(disk.write(MIB, b"x"));
+        refused(disk.zero(0..MIB + 1, Zeros::MayBeHole));
+        refused(disk.discard(u64::MAX - 1..u64::MAX));
+        #[allow(clippy::reversed_empty_ranges)]
+        let backwards = 5..4;
+        refused(disk.zero(backwards, Zeros::Allocated));
+        refused(disk.extents(MIB..MIB + 1, 1).map(|_| ()));
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB);
+        assert_eq!(allocated(&path), 0);
+    }
+
+    #[test]
+    fn an_image_that_somebody_cuts_off_gives_errors_and_not_zeros() {
+        let (_folder, path, disk) = image(MIB, ExportSize::OfFile);
+        OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_len(MIB / 2)
+            .unwrap();
+        let error = disk.read(MIB / 2 - 1, &mut [0; 2]).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(Errno::EIO as i32));
+    }
+
+    #[test]
+    fn what_is_no_image_is_refused() {
+        let (folder, path, disk) = image(MIB, ExportSize::OfFile);
+        drop(disk);
+        let refusal = |path: &Path, size| RawDisk::open(path, size).unwrap_err();
+        let of_file = ExportSize::OfFile;
+        assert!(matches!(
+            refusal(folder.path(), of_file),
+            OpenError::NotAFile { .. }
+        ));
+        assert!(matches!(
+            refusal(Path::new("/dev/null"), of_file),
+            OpenError::NotAFile { .. }
+        ));
+        assert!(matches!(
+            refusal(&path.join("x"), of_file),
+            OpenError::Io { .. }
+        ));
+        let short = ExportSize::Bytes(MIB - 1);
+        assert!(matches!(refusal(&path, short), OpenError::TooLong { .. }));
+        assert!(matches!(
+            refusal(&path, ExportSize::Bytes(u64::MAX)),
+            OpenError::Io { .. }
+        ));
+    }
+}
