@@ -59,6 +59,8 @@ pub fn examine() -> (String, bool) {
             Need::More,
         ),
         program("mke2fs", "makes that guest's disk", Need::More),
+        program("qemu-io", "talks to the disk server in tests", Need::More),
+        program("nbdcopy", "talks to the disk server in tests", Need::More),
         program("git", "names the commit in benches' documents", Need::More),
     ];
     report(&findings)

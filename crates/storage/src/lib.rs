@@ -1,9 +1,10 @@
 //! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
-//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`]).
+//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`]).
 
 pub mod disk;
 pub mod files;
 mod journal;
+pub mod nbd;
 mod rights;
 
 pub use journal::{

@@ -1,18 +1,29 @@
-//! The fuzz target on its seeds (`fuzz/seeds`), so that no nightly compiler is needed for it.
+//! The fuzz targets on their seeds (`fuzz/seeds`), so that no nightly compiler is needed for them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../../fuzz/src/journal.rs"]
 mod journal;
+#[path = "../../../fuzz/src/nbd.rs"]
+mod nbd;
 
 use std::path::Path;
 
+fn replay(target: &str, seeds_min: usize, run: fn(&[u8])) {
+    let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds");
+    let mut seen = 0;
+    for entry in std::fs::read_dir(seeds.join(target)).unwrap() {
+        run(&std::fs::read(entry.unwrap().path()).unwrap());
+        seen += 1;
+    }
+    assert!(seen >= seeds_min, "{seen} seeds of {target}");
+}
+
 #[test]
 fn seeds_of_journals_are_answered() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fuzz/seeds/journal");
-    let mut seeds = 0;
-    for entry in std::fs::read_dir(folder).unwrap() {
-        journal::run(&std::fs::read(entry.unwrap().path()).unwrap());
-        seeds += 1;
-    }
-    assert!(seeds >= 8, "{seeds} seeds");
+    replay("journal", 8, journal::run);
+}
+
+#[test]
+fn seeds_of_nbd_clients_are_answered() {
+    replay("nbd", 10, nbd::run);
 }
