@@ -1,24 +1,38 @@
-//! Builds the arena, which is the whole user space of the `tiny` guest, as a static program.
+//! Builds the user space of the `tiny` guest as static programs: the arena, and the one that does a
+//! history on the guest's disks.
 //!
-//! It has no dependencies, so the compiler alone is enough: no second target has to be installed
-//! and nothing is fetched. `lab` carries the program in itself (`src/guest/initramfs.rs`).
+//! They have no dependencies, so the compiler alone is enough: no second target has to be installed
+//! and nothing is fetched. `lab` carries the programs in itself (`src/guest/initramfs.rs`).
 
 use std::env;
-use std::path::Path;
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
 use std::process::{Command, exit};
 
 fn main() {
     println!("cargo::rerun-if-changed=arena/src");
-    let variable = |name: &str| env::var(name).unwrap_or_else(|_| fail(&format!("{name} not set")));
+    println!("cargo::rerun-if-changed=history/src");
+    let output = PathBuf::from(variable("OUT_DIR"));
+    compile("arena", "arena/src/main.rs", &output.join("arena"), &[]);
+    let library = output.join("liblonghaul_history.rlib");
+    let kind = ["--crate-type".into(), "lib".into()];
+    compile("longhaul_history", "history/src/lib.rs", &library, &kind);
+    let mut with_library = OsString::from("longhaul_history=");
+    with_library.push(&library);
+    let external = ["--extern".into(), with_library];
+    compile(
+        "history",
+        "history/src/main.rs",
+        &output.join("history"),
+        &external,
+    );
+}
+
+/// Compiles a crate as it runs in guests, whose processors may be old and which have no libraries.
+fn compile(name: &str, source: &str, output: &Path, more: &[OsString]) {
     let status = Command::new(variable("RUSTC"))
-        .args([
-            "--crate-name",
-            "arena",
-            "--edition",
-            "2024",
-            "--cap-lints",
-            "allow",
-        ])
+        .args(["--crate-name", name, "--edition", "2024", "--cap-lints"])
+        .arg("allow")
         .args([
             "-C",
             "opt-level=3",
@@ -34,14 +48,19 @@ fn main() {
             "relocation-model=static",
         ])
         .args(["--target", &variable("TARGET"), "-o"])
-        .arg(Path::new(&variable("OUT_DIR")).join("arena"))
-        .arg("arena/src/main.rs")
+        .arg(output)
+        .args(more)
+        .arg(source)
         .status();
     match status {
         Ok(status) if status.success() => {}
-        Ok(status) => fail(&format!("the arena could not be compiled: {status}")),
+        Ok(status) => fail(&format!("{name} could not be compiled: {status}")),
         Err(error) => fail(&format!("rustc could not be started: {error}")),
     }
+}
+
+fn variable(name: &str) -> String {
+    env::var(name).unwrap_or_else(|_| fail(&format!("{name} not set")))
 }
 
 fn fail(problem: &str) -> ! {

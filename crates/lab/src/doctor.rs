@@ -53,6 +53,7 @@ pub fn examine() -> (String, bool) {
         memory(),
         disk(),
         program("iperf3", "TCP's throughput, for lab bench link", Need::More),
+        program("qemu-img", "qcow2 disks, for lab history", Need::More),
         program(
             "debootstrap",
             "builds the guest debian, for lab bench memory",

@@ -12,6 +12,7 @@ pub mod demo;
 pub mod doctor;
 pub mod error;
 pub mod guest;
+pub mod history;
 pub mod installed;
 pub mod interrupt;
 pub mod lab;

@@ -10,6 +10,7 @@ use longhaul_lab::crash;
 use longhaul_lab::demo;
 use longhaul_lab::doctor;
 use longhaul_lab::error::LabError;
+use longhaul_lab::history;
 use longhaul_lab::interrupt;
 use longhaul_lab::lab::{HOST_NAMES, Plan, print, say};
 use longhaul_lab::link::emulator::{EmulatorConfig, run_emulator};
@@ -92,6 +93,9 @@ enum Action {
     CrashMatrix(crash::Options),
     /// Move one guest to and fro, with failures in between, and look what is left behind
     Soak(crash::soak::Options),
+    /// Let a guest write to disks of its own, and check from outside what they hold afterwards
+    #[command(subcommand)]
+    History(history::command::Action),
     /// The process of one link; started by the others
     #[command(hide = true)]
     EmulateLink {
@@ -164,6 +168,7 @@ fn run(command: Action) -> Result<ExitCode, LabError> {
         } => print(&bench::codec::write_sample(&input, seed, &folder)?)?,
         Action::CrashMatrix(options) => return crash::command(&options),
         Action::Soak(options) => return crash::soak::command(&options),
+        Action::History(action) => return history::command::command(&action),
         Action::Up(arguments) if arguments.foreground => up::hold(
             Plan {
                 purpose: String::new(),

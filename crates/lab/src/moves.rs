@@ -431,6 +431,7 @@ impl Launcher<'_> {
             accelerator: self.accelerator,
             files: self.files,
             disks: &self.disks,
+            local: &[],
         };
         PeerQemu::start(&host, guest, begin)
     }

@@ -5,7 +5,8 @@ mod line;
 pub(crate) mod qmp;
 
 use crate::error::{During, LabError};
-use crate::guest::KernelFiles;
+use crate::guest::disks::LocalDisk;
+use crate::guest::{CHANNEL_NAME, KernelFiles};
 use crate::interrupt;
 use crate::lab::Host;
 use longhaul_protocol::guest::GuestDescription;
@@ -105,8 +106,10 @@ pub struct PeerHost<'a> {
     pub accelerator: &'a str,
     /// What guests boot from.
     pub files: &'a KernelFiles,
-    /// The file of every disk of the guest's, by its image's name.
+    /// The file of every disk of the guest's that all hosts see, by its image's name.
     pub disks: &'a [(String, PathBuf)],
+    /// Its disks on this host alone.
+    pub local: &'a [LocalDisk],
 }
 
 /// How a QEMU's guest begins.
@@ -136,6 +139,12 @@ pub struct QemuProcess {
     channel: PathBuf,
 }
 
+/// The socket of a channel of the guest that the laboratory itself runs on a host.
+pub fn channel_socket(host: &Host, channel: &str) -> PathBuf {
+    let name = format!("{}-peer-{channel}", host.name());
+    host.socket_folder().join(name)
+}
+
 impl PeerQemu {
     /// Starts a QEMU, whose guest begins so.
     ///
@@ -146,14 +155,11 @@ impl PeerQemu {
         guest: &GuestDescription,
         begin: Begin<'_>,
     ) -> Result<Self, LabError> {
-        let socket = |what| {
-            host.host
-                .socket_folder()
-                .join(format!("{}-{what}", host.host.name()))
-        };
-        let (socket, channel) = (socket("peer-qmp"), socket("peer-arena"));
-        for old in [&socket, &channel] {
-            match fs::remove_file(old) {
+        let socket = channel_socket(host.host, "qmp");
+        let channels = guest.channels.iter();
+        let channels = channels.map(|it| channel_socket(host.host, &it.name));
+        for old in channels.chain([socket.clone()]) {
+            match fs::remove_file(&old) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     return Err(error).during(|| format!("remove {}", old.display()));
                 }
@@ -162,7 +168,7 @@ impl PeerQemu {
         }
         let log = host.host.folder().join("peer-qemu.log");
         let log = File::create(&log).during(|| format!("create {}", log.display()))?;
-        let mut command = line::command_line(host, guest, &socket, &channel)?;
+        let mut command = line::command_line(host, guest, &socket)?;
         match begin {
             Begin::Boot => {}
             Begin::Saved(state) => {
@@ -178,7 +184,7 @@ impl PeerQemu {
         let process = QemuProcess {
             pid: child.id(),
             child: Arc::new(Mutex::new(child)),
-            channel,
+            channel: channel_socket(host.host, CHANNEL_NAME),
         };
         let qmp = Qmp::connect(&socket)?;
         Ok(Self {
@@ -188,7 +194,7 @@ impl PeerQemu {
         })
     }
 
-    /// The socket of the guest's channel.
+    /// The socket of the arena's channel.
     pub fn channel(&self) -> &Path {
         &self.process.channel
     }
@@ -201,6 +207,24 @@ impl PeerQemu {
     /// QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.process.pid
+    }
+
+    /// Lets it put away what it has and end, as an administrator would.
+    ///
+    /// # Errors
+    /// When it refuses, does not end in time, or says that it failed.
+    pub fn quit(mut self) -> Result<(), LabError> {
+        self.qmp.execute("quit", &json!({}))?;
+        let began = Instant::now();
+        while began.elapsed() < SETTLE_LIMIT {
+            let ended = lock(&self.process.child).try_wait();
+            match ended.during(|| "wait for QEMU".to_owned())? {
+                Some(status) if status.success() => return Ok(()),
+                Some(status) => return Err(unexpected(&format!("it ended with {status}"))),
+                None => interrupt::sleep(POLL_EVERY)?,
+            }
+        }
+        Err(unexpected("it did not end in time"))
     }
 
     /// Leaves its control socket to somebody else, who may end it.

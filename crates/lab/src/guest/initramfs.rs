@@ -1,4 +1,5 @@
-//! Makes the `tiny` guest's initial RAM file system: the arena and the kernel modules it needs.
+//! Makes the `tiny` guest's initial RAM file system: the arena, its workloads and the kernel modules
+//! they need.
 
 use super::cpio::Archive;
 use std::collections::BTreeMap;
@@ -7,6 +8,12 @@ use std::{fs, io};
 
 /// The arena as a static program, to put into any guest.
 pub const ARENA: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/arena"));
+/// The program that does a history on a guest's disks, as a workload beside the arena.
+const HISTORY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/history"));
+/// Where the `tiny` guest has its workloads.
+pub const WORKLOADS: &str = "/workloads";
+/// The workload of that program.
+pub const HISTORY_NAME: &str = "history";
 
 /// What the guest needs to reach its channel, its disks and its network, and to tell which pages it
 /// does not use.
@@ -50,7 +57,7 @@ pub fn build(modules: &Path) -> Result<Vec<u8>, InitramfsError> {
         require(name, &available, &builtin, &mut order, 0)?;
     }
     let mut archive = Archive::default();
-    for folder in ["dev", "proc", "sys", "modules"] {
+    for folder in ["dev", "proc", "sys", "modules", "run", &WORKLOADS[1..]] {
         archive.folder(folder);
     }
     for (number, path) in order.iter().enumerate() {
@@ -58,6 +65,7 @@ pub fn build(modules: &Path) -> Result<Vec<u8>, InitramfsError> {
         archive.program(&format!("modules/{number:02}-{file}"), &read(path)?);
     }
     archive.program("init", ARENA);
+    archive.program(&format!("{}/{HISTORY_NAME}", &WORKLOADS[1..]), HISTORY);
     Ok(archive.finish())
 }
 

@@ -1,6 +1,7 @@
 //! The guests that the laboratory makes itself, and the files that they boot from.
 
 pub mod cpio;
+pub mod disks;
 pub mod image;
 pub mod initramfs;
 pub mod network;

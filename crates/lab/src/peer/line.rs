@@ -1,6 +1,6 @@
 //! The command line of a peer's QEMU.
 
-use super::PeerHost;
+use super::{PeerHost, channel_socket};
 use crate::error::LabError;
 use crate::guest::network::{BRIDGE, TAP};
 use crate::netns::command;
@@ -9,12 +9,14 @@ use serde_json::json;
 use std::path::Path;
 use std::process::Command;
 
+/// The PCI slot of a guest's first disk.
+const FIRST_DISK: usize = 4;
+
 /// The guest as its description says, without what only an agent needs.
 pub(super) fn command_line(
     host: &PeerHost<'_>,
     guest: &GuestDescription,
     qmp: &Path,
-    channel: &Path,
 ) -> Result<Command, LabError> {
     let mut line = command(host.qemu);
     line.args([
@@ -49,6 +51,10 @@ pub(super) fn command_line(
         line.args(["-append", &kernel.command_line]);
     }
     for (number, disk) in guest.disks.iter().enumerate() {
+        if let Some(local) = host.local.iter().find(|it| it.image == disk.image) {
+            line.args(local.arguments(&disk.name, FIRST_DISK + number));
+            continue;
+        }
         let known = host.disks.iter().find(|(image, _)| *image == disk.image);
         let (_, path) = known.ok_or_else(|| {
             LabError::Which(format!("no file is known for the image `{}`", disk.image))
@@ -69,7 +75,7 @@ pub(super) fn command_line(
             .arg(format!(
                 "virtio-blk-pci,drive=disk-{},addr={:#x}",
                 disk.name,
-                4 + number
+                FIRST_DISK + number
             ));
     }
     for (number, nic) in guest.nics.iter().enumerate() {
@@ -89,7 +95,7 @@ pub(super) fn command_line(
         line.arg("-chardev")
             .arg(format!(
                 "socket,id=channel{number},path={},server=on,wait=off",
-                channel.display()
+                channel_socket(host.host, &port.name).display()
             ))
             .arg("-device")
             .arg(format!(

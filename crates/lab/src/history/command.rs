@@ -1,0 +1,168 @@
+//! `lab history`: lets a guest do a history on disks of its own, ends it, and judges the disks.
+
+use super::guest::{HistoryGuest, Setup};
+use super::images::Record;
+use crate::error::{During, LabError};
+use crate::guest::KernelFiles;
+use crate::guest::disks::{DiskKind, local_disks};
+use crate::installed;
+use crate::interrupt;
+use crate::lab::{Lab, Plan, print, say};
+use crate::link::spec::ParseLinkError;
+use longhaul_history::check::Judgement;
+use longhaul_protocol::units::{parse_bytes, parse_duration};
+use std::fmt::Write as _;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::Duration;
+
+/// How long a guest may take for its first operations.
+const BEGIN_LIMIT: Duration = Duration::from_secs(120);
+
+/// What `lab history` is asked for.
+#[derive(Debug, Clone, clap::Subcommand)]
+pub enum Action {
+    /// Let a guest write to new disks, kill or stop it, and check the disks
+    Run(RunOptions),
+    /// Check the disks of a folder that `run` made, or that has a record like one of it
+    Check {
+        /// The folder with the images and `history.json`
+        folder: PathBuf,
+    },
+}
+
+/// What `lab history run` is asked for.
+#[derive(Debug, Clone, clap::Args)]
+pub struct RunOptions {
+    /// Where the images and the record are put; made where it is not there
+    pub folder: PathBuf,
+    /// A disk: raw or qcow2, then none, writeback or writethrough, then iothread; may be repeated
+    #[arg(long, value_name = "KIND", default_values = ["raw,none,iothread", "qcow2,writeback"])]
+    pub disk: Vec<DiskKind>,
+    /// The size of each disk
+    #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = parse_bytes)]
+    pub size: u64,
+    /// The QEMU: 7.2, 10.0, or the path of a binary
+    #[arg(long, value_name = "QEMU", default_value = "10.0")]
+    pub qemu: String,
+    /// What guests run with
+    #[arg(long, value_parser = ["tcg", "kvm"], default_value = "tcg")]
+    pub accelerator: String,
+    /// Everything that the guest writes follows from it
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub seed: u64,
+    /// How many operations are under way at a time
+    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub depth: u32,
+    /// At most so many operations per second; 0: as many as there can be
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub operations_per_s: u64,
+    /// How long it writes
+    #[arg(long = "for", value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
+    pub time: Duration,
+    /// How it ends: kill (QEMU, at once) or stop (the guest, which checks itself, then QEMU)
+    #[arg(long, value_parser = ["kill", "stop"], default_value = "kill")]
+    pub end: String,
+}
+
+/// Runs the command: exit status 0 when nothing is wrong, 1 when something is.
+///
+/// # Errors
+/// When it cannot be run, or is interrupted.
+pub fn command(action: &Action) -> Result<ExitCode, LabError> {
+    let (folder, record) = match action {
+        Action::Run(options) => (&options.folder, run(options)?),
+        Action::Check { folder } => (folder, Record::load(folder)?),
+    };
+    let judgement = record.judge(folder)?;
+    print(&shown(&record, &judgement))?;
+    let sound = judgement.wrong_sectors == 0 && record.errors == 0;
+    Ok(ExitCode::from(u8::from(!sound)))
+}
+
+fn run(options: &RunOptions) -> Result<Record, LabError> {
+    let folder = &options.folder;
+    fs::create_dir_all(folder).during(|| format!("make {}", folder.display()))?;
+    let folder = &absolute(folder)?;
+    let disks = local_disks(folder, options.size, &options.disk);
+    for disk in &disks {
+        disk.create()?;
+    }
+    // One host alone has no link.
+    let link = "1gbit,0ms"
+        .parse()
+        .map_err(|error: ParseLinkError| LabError::Link(error.to_string()))?;
+    let lab = Lab::create(&Plan {
+        purpose: "history".to_owned(),
+        hosts: 1,
+        link,
+        seed: 1,
+    })?;
+    let host = lab.host(0)?;
+    let qemu = installed::qemu(&options.qemu)?;
+    let version = installed::qemu_version(&qemu)?;
+    let machine = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    let guest = HistoryGuest::start(&Setup {
+        host,
+        files: &KernelFiles::make(host.folder())?,
+        qemu: &qemu,
+        accelerator: &options.accelerator,
+        machine_version: &machine,
+        disks: &disks,
+        seed: options.seed,
+        depth: options.depth,
+        operations_per_s: options.operations_per_s,
+    })?;
+    guest.wait_for(1, BEGIN_LIMIT)?;
+    say(&format!("the guest writes; it ends by {}", options.end));
+    interrupt::sleep(options.time)?;
+    let record = match options.end.as_str() {
+        "kill" => guest.kill()?,
+        _ => guest.stop()?,
+    };
+    record.save(folder)?;
+    Ok(record)
+}
+
+fn absolute(folder: &Path) -> Result<PathBuf, LabError> {
+    folder
+        .canonicalize()
+        .during(|| format!("find {}", folder.display()))
+}
+
+/// What the judgement came to, for people.
+fn shown(record: &Record, judgement: &Judgement) -> String {
+    let mut text = String::new();
+    // Writing to a String cannot fail.
+    let _ = writeln!(
+        text,
+        "{} operations done (the guest told of {}), {} disks, {} sectors looked at",
+        judgement.done,
+        record.done,
+        record.disks.len(),
+        judgement.sectors
+    );
+    for (disk, flushed) in record.disks.iter().zip(&judgement.flushed) {
+        let flushed = flushed.map_or("nothing".to_owned(), |flush| {
+            format!("everything before operation {flush}")
+        });
+        let keeps = match disk.keeps_acknowledged {
+            true => "must hold all that was acknowledged",
+            false => "must hold what was flushed",
+        };
+        let _ = writeln!(text, "{} {keeps}; flushed: {flushed}", disk.image.display());
+    }
+    for finding in &judgement.findings {
+        let _ = writeln!(text, "{finding}");
+    }
+    if record.errors > 0 {
+        let first = record.first_error.as_deref().unwrap_or_default();
+        let _ = writeln!(text, "the guest found {} errors: {first}", record.errors);
+    }
+    let _ = match judgement.wrong_sectors {
+        0 => writeln!(text, "nothing is wrong"),
+        wrong => writeln!(text, "{wrong} sectors are wrong"),
+    };
+    text
+}
