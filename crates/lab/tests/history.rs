@@ -11,6 +11,7 @@ use longhaul_lab::guest::KernelFiles;
 use longhaul_lab::guest::disks::{LocalDisk, local_disks};
 use longhaul_lab::history::guest::{HistoryGuest, Setup};
 use longhaul_lab::history::images::{Record, RecordedDisk};
+use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
 use longhaul_lab::lab::{Lab, Plan};
 use std::fs;
@@ -71,7 +72,7 @@ fn judged(version: &str, kinds: &[&str], end: impl Fn(HistoryGuest) -> Record) {
         disks: &disks,
         seed,
         depth: 8,
-        operations_per_s: 0,
+        work: Work::default(),
     })
     .unwrap();
     let record = end(guest);

@@ -33,6 +33,14 @@ pub struct Promise {
     pub discards: Discards,
 }
 
+impl Promise {
+    /// Whether what a discard freed may be in use elsewhere before the discard is durable, as in
+    /// qcow2 images: until then, other places' content may be found there.
+    fn reuses_early(self) -> bool {
+        (self.keeps, self.discards) == (Keeps::Flushed, Discards::ZerosOrKept)
+    }
+}
+
 /// The latest operation that must be there, where something else was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expected {
@@ -174,6 +182,8 @@ pub struct Judgement {
     pub newest: Option<u64>,
     /// By disk, the latest flush that is known to have ended.
     pub flushed: Vec<Option<u64>>,
+    /// Sectors that hold what belongs elsewhere on their disk, after a discard that was not durable.
+    pub reused_sectors: u64,
 }
 
 /// What was seen in a sector.
@@ -203,6 +213,19 @@ pub struct Check {
     /// The operation that was looked up last: sectors of one operation lie together.
     looked_up: Operation,
     notes: Notes,
+    /// Disk, sector, and what is wrong with it unless it was discarded.
+    misplaced: Vec<(usize, u64, Wrong)>,
+    reused_sectors: u64,
+}
+
+/// What a disk may hold, by sector: numbers of operations plus one, 0 being the zeros of the beginning.
+struct Bounds {
+    /// The last operation that must be there.
+    floors: Vec<u32>,
+    /// The last one that may have left zeros.
+    zeros: Vec<u32>,
+    /// The last discard that need not be durable; empty where that excuses nothing.
+    discards: Vec<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -267,25 +290,31 @@ impl Check {
             promises,
             newest: None,
             notes: Notes::default(),
+            misplaced: Vec::new(),
+            reused_sectors: 0,
         }
     }
 
     /// Takes in what a disk holds from a sector on; what lies beyond the disk is left aside.
     pub fn look(&mut self, disk: usize, first: u64, bytes: &[u8]) {
         let (sectors, _) = bytes.as_chunks::<SECTOR_BYTES>();
-        for (sector, bytes) in (first..).zip(sectors) {
+        let end = self.seen[disk].len() as u64;
+        for (sector, bytes) in (first..end).zip(sectors) {
             let content = identify(bytes, self.plan.seed(), disk as u32, sector);
             let seen = match self.judge_alone(disk, sector, content) {
                 Ok(seen) => seen,
+                Err(wrong @ Wrong::Misplaced { disk: its, .. })
+                    if its as usize == disk && self.promises[disk].reuses_early() =>
+                {
+                    self.misplaced.push((disk, sector, wrong));
+                    Seen::WRONG
+                }
                 Err(wrong) => {
                     self.notes.add(disk, sector, wrong);
                     Seen::WRONG
                 }
             };
-            match self.seen[disk].get_mut(sector as usize) {
-                Some(place) => *place = seen,
-                None => return,
-            }
+            self.seen[disk][sector as usize] = seen;
         }
     }
 
@@ -343,6 +372,7 @@ impl Check {
             done: known.told.done,
             newest: self.newest,
             flushed: known.flushed,
+            reused_sectors: self.reused_sectors,
         }
     }
 
@@ -379,45 +409,53 @@ impl Check {
     }
 
     fn judge_disk(&mut self, disk: usize, known: &Known) {
-        let (floors, zeros) = self.replay(disk, known);
-        let numbered = (0..).zip(&self.seen[disk]);
-        for (sector, (seen, (floor, zeroed))) in numbered
-            .map(|(sector, seen)| (sector, *seen))
-            .zip(floors.into_iter().zip(zeros))
-            .map(|((sector, seen), entries)| (sector, (seen, entries)))
-        {
-            if seen == Seen::WRONG {
+        let bounds = self.replay(disk, known);
+        let entries = bounds.floors.iter().zip(&bounds.zeros);
+        for (sector, (seen, (floor, zeroed))) in (0..).zip(self.seen[disk].iter().zip(entries)) {
+            if *seen == Seen::WRONG {
                 continue;
             }
-            if let Err(wrong) = judge_sector(&self.plan, known, seen, floor, zeroed) {
+            if let Err(wrong) = judge_sector(&self.plan, known, *seen, *floor, *zeroed) {
                 self.notes.add(disk, sector, wrong);
+            }
+        }
+        for (_, sector, wrong) in self.misplaced.iter().filter(|it| it.0 == disk) {
+            match bounds.discards[*sector as usize] {
+                0 => self.notes.add(disk, *sector, *wrong),
+                _ => self.reused_sectors += 1,
             }
         }
     }
 
-    /// By sector, the last operation that must be there, and the last that may have left zeros; both
-    /// plus one, 0 being the zeros of the beginning.
-    fn replay(&self, disk: usize, known: &Known) -> (Vec<u32>, Vec<u32>) {
-        let sectors = self.seen[disk].len();
-        let (mut floors, mut zeros) = (vec![0; sectors], vec![0; sectors]);
-        let promise = self.promises[disk];
+    /// What a disk may hold after all that was done to it.
+    fn replay(&self, disk: usize, known: &Known) -> Bounds {
+        let (sectors, promise) = (self.seen[disk].len(), self.promises[disk]);
+        let mut bounds = Bounds {
+            floors: vec![0; sectors],
+            zeros: vec![0; sectors],
+            discards: vec![0; if promise.reuses_early() { sectors } else { 0 }],
+        };
         for number in 0..known.end {
             let operation = self.plan.operation(number);
             if operation.disk != disk || !operation.kind.modifies() {
                 continue;
             }
             let range = operation.first as usize..operation.range().end as usize;
+            let entry = number as u32 + 1;
+            let is_discard = operation.kind == Kind::Discard;
             // Of a discard that may have kept what was there nothing can be required.
-            let may_keep =
-                operation.kind == Kind::Discard && promise.discards == Discards::ZerosOrKept;
+            let may_keep = is_discard && promise.discards == Discards::ZerosOrKept;
             if !may_keep && known.requires(&operation, promise.keeps) {
-                floors[range.clone()].fill(number as u32 + 1);
+                bounds.floors[range.clone()].fill(entry);
             }
             if operation.kind != Kind::Write {
-                zeros[range].fill(number as u32 + 1);
+                bounds.zeros[range.clone()].fill(entry);
+            }
+            if is_discard && promise.reuses_early() && known.durable(&operation).is_none() {
+                bounds.discards[range].fill(entry);
             }
         }
-        (floors, zeros)
+        bounds
     }
 }
 

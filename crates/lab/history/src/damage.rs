@@ -79,7 +79,7 @@ fn run(until: u64, promise: Promise, quiet: bool, random: &mut Random) -> Stoppe
     let mut order = Order::new(plan.clone());
     let mut told = Told::default();
     while order.told().done < until {
-        while random.below(4) > 0 && order.start().is_some() {}
+        while random.below(4) > 0 && order.start(u64::MAX).is_some() {}
         if order.under_way().is_empty() {
             continue;
         }
@@ -417,6 +417,34 @@ fn foreign_bytes_are_found() {
         let mut stopped = run(300, WHOLE, true, &mut Random::new(8));
         stopped.images[0][sector] = bytes;
         assert_eq!(only(&stopped.judge()).wrong, wrong);
+    }
+}
+
+#[test]
+fn what_a_discard_freed_may_be_in_use_elsewhere_until_a_flush() {
+    for (discards, excused) in [(Discards::ZerosOrKept, true), (Discards::Zeros, false)] {
+        let promise = Promise {
+            keeps: Keeps::Flushed,
+            discards,
+        };
+        let mut stopped = run(300, promise, true, &mut Random::new(12));
+        let flush = stopped.judge().flushed[1].unwrap();
+        let (operation, sector) = stopped.last_of(Kind::Discard, 1);
+        assert!(operation.number > flush, "{operation:?} {flush}");
+        let mut elsewhere = ZEROS;
+        fill(&mut elsewhere, SEED, 1, sector as u64 + 64, flush + 1);
+        stopped.images[1][sector] = elsewhere;
+        let judgement = stopped.judge();
+        assert_eq!(judgement.findings.is_empty(), excused);
+        assert_eq!(judgement.reused_sectors, u64::from(excused));
+        // Where nothing was discarded it is wrong.
+        let (_, sector) = stopped.last_before(flush, Kind::Write, 1);
+        stopped.images[1][sector] = elsewhere;
+        let findings = stopped.judge().findings;
+        assert!(matches!(
+            findings.last().unwrap().wrong,
+            Wrong::Misplaced { .. }
+        ));
     }
 }
 

@@ -12,7 +12,7 @@ mod port;
 mod writer;
 
 use disk::Disk;
-use longhaul_history::plan::Plan;
+use longhaul_history::plan::{FilePasses, Plan};
 use longhaul_history::table::Discards;
 use port::Port;
 use std::fmt;
@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
-use writer::{Settings, Writer};
+use writer::{Pace, Settings, Writer};
 
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 const REPORT_EVERY: Duration = Duration::from_millis(2);
@@ -58,14 +58,28 @@ fn run(stop_file: &Path) -> Result<u64, String> {
     let number = |key: &str| port::number(&start, key).unwrap_or(0);
     let disks = open_disks(number("first_disk"), number("disks"))?;
     let sectors = disks.iter().map(Disk::sectors).collect();
+    let mut plan = Plan::new(number("seed"), sectors);
+    if let sectors @ 1.. = number("file_sectors") {
+        let file = FilePasses {
+            sectors,
+            block: number("block_sectors"),
+            reads: number("file_reads") != 0,
+        };
+        plan = plan.and_then(|plan| plan.over_file(file));
+    }
+    let burst_every = Duration::from_millis(number("burst_every_ms"));
     let settings = Settings {
-        plan: Plan::new(number("seed"), sectors).map_err(|error| error.to_string())?,
+        plan: plan.map_err(|error| error.to_string())?,
         discards: match number("discards_zero") {
             0 => Discards::ZerosOrKept,
             _ => Discards::Zeros,
         },
         depth: number("depth").clamp(1, DEPTH_MAX) as usize,
-        operations_per_s: number("operations_per_s"),
+        pace: Pace::new(number("operations_per_s"), number("burst"), burst_every),
+        operations: match number("operations") {
+            0 => u64::MAX,
+            operations => operations,
+        },
     };
     let writer = Writer::new(disks, settings);
     thread::scope(|scope| {

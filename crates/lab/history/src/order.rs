@@ -67,9 +67,11 @@ impl Order {
         }
     }
 
-    /// The next operation, where it may start; it is under way from now on.
-    pub fn start(&mut self) -> Option<Operation> {
-        if self.next >= (self.told.done + WINDOW).min(OPERATIONS_MAX) {
+    /// The next operation, where it may start and its number is below `end`; it is under way from now
+    /// on.
+    pub fn start(&mut self, end: u64) -> Option<Operation> {
+        let end = end.min(OPERATIONS_MAX);
+        if self.next >= (self.told.done + WINDOW).min(end) {
             return None;
         }
         let operation = self.plan.operation(self.next);
@@ -115,7 +117,7 @@ mod tests {
         let mut random = Random::new(1);
         let mut most = 0;
         while order.told().done < 3000 {
-            while let Some(started) = order.start() {
+            while let Some(started) = order.start(u64::MAX) {
                 let others = || {
                     order
                         .under_way()

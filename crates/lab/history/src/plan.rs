@@ -90,12 +90,55 @@ impl Operation {
     }
 }
 
+/// A file's worth of the first disk that is written from its beginning to its end, over and over,
+/// with new content each time, and made durable after each pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FilePasses {
+    /// The file's sectors: a multiple of the block's.
+    pub sectors: u64,
+    /// The sectors of one operation.
+    pub block: u64,
+    /// Whether each pass reads the file after it was written.
+    pub reads: bool,
+}
+
+impl FilePasses {
+    fn blocks(&self) -> u64 {
+        self.sectors / self.block
+    }
+
+    /// The operations of a pass.
+    pub fn operations(&self) -> u64 {
+        let blocks = self.blocks();
+        blocks + 1 + if self.reads { blocks } else { 0 }
+    }
+
+    fn operation(&self, number: u64) -> Operation {
+        let (step, blocks) = (number % self.operations(), self.blocks());
+        let (kind, place) = match step.checked_sub(blocks) {
+            None => (Kind::Write, step),
+            Some(0) => (Kind::Flush { barrier: true }, 0),
+            Some(read) => (Kind::Read, read - 1),
+        };
+        let is_flush = step == blocks;
+        Operation {
+            number,
+            kind,
+            disk: 0,
+            first: place * self.block,
+            sectors: if is_flush { 0 } else { self.block },
+        }
+    }
+}
+
 /// A history: everything else follows from it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     seed: u64,
     /// Sectors of each disk.
     disks: Vec<u64>,
+    /// What is done instead of everything everywhere.
+    file: Option<FilePasses>,
 }
 
 /// Disks that no history can be about.
@@ -105,6 +148,8 @@ pub enum PlanError {
     Disks(usize),
     /// Too small or too large.
     Sectors(u64),
+    /// A file that is larger than the disk, or does not consist of whole blocks of at most 1 MiB.
+    File(FilePasses),
 }
 
 impl fmt::Display for PlanError {
@@ -116,6 +161,11 @@ impl fmt::Display for PlanError {
             Self::Sectors(sectors) => write!(
                 f,
                 "a disk of a history has {SECTORS_MIN} to {SECTORS_MAX} sectors, not {sectors}"
+            ),
+            Self::File(FilePasses { sectors, block, .. }) => write!(
+                f,
+                "a file of a history consists of whole blocks of 1 to {LONGEST_SECTORS} sectors and \
+                 fits on its disk; {sectors} sectors in blocks of {block} do not"
             ),
         }
     }
@@ -137,8 +187,30 @@ impl Plan {
             .find(|sectors| !(SECTORS_MIN..=SECTORS_MAX).contains(*sectors))
         {
             Some(sectors) => Err(PlanError::Sectors(*sectors)),
-            None => Ok(Self { seed, disks }),
+            None => Ok(Self {
+                seed,
+                disks,
+                file: None,
+            }),
         }
+    }
+
+    /// The history that passes over a file instead.
+    ///
+    /// # Errors
+    /// When the file does not fit.
+    pub fn over_file(self, file: FilePasses) -> Result<Self, PlanError> {
+        let fits = (1..=LONGEST_SECTORS).contains(&file.block)
+            && file.sectors >= file.block
+            && file.sectors.is_multiple_of(file.block)
+            && file.sectors <= self.disks[0];
+        if !fits {
+            return Err(PlanError::File(file));
+        }
+        Ok(Self {
+            file: Some(file),
+            ..self
+        })
     }
 
     /// Its seed.
@@ -155,6 +227,9 @@ impl Plan {
     /// 4 KiB. A quarter goes to the first sixteenth of a disk, a quarter to where another operation
     /// was a moment ago, so that there are overwrites, and neighbours in one block at one time.
     pub fn operation(&self, number: u64) -> Operation {
+        if let Some(file) = self.file {
+            return file.operation(number);
+        }
         let (mut random, anywhere) = self.generator(number);
         let disk = random.below(self.disks.len() as u64) as usize;
         let sectors_of_disk = self.disks[disk];
@@ -249,6 +324,43 @@ mod tests {
         assert!((100..140).contains(&mean), "{mean}");
         let other = Plan::new(6, vec![1 << 15, 1000, SECTORS_MIN]).unwrap();
         assert!((0..20).any(|number| other.operation(number) != plan.operation(number)));
+    }
+
+    #[test]
+    fn a_file_is_passed_over() {
+        let file = FilePasses {
+            sectors: 96,
+            block: 32,
+            reads: true,
+        };
+        let plan = Plan::new(1, vec![100]).unwrap();
+        let passes = plan.clone().over_file(file).unwrap();
+        assert_eq!(file.operations(), 7);
+        let kinds: Vec<(Kind, u64)> = (7..14)
+            .map(|number| passes.operation(number))
+            .map(|operation| (operation.kind, operation.first))
+            .collect();
+        let (write, read) = (Kind::Write, Kind::Read);
+        let flush = Kind::Flush { barrier: true };
+        let expected = [
+            (write, 0),
+            (write, 32),
+            (write, 64),
+            (flush, 0),
+            (read, 0),
+            (read, 32),
+            (read, 64),
+        ];
+        assert_eq!(kinds, expected);
+        for (sectors, block) in [(96, 0), (96, 4096), (90, 32), (128, 32), (0, 32)] {
+            let file = FilePasses {
+                sectors,
+                block,
+                reads: false,
+            };
+            let error = plan.clone().over_file(file).unwrap_err();
+            assert_eq!(error, PlanError::File(file));
+        }
     }
 
     #[test]

@@ -33,14 +33,18 @@ pub(crate) struct Settings {
     pub(crate) discards: Discards,
     /// How many operations are under way at a time.
     pub(crate) depth: usize,
-    /// At most so many per second; 0: as many as there can be.
-    pub(crate) operations_per_s: u64,
+    /// When the next may begin.
+    pub(crate) pace: Pace,
+    /// How many there are.
+    pub(crate) operations: u64,
 }
 
 /// How far a history is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
     pub(crate) told: Told,
+    /// Sectors that were written with content.
+    pub(crate) written: u64,
     /// Sectors that were read and compared.
     pub(crate) verified: u64,
     pub(crate) errors: u64,
@@ -54,7 +58,8 @@ impl fmt::Display for Report {
         let Told { done, mask, quiet } = self.told;
         let (verified, errors, ended) = (self.verified, self.errors, self.ended);
         write!(f, "{{\"done\":{done},\"mask\":{mask},\"quiet\":{quiet}")?;
-        write!(f, ",\"verified\":{verified},\"errors\":{errors}")?;
+        write!(f, ",\"written\":{},\"verified\":{verified}", self.written)?;
+        write!(f, ",\"errors\":{errors}")?;
         if let Some(first) = &self.first_error {
             // Errors are made of plain words and numbers here.
             let plain = first.replace(['"', '\\'], "'");
@@ -77,6 +82,7 @@ struct State {
     tables: Vec<Table>,
     pace: Pace,
     stopping: bool,
+    written: u64,
     verified: u64,
     errors: u64,
     first_errors: Vec<String>,
@@ -99,8 +105,9 @@ impl<M: Medium> Writer<M> {
         let state = State {
             order: Order::new(plan.clone()),
             tables: (0..).zip(plan.disks().iter().copied()).map(table).collect(),
-            pace: Pace::new(settings.operations_per_s),
+            pace: settings.pace.clone(),
             stopping: false,
+            written: 0,
             verified: 0,
             errors: 0,
             first_errors: Vec::new(),
@@ -141,6 +148,7 @@ impl<M: Medium> Writer<M> {
                 quiet: state.ended && !state.failed,
                 ..state.order.told()
             },
+            written: state.written,
             verified: state.verified,
             errors: state.errors,
             first_error: state.first_errors.first().cloned(),
@@ -174,7 +182,7 @@ impl<M: Medium> Writer<M> {
             }
             let mut wait = state.pace.until_next();
             if wait.is_zero() {
-                if let Some(operation) = state.order.start() {
+                if let Some(operation) = state.order.start(self.settings.operations) {
                     state.pace.took_one();
                     let entries = match operation.kind {
                         Kind::Read => {
@@ -228,8 +236,10 @@ impl<M: Medium> Writer<M> {
         let mut state = self.state();
         match result {
             Ok(wrong) => {
-                if operation.kind == Kind::Read {
-                    state.verified += operation.sectors;
+                match operation.kind {
+                    Kind::Read => state.verified += operation.sectors,
+                    Kind::Write => state.written += operation.sectors,
+                    _ => {}
                 }
                 if let Some(wrong) = wrong {
                     state.count_wrong(operation.disk, &wrong);
@@ -316,18 +326,31 @@ impl Buffer {
 }
 
 /// Says when the next operation is due.
-struct Pace {
+#[derive(Debug, Clone)]
+pub(crate) struct Pace {
     /// From one to the next; zero: no limit.
     every: Duration,
+    /// After so many the next ones wait; 0: never.
+    burst: u64,
+    /// From the beginning of a burst to that of the next.
+    burst_every: Duration,
+    in_burst: u64,
+    burst_began: Instant,
     next: Instant,
 }
 
 impl Pace {
-    fn new(operations_per_s: u64) -> Self {
-        let every = Duration::from_secs(1).as_nanos() as u64;
+    /// At most so many per second (0: no limit), in bursts of so many (0: without a pause).
+    pub(crate) fn new(operations_per_s: u64, burst: u64, burst_every: Duration) -> Self {
+        let second = Duration::from_secs(1).as_nanos() as u64;
+        let now = Instant::now();
         Self {
-            every: Duration::from_nanos(every.checked_div(operations_per_s).unwrap_or(0)),
-            next: Instant::now(),
+            every: Duration::from_nanos(second.checked_div(operations_per_s).unwrap_or(0)),
+            burst,
+            burst_every,
+            in_burst: 0,
+            burst_began: now,
+            next: now,
         }
     }
 
@@ -336,8 +359,15 @@ impl Pace {
     }
 
     fn took_one(&mut self) {
-        let earliest = Instant::now().checked_sub(LONGEST_DEBT);
-        self.next = self.next.max(earliest.unwrap_or(self.next)) + self.every;
+        let now = Instant::now();
+        let earliest = now.checked_sub(LONGEST_DEBT).unwrap_or(self.next);
+        self.next = self.next.max(earliest) + self.every;
+        self.in_burst += 1;
+        if self.in_burst == self.burst {
+            self.next = (self.burst_began + self.burst_every).max(now);
+            self.burst_began = self.next;
+            self.in_burst = 0;
+        }
     }
 }
 
@@ -406,7 +436,8 @@ mod tests {
             plan: plan.clone(),
             discards: Discards::Zeros,
             depth: 4,
-            operations_per_s: 0,
+            pace: Pace::new(0, 0, Duration::ZERO),
+            operations: u64::MAX,
         };
         let writer = Writer::new(vec![Memory::new(None), Memory::new(loses)], settings);
         thread::scope(|scope| {
@@ -464,13 +495,17 @@ mod tests {
 
     #[test]
     fn a_pace_is_kept() {
-        let mut pace = Pace::new(10);
+        let mut pace = Pace::new(10, 0, Duration::ZERO);
         assert!(pace.until_next().is_zero());
         pace.took_one();
         let wait = pace.until_next();
         assert!(wait > Duration::from_millis(1) && wait <= Duration::from_millis(100));
-        let mut free = Pace::new(0);
-        free.took_one();
-        assert!(free.until_next().is_zero());
+        let mut free = Pace::new(0, 3, Duration::from_secs(100));
+        for _ in 0..3 {
+            assert!(free.until_next().is_zero());
+            free.took_one();
+        }
+        let wait = free.until_next();
+        assert!(wait > Duration::from_secs(50) && wait <= Duration::from_secs(100));
     }
 }

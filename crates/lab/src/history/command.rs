@@ -2,6 +2,7 @@
 
 use super::guest::{HistoryGuest, Setup};
 use super::images::Record;
+use super::workload::{Work, Workload};
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
 use crate::guest::disks::{DiskKind, local_disks};
@@ -10,12 +11,13 @@ use crate::interrupt;
 use crate::lab::{Lab, Plan, print, say};
 use crate::link::spec::ParseLinkError;
 use longhaul_history::check::Judgement;
+use longhaul_history::plan::SECTOR_BYTES;
 use longhaul_protocol::units::{parse_bytes, parse_duration};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How long a guest may take for its first operations.
 const BEGIN_LIMIT: Duration = Duration::from_secs(120);
@@ -55,9 +57,15 @@ pub struct RunOptions {
     /// How many operations are under way at a time
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub depth: u32,
-    /// At most so many operations per second; 0: as many as there can be
-    #[arg(long, value_name = "N", default_value_t = 0)]
-    pub operations_per_s: u64,
+    /// What it does
+    #[arg(long, value_enum, default_value = "mixed")]
+    pub workload: Workload,
+    /// The size of the file of ior, asyncwr and cm1, on the first disk [default: the whole disk]
+    #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
+    pub file: Option<u64>,
+    /// At most so many operations per second; 0: as many as there can be [default: the workload's]
+    #[arg(long, value_name = "N")]
+    pub operations_per_s: Option<u64>,
     /// How long it writes
     #[arg(long = "for", value_name = "TIME", default_value = "5s", value_parser = parse_duration)]
     pub time: Duration,
@@ -112,17 +120,48 @@ fn run(options: &RunOptions) -> Result<Record, LabError> {
         disks: &disks,
         seed: options.seed,
         depth: options.depth,
-        operations_per_s: options.operations_per_s,
+        work: options.work(),
     })?;
     guest.wait_for(1, BEGIN_LIMIT)?;
     say(&format!("the guest writes; it ends by {}", options.end));
-    interrupt::sleep(options.time)?;
+    watch(&guest, options.time)?;
     let record = match options.end.as_str() {
         "kill" => guest.kill()?,
         _ => guest.stop()?,
     };
     record.save(folder)?;
     Ok(record)
+}
+
+impl RunOptions {
+    fn work(&self) -> Work {
+        let work = self.workload.work(self.file.unwrap_or(self.size));
+        Work {
+            operations_per_s: self.operations_per_s.unwrap_or(work.operations_per_s),
+            ..work
+        }
+    }
+}
+
+/// Lets the guest work for so long, and says each second what it got done.
+fn watch(guest: &HistoryGuest, time: Duration) -> Result<(), LabError> {
+    let megabytes = |sectors: u64| (sectors * SECTOR_BYTES as u64) as f64 / 1e6;
+    let mut last = guest.heard();
+    let mut left = time;
+    while !left.is_zero() {
+        let (began, slice) = (Instant::now(), left.min(Duration::from_secs(1)));
+        interrupt::sleep(slice)?;
+        left -= slice;
+        let (now, seconds) = (guest.heard(), began.elapsed().as_secs_f64());
+        say(&format!(
+            "{} operations; wrote {:.1} MB/s, read {:.1} MB/s",
+            now.told.done,
+            megabytes(now.written - last.written) / seconds,
+            megabytes(now.verified - last.verified) / seconds,
+        ));
+        last = now;
+    }
+    Ok(())
 }
 
 fn absolute(folder: &Path) -> Result<PathBuf, LabError> {
@@ -152,6 +191,13 @@ fn shown(record: &Record, judgement: &Judgement) -> String {
             false => "must hold what was flushed",
         };
         let _ = writeln!(text, "{} {keeps}; flushed: {flushed}", disk.image.display());
+    }
+    if judgement.reused_sectors > 0 {
+        let _ = writeln!(
+            text,
+            "{} sectors hold what belongs elsewhere, after a discard that was not flushed",
+            judgement.reused_sectors
+        );
     }
     for finding in &judgement.findings {
         let _ = writeln!(text, "{finding}");

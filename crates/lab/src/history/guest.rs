@@ -2,6 +2,7 @@
 
 use super::images::{Record, RecordedDisk};
 use super::teller::{Heard, Teller};
+use super::workload::Work;
 use crate::arena::{Arena, ArenaError};
 use crate::error::LabError;
 use crate::guest::disks::{Cache, Format, LocalDisk};
@@ -37,8 +38,8 @@ pub struct Setup<'a> {
     pub seed: u64,
     /// How many operations are under way at a time.
     pub depth: u32,
-    /// At most so many per second; 0: as many as there can be.
-    pub operations_per_s: u64,
+    /// What it does.
+    pub work: Work,
 }
 
 /// A guest that does a history.
@@ -109,15 +110,24 @@ impl HistoryGuest {
 
     fn begin(&self, setup: &Setup<'_>) -> Result<(), LabError> {
         let strict = self.record.disks.iter().all(|disk| disk.discards_zero);
-        let line = json!({
+        let work = &setup.work;
+        let mut line = json!({
             "command": "start",
             "seed": setup.seed,
             "first_disk": 0,
             "disks": setup.disks.len(),
             "depth": setup.depth,
-            "operations_per_s": setup.operations_per_s,
             "discards_zero": u8::from(strict),
+            "operations": work.operations,
+            "operations_per_s": work.operations_per_s,
+            "burst": work.burst,
+            "burst_every_ms": work.burst_every.as_millis() as u64,
         });
+        if let Some(file) = work.file {
+            line["file_sectors"] = json!(file.sectors);
+            line["block_sectors"] = json!(file.block);
+            line["file_reads"] = json!(u8::from(file.reads));
+        }
         let line = line.to_string();
         let mut sent = Ok(false);
         wait_until(LIMIT, || {
@@ -204,6 +214,7 @@ fn record(setup: &Setup<'_>) -> Record {
         quiet: false,
         errors: 0,
         first_error: None,
+        file: setup.work.file,
         disks: setup.disks.iter().map(disk).collect(),
     }
 }

@@ -1,11 +1,12 @@
 //! What is kept of a history, and the judgement of the images of its disks.
 
+use super::workload::{self, RecordedFile};
 use crate::error::{During, LabError};
 use crate::guest::disks::Format;
 use crate::process;
 use longhaul_history::check::{Check, Judgement, Keeps, Promise};
 use longhaul_history::order::Told;
-use longhaul_history::plan::{Plan, SECTOR_BYTES};
+use longhaul_history::plan::SECTOR_BYTES;
 use longhaul_history::table::Discards;
 use nix::errno::Errno;
 use nix::unistd::{Whence, lseek};
@@ -35,6 +36,9 @@ pub struct Record {
     pub errors: u64,
     /// The first of that.
     pub first_error: Option<String>,
+    /// The file that was passed over, where it was not everything everywhere.
+    #[serde(default)]
+    pub file: Option<RecordedFile>,
     /// The disks, in the guest's order.
     pub disks: Vec<RecordedDisk>,
 }
@@ -101,8 +105,12 @@ impl Record {
     /// When an image cannot be read, or is longer than its disk.
     pub fn judge(&self, folder: &Path) -> Result<Judgement, LabError> {
         let sectors = |disk: &RecordedDisk| disk.bytes / SECTOR_BYTES as u64;
-        let plan = Plan::new(self.seed, self.disks.iter().map(sectors).collect())
-            .map_err(|error| wrong(&folder.join(RECORD), &error.to_string()))?;
+        let plan = workload::plan(
+            self.seed,
+            self.disks.iter().map(sectors).collect(),
+            self.file,
+        )
+        .map_err(|error| wrong(&folder.join(RECORD), &error.to_string()))?;
         let told = Told {
             done: self.done,
             mask: self.mask,
@@ -193,7 +201,7 @@ fn wrong(path: &Path, message: &str) -> LabError {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use longhaul_history::plan::Kind;
+    use longhaul_history::plan::{Kind, Plan};
     use longhaul_history::sector::{Sector, fill};
 
     const BYTES: u64 = 4 << 20;
@@ -208,6 +216,7 @@ mod tests {
             quiet: true,
             errors: 0,
             first_error: None,
+            file: None,
             disks: vec![RecordedDisk {
                 image: PathBuf::from("disk0.raw"),
                 format: Format::Raw,

@@ -20,6 +20,8 @@ const LONGEST_LINE: u64 = 64 << 10;
 pub struct Heard {
     /// Which operations were acknowledged.
     pub told: Told,
+    /// Sectors that it has written with content.
+    pub written: u64,
     /// Sectors that the guest has read and compared.
     pub verified: u64,
     /// What it found wrong.
@@ -36,6 +38,7 @@ struct Report {
     done: u64,
     mask: u32,
     quiet: bool,
+    written: u64,
     verified: u64,
     errors: u64,
     first_error: Option<String>,
@@ -145,6 +148,7 @@ impl Shared {
             mask: report.mask,
             quiet: report.quiet,
         });
+        heard.written = heard.written.max(report.written);
         heard.verified = heard.verified.max(report.verified);
         heard.errors = heard.errors.max(report.errors);
         heard.first_error = heard.first_error.take().or(report.first_error);
@@ -177,7 +181,7 @@ mod tests {
         assert_eq!(&line, b"start\n");
         let say = |done: u64, rest: &str| {
             format!(
-                "{{\"done\":{done},\"mask\":5,\"quiet\":false,\"verified\":3,\"errors\":{rest}}}\n"
+                "{{\"done\":{done},\"mask\":5,\"quiet\":false,\"written\":8,\"verified\":3,\"errors\":{rest}}}\n"
             )
         };
         let lines = say(7, "0,\"ended\":false") + "noise\n{\"done\":99";
