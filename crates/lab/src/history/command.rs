@@ -2,6 +2,7 @@
 
 use super::guest::{HistoryGuest, Setup};
 use super::images::Record;
+use super::task::{History, Task};
 use super::workload::{Work, Workload};
 use crate::error::{During, LabError};
 use crate::guest::KernelFiles;
@@ -111,20 +112,23 @@ fn run(options: &RunOptions) -> Result<Record, LabError> {
     let qemu = installed::qemu(&options.qemu)?;
     let version = installed::qemu_version(&qemu)?;
     let machine = version.split('.').take(2).collect::<Vec<_>>().join(".");
-    let guest = HistoryGuest::start(&Setup {
+    let setup = Setup {
         host,
         files: &KernelFiles::make(host.folder())?,
         qemu: &qemu,
         accelerator: &options.accelerator,
         machine_version: &machine,
+    };
+    let task = Task {
         disks: &disks,
         seed: options.seed,
         depth: options.depth,
         work: options.work(),
-    })?;
-    guest.wait_for(1, BEGIN_LIMIT)?;
+    };
+    let guest = HistoryGuest::start(&setup, &task)?;
+    guest.history().wait_for(1, BEGIN_LIMIT)?;
     say(&format!("the guest writes; it ends by {}", options.end));
-    watch(&guest, options.time)?;
+    watch(guest.history(), options.time)?;
     let record = match options.end.as_str() {
         "kill" => guest.kill()?,
         _ => guest.stop()?,
@@ -144,15 +148,15 @@ impl RunOptions {
 }
 
 /// Lets the guest work for so long, and says each second what it got done.
-fn watch(guest: &HistoryGuest, time: Duration) -> Result<(), LabError> {
+fn watch(history: &History, time: Duration) -> Result<(), LabError> {
     let megabytes = |sectors: u64| (sectors * SECTOR_BYTES as u64) as f64 / 1e6;
-    let mut last = guest.heard();
+    let mut last = history.heard();
     let mut left = time;
     while !left.is_zero() {
         let (began, slice) = (Instant::now(), left.min(Duration::from_secs(1)));
         interrupt::sleep(slice)?;
         left -= slice;
-        let (now, seconds) = (guest.heard(), began.elapsed().as_secs_f64());
+        let (now, seconds) = (history.heard(), began.elapsed().as_secs_f64());
         say(&format!(
             "{} operations; wrote {:.1} MB/s, read {:.1} MB/s",
             now.told.done,
