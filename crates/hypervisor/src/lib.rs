@@ -11,6 +11,7 @@ mod command_line;
 pub mod config;
 pub mod description;
 pub mod dirty_rate;
+pub mod disk;
 pub mod folder;
 pub mod guest;
 pub mod guest_agent;

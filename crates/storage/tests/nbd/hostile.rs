@@ -101,7 +101,7 @@ fn nobody_haggles_for_ever() {
 fn those_who_never_begin_lose_their_place() {
     let limits = Limits {
         connections: 2,
-        handshake: Duration::from_millis(300),
+        handshake: Duration::from_secs(2),
     };
     let disk = Moody::new(4096);
     let served = Served::within(disk, tempfile::tempdir().unwrap(), limits);
@@ -109,12 +109,15 @@ fn those_who_never_begin_lose_their_place() {
     let mut dribbling = Client::haggling(&served);
     let mut third = Client::silent(&served);
     assert!(third.is_cut_off(), "there were two places");
-    // A byte now and then does not keep the place.
+    // A byte of its option now and then does not keep the place.
+    dribbling.send_option(LIST, 16 << 10, b"");
     wait_until(|| {
         std::thread::sleep(Duration::from_millis(20));
-        dribbling.stream.write_all(b"I").is_err()
+        dribbling.stream.write_all(b"x").is_err()
     });
     served.wait_for_connections(1);
+    let notices = served.notices();
+    assert!(notices[1].contains("timed out"), "{notices:?}");
     // Whoever has begun may be silent for as long as it likes.
     assert_eq!(ready.write(0, 0, b"still here"), 0);
     Client::ready(&served, true);

@@ -1,0 +1,286 @@
+//! The disk front end below a disk that is in use, and out again, with real QEMUs.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod common;
+mod disk_load;
+#[allow(dead_code, reason = "the smaller part of it is used elsewhere")]
+mod payload;
+
+use common::emulators;
+use disk_load::{DISK_BYTES, Load, boot_disk};
+use longhaul_hypervisor::Qmp;
+use longhaul_hypervisor::disk::{DiskNodes, Front, InsertError, RemoveError, insert, remove};
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
+use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
+use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
+use payload::{Payload, Qemu, Spec};
+use serde_json::{Map, Value, json};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use tempfile::TempDir;
+
+const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn convert(format: &str, image: &Path, into: &str, result: &Path) {
+    let mut convert = std::process::Command::new("qemu-img");
+    // Also while a stopped guest has it.
+    convert.args(["convert", "-U", "-f", format, "-O", into]);
+    let converted = convert.arg(image).arg(result).status();
+    assert!(
+        converted
+            .expect("qemu-img is needed: scripts/install lab")
+            .success()
+    );
+}
+
+/// An image, its nodes, and a front end for it.
+struct Setting {
+    folder: TempDir,
+    image: PathBuf,
+    format: &'static str,
+    nodes: DiskNodes,
+    options: [Value; 2],
+    listener: UnixListener,
+    front: Front,
+}
+
+impl Setting {
+    fn new(format: &'static str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        let raw = folder.path().join("raw");
+        std::fs::write(&raw, boot_disk()).unwrap();
+        convert("raw", &raw, format, &image);
+        let file = json!({"driver": "file", "node-name": "f0", "filename": image,
+            "discard": "unmap", "cache": {"direct": false}});
+        let mut above = json!({"driver": format, "node-name": "d0", "file": "f0",
+            "discard": "unmap", "detect-zeroes": "unmap"});
+        if format == "qcow2" {
+            above["backing"] = Value::Null;
+        }
+        let object = |value: &Value| -> Map<String, Value> { value.as_object().unwrap().clone() };
+        let socket = folder.path().join("nbd");
+        Self {
+            image,
+            format,
+            nodes: DiskNodes::new(object(&above), object(&file)).unwrap(),
+            options: [file, above],
+            listener: UnixListener::bind(&socket).unwrap(),
+            front: Front {
+                node: "n0".to_owned(),
+                socket,
+                export: NAME.to_owned(),
+            },
+            folder,
+        }
+    }
+
+    /// A guest that has the disk, whose firmware does nothing with it.
+    async fn guest(&self, emulator: &Path, iothread: bool) -> Qemu {
+        let mut spec = Spec::new(emulator, "q35", Payload::NONE);
+        let mut device = json!({"driver": "virtio-blk-pci", "id": "vda", "drive": "d0"});
+        if iothread {
+            spec.more
+                .extend(["-object", "iothread,id=io0"].map(str::to_owned));
+            device["iothread"] = "io0".into();
+        }
+        for options in &self.options {
+            spec.more
+                .extend(["-blockdev".to_owned(), options.to_string()]);
+        }
+        spec.more.extend(["-device".to_owned(), device.to_string()]);
+        Qemu::running(&spec).await
+    }
+
+    fn disk(&self) -> RawDisk {
+        let size = match self.format {
+            "raw" => ExportSize::OfFile,
+            _ => ExportSize::Bytes(2 * DISK_BYTES as u64),
+        };
+        RawDisk::open(&self.image, size).unwrap()
+    }
+
+    fn serve(&self) -> Server {
+        let name = ExportName::new(NAME.to_owned()).unwrap();
+        let disk = Arc::new(self.disk());
+        let listener = self.listener.try_clone().unwrap();
+        let exports = vec![Export { name, disk }];
+        Server::start(listener, exports, Limits::default(), |_| ()).unwrap()
+    }
+
+    /// What the guest would find on the disk.
+    fn content(&self) -> Vec<u8> {
+        let raw = self.folder.path().join("content");
+        convert(self.format, &self.image, "raw", &raw);
+        std::fs::read(raw).unwrap()
+    }
+}
+
+/// The block graph and its nodes' options, without ids and what grows by itself.
+async fn picture(qmp: &Qmp) -> Vec<String> {
+    let graph = qmp.query("x-debug-query-block-graph").await.unwrap();
+    let nodes = graph["nodes"].as_array().unwrap();
+    let name = |id: &Value| {
+        let node = nodes.iter().find(|node| node["id"] == *id).unwrap();
+        node["name"].clone()
+    };
+    let mut lines = Vec::new();
+    for mut edge in graph["edges"].as_array().unwrap().clone() {
+        for end in ["parent", "child"] {
+            edge[end] = name(&edge[end]);
+        }
+        lines.push(edge.to_string());
+    }
+    let flat = json!({"flat": true});
+    let known = qmp.execute("query-named-block-nodes", flat, COMMAND_TIMEOUT);
+    for mut node in known.await.unwrap().as_array().unwrap().clone() {
+        node["image"].take();
+        lines.push(node.to_string());
+    }
+    lines.sort();
+    lines
+}
+
+async fn nobody_is_connected(server: &Server) {
+    let until = Instant::now() + PATIENCE;
+    while server.connections() > 0 {
+        assert!(Instant::now() < until, "QEMU keeps its connection");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+async fn switches_under_load(emulator: &Path, format: &'static str, iothread: bool) {
+    let setting = Setting::new(format);
+    let qemu = setting.guest(emulator, iothread).await;
+    let before = picture(&qemu.qmp).await;
+    let load = Load::find(&qemu).await;
+    let mut server = setting.serve();
+    for round in 0..6 {
+        load.goes_on(10).await;
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        load.goes_on(10).await;
+        assert!(
+            server.connections() >= 1,
+            "the disk is used around the front end"
+        );
+        if round % 2 == 0 {
+            // Cut off in the middle of requests; its socket goes on.
+            drop(server);
+            server = setting.serve();
+            load.goes_on(10).await;
+        }
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        nobody_is_connected(&server).await;
+    }
+    load.goes_on(10).await;
+    assert_eq!(server.stop(PATIENCE), 0);
+    assert_eq!(picture(&qemu.qmp).await, before);
+    assert_eq!(qemu.state().await, "running");
+    let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
+    stopped.await.unwrap();
+    load.check(&setting.content());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_under_load_goes_through_the_front_end_and_back() {
+    for (_, emulator) in emulators() {
+        for format in ["raw", "qcow2"] {
+            for iothread in [false, true] {
+                switches_under_load(&emulator, format, iothread).await;
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
+    for (_, emulator) in emulators() {
+        let setting = Setting::new("raw");
+        let qemu = setting.guest(&emulator, false).await;
+        let before = picture(&qemu.qmp).await;
+        let server = setting.serve();
+        let mut wrong = setting.front.clone();
+        wrong.export = "another name".to_owned();
+        let refusal = insert(&qemu.qmp, &setting.nodes, &wrong).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Refused(_)), "{refusal}");
+        wrong.socket = setting.folder.path().join("nobody");
+        let refusal = insert(&qemu.qmp, &setting.nodes, &wrong).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Refused(_)), "{refusal}");
+        // A disk that is smaller than the guest's is not put below it.
+        std::fs::write(setting.folder.path().join("small"), [0; 512]).unwrap();
+        let small = setting.folder.path().join("small");
+        let small = RawDisk::open(&small, ExportSize::OfFile).unwrap();
+        let listener = UnixListener::bind(setting.folder.path().join("nbd2")).unwrap();
+        let exports = vec![Export {
+            name: ExportName::new(NAME.to_owned()).unwrap(),
+            disk: Arc::new(small),
+        }];
+        let small = Server::start(listener, exports, Limits::default(), |_| ()).unwrap();
+        let mut front = setting.front.clone();
+        front.socket = setting.folder.path().join("nbd2");
+        let refusal = insert(&qemu.qmp, &setting.nodes, &front).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Smaller { .. }), "{refusal}");
+        assert_eq!(small.stop(PATIENCE), 0);
+        assert_eq!(picture(&qemu.qmp).await, before);
+        // What is not there is removed already; done twice is done once.
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        let mut other = setting.front.clone();
+        other.node = "n1".to_owned();
+        let refusal = insert(&qemu.qmp, &setting.nodes, &other).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Other { .. }), "{refusal}");
+        let refusal = remove(&qemu.qmp, &setting.nodes, &other).await.unwrap_err();
+        assert!(matches!(refusal, RemoveError::Other { .. }), "{refusal}");
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        assert_eq!(picture(&qemu.qmp).await, before);
+        drop(server);
+    }
+}
+
+#[tokio::test]
+async fn locks_pass_to_the_front_end_and_back() {
+    for (_, emulator) in emulators() {
+        for (format, image_use) in [("raw", ImageUse::Raw), ("qcow2", ImageUse::Growing)] {
+            let setting = Setting::new(format);
+            let qemu = setting.guest(&emulator, false).await;
+            let disk = setting.disk();
+            let server = setting.serve();
+            let lock = ImageLock::beside(disk.file(), image_use).unwrap();
+            lock.check().expect_err("the guest's QEMU holds its own");
+            insert(&qemu.qmp, &setting.nodes, &setting.front)
+                .await
+                .unwrap();
+            lock.check().unwrap();
+            let refusal = remove(&qemu.qmp, &setting.nodes, &setting.front)
+                .await
+                .unwrap_err();
+            assert!(matches!(refusal, RemoveError::Refused(_)), "{refusal}");
+            assert!(refusal.to_string().contains("lock"), "{refusal}");
+            drop(lock);
+            remove(&qemu.qmp, &setting.nodes, &setting.front)
+                .await
+                .unwrap();
+            ImageLock::alone(disk.file(), image_use).expect_err("the guest's QEMU has them again");
+            drop(server);
+        }
+    }
+}
