@@ -1,7 +1,7 @@
 //! What is checked of every frame: an answer within the limits, or an error that changes nothing.
 
 use longhaul_codec::{
-    BlockId, BlockSink, BlockWrite, Content, DecodeError, Decoder, DigestKey, Limits,
+    BlockId, BlockSink, BlockWrite, Content, DecodeError, Decoder, DigestKey, FrameError, Limits,
 };
 use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 use std::cell::Cell;
@@ -27,9 +27,15 @@ pub(crate) fn run(data: &[u8]) {
     assert_eq!(first.applied, sink.applied);
     assert_eq!(first.applied + first.stale + rejected, sink.asked.get());
     assert!(sink.asked.get() <= limits.frame_blocks as u64);
-    // A decoder that has been used gives the same answer.
+    // A decoder that has been used gives the same answer, unless the frame was the first in order.
     let again = decoder.decode(data, &limits, &mut Checked::default());
-    assert_eq!(again.ok(), Some(first));
+    match again {
+        Err(DecodeError::Frame(FrameError::Order {
+            order: 0,
+            expected: 1,
+        })) => {}
+        again => assert_eq!(again.ok(), Some(first)),
+    }
 }
 
 /// A destination that checks what it is asked for, and refuses every third block as stale.

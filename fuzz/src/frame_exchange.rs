@@ -183,6 +183,7 @@ impl Source {
             });
         }
         let compression = match how / 2 % 4 {
+            _ if how & 0x10 != 0 => Compression::ZstdLong(1),
             0 => Compression::Raw,
             1 => Compression::Lz4,
             2 => Compression::Zstd(1),

@@ -14,7 +14,8 @@ const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -20..=19;
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Encoding {
-    /// `auto`, `raw`, `lz4-fast`, `lz4`, or `zstd:LEVEL` with a level from -20 to 19.
+    /// `auto`, `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, or `zstd-long:LEVEL`, with a level from -20
+    /// to 19.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub compression: Option<CompressionChoice>,
@@ -59,6 +60,8 @@ pub enum CompressionChoice {
     Lz4,
     /// With Zstandard of this level.
     Zstd(i32),
+    /// With Zstandard of this level, and what earlier frames brought.
+    ZstdLong(i32),
 }
 
 /// How much memory there is for telling what has changed.
@@ -84,12 +87,16 @@ impl FromStr for CompressionChoice {
             "raw" => Some(Self::Raw),
             "lz4-fast" => Some(Self::Lz4Fast),
             "lz4" => Some(Self::Lz4),
-            _ => text.strip_prefix("zstd:").and_then(level).map(Self::Zstd),
+            _ => match text.strip_prefix("zstd-long:") {
+                Some(long) => level(long).map(Self::ZstdLong),
+                None => text.strip_prefix("zstd:").and_then(level).map(Self::Zstd),
+            },
         };
         choice.ok_or_else(|| {
             let text: String = text.chars().take(40).collect();
             format!(
-                "`{text}` is not a compression (auto, raw, lz4-fast, lz4, or zstd:-20 to zstd:19)"
+                "`{text}` is not a compression (auto, raw, lz4-fast, lz4, zstd:LEVEL or \
+                 zstd-long:LEVEL with a level from -20 to 19)"
             )
         })
     }
@@ -103,6 +110,7 @@ impl fmt::Display for CompressionChoice {
             Self::Lz4Fast => f.write_str("lz4-fast"),
             Self::Lz4 => f.write_str("lz4"),
             Self::Zstd(level) => write!(f, "zstd:{level}"),
+            Self::ZstdLong(level) => write!(f, "zstd-long:{level}"),
         }
     }
 }
@@ -170,13 +178,31 @@ mod tests {
     #[test]
     fn choices_are_written_as_they_are_read() {
         for text in [
-            "auto", "raw", "lz4-fast", "lz4", "zstd:-20", "zstd:1", "zstd:19",
+            "auto",
+            "raw",
+            "lz4-fast",
+            "lz4",
+            "zstd:-20",
+            "zstd:1",
+            "zstd:19",
+            "zstd-long:-20",
+            "zstd-long:6",
         ] {
             assert_eq!(text.parse::<CompressionChoice>().unwrap().to_string(), text);
         }
-        for text in ["zstd", "zstd:", "zstd:20", "zstd:-21", "gzip", "", "Auto"] {
+        for text in [
+            "zstd",
+            "zstd:",
+            "zstd:20",
+            "zstd:-21",
+            "zstd-long",
+            "zstd-long:20",
+            "gzip",
+            "",
+            "Auto",
+        ] {
             let error = text.parse::<CompressionChoice>().unwrap_err();
-            assert!(error.contains("zstd:19"), "{error}");
+            assert!(error.contains("from -20 to 19"), "{error}");
         }
         for text in ["auto", "off", "64MiB", "4097"] {
             assert_eq!(text.parse::<DeltaCache>().unwrap().to_string(), text);

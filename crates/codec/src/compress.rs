@@ -1,5 +1,6 @@
 //! The compressors that a frame's payload may go through, with their contexts kept between frames.
 
+use crate::long::{LongCompressor, LongDecompressor};
 use crate::lz4::Places;
 use std::io;
 
@@ -8,6 +9,8 @@ const FRAME_BLOCKS: usize = 64;
 const FRAME_BLOCKS_DEAR: usize = 192;
 /// The dearest level for which frames of [`FRAME_BLOCKS`] are enough.
 const ZSTD_FRAME_LEVEL: i32 = 3;
+/// What is found in earlier frames need not be in the same one.
+const FRAME_BLOCKS_LONG: usize = 128;
 
 /// How the payload of a frame is compressed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -20,6 +23,10 @@ pub enum Compression {
     Lz4,
     /// One Zstandard frame, made at this level (negative levels are faster).
     Zstd(i32),
+    /// A part of a Zstandard frame that goes on through many frames of a connection, made at this
+    /// level: what was found in earlier ones need not be sent again. Such frames are decoded in
+    /// their order, see [`crate::InOrder`].
+    ZstdLong(i32),
 }
 
 impl Compression {
@@ -28,6 +35,7 @@ impl Compression {
     pub fn frame_blocks(self) -> usize {
         match self {
             Self::Zstd(level) if level > ZSTD_FRAME_LEVEL => FRAME_BLOCKS_DEAR,
+            Self::ZstdLong(_) => FRAME_BLOCKS_LONG,
             Self::Raw | Self::Lz4Fast | Self::Lz4 | Self::Zstd(_) => FRAME_BLOCKS,
         }
     }
@@ -38,6 +46,7 @@ pub(crate) struct Compressor {
     places: Box<Places>,
     lz4: lz4_flex::block::CompressTable,
     zstd: Option<(i32, zstd::bulk::Compressor<'static>)>,
+    long: Option<LongCompressor>,
     output: Vec<u8>,
 }
 
@@ -47,16 +56,28 @@ impl Compressor {
             places: Places::new(),
             lz4: lz4_flex::block::CompressTable::large(),
             zstd: None,
+            long: None,
             output: Vec::new(),
         }
     }
 
-    /// Compresses `payload`; `None` when the result would save less than a sixty-fourth.
+    /// What goes on through frames begins anew: nothing that was sent so far can be built on.
+    pub(crate) fn forget_frames(&mut self) {
+        if let Some(long) = &mut self.long {
+            long.forget_frames();
+        }
+    }
+
+    /// Compresses `payload`, and tells what became of it; `None` when the result would save less
+    /// than a sixty-fourth.
     pub(crate) fn compress(
         &mut self,
         payload: &[u8],
         compression: Compression,
-    ) -> io::Result<Option<&[u8]>> {
+    ) -> io::Result<Option<Compressed<'_>>> {
+        if payload.is_empty() {
+            return Ok(None);
+        }
         let length = match compression {
             Compression::Raw => return Ok(None),
             Compression::Lz4Fast => {
@@ -77,10 +98,34 @@ impl Compressor {
                 let output = scratch(&mut self.output, bound);
                 zstd_at(&mut self.zstd, level)?.compress_to_buffer(payload, output)?
             }
+            Compression::ZstdLong(level) => {
+                let long = match self.long.take() {
+                    Some(long) => self.long.insert(long),
+                    None => self.long.insert(LongCompressor::new(level)?),
+                };
+                // Sent even where it does not pay: what comes later builds on it.
+                return long.compress(payload, level, &mut self.output).map(Some);
+            }
         };
         let pays = length + payload.len() / 64 < payload.len();
-        Ok(pays.then_some(&self.output[..length]))
+        let method = match compression {
+            Compression::Raw | Compression::Lz4Fast | Compression::Lz4 => Method::Lz4,
+            Compression::Zstd(_) | Compression::ZstdLong(_) => Method::Zstd,
+        };
+        Ok(pays.then_some(Compressed {
+            stored: &self.output[..length],
+            method,
+            compression,
+        }))
     }
+}
+
+/// A payload that was compressed.
+pub(crate) struct Compressed<'a> {
+    pub(crate) stored: &'a [u8],
+    pub(crate) method: Method,
+    /// How: another level than asked for where one goes on.
+    pub(crate) compression: Compression,
 }
 
 /// The Zstandard context, set to `level`.
@@ -107,40 +152,58 @@ pub(crate) fn scratch(buffer: &mut Vec<u8>, length: usize) -> &mut [u8] {
     &mut buffer[..length]
 }
 
-/// The decompressing contexts of one worker.
+/// The decompressing contexts of one connection.
 pub(crate) struct Decompressor {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
+    long: LongDecompressor,
 }
 
 impl Decompressor {
     pub(crate) fn new() -> Self {
-        Self { zstd: None }
+        Self {
+            zstd: None,
+            long: LongDecompressor::default(),
+        }
     }
 
     /// Fills `payload` from `stored`; false unless `stored` is valid and exactly that long.
     pub(crate) fn decompress(
         &mut self,
         stored: &[u8],
-        compression: Stored,
+        method: Method,
         payload: &mut [u8],
     ) -> io::Result<bool> {
-        let length = match compression {
-            Stored::Lz4 => lz4_flex::block::decompress_into(stored, payload).ok(),
-            Stored::Zstd => {
+        let length = match method {
+            Method::Lz4 => lz4_flex::block::decompress_into(stored, payload).ok(),
+            Method::Zstd => {
                 let context = match self.zstd.take() {
                     Some(context) => self.zstd.insert(context),
                     None => self.zstd.insert(zstd::bulk::Decompressor::new()?),
                 };
                 context.decompress_to_buffer(stored, payload).ok()
             }
+            Method::Long { begins, .. } => {
+                return self.long.decompress(stored, begins, payload);
+            }
         };
         Ok(length == Some(payload.len()))
+    }
+
+    /// The order number that the next long frame must have.
+    pub(crate) fn expected(&self) -> u32 {
+        self.long.expected()
     }
 }
 
 /// How a payload that is not raw is stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Stored {
+pub(crate) enum Method {
     Lz4,
     Zstd,
+    /// As a part of a Zstandard frame: one that `begins`, or the one that goes on. `order` counts
+    /// these parts on a connection, from 0.
+    Long {
+        begins: bool,
+        order: u32,
+    },
 }

@@ -8,10 +8,11 @@
 //! Everything left of "stale" is decided before the sink is asked for anything but the lengths of
 //! its regions: a frame with an error changes nothing.
 
-use crate::compress::{Decompressor, Stored, scratch};
+use crate::compress::{Decompressor, Method, scratch};
 use crate::frame::{
-    COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, FRAME_VERSION, HEADER_BYTES, Header,
-    KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL, KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind,
+    COMPRESSION_LONG, COMPRESSION_LONG_BEGINS, COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD,
+    Entry, FRAME_VERSION, HEADER_BYTES, Header, KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL,
+    KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind, ORDER_BYTES,
 };
 use crate::{BlockId, Digest, DigestKey, Hasher, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
@@ -184,6 +185,22 @@ pub enum FrameError {
     /// The stored payload does not decompress to exactly the declared length.
     #[error("a payload that does not decompress to its declared length")]
     Payload,
+    /// It goes on from another frame than the last one of its kind.
+    #[error("frame {order} of those in order where frame {expected} comes next")]
+    Order {
+        /// Its place.
+        order: u32,
+        /// The place that comes next.
+        expected: u32,
+    },
+    /// More of those in order have come before their turn than may be under way.
+    #[error("{bytes} bytes of frames that came before their turn, at most {limit} are accepted")]
+    TooEarly {
+        /// Their length together.
+        bytes: usize,
+        /// The limit.
+        limit: usize,
+    },
     /// What follows the literals in the payload is not as many deltas as the entries announce.
     #[error("deltas that do not fill the payload, or are longer than a block")]
     Delta,
@@ -203,7 +220,9 @@ pub enum DecodeError<E> {
     Sink(#[source] E),
 }
 
-/// Decodes frames; holds the contexts and buffers that are used again for each. One a worker.
+/// Decodes frames; holds the contexts and buffers that are used again for each. One a connection:
+/// frames of [`crate::Compression::ZstdLong`] go on from those before them, and come
+/// [in order](crate::InOrder).
 pub struct Decoder {
     hasher: Hasher,
     decompressor: Decompressor,
@@ -236,13 +255,19 @@ impl Decoder {
         sink: &mut S,
     ) -> Result<Outcome, DecodeError<S::Error>> {
         let parsed = Parsed::new(frame, limits, |region| sink.region_blocks(region))?;
-        let payload = match parsed.compression {
+        if let Some(Method::Long { order, .. }) = parsed.method {
+            let expected = self.decompressor.expected();
+            if order != expected {
+                return Err(FrameError::Order { order, expected }.into());
+            }
+        }
+        let payload = match parsed.method {
             None => parsed.stored,
-            Some(compression) => {
+            Some(method) => {
                 let payload = scratch(&mut self.payload, parsed.payload_bytes);
                 let valid = self
                     .decompressor
-                    .decompress(parsed.stored, compression, payload)
+                    .decompress(parsed.stored, method, payload)
                     .map_err(DecodeError::Decompressor)?;
                 if !valid {
                     return Err(FrameError::Payload.into());
@@ -281,7 +306,7 @@ impl Decoder {
 struct Parsed<'a> {
     seq: u64,
     entries: Vec<ParsedEntry<'a>>,
-    compression: Option<Stored>,
+    method: Option<Method>,
     payload_bytes: usize,
     /// The part of the payload that is literals; the deltas follow.
     literal_bytes: usize,
@@ -313,13 +338,8 @@ impl<'a> Parsed<'a> {
             });
         }
         let header = parse_header(frame)?;
-        let compression = match header.compression {
-            COMPRESSION_RAW => None,
-            COMPRESSION_LZ4 => Some(Stored::Lz4),
-            COMPRESSION_ZSTD => Some(Stored::Zstd),
-            other => return Err(FrameError::Compression(other)),
-        };
         let body = &frame[HEADER_BYTES..];
+        let (method, body) = method(header.compression, body)?;
         let (rest, stored) = body
             .len()
             .checked_sub(header.stored_bytes as usize)
@@ -370,13 +390,13 @@ impl<'a> Parsed<'a> {
                 most,
             });
         }
-        if compression.is_none() && stored.len() as u64 != declared {
+        if method.is_none() && stored.len() as u64 != declared {
             return Err(FrameError::Payload);
         }
         Ok(Self {
             seq: header.seq,
             entries,
-            compression,
+            method,
             payload_bytes: declared as usize,
             literal_bytes: literal_bytes as usize,
             deltas: deltas as usize,
@@ -411,6 +431,33 @@ fn parse_header(frame: &[u8]) -> Result<Header, FrameError> {
     match frame.first_chunk() {
         Some(bytes) => Ok(Header::from_bytes(bytes)),
         None => Err(FrameError::Truncated),
+    }
+}
+
+/// How the payload of a frame is stored, and what follows that in the frame.
+fn method(compression: u8, body: &[u8]) -> Result<(Option<Method>, &[u8]), FrameError> {
+    let begins = match compression {
+        COMPRESSION_RAW => return Ok((None, body)),
+        COMPRESSION_LZ4 => return Ok((Some(Method::Lz4), body)),
+        COMPRESSION_ZSTD => return Ok((Some(Method::Zstd), body)),
+        COMPRESSION_LONG_BEGINS => true,
+        COMPRESSION_LONG => false,
+        other => return Err(FrameError::Compression(other)),
+    };
+    let (order, body) = body
+        .split_first_chunk::<ORDER_BYTES>()
+        .ok_or(FrameError::Truncated)?;
+    let order = u32::from_le_bytes(*order);
+    Ok((Some(Method::Long { begins, order }), body))
+}
+
+/// The place of a frame among those that are decoded in order; none for all others, and for what is
+/// no frame.
+pub(crate) fn order_of(frame: &[u8]) -> Option<u32> {
+    let header = parse_header(frame).ok()?;
+    match method(header.compression, &frame[HEADER_BYTES..]).ok()? {
+        (Some(Method::Long { order, .. }), _) => Some(order),
+        _ => None,
     }
 }
 

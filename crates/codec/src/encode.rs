@@ -1,8 +1,9 @@
 //! Makes frames of blocks at the source.
 
-use crate::compress::Compressor;
+use crate::compress::{Compressor, Method};
 use crate::frame::{
-    COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD, Entry, HEADER_BYTES, Header, Kind,
+    COMPRESSION_LONG, COMPRESSION_LONG_BEGINS, COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD,
+    Entry, HEADER_BYTES, Header, Kind, ORDER_BYTES,
 };
 use crate::versions::Versions;
 use crate::{Compression, Digest};
@@ -80,7 +81,8 @@ pub struct EncodedFrame {
     pub payload_bytes: usize,
     /// Literals and deltas as stored in the frame, in bytes.
     pub stored_bytes: usize,
-    /// How the payload is stored: as asked, or raw where that would not have paid.
+    /// How the payload is stored: as asked, raw where that would not have paid, or as it goes on
+    /// where another level of [`Compression::ZstdLong`] is too young to be changed.
     pub compression: Compression,
 }
 
@@ -166,6 +168,11 @@ impl Encoder {
         self.versions.sent(id, digest, content);
     }
 
+    /// From now on frames go to somebody who has none of those before: a new connection.
+    pub fn forget_frames(&mut self) {
+        self.compressor.forget_frames();
+    }
+
     /// Makes one frame of the blocks, in their order.
     ///
     /// `content` holds a copy of each block, the one that its decision was made on. A block should
@@ -209,19 +216,19 @@ impl Encoder {
                 .map_err(EncodeError::Compression)?
         };
         let (bytes, stored_bytes, compression) = match compressed {
-            Some(stored) => {
-                let length = stored.len();
-                let mut bytes = self
-                    .entries
-                    .begin(seq, payload_bytes, length, compression)?;
-                bytes.extend_from_slice(stored);
-                (bytes, length, compression)
+            Some(made) => {
+                let length = made.stored.len();
+                let method = Some(made.method);
+                let mut bytes = self.entries.begin(seq, payload_bytes, length, method)?;
+                bytes.extend_from_slice(made.stored);
+                (bytes, length, made.compression)
             }
             None => {
-                let raw = Compression::Raw;
-                let mut bytes = self.entries.begin(seq, payload_bytes, payload_bytes, raw)?;
+                let mut bytes = self
+                    .entries
+                    .begin(seq, payload_bytes, payload_bytes, None)?;
                 self.literals.gather(content, &self.deltas, &mut bytes);
-                (bytes, payload_bytes, raw)
+                (bytes, payload_bytes, Compression::Raw)
             }
         };
         Ok(EncodedFrame {
@@ -376,18 +383,28 @@ impl Entries {
         seq: u64,
         payload_bytes: usize,
         stored_bytes: usize,
-        compression: Compression,
+        method: Option<Method>,
     ) -> Result<Vec<u8>, EncodeError> {
-        let length = HEADER_BYTES + self.bytes.len() + stored_bytes;
+        let (compression, order) = match method {
+            None => (COMPRESSION_RAW, None),
+            Some(Method::Lz4) => (COMPRESSION_LZ4, None),
+            Some(Method::Zstd) => (COMPRESSION_ZSTD, None),
+            Some(Method::Long { begins, order }) => {
+                let begins = if begins {
+                    COMPRESSION_LONG_BEGINS
+                } else {
+                    COMPRESSION_LONG
+                };
+                (begins, Some(order))
+            }
+        };
+        let order_bytes = if order.is_some() { ORDER_BYTES } else { 0 };
+        let length = HEADER_BYTES + order_bytes + self.bytes.len() + stored_bytes;
         if length > FRAME_BYTES_MAX {
             return Err(EncodeError::TooLong { bytes: length });
         }
         let header = Header {
-            compression: match compression {
-                Compression::Raw => COMPRESSION_RAW,
-                Compression::Lz4Fast | Compression::Lz4 => COMPRESSION_LZ4,
-                Compression::Zstd(_) => COMPRESSION_ZSTD,
-            },
+            compression,
             entries: self.count,
             payload_bytes: payload_bytes as u32,
             seq,
@@ -395,6 +412,9 @@ impl Entries {
         };
         let mut frame = Vec::with_capacity(length);
         frame.extend_from_slice(&header.to_bytes());
+        if let Some(order) = order {
+            frame.extend_from_slice(&order.to_le_bytes());
+        }
         frame.extend_from_slice(&self.bytes);
         Ok(frame)
     }

@@ -11,6 +11,12 @@ pub(crate) const HEADER_BYTES: usize = 20;
 pub(crate) const COMPRESSION_RAW: u8 = 0;
 pub(crate) const COMPRESSION_LZ4: u8 = 1;
 pub(crate) const COMPRESSION_ZSTD: u8 = 2;
+pub(crate) const COMPRESSION_LONG_BEGINS: u8 = 3;
+pub(crate) const COMPRESSION_LONG: u8 = 4;
+
+/// Bytes of the order number, which follows the header of a frame whose compression is one of the
+/// last two.
+pub(crate) const ORDER_BYTES: usize = 4;
 
 pub(crate) const KIND_ZERO: u8 = 0;
 pub(crate) const KIND_LITERAL: u8 = 1;

@@ -3,7 +3,8 @@
 //!
 //! The way of a batch at the source: its content is copied once into a staging buffer;
 //! [`Hasher::stage`] finds zero blocks and digests the others; the caller decides per block
-//! ([`Decision`]); [`Encoder::encode_frame`] makes one self-contained frame of them. At the
+//! ([`Decision`]); [`Encoder::encode_frame`] makes one frame of them, self-contained unless its compression goes on
+//! from frame to frame ([`Compression::ZstdLong`], [`InOrder`]). At the
 //! destination [`Decoder::decode`] checks a frame as a whole before its first block is applied to a
 //! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
 //!
@@ -18,6 +19,8 @@ mod delta;
 mod digest;
 mod encode;
 mod frame;
+mod in_order;
+mod long;
 mod lz4;
 mod pack;
 mod policy;
@@ -31,6 +34,7 @@ pub use decode::{
 pub use digest::{Digest, DigestKey, Hasher, Staged, is_zero};
 pub use encode::{BlockId, Decision, EncodeError, EncodedFrame, Encoder};
 pub use frame::FRAME_VERSION;
+pub use in_order::InOrder;
 pub use pack::{pack, unpack};
 pub use policy::CompressionPolicy;
 pub use verify::CHUNK_BLOCKS;

@@ -6,6 +6,9 @@ pub const CONTROL_MESSAGE_BYTES_MAX: usize = 4 << 20;
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 /// Most blocks that one frame may describe.
 pub const FRAME_BLOCKS_MAX: usize = 256;
+/// Most bytes of frames that a destination keeps because others, which they go on from, have not
+/// come yet.
+pub const FRAMES_EARLY_BYTES_MAX: usize = 32 << 20;
 /// Most regions of one migration.
 pub const REGIONS_MAX: usize = 64;
 /// Most blocks in one region: 16 TiB of 4 KiB blocks.

@@ -65,7 +65,11 @@ fn entries(count: u16, entries: &[u8]) -> Vec<u8> {
 
 #[test]
 fn every_truncation_is_refused() {
-    for compression in [Compression::Lz4, Compression::Zstd(1)] {
+    for compression in [
+        Compression::Lz4,
+        Compression::Zstd(1),
+        Compression::ZstdLong(1),
+    ] {
         let frame = sample(compression);
         for length in 0..frame.len() {
             refused(&frame[..length]);
@@ -79,7 +83,11 @@ fn every_truncation_is_refused() {
 
 #[test]
 fn every_flipped_bit_gives_an_answer() {
-    for compression in [Compression::Lz4, Compression::Zstd(1)] {
+    for compression in [
+        Compression::Lz4,
+        Compression::Zstd(1),
+        Compression::ZstdLong(1),
+    ] {
         let frame = sample(compression);
         let mut refusals = 0;
         for bit in 0..frame.len() * 8 {
@@ -127,7 +135,7 @@ fn headers_are_checked() {
     assert_eq!(refused(&[]), FrameError::Truncated);
     assert_eq!(refused(&[FRAME_VERSION]), FrameError::Truncated);
     assert_eq!(refused(&[1; 64]), FrameError::Version(1));
-    assert_eq!(refused(&header(3, 0, 0, 0)), FrameError::Compression(3));
+    assert_eq!(refused(&header(5, 0, 0, 0)), FrameError::Compression(5));
     assert_eq!(refused(&header(0, 0, 0, 1)), FrameError::Truncated);
     assert_eq!(refused(&header(0, 0, 0, u32::MAX)), FrameError::Truncated);
     assert_eq!(refused(&header(0, 1, 0, 0)), FrameError::Truncated);

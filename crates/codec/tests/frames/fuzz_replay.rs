@@ -4,6 +4,8 @@
 mod frame_decode;
 #[path = "../../../../fuzz/src/frame_exchange.rs"]
 mod frame_exchange;
+#[path = "../../../../fuzz/src/frame_order.rs"]
+mod frame_order;
 
 use crate::common::{encode_with, id, literal, noise, text};
 use longhaul_codec::{Compression, Decision, Encoder};
@@ -37,6 +39,19 @@ fn every_exchange_passes() {
 }
 
 #[test]
+fn every_order_passes() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../../fuzz/seeds/frame_order");
+    let (mut applied, mut refused) = (0, 0);
+    for entry in fs::read_dir(folder).unwrap() {
+        let order = frame_order::run(&fs::read(entry.unwrap().path()).unwrap());
+        applied += order.0;
+        refused += usize::from(order.1);
+    }
+    assert!(applied > 50, "{applied}");
+    assert!(refused >= 3, "{refused}");
+}
+
+#[test]
 fn real_frames_pass() {
     let reference = Decision::Reference {
         source: id(0, 7),
@@ -50,7 +65,12 @@ fn real_frames_pass() {
         digest: literal_digest(&changed),
         base: held(10),
     };
-    for compression in [Compression::Raw, Compression::Lz4, Compression::Zstd(1)] {
+    for compression in [
+        Compression::Raw,
+        Compression::Lz4,
+        Compression::Zstd(1),
+        Compression::ZstdLong(1),
+    ] {
         let blocks = [
             (id(0, 4), text(1), literal(&text(1))),
             (id(0, 5), noise(1), literal(&noise(1))),
@@ -60,6 +80,7 @@ fn real_frames_pass() {
             (id(3, (1 << 32) - 1), [0; 4096], Decision::Zero),
         ];
         encoder.keep_version(id(0, 10), &held(10), &[10; 4096]);
+        encoder.forget_frames();
         let frame = encode_with(&mut encoder, 9, &blocks, compression);
         assert_eq!(frame.deltas, 1);
         frame_decode::run(&frame.bytes);

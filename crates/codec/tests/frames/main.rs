@@ -4,5 +4,6 @@
 mod common;
 mod damaged;
 mod fuzz_replay;
+mod in_order;
 mod round_trip;
 mod wire_page;

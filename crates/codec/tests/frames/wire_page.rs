@@ -150,6 +150,22 @@ fn delta() {
 }
 
 #[test]
+fn in_order() {
+    let mut content = STARS;
+    content[..16].copy_from_slice(b"longhaul moves a");
+    let mut decoder = Decoder::new(KEY);
+    for (name, seq, block) in [("first in order", 264, 0), ("second in order", 265, 5)] {
+        let mut notes = Notes::default();
+        let decoded = decoder.decode(&example(name), &Limits::default(), &mut notes);
+        assert_eq!(decoded.unwrap().seq, seq);
+        assert_eq!(
+            notes.writes,
+            [(0, BlockRange::new(block, 1), Some(content.to_vec()))]
+        );
+    }
+}
+
+#[test]
 fn duplicates() {
     let frame = example("duplicates");
     let blocks = [0, 1, 3].map(|block| (id(0, block), STARS, literal(&STARS)));

@@ -335,7 +335,7 @@ pub(crate) struct MigrateArgs {
 /// How memory is encoded; what is left out is as the agent is configured, and `auto` there.
 #[derive(Debug, Args)]
 pub(crate) struct EncodingArgs {
-    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, or what moves most (`auto`)
+    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, `zstd-long:LEVEL`, or what moves most (`auto`)
     #[arg(long, value_name = "HOW")]
     pub(crate) compression: Option<CompressionChoice>,
     /// Memory for sending only what has changed of a page: `auto`, `off`, or say 64MiB

@@ -3,7 +3,7 @@
 use super::allowance::{Admission, Pace};
 use super::gang::Others;
 use longhaul_codec::{
-    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, Limits,
+    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, InOrder, Limits,
 };
 use longhaul_engine::destination::{Destination, DestinationError};
 use longhaul_protocol::message::Acknowledgement;
@@ -59,13 +59,13 @@ pub(super) struct Receiving {
     /// The threads that may work for the source.
     workers: Arc<Semaphore>,
     pace: Arc<Pace>,
+    key: DigestKey,
 }
 
 struct Inner {
     destination: Destination,
     store: Box<dyn Store>,
     others: Others,
-    decoder: Decoder,
     early: Assembly,
     device_state: Assembly,
     /// Whether early pieces are needed for what follows.
@@ -85,7 +85,6 @@ impl Receiving {
             destination: Destination::new(regions)?,
             store,
             others: admission.others(),
-            decoder: Decoder::new(key),
             early: Assembly::default(),
             device_state: Assembly::default(),
             needs_early: false,
@@ -97,6 +96,7 @@ impl Receiving {
             complete: Notify::new(),
             workers: admission.workers().clone(),
             pace: Arc::new(admission.pace()),
+            key,
         }))
     }
 
@@ -163,6 +163,8 @@ impl Receiving {
         bulk: &BulkReceiver,
     ) -> Result<std::convert::Infallible, ReceiveError> {
         let mut acknowledge_at: Option<Instant> = None;
+        let mut decoder = Decoder::new(self.key);
+        let mut in_order = InOrder::default();
         loop {
             let frame = match acknowledge_at {
                 None => Some(bulk.recv().await?),
@@ -170,10 +172,17 @@ impl Receiving {
             };
             match frame {
                 Some(Some(frame)) => {
-                    let worker = self.workers.acquire().await;
-                    let (complete, blocks) = block_in_place(|| self.lock().apply(epoch, &frame))?;
-                    drop(worker);
-                    self.pace.came(blocks, Instant::now());
+                    in_order.arrived(frame)?;
+                    let mut complete = false;
+                    while let Some(frame) = in_order.next_ready() {
+                        let worker = self.workers.acquire().await;
+                        let applied =
+                            block_in_place(|| self.lock().apply(epoch, &frame, &mut decoder));
+                        drop(worker);
+                        let (everything, blocks) = applied?;
+                        complete |= everything;
+                        self.pace.came(blocks, Instant::now());
+                    }
                     let wait = if complete {
                         Duration::ZERO
                     } else {
@@ -219,10 +228,15 @@ impl Inner {
 
     /// Takes in a message of a stream of frames: whether everything is here, and how many blocks
     /// came with it.
-    fn apply(&mut self, epoch: Epoch, message: &[u8]) -> Result<(bool, u64), ReceiveError> {
+    fn apply(
+        &mut self,
+        epoch: Epoch,
+        message: &[u8],
+        decoder: &mut Decoder,
+    ) -> Result<(bool, u64), ReceiveError> {
         let pieces = (message.len() / BLOCK_SIZE) as u64;
         let blocks = match Part::of(message) {
-            None => self.apply_frame(epoch, message)?,
+            None => self.apply_frame(epoch, message, decoder)?,
             Some(Part::Early) => {
                 self.early.add(&Piece::decode(message)?)?;
                 pieces
@@ -235,12 +249,16 @@ impl Inner {
         Ok((self.is_complete(), blocks))
     }
 
-    fn apply_frame(&mut self, epoch: Epoch, frame: &[u8]) -> Result<u64, ReceiveError> {
+    fn apply_frame(
+        &mut self,
+        epoch: Epoch,
+        frame: &[u8],
+        decoder: &mut Decoder,
+    ) -> Result<u64, ReceiveError> {
         let Self {
             destination,
             store,
             others,
-            decoder,
             error,
             fresh,
             ..

@@ -11,6 +11,7 @@ use longhaul_codec::{
     BlockId, Compression, CompressionPolicy, DigestKey, EncodeError, EncodedFrame, Encoder, Hasher,
 };
 use longhaul_engine::source::{Link, Source, SourceError};
+use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
 use longhaul_protocol::{BLOCK_SIZE, Epoch};
@@ -25,6 +26,9 @@ use tokio::time::timeout;
 /// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's memory.
 const DELTA_CACHE_BYTES: u64 = 24 << 20;
 const DELTA_CACHE_SHARE: u64 = 512;
+/// Bytes of frames under way up to which frames may go on from each other: half of what a destination
+/// keeps of those that come early.
+const IN_ORDER_BYTES_MAX: u64 = FRAMES_EARLY_BYTES_MAX as u64 / 2;
 /// How long a worker that found nothing to send waits at most before it looks again.
 const IDLE_WAIT: Duration = Duration::from_millis(50);
 
@@ -47,6 +51,7 @@ impl Encoding {
             CompressionChoice::Lz4Fast => Some(Compression::Lz4Fast),
             CompressionChoice::Lz4 => Some(Compression::Lz4),
             CompressionChoice::Zstd(level) => Some(Compression::Zstd(level)),
+            CompressionChoice::ZstdLong(level) => Some(Compression::ZstdLong(level)),
         };
         let bytes = match chosen.delta_cache.unwrap_or_default() {
             DeltaCache::Auto => DELTA_CACHE_BYTES + memory_bytes / DELTA_CACHE_SHARE,
@@ -238,6 +243,7 @@ impl Sending {
     }
 
     async fn send_over(&self, line: &Line, worker: &mut Worker) -> Result<Ended, SendError> {
+        worker.encoder.forget_frames();
         let mut pieces_sent = 0;
         loop {
             let Ok(permit) = line.bulk.reserve().await else {
@@ -271,12 +277,19 @@ impl Sending {
         }
     }
 
-    /// The compression for the next frame.
-    fn compression(&self, link: Option<Link>) -> Compression {
+    /// The compression for the next frame, while so many bytes of earlier ones are under way.
+    fn compression(&self, link: Option<Link>, in_flight_bytes: u64) -> Compression {
         let rate = link.map(|link| link.rate_bytes_per_s);
         let queued = link.map_or(0, |link| link.queued_bytes as usize);
         let chosen = self.encoding.compression;
-        chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued))
+        let chosen = chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued));
+        match chosen {
+            // More would have to be kept at the destination than it accepts, should one be late.
+            Compression::ZstdLong(level) if in_flight_bytes > IN_ORDER_BYTES_MAX => {
+                Compression::Zstd(level)
+            }
+            chosen => chosen,
+        }
     }
 
     fn next_frame(&self, line: &Line, worker: &mut Worker) -> Result<Next, SendError> {
@@ -284,7 +297,7 @@ impl Sending {
         if line.dead.load(Ordering::SeqCst) {
             return Ok(Next::Nothing);
         }
-        let compression = self.compression(engine.link_now());
+        let compression = self.compression(engine.link_now(), engine.in_flight_bytes());
         let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
         };
@@ -311,7 +324,12 @@ impl Sending {
         )?;
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
         let (preparing, encoding) = (prepared - began, prepared.elapsed());
-        lock(&self.policy).observe(compression, payload, stored, preparing, encoding);
+        // What was not made as asked, and not stored raw either, went on at another level.
+        let made = match frame.compression {
+            Compression::Raw => compression,
+            made => made,
+        };
+        lock(&self.policy).observe(made, payload, stored, preparing, encoding);
         lock(&self.encoded).add(&frame);
         if frame.blocks == 0 {
             self.engine().encoded(&batch, None);
