@@ -199,10 +199,13 @@ pub(super) struct Look {
     dirty_bytes_per_s: Option<u64>,
 }
 
-/// Looks at a sample of a guest's blocks, for a second.
-pub(super) async fn look(outbound: &Outbound) -> Look {
+/// Looks at a sample of a guest's blocks, for a second, while other things go on.
+pub(super) fn look(outbound: &Outbound) -> impl Future<Output = Look> + Send + use<> {
     let (memory, places) = outbound.memory();
-    let regions = outbound.regions().to_vec();
+    look_at(memory, places, outbound.regions().to_vec())
+}
+
+async fn look_at(memory: Arc<GuestMemory>, places: Vec<usize>, regions: Vec<RegionSpec>) -> Look {
     let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
     let dirty_bytes_per_s = match dirty_rate::measure(&memory).await {
         Ok(rate) => Some(rate),

@@ -4,7 +4,7 @@ use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::clock;
 use crate::agent::migration::convergence;
 use crate::agent::migration::failure;
-use crate::agent::migration::plan::{self, Asking};
+use crate::agent::migration::plan::{self, Asking, Look};
 use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
@@ -13,6 +13,7 @@ use longhaul_engine::stop::StopReason;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::{GuestClock, Summary};
 use std::time::Duration;
+use tokio::sync::oneshot::error::TryRecvError;
 use tokio::time::Instant;
 
 /// A link is known after so long.
@@ -102,15 +103,20 @@ impl Departure {
             .report_with(|report| report.stop = Some(choice));
     }
 
-    /// Says once what it will probably cost, as soon as the link is known.
+    /// Says once what it will probably cost, as soon as the link and the guest are known.
     fn predict(&mut self) {
-        let task = &self.task;
-        let known = task.context.link_rate(&task.host);
-        if self.predicted || (task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER)
-        {
+        let young = self.task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER;
+        if self.predicted || young {
             return;
         }
+        let look = match self.task.look.try_recv() {
+            Ok(look) => look,
+            Err(TryRecvError::Empty) => return,
+            Err(TryRecvError::Closed) => Look::default(),
+        };
         self.predicted = true;
+        let task = &self.task;
+        let known = task.context.link_rate(&task.host);
         let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
         let rate = task.known_rate.or(known);
         let asking = Asking {
@@ -122,7 +128,7 @@ impl Departure {
             early_release: self.entry().migration().asked.early_release,
             convergence: self.entry().migration().asked.convergence,
         };
-        let prediction = plan::predict(&task.look, &asking);
+        let prediction = plan::predict(&look, &asking);
         if let Some(note) = &prediction.note {
             tracing::warn!(migration = %task.offer.migration, "{note}");
         }
