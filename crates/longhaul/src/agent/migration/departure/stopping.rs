@@ -1,0 +1,123 @@
+//! Stopping the guest of a departure, and sending what only a guest that stands still can give.
+
+use super::{Departure, StoppedAt};
+use crate::agent::hooks::Step;
+use crate::agent::migration::failure;
+use crate::agent::migration::verify::Comparison;
+use longhaul_api::Phase;
+use longhaul_codec::{DigestKey, pack};
+use longhaul_engine::source::Advice;
+use longhaul_engine::stop::StopReason;
+use longhaul_protocol::message::ToDestination;
+use longhaul_protocol::piece::Part;
+
+impl Departure {
+    /// Sends what seldom changes any more, as soon as the first pass has brought it.
+    pub(super) async fn send_early(&mut self) {
+        if self.early.is_some() || self.task.sending.engine().pass_number() < 2 {
+            return;
+        }
+        let early = self.task.outbound.early();
+        match pack(&early) {
+            Ok(packed) => self.task.sending.add_pieces(Part::Early, &packed),
+            Err(error) => return self.fail(failure::internal(&error.to_string())).await,
+        }
+        self.early = Some(early);
+    }
+
+    /// Stops the guest, and sends what is left.
+    pub(super) async fn stop(&mut self, reason: StopReason) {
+        if let Err(error) = self.hook(Step::Stopping).await {
+            return self.fail(error).await;
+        }
+        self.entry().enter(Phase::Stopping);
+        let (predicted, left) = {
+            let engine = self.task.sending.engine();
+            (engine.predicted_downtime(self.now()), engine.left())
+        };
+        let progress = self.task.outbound.progress();
+        self.note_stop(reason, predicted);
+        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
+        let now = self.now();
+        let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
+        let what = match stopped {
+            Ok(Some(what)) => what,
+            Ok(None) => return self.entry().enter(Phase::Precopy),
+            Err(error) => return self.fail(error.into_api()).await,
+        };
+        let stop_ms = what.stop_time.as_secs_f64() * 1e3;
+        self.entry()
+            .report_with(|report| report.downtime.stop_ms = Some(stop_ms));
+        let at = what.stopped_at;
+        let left = self.task.sending.engine().left();
+        tracing::info!(migration = %self.task.offer.migration, ?left, "stopped");
+        self.stopped = Some(StoppedAt {
+            at,
+            what,
+            loaded_at: None,
+            ready_at: None,
+        });
+        self.task.sending.wake();
+        if self.task.offer.verify {
+            self.comparing = Some(Comparison::begin(
+                &self.task.outbound,
+                DigestKey(self.task.offer.digest_key),
+            ));
+        }
+        self.send_tail().await;
+        // An early release is written while the last blocks travel.
+        self.standing_still().await;
+    }
+
+    pub(super) async fn send_tail(&mut self) {
+        let Some(stopped) = &self.stopped else { return };
+        match pack(&stopped.what.tail[self.early_bytes()..]) {
+            Ok(packed) => self.task.sending.add_pieces(Part::DeviceState, &packed),
+            Err(error) => self.fail(failure::internal(&error.to_string())).await,
+        }
+    }
+
+    /// How much of the rest of QEMU's stream is as it was said early.
+    fn early_bytes(&self) -> usize {
+        let (Some(stopped), Some(early)) = (&self.stopped, &self.early) else {
+            return 0;
+        };
+        stopped
+            .what
+            .tail
+            .iter()
+            .zip(early)
+            .take_while(|(one, other)| one == other)
+            .count()
+    }
+
+    /// Says how many frames there are, once all have been given to the connection.
+    pub(super) async fn announce(&mut self) {
+        let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
+            return;
+        };
+        if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
+            self.task.sending.wake();
+            return;
+        }
+        // The engine is done, so the count does not change any more.
+        let announcement = (line.epoch, line.frames());
+        if self.announced == Some(announcement) {
+            return;
+        }
+        self.announced = Some(announcement);
+        let device_state_bytes = stopped.what.tail.len() as u32;
+        let early_bytes = self.early_bytes() as u32;
+        if self.entry().phase() == Phase::Stopping {
+            self.entry().enter(Phase::Loading);
+        }
+        let (epoch, frames) = announcement;
+        self.send(ToDestination::Complete {
+            epoch,
+            frames,
+            early_bytes,
+            device_state_bytes,
+        })
+        .await;
+    }
+}
