@@ -12,6 +12,7 @@ pub mod config;
 pub mod description;
 pub mod dirty_rate;
 pub mod disk;
+pub mod disk_cache;
 pub mod folder;
 pub mod guest;
 pub mod guest_agent;

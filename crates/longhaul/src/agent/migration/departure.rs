@@ -12,6 +12,8 @@ mod handover;
 mod show;
 mod stopping;
 
+use stopping::Disks;
+
 use super::doubt::record_of;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, retry_source};
@@ -97,6 +99,7 @@ pub(super) struct Departure {
     announced: Option<(Epoch, u64)>,
     /// The pass after which another was asked for, and when.
     asked_pass: Option<(u32, Instant)>,
+    disks: Disks,
     early: Option<Vec<u8>>,
     comparing: Option<Comparison>,
     verified: bool,
@@ -159,6 +162,7 @@ impl Departure {
             stopped: None,
             announced: None,
             asked_pass: None,
+            disks: Disks::default(),
             early: None,
             comparing: None,
             verified: false,
@@ -317,6 +321,7 @@ impl Departure {
             engine.advise(now)
         };
         self.send_early().await;
+        self.flush_disks();
         match advice {
             Advice::Send => self.task.sending.wake(),
             Advice::Wait | Advice::Complete => {}

@@ -115,6 +115,11 @@ impl Outbound {
         (self.memory.clone(), self.places.clone())
     }
 
+    /// Its QEMU's process.
+    pub(super) fn pid(&self) -> Option<i32> {
+        self.guest.pid()
+    }
+
     /// Reads its regions for sending.
     pub(super) fn content(&self) -> Box<dyn Content> {
         Box::new(GuestContent {

@@ -8,10 +8,53 @@ use longhaul_api::Phase;
 use longhaul_codec::{DigestKey, pack};
 use longhaul_engine::source::Advice;
 use longhaul_engine::stop::StopReason;
+use longhaul_hypervisor::disk_cache;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::piece::Part;
+use std::time::Duration;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+/// Between two flushes of the guest's disks; or so many times what the last one took, if that is more.
+const FLUSH_EVERY: Duration = Duration::from_millis(250);
+const FLUSH_REST: u32 = 3;
+
+/// The flushing of the guest's disks before the stop.
+#[derive(Default)]
+pub(super) struct Disks {
+    flushing: Option<(Instant, JoinHandle<()>)>,
+    next_at: Option<Instant>,
+}
 
 impl Departure {
+    /// Flushes the guest's disks again and again once the first pass is over, so that QEMU, which
+    /// flushes them while the guest stands still, finds little to do.
+    pub(super) fn flush_disks(&mut self) {
+        let Disks { flushing, next_at } = &mut self.disks;
+        if let Some((began, handle)) = flushing {
+            if handle.is_finished() {
+                let rest = FLUSH_EVERY.max(began.elapsed() * FLUSH_REST);
+                *next_at = Some(Instant::now() + rest);
+                *flushing = None;
+            }
+            return;
+        }
+        let due = next_at.is_none_or(|at| at <= Instant::now());
+        let Some(pid) = self.task.outbound.pid().filter(|_| due) else {
+            return;
+        };
+        if self.task.sending.engine().pass_number() < 2 {
+            return;
+        }
+        let guest = self.task.offer.guest.name.clone();
+        let flush = move || {
+            if let Err(error) = disk_cache::flush(pid) {
+                tracing::debug!(guest, %error, "its disks could not be flushed beforehand");
+            }
+        };
+        *flushing = Some((Instant::now(), tokio::task::spawn_blocking(flush)));
+    }
+
     /// Sends what seldom changes any more, as soon as the first pass has brought it.
     pub(super) async fn send_early(&mut self) {
         if self.early.is_some() || self.task.sending.engine().pass_number() < 2 {
