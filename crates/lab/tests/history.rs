@@ -62,7 +62,7 @@ fn judged(version: &str, kinds: &[&str], end: impl Fn(HistoryGuest) -> Record) {
     let seed = seed();
     let setup = Setup {
         host,
-        files: &KernelFiles::make(folder).unwrap(),
+        files: &KernelFiles::make_with_history(folder).unwrap(),
         qemu: &qemu,
         accelerator: "tcg",
         machine_version: version,
@@ -175,7 +175,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
     for disk in &disks {
         disk.create().unwrap();
     }
-    let files = KernelFiles::make(lab.host(0).unwrap().folder()).unwrap();
+    let files = KernelFiles::make_with_history(lab.host(0).unwrap().folder()).unwrap();
     let settings = Settings {
         qemus: vec!["7.2".to_owned(), "10.0".to_owned()],
         accelerator: "tcg".to_owned(),

@@ -280,6 +280,11 @@ impl Check {
     /// A judgement of the disks of a history, with what the guest told and what each disk promises;
     /// disks without a promise are not judged.
     pub fn new(plan: Plan, told: Told, promises: Vec<Promise>) -> Self {
+        // Numbers beyond these are nobody's.
+        let told = Told {
+            done: told.done.min(OPERATIONS_MAX),
+            ..told
+        };
         let disks = plan.disks().iter().take(promises.len());
         let seen = disks.map(|sectors| vec![Seen::NOT; *sectors as usize]);
         Self {

@@ -57,6 +57,11 @@ fn run(stop_file: &Path) -> Result<u64, String> {
     };
     let number = |key: &str| port::number(&start, key).unwrap_or(0);
     let disks = open_disks(number("first_disk"), number("disks"))?;
+    let (disk_count, strict) = (disks.len(), number("discards_zero"));
+    let discards = |disk| match strict >> disk & 1 {
+        0 => Discards::ZerosOrKept,
+        _ => Discards::Zeros,
+    };
     let sectors = disks.iter().map(Disk::sectors).collect();
     let mut plan = Plan::new(number("seed"), sectors);
     if let sectors @ 1.. = number("file_sectors") {
@@ -70,10 +75,7 @@ fn run(stop_file: &Path) -> Result<u64, String> {
     let burst_every = Duration::from_millis(number("burst_every_ms"));
     let settings = Settings {
         plan: plan.map_err(|error| error.to_string())?,
-        discards: match number("discards_zero") {
-            0 => Discards::ZerosOrKept,
-            _ => Discards::Zeros,
-        },
+        discards: (0..disk_count).map(discards).collect(),
         depth: number("depth").clamp(1, DEPTH_MAX) as usize,
         pace: Pace::new(number("operations_per_s"), number("burst"), burst_every),
         operations: match number("operations") {

@@ -30,7 +30,8 @@ pub(crate) trait Medium: Sync {
 /// What is done, and how.
 pub(crate) struct Settings {
     pub(crate) plan: Plan,
-    pub(crate) discards: Discards,
+    /// By disk.
+    pub(crate) discards: Vec<Discards>,
     /// How many operations are under way at a time.
     pub(crate) depth: usize,
     /// When the next may begin.
@@ -101,10 +102,13 @@ impl<M: Medium> Writer<M> {
     /// A history on these disks, which are those of its plan.
     pub(crate) fn new(disks: Vec<M>, settings: Settings) -> Self {
         let plan = &settings.plan;
-        let table = |(disk, sectors)| Table::new(plan.seed(), disk, sectors, settings.discards);
+        let numbered = (0..).zip(plan.disks().iter().zip(&settings.discards));
+        let table = |(disk, (sectors, discards)): (u32, (&u64, &Discards))| {
+            Table::new(plan.seed(), disk, *sectors, *discards)
+        };
         let state = State {
             order: Order::new(plan.clone()),
-            tables: (0..).zip(plan.disks().iter().copied()).map(table).collect(),
+            tables: numbered.map(table).collect(),
             pace: settings.pace.clone(),
             stopping: false,
             written: 0,
@@ -434,7 +438,7 @@ mod tests {
         let plan = Plan::new(3, vec![SECTORS as u64; 2]).unwrap();
         let settings = Settings {
             plan: plan.clone(),
-            discards: Discards::Zeros,
+            discards: vec![Discards::Zeros; 2],
             depth: 4,
             pace: Pace::new(0, 0, Duration::ZERO),
             operations: u64::MAX,

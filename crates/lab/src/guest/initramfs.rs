@@ -9,7 +9,7 @@ use std::{fs, io};
 /// The arena as a static program, to put into any guest.
 pub const ARENA: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/arena"));
 /// The program that does a history on a guest's disks, as a workload beside the arena.
-const HISTORY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/history"));
+pub(super) const HISTORY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/history"));
 /// Where the `tiny` guest has its workloads.
 pub const WORKLOADS: &str = "/workloads";
 /// The workload of that program.
@@ -46,8 +46,9 @@ pub enum InitramfsError {
     },
 }
 
-/// The archive for a kernel whose modules lie under `modules`, such as `/lib/modules/6.1.0-1`.
-pub fn build(modules: &Path) -> Result<Vec<u8>, InitramfsError> {
+/// The archive for a kernel whose modules lie under `modules`, such as `/lib/modules/6.1.0-1`, with
+/// these programs as workloads.
+pub fn build(modules: &Path, workloads: &[(&str, &[u8])]) -> Result<Vec<u8>, InitramfsError> {
     let mut available = BTreeMap::new();
     find_modules(&modules.join("kernel"), &mut available)?;
     let builtin = builtin(modules)?;
@@ -57,7 +58,7 @@ pub fn build(modules: &Path) -> Result<Vec<u8>, InitramfsError> {
         require(name, &available, &builtin, &mut order, 0)?;
     }
     let mut archive = Archive::default();
-    for folder in ["dev", "proc", "sys", "modules", "run", &WORKLOADS[1..]] {
+    for folder in ["dev", "proc", "sys", "modules"] {
         archive.folder(folder);
     }
     for (number, path) in order.iter().enumerate() {
@@ -65,7 +66,15 @@ pub fn build(modules: &Path) -> Result<Vec<u8>, InitramfsError> {
         archive.program(&format!("modules/{number:02}-{file}"), &read(path)?);
     }
     archive.program("init", ARENA);
-    archive.program(&format!("{}/{HISTORY_NAME}", &WORKLOADS[1..]), HISTORY);
+    if !workloads.is_empty() {
+        // Names in archives are without the slash at the beginning.
+        let folder = WORKLOADS.trim_start_matches('/');
+        archive.folder("run");
+        archive.folder(folder);
+        for (name, program) in workloads {
+            archive.program(&format!("{folder}/{name}"), program);
+        }
+    }
     Ok(archive.finish())
 }
 
@@ -188,7 +197,7 @@ mod tests {
         let list =
             "kernel/drivers/char/virtio_console.ko\nkernel/drivers/virtio/virtio_balloon.ko\n";
         fs::write(folder.path().join("modules.builtin"), list).unwrap();
-        let archive = build(folder.path()).unwrap();
+        let archive = build(folder.path(), &[]).unwrap();
         let at = |name: &str| {
             archive
                 .windows(name.len())
@@ -199,7 +208,7 @@ mod tests {
         assert!(at("modules/01-virtio-ring.ko") < at("modules/02-virtio_pci.ko"));
         assert!(at("modules/03-virtio_blk.ko") < at("init"));
         fs::write(folder.path().join("modules.builtin"), "").unwrap();
-        let error = build(folder.path()).unwrap_err().to_string();
+        let error = build(folder.path(), &[]).unwrap_err().to_string();
         assert!(
             error.starts_with("virtio_console: the kernel has no such module"),
             "{error}"

@@ -128,24 +128,39 @@ pub struct KernelFiles {
 }
 
 impl KernelFiles {
+    /// As [`Self::make`], for guests that can do histories on their disks. All others are spared the
+    /// memory that the program takes.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn make_with_history(folder: &Path) -> Result<Self, LabError> {
+        let workloads = [(initramfs::HISTORY_NAME, initramfs::HISTORY)];
+        Self::write(folder, "tiny-history.initramfs", &workloads)
+    }
+
     /// Makes the initial RAM file system for the kernel that `scripts/install lab` unpacked, and
     /// puts it into `folder`.
     ///
     /// # Errors
     /// When the kernel is not there, or the folder cannot be written.
     pub fn make(folder: &Path) -> Result<Self, LabError> {
+        Self::write(folder, "tiny.initramfs", &[])
+    }
+
+    fn write(folder: &Path, name: &str, workloads: &[(&str, &[u8])]) -> Result<Self, LabError> {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let kernel_folder = installed::kernel()?;
-        let archive = initramfs::build(&kernel_folder.join("modules")).map_err(|error| {
-            LabError::Missing {
-                what: format!("a kernel for the guests ({error})"),
-                hint: "sudo scripts/install lab".to_owned(),
-            }
-        })?;
-        let initramfs = folder.join("tiny.initramfs");
+        let archive =
+            initramfs::build(&kernel_folder.join("modules"), workloads).map_err(|error| {
+                LabError::Missing {
+                    what: format!("a kernel for the guests ({error})"),
+                    hint: "sudo scripts/install lab".to_owned(),
+                }
+            })?;
+        let initramfs = folder.join(name);
         // Two laboratories may write at the same time: each sees a whole file.
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let new = folder.join(format!("tiny.initramfs.{}.{number}", std::process::id()));
+        let new = folder.join(format!("{name}.{}.{number}", std::process::id()));
         fs::write(&new, archive).during(|| format!("write {}", new.display()))?;
         fs::rename(&new, &initramfs).during(|| format!("write {}", initramfs.display()))?;
         Ok(Self {

@@ -114,7 +114,7 @@ fn run(options: &RunOptions) -> Result<Record, LabError> {
     let machine = version.split('.').take(2).collect::<Vec<_>>().join(".");
     let setup = Setup {
         host,
-        files: &KernelFiles::make(host.folder())?,
+        files: &KernelFiles::make_with_history(host.folder())?,
         qemu: &qemu,
         accelerator: &options.accelerator,
         machine_version: &machine,
@@ -149,7 +149,7 @@ impl RunOptions {
 
 /// Lets the guest work for so long, and says each second what it got done.
 fn watch(history: &History, time: Duration) -> Result<(), LabError> {
-    let megabytes = |sectors: u64| (sectors * SECTOR_BYTES as u64) as f64 / 1e6;
+    let megabytes = |sectors: u64| sectors as f64 * SECTOR_BYTES as f64 / 1e6;
     let mut last = history.heard();
     let mut left = time;
     while !left.is_zero() {

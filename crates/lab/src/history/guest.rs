@@ -15,7 +15,7 @@ use std::path::Path;
 pub struct Setup<'a> {
     /// The host.
     pub host: &'a Host,
-    /// What it boots from.
+    /// What it boots from, with the program for histories.
     pub files: &'a KernelFiles,
     /// The QEMU to run.
     pub qemu: &'a Path,

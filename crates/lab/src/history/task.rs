@@ -82,8 +82,10 @@ impl Task<'_> {
 
     /// The line that lets the program in the guest begin.
     fn line(&self) -> Value {
-        let is_strict = |disk: &LocalDisk| disk.kind.format == Format::Raw;
-        let strict = self.disks.iter().all(is_strict);
+        let strict = |disks: u64, (number, disk): (usize, &RecordedDisk)| {
+            disks | u64::from(disk.discards_zero) << number
+        };
+        let disks = self.record().disks;
         let work = &self.work;
         let mut line = json!({
             "command": "start",
@@ -91,7 +93,7 @@ impl Task<'_> {
             "first_disk": 0,
             "disks": self.disks.len(),
             "depth": self.depth,
-            "discards_zero": u8::from(strict),
+            "discards_zero": disks.iter().enumerate().fold(0, strict),
             "operations": work.operations,
             "operations_per_s": work.operations_per_s,
             "burst": work.burst,
