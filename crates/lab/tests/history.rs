@@ -184,7 +184,16 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
     let mut guest = description(&Tiny::new("moved"), &disks);
     guest.disks.iter_mut().for_each(|disk| disk.shared = true);
     let seed = seed();
-    let task = task(&disks, seed);
+    // Slow enough for its memory to be moved by a busy machine.
+    let work = Work {
+        operations_per_s: 50,
+        ..Work::default()
+    };
+    let task = Task {
+        depth: 4,
+        work,
+        ..task(&disks, seed)
+    };
     let mut history = History::new(&task);
     for host in lab.hosts() {
         let socket = |channel: &str| channel_socket(host, &guest.name, channel);
@@ -192,7 +201,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
     }
     product.start_guest(&lab, 0, &guest).unwrap();
     history.begin(&task).unwrap();
-    let mut operations = 300;
+    let mut operations = 60;
     for from in 0..2 {
         history.wait_for(operations, LIMIT).unwrap();
         let to = lab.host(1 - from).unwrap();
@@ -200,7 +209,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}", finished.why());
         // It goes on where it is now.
-        operations = history.heard().told.done + 100;
+        operations = history.heard().told.done + 40;
     }
     history.wait_for(operations, LIMIT).unwrap();
     history.stop().unwrap();
