@@ -13,19 +13,25 @@ use longhaul_hypervisor::disk::{DiskNodes, Front, InsertError, RemoveError, inse
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
 use payload::{Payload, Qemu, Spec};
 use serde_json::{Map, Value, json};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
+/// What says which image the front end shows that is a process of its own.
+const IMAGE: &str = "LONGHAUL_TEST_FRONT_END_IMAGE";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn convert(format: &str, image: &Path, into: &str, result: &Path) {
-    let mut convert = std::process::Command::new("qemu-img");
+    let mut convert = Command::new("qemu-img");
     // Also while a stopped guest has it.
     convert.args(["convert", "-U", "-f", format, "-O", into]);
     let converted = convert.arg(image).arg(result).status();
@@ -158,28 +164,28 @@ async fn switches_under_load(emulator: &Path, format: &'static str, iothread: bo
     let before = picture(&qemu.qmp).await;
     let load = Load::find(&qemu).await;
     let mut server = setting.serve();
-    for round in 0..6 {
-        load.goes_on(10).await;
+    for round in 0..4 {
+        load.goes_on(6).await;
         insert(&qemu.qmp, &setting.nodes, &setting.front)
             .await
             .unwrap();
-        load.goes_on(10).await;
+        load.goes_on(6).await;
         assert!(
             server.connections() >= 1,
             "the disk is used around the front end"
         );
         if round % 2 == 0 {
             // Cut off in the middle of requests; its socket goes on.
-            drop(server);
+            assert_eq!(server.stop(Duration::ZERO), 0);
             server = setting.serve();
-            load.goes_on(10).await;
+            load.goes_on(6).await;
         }
         remove(&qemu.qmp, &setting.nodes, &setting.front)
             .await
             .unwrap();
         nobody_is_connected(&server).await;
     }
-    load.goes_on(10).await;
+    load.goes_on(6).await;
     assert_eq!(server.stop(PATIENCE), 0);
     assert_eq!(picture(&qemu.qmp).await, before);
     assert_eq!(qemu.state().await, "running");
@@ -196,6 +202,87 @@ async fn a_disk_under_load_goes_through_the_front_end_and_back() {
                 switches_under_load(&emulator, format, iothread).await;
             }
         }
+    }
+}
+
+/// The front end as a process of its own, on a socket that the test holds.
+struct Process(Child);
+
+impl Process {
+    fn start(setting: &Setting) -> Self {
+        let listener = OwnedFd::from(setting.listener.try_clone().unwrap());
+        let mut program = Command::new(std::env::current_exe().unwrap());
+        program.args(["--exact", "a_front_end_of_its_own"]);
+        let child = program
+            .env(IMAGE, &setting.image)
+            .stdin(listener)
+            .stdout(Stdio::null());
+        Self(child.spawn().unwrap())
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = Pid::from_raw(self.0.id().try_into().unwrap());
+        nix::sys::signal::kill(pid, signal).unwrap();
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// No test, but what [`Process`] runs: it shows an image until it is killed.
+#[test]
+fn a_front_end_of_its_own() {
+    let Some(image) = std::env::var_os(IMAGE) else {
+        return;
+    };
+    let listener = std::io::stdin().as_fd().try_clone_to_owned().unwrap();
+    let disk = RawDisk::open(Path::new(&image), ExportSize::OfFile).unwrap();
+    let exports = vec![Export {
+        name: ExportName::new(NAME.to_owned()).unwrap(),
+        disk: Arc::new(disk),
+    }];
+    let _server = Server::start(listener.into(), exports, Limits::default(), |_| ()).unwrap();
+    loop {
+        std::thread::park();
+    }
+}
+
+#[tokio::test]
+async fn a_front_end_that_is_killed_or_hangs_takes_nothing_with_it() {
+    for (_, emulator) in emulators() {
+        let setting = Setting::new("raw");
+        let qemu = setting.guest(&emulator, false).await;
+        let load = Load::find(&qemu).await;
+        let mut process = Process::start(&setting);
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        for round in 0..4 {
+            load.goes_on(6).await;
+            if round % 2 == 1 {
+                process.signal(Signal::SIGSTOP);
+                let waits = load.rounds();
+                tokio::time::sleep(Duration::from_millis(200)).await;
+                // The round under way may have had all of its answers.
+                assert!(load.rounds() <= waits + 1, "the disk is used elsewhere");
+            }
+            // It is dead before the next one answers.
+            drop(process);
+            process = Process::start(&setting);
+        }
+        load.goes_on(6).await;
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        drop(process);
+        load.goes_on(6).await;
+        let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
+        stopped.await.unwrap();
+        load.check(&setting.content());
     }
 }
 

@@ -19,6 +19,9 @@ const READ_BYTES: usize = 64 << 10;
 /// Time until it is tried again, when the system cannot accept a connection.
 const ACCEPT_AGAIN: u16 = 100;
 
+/// Time for connections that are cut to end.
+const CUT_PATIENCE: Duration = Duration::from_secs(5);
+
 /// A disk that is shown under a name.
 #[derive(Debug, Clone)]
 pub struct Export {
@@ -81,7 +84,8 @@ pub enum ServerError {
 
 type Notify = dyn Fn(Notice) + Send + Sync;
 
-/// A running server. Dropped, it stops, and waits for nobody.
+/// A running server. Dropped, it stops, and waits for nobody: then a request that was under way may
+/// still be done, after what its client said to the next server.
 pub struct Server {
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
@@ -148,7 +152,9 @@ impl Server {
 
     /// Stops: nobody is let in any more, requests that came are answered, connections are closed.
     /// After the time given, connections are cut; the number of those that even then go on is
-    /// returned: their disk does not answer.
+    /// returned: their disk does not answer. Only when that is none may another server show the
+    /// same disks: a client repeats there what it had no answer to, and must not be overtaken by
+    /// the first try.
     pub fn stop(mut self, within: Duration) -> usize {
         self.close(Shutdown::Read);
         let left = self.shared.wait_until_none(within);
@@ -157,7 +163,7 @@ impl Server {
         }
         // They wait for clients that do not take their answers.
         self.close(Shutdown::Both);
-        self.shared.wait_until_none(Duration::from_secs(1))
+        self.shared.wait_until_none(CUT_PATIENCE)
     }
 
     /// How many clients are connected.
