@@ -50,9 +50,10 @@ impl DiskNodes {
         }
         match text(&format, "driver").as_deref() {
             Some("raw") => {}
-            Some("qcow2") if format.contains_key("backing") => {}
-            Some("qcow2") => return refuse("it is not said whether its image has a backing file"),
-            _ => return refuse("its format is neither raw nor qcow2"),
+            // A file's node remembers how long the file is. Where the file has grown beneath the
+            // front end, QEMU reads zeros behind the old end when it has its node back.
+            Some("qcow2") => return refuse("its image grows, and QEMU would not see that"),
+            _ => return refuse("its format is not raw"),
         }
         Ok(Self {
             format,
@@ -349,12 +350,10 @@ mod tests {
             json!({"node-name": "d", "driver": "raw", "file": "other"}),
             json!({"node-name": "d", "driver": "raw", "file": {"driver": "file"}}),
             json!({"node-name": "d", "driver": "vmdk", "file": "f"}),
-            json!({"node-name": "d", "driver": "qcow2", "file": "f"}),
+            json!({"node-name": "d", "driver": "qcow2", "file": "f", "backing": null}),
         ] {
             nodes(wrong.clone(), file.clone()).expect_err(&wrong.to_string());
         }
-        let qcow2 = json!({"node-name": "d", "driver": "qcow2", "file": "f", "backing": null});
-        nodes(qcow2, file).unwrap();
     }
 
     #[test]

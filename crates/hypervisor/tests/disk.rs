@@ -7,13 +7,14 @@ mod disk_load;
 mod payload;
 
 use common::emulators;
-use disk_load::{DISK_BYTES, Load, boot_disk};
+use disk_load::{Load, boot_disk};
 use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::disk::{DiskNodes, Front, InsertError, RemoveError, insert, remove};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
 use payload::{Payload, Qemu, Spec};
 use serde_json::{Map, Value, json};
@@ -30,23 +31,10 @@ const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
 const IMAGE: &str = "LONGHAUL_TEST_FRONT_END_IMAGE";
 const PATIENCE: Duration = Duration::from_secs(60);
 
-fn convert(format: &str, image: &Path, into: &str, result: &Path) {
-    let mut convert = Command::new("qemu-img");
-    // Also while a stopped guest has it.
-    convert.args(["convert", "-U", "-f", format, "-O", into]);
-    let converted = convert.arg(image).arg(result).status();
-    assert!(
-        converted
-            .expect("qemu-img is needed: scripts/install lab")
-            .success()
-    );
-}
-
 /// An image, its nodes, and a front end for it.
 struct Setting {
     folder: TempDir,
     image: PathBuf,
-    format: &'static str,
     nodes: DiskNodes,
     options: [Value; 2],
     listener: UnixListener,
@@ -54,24 +42,18 @@ struct Setting {
 }
 
 impl Setting {
-    fn new(format: &'static str) -> Self {
+    fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let image = folder.path().join("image");
-        let raw = folder.path().join("raw");
-        std::fs::write(&raw, boot_disk()).unwrap();
-        convert("raw", &raw, format, &image);
+        std::fs::write(&image, boot_disk()).unwrap();
         let file = json!({"driver": "file", "node-name": "f0", "filename": image,
             "discard": "unmap", "cache": {"direct": false}});
-        let mut above = json!({"driver": format, "node-name": "d0", "file": "f0",
+        let above = json!({"driver": "raw", "node-name": "d0", "file": "f0",
             "discard": "unmap", "detect-zeroes": "unmap"});
-        if format == "qcow2" {
-            above["backing"] = Value::Null;
-        }
         let object = |value: &Value| -> Map<String, Value> { value.as_object().unwrap().clone() };
         let socket = folder.path().join("nbd");
         Self {
             image,
-            format,
             nodes: DiskNodes::new(object(&above), object(&file)).unwrap(),
             options: [file, above],
             listener: UnixListener::bind(&socket).unwrap(),
@@ -102,11 +84,7 @@ impl Setting {
     }
 
     fn disk(&self) -> RawDisk {
-        let size = match self.format {
-            "raw" => ExportSize::OfFile,
-            _ => ExportSize::Bytes(2 * DISK_BYTES as u64),
-        };
-        RawDisk::open(&self.image, size).unwrap()
+        RawDisk::open(&self.image, ExportSize::OfFile).unwrap()
     }
 
     fn serve(&self) -> Server {
@@ -115,13 +93,6 @@ impl Setting {
         let listener = self.listener.try_clone().unwrap();
         let exports = vec![Export { name, disk }];
         Server::start(listener, exports, Limits::default(), |_| ()).unwrap()
-    }
-
-    /// What the guest would find on the disk.
-    fn content(&self) -> Vec<u8> {
-        let raw = self.folder.path().join("content");
-        convert(self.format, &self.image, "raw", &raw);
-        std::fs::read(raw).unwrap()
     }
 }
 
@@ -158,8 +129,8 @@ async fn nobody_is_connected(server: &Server) {
     }
 }
 
-async fn switches_under_load(emulator: &Path, format: &'static str, iothread: bool) {
-    let setting = Setting::new(format);
+async fn switches_under_load(emulator: &Path, iothread: bool) {
+    let setting = Setting::new();
     let qemu = setting.guest(emulator, iothread).await;
     let before = picture(&qemu.qmp).await;
     let load = Load::find(&qemu).await;
@@ -191,16 +162,14 @@ async fn switches_under_load(emulator: &Path, format: &'static str, iothread: bo
     assert_eq!(qemu.state().await, "running");
     let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
     stopped.await.unwrap();
-    load.check(&setting.content());
+    load.check(&std::fs::read(&setting.image).unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_disk_under_load_goes_through_the_front_end_and_back() {
     for (_, emulator) in emulators() {
-        for format in ["raw", "qcow2"] {
-            for iothread in [false, true] {
-                switches_under_load(&emulator, format, iothread).await;
-            }
+        for iothread in [false, true] {
+            switches_under_load(&emulator, iothread).await;
         }
     }
 }
@@ -220,9 +189,12 @@ impl Process {
         Self(child.spawn().unwrap())
     }
 
-    fn signal(&self, signal: Signal) {
+    /// Stops it, and waits until all of its threads are.
+    fn halt(&self) {
         let pid = Pid::from_raw(self.0.id().try_into().unwrap());
-        nix::sys::signal::kill(pid, signal).unwrap();
+        kill(pid, Signal::SIGSTOP).unwrap();
+        let halted = waitpid(pid, Some(WaitPidFlag::WUNTRACED)).unwrap();
+        assert_eq!(halted, WaitStatus::Stopped(pid, Signal::SIGSTOP));
     }
 }
 
@@ -254,7 +226,7 @@ fn a_front_end_of_its_own() {
 #[tokio::test]
 async fn a_front_end_that_is_killed_or_hangs_takes_nothing_with_it() {
     for (_, emulator) in emulators() {
-        let setting = Setting::new("raw");
+        let setting = Setting::new();
         let qemu = setting.guest(&emulator, false).await;
         let load = Load::find(&qemu).await;
         let mut process = Process::start(&setting);
@@ -264,7 +236,7 @@ async fn a_front_end_that_is_killed_or_hangs_takes_nothing_with_it() {
         for round in 0..4 {
             load.goes_on(6).await;
             if round % 2 == 1 {
-                process.signal(Signal::SIGSTOP);
+                process.halt();
                 let waits = load.rounds();
                 tokio::time::sleep(Duration::from_millis(200)).await;
                 // The round under way may have had all of its answers.
@@ -282,14 +254,14 @@ async fn a_front_end_that_is_killed_or_hangs_takes_nothing_with_it() {
         load.goes_on(6).await;
         let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
         stopped.await.unwrap();
-        load.check(&setting.content());
+        load.check(&std::fs::read(&setting.image).unwrap());
     }
 }
 
 #[tokio::test]
 async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
     for (_, emulator) in emulators() {
-        let setting = Setting::new("raw");
+        let setting = Setting::new();
         let qemu = setting.guest(&emulator, false).await;
         let before = picture(&qemu.qmp).await;
         let server = setting.serve();
@@ -346,28 +318,26 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
 #[tokio::test]
 async fn locks_pass_to_the_front_end_and_back() {
     for (_, emulator) in emulators() {
-        for (format, image_use) in [("raw", ImageUse::Raw), ("qcow2", ImageUse::Growing)] {
-            let setting = Setting::new(format);
-            let qemu = setting.guest(&emulator, false).await;
-            let disk = setting.disk();
-            let server = setting.serve();
-            let lock = ImageLock::beside(disk.file(), image_use).unwrap();
-            lock.check().expect_err("the guest's QEMU holds its own");
-            insert(&qemu.qmp, &setting.nodes, &setting.front)
-                .await
-                .unwrap();
-            lock.check().unwrap();
-            let refusal = remove(&qemu.qmp, &setting.nodes, &setting.front)
-                .await
-                .unwrap_err();
-            assert!(matches!(refusal, RemoveError::Refused(_)), "{refusal}");
-            assert!(refusal.to_string().contains("lock"), "{refusal}");
-            drop(lock);
-            remove(&qemu.qmp, &setting.nodes, &setting.front)
-                .await
-                .unwrap();
-            ImageLock::alone(disk.file(), image_use).expect_err("the guest's QEMU has them again");
-            drop(server);
-        }
+        let setting = Setting::new();
+        let qemu = setting.guest(&emulator, false).await;
+        let disk = setting.disk();
+        let server = setting.serve();
+        let lock = ImageLock::beside(disk.file(), ImageUse::Raw).unwrap();
+        lock.check().expect_err("the guest's QEMU holds its own");
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        lock.check().unwrap();
+        let refusal = remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap_err();
+        assert!(matches!(refusal, RemoveError::Refused(_)), "{refusal}");
+        assert!(refusal.to_string().contains("lock"), "{refusal}");
+        drop(lock);
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        ImageLock::alone(disk.file(), ImageUse::Raw).expect_err("the guest's QEMU has them again");
+        drop(server);
     }
 }

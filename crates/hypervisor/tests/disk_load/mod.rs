@@ -12,7 +12,7 @@ const BOOT_SECTOR: &[u8; 512] = include_bytes!("load.bin");
 const BLOCKS: usize = 4096;
 const FIRST_SECTOR: usize = 61;
 /// Room for them all.
-pub(crate) const DISK_BYTES: usize = 17 << 20;
+const DISK_BYTES: usize = 17 << 20;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
