@@ -38,7 +38,7 @@ use longhaul_protocol::{Epoch, wire};
 use longhaul_transport::BulkError;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::{oneshot, watch};
+use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
@@ -70,8 +70,8 @@ pub(super) struct Task {
     pub(super) handover: SourceHandover,
     pub(super) patience: Duration,
     pub(super) downtime: Duration,
-    /// What the guest's memory looks like, as soon as that is known.
-    pub(super) look: oneshot::Receiver<Look>,
+    /// What the guest's memory looks like; it is whole when nothing more comes.
+    pub(super) look: watch::Receiver<Look>,
     /// What the link was known to carry before, in bytes per second.
     pub(super) known_rate: Option<f64>,
     /// Its part of what all moves may send.

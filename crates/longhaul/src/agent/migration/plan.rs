@@ -24,6 +24,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::sync::watch;
 use tokio::task::block_in_place;
 
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
@@ -176,7 +177,9 @@ async fn look_here(
     let mut seen = Look::default();
     match Outbound::attach(candidate.guest.clone(), qmp).await {
         Ok(outbound) => {
-            seen = look(&outbound).await;
+            let mut looking = look(&outbound);
+            while looking.changed().await.is_ok() {}
+            seen = *looking.borrow();
             plan.memory_used_bytes = seen.used_bytes;
             plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
         }
@@ -199,26 +202,27 @@ pub(super) struct Look {
     dirty_bytes_per_s: Option<u64>,
 }
 
-/// Looks at a sample of a guest's blocks, for a second, while other things go on.
-pub(super) fn look(outbound: &Outbound) -> impl Future<Output = Look> + Send + use<> {
+/// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at how
+/// fast it writes. What was seen is whole when the sender is gone.
+pub(super) fn look(outbound: &Outbound) -> watch::Receiver<Look> {
     let (memory, places) = outbound.memory();
-    look_at(memory, places, outbound.regions().to_vec())
-}
-
-async fn look_at(memory: Arc<GuestMemory>, places: Vec<usize>, regions: Vec<RegionSpec>) -> Look {
-    let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
-    let dirty_bytes_per_s = match dirty_rate::measure(&memory).await {
-        Ok(rate) => Some(rate),
-        Err(error) => {
-            tracing::warn!(%error, "cannot tell how fast a guest writes");
-            None
+    let regions = outbound.regions().to_vec();
+    let (sender, receiver) = watch::channel(Look::default());
+    tokio::spawn(async move {
+        let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
+        let mut look = Look {
+            used_bytes,
+            share,
+            dirty_bytes_per_s: None,
+        };
+        sender.send_replace(look);
+        match dirty_rate::measure(&memory).await {
+            Ok(rate) => look.dirty_bytes_per_s = Some(rate),
+            Err(error) => tracing::warn!(%error, "cannot tell how fast a guest writes"),
         }
-    };
-    Look {
-        used_bytes,
-        share,
-        dirty_bytes_per_s,
-    }
+        sender.send_replace(look);
+    });
+    receiver
 }
 
 fn sample(

@@ -30,7 +30,7 @@ use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control, TrustedHost};
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::oneshot;
+use tokio::sync::watch;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
@@ -300,14 +300,12 @@ impl Preparing {
         control: Control,
         offer: &Offer,
         outbound: &mut Outbound,
-    ) -> Result<(Session, Arc<Sending>, oneshot::Receiver<Look>), ApiError> {
+    ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
         let offered = session::offer(control, offer, limit);
         // The guest is looked at while the destination launches its QEMU, and nobody waits for that.
-        let (looked, look) = oneshot::channel();
-        let looking = plan::look(outbound);
-        tokio::spawn(async move { looked.send(looking.await) });
+        let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
         let (mut session, machine) = offered.map_err(|error| self.refused(&error))?;
         if let Some(difference) = machine.differences(&offer.machine).into_iter().next() {

@@ -4,7 +4,7 @@ use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::clock;
 use crate::agent::migration::convergence;
 use crate::agent::migration::failure;
-use crate::agent::migration::plan::{self, Asking, Look};
+use crate::agent::migration::plan::{self, Asking};
 use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
@@ -13,7 +13,6 @@ use longhaul_engine::stop::StopReason;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::{GuestClock, Summary};
 use std::time::Duration;
-use tokio::sync::oneshot::error::TryRecvError;
 use tokio::time::Instant;
 
 /// A link is known after so long.
@@ -42,7 +41,7 @@ impl Departure {
 
     pub(super) fn show(&mut self) {
         self.shown_at = Instant::now();
-        self.predict();
+        self.predict(false);
         let now = self.now();
         let engine = self.task.sending.engine();
         let regions: Vec<RegionProgress> = engine
@@ -103,17 +102,15 @@ impl Departure {
             .report_with(|report| report.stop = Some(choice));
     }
 
-    /// Says once what it will probably cost, as soon as the link and the guest are known.
-    fn predict(&mut self) {
+    /// Says once what it will probably cost: as soon as the link and the guest are known, and from
+    /// what is known when the guest is about to be stopped (`last`).
+    pub(super) fn predict(&mut self, last: bool) {
         let young = self.task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER;
-        if self.predicted || young {
+        let look = *self.task.look.borrow_and_update();
+        let looking = self.task.look.has_changed().is_ok();
+        if self.predicted || (!last && (young || looking)) {
             return;
         }
-        let look = match self.task.look.try_recv() {
-            Ok(look) => look,
-            Err(TryRecvError::Empty) => return,
-            Err(TryRecvError::Closed) => Look::default(),
-        };
         self.predicted = true;
         let task = &self.task;
         let known = task.context.link_rate(&task.host);

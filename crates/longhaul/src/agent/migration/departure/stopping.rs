@@ -73,6 +73,7 @@ impl Departure {
         if let Err(error) = self.hook(Step::Stopping).await {
             return self.fail(error).await;
         }
+        self.predict(true);
         self.entry().enter(Phase::Stopping);
         let (predicted, left) = {
             let engine = self.task.sending.engine();
