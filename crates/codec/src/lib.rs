@@ -3,8 +3,8 @@
 //!
 //! The way of a batch at the source: its content is copied once into a staging buffer;
 //! [`Hasher::stage`] finds zero blocks and digests the others; the caller decides per block
-//! ([`Decision`]); [`Encoder::encode_frame`] makes one frame of them, self-contained unless its compression goes on
-//! from frame to frame ([`Compression::ZstdLong`], [`InOrder`]). At the
+//! ([`Decision`]); [`Encoder::encode_frame`] makes one frame of them, self-contained unless its
+//! compression goes on from frame to frame ([`Compression::ZstdLong`], [`InOrder`]). At the
 //! destination [`Decoder::decode`] checks a frame as a whole before its first block is applied to a
 //! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
 //!

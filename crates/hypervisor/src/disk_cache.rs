@@ -3,36 +3,44 @@
 //! QEMU flushes every disk when it stops a guest, and the guest stands still for as long as that
 //! takes: hundreds of milliseconds where much was written. Flushed shortly before, there is little left.
 
+use crate::memory::shared_files;
+use nix::sys::stat::{major, minor};
 use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::FileTypeExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 
 /// More open files of one QEMU than this are not looked at.
 const FILES_MAX: usize = 4096;
 
 /// Writes to stable storage what the host's page cache and journals hold of the files and block
-/// devices that this process has open for writing. Blocks for as long as the disks take.
+/// devices that this process has open for writing, except for those that are its memory. Blocks for as
+/// long as the disks take.
 ///
 /// The guest is not held up, and sees nothing of it. Nobody depends on it: QEMU flushes by itself
-/// when it stops the guest.
+/// when it stops the guest, and is told of lost data then too, since Linux tells every open file. Of
+/// several errors the first one is returned, after all files.
 pub fn flush(pid: i32) -> io::Result<()> {
+    let memory = shared_files(&fs::read_to_string(format!("/proc/{pid}/maps"))?);
+    let mut flushed = Ok(());
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))?.take(FILES_MAX) {
         let entry = entry?;
         let path = entry.path();
         // What was closed meanwhile needs nothing; sockets, pipes and devices are not opened.
-        let Ok(file_type) = fs::metadata(&path).map(|metadata| metadata.file_type()) else {
+        let Ok(metadata) = fs::metadata(&path) else {
             continue;
         };
-        let may_be_disk = file_type.is_file() || file_type.is_block_device();
+        let file_type = metadata.file_type();
+        let device = (major(metadata.dev()), minor(metadata.dev()));
+        let is_memory = memory.contains(&(device, metadata.ino()));
+        let may_be_disk = (file_type.is_file() && !is_memory) || file_type.is_block_device();
         if may_be_disk && is_written(pid, &entry.file_name().to_string_lossy()) {
-            match File::open(&path) {
-                Ok(file) => file.sync_data()?,
-                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => return Err(error),
-            }
+            let one = File::open(&path).and_then(|file| file.sync_data());
+            let gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
+            flushed =
+                flushed.and(one.or_else(|error| if gone(&error) { Ok(()) } else { Err(error) }));
         }
     }
-    Ok(())
+    flushed
 }
 
 /// Whether a process has a file open for writing.

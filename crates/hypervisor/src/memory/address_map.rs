@@ -1,5 +1,7 @@
 //! Where QEMU says its RAM blocks are, and what the system says of those places.
 
+use std::collections::BTreeSet;
+
 /// A RAM block as HMP's `info ramblock` lists it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ListedBlock {
@@ -74,6 +76,16 @@ pub(crate) struct Mapping {
     pub(crate) device: (u64, u64),
     /// The file; 0 where there is none.
     pub(crate) inode: u64,
+}
+
+/// The files, by device and inode, that a process has in its memory so that what it writes there is
+/// written to them.
+pub(crate) fn shared_files(maps: &str) -> BTreeSet<((u64, u64), u64)> {
+    let mappings = maps.lines().filter_map(parse_mapping);
+    let shared = mappings.filter(|mapping| mapping.shared && mapping.inode != 0);
+    shared
+        .map(|mapping| (mapping.device, mapping.inode))
+        .collect()
 }
 
 /// `FROM-TO rw-s OFFSET MAJOR:MINOR INODE [PATH]`
@@ -194,6 +206,8 @@ mod tests {
                     3000-5000 rw-s 9000 00:01 77 /memfd:ram (deleted)\n\
                     5000-6000 rw-s 0 00:01 78 /memfd:other (deleted)\n\
                     7000-9000 rw-p 00000000 00:00 0 \n";
+        assert!(shared_files(maps).is_superset(&[((0, 1), 77), ((0, 1), 78)].into()));
+        assert!(!shared_files(maps).iter().any(|(_, inode)| *inode == 0));
         let found = covering(maps, 0x2000, 0x3000).unwrap();
         assert_eq!(
             (found.from, found.to, found.offset),

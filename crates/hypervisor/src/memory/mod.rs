@@ -65,6 +65,7 @@ mod reader;
 mod sampler;
 mod source;
 
+pub(crate) use address_map::shared_files;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
 pub use incoming::{Incoming, IncomingError, Loaded};
 pub use longhaul_qemu_stream::{Prelude, RamBlock};
