@@ -44,7 +44,7 @@ impl Migration {
         let stopped_at = Instant::now();
         if self.before.running {
             self.stop().await?;
-            let state = run_state(qmp).await?;
+            let state = self.patiently(run_state(qmp)).await?;
             if must_be_paused && completes(&state) {
                 self.restart().await?;
                 return Err(OutgoingError::Restarted);
@@ -77,18 +77,22 @@ impl Migration {
         })
     }
 
-    /// Stops the guest. A QEMU that began to complete by itself at this very moment waits in a write
-    /// with its big lock held, and hears nothing until that is read: then it has stopped the guest.
     async fn stop(&self) -> Result<(), OutgoingError> {
         let stop = self.qmp().execute("stop", json!({}), STOP_TIMEOUT);
-        tokio::pin!(stop);
-        if let Ok(stopped) = tokio::time::timeout(STOP_PATIENCE, &mut stop).await {
-            stopped?;
-        } else {
-            self.shared().flush();
-            stop.await?;
-        }
+        self.patiently(stop).await?;
         Ok(())
+    }
+
+    /// Waits for an answer of QEMU. One that began to complete by itself at this very moment waits in a
+    /// write with its big lock held, and hears nothing until that is read: then it has stopped the
+    /// guest. It may still have heard `stop` on its way there, and then hears no question after it.
+    async fn patiently<T>(&self, answer: impl Future<Output = T>) -> T {
+        tokio::pin!(answer);
+        if let Ok(answer) = tokio::time::timeout(STOP_PATIENCE, &mut answer).await {
+            return answer;
+        }
+        self.shared().flush();
+        answer.await
     }
 
     /// Gives QEMU all that it needs to complete, and waits until it has.
