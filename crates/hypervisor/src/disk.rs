@@ -68,6 +68,14 @@ impl DiskNodes {
         options.insert("file".to_owned(), below.into());
         json!({"options": [options]})
     }
+
+    fn other_below(&self, expected: &str, found: Option<&String>) -> OtherBelow {
+        OtherBelow {
+            format: self.format_name.clone(),
+            expected: expected.to_owned(),
+            found: found.cloned(),
+        }
+    }
 }
 
 /// A disk as a front end shows it.
@@ -81,22 +89,27 @@ pub struct Front {
     pub export: String,
 }
 
+/// Something else stands below a disk than was thought.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the disk {format} stands on {} and not on {expected}: somebody else changes this guest's \
+     disks; nothing was changed", found.as_deref().unwrap_or("nothing")
+)]
+pub struct OtherBelow {
+    /// The format node.
+    format: String,
+    /// What should be below.
+    expected: String,
+    /// What is.
+    found: Option<String>,
+}
+
 /// Why a front end is not below a disk.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum InsertError {
     /// Something else stands below the disk than was thought.
-    #[error(
-        "the disk {format} stands on {} and not on {expected}: somebody else changes this guest's \
-         disks; nothing was changed", found.as_deref().unwrap_or("nothing")
-    )]
-    Other {
-        /// The format node.
-        format: String,
-        /// What should be below.
-        expected: String,
-        /// What is.
-        found: Option<String>,
-    },
+    #[error(transparent)]
+    Other(#[from] OtherBelow),
     /// The front end shows less than the file has. QEMU would take it, and the guest's disk would
     /// shrink.
     #[error(
@@ -121,18 +134,8 @@ pub enum InsertError {
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RemoveError {
     /// Something else stands below the disk than was thought.
-    #[error(
-        "the disk {format} stands on {} and not on {expected}: somebody else changes this guest's \
-         disks; nothing was changed", found.as_deref().unwrap_or("nothing")
-    )]
-    Other {
-        /// The format node.
-        format: String,
-        /// What should be below.
-        expected: String,
-        /// What is.
-        found: Option<String>,
-    },
+    #[error(transparent)]
+    Other(#[from] OtherBelow),
     /// It could not be done; the front end must go on.
     #[error(
         "{0}; the disk is still used through the agent, which must go on; does somebody hold a \
@@ -152,11 +155,7 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
         return Ok(());
     }
     if found != Some(&nodes.file_name) {
-        return Err(InsertError::Other {
-            format: nodes.format_name.clone(),
-            expected: nodes.file_name.clone(),
-            found: found.cloned(),
-        });
+        return Err(nodes.other_below(&nodes.file_name, found).into());
     }
     if !graph.has(&front.node) {
         // QEMU connects before it answers.
@@ -206,11 +205,7 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
             false => RemoveError::InDoubt(error),
         })?;
     } else if found != Some(&nodes.file_name) {
-        return Err(RemoveError::Other {
-            format: nodes.format_name.clone(),
-            expected: front.node.clone(),
-            found: found.cloned(),
-        });
+        return Err(nodes.other_below(&front.node, found).into());
     }
     if graph.has(&front.node) {
         let deleted = delete(qmp, &front.node).await;

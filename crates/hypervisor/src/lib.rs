@@ -20,6 +20,7 @@ mod hardware;
 pub mod launch;
 pub mod memory;
 pub mod observe;
+mod open_files;
 mod probe;
 pub mod process;
 pub mod qmp;

@@ -1,5 +1,6 @@
 //! Where QEMU says its RAM blocks are, and what the system says of those places.
 
+use crate::open_files::FileIdentity;
 use std::collections::BTreeSet;
 
 /// A RAM block as HMP's `info ramblock` lists it.
@@ -80,7 +81,7 @@ pub(crate) struct Mapping {
 
 /// The files, by device and inode, that a process has in its memory so that what it writes there is
 /// written to them.
-pub(crate) fn shared_files(maps: &str) -> BTreeSet<((u64, u64), u64)> {
+pub(crate) fn shared_files(maps: &str) -> BTreeSet<FileIdentity> {
     let mappings = maps.lines().filter_map(parse_mapping);
     let shared = mappings.filter(|mapping| mapping.shared && mapping.inode != 0);
     shared

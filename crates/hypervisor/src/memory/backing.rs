@@ -5,15 +5,11 @@
 //! not.
 
 use super::address_map::{Mapping, covering};
+use crate::open_files::open_files;
 use nix::errno::Errno;
-use nix::sys::stat::{major, minor};
 use nix::sys::uio::pread;
-use std::fs::{self, File};
-use std::os::unix::fs::MetadataExt;
+use std::fs::File;
 use std::sync::Arc;
-
-/// Most open files of a QEMU that are looked through.
-const FILES_MAX: usize = 4096;
 
 /// A block's place in its file.
 #[derive(Debug, Clone)]
@@ -60,12 +56,7 @@ impl Backing {
 
 /// Opens the mapped file by one of the process's own descriptors.
 fn open(pid: i32, mapping: &Mapping) -> Option<File> {
-    let files = fs::read_dir(format!("/proc/{pid}/fd")).ok()?;
-    let same = |path: &std::path::Path| {
-        let known = fs::metadata(path).ok()?;
-        let device = (major(known.dev()), minor(known.dev()));
-        (known.ino() == mapping.inode && device == mapping.device).then_some(())
-    };
-    let mut paths = files.take(FILES_MAX).flatten().map(|entry| entry.path());
-    File::open(paths.find(|path| same(path).is_some())?).ok()
+    let mapped = (mapping.device, mapping.inode);
+    let mut files = open_files(pid).ok()?.flatten();
+    files.find(|file| file.identity() == mapped)?.open().ok()
 }
