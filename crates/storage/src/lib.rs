@@ -3,6 +3,7 @@
 
 pub mod disk;
 pub mod files;
+pub mod front;
 mod journal;
 pub mod nbd;
 mod rights;

@@ -10,6 +10,7 @@
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::fs::File;
 use std::io;
@@ -47,7 +48,8 @@ impl fmt::Display for Permission {
 }
 
 /// How a guest uses an image. QEMU 7.2 and 10.0 lock alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ImageUse {
     /// As a raw disk of its own.
     Raw,

@@ -1,9 +1,11 @@
 //! A disk that is a plain file.
 
 use super::{Disk, Extent, Zeros};
+use crate::front::pulse::elsewhere;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
+use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::ops::Range;
@@ -17,7 +19,8 @@ static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 const BLOCK_BYTES: u64 = 4096;
 
 /// The size of the disk that a file is shown as.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
 pub enum ExportSize {
     /// The file's own: for images whose size is the disk's (`raw`).
     OfFile,
@@ -141,7 +144,7 @@ impl RawDisk {
         let offset = signed(range.start)?;
         let length = signed(range.end - range.start)?;
         loop {
-            match fallocate(&self.file, mode, offset, length) {
+            match elsewhere(|| fallocate(&self.file, mode, offset, length)) {
                 Ok(()) => return Ok(true),
                 Err(Errno::EINTR) => {}
                 Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return Ok(false),
@@ -159,9 +162,13 @@ impl RawDisk {
     /// itself writes would. Never makes it shorter, whatever other threads write behind it.
     fn reach(&self, range: &Range<u64>) -> io::Result<()> {
         if range.end > self.file.metadata()?.len() {
-            self.file.write_all_at(&[0], range.end - 1)?;
+            self.put(&[0], range.end - 1)?;
         }
         Ok(())
+    }
+
+    fn put(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
+        elsewhere(|| self.file.write_all_at(bytes, offset))
     }
 
     fn write_zeros(&self, range: Range<u64>) -> io::Result<()> {
@@ -169,7 +176,7 @@ impl RawDisk {
         while offset < range.end {
             let length = (range.end - offset).min(ZEROS.len() as u64);
             let piece = usize::try_from(length).map_err(io::Error::other)?;
-            self.file.write_all_at(&ZEROS[..piece], offset)?;
+            self.put(&ZEROS[..piece], offset)?;
             offset += length;
         }
         Ok(())
@@ -177,7 +184,8 @@ impl RawDisk {
 
     /// Where the next data or hole begins; `None` when there is no data any more.
     fn seek(&self, offset: u64, whence: Whence) -> io::Result<Option<u64>> {
-        match lseek(&self.file, signed(offset)?, whence) {
+        let offset = signed(offset)?;
+        match elsewhere(|| lseek(&self.file, offset, whence)) {
             Ok(place) => u64::try_from(place).map(Some).map_err(io::Error::other),
             Err(Errno::ENXIO) => Ok(None),
             Err(error) => Err(error.into()),
@@ -219,7 +227,8 @@ impl Disk for RawDisk {
         self.range(offset, buffer.len())?;
         let mut done = 0;
         while done < buffer.len() {
-            match self.file.read_at(&mut buffer[done..], offset + done as u64) {
+            let left = &mut buffer[done..];
+            match elsewhere(|| self.file.read_at(left, offset + done as u64)) {
                 Ok(0) if self.grows => {
                     buffer[done..].fill(0);
                     break;
@@ -236,14 +245,14 @@ impl Disk for RawDisk {
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         self.range(offset, bytes.len())?;
-        self.file.write_all_at(bytes, offset)
+        self.put(bytes, offset)
     }
 
     fn flush(&self) -> io::Result<()> {
         if let Some(errno) = self.flush_failed.get() {
             return Err(io::Error::from_raw_os_error(*errno));
         }
-        self.file.sync_data().inspect_err(|error| {
+        elsewhere(|| self.file.sync_data()).inspect_err(|error| {
             let errno = error.raw_os_error().unwrap_or(Errno::EIO as i32);
             // Another thread's flush may have failed first: then its error stays.
             let _ = self.flush_failed.set(errno);

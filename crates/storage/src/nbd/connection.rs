@@ -9,6 +9,7 @@ use super::handshake::{
 use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Request};
 use super::request::{RequestError, Task};
 use crate::disk::Disk;
+use crate::front::pulse;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
@@ -139,9 +140,12 @@ pub fn transmit(
         worker.reply.clear();
         match request.task(size_bytes, session.allocation) {
             Ok(Task::Disconnect) => return Ok(()),
-            Ok(Task::Read(range)) => writer.write_all(worker.read(request.cookie, range)?)?,
+            Ok(Task::Read(range)) => {
+                let reply = pulse::request(|| worker.read(request.cookie, range))?;
+                writer.write_all(reply)?;
+            }
             Ok(task) => {
-                worker.run(request.cookie, task, payload)?;
+                pulse::request(|| worker.run(request.cookie, task, payload))?;
                 writer.write_all(&worker.reply)?;
             }
             Err(errno) => {

@@ -1,5 +1,6 @@
 //! The handshake ("Fixed newstyle negotiation"), without a socket: options in, replies out.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 
 /// What the server says first ("Newstyle negotiation").
@@ -72,7 +73,8 @@ const INFO_BLOCK_SIZE: u16 = 3;
 /// The name of an export. Whoever knows it, and can reach the socket, may use the disk: so it is
 /// made of random bytes, anew for each guest, disk and time that a disk is shown. A QEMU that was
 /// left over from an earlier move knows another one.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct ExportName(String);
 
 impl ExportName {
@@ -90,6 +92,20 @@ impl ExportName {
     /// The name.
     pub fn as_str(&self) -> &str {
         &self.0
+    }
+}
+
+impl TryFrom<String> for ExportName {
+    type Error = &'static str;
+
+    fn try_from(name: String) -> Result<Self, Self::Error> {
+        Self::new(name).ok_or("an export's name that is too short, too long, or not plain")
+    }
+}
+
+impl From<ExportName> for String {
+    fn from(name: ExportName) -> Self {
+        name.0
     }
 }
 

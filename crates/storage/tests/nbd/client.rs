@@ -3,6 +3,7 @@
 use crate::common::{NAME, PATIENCE, Served};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 pub(crate) const ABORT: u32 = 2;
 pub(crate) const LIST: u32 = 3;
@@ -46,14 +47,29 @@ pub(crate) struct Client {
 impl Client {
     /// Connects, and says nothing.
     pub(crate) fn silent(served: &Served) -> Self {
-        let stream = UnixStream::connect(served.socket()).unwrap();
+        Self::at(&served.socket())
+    }
+
+    fn at(socket: &Path) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         Self { stream }
     }
 
     /// Connects, and begins to haggle.
     pub(crate) fn haggling(served: &Served) -> Self {
-        let mut client = Self::silent(served);
+        Self::silent(served).greeted()
+    }
+
+    /// Connects to a socket, and chooses the export.
+    pub(crate) fn ready_at(socket: &Path) -> Self {
+        let mut client = Self::at(socket).greeted();
+        assert_eq!(client.option(GO, &info(NAME, &[])), ACK);
+        client
+    }
+
+    fn greeted(self) -> Self {
+        let mut client = self;
         let greeting: [u8; 18] = client.take();
         assert_eq!(&greeting, b"NBDMAGICIHAVEOPT\0\x03");
         client.send(&3u32.to_be_bytes());

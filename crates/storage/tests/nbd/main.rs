@@ -9,6 +9,7 @@
 mod client;
 mod common;
 mod disk_errors;
+mod front;
 mod handshake;
 mod hostile;
 mod locks;

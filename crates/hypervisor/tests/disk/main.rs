@@ -1,0 +1,17 @@
+//! The disk front end below a disk that is in use, and out again, with real QEMUs.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::print_stderr
+)]
+
+#[path = "../common/mod.rs"]
+mod common;
+mod load;
+#[allow(dead_code, reason = "the smaller part of it is used elsewhere")]
+#[path = "../payload/mod.rs"]
+mod payload;
+mod plain;
+mod setting;
+mod supervised;

@@ -1,0 +1,143 @@
+//! Raw disks with a format node.
+
+use crate::common::emulators;
+use crate::load::Load;
+use crate::setting::{NAME, PATIENCE, Setting, nobody_is_connected, picture};
+use longhaul_hypervisor::disk::{InsertError, RemoveError, insert, remove};
+use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
+use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
+use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
+use serde_json::json;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+async fn switches_under_load(emulator: &Path, iothread: bool) {
+    let setting = Setting::new();
+    let qemu = setting.guest(emulator, iothread).await;
+    let before = picture(&qemu.qmp).await;
+    let load = Load::find(&qemu).await;
+    let mut server = setting.serve();
+    for round in 0..4 {
+        load.goes_on(6).await;
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        load.goes_on(6).await;
+        assert!(
+            server.connections() >= 1,
+            "the disk is used around the front end"
+        );
+        if round % 2 == 0 {
+            // Cut off in the middle of requests; its socket goes on.
+            assert_eq!(server.stop(Duration::ZERO), 0);
+            server = setting.serve();
+            load.goes_on(6).await;
+        }
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        nobody_is_connected(&server).await;
+    }
+    load.goes_on(6).await;
+    assert_eq!(server.stop(PATIENCE), 0);
+    assert_eq!(picture(&qemu.qmp).await, before);
+    assert_eq!(qemu.state().await, "running");
+    let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
+    stopped.await.unwrap();
+    load.check(&std::fs::read(&setting.image).unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_under_load_goes_through_the_front_end_and_back() {
+    for (_, emulator) in emulators() {
+        for iothread in [false, true] {
+            switches_under_load(&emulator, iothread).await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
+    for (_, emulator) in emulators() {
+        let setting = Setting::new();
+        let qemu = setting.guest(&emulator, false).await;
+        let before = picture(&qemu.qmp).await;
+        let server = setting.serve();
+        let mut wrong = setting.front.clone();
+        wrong.export = "another name".to_owned();
+        let refusal = insert(&qemu.qmp, &setting.nodes, &wrong).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Refused(_)), "{refusal}");
+        wrong.socket = setting.folder.path().join("nobody");
+        let refusal = insert(&qemu.qmp, &setting.nodes, &wrong).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Refused(_)), "{refusal}");
+        // A disk that is smaller than the guest's is not put below it.
+        std::fs::write(setting.folder.path().join("small"), [0; 512]).unwrap();
+        let small = setting.folder.path().join("small");
+        let small = RawDisk::open(&small, ExportSize::OfFile).unwrap();
+        let listener = UnixListener::bind(setting.folder.path().join("nbd2")).unwrap();
+        let exports = vec![Export {
+            name: ExportName::new(NAME.to_owned()).unwrap(),
+            disk: Arc::new(small),
+        }];
+        let small = Server::start(listener, exports, Limits::default(), |_| ()).unwrap();
+        let mut front = setting.front.clone();
+        front.socket = setting.folder.path().join("nbd2");
+        let refusal = insert(&qemu.qmp, &setting.nodes, &front).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Smaller { .. }), "{refusal}");
+        assert_eq!(small.stop(PATIENCE), 0);
+        assert_eq!(picture(&qemu.qmp).await, before);
+        // What is not there is removed already; done twice is done once.
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        let mut other = setting.front.clone();
+        other.node = "n1".to_owned();
+        let refusal = insert(&qemu.qmp, &setting.nodes, &other).await.unwrap_err();
+        assert!(matches!(refusal, InsertError::Other(_)), "{refusal}");
+        let refusal = remove(&qemu.qmp, &setting.nodes, &other).await.unwrap_err();
+        assert!(matches!(refusal, RemoveError::Other(_)), "{refusal}");
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        assert_eq!(picture(&qemu.qmp).await, before);
+        drop(server);
+    }
+}
+
+#[tokio::test]
+async fn locks_pass_to_the_front_end_and_back() {
+    for (_, emulator) in emulators() {
+        let setting = Setting::new();
+        let qemu = setting.guest(&emulator, false).await;
+        let disk = setting.disk();
+        let server = setting.serve();
+        let lock = ImageLock::beside(disk.file(), ImageUse::Raw).unwrap();
+        lock.check().expect_err("the guest's QEMU holds its own");
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        lock.check().unwrap();
+        let refusal = remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap_err();
+        assert!(matches!(refusal, RemoveError::Refused(_)), "{refusal}");
+        assert!(refusal.to_string().contains("lock"), "{refusal}");
+        drop(lock);
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        ImageLock::alone(disk.file(), ImageUse::Raw).expect_err("the guest's QEMU has them again");
+        drop(server);
+    }
+}

@@ -1,0 +1,27 @@
+//! The front end of a disk as processes of their own: a server that answers QEMU ([`serve`]), and a
+//! supervisor that keeps one answering until the disk is taken back ([`Supervisor`]).
+//!
+//! ```text
+//! owner ──control──▶ supervisor: holds the listening socket, and the image's locks
+//!                       │ starts, listens to its pulse, kills
+//!                       ▼
+//!                    server: has the turn ──▶ image          QEMU ──nbd──▶ server
+//! ```
+//!
+//! Of all processes only one has the [`Turn`] to answer: QEMU repeats to the next server what it had
+//! no answer to, and must not be overtaken by the first try. Each of them may be killed at any time.
+//! Why it is so: docs/decisions/0014-a-supervisor-below-the-disk.md.
+
+mod control;
+mod folder;
+mod processes;
+pub mod pulse;
+mod server;
+mod supervisor;
+mod turn;
+
+pub use control::{Control, ControlError, Status};
+pub use folder::{FolderError, FrontFolder, FrontSpec};
+pub use server::{ServeError, pass_through, serve};
+pub use supervisor::{Event, Policy, Programs, Supervisor, SupervisorError};
+pub use turn::{Turn, TurnError};

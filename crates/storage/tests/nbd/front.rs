@@ -1,0 +1,307 @@
+//! Front ends as processes: servers that die, hang or only seem to, and supervisors that die.
+
+use crate::client::Client;
+use crate::common::{MIB, NAME, wait_until};
+use longhaul_storage::disk::{Disk, ExportSize, Extent, ImageLock, ImageUse, RawDisk, Zeros};
+use longhaul_storage::front::{Control, FrontFolder, FrontSpec, Policy, Programs, Status};
+use longhaul_storage::front::{Supervisor, pass_through, pulse, serve};
+use longhaul_storage::nbd::{Export, ExportName};
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+use tempfile::TempDir;
+
+const FOLDER: &str = "LONGHAUL_TEST_FRONT_FOLDER";
+const ROLE: &str = "LONGHAUL_TEST_FRONT_ROLE";
+const HANG: Duration = Duration::from_secs(1);
+
+/// No test, but what the others run as processes.
+#[test]
+fn a_process_of_a_front_end() {
+    let (Some(folder), Some(role)) = (std::env::var_os(FOLDER), std::env::var_os(ROLE)) else {
+        return;
+    };
+    let folder = FrontFolder::open(Path::new(&folder));
+    let tell = |notice| eprintln!("{notice}");
+    match role.to_str().unwrap().split_once(' ') {
+        None => pass_through(&folder, tell).unwrap(),
+        Some(("server", how)) => {
+            let spec = folder.spec().unwrap();
+            let disk = RawDisk::open(&spec.image, spec.size).unwrap();
+            let disk: Arc<dyn Disk> = match how {
+                "slow" => Arc::new(Odd { disk, stuck: false }),
+                _ => Arc::new(Odd { disk, stuck: true }),
+            };
+            let name = spec.name;
+            serve(&folder, || Ok(Export { name, disk }), tell).unwrap();
+        }
+        Some((_, server)) => supervise(folder, server.to_owned()),
+    }
+}
+
+fn supervise(folder: FrontFolder, server: String) {
+    let policy = Policy {
+        hang: HANG,
+        failures: if server == "server stuck" { 2 } else { 1000 },
+        ..Policy::default()
+    };
+    let of = folder.clone();
+    let programs = Programs {
+        server: Box::new(move || process(&server)),
+        fallback: Some(Box::new(|| process("pass-through"))),
+    };
+    let tell = |event| eprintln!("{event}");
+    Supervisor::start(of, programs, policy, tell)
+        .unwrap()
+        .run()
+        .unwrap();
+}
+
+/// This program as another process of the same front end.
+fn process(role: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.args(["--exact", "front::a_process_of_a_front_end", "--nocapture"]);
+    command.env(ROLE, role).env_remove("RUST_TEST_THREADS");
+    command
+}
+
+/// A disk whose writes take their time: in the file system, or for ever with itself.
+#[derive(Debug)]
+struct Odd {
+    disk: RawDisk,
+    stuck: bool,
+}
+
+impl Disk for Odd {
+    fn size_bytes(&self) -> u64 {
+        self.disk.size_bytes()
+    }
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.disk.read(offset, buffer)
+    }
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        if self.stuck {
+            loop {
+                thread::park();
+            }
+        }
+        pulse::elsewhere(|| thread::sleep(3 * HANG));
+        self.disk.write(offset, bytes)
+    }
+    fn flush(&self) -> io::Result<()> {
+        self.disk.flush()
+    }
+    fn zero(&self, _: Range<u64>, _: Zeros) -> io::Result<()> {
+        Err(Errno::EIO.into())
+    }
+    fn discard(&self, _: Range<u64>) -> io::Result<()> {
+        Err(Errno::EIO.into())
+    }
+    fn extents(&self, _: Range<u64>, _: usize) -> io::Result<Vec<Extent>> {
+        Err(Errno::EIO.into())
+    }
+}
+
+/// An image, and a front end for it.
+struct Setting {
+    _above: TempDir,
+    image: PathBuf,
+    path: PathBuf,
+    folder: FrontFolder,
+    control: Control,
+}
+
+impl Setting {
+    fn new() -> Self {
+        let above = tempfile::tempdir().unwrap();
+        let image = above.path().join("image");
+        File::create(&image).unwrap().set_len(MIB).unwrap();
+        let spec = FrontSpec {
+            image: image.clone(),
+            size: ExportSize::OfFile,
+            locks: Some(ImageUse::Raw),
+            name: ExportName::new(NAME.to_owned()).unwrap(),
+            qemu_uid: None,
+        };
+        let path = above.path().join("front");
+        let folder = FrontFolder::create(&path, &spec).unwrap();
+        Self {
+            _above: above,
+            image,
+            path,
+            control: Control::new(folder.clone()),
+            folder,
+        }
+    }
+
+    fn supervisor(&self, server: &str) -> Killed {
+        let mut program = process(&format!("supervisor {server}"));
+        let child = program.env(FOLDER, &self.path).stdout(Stdio::null());
+        Killed(child.spawn().unwrap())
+    }
+
+    /// The server, when there is another one than that.
+    fn server_after(&self, before: Option<u32>) -> u32 {
+        let mut found = None;
+        wait_until(|| {
+            found = self.control.status().ok().and_then(|now| now.server_pid);
+            found.is_some() && found != before
+        });
+        found.unwrap()
+    }
+
+    fn status(&self) -> Status {
+        self.control.status().unwrap()
+    }
+
+    fn client(&self) -> Client {
+        wait_until(|| self.folder.socket().exists());
+        Client::ready_at(&self.folder.socket())
+    }
+
+    /// Whether nobody has the image's locks.
+    fn is_unlocked(&self) -> bool {
+        let image = File::open(&self.image).unwrap();
+        ImageLock::alone(&image, ImageUse::Raw).is_ok()
+    }
+
+    /// Ends the front end, and whatever a test that fails would leave.
+    fn stop(&self, supervisor: &mut Killed) {
+        let last = self.control.stop().unwrap();
+        assert_eq!((last.server_pid, last.locked), (None, false));
+        assert!(supervisor.0.wait().unwrap().success());
+        assert!(!self.folder.socket().exists());
+        assert!(self.is_unlocked());
+    }
+}
+
+/// A process that ends with the test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn signal(pid: u32, signal: Signal) {
+    kill(Pid::from_raw(pid as i32), signal).unwrap();
+}
+
+#[test]
+fn servers_and_supervisors_that_end_are_replaced() {
+    let setting = Setting::new();
+    let mut supervisor = setting.supervisor("pass-through");
+    let mut client = setting.client();
+    assert_eq!(client.write(0, 0, b"first"), 0);
+    let first = setting.server_after(None);
+    signal(first, Signal::SIGKILL);
+    assert!(client.is_cut_off());
+    // Nobody is turned away meanwhile.
+    let mut client = setting.client();
+    assert_eq!(client.read(0, 5).unwrap(), b"first");
+    let second = setting.server_after(Some(first));
+    signal(second, Signal::SIGSTOP);
+    let third = setting.server_after(Some(second));
+    assert!(client.is_cut_off());
+    let failures = setting.status().failures;
+    assert!(failures >= 2, "{failures}");
+    assert!(!setting.status().fell_back);
+
+    // Without a supervisor the server goes on, also when it could be heard by nobody.
+    let mut client = setting.client();
+    supervisor.0.kill().unwrap();
+    supervisor.0.wait().unwrap();
+    thread::sleep(2 * pulse::INTERVAL);
+    assert_eq!(client.write(0, 5, b" and second"), 0);
+    setting.control.status().unwrap_err();
+    // The next supervisor's server answers when that one is dead, hanging or not.
+    signal(third, Signal::SIGSTOP);
+    let mut supervisor = setting.supervisor("pass-through");
+    assert!(client.is_cut_off());
+    let mut client = setting.client();
+    assert_eq!(client.read(0, 16).unwrap(), b"first and second");
+    setting.server_after(Some(third));
+    // There is never more than one.
+    let mut other = setting.supervisor("pass-through");
+    assert!(!other.0.wait().unwrap().success());
+    assert_eq!(client.write(0, 0, b"First"), 0);
+    setting.stop(&mut supervisor);
+    assert!(client.is_cut_off());
+    let content = std::fs::read(&setting.image).unwrap();
+    assert_eq!(&content[..16], b"First and second");
+}
+
+#[test]
+fn locks_are_held_whichever_server_answers_until_they_are_given_back() {
+    let setting = Setting::new();
+    let mut supervisor = setting.supervisor("pass-through");
+    let server = setting.server_after(None);
+    assert!(setting.status().locked && !setting.is_unlocked());
+    signal(server, Signal::SIGKILL);
+    setting.server_after(Some(server));
+    assert!(!setting.is_unlocked());
+    assert!(!setting.control.give_locks().unwrap().locked);
+    assert!(setting.is_unlocked());
+    assert!(setting.control.take_locks().unwrap().locked);
+    assert!(!setting.is_unlocked());
+    setting.stop(&mut supervisor);
+}
+
+#[test]
+fn a_slow_disk_is_not_a_server_that_hangs() {
+    let setting = Setting::new();
+    let mut supervisor = setting.supervisor("server slow");
+    let mut client = setting.client();
+    assert_eq!(client.write(0, 0, b"late"), 0);
+    assert_eq!(setting.status().failures, 0);
+    setting.stop(&mut supervisor);
+}
+
+#[test]
+fn a_server_that_hangs_again_and_again_is_given_up_for_the_fallback() {
+    let setting = Setting::new();
+    let mut supervisor = setting.supervisor("server stuck");
+    for _ in 0..2 {
+        let mut client = setting.client();
+        client.request(crate::client::WRITE, 0, 0, 4);
+        client.send(b"more");
+        assert!(client.is_cut_off(), "it was answered");
+    }
+    let mut client = setting.client();
+    assert_eq!(client.write(0, 0, b"done"), 0);
+    assert!(setting.status().fell_back && setting.folder.fell_back());
+    // The next supervisor goes on with the fallback, until the owner knows.
+    setting.stop(&mut supervisor);
+    let mut supervisor = setting.supervisor("server stuck");
+    assert_eq!(setting.client().write(0, 4, b" again"), 0);
+    setting.stop(&mut supervisor);
+    setting.folder.forgive_fallback().unwrap();
+    let mut supervisor = setting.supervisor("server stuck");
+    setting.server_after(None);
+    assert!(!setting.status().fell_back);
+    setting.stop(&mut supervisor);
+    let content = std::fs::read(&setting.image).unwrap();
+    assert_eq!(&content[..10], b"done again");
+}
+
+#[test]
+fn a_server_that_nobody_supervises_does_not_begin() {
+    let setting = Setting::new();
+    let mut program = process("pass-through");
+    program.env(FOLDER, &setting.path);
+    // Not started as a supervisor does it: it says so, and ends.
+    let output = program.stdin(Stdio::null()).output().unwrap();
+    assert!(!output.status.success());
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(said.contains("NotStarted"), "{said}");
+}
