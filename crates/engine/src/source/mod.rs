@@ -1,0 +1,378 @@
+//! The source's side of replication: which blocks are still here, which travel next, and when to
+//! stop the guest.
+//!
+//! ```text
+//! written(region, blocks) --> pending --take--> in flight --acknowledged--> at the destination
+//!                               ^                   |                              |
+//!                               +--- lost, rejected-+----------- written ----------+
+//! ```
+//!
+//! A block is taken out of the index *before* its content is read: a write that comes later is
+//! reported later and makes it pending again. So what is sent is never older than what the index
+//! says, and content need not be kept: it is read at the moment of sending.
+
+mod sending;
+mod stopping;
+
+use crate::block_map::BlockMap;
+use crate::content_index::ContentIndex;
+use crate::gang::Gang;
+use crate::predict::Cost;
+use crate::stop::{StopRule, Wish};
+use crate::strategy::Strategy;
+use longhaul_codec::BlockId;
+use longhaul_protocol::limits::REGIONS_MAX;
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+pub use crate::block_map::Class;
+pub use crate::predict::{Downtime, Left, Link, Outpaced, Unseen};
+pub use sending::{Batch, Sent};
+pub use stopping::Advice;
+
+/// What cannot be replicated, or what a peer said that makes no sense.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum SourceError {
+    /// More regions, or more blocks in them, than this engine counts.
+    #[error("{blocks} blocks in {regions} regions are more than one migration can carry")]
+    TooLarge {
+        /// Number of regions.
+        regions: usize,
+        /// Blocks in all of them.
+        blocks: u64,
+    },
+    /// A region or block that is not part of this migration.
+    #[error("blocks {range:?} of region {region:?} are not part of this migration")]
+    Unknown {
+        /// The region that was named.
+        region: RegionId,
+        /// The blocks that were named.
+        range: BlockRange,
+    },
+    /// An acknowledgement for a frame that is not on its way.
+    #[error("frame {seq} was acknowledged and is not on its way")]
+    NotInFlight {
+        /// Its sequence number.
+        seq: u64,
+    },
+    /// More frames than sequence numbers.
+    #[error("this migration has sent more frames than can be numbered")]
+    Exhausted,
+}
+
+#[derive(Debug)]
+struct Region {
+    spec: RegionSpec,
+    first: u32,
+    map: BlockMap,
+}
+
+#[derive(Debug)]
+struct Flight {
+    blocks: Vec<BlockId>,
+    /// How many of them are not zero and not known at the destination.
+    content_blocks: usize,
+    bytes: u64,
+    /// Blocks that its references mean.
+    pinned: Vec<BlockId>,
+}
+
+/// One guest's state on its way out.
+pub struct Source {
+    strategy: Strategy,
+    stop: StopRule,
+    regions: Vec<Region>,
+    index: ContentIndex,
+    references: bool,
+    gang: Option<Box<dyn Gang>>,
+    flights: BTreeMap<u32, Flight>,
+    /// Batches that were taken and are not encoded yet.
+    encoding: usize,
+    next_seq: u32,
+    pass: Pass,
+    frozen: bool,
+    sent: Sent,
+    cost: Cost,
+    link: Option<Link>,
+    switch_overhead: Duration,
+    hot_allowed: bool,
+}
+
+#[derive(Debug, Default)]
+struct Pass {
+    number: u32,
+    /// Whether it reports every block, written or not.
+    whole: bool,
+    /// Blocks that the pass has reported so far.
+    reported_blocks: u64,
+    /// The time in which they were written; unknown for the first pass, which reports everything.
+    interval: Option<Duration>,
+    /// Blocks that it has not reported.
+    unseen: Option<Unseen>,
+    /// Whether it has been read as far as it will be before the next one.
+    read: bool,
+    /// Whether the stop rule has judged it.
+    judged: bool,
+    started_at: Duration,
+    /// Blocks that the guest writes per second, as the last pass showed.
+    dirty_blocks_per_s: Option<f64>,
+}
+
+impl Source {
+    /// Everything in these regions is to be moved by this strategy, and the guest to be stopped as
+    /// is wished. `switch_overhead` is what a switchover takes besides the last blocks and the round
+    /// trips: device state, loading, journals.
+    pub fn new(
+        strategy: Strategy,
+        regions: &[RegionSpec],
+        wish: Wish,
+        switch_overhead: Duration,
+    ) -> Result<Self, SourceError> {
+        let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
+        let fits = regions.len() <= REGIONS_MAX && blocks < u64::from(u32::MAX);
+        let too_large = SourceError::TooLarge {
+            regions: regions.len(),
+            blocks,
+        };
+        let total = usize::try_from(blocks)
+            .ok()
+            .filter(|_| fits)
+            .ok_or(too_large)?;
+        let mut first = 0;
+        let mut maps = Vec::with_capacity(regions.len());
+        for spec in regions {
+            let map = BlockMap::new(spec.blocks as usize, spec.starts_zero);
+            maps.push(Region {
+                spec: spec.clone(),
+                first,
+                map,
+            });
+            first += spec.blocks as u32;
+        }
+        Ok(Self {
+            strategy,
+            stop: StopRule::new(wish),
+            regions: maps,
+            index: ContentIndex::new(total),
+            references: true,
+            gang: None,
+            flights: BTreeMap::new(),
+            encoding: 0,
+            next_seq: 1,
+            pass: Pass {
+                judged: true,
+                // What is sent before the first pass is known to have begun is part of it.
+                whole: true,
+                ..Pass::default()
+            },
+            frozen: false,
+            sent: Sent::default(),
+            cost: Cost::default(),
+            link: None,
+            switch_overhead,
+            hot_allowed: false,
+        })
+    }
+
+    /// Whether blocks may travel as references to others; they may where nothing is said.
+    pub fn use_references(&mut self, references: bool) {
+        self.references = references;
+    }
+
+    /// Others move to the same destination. This guest begins at this share of its memory.
+    pub fn join(&mut self, gang: Box<dyn Gang>, start: f64) {
+        self.gang = Some(gang);
+        for region in &mut self.regions {
+            let index = (region.map.len() as f64 * start) as usize;
+            region.map.start_at(index);
+        }
+    }
+
+    // Inputs.
+
+    /// A pass begins: over what was written since the last one, or over everything (`whole`), as
+    /// the first one is.
+    pub fn pass_started(&mut self, now: Duration, whole: bool) {
+        let interval = now.saturating_sub(self.pass.started_at);
+        self.pass = Pass {
+            number: self.pass.number + 1,
+            whole,
+            started_at: now,
+            interval: (!whole).then_some(interval),
+            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
+            ..Pass::default()
+        };
+    }
+
+    /// About how many blocks the pass has not reported, where somebody can tell.
+    pub fn unseen(&mut self, unseen: Option<Unseen>) {
+        self.pass.unseen = unseen;
+    }
+
+    /// The pass reports that these blocks were written.
+    pub fn written(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
+        self.pass.reported_blocks += range.count;
+        let pass = (!self.pass.whole).then_some(self.pass.number);
+        self.region(region, range)?.map.written(range, pass);
+        Ok(())
+    }
+
+    /// The pass has been read as far as it can be while the guest runs.
+    pub fn pass_read(&mut self) {
+        if !self.pass.read {
+            self.pass.read = true;
+            if let Some(interval) = self.pass.interval {
+                let seconds = interval.as_secs_f64().max(1e-3);
+                self.pass.dirty_blocks_per_s = Some(self.pass.reported_blocks as f64 / seconds);
+            }
+            let number = self.pass.number;
+            self.regions
+                .iter_mut()
+                .for_each(|region| region.map.pass_ended(number));
+        }
+    }
+
+    /// The guest is stopped and everything it wrote has been reported.
+    pub fn frozen(&mut self) {
+        self.frozen = true;
+        // It will run at the destination, and others must not build on it; nor it on others, since what
+        // does not hold any more would cost a round trip now.
+        self.gang = None;
+    }
+
+    /// Somebody waits for this block.
+    pub fn wanted(&mut self, region: RegionId, block: u64) -> Result<(), SourceError> {
+        self.region(region, BlockRange::new(block, 1))?
+            .map
+            .want(block as usize);
+        Ok(())
+    }
+
+    /// What the link does at present.
+    pub fn link(&mut self, link: Link) {
+        self.link = Some(link);
+    }
+
+    /// What the link did when it was last looked at.
+    pub fn link_now(&self) -> Option<Link> {
+        self.link
+    }
+
+    /// The destination has applied frames, and could not use some of their blocks.
+    pub fn acknowledged(&mut self, message: &Acknowledgement) -> Result<(), SourceError> {
+        for (region, range) in &message.rejected {
+            self.region(*region, *range)?;
+        }
+        for (first, count) in &message.applied {
+            for seq in *first..first.saturating_add(u64::from(*count)) {
+                let unknown = SourceError::NotInFlight { seq };
+                let seq = u32::try_from(seq).map_err(|_| unknown.clone())?;
+                let flight = self.flights.remove(&seq).ok_or(unknown)?;
+                self.unpin(&flight.pinned);
+                self.arrived(seq, &flight);
+            }
+        }
+        for (region, range) in &message.rejected {
+            self.sent.rejected_blocks += range.count;
+            let region = self.region(*region, *range)?;
+            range
+                .blocks()
+                .for_each(|block| region.map.rejected(block as usize));
+        }
+        Ok(())
+    }
+
+    /// The connection is gone: what was not acknowledged is pending again.
+    pub fn connection_lost(&mut self) {
+        for (seq, flight) in std::mem::take(&mut self.flights) {
+            self.unpin(&flight.pinned);
+            for id in flight.blocks {
+                self.regions[usize::from(id.region.0)]
+                    .map
+                    .lost(id.block as usize, seq);
+            }
+        }
+    }
+
+    // Outputs.
+
+    /// How many blocks the guest has.
+    pub fn all_blocks(&self) -> u64 {
+        let lengths = self.regions.iter().map(|region| region.map.len() as u64);
+        lengths.sum()
+    }
+
+    /// What a prediction is made of.
+    pub fn left(&self) -> Left {
+        Left {
+            pending_blocks: self.pending_blocks(),
+            unseen: self.pass.unseen,
+            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
+            block_cost_bytes: self.cost.likely(),
+            link: self.link,
+        }
+    }
+
+    /// How many blocks are pending.
+    pub fn pending_blocks(&self) -> u64 {
+        self.regions
+            .iter()
+            .map(|region| region.map.pending_total())
+            .sum()
+    }
+
+    /// How many bytes are probably still to be sent.
+    pub fn remaining_bytes(&self, now: Duration) -> u64 {
+        (self.left_blocks(now) * self.cost.likely()) as u64 + self.in_flight_bytes()
+    }
+
+    /// How many blocks of each region are pending.
+    pub fn pending_by_region(&self) -> Vec<(RegionSpec, u64)> {
+        self.regions
+            .iter()
+            .map(|r| (r.spec.clone(), r.map.pending_total()))
+            .collect()
+    }
+
+    /// Blocks that the guest wrote per second between the last two passes.
+    pub fn dirty_blocks_per_s(&self) -> Option<f64> {
+        self.pass.dirty_blocks_per_s
+    }
+
+    /// Whether the pass has been read as far as it can be while the guest runs.
+    pub fn pass_is_read(&self) -> bool {
+        self.pass.read
+    }
+
+    /// The number of the pass that is being read, from 1.
+    pub fn pass_number(&self) -> u32 {
+        self.pass.number
+    }
+
+    /// What has been sent so far.
+    pub fn sent(&self) -> Sent {
+        self.sent
+    }
+
+    /// Bytes of frames that are not acknowledged.
+    pub fn in_flight_bytes(&self) -> u64 {
+        self.flights.values().map(|flight| flight.bytes).sum()
+    }
+
+    // Inside.
+
+    fn region(&mut self, id: RegionId, range: BlockRange) -> Result<&mut Region, SourceError> {
+        let region = self.regions.get_mut(usize::from(id.0));
+        let region = region.filter(|region| range.end() <= region.map.len() as u64);
+        region.ok_or(SourceError::Unknown { region: id, range })
+    }
+
+    fn pending(&self, class: Class) -> u64 {
+        self.regions
+            .iter()
+            .map(|region| region.map.pending(class))
+            .sum()
+    }
+}

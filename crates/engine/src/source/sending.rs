@@ -1,0 +1,251 @@
+//! Which blocks a frame carries, and how each of them travels: take, then decide, then encoded.
+
+use super::{Flight, Region, Source, SourceError};
+use crate::block_map::{Class, ZERO};
+use longhaul_codec::{BlockId, Decision, Digest, Staged};
+use longhaul_protocol::MigrationId;
+
+/// Blocks to be read, encoded and sent as one frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Batch {
+    /// The frame's sequence number.
+    pub seq: u64,
+    /// The blocks: ascending within each region.
+    pub blocks: Vec<BlockId>,
+}
+
+/// What has been sent, by kind. Counts are blocks unless they say bytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// All zero.
+    pub zero_blocks: u64,
+    /// Unchanged since it was last sent: not sent again.
+    pub same_blocks: u64,
+    /// Found in another block.
+    pub reference_blocks: u64,
+    /// Found in another guest.
+    pub shared_blocks: u64,
+    /// Sent as they are, or as what has changed of them.
+    pub literal_blocks: u64,
+    /// Frames as sent, in bytes.
+    pub frame_bytes: u64,
+    /// Number of frames.
+    pub frames: u64,
+    /// Blocks that had to be sent again because a reference did not hold.
+    pub rejected_blocks: u64,
+}
+
+impl Sent {
+    /// Blocks of every kind.
+    pub fn blocks(&self) -> u64 {
+        self.zero_blocks
+            + self.same_blocks
+            + self.reference_blocks
+            + self.shared_blocks
+            + self.literal_blocks
+    }
+}
+
+impl Source {
+    /// Takes the next blocks out of the index. Their content must be read after this call.
+    pub fn take(&mut self, max_blocks: usize) -> Result<Option<Batch>, SourceError> {
+        if self.sendable().is_none() {
+            return Ok(None);
+        }
+        let seq = self.next_seq;
+        let mut blocks = Vec::with_capacity(max_blocks.min(256));
+        for class in Class::ALL {
+            if class == Class::Hot && !self.may_send_hot() {
+                continue;
+            }
+            for region in &mut self.regions {
+                let id = region.spec.id;
+                let room = max_blocks - blocks.len();
+                region.map.take(class, room, seq, self.frozen, |block| {
+                    blocks.push(BlockId { region: id, block });
+                });
+            }
+        }
+        if blocks.is_empty() {
+            return Ok(None);
+        }
+        self.next_seq = seq.checked_add(1).ok_or(SourceError::Exhausted)?;
+        blocks.sort_unstable();
+        self.encoding += 1;
+        self.flights.insert(
+            seq,
+            Flight {
+                blocks: blocks.clone(),
+                content_blocks: 0,
+                bytes: 0,
+                pinned: Vec::new(),
+            },
+        );
+        Ok(Some(Batch {
+            seq: u64::from(seq),
+            blocks,
+        }))
+    }
+
+    /// Says how each block of a batch is to travel, given what was found in the content that was
+    /// read.
+    pub fn decide(&mut self, batch: &Batch, staged: &[Staged]) -> Vec<Decision> {
+        let seq = batch.seq as u32;
+        let mut decisions = Vec::with_capacity(staged.len());
+        let mut content_blocks = 0;
+        let mut pinned = Vec::new();
+        for (id, staged) in batch.blocks.iter().zip(staged) {
+            let digest = match staged {
+                Staged::Zero => ZERO,
+                Staged::Content(digest) => *digest,
+            };
+            let index = id.block as usize;
+            let map = &mut self.regions[usize::from(id.region.0)].map;
+            if map.holds(index, &digest) {
+                map.skip(index, seq);
+                self.sent.same_blocks += 1;
+                decisions.push(Decision::Skip);
+                continue;
+            }
+            let (base, whole) = (map.known(index), map.is_whole(index));
+            if let (Some(gang), Some(base)) = (&mut self.gang, &base) {
+                gang.changed(base, *id);
+            }
+            map.sent(index, seq, digest);
+            content_blocks += usize::from(digest != ZERO);
+            decisions.push(if digest == ZERO {
+                self.sent.zero_blocks += 1;
+                Decision::Zero
+            } else if let Some(source) = self.find(&digest).filter(|_| !whole) {
+                self.sent.reference_blocks += 1;
+                self.regions[usize::from(source.region.0)]
+                    .map
+                    .pin(source.block as usize);
+                pinned.push(source);
+                Decision::Reference { source, digest }
+            } else if let Some((migration, source)) = self.find_shared(&digest).filter(|_| !whole) {
+                self.sent.shared_blocks += 1;
+                Decision::Shared {
+                    migration,
+                    source,
+                    digest,
+                }
+            } else {
+                self.sent.literal_blocks += 1;
+                match base.filter(|base| *base != ZERO) {
+                    Some(base) => Decision::Changed { digest, base },
+                    None => Decision::Literal { digest },
+                }
+            });
+        }
+        match self.flights.get_mut(&seq) {
+            Some(flight) => {
+                flight.content_blocks = content_blocks;
+                flight.pinned = pinned;
+            }
+            None => self.unpin(&pinned),
+        }
+        decisions
+    }
+
+    /// The batch has become a frame of so many bytes, or nothing at all if every block was
+    /// skipped.
+    pub fn encoded(&mut self, batch: &Batch, frame_bytes: Option<usize>) {
+        let seq = batch.seq as u32;
+        let bytes = frame_bytes.unwrap_or(0) as u64;
+        self.encoding -= 1;
+        // Of a whole pass only what has content tells what a written block will cost.
+        match (self.pass.whole, self.flights.get(&seq)) {
+            (true, Some(flight)) => {
+                self.cost.add_first(flight.content_blocks as u64, bytes);
+            }
+            (true, None) => {}
+            (false, _) => self.cost.add(batch.blocks.len(), bytes),
+        }
+        match frame_bytes {
+            Some(_) => {
+                self.sent.frames += 1;
+                self.sent.frame_bytes += bytes;
+                if let Some(flight) = self.flights.get_mut(&seq) {
+                    flight.bytes = bytes;
+                }
+            }
+            None => {
+                if let Some(flight) = self.flights.remove(&seq) {
+                    self.unpin(&flight.pinned);
+                }
+            }
+        }
+    }
+
+    fn may_send_hot(&self) -> bool {
+        self.frozen || self.hot_allowed
+    }
+
+    /// The first class that has blocks which may be sent now.
+    pub(super) fn sendable(&self) -> Option<Class> {
+        let classes = Class::ALL.into_iter();
+        classes
+            .filter(|c| *c != Class::Hot || self.may_send_hot())
+            .find(|c| self.pending(*c) > 0)
+    }
+
+    fn find(&self, digest: &Digest) -> Option<BlockId> {
+        if !self.references {
+            return None;
+        }
+        let found = self.index.find(digest, |global| {
+            locate(&self.regions, global).is_some_and(|(region, block)| {
+                let index = block as usize;
+                region.map.holds(index, digest) && region.map.can_be_meant(index, self.frozen)
+            })
+        })?;
+        let (region, block) = locate(&self.regions, found)?;
+        Some(BlockId {
+            region: region.spec.id,
+            block,
+        })
+    }
+
+    /// Where another guest has brought this content.
+    fn find_shared(&self, digest: &Digest) -> Option<(MigrationId, BlockId)> {
+        self.gang.as_ref()?.find(digest)
+    }
+
+    pub(super) fn unpin(&mut self, pinned: &[BlockId]) {
+        for id in pinned {
+            self.regions[usize::from(id.region.0)]
+                .map
+                .unpin(id.block as usize);
+        }
+    }
+
+    pub(super) fn arrived(&mut self, seq: u32, flight: &Flight) {
+        for id in &flight.blocks {
+            let region = &mut self.regions[usize::from(id.region.0)];
+            let global = region.first + id.block as u32;
+            let Some(digest) = region.map.acknowledged(id.block as usize, seq) else {
+                continue;
+            };
+            if digest != ZERO {
+                let (regions, index) = (&self.regions, &mut self.index);
+                index.insert(&digest, global, |other| holds(regions, other, &digest));
+                if let Some(gang) = &mut self.gang {
+                    gang.arrived(&digest, *id);
+                }
+            }
+        }
+    }
+}
+
+/// The region and block that a number over all regions means.
+fn locate(regions: &[Region], global: u32) -> Option<(&Region, u64)> {
+    let after = regions.partition_point(|region| region.first <= global);
+    let region = regions.get(after.checked_sub(1)?)?;
+    Some((region, u64::from(global - region.first)))
+}
+
+fn holds(regions: &[Region], global: u32, digest: &Digest) -> bool {
+    let block = locate(regions, global);
+    block.is_some_and(|(region, block)| region.map.holds(block as usize, digest))
+}

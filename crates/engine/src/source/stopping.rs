@@ -1,0 +1,183 @@
+//! When the guest is to stop, and what that would cost now.
+
+use super::{Class, Downtime, Outpaced, Source, Unseen};
+use crate::predict::{self, travel_time};
+use crate::stop::{AfterPass, Rule, StopReason, Wish};
+use crate::strategy::Before;
+use longhaul_protocol::BLOCK_SIZE;
+use std::time::Duration;
+
+/// What the source would like to happen next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Advice {
+    /// Send: there are blocks that should travel.
+    Send,
+    /// Nothing to send until acknowledgements come.
+    Wait,
+    /// Find out what the guest has written since the last pass.
+    ReadPass,
+    /// Stop the guest.
+    Stop(StopReason),
+    /// The guest is stopped and every block has been sent.
+    Complete,
+}
+
+/// Passes do not follow each other faster than this: each costs the source's QEMU a search for
+/// written pages.
+const PASS_MIN: Duration = Duration::from_millis(20);
+
+/// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
+const WAIT_WRITE_SHARE: f64 = 0.8;
+
+impl Source {
+    /// What should happen next.
+    pub fn advise(&mut self, now: Duration) -> Advice {
+        if self.frozen {
+            return match (self.sendable(), self.encoding) {
+                (Some(_), _) => Advice::Send,
+                (None, 0) => Advice::Complete,
+                (None, _) => Advice::Wait,
+            };
+        }
+        if self.sendable().is_some() {
+            return Advice::Send;
+        }
+        if self.pass.number == 0 || !self.pass.read {
+            return Advice::Wait;
+        }
+        match self.strategy.before {
+            Before::UntilStopRule => self.judge(now),
+        }
+    }
+
+    fn judge(&mut self, now: Duration) -> Advice {
+        let predicted = self.predicted_downtime(now).at_most;
+        let Wish {
+            rule,
+            downtime: limit,
+            ..
+        } = self.stop.wish();
+        let hot = self.pending(Class::Hot);
+        let fits = rule == Rule::Predicted && predicted <= limit;
+        if !fits && hot > 0 && !self.hot_allowed && !self.pass.judged {
+            let too_much = self.switchover_time(hot as f64).at_most > limit;
+            self.hot_allowed = too_much || !rule.defers_hot();
+            if self.hot_allowed {
+                return Advice::Send;
+            }
+        }
+        self.hot_allowed = false;
+        let known = self.pass.unseen.is_some() || self.pass.dirty_blocks_per_s.is_some();
+        if known && fits {
+            return match self.waiting_helps() {
+                true => Advice::Wait,
+                false => Advice::Stop(StopReason::WithinLimit),
+            };
+        }
+        if known && !self.pass.judged {
+            self.pass.judged = true;
+            let after = self.after_pass(now, predicted);
+            if let Some(reason) = self.stop.pass(&after) {
+                return Advice::Stop(reason);
+            }
+        }
+        let young = now.saturating_sub(self.pass.started_at) < PASS_MIN;
+        if young {
+            Advice::Wait
+        } else {
+            Advice::ReadPass
+        }
+    }
+
+    /// What the stop rule is told.
+    fn after_pass(&self, now: Duration, downtime: Duration) -> AfterPass {
+        let left = self.left_blocks(now);
+        let sent = &self.sent;
+        let uncompressed = left * BLOCK_SIZE as f64;
+        AfterPass {
+            now,
+            left_blocks: left as u64,
+            left_bytes: (left * self.cost.likely()) as u64,
+            downtime,
+            uncompressed: self
+                .link
+                .map_or(Duration::MAX, |link| travel_time(uncompressed, link)),
+            sent_blocks: sent.blocks(),
+            all_blocks: self.all_blocks(),
+        }
+    }
+
+    /// Whether the guest would stand still for less if it were stopped a little later: what waits
+    /// for the link gets less faster than the guest writes.
+    fn waiting_helps(&self) -> bool {
+        let Some(link) = self.link else { return false };
+        let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
+        let written_bytes_per_s = self.write_rate() * self.cost.likely();
+        link.queued_bytes as f64 > in_the_pipe
+            && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
+    }
+
+    /// How long the guest would stand still if it were stopped now.
+    pub fn predicted_downtime(&self, now: Duration) -> Downtime {
+        self.switchover_time(self.left_blocks(now))
+    }
+
+    fn switchover_time(&self, blocks: f64) -> Downtime {
+        let Some(link) = self.link else {
+            return Downtime {
+                likely: Duration::MAX,
+                at_most: Duration::MAX,
+            };
+        };
+        let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
+        let time = |block_cost: f64| {
+            let bytes = blocks * block_cost + link.queued_bytes as f64;
+            travel_time(bytes, link).saturating_add(overhead)
+        };
+        Downtime {
+            likely: time(self.cost.likely()),
+            at_most: time(self.cost.at_most(blocks)),
+        }
+    }
+
+    /// Whether the guest writes faster than the link carries, as far as is known: then the downtime
+    /// gets no shorter by sending on.
+    pub fn outpaced(&self) -> Option<Outpaced> {
+        let link_bytes_per_s = self.link?.rate_bytes_per_s;
+        let written_bytes_per_s = self.write_rate() * self.cost.likely();
+        (self.pass.number > 1 && written_bytes_per_s > link_bytes_per_s).then_some(Outpaced {
+            written_bytes_per_s,
+            link_bytes_per_s,
+        })
+    }
+
+    /// For how long it has been known that the downtime asked for cannot be kept.
+    pub fn too_fast_for(&self, now: Duration) -> Option<Duration> {
+        let since = self.stop.too_fast_since()?;
+        Some(now.saturating_sub(since))
+    }
+
+    /// Blocks that would have to travel after a stop: pending ones, and what the guest has
+    /// probably written since the pass was made.
+    pub(super) fn left_blocks(&self, now: Duration) -> f64 {
+        // The count is some time old, and the guest has gone on writing.
+        let counted = self.unseen_now();
+        let since = now.saturating_sub(counted.at).as_secs_f64();
+        let written = counted.written_blocks as f64 + self.write_rate() * since;
+        let unseen = written + counted.unread_blocks as f64;
+        (self.pending_blocks() as f64 + unseen).min(self.all_blocks() as f64)
+    }
+
+    fn unseen_now(&self) -> Unseen {
+        self.pass.unseen.unwrap_or(Unseen {
+            at: self.pass.started_at,
+            ..Unseen::default()
+        })
+    }
+
+    /// Blocks that the guest writes per second.
+    fn write_rate(&self) -> f64 {
+        let (pass, counted) = (&self.pass, self.unseen_now());
+        predict::write_rate(pass.dirty_blocks_per_s, counted, pass.started_at)
+    }
+}
