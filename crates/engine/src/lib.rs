@@ -4,11 +4,14 @@
 //! regions differ, the difference is data of the region.
 
 mod block_map;
+pub mod chunk;
 mod content_index;
 pub mod destination;
 pub mod gang;
 pub mod handover;
 mod predict;
+pub mod remaining;
+mod share;
 pub mod source;
 pub mod stop;
 pub mod strategy;

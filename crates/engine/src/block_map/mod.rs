@@ -1,7 +1,19 @@
-//! What the source knows of each block of one region: 24 bytes and a bit.
+//! What the source knows of each block of one region: what waits to be sent, in which order, and
+//! what the destination has.
+//!
+//! Two policies differ between regions. *Records* ([`records`]): 24 bytes of every block, so that
+//! unchanged ones are skipped and others referred to, or records only while something is under way.
+//! *Heat*: what is written often is found by passes, block by block, or by counting what is written
+//! to each chunk. A region without either costs 14 bytes a chunk: 56 KiB a GiB.
 
+mod drain;
+mod records;
+
+use crate::chunk::{self, CHUNK_BLOCKS};
+use drain::Drain;
 use longhaul_codec::Digest;
 use longhaul_protocol::BlockRange;
+use records::{Block, CLASS, IN_FLIGHT, KNOWN, Records, WHOLE};
 
 /// Stands for a block that is all zero.
 pub(crate) const ZERO: Digest = Digest([0; 16]);
@@ -15,76 +27,76 @@ pub enum Class {
     Cold,
     /// Written now and then.
     Rest,
-    /// Written in pass after pass: sent before the switchover only when it must be.
+    /// Written in pass after pass, or as often as a threshold: sent before the switchover only when
+    /// it must be.
     Hot,
 }
 
 impl Class {
     /// Every class, in the order in which blocks are sent.
     pub const ALL: [Class; 4] = [Class::Wanted, Class::Cold, Class::Rest, Class::Hot];
-
-    fn from_bits(bits: u8) -> Self {
-        Self::ALL[usize::from(bits & CLASS)]
-    }
 }
 
-const CLASS: u8 = 0b0000_0011;
-const KNOWN: u8 = 0b0000_0100;
-const IN_FLIGHT: u8 = 0b0000_1000;
-/// What the destination was told of the block did not hold: its content travels as it is.
-const WHOLE: u8 = 0b0001_0000;
 /// A block written in this many passes running is hot.
 const STREAK_HOT: u8 = 2;
 
-#[derive(Debug, Clone, Copy)]
-struct Block {
-    /// What the destination has (if `KNOWN`) or will have once `sent_seq` is acknowledged.
-    digest: Digest,
-    /// The newest frame that this block was taken for; 0 before the first.
-    sent_seq: u32,
-    /// The low byte of the number of the last pass that reported a write.
-    last_pass: u8,
-    /// Passes running that reported a write.
-    streak: u8,
-    flags: u8,
-    /// References to the block that are on their way.
-    pins: u8,
+/// How it is found what is written often.
+#[derive(Debug)]
+enum Heat {
+    /// By passes, for each block.
+    Passes,
+    /// By what was written to each chunk, in blocks; hot from so many on.
+    Written {
+        blocks: Vec<u16>,
+        hot_blocks: Option<u16>,
+    },
 }
 
 /// The blocks of one region, as the source sees them.
 #[derive(Debug)]
 pub(crate) struct BlockMap {
+    blocks: usize,
     pending: Vec<u64>,
-    blocks: Vec<Block>,
+    records: Records,
+    heat: Heat,
     counts: [u64; 4],
     cursors: [usize; 4],
+    drain: Option<Drain>,
 }
 
 impl BlockMap {
-    /// A region of which every block is pending. Where the destination's blocks start as zero,
-    /// that much is known of them.
+    /// A region of which every block is pending, each with a record. Where the destination's blocks
+    /// start as zero, that much is known of them.
     pub(crate) fn new(blocks: usize, starts_zero: bool) -> Self {
-        let flags = Class::Cold as u8 | if starts_zero { KNOWN } else { 0 };
-        let block = Block {
-            digest: ZERO,
-            sent_seq: 0,
-            last_pass: 0,
-            streak: 0,
-            flags,
-            pins: 0,
+        let records = Records::of_all(blocks, starts_zero);
+        Self::with(blocks, records, Heat::Passes)
+    }
+
+    /// A region whose blocks are remembered by chunk. A chunk to which `threshold` times its length
+    /// was written is hot.
+    pub(crate) fn by_chunk(blocks: usize, starts_zero: bool, threshold: Option<u8>) -> Self {
+        let heat = Heat::Written {
+            blocks: vec![0; chunk::count(blocks as u64)],
+            hot_blocks: threshold.map(|times| u16::from(times) * CHUNK_BLOCKS as u16),
         };
-        let mut pending = vec![u64::MAX; blocks.div_ceil(64)];
-        if let (Some(last), used @ 1..) = (pending.last_mut(), blocks % 64) {
-            *last = (1 << used) - 1;
-        }
-        let mut counts = [0; 4];
-        counts[Class::Cold as usize] = blocks as u64;
-        Self {
-            pending,
-            blocks: vec![block; blocks],
-            counts,
+        Self::with(blocks, Records::of_few(blocks, starts_zero), heat)
+    }
+
+    fn with(blocks: usize, records: Records, heat: Heat) -> Self {
+        let chunks = chunk::count(blocks as u64);
+        let pending = (0..chunks).map(|chunk| chunk::whole(chunk, blocks as u64));
+        let mut map = Self {
+            blocks,
+            pending: pending.collect(),
+            records,
+            heat,
+            counts: [0; 4],
             cursors: [0; 4],
-        }
+            drain: None,
+        };
+        let class = map.class(0, &Block::default());
+        map.counts[class as usize] = blocks as u64;
+        map
     }
 
     /// The search for blocks begins at this one, and goes once around.
@@ -93,7 +105,7 @@ impl BlockMap {
     }
 
     pub(crate) fn len(&self) -> usize {
-        self.blocks.len()
+        self.blocks
     }
 
     /// How many blocks of a class are pending.
@@ -105,60 +117,152 @@ impl BlockMap {
         self.counts.iter().sum()
     }
 
+    /// Whether it is remembered what the destination has.
+    pub(crate) fn keeps_digests(&self) -> bool {
+        self.records.keeps()
+    }
+
     fn is_pending(&self, index: usize) -> bool {
         self.pending[index / 64] >> (index % 64) & 1 == 1
     }
 
-    fn class(&self, index: usize) -> Class {
-        Class::from_bits(self.blocks[index].flags)
+    /// The class of a block of a chunk.
+    fn class(&self, chunk: usize, block: &Block) -> Class {
+        let own = block.class();
+        match &self.heat {
+            Heat::Passes => own,
+            Heat::Written { .. } if own == Class::Wanted => own,
+            Heat::Written { blocks, hot_blocks } => {
+                let written = blocks.get(chunk).copied().unwrap_or(0);
+                match (written, hot_blocks) {
+                    (0, _) => Class::Cold,
+                    (written, Some(hot)) if written >= *hot => Class::Hot,
+                    _ => Class::Rest,
+                }
+            }
+        }
+    }
+
+    fn class_of(&self, index: usize) -> Class {
+        self.class(index / 64, &self.records.get(index))
     }
 
     fn set_pending(&mut self, index: usize, class: Class) {
         if self.is_pending(index) {
-            self.counts[self.class(index) as usize] -= 1;
+            self.counts[self.class_of(index) as usize] -= 1;
         } else {
             self.pending[index / 64] |= 1 << (index % 64);
         }
-        self.counts[class as usize] += 1;
-        let block = &mut self.blocks[index];
-        block.flags = block.flags & !CLASS | class as u8;
+        let by_chunk = matches!(self.heat, Heat::Written { .. });
+        if !by_chunk || class == Class::Wanted || self.records.has_page(index / 64) {
+            let block = self.records.get_mut(index);
+            block.flags = block.flags & !CLASS | class as u8;
+        }
+        self.counts[self.class_of(index) as usize] += 1;
     }
 
     fn clear_pending(&mut self, index: usize) {
         if self.is_pending(index) {
             self.pending[index / 64] &= !(1 << (index % 64));
-            self.counts[self.class(index) as usize] -= 1;
+            self.counts[self.class_of(index) as usize] -= 1;
         }
     }
 
     /// A pass reported writes to these blocks; one without a number reports every block.
     pub(crate) fn written(&mut self, range: BlockRange, pass: Option<u32>) {
-        for index in range.blocks() {
-            let index = index as usize;
-            let block = &mut self.blocks[index];
-            if let Some(now) = pass.map(|pass| pass as u8)
-                && block.last_pass != now
-            {
-                let ran = block.last_pass == now.wrapping_sub(1) && block.last_pass != 0;
-                block.streak = if ran {
-                    block.streak.saturating_add(1)
-                } else {
-                    1
-                };
-                block.last_pass = now;
+        match self.heat {
+            Heat::Passes => {
+                for index in range.blocks() {
+                    self.written_in_pass(index as usize, pass);
+                }
             }
-            let class = match block.streak {
-                0 => Class::Cold,
-                streak if streak < STREAK_HOT => Class::Rest,
-                _ => Class::Hot,
+            Heat::Written { .. } => {
+                for (chunk, mask) in chunk::pieces(range) {
+                    self.written_chunk(chunk, mask);
+                }
+            }
+        }
+    }
+
+    fn written_in_pass(&mut self, index: usize, pass: Option<u32>) {
+        let block = self.records.get_mut(index);
+        if let Some(now) = pass.map(|pass| pass as u8)
+            && block.last_pass != now
+        {
+            let ran = block.last_pass == now.wrapping_sub(1) && block.last_pass != 0;
+            block.streak = if ran {
+                block.streak.saturating_add(1)
+            } else {
+                1
             };
-            self.set_pending(index, class);
+            block.last_pass = now;
+        }
+        let class = match block.streak {
+            0 => Class::Cold,
+            streak if streak < STREAK_HOT => Class::Rest,
+            _ => Class::Hot,
+        };
+        self.set_pending(index, class);
+    }
+
+    /// Blocks of a chunk were written: that counts for all of the chunk.
+    fn written_chunk(&mut self, chunk: usize, mask: u64) {
+        self.count_chunk(chunk, false);
+        if let Heat::Written { blocks, .. } = &mut self.heat
+            && let Some(written) = blocks.get_mut(chunk)
+        {
+            *written = written.saturating_add(mask.count_ones() as u16);
+        }
+        self.pending[chunk] |= mask;
+        self.count_chunk(chunk, true);
+    }
+
+    /// Counts the pending blocks of a chunk in their classes, or no longer.
+    fn count_chunk(&mut self, chunk: usize, add: bool) {
+        let mut wanted = 0;
+        if self.records.has_page(chunk) {
+            let is_wanted = |n: &usize| self.records.get(chunk * 64 + n).class() == Class::Wanted;
+            let bits = (0..64).filter(is_wanted);
+            wanted = bits.fold(0, |mask, n| mask | 1 << n) & self.pending[chunk];
+        }
+        let others = self.pending[chunk] & !wanted;
+        let class = self.class(chunk, &Block::default());
+        for (class, mask) in [(Class::Wanted, wanted), (class, others)] {
+            let count = u64::from(mask.count_ones());
+            let counted = &mut self.counts[class as usize];
+            *counted = if add {
+                *counted + count
+            } else {
+                *counted - count
+            };
+        }
+    }
+
+    /// These blocks need not travel: the destination has something newer, or both have zeros
+    /// (`zero`), or nobody needs them there.
+    pub(crate) fn superseded(&mut self, range: BlockRange, zero: bool) {
+        for (chunk, mask) in chunk::pieces(range) {
+            if zero && mask == chunk::whole(chunk, self.blocks as u64) {
+                self.records.zeroed(chunk);
+            }
+            if !self.records.keeps() {
+                self.count_chunk(chunk, false);
+                self.pending[chunk] &= !mask;
+                self.count_chunk(chunk, true);
+                self.records.settle(chunk, self.pending[chunk]);
+                continue;
+            }
+            for range in chunk::runs(chunk, mask) {
+                range
+                    .blocks()
+                    .for_each(|index| self.clear_pending(index as usize));
+            }
         }
     }
 
     /// A pass was read to its end: hot blocks that it did not report have cooled.
     pub(crate) fn pass_ended(&mut self, pass: u32) {
-        if self.counts[Class::Hot as usize] == 0 {
+        if self.counts[Class::Hot as usize] == 0 || !matches!(self.heat, Heat::Passes) {
             return;
         }
         for word in 0..self.pending.len() {
@@ -166,14 +270,15 @@ impl BlockMap {
             while bits != 0 {
                 let index = word * 64 + bits.trailing_zeros() as usize;
                 bits &= bits - 1;
-                if self.class(index) == Class::Hot && self.blocks[index].last_pass != pass as u8 {
+                let block = self.records.get(index);
+                if block.class() == Class::Hot && block.last_pass != pass as u8 {
                     self.set_pending(index, Class::Rest);
                 }
             }
         }
     }
 
-    /// Somebody waits for this block.
+    /// Somebody waits for this block, if it has not been sent.
     pub(crate) fn want(&mut self, index: usize) {
         if self.is_pending(index) {
             self.set_pending(index, Class::Wanted);
@@ -182,7 +287,8 @@ impl BlockMap {
 
     /// Takes up to `max` pending blocks of a class out of the index, in ascending order from where
     /// the last search ended, and notes that frame `seq` carries them. Blocks that are on their
-    /// way, or that a reference on its way means, wait for the acknowledgement unless `overtake`.
+    /// way, or that a reference on its way means, wait for the acknowledgement unless `overtake`,
+    /// which needs a destination that keeps the version of each block.
     pub(crate) fn take(
         &mut self,
         class: Class,
@@ -199,25 +305,10 @@ impl BlockMap {
         let mut count = 0;
         for step in 0..words {
             let word = (start + step) % words;
-            let mut bits = self.pending[word];
-            while bits != 0 {
-                let index = word * 64 + bits.trailing_zeros() as usize;
-                bits &= bits - 1;
-                let Block { flags, pins, .. } = self.blocks[index];
-                let waits = flags & IN_FLIGHT != 0 || pins > 0;
-                if Class::from_bits(flags) != class || (waits && !overtake) {
-                    continue;
-                }
-                self.clear_pending(index);
-                let block = &mut self.blocks[index];
-                block.flags |= IN_FLIGHT;
-                block.sent_seq = seq;
-                taken(index as u64);
-                count += 1;
-                if count == max {
-                    self.cursors[class as usize] = word;
-                    return count;
-                }
+            count += self.take_chunk(word, Some(class), max - count, seq, overtake, &mut taken);
+            if count == max {
+                self.cursors[class as usize] = word;
+                return count;
             }
             if self.counts[class as usize] == 0 {
                 break;
@@ -227,53 +318,83 @@ impl BlockMap {
         count
     }
 
+    /// Takes up to `max` pending blocks of one chunk, of one class or of any.
+    fn take_chunk(
+        &mut self,
+        chunk: usize,
+        class: Option<Class>,
+        max: usize,
+        seq: u32,
+        overtake: bool,
+        taken: &mut impl FnMut(u64),
+    ) -> usize {
+        let overtake = overtake && self.records.keeps();
+        let mut bits = self.pending[chunk];
+        let mut count = 0;
+        while bits != 0 && count < max {
+            let index = chunk * 64 + bits.trailing_zeros() as usize;
+            bits &= bits - 1;
+            let block = self.records.get(index);
+            let waits = block.flags & IN_FLIGHT != 0 || block.pins > 0;
+            let other = class.is_some_and(|class| self.class(chunk, &block) != class);
+            if other || (waits && !overtake) {
+                continue;
+            }
+            self.clear_pending(index);
+            let block = self.records.get_mut(index);
+            block.flags |= IN_FLIGHT;
+            block.sent_seq = seq;
+            taken(index as u64);
+            count += 1;
+        }
+        count
+    }
+
     /// Whether the destination has exactly this content for the block, as far as is known.
     pub(crate) fn holds(&self, index: usize, digest: &Digest) -> bool {
-        let block = &self.blocks[index];
+        let block = self.records.get(index);
         block.flags & KNOWN != 0 && block.digest == *digest
     }
 
     /// What the destination has for the block, as far as is known.
     pub(crate) fn known(&self, index: usize) -> Option<Digest> {
-        let block = &self.blocks[index];
+        let block = self.records.get(index);
         (block.flags & KNOWN != 0).then_some(block.digest)
     }
 
     /// Whether the block must travel as it is.
     pub(crate) fn is_whole(&self, index: usize) -> bool {
-        self.blocks[index].flags & WHOLE != 0
+        self.records.get(index).flags & WHOLE != 0
     }
 
     /// Whether a reference may mean the block: nothing newer is on its way, and, where nothing can
     /// be made to wait any more (`overtake`), nothing newer will be.
     pub(crate) fn can_be_meant(&self, index: usize, overtake: bool) -> bool {
-        let block = &self.blocks[index];
+        let block = self.records.get(index);
         let stays = block.flags & IN_FLIGHT == 0 && !(overtake && self.is_pending(index));
         stays && block.pins < u8::MAX
     }
 
     /// A reference to the block is on its way: it is not sent anew before that has arrived.
     pub(crate) fn pin(&mut self, index: usize) {
-        self.blocks[index].pins += 1;
+        self.records.get_mut(index).pins += 1;
     }
 
     /// A reference to the block has arrived, or is lost.
     pub(crate) fn unpin(&mut self, index: usize) {
-        self.blocks[index].pins -= 1;
+        self.records.get_mut(index).pins -= 1;
     }
 
     /// The block need not travel: the destination has this content.
     pub(crate) fn skip(&mut self, index: usize, seq: u32) {
-        let block = &mut self.blocks[index];
-        if block.sent_seq == seq {
+        if let Some(block) = self.carried_by(index, seq) {
             block.flags &= !IN_FLIGHT;
         }
     }
 
     /// The block travels in frame `seq` with this content.
     pub(crate) fn sent(&mut self, index: usize, seq: u32, digest: Digest) {
-        let block = &mut self.blocks[index];
-        if block.sent_seq == seq {
+        if let Some(block) = self.carried_by(index, seq) {
             block.flags &= !KNOWN;
             block.digest = digest;
         }
@@ -282,10 +403,7 @@ impl BlockMap {
     /// Frame `seq` was applied. Returns what the destination has now, unless a newer frame
     /// carries the block.
     pub(crate) fn acknowledged(&mut self, index: usize, seq: u32) -> Option<Digest> {
-        let block = &mut self.blocks[index];
-        if block.sent_seq != seq {
-            return None;
-        }
+        let block = self.carried_by(index, seq)?;
         block.flags = block.flags & !(IN_FLIGHT | WHOLE) | KNOWN;
         Some(block.digest)
     }
@@ -293,24 +411,35 @@ impl BlockMap {
     /// What frame `seq` carried for the block did not arrive: it is pending again. A block that a
     /// newer frame carries is left to that one.
     pub(crate) fn lost(&mut self, index: usize, seq: u32) {
-        let block = &mut self.blocks[index];
-        if block.sent_seq == seq {
-            block.flags &= !(IN_FLIGHT | KNOWN);
-            let class = if self.is_pending(index) {
-                self.class(index)
-            } else {
-                Class::Rest
-            };
-            self.set_pending(index, class);
-        }
+        let Some(block) = self.carried_by(index, seq) else {
+            return;
+        };
+        block.flags &= !(IN_FLIGHT | KNOWN);
+        let class = if self.is_pending(index) {
+            self.class_of(index)
+        } else {
+            Class::Rest
+        };
+        self.set_pending(index, class);
     }
 
     /// The destination could not use what it was told of this block.
     pub(crate) fn rejected(&mut self, index: usize) {
-        let block = &mut self.blocks[index];
+        let block = self.records.get_mut(index);
         block.flags = block.flags & !(IN_FLIGHT | KNOWN) | WHOLE;
         block.sent_seq = 0;
         self.set_pending(index, Class::Rest);
+    }
+
+    /// A frame that carried blocks of this chunk is not on its way any more.
+    pub(crate) fn settle(&mut self, chunk: usize) {
+        self.records.settle(chunk, self.pending[chunk]);
+    }
+
+    /// The block, if frame `seq` is the newest that carries it.
+    fn carried_by(&mut self, index: usize, seq: u32) -> Option<&mut Block> {
+        let newest = self.records.get(index).sent_seq == seq;
+        newest.then(|| self.records.get_mut(index))
     }
 }
 
@@ -436,5 +565,98 @@ mod tests {
         let map = BlockMap::new(1, true);
         assert!(map.holds(0, &ZERO));
         assert!(!BlockMap::new(1, false).holds(0, &ZERO));
+    }
+
+    fn all_of(map: &mut BlockMap, seq: u32) -> Vec<u64> {
+        let mut taken = Vec::new();
+        for class in [Class::Wanted, Class::Cold, Class::Rest] {
+            map.take(class, usize::MAX, seq, true, |block| taken.push(block));
+        }
+        taken
+    }
+
+    fn arrive(map: &mut BlockMap, blocks: &[u64], seq: u32) {
+        for block in blocks {
+            map.sent(*block as usize, seq, digest(1));
+            map.acknowledged(*block as usize, seq);
+        }
+        blocks
+            .iter()
+            .for_each(|block| map.settle(*block as usize / 64));
+    }
+
+    #[test]
+    fn a_chunk_costs_14_bytes_when_nothing_is_under_way() {
+        let mut map = BlockMap::by_chunk(64 * 1000 + 10, true, Some(2));
+        assert_eq!(map.pending(Class::Cold), 64_010);
+        assert_eq!(map.records.pages(), 0);
+        let taken = all_of(&mut map, 1);
+        assert_eq!(map.records.pages(), 1001);
+        arrive(&mut map, &taken, 1);
+        assert_eq!(map.records.pages(), 0);
+        assert_eq!(map.pending_total(), 0);
+    }
+
+    #[test]
+    fn a_chunk_written_as_often_as_the_threshold_waits() {
+        let mut map = BlockMap::by_chunk(200, true, Some(2));
+        let taken = all_of(&mut map, 1);
+        arrive(&mut map, &taken, 1);
+        map.written(BlockRange::new(60, 68), None);
+        assert_eq!(map.pending(Class::Rest), 68);
+        map.written(BlockRange::new(64, 64), None);
+        assert_eq!((map.pending(Class::Rest), map.pending(Class::Hot)), (4, 64));
+        assert_eq!(all_of(&mut map, 2), [60, 61, 62, 63]);
+        assert_eq!((map.written_blocks(0), map.written_blocks(1)), (4, 128));
+    }
+
+    #[test]
+    fn a_block_on_its_way_is_not_overtaken_where_versions_are_not_kept() {
+        let mut map = BlockMap::by_chunk(64, true, None);
+        all_of(&mut map, 1);
+        map.written(BlockRange::new(3, 1), None);
+        assert!(all_of(&mut map, 2).is_empty());
+        map.lost(4, 1);
+        assert_eq!(all_of(&mut map, 3), [4]);
+        arrive(&mut map, &[3], 1);
+        assert_eq!(all_of(&mut map, 4), [3]);
+    }
+
+    #[test]
+    fn the_drain_goes_by_decreasing_count_and_what_is_wanted_goes_first() {
+        let mut map = BlockMap::by_chunk(64 * 4, true, Some(1));
+        map.written(BlockRange::new(64, 64), None);
+        map.written(BlockRange::new(128, 64), None);
+        map.written(BlockRange::new(128, 1), None);
+        map.drain();
+        map.want_missing(5);
+        let mut order = Vec::new();
+        map.take(Class::Wanted, 9, 1, false, |block| order.push(block));
+        assert_eq!(order, [5]);
+        map.superseded(BlockRange::new(0, 4), false);
+        map.superseded(BlockRange::new(7, 57), false);
+        map.take_drained(usize::MAX, 2, |block| order.push(block));
+        let rest = (128..192).chain(64..128).chain(192..256);
+        let expected: Vec<u64> = [5, 4, 6].into_iter().chain(rest).collect();
+        assert_eq!(order, expected);
+        assert_eq!(map.pending_total(), 0);
+        map.lost(200, 2);
+        order.clear();
+        map.take_drained(usize::MAX, 3, |block| order.push(block));
+        assert_eq!(order, [200], "what was lost comes again");
+    }
+
+    #[test]
+    fn what_the_destination_lacks_is_pending_and_nothing_else() {
+        let mut map = BlockMap::by_chunk(100, true, Some(1));
+        map.set_missing(0, 0b101, 7);
+        map.set_missing(1, u64::MAX, 0);
+        assert_eq!(map.pending_total(), 2 + 36);
+        assert_eq!(map.written_blocks(0), 7);
+        map.superseded(BlockRange::new(0, 100), true);
+        assert_eq!(map.pending_total(), 0);
+        assert!(map.holds(70, &ZERO));
+        map.want_missing(70);
+        assert_eq!(map.pending(Class::Wanted), 1, "it is believed");
     }
 }

@@ -11,24 +11,29 @@
 //! reported later and makes it pending again. So what is sent is never older than what the index
 //! says, and content need not be kept: it is read at the moment of sending.
 
+mod after;
+mod mirror;
+mod region;
 mod sending;
 mod stopping;
 
-use crate::block_map::BlockMap;
 use crate::content_index::ContentIndex;
 use crate::gang::Gang;
 use crate::predict::Cost;
+use crate::share::Share;
 use crate::stop::{StopRule, Wish};
 use crate::strategy::Strategy;
 use longhaul_codec::BlockId;
 use longhaul_protocol::limits::REGIONS_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
-use std::collections::BTreeMap;
+use region::Region;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 pub use crate::block_map::Class;
 pub use crate::predict::{Downtime, Left, Link, Outpaced, Unseen};
+pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
 
@@ -57,16 +62,17 @@ pub enum SourceError {
         /// Its sequence number.
         seq: u64,
     },
+    /// A write to a region that QEMU has let go of.
+    #[error("blocks {range:?} of region {region:?} were written after QEMU had let go of it")]
+    Closed {
+        /// The region.
+        region: RegionId,
+        /// The blocks.
+        range: BlockRange,
+    },
     /// More frames than sequence numbers.
     #[error("this migration has sent more frames than can be numbered")]
     Exhausted,
-}
-
-#[derive(Debug)]
-struct Region {
-    spec: RegionSpec,
-    first: u32,
-    map: BlockMap,
 }
 
 #[derive(Debug)]
@@ -81,9 +87,16 @@ struct Flight {
 
 /// One guest's state on its way out.
 pub struct Source {
-    strategy: Strategy,
     stop: StopRule,
     regions: Vec<Region>,
+    /// In which order regions are looked at for blocks of a class: those that are written less often
+    /// first.
+    order: Vec<usize>,
+    share: Share,
+    /// What need not be there for the stop waits, so that the link is free for it.
+    background_held: bool,
+    /// Writes that may be answered.
+    answers: VecDeque<WriteId>,
     index: ContentIndex,
     references: bool,
     gang: Option<Box<dyn Gang>>,
@@ -93,6 +106,8 @@ pub struct Source {
     next_seq: u32,
     pass: Pass,
     frozen: bool,
+    closed: bool,
+    draining: bool,
     sent: Sent,
     cost: Cost,
     link: Option<Link>,
@@ -131,30 +146,14 @@ impl Source {
         switch_overhead: Duration,
     ) -> Result<Self, SourceError> {
         let blocks: u64 = regions.iter().map(|spec| spec.blocks).sum();
-        let fits = regions.len() <= REGIONS_MAX && blocks < u64::from(u32::MAX);
-        let too_large = SourceError::TooLarge {
-            regions: regions.len(),
-            blocks,
-        };
-        let total = usize::try_from(blocks)
-            .ok()
-            .filter(|_| fits)
-            .ok_or(too_large)?;
-        let mut first = 0;
-        let mut maps = Vec::with_capacity(regions.len());
-        for spec in regions {
-            let map = BlockMap::new(spec.blocks as usize, spec.starts_zero);
-            maps.push(Region {
-                spec: spec.clone(),
-                first,
-                map,
-            });
-            first += spec.blocks as u32;
-        }
-        Ok(Self {
-            strategy,
+        let total = checked(regions.len(), blocks)?;
+        let mut source = Self {
             stop: StopRule::new(wish),
-            regions: maps,
+            regions: Vec::with_capacity(regions.len()),
+            order: Vec::new(),
+            share: Share::default(),
+            background_held: false,
+            answers: VecDeque::new(),
             index: ContentIndex::new(total),
             references: true,
             gang: None,
@@ -168,12 +167,48 @@ impl Source {
                 ..Pass::default()
             },
             frozen: false,
+            closed: false,
+            draining: false,
             sent: Sent::default(),
             cost: Cost::default(),
             link: None,
             switch_overhead,
             hot_allowed: false,
-        })
+        };
+        let mut first = 0;
+        for spec in regions {
+            source.push(Region::by_passes(spec.clone(), first, strategy));
+            first += spec.blocks as u32;
+        }
+        Ok(source)
+    }
+
+    /// One more region, by a strategy of its own, whose writes are reported one by one and may come
+    /// until it is [closed](Source::closed): a disk. All of it is pending; see [`Source::hole`].
+    pub fn add(&mut self, spec: &RegionSpec, strategy: Strategy) -> Result<(), SourceError> {
+        let first = self.all_blocks();
+        checked(self.regions.len() + 1, first + spec.blocks)?;
+        self.push(Region::by_writes(spec.clone(), first as u32, strategy));
+        Ok(())
+    }
+
+    fn push(&mut self, region: Region) {
+        let at = match region.is_written_late() {
+            true => self
+                .order
+                .iter()
+                .take_while(|n| self.regions[**n].is_written_late())
+                .count(),
+            false => self.order.len(),
+        };
+        self.order.insert(at, self.regions.len());
+        self.regions.push(region);
+    }
+
+    /// The share of the link, from 0 to 1, that regions get of which the list is enough, while others
+    /// have something to send.
+    pub fn share_background(&mut self, share: f64) {
+        self.share.set(share);
     }
 
     /// Whether blocks may travel as references to others; they may where nothing is said.
@@ -204,6 +239,13 @@ impl Source {
             dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
             ..Pass::default()
         };
+        self.begin_pass();
+    }
+
+    /// What was reported between passes is part of the one that begins.
+    fn begin_pass(&mut self) {
+        let kept = self.regions.iter_mut().map(Region::pass_started);
+        self.pass.reported_blocks += kept.sum::<u64>();
     }
 
     /// About how many blocks the pass has not reported, where somebody can tell.
@@ -211,11 +253,17 @@ impl Source {
         self.pass.unseen = unseen;
     }
 
-    /// The pass reports that these blocks were written.
-    pub fn written(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
-        self.pass.reported_blocks += range.count;
+    /// These blocks were written: as the pass reports, or, in a region whose writes are reported one
+    /// by one, just now. There the content must be in place before this is called, and the guest's
+    /// write answered after it.
+    pub fn written(&mut self, id: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let pass = (!self.pass.whole).then_some(self.pass.number);
-        self.region(region, range)?.map.written(range, pass);
+        let (frozen, closed) = (self.frozen, self.closed);
+        let region = self.region(id, range)?;
+        if closed && region.is_written_late() {
+            return Err(SourceError::Closed { region: id, range });
+        }
+        self.pass.reported_blocks += region.written(range, pass, frozen);
         Ok(())
     }
 
@@ -237,6 +285,7 @@ impl Source {
     /// The guest is stopped and everything it wrote has been reported.
     pub fn frozen(&mut self) {
         self.frozen = true;
+        self.begin_pass();
         // It will run at the destination, and others must not build on it; nor it on others, since what
         // does not hold any more would cost a round trip now.
         self.gang = None;
@@ -244,9 +293,13 @@ impl Source {
 
     /// Somebody waits for this block.
     pub fn wanted(&mut self, region: RegionId, block: u64) -> Result<(), SourceError> {
-        self.region(region, BlockRange::new(block, 1))?
-            .map
-            .want(block as usize);
+        let draining = self.draining;
+        let region = self.region(region, BlockRange::new(block, 1))?;
+        if draining && region.is_listed() {
+            region.map.want_missing(block as usize);
+        } else {
+            region.map.want(block as usize);
+        }
         Ok(())
     }
 
@@ -288,11 +341,17 @@ impl Source {
     pub fn connection_lost(&mut self) {
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);
-            for id in flight.blocks {
+            for id in &flight.blocks {
                 self.regions[usize::from(id.region.0)]
                     .map
                     .lost(id.block as usize, seq);
             }
+            self.settle(&flight.blocks);
+        }
+        let mirrors = self.regions.iter_mut().filter_map(|r| r.mirror.as_mut());
+        mirrors.for_each(|mirror| mirror.lost(&mut self.answers));
+        if self.draining {
+            self.handed_over();
         }
     }
 
@@ -325,7 +384,10 @@ impl Source {
 
     /// How many bytes are probably still to be sent.
     pub fn remaining_bytes(&self, now: Duration) -> u64 {
-        (self.left_blocks(now) * self.cost.likely()) as u64 + self.in_flight_bytes()
+        let listed = self.regions.iter().filter(|region| region.is_listed());
+        let later: u64 = listed.map(|region| region.map.pending_total()).sum();
+        let left = self.left_blocks(now) + later as f64;
+        (left * self.cost.likely()) as u64 + self.in_flight_bytes()
     }
 
     /// How many blocks of each region are pending.
@@ -369,10 +431,18 @@ impl Source {
         region.ok_or(SourceError::Unknown { region: id, range })
     }
 
+    /// Blocks of a class, in all regions.
     fn pending(&self, class: Class) -> u64 {
         self.regions
             .iter()
             .map(|region| region.map.pending(class))
             .sum()
     }
+}
+
+/// The number of blocks, if so many can be counted.
+fn checked(regions: usize, blocks: u64) -> Result<usize, SourceError> {
+    let fits = regions <= REGIONS_MAX && blocks < u64::from(u32::MAX);
+    let total = usize::try_from(blocks).ok().filter(|_| fits);
+    total.ok_or(SourceError::TooLarge { regions, blocks })
 }

@@ -2,6 +2,8 @@
 
 use super::{Flight, Region, Source, SourceError};
 use crate::block_map::{Class, ZERO};
+use crate::chunk;
+use crate::share::Turn;
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_protocol::MigrationId;
 
@@ -49,22 +51,12 @@ impl Sent {
 impl Source {
     /// Takes the next blocks out of the index. Their content must be read after this call.
     pub fn take(&mut self, max_blocks: usize) -> Result<Option<Batch>, SourceError> {
-        if self.sendable().is_none() {
-            return Ok(None);
-        }
         let seq = self.next_seq;
         let mut blocks = Vec::with_capacity(max_blocks.min(256));
-        for class in Class::ALL {
-            if class == Class::Hot && !self.may_send_hot() {
-                continue;
-            }
-            for region in &mut self.regions {
-                let id = region.spec.id;
-                let room = max_blocks - blocks.len();
-                region.map.take(class, room, seq, self.frozen, |block| {
-                    blocks.push(BlockId { region: id, block });
-                });
-            }
+        if self.draining {
+            self.take_left(max_blocks, seq, &mut blocks);
+        } else {
+            self.take_before(max_blocks, seq, &mut blocks);
         }
         if blocks.is_empty() {
             return Ok(None);
@@ -87,6 +79,52 @@ impl Source {
         }))
     }
 
+    /// Takes blocks before the hand-over: those that must be there, or others beside them.
+    fn take_before(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+        let (must, background) = (self.sendable(), self.background_is_sendable());
+        let Some(turn) = self.share.turn(must, background) else {
+            return;
+        };
+        self.take_turn(turn, max_blocks, seq, blocks);
+        let both = must && background;
+        if both && blocks.is_empty() {
+            // All of them wait for an acknowledgement.
+            let other = match turn {
+                Turn::Must => Turn::Background,
+                Turn::Background => Turn::Must,
+            };
+            self.take_turn(other, max_blocks, seq, blocks);
+        } else if both {
+            self.share.taken(turn, blocks.len());
+        }
+    }
+
+    fn take_turn(&mut self, turn: Turn, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+        let hot = turn == Turn::Must && self.may_send_hot();
+        let behind = self.regions.iter().any(Region::is_behind);
+        for class in Class::ALL {
+            if class == Class::Hot && !hot {
+                continue;
+            }
+            for at in &self.order {
+                let region = &mut self.regions[*at];
+                let is_its = match turn {
+                    Turn::Must => region.goes_before_the_stop(behind),
+                    Turn::Background => region.pushes(),
+                };
+                if !is_its {
+                    continue;
+                }
+                let id = region.spec.id;
+                let room = max_blocks - blocks.len();
+                let taken = region.map.take(class, room, seq, self.frozen, |block| {
+                    blocks.push(BlockId { region: id, block });
+                });
+                region.taken_blocks += taken as u64;
+            }
+        }
+    }
+
     /// Says how each block of a batch is to travel, given what was found in the content that was
     /// read.
     pub fn decide(&mut self, batch: &Batch, staged: &[Staged]) -> Vec<Decision> {
@@ -100,14 +138,19 @@ impl Source {
                 Staged::Content(digest) => *digest,
             };
             let index = id.block as usize;
-            let map = &mut self.regions[usize::from(id.region.0)].map;
-            if map.holds(index, &digest) {
+            let region = &mut self.regions[usize::from(id.region.0)];
+            // Nothing is taken for granted of what somebody waits for, or of a destination that its
+            // guest writes to.
+            let plain = self.draining || region.mirror.is_some();
+            let map = &mut region.map;
+            if !self.draining && map.holds(index, &digest) {
                 map.skip(index, seq);
                 self.sent.same_blocks += 1;
                 decisions.push(Decision::Skip);
                 continue;
             }
-            let (base, whole) = (map.known(index), map.is_whole(index));
+            let base = map.known(index).filter(|_| !plain);
+            let whole = plain || map.is_whole(index);
             if let (Some(gang), Some(base)) = (&mut self.gang, &base) {
                 gang.changed(base, *id);
             }
@@ -154,8 +197,11 @@ impl Source {
         let seq = batch.seq as u32;
         let bytes = frame_bytes.unwrap_or(0) as u64;
         self.encoding -= 1;
+        let promised = |id: &BlockId| self.regions[usize::from(id.region.0)].is_promised();
+        let counts = batch.blocks.first().is_some_and(promised);
         // Of a whole pass only what has content tells what a written block will cost.
         match (self.pass.whole, self.flights.get(&seq)) {
+            _ if !counts => {}
             (true, Some(flight)) => {
                 self.cost.add_first(flight.content_blocks as u64, bytes);
             }
@@ -173,6 +219,8 @@ impl Source {
             None => {
                 if let Some(flight) = self.flights.remove(&seq) {
                     self.unpin(&flight.pinned);
+                    self.answer_writes(seq, &flight.blocks);
+                    self.settle(&flight.blocks);
                 }
             }
         }
@@ -182,12 +230,22 @@ impl Source {
         self.frozen || self.hot_allowed
     }
 
-    /// The first class that has blocks which may be sent now.
-    pub(super) fn sendable(&self) -> Option<Class> {
-        let classes = Class::ALL.into_iter();
-        classes
-            .filter(|c| *c != Class::Hot || self.may_send_hot())
-            .find(|c| self.pending(*c) > 0)
+    /// Whether blocks that must be there may be sent now.
+    pub(super) fn sendable(&self) -> bool {
+        let behind = self.regions.iter().any(Region::is_behind);
+        let hot = self.may_send_hot();
+        let classes = Class::ALL.iter().filter(|c| **c != Class::Hot || hot);
+        let mut pending = classes.map(|class| {
+            let regions = self.regions.iter();
+            let now = regions.filter(|region| region.goes_before_the_stop(behind));
+            now.map(|region| region.map.pending(*class)).sum::<u64>()
+        });
+        pending.any(|blocks| blocks > 0)
+    }
+
+    /// Whether blocks that need not be there may be sent now.
+    pub(super) fn background_is_sendable(&self) -> bool {
+        !self.frozen && !self.background_held && self.regions.iter().any(Region::pushes)
     }
 
     fn find(&self, digest: &Digest) -> Option<BlockId> {
@@ -227,12 +285,34 @@ impl Source {
             let Some(digest) = region.map.acknowledged(id.block as usize, seq) else {
                 continue;
             };
-            if digest != ZERO {
+            if digest != ZERO && region.map.keeps_digests() {
                 let (regions, index) = (&self.regions, &mut self.index);
                 index.insert(&digest, global, |other| holds(regions, other, &digest));
                 if let Some(gang) = &mut self.gang {
                     gang.arrived(&digest, *id);
                 }
+            }
+        }
+        self.answer_writes(seq, &flight.blocks);
+        self.settle(&flight.blocks);
+    }
+
+    /// The destination has what frame `seq` carried: writes that waited for it may be answered.
+    fn answer_writes(&mut self, seq: u32, blocks: &[BlockId]) {
+        for region in &mut self.regions {
+            if let Some(mirror) = &mut region.mirror {
+                mirror.arrived(region.spec.id, blocks, seq, &mut self.answers);
+            }
+        }
+    }
+
+    /// A frame with these blocks, in ascending order, is not on its way any more.
+    pub(super) fn settle(&mut self, blocks: &[BlockId]) {
+        let chunk_of = |id: &BlockId| (id.region, chunk::of(id.block));
+        for of_chunk in blocks.chunk_by(|one, next| chunk_of(one) == chunk_of(next)) {
+            if let Some(id) = of_chunk.first() {
+                let map = &mut self.regions[usize::from(id.region.0)].map;
+                map.settle(chunk::of(id.block));
             }
         }
     }

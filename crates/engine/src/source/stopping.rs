@@ -1,9 +1,8 @@
 //! When the guest is to stop, and what that would cost now.
 
-use super::{Class, Downtime, Outpaced, Source, Unseen};
+use super::{Class, Downtime, Outpaced, Region, Source, Unseen};
 use crate::predict::{self, travel_time};
 use crate::stop::{AfterPass, Rule, StopReason, Wish};
-use crate::strategy::Before;
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
 
@@ -33,20 +32,39 @@ impl Source {
     /// What should happen next.
     pub fn advise(&mut self, now: Duration) -> Advice {
         if self.frozen {
-            return match (self.sendable(), self.encoding) {
-                (Some(_), _) => Advice::Send,
-                (None, 0) => Advice::Complete,
-                (None, _) => Advice::Wait,
-            };
+            return self.advise_frozen();
         }
-        if self.sendable().is_some() {
+        let in_step = self.follow_mirrors();
+        if self.sendable() {
+            self.background_held = false;
             return Advice::Send;
         }
-        if self.pass.number == 0 || !self.pass.read {
-            return Advice::Wait;
+        let ready = in_step && self.pass.number > 0 && self.pass.read;
+        let advice = match ready {
+            true => self.judge(now),
+            false => Advice::Wait,
+        };
+        if advice == Advice::Wait && self.background_is_sendable() {
+            return Advice::Send;
         }
-        match self.strategy.before {
-            Before::UntilStopRule => self.judge(now),
+        advice
+    }
+
+    fn advise_frozen(&self) -> Advice {
+        let late = |region: &Region| region.is_written_late();
+        let open = !self.closed && self.regions.iter().any(late);
+        if self.draining {
+            let wanted = self.pending(Class::Wanted) > 0;
+            let left = self.pending_blocks() > 0 && self.drain_has_room();
+            return match wanted || left {
+                true => Advice::Send,
+                false => Advice::Wait,
+            };
+        }
+        match (self.sendable(), self.encoding) {
+            (true, _) => Advice::Send,
+            (false, 0) if !open => Advice::Complete,
+            (false, _) => Advice::Wait,
         }
     }
 
@@ -57,10 +75,22 @@ impl Source {
             downtime: limit,
             ..
         } = self.stop.wish();
-        let hot = self.pending(Class::Hot);
+        let hot = self.promised(Class::Hot);
         let fits = rule == Rule::Predicted && predicted <= limit;
+        if self.regions.iter().any(Region::is_listed) {
+            // What they have on the link counts, and can be waited for.
+            let left = self.left_blocks(now);
+            let alone = self.switchover_time(left, 0).at_most;
+            self.background_held = rule == Rule::Predicted && alone <= limit;
+            if self.background_held && !fits && !self.flights.is_empty() {
+                return Advice::Wait;
+            }
+        }
         if !fits && hot > 0 && !self.hot_allowed && !self.pass.judged {
-            let too_much = self.switchover_time(hot as f64).at_most > limit;
+            let too_much = self
+                .switchover_time(hot as f64, self.queued_bytes())
+                .at_most
+                > limit;
             self.hot_allowed = too_much || !rule.defers_hot();
             if self.hot_allowed {
                 return Advice::Send;
@@ -119,10 +149,14 @@ impl Source {
 
     /// How long the guest would stand still if it were stopped now.
     pub fn predicted_downtime(&self, now: Duration) -> Downtime {
-        self.switchover_time(self.left_blocks(now))
+        self.switchover_time(self.left_blocks(now), self.queued_bytes())
     }
 
-    fn switchover_time(&self, blocks: f64) -> Downtime {
+    fn queued_bytes(&self) -> u64 {
+        self.link.map_or(0, |link| link.queued_bytes)
+    }
+
+    fn switchover_time(&self, blocks: f64, queued_bytes: u64) -> Downtime {
         let Some(link) = self.link else {
             return Downtime {
                 likely: Duration::MAX,
@@ -131,7 +165,7 @@ impl Source {
         };
         let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
         let time = |block_cost: f64| {
-            let bytes = blocks * block_cost + link.queued_bytes as f64;
+            let bytes = blocks * block_cost + queued_bytes as f64;
             travel_time(bytes, link).saturating_add(overhead)
         };
         Downtime {
@@ -165,7 +199,15 @@ impl Source {
         let since = now.saturating_sub(counted.at).as_secs_f64();
         let written = counted.written_blocks as f64 + self.write_rate() * since;
         let unseen = written + counted.unread_blocks as f64;
-        (self.pending_blocks() as f64 + unseen).min(self.all_blocks() as f64)
+        let promised = self.regions.iter().filter(|region| region.is_promised());
+        let known = promised.map(|region| region.map.pending_total() + region.kept_blocks());
+        (known.sum::<u64>() as f64 + unseen).min(self.all_blocks() as f64)
+    }
+
+    /// Blocks of a class that must be there.
+    fn promised(&self, class: Class) -> u64 {
+        let promised = self.regions.iter().filter(|region| region.is_promised());
+        promised.map(|region| region.map.pending(class)).sum()
     }
 
     fn unseen_now(&self) -> Unseen {

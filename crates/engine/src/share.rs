@@ -1,0 +1,102 @@
+//! How regions that must be at the destination before the switchover and regions that need not
+//! share the link until then.
+
+/// The part of the link that the second kind gets while the first has something to send.
+/// docs/decisions/0014 has the measurement.
+const BACKGROUND_SHARE: f64 = 0.5;
+/// What one kind may be ahead of its share, in blocks.
+const AHEAD_BLOCKS_MAX: f64 = 256.0;
+
+/// Whose turn it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// Regions of which every block must be there.
+    Must,
+    /// Regions of which the list is enough.
+    Background,
+}
+
+/// Keeps the shares.
+#[derive(Debug)]
+pub(crate) struct Share {
+    background: f64,
+    /// What the background is behind its share, in blocks.
+    behind_blocks: f64,
+}
+
+impl Default for Share {
+    fn default() -> Self {
+        Self {
+            background: BACKGROUND_SHARE,
+            behind_blocks: 0.0,
+        }
+    }
+}
+
+impl Share {
+    /// Another share than the usual one, from 0 to 1.
+    pub(crate) fn set(&mut self, background: f64) {
+        self.background = background.clamp(0.0, 1.0);
+    }
+
+    /// Whose turn it is, when these have something to send.
+    pub(crate) fn turn(&self, must: bool, background: bool) -> Option<Turn> {
+        match (must, background) {
+            (false, false) => None,
+            (true, false) => Some(Turn::Must),
+            (false, true) => Some(Turn::Background),
+            (true, true) if self.behind_blocks > 0.0 => Some(Turn::Background),
+            (true, true) => Some(Turn::Must),
+        }
+    }
+
+    /// One kind has taken so many blocks, while both had something to send.
+    pub(crate) fn taken(&mut self, turn: Turn, blocks: usize) {
+        let blocks = blocks as f64;
+        let change = match turn {
+            Turn::Must => blocks * self.background,
+            Turn::Background => blocks * (self.background - 1.0),
+        };
+        let behind = self.behind_blocks + change;
+        self.behind_blocks = behind.clamp(-AHEAD_BLOCKS_MAX, AHEAD_BLOCKS_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn taken(background: f64) -> (usize, usize) {
+        let mut share = Share::default();
+        share.set(background);
+        let (mut must, mut rest) = (0, 0);
+        for _ in 0..1000 {
+            let turn = share.turn(true, true).unwrap();
+            share.taken(turn, 64);
+            match turn {
+                Turn::Must => must += 1,
+                Turn::Background => rest += 1,
+            }
+        }
+        (must, rest)
+    }
+
+    #[test]
+    fn both_get_their_share() {
+        assert_eq!(taken(0.0), (1000, 0));
+        assert_eq!(taken(0.5), (500, 500));
+        let (must, rest) = taken(0.25);
+        assert!(
+            must.abs_diff(750) < 3 && rest.abs_diff(250) < 3,
+            "{must} {rest}"
+        );
+    }
+
+    #[test]
+    fn what_one_has_no_use_for_the_other_has() {
+        let share = Share::default();
+        assert_eq!(share.turn(false, true), Some(Turn::Background));
+        assert_eq!(share.turn(true, false), Some(Turn::Must));
+        assert_eq!(share.turn(false, false), None);
+    }
+}

@@ -1,0 +1,167 @@
+//! A region that is kept in step: copied while the guest writes on, then each write is answered only
+//! when the destination has it (paper 000, section 3.2).
+//!
+//! ```text
+//! Copying --- copied once, and little is left or it gets no less ---> Following
+//! Following --- nothing is left ---> InStep
+//! Following, InStep --- the connection is lost ---> Copying
+//! ```
+//!
+//! In Following and InStep the guest waits for its writes. A guest that writes faster than the link
+//! carries is brought down to it that way; otherwise it would never be in step.
+
+use super::{Class, Region, Source, SourceError};
+use crate::chunk;
+use longhaul_codec::BlockId;
+use longhaul_protocol::{BlockRange, RegionId};
+use std::collections::VecDeque;
+
+/// So few blocks are soon there: writes may begin to wait.
+const LEFT_BLOCKS_FEW: u64 = 256;
+/// What is left gets less when it is at most this share of what was left one round before.
+const PROGRESS: f64 = 0.9;
+
+/// The guest's name for a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WriteId(pub u64);
+
+/// When a write may be answered.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Answer {
+    /// At once.
+    Now,
+    /// When [`Source::poll_answer`] names it.
+    Later,
+}
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Phase {
+    #[default]
+    Copying,
+    Following,
+    InStep,
+}
+
+/// A write that the guest waits for.
+#[derive(Debug)]
+struct Held {
+    id: WriteId,
+    /// Frames from this one on have content that is new enough.
+    from_seq: u32,
+    /// What has not arrived, by chunk.
+    missing: Vec<(usize, u64)>,
+}
+
+/// How far a mirror is.
+#[derive(Debug, Default)]
+pub(super) struct Mirror {
+    phase: Phase,
+    /// Blocks taken, and left, when a round began.
+    round: Option<(u64, u64)>,
+    held: Vec<Held>,
+}
+
+impl Mirror {
+    pub(super) fn is_in_step(&self) -> bool {
+        self.phase == Phase::InStep
+    }
+
+    /// The connection is lost: the guest waits for nothing, and the copy is behind from now on.
+    pub(super) fn lost(&mut self, answers: &mut VecDeque<WriteId>) {
+        *self = Self {
+            held: std::mem::take(&mut self.held),
+            ..Self::default()
+        };
+        answers.extend(self.held.drain(..).map(|held| held.id));
+    }
+
+    /// The destination has these blocks as frame `seq` carried them.
+    pub(super) fn arrived(
+        &mut self,
+        region: RegionId,
+        blocks: &[BlockId],
+        seq: u32,
+        answers: &mut VecDeque<WriteId>,
+    ) {
+        let newer = |held: &&mut Held| held.from_seq <= seq;
+        for held in self.held.iter_mut().filter(newer) {
+            for id in blocks.iter().filter(|id| id.region == region) {
+                let chunk = chunk::of(id.block);
+                let mut parts = held.missing.iter_mut();
+                if let Some((_, mask)) = parts.find(|(n, _)| *n == chunk) {
+                    *mask &= !chunk::bit(id.block);
+                }
+            }
+            held.missing.retain(|(_, mask)| *mask != 0);
+        }
+        let arrived = self.held.extract_if(.., |held| held.missing.is_empty());
+        answers.extend(arrived.map(|held| held.id));
+    }
+}
+
+impl Region {
+    /// Looks how far the mirror is.
+    fn follow(&mut self) {
+        let left = self.map.pending_total();
+        let copied = self.map.pending(Class::Cold) == 0;
+        let taken = self.taken_blocks;
+        let Some(mirror) = &mut self.mirror else {
+            return;
+        };
+        if mirror.phase == Phase::Copying && copied {
+            let (began, left_then) = *mirror.round.get_or_insert((taken, left));
+            let over = taken - began >= left_then;
+            let slow = over && left as f64 > PROGRESS * left_then as f64;
+            if left <= LEFT_BLOCKS_FEW || slow {
+                mirror.phase = Phase::Following;
+            } else if over {
+                mirror.round = Some((taken, left));
+            }
+        }
+        if mirror.phase == Phase::Following && left == 0 {
+            mirror.phase = Phase::InStep;
+        }
+    }
+}
+
+impl Source {
+    /// The guest has written these blocks of a region that is reported write by write: the disk has
+    /// them. Says when the guest may hear so.
+    pub fn written_by(
+        &mut self,
+        region: RegionId,
+        range: BlockRange,
+        id: WriteId,
+    ) -> Result<Answer, SourceError> {
+        self.written(region, range)?;
+        let from_seq = self.next_seq;
+        let region = self.region(region, range)?;
+        region.follow();
+        let Some(mirror) = &mut region.mirror else {
+            return Ok(Answer::Now);
+        };
+        if mirror.phase == Phase::Copying || range.count == 0 {
+            return Ok(Answer::Now);
+        }
+        mirror.held.push(Held {
+            id,
+            from_seq,
+            missing: chunk::pieces(range).collect(),
+        });
+        for block in range.blocks() {
+            region.map.want(block as usize);
+        }
+        Ok(Answer::Later)
+    }
+
+    /// A write that may be answered now.
+    pub fn poll_answer(&mut self) -> Option<WriteId> {
+        self.answers.pop_front()
+    }
+
+    /// Looks how far mirrors are. Whether all of them are in step.
+    pub(super) fn follow_mirrors(&mut self) -> bool {
+        self.regions.iter_mut().for_each(Region::follow);
+        !self.regions.iter().any(Region::is_behind)
+    }
+}
