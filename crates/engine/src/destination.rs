@@ -34,8 +34,11 @@ pub enum DestinationError {
 #[derive(Debug)]
 struct Region {
     spec: RegionSpec,
-    /// The frame that each block's content came with; 0 before the first.
+    /// The frame that each block's content came with; 0 before the first. None of a durable region: its
+    /// [`Presence`](crate::presence::Presence) says what may be applied.
     versions: Vec<u32>,
+    /// What is left of it is listed: blocks that could not be used are part of that.
+    listed: bool,
 }
 
 /// One guest's state on its way in.
@@ -67,7 +70,11 @@ impl Destination {
         }
         let region = |spec: &RegionSpec| Region {
             spec: spec.clone(),
-            versions: vec![0; spec.blocks as usize],
+            versions: match spec.durable {
+                true => Vec::new(),
+                false => vec![0; spec.blocks as usize],
+            },
+            listed: false,
         };
         Ok(Self {
             regions: regions.iter().map(region).collect(),
@@ -89,6 +96,9 @@ impl Destination {
 
     /// Whether a block of frame `seq` is newer than what is here.
     pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        if self.region(id.region).is_some_and(|r| r.spec.durable) {
+            return true;
+        }
         if self.sealed {
             return false;
         }
@@ -104,7 +114,7 @@ impl Destination {
         let Some(region_state) = self.regions.get_mut(usize::from(region.0)) else {
             return false;
         };
-        let mut fresh = region_state.spec.starts_zero;
+        let mut fresh = region_state.spec.starts_zero && !region_state.spec.durable;
         for block in range.blocks() {
             if let Some(version) = region_state.versions.get_mut(block as usize) {
                 fresh &= *version == 0;
@@ -117,6 +127,24 @@ impl Destination {
             }
         }
         fresh
+    }
+
+    /// The source has listed what is left of a region. Returns the blocks that could not be used and
+    /// are left as well.
+    pub fn listed(&mut self, region: RegionId) -> Vec<u64> {
+        if let Some(listed) = self.regions.get_mut(usize::from(region.0)) {
+            listed.listed = true;
+        }
+        let all = (region, 0)..=(region, u64::MAX);
+        let missing: Vec<u64> = self
+            .missing
+            .range(all)
+            .map(|((_, block), _)| *block)
+            .collect();
+        for block in &missing {
+            self.missing.remove(&(region, *block));
+        }
+        missing
     }
 
     /// The length of a region in blocks.
@@ -139,6 +167,9 @@ impl Destination {
             return Err(DestinationError::Sequence { seq });
         }
         for (region, range) in rejected {
+            if self.region(*region).is_some_and(|region| region.listed) {
+                continue;
+            }
             for block in range.blocks() {
                 let newest = self.missing.entry((*region, block)).or_default();
                 *newest = seq.max(*newest);
@@ -168,6 +199,9 @@ impl Destination {
         self.applied_in_epoch = 0;
         self.unacknowledged = Acknowledgement::default();
         self.announced = None;
+        self.regions
+            .iter_mut()
+            .for_each(|region| region.listed = false);
     }
 
     /// The source says that it has sent so many frames on this connection, and that is all.

@@ -10,6 +10,7 @@ pub mod destination;
 pub mod gang;
 pub mod handover;
 mod predict;
+pub mod presence;
 pub mod remaining;
 mod share;
 pub mod source;

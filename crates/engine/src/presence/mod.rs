@@ -1,0 +1,365 @@
+//! What of a disk is at its destination: which blocks are still at the source, what may be written
+//! over, and what has to be durable before what.
+//!
+//! ```text
+//! Copying --- list, last part ---> Listed --- sealed ---> the guest may run here
+//!    ^                               |
+//!    +---- a new connection ---------+        (until it is sealed)
+//! ```
+//!
+//! *Copying*: whatever comes is applied. *Listed*: the source has said what it still has; all else is
+//! here as soon as the frames from before the list have come. Of what is missing,
+//!
+//! - a frame brings a block only if no write of the guest has touched it: what is written here wins;
+//! - a read, and a write of a part of a block, wait for it, and it is asked for;
+//! - a write of all of it needs nothing, and the source is told that the block need not come.
+//!
+//! Whoever owns one keeps these rules:
+//!
+//! 1. `accepts`, the writing of what it accepts, and `arrived` happen under one lock, which `begin`
+//!    and `done` take as well.
+//! 2. What `arrived` and `done` return is noted, before that lock is given back and before the guest
+//!    is answered, where the death of the agent does not reach it but a power cut does (a file in
+//!    memory). With it a restarted agent goes on ([`Presence::restored`]).
+//! 3. Steps of durability are done in the order in which [`Presence::poll`] gives them: data is synced,
+//!    then masks are stored and synced, then a flush is answered. After a power cut the stored masks
+//!    are what is known.
+
+mod guest;
+mod rounds;
+
+use crate::chunk;
+use crate::remaining::{List, Remaining};
+use guest::Guest;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId};
+use rounds::Rounds;
+use std::collections::VecDeque;
+use std::time::Duration;
+
+pub use guest::{Begin, Operation, RequestError, RequestId};
+
+/// Which blocks of a chunk are still at the source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkMask {
+    /// The chunk.
+    pub chunk: u32,
+    /// The blocks, the first in the lowest bit.
+    pub missing: u64,
+}
+
+/// What the owner has to do next.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Output {
+    /// Do these bytes of the request on the local disk, then report it `done`.
+    Go(RequestId, std::ops::Range<u64>),
+    /// Tell the source that somebody waits for these blocks.
+    Want(BlockRange),
+    /// Tell the source that these blocks need not come.
+    Superseded(BlockRange),
+    /// Make durable what has been written to the disk so far, then report it `data_synced`.
+    SyncData,
+    /// Store these masks and make that durable, then report it `masks_stored`.
+    StoreMasks(Vec<ChunkMask>),
+    /// Answer this flush.
+    Flushed(RequestId),
+    /// Answer this flush with an error: nobody knows what is durable any more.
+    FlushFailed(RequestId),
+}
+
+/// A list that cannot be one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ListError {
+    /// It is of another region, or names chunks that the region does not have.
+    #[error("the list names what is no part of this disk")]
+    Unknown,
+    /// A part is missing or came twice.
+    #[error("a part of the list begins at chunk {chunk}, and another was expected")]
+    Order {
+        /// Where it begins.
+        chunk: u32,
+    },
+    /// The guest may run here already.
+    #[error("a list came after the disk was handed over")]
+    Late,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Copying,
+    /// The next part begins at this chunk.
+    Listing(u32),
+    Listed,
+}
+
+/// One disk on its way in, and while what is left of it is fetched.
+#[derive(Debug)]
+pub struct Presence {
+    region: RegionId,
+    blocks: u64,
+    epoch: Epoch,
+    phase: Phase,
+    /// Frames from this number on bring what is missing.
+    from_seq: u64,
+    sealed: bool,
+    /// Blocks that are still at the source, by chunk.
+    missing: Vec<u64>,
+    missing_blocks: u64,
+    written_blocks: Vec<u16>,
+    guest: Guest,
+    rounds: Rounds,
+    outputs: VecDeque<Output>,
+}
+
+impl Presence {
+    /// A disk of which nothing has arrived.
+    pub fn new(region: RegionId, blocks: u64) -> Self {
+        Self {
+            region,
+            blocks,
+            epoch: Epoch(1),
+            phase: Phase::Copying,
+            from_seq: u64::MAX,
+            sealed: false,
+            missing: Vec::new(),
+            missing_blocks: 0,
+            written_blocks: Vec::new(),
+            guest: Guest::default(),
+            rounds: Rounds::default(),
+            outputs: VecDeque::new(),
+        }
+    }
+
+    /// A disk that was handed over before this agent was started. After the death of an agent the
+    /// masks are those that were noted; after a power cut, those that were stored.
+    pub fn restored(
+        region: RegionId,
+        blocks: u64,
+        remaining: &[Remaining],
+    ) -> Result<Self, ListError> {
+        let mut restored = Self::new(region, blocks);
+        restored.listed(&List {
+            region,
+            from_chunk: 0,
+            from_seq: 0,
+            remaining: remaining.to_vec(),
+            next_chunk: None,
+        })?;
+        restored.sealed = true;
+        Ok(restored)
+    }
+
+    fn chunks(&self) -> u32 {
+        chunk::count(self.blocks) as u32
+    }
+
+    // The source.
+
+    /// A new connection. What was on its way on the old one is sent again; before anything else the
+    /// source is to be told what is [missing](Presence::lacks).
+    pub fn connected(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+        if self.sealed {
+            // All that comes from now on is what is left.
+            self.from_seq = 0;
+        } else {
+            self.phase = Phase::Copying;
+            self.from_seq = u64::MAX;
+        }
+        let told = |output: &Output| matches!(output, Output::Want(_) | Output::Superseded(_));
+        self.outputs.retain(|output| !told(output));
+        for range in self.guest.wanted() {
+            self.outputs.push_back(Output::Want(range));
+        }
+    }
+
+    /// A part of the source's list.
+    pub fn listed(&mut self, list: &List) -> Result<(), ListError> {
+        if self.sealed {
+            return Err(ListError::Late);
+        }
+        let chunks = self.chunks();
+        let within = |part: &Remaining| part.is_within(&(list.from_chunk..chunks));
+        if list.region != self.region || !list.remaining.iter().all(within) {
+            return Err(ListError::Unknown);
+        }
+        let expected = match self.phase {
+            Phase::Listing(next) => next,
+            Phase::Copying | Phase::Listed => 0,
+        };
+        if list.from_chunk != expected && list.from_chunk != 0 {
+            let chunk = list.from_chunk;
+            return Err(ListError::Order { chunk });
+        }
+        if list.from_chunk == 0 {
+            let had = (0..).zip(&self.missing).filter(|(_, mask)| **mask != 0);
+            self.rounds.changed(had.map(|(chunk, _)| chunk));
+            self.missing = vec![0; chunks as usize];
+            self.written_blocks = vec![0; chunks as usize];
+            self.missing_blocks = 0;
+        }
+        for part in &list.remaining {
+            for chunk in part.chunk..part.chunk + part.chunks {
+                let at = chunk as usize;
+                self.written_blocks[at] = part.written_blocks;
+                self.lack(at, part.mask & chunk::whole(at, self.blocks));
+            }
+        }
+        self.from_seq = list.from_seq;
+        self.phase = match list.next_chunk {
+            Some(next) => Phase::Listing(next),
+            None => Phase::Listed,
+        };
+        Ok(())
+    }
+
+    /// Blocks of a chunk are not here.
+    fn lack(&mut self, chunk: usize, mask: u64) {
+        let more = mask & !self.missing[chunk];
+        self.missing[chunk] |= more;
+        self.missing_blocks += u64::from(more.count_ones());
+        self.rounds.changed([chunk]);
+    }
+
+    /// Blocks that a frame was to bring could not be used, and the source has been told so.
+    pub fn rejected(&mut self, range: BlockRange, seq: u64) {
+        if self.sealed || seq >= self.from_seq || self.phase != Phase::Listed {
+            return;
+        }
+        for (chunk, mask) in chunk::pieces(range) {
+            if chunk < self.missing.len() {
+                self.lack(chunk, mask & chunk::whole(chunk, self.blocks));
+            }
+        }
+    }
+
+    /// Nothing that was sent before the list is taken any more: all of it is here.
+    pub fn seal(&mut self) {
+        self.sealed = true;
+    }
+
+    /// Whether a block that a frame of this connection brings is to be written.
+    pub fn accepts(&self, epoch: Epoch, block: u64, seq: u64) -> bool {
+        if epoch != self.epoch || block >= self.blocks {
+            return false;
+        }
+        match self.phase {
+            Phase::Copying | Phase::Listing(_) => true,
+            Phase::Listed if seq < self.from_seq => !self.sealed,
+            Phase::Listed => self.is_missing(block) && !self.guest.intends(block),
+        }
+    }
+
+    /// Accepted blocks have been written. Returns what is to be noted.
+    pub fn arrived(&mut self, range: BlockRange, seq: u64) -> Vec<ChunkMask> {
+        self.rounds.written(range.count * BLOCK_SIZE as u64);
+        if self.phase != Phase::Listed || seq < self.from_seq {
+            return Vec::new();
+        }
+        self.present(range)
+    }
+
+    /// What the source has to send: a part of the list, from this chunk on. Also says where the next
+    /// part begins.
+    pub fn lacks(&self, from_chunk: u32, entries_max: usize) -> (Vec<Remaining>, Option<u32>) {
+        Remaining::collect(from_chunk..self.chunks(), entries_max, |chunk| {
+            let mask = self.missing.get(chunk).copied().unwrap_or(0);
+            let written = self.written_blocks.get(chunk).copied().unwrap_or(0);
+            (mask, written)
+        })
+    }
+
+    // What is here.
+
+    fn is_missing(&self, block: u64) -> bool {
+        let mask = self.missing.get(chunk::of(block)).copied().unwrap_or(0);
+        mask & chunk::bit(block) != 0
+    }
+
+    /// These blocks are here now. Returns the masks that have changed.
+    fn present(&mut self, range: BlockRange) -> Vec<ChunkMask> {
+        let mut changed = Vec::new();
+        for (at, mask) in chunk::pieces(range) {
+            let came = mask & self.missing.get(at).copied().unwrap_or(0);
+            if came == 0 {
+                continue;
+            }
+            self.missing[at] &= !came;
+            self.missing_blocks -= u64::from(came.count_ones());
+            self.rounds.changed([at]);
+            changed.push(self.mask(at));
+            for range in chunk::runs(at, came) {
+                self.wake(range);
+            }
+        }
+        changed
+    }
+
+    fn mask(&self, chunk: usize) -> ChunkMask {
+        ChunkMask {
+            chunk: chunk as u32,
+            missing: self.missing.get(chunk).copied().unwrap_or(0),
+        }
+    }
+
+    /// How many blocks are still at the source, as far as it has said.
+    pub fn missing_blocks(&self) -> u64 {
+        self.missing_blocks
+    }
+
+    /// Whether the source has said what it still has.
+    pub fn is_listed(&self) -> bool {
+        self.phase == Phase::Listed
+    }
+
+    /// Whether everything that came is durable, and so is the list: READY asks for it.
+    pub fn is_settled(&self) -> bool {
+        self.is_listed() && self.rounds.is_settled()
+    }
+
+    /// Whether nothing is left at the source, durably: ALL-PRESENT asks for it.
+    pub fn is_whole(&self) -> bool {
+        self.is_settled() && self.missing_blocks == 0
+    }
+
+    // Durability.
+
+    /// Makes everything durable that came so far, if anything did.
+    pub fn settle(&mut self) {
+        self.rounds.settle();
+        self.begin_round();
+    }
+
+    /// Makes durable what came, when there is enough of it or it is old enough.
+    pub fn tick(&mut self, now: Duration) {
+        if self.rounds.is_due(now) {
+            self.settle();
+        }
+    }
+
+    /// The disk's data is durable as of [`Output::SyncData`], or it failed.
+    pub fn data_synced(&mut self, ok: bool) {
+        self.rounds.data_synced(ok, &mut self.outputs);
+        self.begin_round();
+    }
+
+    /// The masks of [`Output::StoreMasks`] are durable, or it failed.
+    pub fn masks_stored(&mut self, ok: bool) {
+        self.rounds.masks_stored(ok, &mut self.outputs);
+        self.begin_round();
+    }
+
+    fn begin_round(&mut self) {
+        let listed = self.is_listed();
+        let missing = &self.missing;
+        let mask = |chunk: usize| ChunkMask {
+            chunk: chunk as u32,
+            missing: missing.get(chunk).copied().unwrap_or(0),
+        };
+        self.rounds.begin(listed, mask, &mut self.outputs);
+    }
+
+    /// The next thing to do.
+    pub fn poll(&mut self) -> Option<Output> {
+        self.outputs.pop_front()
+    }
+}

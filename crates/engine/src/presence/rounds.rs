@@ -1,0 +1,135 @@
+//! In which order things become durable: data, then the masks that say it is here, then flushes are
+//! answered.
+//!
+//! ```text
+//! Idle --- flush, or enough has come ---> Data --- synced ---> Masks --- stored ---> Idle
+//!                                           +--- no mask has changed ---------------^
+//! ```
+//!
+//! The masks of a round are taken when it begins: what they say is here was written before the sync.
+//! A flush that comes during a round waits for the next one.
+
+use super::{ChunkMask, Output, RequestId};
+use std::collections::{BTreeSet, VecDeque};
+use std::time::Duration;
+
+/// So much is made durable at once, at most,
+const UNSYNCED_BYTES_MAX: u64 = 32 << 20;
+/// and nothing waits for it longer.
+const UNSYNCED_TIME_MAX: Duration = Duration::from_secs(1);
+
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+enum Step {
+    #[default]
+    Idle,
+    Data,
+    Masks,
+}
+
+#[derive(Debug, Default)]
+pub(super) struct Rounds {
+    step: Step,
+    /// Chunks whose mask is not stored as it is.
+    changed: BTreeSet<usize>,
+    /// Masks of the round.
+    masks: Vec<ChunkMask>,
+    waiting: Vec<RequestId>,
+    in_round: Vec<RequestId>,
+    unsynced_bytes: u64,
+    unsynced_since: Option<Duration>,
+    /// A round is asked for.
+    asked: bool,
+    /// Something could not be made durable.
+    broken: bool,
+}
+
+impl Rounds {
+    /// The masks of these chunks have changed.
+    pub(super) fn changed(&mut self, chunks: impl IntoIterator<Item = usize>) {
+        self.changed.extend(chunks);
+    }
+
+    /// So much was written to the disk.
+    pub(super) fn written(&mut self, bytes: u64) {
+        self.unsynced_bytes += bytes;
+    }
+
+    pub(super) fn settle(&mut self) {
+        self.asked |= self.unsynced_bytes > 0 || !self.changed.is_empty();
+    }
+
+    pub(super) fn is_due(&mut self, now: Duration) -> bool {
+        if self.unsynced_bytes == 0 && self.changed.is_empty() {
+            self.unsynced_since = None;
+            return false;
+        }
+        let since = *self.unsynced_since.get_or_insert(now);
+        let old = now.saturating_sub(since) >= UNSYNCED_TIME_MAX;
+        old || self.unsynced_bytes >= UNSYNCED_BYTES_MAX
+    }
+
+    pub(super) fn is_settled(&self) -> bool {
+        let nothing = self.changed.is_empty() && self.unsynced_bytes == 0 && !self.asked;
+        nothing && self.step == Step::Idle && !self.broken
+    }
+
+    pub(super) fn flush(&mut self, id: RequestId, outputs: &mut VecDeque<Output>) {
+        match self.broken {
+            true => outputs.push_back(Output::FlushFailed(id)),
+            false => self.waiting.push(id),
+        }
+    }
+
+    /// Begins a round if one is asked for. Masks count only once the list is there.
+    pub(super) fn begin(
+        &mut self,
+        listed: bool,
+        mask: impl Fn(usize) -> ChunkMask,
+        outputs: &mut VecDeque<Output>,
+    ) {
+        let needed = self.asked || !self.waiting.is_empty();
+        if self.step != Step::Idle || !needed || self.broken {
+            return;
+        }
+        self.asked = false;
+        self.unsynced_bytes = 0;
+        self.unsynced_since = None;
+        self.in_round = std::mem::take(&mut self.waiting);
+        if listed {
+            let changed = std::mem::take(&mut self.changed);
+            self.masks = changed.into_iter().map(mask).collect();
+        }
+        self.step = Step::Data;
+        outputs.push_back(Output::SyncData);
+    }
+
+    pub(super) fn data_synced(&mut self, ok: bool, outputs: &mut VecDeque<Output>) {
+        if self.step != Step::Data {
+            return;
+        }
+        if ok && !self.masks.is_empty() {
+            self.step = Step::Masks;
+            outputs.push_back(Output::StoreMasks(std::mem::take(&mut self.masks)));
+        } else {
+            self.end(ok, outputs);
+        }
+    }
+
+    pub(super) fn masks_stored(&mut self, ok: bool, outputs: &mut VecDeque<Output>) {
+        if self.step == Step::Masks {
+            self.end(ok, outputs);
+        }
+    }
+
+    fn end(&mut self, ok: bool, outputs: &mut VecDeque<Output>) {
+        self.step = Step::Idle;
+        let flushes = std::mem::take(&mut self.in_round);
+        if ok {
+            outputs.extend(flushes.into_iter().map(Output::Flushed));
+            return;
+        }
+        self.broken = true;
+        let all = flushes.into_iter().chain(std::mem::take(&mut self.waiting));
+        outputs.extend(all.map(Output::FlushFailed));
+    }
+}
