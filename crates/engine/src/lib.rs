@@ -4,11 +4,13 @@
 //! regions differ, the difference is data of the region.
 
 mod block_map;
+pub mod choose;
 pub mod chunk;
 mod content_index;
 pub mod destination;
 pub mod gang;
 pub mod handover;
+pub mod pace;
 mod predict;
 pub mod presence;
 pub mod remaining;

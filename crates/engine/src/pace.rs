@@ -1,0 +1,166 @@
+//! How fast the source's disk may be read for a move, so that the guest's own requests do not starve:
+//! half as fast when they take longer than they should, a little faster while they do not.
+//!
+//! CloudNet has a fixed limit that a person sets; here the limit follows the guest's latency.
+
+use std::time::Duration;
+
+/// The guest's requests may take so many times as long as they do on their own,
+const SLOWER_MAX: f64 = 2.0;
+/// and this much more in any case: what is this quick is not worth a slower move.
+const SLOWER_FREE: Duration = Duration::from_millis(1);
+/// Rates in bytes per second: a move always goes on, and its first step is what any disk gives.
+const RATE_MIN: f64 = 4e6;
+const RATE_FIRST: f64 = 64e6;
+const RATE_MAX: f64 = 16e9;
+/// Each step up, and down.
+const UP: f64 = 1.15;
+const DOWN: f64 = 0.5;
+/// A step is made at most this often.
+const STEP_EVERY: Duration = Duration::from_millis(100);
+/// How quickly what is usual follows what is seen when the move hardly reads: then requests are slower
+/// for reasons of their own.
+const USUAL_UP: f64 = 0.1;
+/// What may be read at once after a pause.
+const BURST: Duration = Duration::from_millis(100);
+
+/// The pace of one disk.
+#[derive(Debug, Clone)]
+pub struct Pace {
+    rate_bytes_per_s: f64,
+    /// How long the guest's requests take when they are undisturbed.
+    usual: Option<f64>,
+    /// Requests of this step, and how long they took together.
+    requests: u64,
+    seconds: f64,
+    stepped_at: Duration,
+    /// Bytes that may be read now.
+    allowance: f64,
+    counted_at: Duration,
+}
+
+impl Pace {
+    /// Nothing has been seen yet.
+    pub fn new(now: Duration) -> Self {
+        Self {
+            rate_bytes_per_s: RATE_FIRST,
+            usual: None,
+            requests: 0,
+            seconds: 0.0,
+            stepped_at: now,
+            allowance: RATE_FIRST * BURST.as_secs_f64(),
+            counted_at: now,
+        }
+    }
+
+    /// A request of the guest took so long.
+    pub fn guest_waited(&mut self, now: Duration, latency: Duration) {
+        self.requests += 1;
+        self.seconds += latency.as_secs_f64();
+        self.step(now);
+    }
+
+    /// How long to wait before so many bytes are read; zero counts them as read.
+    pub fn read(&mut self, now: Duration, bytes: u64) -> Duration {
+        self.step(now);
+        let since = now.saturating_sub(self.counted_at).as_secs_f64();
+        self.counted_at = now;
+        let most = (self.rate_bytes_per_s * BURST.as_secs_f64()).max(bytes as f64);
+        self.allowance = (self.allowance + since * self.rate_bytes_per_s).min(most);
+        let short = bytes as f64 - self.allowance;
+        if short > 0.0 {
+            return Duration::from_secs_f64(short / self.rate_bytes_per_s);
+        }
+        self.allowance -= bytes as f64;
+        Duration::ZERO
+    }
+
+    /// What may be read at present, in bytes per second.
+    pub fn rate_bytes_per_s(&self) -> f64 {
+        self.rate_bytes_per_s
+    }
+
+    fn step(&mut self, now: Duration) {
+        if now.saturating_sub(self.stepped_at) < STEP_EVERY {
+            return;
+        }
+        self.stepped_at = now;
+        let change = if self.requests == 0 {
+            UP
+        } else {
+            let now = self.seconds / self.requests as f64;
+            let usual = self.usual.get_or_insert(now);
+            if now < *usual {
+                *usual = now;
+            } else if self.rate_bytes_per_s <= RATE_MIN {
+                *usual += USUAL_UP * (now - *usual);
+            }
+            let limit = (*usual * SLOWER_MAX).max(*usual + SLOWER_FREE.as_secs_f64());
+            if now > limit { DOWN } else { UP }
+        };
+        (self.requests, self.seconds) = (0, 0.0);
+        let rate = self.rate_bytes_per_s * change;
+        self.rate_bytes_per_s = rate.clamp(RATE_MIN, RATE_MAX);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    /// A disk of so many bytes a second under a move that reads as fast as it may, and a guest with a
+    /// request every 10 ms that takes 5 ms, and as much longer as the move has the disk.
+    fn rate_on(disk_bytes_per_s: f64) -> (f64, f64) {
+        let mut pace = Pace::new(Duration::ZERO);
+        // Before the move reads anything, the guest's requests take what they take.
+        (0..30).for_each(|n| pace.guest_waited(MS * 10 * n, MS * 5));
+        let (mut read, mut latency, mut now) = (0u64, 0.0, MS * 300);
+        for _ in 0..2000 {
+            now += MS * 10;
+            let mut bytes = 0;
+            while bytes < (disk_bytes_per_s / 50.0) as u64 && pace.read(now, 256 << 10).is_zero() {
+                bytes += 256 << 10;
+            }
+            read += bytes;
+            let busy = (bytes as f64 / disk_bytes_per_s / 0.01).min(0.99);
+            let took = 0.005 / (1.0 - busy);
+            latency += took;
+            pace.guest_waited(now, Duration::from_secs_f64(took));
+        }
+        (read as f64 / 20.0, latency / 2000.0)
+    }
+
+    #[test]
+    fn a_slow_disk_is_shared_with_the_guest() {
+        let (rate, latency) = rate_on(200e6);
+        assert!(rate > 40e6, "{rate}");
+        assert!(latency < 0.015, "{latency}");
+    }
+
+    #[test]
+    fn a_fast_disk_is_used() {
+        let (rate, _) = rate_on(4e9);
+        assert!(rate > 1e9, "{rate}");
+    }
+
+    #[test]
+    fn a_quiet_guest_is_no_limit_and_a_starved_one_leaves_a_little() {
+        let mut pace = Pace::new(Duration::ZERO);
+        for second in 0..100 {
+            assert!(pace.read(MS * 1000 * second, 1 << 20).is_zero());
+        }
+        assert!(pace.rate_bytes_per_s() > 1e9);
+        pace.guest_waited(MS * 100_000, MS);
+        for n in 1..=13 {
+            pace.guest_waited(MS * (100_000 + 100 * n), MS * 20);
+        }
+        assert_eq!(pace.rate_bytes_per_s(), RATE_MIN);
+        // That it does not get better without the move is no fault of the move.
+        for n in 14..100 {
+            pace.guest_waited(MS * (100_000 + 100 * n), MS * 20);
+        }
+        assert!(pace.rate_bytes_per_s() > 1e9);
+    }
+}
