@@ -78,9 +78,6 @@ pub enum ListError {
         /// Where it begins.
         chunk: u32,
     },
-    /// The guest may run here already.
-    #[error("a list came after the disk was handed over")]
-    Late,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,21 +126,30 @@ impl Presence {
         }
     }
 
-    /// A disk that was handed over before this agent was started. After the death of an agent the
-    /// masks are those that were noted; after a power cut, those that were stored.
+    /// A disk that was handed over before this agent was started, as it was `noted` last, or, after a
+    /// power cut, as it was `stored` last. Either way, what was stored says what has yet to be stored.
     pub fn restored(
         region: RegionId,
         blocks: u64,
-        remaining: &[Remaining],
+        noted: &[Remaining],
+        stored: &[Remaining],
     ) -> Result<Self, ListError> {
         let mut restored = Self::new(region, blocks);
+        let chunks = 0..restored.chunks();
+        if !stored.iter().all(|part| part.is_within(&chunks)) {
+            return Err(ListError::Unknown);
+        }
         restored.listed(&List {
             region,
             from_chunk: 0,
             from_seq: 0,
-            remaining: remaining.to_vec(),
+            remaining: noted.to_vec(),
             next_chunk: None,
         })?;
+        for part in stored {
+            let chunks = part.chunk..part.chunk + part.chunks;
+            restored.rounds.changed(chunks.map(|chunk| chunk as usize));
+        }
         restored.sealed = true;
         Ok(restored)
     }
@@ -175,7 +181,8 @@ impl Presence {
     /// A part of the source's list.
     pub fn listed(&mut self, list: &List) -> Result<(), ListError> {
         if self.sealed {
-            return Err(ListError::Late);
+            // A source that has not heard of READY: what is missing is said here from now on.
+            return Ok(());
         }
         let chunks = self.chunks();
         let within = |part: &Remaining| part.is_within(&(list.from_chunk..chunks));

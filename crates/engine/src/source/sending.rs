@@ -101,7 +101,7 @@ impl Source {
 
     fn take_turn(&mut self, turn: Turn, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
         let hot = turn == Turn::Must && self.may_send_hot();
-        let behind = self.regions.iter().any(Region::is_behind);
+        let behind = self.mirrors_go_first();
         for class in Class::ALL {
             if class == Class::Hot && !hot {
                 continue;
@@ -230,9 +230,15 @@ impl Source {
         self.frozen || self.hot_allowed
     }
 
+    /// Whether mirrors are behind: until they are in step, or the guest is stopped all the same,
+    /// nothing else that must be there is sent.
+    fn mirrors_go_first(&self) -> bool {
+        !self.frozen && self.regions.iter().any(Region::is_behind)
+    }
+
     /// Whether blocks that must be there may be sent now.
     pub(super) fn sendable(&self) -> bool {
-        let behind = self.regions.iter().any(Region::is_behind);
+        let behind = self.mirrors_go_first();
         let hot = self.may_send_hot();
         let classes = Class::ALL.iter().filter(|c| **c != Class::Hot || hot);
         let mut pending = classes.map(|class| {

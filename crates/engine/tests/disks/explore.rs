@@ -1,0 +1,91 @@
+//! Runs a world to its end, in an order that somebody chooses.
+
+use crate::model::Random;
+use crate::world::{Setting, Step, World};
+
+/// No run needs more.
+const STEPS_MAX: usize = 5000;
+
+fn is_adverse(step: Step) -> bool {
+    matches!(
+        step,
+        Step::Fail(_) | Step::Straggler(_) | Step::Cut | Step::Die | Step::PowerCut | Step::Restart
+    )
+}
+
+fn end(world: &World) {
+    let blocks = world.setting.blocks;
+    world.check(&world.there.live, 0..blocks * 8, "in the end");
+}
+
+/// One run in which at these steps something else happens than usual: which of what may happen.
+/// Returns how much might have happened at each step.
+fn run(setting: &Setting, choices: &[(usize, usize)]) -> Vec<usize> {
+    let mut world = World::new(setting.clone(), choices.len() as u64);
+    let mut alternatives = Vec::new();
+    let mut choices = choices.iter().peekable();
+    for at in 0..STEPS_MAX {
+        if world.is_over() {
+            end(&world);
+            return alternatives;
+        }
+        let steps = world.steps();
+        alternatives.push(steps.len());
+        let chosen = match choices.next_if(|(when, _)| *when == at) {
+            Some((_, which)) => steps.get(*which).copied(),
+            None => steps.iter().copied().find(|step| !is_adverse(*step)),
+        };
+        let Some(step) = chosen else {
+            panic!("nothing more can happen: {}", world.tell());
+        };
+        world.run(step);
+    }
+    panic!("it never ends: {}", world.tell());
+}
+
+/// Every run that differs from the usual one in at most so many places. Returns how many.
+pub(crate) fn deviations(setting: &Setting, most: usize) -> usize {
+    fn below(setting: &Setting, choices: &mut Vec<(usize, usize)>, most: usize) -> usize {
+        let alternatives = run(setting, choices);
+        let mut runs = 1;
+        if choices.len() == most {
+            return runs;
+        }
+        let from = choices.last().map_or(0, |(at, _)| at + 1);
+        for (at, count) in alternatives.iter().enumerate().skip(from) {
+            for which in 1..*count {
+                choices.push((at, which));
+                runs += below(setting, choices, most);
+                choices.pop();
+            }
+        }
+        runs
+    }
+    below(setting, &mut Vec::new(), most)
+}
+
+/// One run in an order chosen at random.
+pub(crate) fn random(setting: Setting, seed: u64) {
+    let mut random = Random(seed ^ 0x5eed);
+    let mut world = World::new(setting, seed);
+    for _ in 0..STEPS_MAX {
+        if world.is_over() {
+            return end(&world);
+        }
+        let steps = world.steps();
+        let (adverse, usual): (Vec<Step>, Vec<Step>) =
+            steps.into_iter().partition(|step| is_adverse(*step));
+        let bad = usual.is_empty() || random.below(25) == 0;
+        let from = if bad && !adverse.is_empty() {
+            &adverse
+        } else {
+            &usual
+        };
+        if from.is_empty() {
+            panic!("nothing more can happen, seed {seed}: {}", world.tell());
+        }
+        let step = from[random.below(from.len() as u64) as usize];
+        world.run(step);
+    }
+    panic!("seed {seed} never ends: {}", world.tell());
+}

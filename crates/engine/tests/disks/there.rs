@@ -1,0 +1,409 @@
+//! The destination: its agent as whoever drives the engine has to write it, and storage that a power cut
+//! can hit.
+
+use crate::model::{Block, SECTOR_BYTES};
+use crate::variant::Variant;
+use crate::world::{DISK, Frame, Item, MEMORY, Op, Stage, ToHere, ToThere, World, digest, put};
+use longhaul_codec::BlockId;
+use longhaul_engine::destination::Destination;
+use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
+use longhaul_engine::remaining::Remaining;
+use longhaul_protocol::{BlockRange, Epoch, RegionSpec};
+use std::collections::BTreeMap;
+
+/// What a fresh file holds where nothing was written.
+const FRESH: u16 = 0;
+
+pub(crate) struct There {
+    pub(crate) destination: Destination,
+    pub(crate) presence: Presence,
+    pub(crate) memory: Vec<Block>,
+    /// The disk as its file reads.
+    pub(crate) live: Vec<Block>,
+    /// As it reads after a power cut, at least.
+    pub(crate) durable: Vec<Block>,
+    /// What the sync that is under way makes durable.
+    pub(crate) syncing: Option<Vec<Block>>,
+    pub(crate) storing: Option<Vec<ChunkMask>>,
+    /// Masks that survive a power cut, and those that survive the agent.
+    pub(crate) stored: BTreeMap<u32, u64>,
+    pub(crate) noted: BTreeMap<u32, u64>,
+    pub(crate) acknowledges: bool,
+    pub(crate) complete: bool,
+    pub(crate) ready: bool,
+    pub(crate) committed: bool,
+    /// Bytes that waiting requests may do.
+    go: BTreeMap<u64, std::ops::Range<u64>>,
+}
+
+impl There {
+    pub(crate) fn new(specs: &[RegionSpec; 2]) -> Self {
+        let zeros = |n: usize| vec![[FRESH; 8]; specs[n].blocks as usize];
+        Self {
+            destination: Destination::new(specs).unwrap(),
+            presence: Presence::new(DISK, specs[1].blocks),
+            memory: zeros(0),
+            live: zeros(1),
+            durable: zeros(1),
+            syncing: None,
+            storing: None,
+            stored: BTreeMap::new(),
+            noted: BTreeMap::new(),
+            acknowledges: false,
+            complete: false,
+            ready: false,
+            committed: false,
+            go: BTreeMap::new(),
+        }
+    }
+
+    /// Whether somebody waits for everything to be durable.
+    pub(crate) fn should_settle(&self) -> bool {
+        let idle = self.syncing.is_none() && self.storing.is_none();
+        let waited_for = self.complete || self.committed && self.presence.missing_blocks() == 0;
+        idle && waited_for && self.presence.is_listed() && !self.presence.is_settled()
+    }
+
+    fn note(&mut self, masks: &[ChunkMask]) {
+        for mask in masks {
+            self.noted.insert(mask.chunk, mask.missing);
+        }
+    }
+}
+
+fn remaining(masks: &BTreeMap<u32, u64>) -> Vec<Remaining> {
+    let missing = masks.iter().filter(|(_, mask)| **mask != 0);
+    let part = |(chunk, mask): (&u32, &u64)| Remaining {
+        chunk: *chunk,
+        chunks: 1,
+        mask: *mask,
+        written_blocks: 0,
+    };
+    missing.map(part).collect()
+}
+
+impl World {
+    pub(crate) fn heard_there(&mut self) {
+        let Some(message) = self.to_there.pop_front() else {
+            return;
+        };
+        match message {
+            ToThere::List(list) => {
+                let last = list.next_chunk.is_none();
+                let is_listed = list.from_seq != u64::MAX;
+                self.there.presence.listed(&list).unwrap();
+                if last && is_listed {
+                    for block in self.there.destination.listed(DISK) {
+                        self.there.presence.rejected(BlockRange::new(block, 1), 0);
+                    }
+                }
+            }
+            ToThere::Complete(frames) => {
+                self.there.complete = true;
+                self.there.destination.announced(Epoch(self.epoch), frames);
+            }
+            ToThere::Commit => {
+                let there = &mut self.there;
+                assert!(there.ready, "COMMIT before READY");
+                if !there.committed {
+                    // READY is durable with the list beside it: what the agent notes begins with it.
+                    let (lacks, _) = there.presence.lacks(0, usize::MAX);
+                    there.noted.clear();
+                    for part in lacks {
+                        for chunk in part.chunk..part.chunk + part.chunks {
+                            there.noted.insert(chunk, part.mask);
+                        }
+                    }
+                }
+                self.committed();
+            }
+        }
+    }
+
+    /// A frame arrives: what is accepted is written, under one lock.
+    pub(crate) fn arrive(&mut self, epoch: u32, frame: &Frame) {
+        let counts = self.setting.variant;
+        let of = match counts {
+            Variant::OldConnectionCounts => Epoch(self.epoch),
+            _ => Epoch(epoch),
+        };
+        let seq = match counts {
+            Variant::OldContentCounts => u64::MAX - 1,
+            _ => frame.seq,
+        };
+        let there = &mut self.there;
+        let mut rejected = Vec::new();
+        let mut writes = Vec::new();
+        for (id, item) in &frame.items {
+            let accepted = there.destination.accepts(*id, frame.seq);
+            let overwrites = counts == Variant::PullOverwrites && there.committed;
+            let is_its = id.region == MEMORY || there.presence.accepts(of, id.block, seq);
+            if !accepted || !(is_its || overwrites) {
+                continue;
+            }
+            match item {
+                Item::Zero => writes.push((*id, [0; 8])),
+                Item::Content(block) => writes.push((*id, *block)),
+                Item::Reference(source, expected) => {
+                    let found = match source.region {
+                        MEMORY => there.memory[source.block as usize],
+                        _ => there.live[source.block as usize],
+                    };
+                    if digest(&found) == *expected {
+                        writes.push((*id, found));
+                    } else {
+                        rejected.push((id.region, BlockRange::new(id.block, 1)));
+                    }
+                }
+            }
+        }
+        for (BlockId { region, block }, content) in writes {
+            let range = BlockRange::new(block, 1);
+            there.destination.written(region, range, frame.seq);
+            if region == MEMORY {
+                there.memory[block as usize] = content;
+                continue;
+            }
+            there.live[block as usize] = content;
+            let masks = there.presence.arrived(range, seq);
+            if counts != Variant::ArrivalsNotNoted {
+                there.note(&masks);
+            }
+        }
+        for (region, range) in &rejected {
+            if *region == DISK {
+                there.presence.rejected(*range, frame.seq);
+            }
+        }
+        there
+            .destination
+            .applied(Epoch(epoch), frame.seq, &rejected)
+            .unwrap();
+        there.acknowledges = true;
+    }
+
+    // The guest's requests.
+
+    pub(crate) fn begin_there(&mut self, id: u64) {
+        let Some(running) = self.running.get(&id).cloned() else {
+            return;
+        };
+        let (operation, sectors) = match &running.op {
+            Op::Read(sectors) => (Operation::Read, sectors.clone()),
+            Op::Write(sectors, _) => (Operation::Write, sectors.clone()),
+            Op::Discard(sectors) => (Operation::Discard, sectors.clone()),
+            Op::Flush | Op::Memory(_) => {
+                self.there.presence.flush(RequestId(id));
+                return self.stage(id, Stage::Waiting);
+            }
+        };
+        let bytes = sectors.start * SECTOR_BYTES..sectors.end * SECTOR_BYTES;
+        let whole = sectors.start % 8 == 0 && sectors.end % 8 == 0;
+        if self.is(Variant::IntentAfterData) && operation == Operation::Write && whole {
+            // Data first; it is told of the request when that is done.
+            self.there.go.insert(id, bytes);
+            return self.stage(id, Stage::Going);
+        }
+        let begun = self
+            .there
+            .presence
+            .begin(RequestId(id), operation, bytes.clone());
+        let at_once = match operation {
+            Operation::Read => self.is(Variant::ReadAtOnce),
+            Operation::Write => self.is(Variant::PartAtOnce),
+            Operation::Discard => false,
+        };
+        match begun.unwrap() {
+            Begin::Go(bytes) => {
+                self.there.go.insert(id, bytes);
+                self.stage(id, Stage::Going);
+            }
+            Begin::Wait if at_once => {
+                self.there.go.insert(id, bytes);
+                self.stage(id, Stage::Going);
+            }
+            Begin::Wait => self.stage(id, Stage::Waiting),
+        }
+    }
+
+    fn stage(&mut self, id: u64, stage: Stage) {
+        if let Some(running) = self.running.get_mut(&id) {
+            running.stage = stage;
+        }
+    }
+
+    pub(crate) fn data_there(&mut self, id: u64) {
+        let Some(running) = self.running.get(&id).cloned() else {
+            return;
+        };
+        let bytes = self.there.go.get(&id).cloned().unwrap_or(0..0);
+        let sectors = bytes.start / SECTOR_BYTES..bytes.end / SECTOR_BYTES;
+        match running.op {
+            Op::Read(_) => self.check(&self.there.live, sectors, "read at the destination"),
+            _ => put(&mut self.there.live, sectors, running.value.unwrap_or(0)),
+        }
+        self.stage(id, Stage::Data);
+    }
+
+    pub(crate) fn done_there(&mut self, id: u64, ok: bool) {
+        let Some(running) = self.running.get(&id).cloned() else {
+            return;
+        };
+        if let Some(bytes) = self.there.go.remove(&id) {
+            let whole = bytes.start % 4096 == 0 && bytes.end % 4096 == 0;
+            let write = matches!(running.op, Op::Write(..));
+            if self.is(Variant::IntentAfterData) && write && whole {
+                let presence = &mut self.there.presence;
+                let begun = presence.begin(RequestId(id), Operation::Write, bytes.clone());
+                begun.unwrap();
+            }
+            if !ok {
+                // Some of it may have been written.
+                let half = bytes.start / SECTOR_BYTES..(bytes.start + bytes.end) / 2 / SECTOR_BYTES;
+                put(&mut self.there.live, half, running.value.unwrap_or(0));
+            }
+        }
+        let masks = self.there.presence.done(RequestId(id), ok);
+        if !self.is(Variant::WritesNotNoted) {
+            self.there.note(&masks);
+        }
+        if ok {
+            self.answered(id);
+        } else {
+            // The guest hears of an error, and tries again.
+            self.stage(id, Stage::Fresh);
+        }
+    }
+
+    // Durability.
+
+    pub(crate) fn outputs(&mut self) {
+        while let Some(output) = self.there.presence.poll() {
+            match output {
+                Output::Go(RequestId(id), bytes) => {
+                    // One that did not wait is under way already.
+                    if self
+                        .running
+                        .get(&id)
+                        .is_some_and(|r| r.stage == Stage::Waiting)
+                    {
+                        self.there.go.insert(id, bytes);
+                        self.stage(id, Stage::Going);
+                    }
+                }
+                Output::Want(range) => self.say(ToHere::Want(range)),
+                Output::Superseded(range) => self.say(ToHere::Superseded(range)),
+                Output::SyncData => {
+                    self.there.syncing = Some(self.there.live.clone());
+                    if self.is(Variant::MasksFirst) {
+                        self.there.presence.data_synced(true);
+                    }
+                }
+                Output::StoreMasks(masks) => self.there.storing = Some(masks),
+                Output::Flushed(RequestId(id)) => self.flushed(id),
+                Output::FlushFailed(_) => panic!("nothing fails to be durable here"),
+            }
+        }
+    }
+
+    fn flushed(&mut self, id: u64) {
+        if let Some(running) = self.running.get(&id).cloned() {
+            self.model.flushed(running.asked_at);
+            self.answered(id);
+        }
+    }
+
+    fn say(&mut self, message: ToHere) {
+        if self.connected {
+            self.to_here.push_back(message);
+        }
+    }
+
+    pub(crate) fn synced(&mut self) {
+        if let Some(snapshot) = self.there.syncing.take() {
+            self.there.durable = snapshot;
+        }
+        if self.is(Variant::MasksFirst) {
+            return;
+        }
+        self.there.presence.data_synced(true);
+        if self.is(Variant::FlushBeforeMasks) {
+            let flushes = self.running.iter().filter(|(_, running)| {
+                matches!(running.op, Op::Flush) && running.stage == Stage::Waiting
+            });
+            let flushes: Vec<u64> = flushes.map(|(id, _)| *id).collect();
+            if self.there.syncing.is_none() {
+                flushes.into_iter().for_each(|id| self.flushed(id));
+            }
+        }
+    }
+
+    pub(crate) fn stored(&mut self) {
+        for mask in self.there.storing.take().unwrap_or_default() {
+            self.there.stored.insert(mask.chunk, mask.missing);
+        }
+        self.there.presence.masks_stored(true);
+    }
+
+    // Trouble.
+
+    /// The agent is killed and started again. The guest's QEMU repeats what it had no answer to.
+    pub(crate) fn die(&mut self) {
+        let masks = self.there.noted.clone();
+        self.begin_anew(&masks);
+        for running in self.running.values_mut() {
+            running.stage = Stage::Fresh;
+        }
+    }
+
+    /// The host loses power, and with it the guest; only the disk is left.
+    pub(crate) fn lose_power(&mut self) {
+        self.power_cut = true;
+        self.running.clear();
+        // Whatever was not synced may be there, or not.
+        let how = self.random.below(3);
+        for (durable, live) in self.there.durable.iter_mut().zip(&self.there.live) {
+            for (durable, live) in durable.iter_mut().zip(live) {
+                let stays = match how {
+                    0 => false,
+                    1 => true,
+                    _ => self.random.below(2) == 0,
+                };
+                if stays {
+                    *durable = *live;
+                }
+            }
+        }
+        self.there.live = self.there.durable.clone();
+        // The same of masks that were being stored: their data is durable.
+        for mask in self.there.storing.take().unwrap_or_default() {
+            if self.random.below(2) == 0 {
+                self.there.stored.insert(mask.chunk, mask.missing);
+            }
+        }
+        let masks = self.there.stored.clone();
+        self.there.noted = masks.clone();
+        self.begin_anew(&masks);
+    }
+
+    fn begin_anew(&mut self, masks: &BTreeMap<u32, u64>) {
+        if self.connected {
+            self.cut();
+        }
+        let there = &mut self.there;
+        there.syncing = None;
+        there.storing = None;
+        there.go.clear();
+        there.acknowledges = false;
+        there.presence = Presence::restored(
+            DISK,
+            self.setting.blocks,
+            &remaining(masks),
+            &remaining(&there.stored),
+        )
+        .unwrap();
+        let specs = crate::world::specs(&self.setting);
+        there.destination = Destination::new(&specs).unwrap();
+        there.destination.seal();
+    }
+}
