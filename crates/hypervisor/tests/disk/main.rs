@@ -6,8 +6,11 @@
     clippy::print_stderr
 )]
 
+mod arriving;
 #[path = "../common/mod.rs"]
 mod common;
+mod direct;
+mod growing;
 mod load;
 #[allow(dead_code, reason = "the smaller part of it is used elsewhere")]
 #[path = "../payload/mod.rs"]

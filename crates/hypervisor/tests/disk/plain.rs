@@ -2,7 +2,7 @@
 
 use crate::common::emulators;
 use crate::load::Load;
-use crate::setting::{NAME, PATIENCE, Setting, nobody_is_connected, picture};
+use crate::setting::{NAME, PATIENCE, Setting, assert_same, nobody_is_connected, picture};
 use longhaul_hypervisor::disk::{InsertError, RemoveError, insert, remove};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
@@ -16,7 +16,7 @@ use std::time::Duration;
 async fn switches_under_load(emulator: &Path, iothread: bool) {
     let setting = Setting::new();
     let qemu = setting.guest(emulator, iothread).await;
-    let before = picture(&qemu.qmp).await;
+    let before = picture(&qemu).await;
     let load = Load::find(&qemu).await;
     let mut server = setting.serve();
     for round in 0..4 {
@@ -42,7 +42,7 @@ async fn switches_under_load(emulator: &Path, iothread: bool) {
     }
     load.goes_on(6).await;
     assert_eq!(server.stop(PATIENCE), 0);
-    assert_eq!(picture(&qemu.qmp).await, before);
+    assert_same(&before, &picture(&qemu).await);
     assert_eq!(qemu.state().await, "running");
     let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
     stopped.await.unwrap();
@@ -63,7 +63,7 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
     for (_, emulator) in emulators() {
         let setting = Setting::new();
         let qemu = setting.guest(&emulator, false).await;
-        let before = picture(&qemu.qmp).await;
+        let before = picture(&qemu).await;
         let server = setting.serve();
         let mut wrong = setting.front.clone();
         wrong.export = "another name".to_owned();
@@ -85,9 +85,9 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
         let mut front = setting.front.clone();
         front.socket = setting.folder.path().join("nbd2");
         let refusal = insert(&qemu.qmp, &setting.nodes, &front).await.unwrap_err();
-        assert!(matches!(refusal, InsertError::Smaller { .. }), "{refusal}");
+        assert!(matches!(refusal, InsertError::Size { .. }), "{refusal}");
         assert_eq!(small.stop(PATIENCE), 0);
-        assert_eq!(picture(&qemu.qmp).await, before);
+        assert_same(&before, &picture(&qemu).await);
         // What is not there is removed already; done twice is done once.
         remove(&qemu.qmp, &setting.nodes, &setting.front)
             .await
@@ -110,7 +110,7 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
         remove(&qemu.qmp, &setting.nodes, &setting.front)
             .await
             .unwrap();
-        assert_eq!(picture(&qemu.qmp).await, before);
+        assert_same(&before, &picture(&qemu).await);
         drop(server);
     }
 }

@@ -2,19 +2,22 @@
 
 use crate::load::boot_disk;
 use crate::payload::{Payload, Qemu, Spec};
-use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::disk::{DiskNodes, Front};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, RawDisk};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
 use serde_json::{Map, Value, json};
+use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 pub(crate) const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
+/// The guest's disk in QEMU's tree of objects.
+pub(crate) const DEVICE: &str = "/machine/peripheral/vda/virtio-backend";
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// An image, its nodes, and a front end for it.
@@ -22,26 +25,98 @@ pub(crate) struct Setting {
     pub(crate) folder: TempDir,
     pub(crate) image: PathBuf,
     pub(crate) nodes: DiskNodes,
-    options: [Value; 2],
+    pub(crate) size: ExportSize,
+    options: Vec<Value>,
+    /// The node that the guest's device stands on.
+    drive: &'static str,
     pub(crate) listener: UnixListener,
     pub(crate) front: Front,
 }
 
+fn raw_image(image: &Path, _: &Path) {
+    std::fs::write(image, boot_disk()).unwrap();
+}
+
+fn qcow2_image(image: &Path, base: &Path) {
+    let raw = base.with_extension("raw");
+    std::fs::write(&raw, boot_disk()).unwrap();
+    let [raw, base, image] = [&raw, base, image].map(|path| path.to_str().unwrap());
+    qemu_img(&["convert", "-f", "raw", "-O", "qcow2", raw, base]);
+    let small = "cluster_size=4k";
+    qemu_img(&[
+        "create", "-f", "qcow2", "-o", small, "-b", base, "-F", "qcow2", image,
+    ]);
+}
+
+fn object(value: &Value) -> Map<String, Value> {
+    value.as_object().unwrap().clone()
+}
+
+pub(crate) fn qemu_img(arguments: &[&str]) -> String {
+    let output = Command::new("qemu-img").args(arguments).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{arguments:?}: {said}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
 impl Setting {
+    /// A raw disk with a format node.
     pub(crate) fn new() -> Self {
-        let folder = tempfile::tempdir().unwrap();
-        let image = folder.path().join("image");
-        std::fs::write(&image, boot_disk()).unwrap();
-        let file = json!({"driver": "file", "node-name": "f0", "filename": image,
-            "discard": "unmap", "cache": {"direct": false}});
         let above = json!({"driver": "raw", "node-name": "d0", "file": "f0",
             "discard": "unmap", "detect-zeroes": "unmap"});
-        let object = |value: &Value| -> Map<String, Value> { value.as_object().unwrap().clone() };
+        Self::of(&raw_image, vec![above])
+    }
+
+    /// A raw disk without one.
+    pub(crate) fn direct() -> Self {
+        Self::of(&raw_image, Vec::new())
+    }
+
+    /// An overlay in qcow2 on another one: its clusters are small, so that it grows with most writes.
+    /// Whether the nodes of the backing image are named, or found by QEMU.
+    pub(crate) fn qcow2(named: bool) -> Self {
+        let mut above = json!({"driver": "qcow2", "node-name": "d0", "file": "f0",
+            "discard": "unmap", "l2-cache-size": 65536, "cache-clean-interval": 0});
+        let mut options = Vec::new();
+        if named {
+            above["backing"] = "b0".into();
+            options.push(
+                json!({"driver": "qcow2", "node-name": "b0", "read-only": true,
+                "file": {"driver": "file", "filename": "BASE"}}),
+            );
+        }
+        options.push(above);
+        Self::of(&qcow2_image, options)
+    }
+
+    fn of(make: &dyn Fn(&Path, &Path), mut above: Vec<Value>) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, base) = (folder.path().join("image"), folder.path().join("base"));
+        make(&image, &base);
+        let file = json!({"driver": "file", "node-name": "f0", "filename": image,
+            "discard": "unmap", "cache": {"direct": false}});
+        let (nodes, drive) = match above.last() {
+            Some(format) => (DiskNodes::new(object(format), object(&file)), "d0"),
+            None => (DiskNodes::direct(DEVICE.to_owned(), object(&file)), "f0"),
+        };
+        for node in &mut above {
+            if node["file"].is_object() {
+                node["file"]["filename"] = json!(base);
+            }
+        }
+        let grows = base.exists();
         let socket = folder.path().join("nbd");
+        above.insert(0, file);
         Self {
             image,
-            nodes: DiskNodes::new(object(&above), object(&file)).unwrap(),
-            options: [file, above],
+            nodes: nodes.unwrap(),
+            size: if grows {
+                ExportSize::Bytes(1 << 30)
+            } else {
+                ExportSize::OfFile
+            },
+            options: above,
+            drive,
             listener: UnixListener::bind(&socket).unwrap(),
             front: Front {
                 node: "n0".to_owned(),
@@ -52,10 +127,27 @@ impl Setting {
         }
     }
 
+    /// What the guest sees on its disk, which does nothing now.
+    pub(crate) fn content(&self) -> Vec<u8> {
+        let raw = self.folder.path().join("content");
+        let (image, to) = (self.image.to_str().unwrap(), raw.to_str().unwrap());
+        let format = match self.size {
+            ExportSize::OfFile => "raw",
+            ExportSize::Bytes(_) => "qcow2",
+        };
+        qemu_img(&["convert", "-U", "-f", format, "-O", "raw", image, to]);
+        std::fs::read(raw).unwrap()
+    }
+
     /// A guest that has the disk, whose firmware does nothing with it.
     pub(crate) async fn guest(&self, emulator: &Path, iothread: bool) -> Qemu {
+        Qemu::running(&self.spec(emulator, iothread)).await
+    }
+
+    /// The same guest, to come from elsewhere, or to be started.
+    pub(crate) fn spec(&self, emulator: &Path, iothread: bool) -> Spec {
         let mut spec = Spec::new(emulator, "q35", Payload::NONE);
-        let mut device = json!({"driver": "virtio-blk-pci", "id": "vda", "drive": "d0"});
+        let mut device = json!({"driver": "virtio-blk-pci", "id": "vda", "drive": self.drive});
         if iothread {
             spec.more
                 .extend(["-object", "iothread,id=io0"].map(str::to_owned));
@@ -66,11 +158,34 @@ impl Setting {
                 .extend(["-blockdev".to_owned(), options.to_string()]);
         }
         spec.more.extend(["-device".to_owned(), device.to_string()]);
-        Qemu::running(&spec).await
+        spec
+    }
+
+    /// The same guest, whose disk is made on the front end.
+    pub(crate) fn spec_through_the_front_end(&self, emulator: &Path, iothread: bool) -> Spec {
+        let mut spec = self.spec(emulator, iothread);
+        let file = self.options[0].to_string();
+        let front = json!({"driver": "nbd", "node-name": "n0", "export": NAME, "discard": "unmap",
+            "server": {"type": "unix", "path": self.front.socket}, "reconnect-delay": 3600});
+        for option in &mut spec.more {
+            if *option == file {
+                *option = front.to_string();
+            }
+            *option = option.replace("\"file\":\"f0\"", "\"file\":\"n0\"");
+        }
+        spec
+    }
+
+    /// Takes another image's content, as it is.
+    pub(crate) fn take_content(&self, other: &Self) {
+        let content = std::fs::read(&other.image).unwrap();
+        let image = std::fs::OpenOptions::new().write(true).open(&self.image);
+        let image = image.unwrap();
+        image.write_all_at(&content, 0).unwrap();
     }
 
     pub(crate) fn disk(&self) -> RawDisk {
-        RawDisk::open(&self.image, ExportSize::OfFile).unwrap()
+        RawDisk::open(&self.image, self.size).unwrap()
     }
 
     pub(crate) fn serve(&self) -> Server {
@@ -82,15 +197,26 @@ impl Setting {
     }
 }
 
-/// The block graph and its nodes' options, without ids and what grows by itself.
-pub(crate) async fn picture(qmp: &Qmp) -> Vec<String> {
-    let graph = qmp.query("x-debug-query-block-graph").await.unwrap();
+/// Says what is different.
+pub(crate) fn assert_same(before: &[String], after: &[String]) {
+    let only = |these: &[String], those: &[String]| -> Vec<String> {
+        let these = these.iter().filter(|line| !those.contains(line));
+        these.cloned().collect()
+    };
+    let (gone, new) = (only(before, after), only(after, before));
+    assert!(before == after, "gone: {gone:#?}\nnew: {new:#?}");
+}
+
+/// All that a QEMU has to do with disks: the block graph, its nodes' options, and the files that are
+/// open, how, and with which locks; without numbers, and without what grows by itself.
+pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
+    let graph = qemu.qmp.query("x-debug-query-block-graph").await.unwrap();
     let nodes = graph["nodes"].as_array().unwrap();
     let name = |id: &Value| {
         let node = nodes.iter().find(|node| node["id"] == *id).unwrap();
         node["name"].clone()
     };
-    let mut lines = Vec::new();
+    let mut lines = open_files(qemu.pid());
     for mut edge in graph["edges"].as_array().unwrap().clone() {
         for end in ["parent", "child"] {
             edge[end] = name(&edge[end]);
@@ -98,12 +224,50 @@ pub(crate) async fn picture(qmp: &Qmp) -> Vec<String> {
         lines.push(edge.to_string());
     }
     let flat = json!({"flat": true});
-    let known = qmp.execute("query-named-block-nodes", flat, COMMAND_TIMEOUT);
+    let command = "query-named-block-nodes";
+    let known = qemu.qmp.execute(command, flat, COMMAND_TIMEOUT);
     for mut node in known.await.unwrap().as_array().unwrap().clone() {
         node["image"].take();
+        for bitmap in node["dirty-bitmaps"].as_array_mut().into_iter().flatten() {
+            bitmap["count"].take();
+        }
         lines.push(node.to_string());
     }
+    // Nodes without a name get one at random.
+    for line in &mut lines {
+        while let Some(at) = line.find("#block") {
+            let digits = line[at + 6..].find(|c: char| !c.is_ascii_digit()).unwrap();
+            line.replace_range(at..at + 6 + digits, "unnamed");
+        }
+    }
     lines.sort();
+    lines
+}
+
+fn open_files(pid: i32) -> Vec<String> {
+    let mut lines = Vec::new();
+    for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
+        let entry = entry.unwrap();
+        // What was closed meanwhile is not open.
+        let Ok(file) = std::fs::read_link(entry.path()) else {
+            continue;
+        };
+        let file = file.display().to_string();
+        if file.starts_with("socket:") {
+            lines.push("a socket".to_owned());
+        } else if file.starts_with('/') {
+            let fd = entry.file_name().into_string().unwrap();
+            let info = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).unwrap();
+            let flags = info.lines().filter(|line| line.starts_with("flags:"));
+            // lock: NUMBER: OFDLCK ADVISORY READ -1 DEVICE FROM TO
+            let locks = info.lines().filter(|line| line.starts_with("lock:"));
+            let locks = locks.map(|line| line.split_whitespace().skip(2).collect::<Vec<_>>());
+            let mut locks: Vec<String> = locks.map(|words| words.join(" ")).collect();
+            locks.sort();
+            let flags: Vec<&str> = flags.collect();
+            lines.push(format!("{file} {flags:?} {locks:?}"));
+        }
+    }
     lines
 }
 

@@ -1,0 +1,88 @@
+//! What QEMU tells of its block nodes.
+
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use serde_json::{Value, json};
+
+/// What QEMU tells of its nodes, one by one.
+pub(super) struct Known(Value);
+
+impl Known {
+    const COMMAND: &str = "query-named-block-nodes";
+
+    pub(super) async fn ask(qmp: &Qmp) -> Result<Self, QmpError> {
+        let flat = json!({"flat": true});
+        let known = qmp.execute(Self::COMMAND, flat, COMMAND_TIMEOUT);
+        known.await.map(Self)
+    }
+
+    fn value<T>(&self, name: &str, read: impl Fn(&Value) -> Option<T>) -> Option<T> {
+        let mut nodes = self.0.as_array()?.iter();
+        read(nodes.find(|node| node["node-name"] == name)?)
+    }
+
+    pub(super) fn size_bytes(&self, name: &str) -> Result<u64, QmpError> {
+        let size = self.value(name, |node| node["image"]["virtual-size"].as_u64());
+        size.ok_or_else(|| QmpError::Answer {
+            command: Self::COMMAND.to_owned(),
+            why: format!("it does not say how large the node {name} is"),
+        })
+    }
+
+    /// QEMU 7.2 does not say.
+    pub(super) fn is_active(&self, name: &str) -> Option<bool> {
+        self.value(name, |node| node["active"].as_bool())
+    }
+}
+
+/// QEMU's block graph: which node stands on which. Devices are in it by their paths.
+pub(super) struct Graph {
+    names: Vec<String>,
+    edges: Vec<Edge>,
+}
+
+struct Edge {
+    parent: String,
+    name: String,
+    child: String,
+}
+
+impl Graph {
+    pub(super) async fn ask(qmp: &Qmp) -> Result<Self, QmpError> {
+        let command = "x-debug-query-block-graph";
+        let graph = qmp.query(command).await?;
+        Self::read(&graph).ok_or_else(|| QmpError::Answer {
+            command: command.to_owned(),
+            why: "it shows no nodes and edges".to_owned(),
+        })
+    }
+
+    fn read(graph: &Value) -> Option<Self> {
+        let nodes = graph["nodes"].as_array()?;
+        let name = |id: &Value| {
+            let node = nodes.iter().find(|node| node["id"] == *id)?;
+            node["name"].as_str().map(str::to_owned)
+        };
+        let edge = |edge: &Value| {
+            Some(Edge {
+                parent: name(&edge["parent"])?,
+                name: edge["name"].as_str()?.to_owned(),
+                child: name(&edge["child"])?,
+            })
+        };
+        Some(Self {
+            names: nodes.iter().filter_map(|node| name(&node["id"])).collect(),
+            edges: graph["edges"].as_array()?.iter().filter_map(edge).collect(),
+        })
+    }
+
+    pub(super) fn has(&self, node: &str) -> bool {
+        self.names.iter().any(|name| name == node)
+    }
+
+    /// What a node, or a device, has as its `file`, `backing`, `root`.
+    pub(super) fn child(&self, parent: &str, name: &str) -> Option<&String> {
+        let mut edges = self.edges.iter();
+        let edge = edges.find(|edge| edge.parent == parent && edge.name == name);
+        edge.map(|edge| &edge.child)
+    }
+}

@@ -1,0 +1,477 @@
+//! What stands below a guest's disk in its QEMU: an NBD node is put in the place of the node of the
+//! disk's file while the guest runs, and taken out again.
+//!
+//! Both are one command: QEMU lets the disk's requests end, exchanges what is below, and goes on. Both
+//! may be asked for again when it is not known whether they were done.
+
+mod graph;
+mod nodes;
+
+pub use nodes::{DiskNodes, NodesError};
+
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use graph::{Graph, Known};
+use nodes::{Above, reopened};
+use serde_json::{Value, json};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+/// Time for QEMU to let the disk's requests end and to exchange what is below.
+const REOPEN_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long QEMU tries to reach a front end that is gone, before its guest sees errors. While it
+/// tries, requests wait.
+const RECONNECT_SECONDS: u64 = 3600;
+
+/// A disk as a front end shows it.
+#[derive(Debug, Clone)]
+pub struct Front {
+    /// What QEMU is to call its node: a name that is used once.
+    pub node: String,
+    /// The socket of the front end.
+    pub socket: PathBuf,
+    /// The name of the export.
+    pub export: String,
+}
+
+/// Something else stands below a disk than was thought.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the disk {above} stands on {} and not on {expected}: somebody else changes this guest's \
+     disks; nothing was changed", found.as_deref().unwrap_or("nothing")
+)]
+pub struct OtherBelow {
+    /// The format node or device.
+    above: String,
+    /// What should be below.
+    expected: String,
+    /// What is.
+    found: Option<String>,
+}
+
+impl OtherBelow {
+    fn new(nodes: &DiskNodes, expected: &str, found: Option<&String>) -> Self {
+        Self {
+            above: nodes.above_name().to_owned(),
+            expected: expected.to_owned(),
+            found: found.cloned(),
+        }
+    }
+}
+
+/// Which of QEMU's threads uses a disk without a format node is not seen: given a node of another
+/// thread, QEMU would abort.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the device {0} stands on its image without a format node, and it is not seen whether one of \
+     QEMU's I/O threads uses it: give the disk a format node"
+)]
+pub struct UnseenThread(String);
+
+/// Why a front end is not below a disk.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum InsertError {
+    /// Something else stands below the disk than was thought.
+    #[error(transparent)]
+    Other(#[from] OtherBelow),
+    /// The front end shows another size than the file has, or less than the file of an image that
+    /// grows. QEMU would take it, and the guest's disk would shrink or grow.
+    #[error(
+        "the agent shows {shown_bytes} bytes of a disk that has {file_bytes}: its image has changed \
+         since it was looked at; the disk is used as before"
+    )]
+    Size {
+        /// By the front end.
+        shown_bytes: u64,
+        /// By the file.
+        file_bytes: u64,
+    },
+    /// Which thread uses the disk is not seen.
+    #[error("{0}; the disk is used as before")]
+    Threads(#[from] UnseenThread),
+    /// The guest runs, and an I/O thread uses the disk, which has no format node: in the middle of
+    /// that QEMU may abort.
+    #[error(
+        "the disk {0} can be reached through the agent only when the guest has stood still for a \
+         moment; it is used as before"
+    )]
+    Runs(String),
+    /// It could not be done; the guest goes on as before.
+    #[error("{0}; the disk is used as before")]
+    Refused(QmpError),
+    /// Whether it was done is not known.
+    #[error("{0}; it is not known which way the disk is used now: try again, or take it out")]
+    InDoubt(QmpError),
+    /// The guest was stopped for it, and may not run again.
+    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    Stopped(QmpError),
+}
+
+/// Why a front end is still below a disk, or may be.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RemoveError {
+    /// Something else stands below the disk than was thought.
+    #[error(transparent)]
+    Other(#[from] OtherBelow),
+    /// Which thread uses the disk is not seen.
+    #[error("{0}; the disk is still used through the agent")]
+    Threads(#[from] UnseenThread),
+    /// The guest runs, and its image's file grows: QEMU would miss what is written in the middle. Or an
+    /// I/O thread uses the disk, which has no format node.
+    #[error(
+        "the disk {0} can be given its image back only while the guest stands still; the disk is \
+         still used through the agent"
+    )]
+    Runs(String),
+    /// It could not be done; the front end must go on.
+    #[error(
+        "{0}; the disk is still used through the agent, which must go on; does somebody hold a \
+         lock on its image?"
+    )]
+    Refused(QmpError),
+    /// Whether it was done is not known; the front end must go on until it is.
+    #[error("{0}; it is not known which way the disk is used now: try again")]
+    InDoubt(QmpError),
+    /// The guest was stopped for it, and may not run again.
+    #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
+    Stopped(QmpError),
+}
+
+/// What QEMU said to a command that changes something.
+enum Change {
+    /// Nothing was done.
+    No(QmpError),
+    /// It may have been done.
+    Perhaps(QmpError),
+}
+
+impl From<QmpError> for Change {
+    fn from(error: QmpError) -> Self {
+        match error {
+            QmpError::Refused { .. } => Self::No(error),
+            other => Self::Perhaps(other),
+        }
+    }
+}
+
+impl From<Change> for InsertError {
+    fn from(change: Change) -> Self {
+        match change {
+            Change::No(error) => Self::Refused(error),
+            Change::Perhaps(error) => Self::InDoubt(error),
+        }
+    }
+}
+
+impl From<Change> for RemoveError {
+    fn from(change: Change) -> Self {
+        match change {
+            Change::No(error) => Self::Refused(error),
+            Change::Perhaps(error) => Self::InDoubt(error),
+        }
+    }
+}
+
+/// Puts a front end below a disk. It must answer already.
+pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), InsertError> {
+    let graph = Graph::ask(qmp).await.map_err(InsertError::Refused)?;
+    let found = nodes.below(&graph);
+    if found == Some(&front.node) {
+        return Ok(());
+    }
+    if found != Some(&nodes.file_name) {
+        return Err(OtherBelow::new(nodes, &nodes.file_name, found).into());
+    }
+    let thread = has_thread(qmp, nodes).await;
+    if thread.map_err(InsertError::Refused)?? && runs(qmp).await.map_err(InsertError::Refused)? {
+        return Err(InsertError::Runs(nodes.above_name().to_owned()));
+    }
+    if nodes.grows {
+        try_file(qmp, nodes, front, &graph)
+            .await
+            .map_err(InsertError::Refused)?;
+    }
+    if !graph.has(&front.node) {
+        // QEMU connects before it answers.
+        add(qmp, front_options(nodes, front))
+            .await
+            .map_err(InsertError::Refused)?;
+    }
+    let exchanged = exchange(qmp, nodes, front, &graph).await;
+    if exchanged.is_err() && !matches!(exchanged, Err(InsertError::InDoubt(_))) {
+        // Where it cannot be deleted either, it is in nobody's way; the first error says more.
+        let _ = delete(qmp, &front.node).await;
+    }
+    exchanged
+}
+
+/// Gives the disk the front end's node, which is there, for its file's.
+async fn exchange(
+    qmp: &Qmp,
+    nodes: &DiskNodes,
+    front: &Front,
+    graph: &Graph,
+) -> Result<(), InsertError> {
+    let known = Known::ask(qmp).await.map_err(InsertError::Refused)?;
+    let size = |name: &str| known.size_bytes(name).map_err(InsertError::Refused);
+    let (shown_bytes, file_bytes) = (size(&front.node)?, size(&nodes.file_name)?);
+    if shown_bytes < file_bytes || (shown_bytes > file_bytes && !nodes.grows) {
+        return Err(InsertError::Size {
+            shown_bytes,
+            file_bytes,
+        });
+    }
+    Ok(put_below(qmp, nodes, &front.node, graph).await?)
+}
+
+/// Takes a front end out from below a disk, whose QEMU then has the file again, and its locks: ours
+/// must have been given back. The front end must answer until this has returned. An image that
+/// grows needs a guest that stands still: see [`remove_all`].
+pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), RemoveError> {
+    let graph = Graph::ask(qmp).await.map_err(RemoveError::InDoubt)?;
+    let found = nodes.below(&graph);
+    if found == Some(&front.node) {
+        let thread = has_thread(qmp, nodes).await;
+        let thread = thread.map_err(RemoveError::Refused)??;
+        if (thread || nodes.grows) && runs(qmp).await.map_err(RemoveError::Refused)? {
+            return Err(RemoveError::Runs(nodes.above_name().to_owned()));
+        }
+        if nodes.grows || !graph.has(&nodes.file_name) {
+            make_file(qmp, nodes, &graph).await?;
+        }
+        activate(qmp, nodes, front)
+            .await
+            .map_err(RemoveError::Refused)?;
+        put_below(qmp, nodes, &nodes.file_name, &graph).await?;
+    } else if found != Some(&nodes.file_name) {
+        return Err(OtherBelow::new(nodes, &front.node, found).into());
+    }
+    if graph.has(&front.node) {
+        let deleted = delete(qmp, &front.node).await;
+        deleted.map_err(RemoveError::InDoubt)?;
+    }
+    Ok(())
+}
+
+/// Puts front ends below disks; where that needs it, the guest is stopped meanwhile, and how long it
+/// stood still is returned. After an error some may be there: [`remove_all`] takes them out.
+pub async fn insert_all(
+    qmp: &Qmp,
+    disks: &[(&DiskNodes, &Front)],
+) -> Result<Duration, InsertError> {
+    let mut stop = false;
+    for (nodes, _) in disks {
+        stop |= has_thread(qmp, nodes)
+            .await
+            .map_err(InsertError::Refused)??;
+    }
+    let insert_each = async || {
+        for (nodes, front) in disks {
+            insert(qmp, nodes, front).await?;
+        }
+        Ok(())
+    };
+    stopped(
+        qmp,
+        stop,
+        insert_each,
+        [InsertError::Refused, InsertError::Stopped],
+    )
+    .await
+}
+
+/// Takes front ends out from below disks; where that needs it, the guest is stopped meanwhile, and how
+/// long it stood still is returned. Whoever may die in the middle notes before that it stops the guest.
+pub async fn remove_all(
+    qmp: &Qmp,
+    disks: &[(&DiskNodes, &Front)],
+) -> Result<Duration, RemoveError> {
+    let mut stop = false;
+    for (nodes, _) in disks {
+        stop |= nodes.grows
+            || has_thread(qmp, nodes)
+                .await
+                .map_err(RemoveError::Refused)??;
+    }
+    let remove_each = async || {
+        for (nodes, front) in disks {
+            remove(qmp, nodes, front).await?;
+        }
+        Ok(())
+    };
+    stopped(
+        qmp,
+        stop,
+        remove_each,
+        [RemoveError::Refused, RemoveError::Stopped],
+    )
+    .await
+}
+
+/// Does something, with the guest stopped if that is needed and it runs.
+async fn stopped<E>(
+    qmp: &Qmp,
+    needed: bool,
+    work: impl AsyncFnOnce() -> Result<(), E>,
+    [refused, still_stopped]: [fn(QmpError) -> E; 2],
+) -> Result<Duration, E> {
+    if !needed || !runs(qmp).await.map_err(refused)? {
+        work().await?;
+        return Ok(Duration::ZERO);
+    }
+    let began = Instant::now();
+    let done = match qmp.execute("stop", json!({}), REOPEN_TIMEOUT).await {
+        Ok(_) => work().await,
+        Err(error) => Err(refused(error)),
+    };
+    // Also when it is not known whether it was stopped.
+    let resumed = qmp.execute("cont", json!({}), REOPEN_TIMEOUT).await;
+    resumed.map_err(still_stopped)?;
+    done.map(|()| began.elapsed())
+}
+
+async fn runs(qmp: &Qmp) -> Result<bool, QmpError> {
+    let command = "query-status";
+    let status = qmp.query(command).await?;
+    status["running"].as_bool().ok_or_else(|| QmpError::Answer {
+        command: command.to_owned(),
+        why: "it does not say whether the guest runs".to_owned(),
+    })
+}
+
+fn front_options(nodes: &DiskNodes, front: &Front) -> Value {
+    let mut options = json!({
+        "driver": "nbd", "node-name": front.node, "export": front.export,
+        "server": {"type": "unix", "path": front.socket.to_string_lossy()},
+        "reconnect-delay": RECONNECT_SECONDS,
+    });
+    for (key, value) in nodes.kept() {
+        options[key] = value.clone();
+    }
+    options
+}
+
+/// Makes a second node of the file and deletes it, so that it is known beforehand whether QEMU can
+/// still open what it opened when it was started.
+async fn try_file(
+    qmp: &Qmp,
+    nodes: &DiskNodes,
+    front: &Front,
+    graph: &Graph,
+) -> Result<(), QmpError> {
+    let name = format!("{}-trial", front.node);
+    if graph.has(&name) {
+        delete(qmp, &name).await?;
+    }
+    let mut file = nodes.file.clone();
+    file.insert("node-name".to_owned(), name.as_str().into());
+    add(qmp, file.into()).await?;
+    delete(qmp, &name).await
+}
+
+/// Makes the node of a file, also in the place of one that is there: QEMU remembers how long a file was
+/// when it opened it, and would read zeros behind that.
+async fn make_file(qmp: &Qmp, nodes: &DiskNodes, graph: &Graph) -> Result<(), RemoveError> {
+    // Nothing stands on it, so whatever comes of these two, the disk is used as before.
+    if graph.has(&nodes.file_name) {
+        let deleted = delete(qmp, &nodes.file_name).await;
+        deleted.map_err(RemoveError::Refused)?;
+    }
+    let added = add(qmp, nodes.file.clone().into()).await;
+    added.map_err(RemoveError::Refused)
+}
+
+/// Exchanges what is below a disk.
+async fn put_below(qmp: &Qmp, nodes: &DiskNodes, node: &str, graph: &Graph) -> Result<(), Change> {
+    let exchanged = match &nodes.above {
+        Above::Format(name, options) => {
+            let options = json!({"options": [reopened(name, options, node, graph)]});
+            qmp.execute("blockdev-reopen", options, REOPEN_TIMEOUT)
+                .await
+        }
+        Above::Device(path) => {
+            let drive = json!({"path": path, "property": "drive", "value": node});
+            qmp.execute("qom-set", drive, REOPEN_TIMEOUT).await
+        }
+    };
+    exchanged.map(|_| ()).map_err(Change::from)
+}
+
+/// Whether an I/O thread of QEMU's may use a disk that has no format node; with one, QEMU sees to that by
+/// itself. The disk is the thread's only while the guest runs and has its driver started: given a
+/// node of another thread then, QEMU 7.2 refuses and 10.0 aborts.
+async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenThread>, QmpError> {
+    let Above::Device(path) = &nodes.above else {
+        return Ok(Ok(false));
+    };
+    let threads = qmp.query("query-iothreads").await?;
+    if threads.as_array().is_some_and(Vec::is_empty) {
+        return Ok(Ok(false));
+    }
+    let property = async |property: &str| {
+        let asked = json!({"path": path, "property": property});
+        match qmp.execute("qom-get", asked, COMMAND_TIMEOUT).await {
+            Ok(value) => Ok(Some(value)),
+            // It has none of that name.
+            Err(QmpError::Refused { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    };
+    // Of devices that have no such property, some use the thread of their controller.
+    let Some(one) = property("iothread").await? else {
+        return Ok(Err(UnseenThread(path.clone())));
+    };
+    let several = property("iothread-vq-mapping").await?;
+    Ok(Ok(
+        one != "" || several.is_some_and(|several| !several.is_null())
+    ))
+}
+
+async fn add(qmp: &Qmp, options: Value) -> Result<(), QmpError> {
+    let added = qmp.execute("blockdev-add", options, COMMAND_TIMEOUT);
+    added.await.map(|_| ())
+}
+
+async fn delete(qmp: &Qmp, node: &str) -> Result<(), QmpError> {
+    let deleted = qmp.execute("blockdev-del", json!({"node-name": node}), COMMAND_TIMEOUT);
+    deleted.await.map(|_| ())
+}
+
+/// After a migration QEMU 10.0 leaves a file's node inactive that was not below its disk when the
+/// guest began to run.
+async fn activate(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), QmpError> {
+    let known = Known::ask(qmp).await?;
+    // A device has no such state, but what it stands on has.
+    let above = match &nodes.above {
+        Above::Format(name, _) => name,
+        Above::Device(_) => &front.node,
+    };
+    if known.is_active(above) == Some(true) && known.is_active(&nodes.file_name) == Some(false) {
+        let file = json!({"node-name": nodes.file_name, "active": true});
+        let activated = qmp.execute("blockdev-set-active", file, COMMAND_TIMEOUT);
+        activated.await?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_front_takes_the_options_of_the_file_that_it_stands_for() {
+        let cache = json!({"direct": true, "no-flush": false});
+        let file = json!({"node-name": "f", "driver": "file", "discard": "unmap", "cache": cache,
+            "locking": "on", "filename": "/x"});
+        let file = file.as_object().unwrap().clone();
+        let nodes = DiskNodes::direct("/machine/vda".to_owned(), file).unwrap();
+        let front = Front {
+            node: "n".to_owned(),
+            socket: "/run/s".into(),
+            export: "e".to_owned(),
+        };
+        let expected = json!({"driver": "nbd", "node-name": "n", "export": "e",
+            "server": {"type": "unix", "path": "/run/s"}, "reconnect-delay": 3600,
+            "discard": "unmap", "cache": cache});
+        assert_eq!(front_options(&nodes, &front), expected);
+    }
+}

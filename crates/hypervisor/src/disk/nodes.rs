@@ -1,0 +1,201 @@
+//! The nodes of a guest's disk, and what of them can be put back as it was.
+
+use super::graph::Graph;
+use serde_json::{Map, Value};
+
+/// Options of a file's node that mean the same for the node that stands in for it.
+const KEPT: [&str; 4] = ["cache", "detect-zeroes", "discard", "read-only"];
+
+/// The nodes of a disk, each with the options that it was made with.
+#[derive(Debug, Clone)]
+pub struct DiskNodes {
+    pub(super) above: Above,
+    pub(super) file: Map<String, Value>,
+    pub(super) file_name: String,
+    /// Whether the image's file grows while the disk is used.
+    pub(super) grows: bool,
+}
+
+/// What stands on the node of the file.
+#[derive(Debug, Clone)]
+pub(super) enum Above {
+    /// A format node: its name and options.
+    Format(String, Map<String, Value>),
+    /// A device: its path.
+    Device(String),
+}
+
+/// Why nodes are not such that something can be put between them.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("this disk cannot be moved while it is in use: {0}")]
+pub struct NodesError(String);
+
+fn refuse<T>(why: impl Into<String>) -> Result<T, NodesError> {
+    Err(NodesError(why.into()))
+}
+
+fn text<'a>(options: &'a Map<String, Value>, key: &str) -> Option<&'a str> {
+    options.get(key).and_then(Value::as_str)
+}
+
+impl DiskNodes {
+    /// A format node and the node of its file, by the whole of their options, as `blockdev-add`
+    /// takes them: QEMU gives options that are left out at a reopening their defaults.
+    pub fn new(format: Map<String, Value>, file: Map<String, Value>) -> Result<Self, NodesError> {
+        let (file_name, driver) = check_file(&file)?;
+        let Some(format_name) = text(&format, "node-name").map(str::to_owned) else {
+            return refuse("its format node has no name");
+        };
+        if text(&format, "file") != Some(&file_name) {
+            return refuse("its format node does not name the node of its file");
+        }
+        let grows = match text(&format, "driver") {
+            Some("raw") => false,
+            Some("qcow2") => {
+                check_qcow2(&format, &file)?;
+                driver == "file"
+            }
+            _ => return refuse("its format is neither raw nor qcow2"),
+        };
+        Ok(Self {
+            above: Above::Format(format_name, format),
+            file,
+            file_name,
+            grows,
+        })
+    }
+
+    /// A device that stands on the node of its file itself, without a format node: its path in
+    /// QEMU's tree of objects, as `query-block` has it (`/machine/peripheral/vda/virtio-backend`).
+    pub fn direct(device: String, file: Map<String, Value>) -> Result<Self, NodesError> {
+        let (file_name, _) = check_file(&file)?;
+        if !device.starts_with("/machine/") {
+            return refuse("its device has no path in QEMU's machine");
+        }
+        Ok(Self {
+            above: Above::Device(device),
+            file,
+            file_name,
+            grows: false,
+        })
+    }
+
+    /// What stands on the file's node, by its name or path.
+    pub(super) fn above_name(&self) -> &str {
+        match &self.above {
+            Above::Format(name, _) | Above::Device(name) => name,
+        }
+    }
+
+    /// What is below that now.
+    pub(super) fn below<'a>(&self, graph: &'a Graph) -> Option<&'a String> {
+        match &self.above {
+            Above::Format(name, _) => graph.child(name, "file"),
+            Above::Device(path) => graph.child(path, "root"),
+        }
+    }
+
+    /// The options of the node that stands in for the file's.
+    pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &Value)> {
+        let kept = KEPT.iter().copied();
+        kept.filter_map(|key| Some((key, self.file.get(key)?)))
+    }
+}
+
+/// All options of a format node on another node.
+pub(super) fn reopened(
+    name: &str,
+    options: &Map<String, Value>,
+    below: &str,
+    graph: &Graph,
+) -> Map<String, Value> {
+    let mut options = options.clone();
+    options.insert("file".to_owned(), below.into());
+    // QEMU opened it by what the image says, and wants to be told so.
+    if !options.contains_key("backing")
+        && let Some(backing) = graph.child(name, "backing")
+    {
+        options.insert("backing".to_owned(), backing.as_str().into());
+    }
+    options
+}
+
+/// The name and the driver of a file's node that can be made again.
+fn check_file(file: &Map<String, Value>) -> Result<(String, &str), NodesError> {
+    let Some(name) = text(file, "node-name") else {
+        return refuse("the node of its file has no name");
+    };
+    match text(file, "driver") {
+        Some(driver @ ("file" | "host_device")) => Ok((name.to_owned(), driver)),
+        Some(driver) => refuse(format!(
+            "its image is not a file or block device of this host (`{driver}`)"
+        )),
+        None => refuse("the node of its file has no driver"),
+    }
+}
+
+fn check_qcow2(format: &Map<String, Value>, file: &Map<String, Value>) -> Result<(), NodesError> {
+    for (key, what) in [
+        ("data-file", "its content stands in a second file"),
+        ("encrypt", "its image is encrypted"),
+    ] {
+        if format.contains_key(key) {
+            return refuse(format!("{what} (`{key}`)"));
+        }
+    }
+    if format.get("backing").is_some_and(Value::is_object) {
+        return refuse("its backing image is described in its format node: give that a node");
+    }
+    let name = text(file, "filename").unwrap_or_default();
+    if name.starts_with("/dev/fdset/") {
+        return refuse("its image was handed to QEMU open, and cannot be opened again");
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn object(value: Value) -> Map<String, Value> {
+        value.as_object().unwrap().clone()
+    }
+
+    #[test]
+    fn nodes_that_could_not_be_put_back_as_they_were_are_refused() {
+        let file = json!({"node-name": "f", "driver": "file", "discard": "unmap"});
+        let raw = json!({"node-name": "d", "driver": "raw", "file": "f", "offset": 512});
+        let qcow2 = json!({"node-name": "d", "driver": "qcow2", "file": "f", "backing": "b"});
+        let grows = |format: &Value, file: &Value| {
+            DiskNodes::new(object(format.clone()), object(file.clone())).map(|nodes| nodes.grows)
+        };
+        assert_eq!(grows(&raw, &file), Ok(false));
+        assert_eq!(grows(&qcow2, &file), Ok(true));
+        let device = json!({"node-name": "f", "driver": "host_device", "filename": "/dev/x"});
+        assert_eq!(grows(&qcow2, &device), Ok(false));
+        for wrong in [
+            json!({"driver": "raw", "file": "f"}),
+            json!({"node-name": "d", "driver": "raw", "file": "other"}),
+            json!({"node-name": "d", "driver": "raw", "file": {"driver": "file"}}),
+            json!({"node-name": "d", "driver": "vmdk", "file": "f"}),
+            json!({"node-name": "d", "driver": "qcow2", "file": "f", "data-file": "e"}),
+            json!({"node-name": "d", "driver": "qcow2", "file": "f", "encrypt": {}}),
+            json!({"node-name": "d", "driver": "qcow2", "file": "f", "backing": {}}),
+        ] {
+            grows(&wrong, &file).expect_err(&wrong.to_string());
+        }
+        for wrong in [
+            json!({"driver": "file"}),
+            json!({"node-name": "f"}),
+            json!({"node-name": "f", "driver": "nbd"}),
+        ] {
+            grows(&raw, &wrong).expect_err(&wrong.to_string());
+            DiskNodes::direct("/machine/x".to_owned(), object(wrong)).unwrap_err();
+        }
+        let handed = json!({"node-name": "f", "driver": "file", "filename": "/dev/fdset/3"});
+        grows(&qcow2, &handed).unwrap_err();
+        assert_eq!(grows(&raw, &handed), Ok(false));
+        DiskNodes::direct("vda".to_owned(), object(file)).unwrap_err();
+    }
+}
