@@ -1,20 +1,20 @@
 //! Raw disks with a format node.
 
 use crate::common::emulators;
-use crate::load::Load;
+use crate::load::{Load, boot_disk};
 use crate::setting::{NAME, PATIENCE, Setting, assert_same, nobody_is_connected, picture};
 use longhaul_hypervisor::disk::{InsertError, RemoveError, insert, remove};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
-use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
+use longhaul_storage::disk::{Disk, ExportSize, ImageLock, ImageUse, RawDisk, Zeros};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
 use serde_json::json;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-async fn switches_under_load(emulator: &Path, iothread: bool) {
-    let setting = Setting::new();
+async fn switches_under_load(emulator: &Path, setting: Setting, iothread: bool) {
     let qemu = setting.guest(emulator, iothread).await;
     let before = picture(&qemu).await;
     let load = Load::find(&qemu).await;
@@ -53,9 +53,60 @@ async fn switches_under_load(emulator: &Path, iothread: bool) {
 async fn a_disk_under_load_goes_through_the_front_end_and_back() {
     for (_, emulator) in emulators() {
         for iothread in [false, true] {
-            switches_under_load(&emulator, iothread).await;
+            switches_under_load(&emulator, Setting::new(), iothread).await;
         }
     }
+}
+
+/// A block device, which is a file.
+struct Device(PathBuf);
+
+impl Device {
+    /// `None` where nobody may make one.
+    fn of(file: &Path) -> Option<Self> {
+        std::fs::write(file, boot_disk()).unwrap();
+        let mut losetup = Command::new("losetup");
+        let made = losetup.args(["--find", "--show"]).arg(file).output().ok()?;
+        let path = String::from_utf8(made.stdout).unwrap();
+        let made = made.status.success();
+        made.then(|| Self(path.trim().into()))
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        let mut losetup = Command::new("losetup");
+        let _ = losetup.arg("--detach").arg(&self.0).status();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_block_device_under_load_goes_through_the_front_end_and_back() {
+    let folder = tempfile::tempdir().unwrap();
+    let Some(device) = Device::of(&folder.path().join("device")) else {
+        eprintln!("skipped: nobody may make a block device here");
+        return;
+    };
+    for (_, emulator) in emulators() {
+        switches_under_load(&emulator, Setting::on_device(&device.0), false).await;
+    }
+    let disk = RawDisk::open(&device.0, ExportSize::OfFile).unwrap();
+    assert_eq!(disk.size_bytes(), boot_disk().len() as u64);
+    RawDisk::open(&device.0, ExportSize::Bytes(1 << 30)).unwrap_err();
+    // Parts of its blocks, and whole ones.
+    disk.write(0, &[7; 8192]).unwrap();
+    disk.zero(100..5000, Zeros::MayBeHole).unwrap();
+    disk.discard(6000..6001).unwrap();
+    disk.zero(7168..8192, Zeros::MayBeHole).unwrap();
+    let mut expected = [7; 8192];
+    expected[100..5000].fill(0);
+    expected[7168..].fill(0);
+    let mut content = [1; 8192];
+    disk.read(0, &mut content).unwrap();
+    assert!(content == expected);
+    disk.flush().unwrap();
+    let extents = disk.extents(0..8192, 10).unwrap();
+    assert_eq!((extents.len(), extents[0].hole), (1, false));
 }
 
 #[tokio::test]

@@ -89,11 +89,29 @@ impl Setting {
         Self::of(&qcow2_image, options)
     }
 
-    fn of(make: &dyn Fn(&Path, &Path), mut above: Vec<Value>) -> Self {
+    /// A raw disk with a format node, on a block device.
+    pub(crate) fn on_device(device: &Path) -> Self {
+        std::fs::write(device, boot_disk()).unwrap();
+        let above = json!({"driver": "raw", "node-name": "d0", "file": "f0"});
+        let image = device.to_owned();
+        Self::made(
+            tempfile::tempdir().unwrap(),
+            image,
+            "host_device",
+            vec![above],
+        )
+    }
+
+    fn of(make: &dyn Fn(&Path, &Path), above: Vec<Value>) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let (image, base) = (folder.path().join("image"), folder.path().join("base"));
-        make(&image, &base);
-        let file = json!({"driver": "file", "node-name": "f0", "filename": image,
+        let image = folder.path().join("image");
+        make(&image, &folder.path().join("base"));
+        Self::made(folder, image, "file", above)
+    }
+
+    fn made(folder: TempDir, image: PathBuf, driver: &str, mut above: Vec<Value>) -> Self {
+        let base = folder.path().join("base");
+        let file = json!({"driver": driver, "node-name": "f0", "filename": image,
             "discard": "unmap", "cache": {"direct": false}});
         let (nodes, drive) = match above.last() {
             Some(format) => (DiskNodes::new(object(format), object(&file)), "d0"),

@@ -1,4 +1,4 @@
-//! A disk that is a plain file.
+//! A disk that is a plain file or a block device.
 
 use super::{Disk, Extent, Zeros};
 use crate::front::pulse::elsewhere;
@@ -7,9 +7,9 @@ use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};
 use serde::{Deserialize, Serialize};
 use std::fs::{File, OpenOptions};
-use std::io;
+use std::io::{self, Seek, SeekFrom};
 use std::ops::Range;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -40,14 +40,20 @@ pub enum OpenError {
         /// What the system said.
         error: io::Error,
     },
-    /// It is something else than a plain file.
+    /// It is neither a plain file nor a block device.
     #[error(
-        "{} is not a plain file: disks on devices and in folders cannot be moved; leave this \
+        "{} is neither a plain file nor a block device: such disks cannot be moved; leave this \
          disk where both hosts see it",
         path.display()
     )]
-    NotAFile {
+    NoImage {
         /// The image.
+        path: PathBuf,
+    },
+    /// It is a block device, which has the size that it has.
+    #[error("{} is a block device: it cannot be shown as a disk of another size", path.display())]
+    DeviceSize {
+        /// The device.
         path: PathBuf,
     },
     /// The image is longer than what was asked for.
@@ -66,8 +72,9 @@ pub enum OpenError {
     },
 }
 
-/// A disk that is a plain file: its holes stay holes, and what is written is in the file when the
-/// write returns.
+/// A disk that is a plain file or a block device: its holes stay holes, and what is written is in the
+/// file when the write returns. What a block device has never been written is not known: all of it is
+/// called data.
 ///
 /// It is read and written through the page cache, which QEMU's own reads and writes of the file on
 /// this host agree with, also those that go around the cache (`cache=none`).
@@ -75,10 +82,20 @@ pub enum OpenError {
 pub struct RawDisk {
     file: File,
     size_bytes: u64,
-    /// Whether the file may be shorter than the disk.
-    grows: bool,
+    kind: Kind,
     /// The error of the first flush that failed. The kernel reports a lost page once.
     flush_failed: OnceLock<i32>,
+}
+
+/// What a disk is on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    /// A file that has the disk's size.
+    Whole,
+    /// A file that may be shorter than the disk.
+    Grows,
+    /// A block device: it zeroes whole blocks only, and does not say where its holes are.
+    Device,
 }
 
 impl RawDisk {
@@ -89,16 +106,22 @@ impl RawDisk {
             error,
         };
         // Looked at before it is opened: opening a device may do something.
-        let kind = std::fs::metadata(path).map_err(failed)?.file_type();
-        if !kind.is_file() {
+        let known = std::fs::metadata(path).map_err(failed)?.file_type();
+        if !known.is_file() && !known.is_block_device() {
             let path = path.to_owned();
-            return Err(OpenError::NotAFile { path });
+            return Err(OpenError::NoImage { path });
         }
         let file = OpenOptions::new().read(true).write(true).open(path);
-        let file = file.map_err(failed)?;
-        let file_bytes = file.metadata().map_err(failed)?.len();
-        let size_bytes = match size {
-            ExportSize::OfFile => file_bytes,
+        let mut file = file.map_err(failed)?;
+        // A device's length is where its end is.
+        let file_bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
+        let (kind, size_bytes) = match size {
+            ExportSize::OfFile if known.is_block_device() => (Kind::Device, file_bytes),
+            ExportSize::OfFile => (Kind::Whole, file_bytes),
+            ExportSize::Bytes(_) if known.is_block_device() => {
+                let path = path.to_owned();
+                return Err(OpenError::DeviceSize { path });
+            }
             ExportSize::Bytes(export_bytes) if export_bytes < file_bytes => {
                 return Err(OpenError::TooLong {
                     path: path.to_owned(),
@@ -106,13 +129,13 @@ impl RawDisk {
                     export_bytes,
                 });
             }
-            ExportSize::Bytes(export_bytes) => export_bytes,
+            ExportSize::Bytes(export_bytes) => (Kind::Grows, export_bytes),
         };
         i64::try_from(size_bytes).map_err(|_| failed(Errno::EFBIG.into()))?;
         Ok(Self {
             file,
             size_bytes,
-            grows: matches!(size, ExportSize::Bytes(_)),
+            kind,
             flush_failed: OnceLock::new(),
         })
     }
@@ -148,6 +171,8 @@ impl RawDisk {
                 Ok(()) => return Ok(true),
                 Err(Errno::EINTR) => {}
                 Err(Errno::EOPNOTSUPP | Errno::ENOSYS) => return Ok(false),
+                // Not whole blocks of the device.
+                Err(Errno::EINVAL) if self.kind == Kind::Device => return Ok(false),
                 Err(error) => return Err(error.into()),
             }
         }
@@ -158,10 +183,10 @@ impl RawDisk {
         self.allocate(range, mode)
     }
 
-    /// Makes the file reach to the end of a range that is about to be zeroed, as zeros that QEMU
+    /// Makes a file that grows reach to the end of a range that is about to be zeroed, as zeros that QEMU
     /// itself writes would. Never makes it shorter, whatever other threads write behind it.
     fn reach(&self, range: &Range<u64>) -> io::Result<()> {
-        if range.end > self.file.metadata()?.len() {
+        if self.kind == Kind::Grows && range.end > self.file.metadata()?.len() {
             self.put(&[0], range.end - 1)?;
         }
         Ok(())
@@ -193,6 +218,12 @@ impl RawDisk {
     }
 
     fn extent_at(&self, offset: u64, end: u64) -> io::Result<Extent> {
+        if self.kind == Kind::Device {
+            return Ok(Extent {
+                length_bytes: end - offset,
+                hole: false,
+            });
+        }
         let data = self
             .seek(offset, Whence::SeekData)?
             .map_or(end, |place| place.min(end));
@@ -229,7 +260,7 @@ impl Disk for RawDisk {
         while done < buffer.len() {
             let left = &mut buffer[done..];
             match elsewhere(|| self.file.read_at(left, offset + done as u64)) {
-                Ok(0) if self.grows => {
+                Ok(0) if self.kind == Kind::Grows => {
                     buffer[done..].fill(0);
                     break;
                 }
@@ -426,11 +457,11 @@ mod tests {
         let of_file = ExportSize::OfFile;
         assert!(matches!(
             refusal(folder.path(), of_file),
-            OpenError::NotAFile { .. }
+            OpenError::NoImage { .. }
         ));
         assert!(matches!(
             refusal(Path::new("/dev/null"), of_file),
-            OpenError::NotAFile { .. }
+            OpenError::NoImage { .. }
         ));
         assert!(matches!(
             refusal(&path.join("x"), of_file),

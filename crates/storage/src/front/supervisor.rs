@@ -28,7 +28,7 @@ const TICK: Duration = Duration::from_millis(100);
 /// How often it is looked whether a process that was killed has ended.
 const SOON: Duration = Duration::from_millis(5);
 /// Time for an earlier supervisor, which was killed, to end.
-const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(5);
+const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How a server is started: its standard input and output are the supervisor's to set.
 type Program = dyn Fn() -> Command;

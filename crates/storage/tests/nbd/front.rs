@@ -121,8 +121,17 @@ struct Setting {
 
 impl Setting {
     fn new() -> Self {
+        Self::made(|above| above.join("image"))
+    }
+
+    /// With an image of that name.
+    fn on(image: &Path) -> Self {
+        Self::made(|_| image.to_owned())
+    }
+
+    fn made(image: impl FnOnce(&Path) -> PathBuf) -> Self {
         let above = tempfile::tempdir().unwrap();
-        let image = above.path().join("image");
+        let image = image(above.path());
         File::create(&image).unwrap().set_len(MIB).unwrap();
         let spec = FrontSpec {
             image: image.clone(),
@@ -304,4 +313,77 @@ fn a_server_that_nobody_supervises_does_not_begin() {
     assert!(!output.status.success());
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("NotStarted"), "{said}");
+}
+
+/// A file system that can be made to wait.
+struct Frozen {
+    folder: PathBuf,
+}
+
+fn done(program: &str, arguments: &[&str]) -> bool {
+    let output = Command::new(program).args(arguments).output();
+    output.is_ok_and(|output| output.status.success())
+}
+
+impl Frozen {
+    /// `None` where nobody may mount one.
+    fn mount(above: &Path) -> Option<Self> {
+        let (image, folder) = (above.join("file-system"), above.join("mounted"));
+        File::create(&image).unwrap().set_len(32 * MIB).unwrap();
+        std::fs::create_dir(&folder).unwrap();
+        let (image, at) = (image.to_str().unwrap(), folder.to_str().unwrap());
+        let mounted =
+            done("mkfs.ext4", &["-q", image]) && done("mount", &["-o", "loop", image, at]);
+        mounted.then_some(Self { folder })
+    }
+
+    fn freeze(&self, how: &str) -> bool {
+        done("fsfreeze", &[how, self.folder.to_str().unwrap()])
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        self.freeze("--unfreeze");
+        done("umount", &["--lazy", self.folder.to_str().unwrap()]);
+    }
+}
+
+fn has_a_thread_that_is_held(pid: u32) -> bool {
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).unwrap();
+    threads.flatten().any(|thread| {
+        let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        stat.contains(") D ")
+    })
+}
+
+#[test]
+fn a_server_that_the_system_holds_is_not_killed_before_it_is_let_go() {
+    let above = tempfile::tempdir().unwrap();
+    let Some(frozen) = Frozen::mount(above.path()) else {
+        eprintln!("skipped: nobody may mount a file system here");
+        return;
+    };
+    let setting = Setting::on(&frozen.folder.join("image"));
+    let mut supervisor = setting.supervisor("pass-through");
+    let mut client = setting.client();
+    let server = setting.server_after(None);
+    assert!(frozen.freeze("--freeze"));
+    client.request(crate::client::WRITE, 0, 0, 4);
+    client.send(b"late");
+    wait_until(|| has_a_thread_that_is_held(server));
+    // A slow disk, and nothing wrong with the server.
+    thread::sleep(2 * HANG);
+    assert_eq!(setting.status().failures, 0);
+    // Now it hangs, too; and it is left alone while what it began may still be done.
+    signal(server, Signal::SIGSTOP);
+    thread::sleep(2 * HANG);
+    assert_eq!(setting.status().server_pid, Some(server));
+    assert!(frozen.freeze("--unfreeze"));
+    setting.server_after(Some(server));
+    assert!(client.is_cut_off());
+    let mut client = setting.client();
+    assert_eq!(client.read(0, 4).unwrap(), b"late");
+    drop(client);
+    setting.stop(&mut supervisor);
 }
