@@ -1,9 +1,11 @@
 //! How regions that must be at the destination before the switchover and regions that need not
 //! share the link until then.
 
-/// The part of the link that the second kind gets while the first has something to send.
-/// docs/decisions/0014 has the measurement.
-const BACKGROUND_SHARE: f64 = 0.5;
+/// The part of the link that the second kind gets while the first has something to send: in its first
+/// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0014 has the
+/// measurement.
+const FIRST_PASS_SHARE: f64 = 0.5;
+const LATER_SHARE: f64 = 0.0;
 /// What one kind may be ahead of its share, in blocks.
 const AHEAD_BLOCKS_MAX: f64 = 256.0;
 
@@ -19,6 +21,9 @@ pub(crate) enum Turn {
 /// Keeps the shares.
 #[derive(Debug)]
 pub(crate) struct Share {
+    first_pass: f64,
+    later: f64,
+    /// The one that counts now.
     background: f64,
     /// What the background is behind its share, in blocks.
     behind_blocks: f64,
@@ -27,16 +32,29 @@ pub(crate) struct Share {
 impl Default for Share {
     fn default() -> Self {
         Self {
-            background: BACKGROUND_SHARE,
+            first_pass: FIRST_PASS_SHARE,
+            later: LATER_SHARE,
+            background: FIRST_PASS_SHARE,
             behind_blocks: 0.0,
         }
     }
 }
 
 impl Share {
-    /// Another share than the usual one, from 0 to 1.
-    pub(crate) fn set(&mut self, background: f64) {
-        self.background = background.clamp(0.0, 1.0);
+    /// Other shares than the usual ones, from 0 to 1.
+    pub(crate) fn set(&mut self, first_pass: f64, later: f64) {
+        self.first_pass = first_pass.clamp(0.0, 1.0);
+        self.later = later.clamp(0.0, 1.0);
+        self.background = self.first_pass;
+    }
+
+    /// A pass begins.
+    pub(crate) fn pass_started(&mut self, number: u32) {
+        self.background = match number {
+            0 | 1 => self.first_pass,
+            _ => self.later,
+        };
+        self.behind_blocks = self.behind_blocks.min(0.0);
     }
 
     /// Whose turn it is, when these have something to send.
@@ -68,7 +86,7 @@ mod tests {
 
     fn taken(background: f64) -> (usize, usize) {
         let mut share = Share::default();
-        share.set(background);
+        share.set(background, background);
         let (mut must, mut rest) = (0, 0);
         for _ in 0..1000 {
             let turn = share.turn(true, true).unwrap();
@@ -90,6 +108,16 @@ mod tests {
             must.abs_diff(750) < 3 && rest.abs_diff(250) < 3,
             "{must} {rest}"
         );
+    }
+
+    #[test]
+    fn later_passes_have_a_share_of_their_own() {
+        let mut share = Share::default();
+        share.set(1.0, 0.0);
+        share.taken(Turn::Must, 1);
+        assert_eq!(share.turn(true, true), Some(Turn::Background));
+        share.pass_started(2);
+        assert_eq!(share.turn(true, true), Some(Turn::Must));
     }
 
     #[test]

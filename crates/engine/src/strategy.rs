@@ -46,7 +46,7 @@ pub enum Promise {
 
 impl Strategy {
     /// The threshold of [`Strategy::HYBRID`]. Paper 001 leaves it open; see docs/decisions/0014.
-    pub const THRESHOLD: u8 = 3;
+    pub const THRESHOLD: u8 = 2;
 
     /// Pre-copy (paper 003, section 2).
     pub const PRECOPY: Strategy = Strategy {

@@ -1,13 +1,16 @@
 //! The order in which what is left travels when the guest runs at the destination already: what was
 //! written most comes first, since it will be needed again soonest (paper 001, algorithm 3).
 
-use super::{BlockMap, Heat};
+use super::{BlockMap, Class, Heat};
 use crate::chunk;
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
 /// Chunks that are fetched ahead because somebody waited for a part of them.
 const SOON_MAX: usize = 256;
+/// Chunks of which single blocks are remembered at a time: 24 MiB. Beyond that, whoever waits gets the
+/// chunk soon, and not the block first.
+const PAGES_MAX: usize = 1 << 14;
 
 #[derive(Debug, Default)]
 pub(super) struct Drain {
@@ -64,8 +67,9 @@ impl BlockMap {
         if self.records.get(index).flags & super::IN_FLIGHT != 0 {
             return;
         }
-        self.set_pending(index, super::Class::Wanted);
         let chunk = chunk::of(index as u64) as u32;
+        let has_room = self.records.has_page(chunk as usize) || self.records.pages() < PAGES_MAX;
+        self.set_pending(index, if has_room { Class::Wanted } else { Class::Rest });
         if let Some(drain) = &mut self.drain
             && drain.soon.len() < SOON_MAX
             && !drain.soon.contains(&chunk)

@@ -161,7 +161,6 @@ impl Records {
     }
 
     /// How many chunks have their single blocks remembered.
-    #[cfg(test)]
     pub(super) fn pages(&self) -> usize {
         self.pages.len() - self.free.len()
     }

@@ -151,6 +151,8 @@ impl Presence {
             restored.rounds.changed(chunks.map(|chunk| chunk as usize));
         }
         restored.sealed = true;
+        // No connection is there yet.
+        restored.epoch = Epoch(0);
         Ok(restored)
     }
 

@@ -7,7 +7,7 @@
 //! Following, InStep --- the connection is lost ---> Copying
 //! ```
 //!
-//! In Following and InStep the guest waits for its writes. A guest that writes faster than the link
+//! In Following and InStep the guest waits for its writes; never while there is no connection. A guest that writes faster than the link
 //! carries is brought down to it that way; otherwise it would never be in step.
 
 use super::{Class, Region, Source, SourceError};
@@ -101,14 +101,14 @@ impl Mirror {
 
 impl Region {
     /// Looks how far the mirror is.
-    fn follow(&mut self) {
+    fn follow(&mut self, connected: bool) {
         let left = self.map.pending_total();
         let copied = self.map.pending(Class::Cold) == 0;
         let taken = self.taken_blocks;
         let Some(mirror) = &mut self.mirror else {
             return;
         };
-        if mirror.phase == Phase::Copying && copied {
+        if mirror.phase == Phase::Copying && copied && connected {
             let (began, left_then) = *mirror.round.get_or_insert((taken, left));
             let over = taken - began >= left_then;
             let slow = over && left as f64 > PROGRESS * left_then as f64;
@@ -134,9 +134,9 @@ impl Source {
         id: WriteId,
     ) -> Result<Answer, SourceError> {
         self.written(region, range)?;
-        let from_seq = self.next_seq;
+        let (from_seq, connected) = (self.next_seq, self.connected);
         let region = self.region(region, range)?;
-        region.follow();
+        region.follow(connected);
         let Some(mirror) = &mut region.mirror else {
             return Ok(Answer::Now);
         };
@@ -161,7 +161,9 @@ impl Source {
 
     /// Looks how far mirrors are. Whether all of them are in step.
     pub(super) fn follow_mirrors(&mut self) -> bool {
-        self.regions.iter_mut().for_each(Region::follow);
+        let connected = self.connected;
+        let regions = self.regions.iter_mut();
+        regions.for_each(|region| region.follow(connected));
         !self.regions.iter().any(Region::is_behind)
     }
 }

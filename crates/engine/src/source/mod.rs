@@ -105,6 +105,7 @@ pub struct Source {
     encoding: usize,
     next_seq: u32,
     pass: Pass,
+    connected: bool,
     frozen: bool,
     closed: bool,
     draining: bool,
@@ -166,6 +167,7 @@ impl Source {
                 whole: true,
                 ..Pass::default()
             },
+            connected: true,
             frozen: false,
             closed: false,
             draining: false,
@@ -205,10 +207,10 @@ impl Source {
         self.regions.push(region);
     }
 
-    /// The share of the link, from 0 to 1, that regions get of which the list is enough, while others
-    /// have something to send.
-    pub fn share_background(&mut self, share: f64) {
-        self.share.set(share);
+    /// The shares of the link, from 0 to 1, that regions get of which the list is enough, while others
+    /// have something to send: in the first pass, and later.
+    pub fn share_background(&mut self, first_pass: f64, later: f64) {
+        self.share.set(first_pass, later);
     }
 
     /// Whether blocks may travel as references to others; they may where nothing is said.
@@ -239,6 +241,7 @@ impl Source {
             dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
             ..Pass::default()
         };
+        self.share.pass_started(self.pass.number);
         self.begin_pass();
     }
 
@@ -291,14 +294,17 @@ impl Source {
         self.gang = None;
     }
 
-    /// Somebody waits for this block.
-    pub fn wanted(&mut self, region: RegionId, block: u64) -> Result<(), SourceError> {
+    /// Somebody waits for these blocks. In the drain they are known to be missing there, and travel even
+    /// if they were believed to have arrived.
+    pub fn wanted(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let draining = self.draining;
-        let region = self.region(region, BlockRange::new(block, 1))?;
-        if draining && region.is_listed() {
-            region.map.want_missing(block as usize);
-        } else {
-            region.map.want(block as usize);
+        let region = self.region(region, range)?;
+        for block in range.blocks() {
+            if draining && region.is_listed() {
+                region.map.want_missing(block as usize);
+            } else {
+                region.map.want(block as usize);
+            }
         }
         Ok(())
     }
@@ -337,8 +343,14 @@ impl Source {
         Ok(())
     }
 
+    /// There is a connection again.
+    pub fn connected(&mut self) {
+        self.connected = true;
+    }
+
     /// The connection is gone: what was not acknowledged is pending again.
     pub fn connection_lost(&mut self) {
+        self.connected = false;
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);
             for id in &flight.blocks {

@@ -114,9 +114,7 @@ impl World {
         };
         match message {
             ToHere::Want(range) => {
-                for block in range.blocks() {
-                    self.source.wanted(DISK, block).unwrap();
-                }
+                self.source.wanted(DISK, range).unwrap();
             }
             ToHere::Superseded(range) => self.source.superseded(DISK, range).unwrap(),
             ToHere::Missing(chunks, lacks) => {
@@ -150,6 +148,7 @@ impl World {
 
     pub(crate) fn reconnect(&mut self) {
         self.connected = true;
+        self.source.connected();
         self.epoch += 1;
         self.sent_frames = 0;
         self.announced = None;

@@ -35,6 +35,18 @@ fn larger_disks_survive_orders_chosen_at_random() {
 }
 
 #[test]
+#[ignore = "minutes: after a change of what it simulates"]
+fn far_more_orders() {
+    for setting in small(Variant::Genuine) {
+        let runs = deviations(&setting, 3);
+        assert!(runs > 100_000, "only {runs} of {}", setting.strategy.name);
+    }
+    for seed in 3000..400_000 {
+        random(large(seed, Variant::Genuine), seed);
+    }
+}
+
+#[test]
 fn every_broken_rule_is_noticed() {
     let mut unnoticed = Vec::new();
     for variant in Variant::BROKEN {

@@ -14,8 +14,9 @@ pub(crate) const STRATEGIES: [Strategy; 4] = [
 
 /// A few blocks, a few requests, and one of everything that is not to be hoped for.
 pub(crate) fn small(variant: Variant) -> Vec<Setting> {
-    let setting = |strategy| Setting {
+    let setting = |(strategy, eager)| Setting {
         strategy,
+        eager,
         variant,
         blocks: 3,
         memory_blocks: 1,
@@ -39,7 +40,10 @@ pub(crate) fn small(variant: Variant) -> Vec<Setting> {
             failed_writes: 1,
         },
     };
-    STRATEGIES.into_iter().map(setting).collect()
+    let both = STRATEGIES
+        .into_iter()
+        .flat_map(|strategy| [(strategy, false), (strategy, true)]);
+    both.map(setting).collect()
 }
 
 /// Several chunks, with a short one at the end.
@@ -84,6 +88,7 @@ pub(crate) fn large(seed: u64, variant: Variant) -> Setting {
         depth: 3,
         batch: 16,
         passes: 2,
+        eager: seed.is_multiple_of(2),
         adverse: Adverse::default(),
     }
     .with_trouble(&mut Random(seed ^ 0xbad))

@@ -1,9 +1,11 @@
 //! The destination: its agent as whoever drives the engine has to write it, and storage that a power cut
 //! can hit.
 
-use crate::model::{Block, SECTOR_BYTES};
+use crate::model::{Block, Random, SECTOR_BYTES};
 use crate::variant::Variant;
-use crate::world::{DISK, Frame, Item, MEMORY, Op, Stage, ToHere, ToThere, World, digest, put};
+use crate::world::{
+    DISK, Frame, Item, Kept, MEMORY, Op, Stage, ToHere, ToThere, World, digest, put,
+};
 use longhaul_codec::BlockId;
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
@@ -357,19 +359,18 @@ impl World {
     }
 
     /// The host loses power, and with it the guest; only the disk is left.
-    pub(crate) fn lose_power(&mut self) {
+    pub(crate) fn lose_power(&mut self, kept: Kept) {
         self.power_cut = true;
         self.running.clear();
         // Whatever was not synced may be there, or not.
-        let how = self.random.below(3);
+        let keeps = |random: &mut Random| match kept {
+            Kept::Nothing => false,
+            Kept::Everything => true,
+            Kept::Some => random.below(2) == 0,
+        };
         for (durable, live) in self.there.durable.iter_mut().zip(&self.there.live) {
             for (durable, live) in durable.iter_mut().zip(live) {
-                let stays = match how {
-                    0 => false,
-                    1 => true,
-                    _ => self.random.below(2) == 0,
-                };
-                if stays {
+                if keeps(&mut self.random) {
                     *durable = *live;
                 }
             }
@@ -377,7 +378,7 @@ impl World {
         self.there.live = self.there.durable.clone();
         // The same of masks that were being stored: their data is durable.
         for mask in self.there.storing.take().unwrap_or_default() {
-            if self.random.below(2) == 0 {
+            if keeps(&mut self.random) {
                 self.there.stored.insert(mask.chunk, mask.missing);
             }
         }

@@ -51,6 +51,8 @@ pub(crate) struct Setting {
     pub(crate) depth: usize,
     pub(crate) batch: usize,
     pub(crate) passes: u32,
+    /// Whether the guest usually asks before anything else happens.
+    pub(crate) eager: bool,
     pub(crate) adverse: Adverse,
 }
 
@@ -100,6 +102,14 @@ pub(crate) struct Running {
     pub(crate) asked_at: u64,
 }
 
+/// What a power cut leaves of what was not synced.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kept {
+    Nothing,
+    Everything,
+    Some,
+}
+
 /// What may happen. Those that are named first happen first unless somebody chooses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
@@ -128,7 +138,7 @@ pub(crate) enum Step {
     Straggler(usize),
     Cut,
     Die,
-    PowerCut,
+    PowerCut(Kept),
     Restart,
 }
 
@@ -308,6 +318,7 @@ impl World {
                 steps.push(step);
             }
         };
+        may(Step::Issue, self.setting.eager && self.can_issue());
         may(Step::Encode, !self.batches.is_empty());
         may(Step::ToThere, !self.to_there.is_empty());
         may(Step::ToHere, !self.to_here.is_empty());
@@ -318,7 +329,7 @@ impl World {
         may(Step::Synced, self.there.syncing.is_some());
         may(Step::Stored, self.there.storing.is_some());
         may(Step::Settle, self.there.should_settle());
-        may(Step::Issue, self.can_issue());
+        may(Step::Issue, !self.setting.eager && self.can_issue());
         let ended = self.phase == Phase::Running && self.script.is_empty();
         may(Step::Pass, ended && self.passes > 0);
         let idle = self.running.is_empty();
@@ -339,7 +350,9 @@ impl World {
         may(Step::Cut, self.connected && adverse.cuts > 0);
         let there = self.there.committed && !self.is_over();
         may(Step::Die, there && adverse.deaths > 0);
-        may(Step::PowerCut, there && adverse.power_cuts > 0);
+        for kept in [Kept::Nothing, Kept::Everything, Kept::Some] {
+            may(Step::PowerCut(kept), there && adverse.power_cuts > 0);
+        }
         let released = self.phase == Phase::HandedOver && self.is_listed();
         may(Step::Restart, released && adverse.source_restarts > 0);
         steps
@@ -435,10 +448,10 @@ impl World {
                 self.adverse.deaths -= 1;
                 self.die();
             }
-            Step::PowerCut => {
+            Step::PowerCut(kept) => {
                 self.adverse.power_cuts -= 1;
                 self.script.clear();
-                self.lose_power();
+                self.lose_power(kept);
             }
             Step::Restart => self.restart_source(),
         }

@@ -1,0 +1,326 @@
+//! Regions that differ, on one link: what the stop waits for, what goes first, and what the drain does.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use longhaul_codec::{Digest, Staged};
+use longhaul_engine::remaining::Remaining;
+use longhaul_engine::source::{Advice, Answer, Batch, Link, Source, SourceError, Unseen, WriteId};
+use longhaul_engine::stop::{StopReason, Wish};
+use longhaul_engine::strategy::Strategy;
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
+use std::time::Duration;
+
+const MEMORY: RegionId = RegionId(0);
+const DISK: RegionId = RegionId(1);
+const MS: Duration = Duration::from_millis(1);
+
+fn spec(id: RegionId, blocks: u64) -> RegionSpec {
+    RegionSpec {
+        id,
+        name: "region".to_owned(),
+        blocks,
+        durable: id == DISK,
+        starts_zero: false,
+    }
+}
+
+/// Memory of 256 blocks and a disk of so many, in the first pass.
+fn source(strategy: Strategy, blocks: u64) -> Source {
+    let wish = Wish::downtime(MS * 300);
+    let mut source = Source::new(Strategy::PRECOPY, &[spec(MEMORY, 256)], wish, MS).unwrap();
+    source.add(&spec(DISK, blocks), strategy).unwrap();
+    source.link(Link {
+        rate_bytes_per_s: 1e7,
+        rtt: MS,
+        queued_bytes: 0,
+    });
+    source.pass_started(Duration::ZERO, true);
+    source.unseen(Some(Unseen::default()));
+    source.pass_read();
+    source
+}
+
+/// Takes a frame with content that is new each time.
+fn take(source: &mut Source) -> Option<Batch> {
+    let batch = source.take(16).unwrap()?;
+    let content = |n: usize| {
+        let mut digest = [9; 16];
+        digest[..8].copy_from_slice(&(batch.seq * 1000 + n as u64).to_le_bytes());
+        Staged::Content(Digest(digest))
+    };
+    let staged: Vec<Staged> = (0..batch.blocks.len()).map(content).collect();
+    source.decide(&batch, &staged);
+    source.encoded(&batch, Some(batch.blocks.len() * 4096));
+    Some(batch)
+}
+
+fn acknowledge(source: &mut Source, batch: &Batch) {
+    let message = Acknowledgement {
+        applied: vec![(batch.seq, 1)],
+        rejected: Vec::new(),
+    };
+    source.acknowledged(&message).unwrap();
+}
+
+/// Sends until there is nothing more; how many blocks of memory and of the disk went.
+fn settle(source: &mut Source) -> (usize, usize) {
+    let (mut memory, mut disk) = (0, 0);
+    while let Some(batch) = take(source) {
+        let of_disk = batch.blocks.iter().filter(|id| id.region == DISK).count();
+        disk += of_disk;
+        memory += batch.blocks.len() - of_disk;
+        acknowledge(source, &batch);
+    }
+    (memory, disk)
+}
+
+fn write(source: &mut Source, start: u64, count: u64) -> Answer {
+    let range = BlockRange::new(start, count);
+    source.written_by(DISK, range, WriteId(start)).unwrap()
+}
+
+fn stop(source: &mut Source) {
+    source.frozen();
+    settle(source);
+    source.closed();
+}
+
+#[test]
+fn the_stop_does_not_wait_for_what_may_come_later() {
+    for strategy in [Strategy::HYBRID, Strategy::POSTCOPY, Strategy::SHARED] {
+        let mut source = source(strategy, 100_000);
+        let mut sent = 0;
+        while source.advise(MS * 1000) == Advice::Send && sent < 60 {
+            let Some(batch) = take(&mut source) else {
+                break;
+            };
+            acknowledge(&mut source, &batch);
+            sent += 1;
+        }
+        let advice = source.advise(MS * 1000);
+        assert_eq!(
+            advice,
+            Advice::Stop(StopReason::WithinLimit),
+            "{}",
+            strategy.name
+        );
+    }
+}
+
+#[test]
+fn the_stop_waits_for_what_was_promised() {
+    let mut source = source(Strategy::PRECOPY, 10_000);
+    assert_eq!(settle(&mut source), (256, 10_000));
+    // 4 MB on a link of 10 MB a second: more than 300 ms. It is not sent before the next pass.
+    write(&mut source, 0, 1000);
+    assert!(take(&mut source).is_none());
+    assert!(source.predicted_downtime(MS * 1000).at_most > MS * 300);
+    assert_eq!(source.advise(MS * 1000), Advice::ReadPass);
+    source.pass_started(MS * 1000, false);
+    source.pass_read();
+    assert_eq!(source.dirty_blocks_per_s(), Some(1000.0));
+    assert_eq!(settle(&mut source), (0, 1000));
+    assert_eq!(
+        source.advise(MS * 1100),
+        Advice::Stop(StopReason::WithinLimit)
+    );
+}
+
+#[test]
+fn both_kinds_have_their_share_in_the_first_pass_and_then_the_promised_goes_first() {
+    let mut source = source(Strategy::HYBRID, 100_000);
+    let mut of_disk = 0;
+    for _ in 0..16 {
+        let batch = take(&mut source).unwrap();
+        of_disk += usize::from(batch.blocks[0].region == DISK);
+        acknowledge(&mut source, &batch);
+    }
+    assert_eq!(of_disk, 8);
+    settle(&mut source);
+    write(&mut source, 0, 640);
+    source.pass_started(MS * 1000, false);
+    source.written(MEMORY, BlockRange::new(0, 64)).unwrap();
+    source.pass_read();
+    for n in 0..6 {
+        let batch = take(&mut source).unwrap();
+        let expected = if n < 4 { MEMORY } else { DISK };
+        assert_eq!(batch.blocks[0].region, expected, "frame {n}");
+        acknowledge(&mut source, &batch);
+    }
+}
+
+#[test]
+fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
+    let mut source = source(Strategy::hybrid(2), 640);
+    settle(&mut source);
+    write(&mut source, 64, 64);
+    assert_eq!(settle(&mut source), (0, 64));
+    write(&mut source, 64, 64);
+    write(&mut source, 0, 10);
+    assert_eq!(settle(&mut source), (0, 10));
+    assert!(
+        source.list(DISK, 0, 10).unwrap().is_none(),
+        "not closed yet"
+    );
+    stop(&mut source);
+    let list = source.list(DISK, 0, 10).unwrap().unwrap();
+    let left = Remaining {
+        chunk: 1,
+        chunks: 1,
+        mask: u64::MAX,
+        written_blocks: 128,
+    };
+    assert_eq!((list.remaining, list.next_chunk), (vec![left], None));
+    assert!(take(&mut source).is_none(), "not before the hand-over");
+    source.handed_over();
+    assert_eq!(settle(&mut source), (0, 64));
+    assert!(source.is_drained());
+}
+
+#[test]
+fn what_is_written_after_the_stop_counts_until_qemu_lets_go() {
+    let mut source = source(Strategy::PRECOPY, 64);
+    settle(&mut source);
+    source.frozen();
+    assert_eq!(source.advise(MS), Advice::Wait, "its disk is open");
+    write(&mut source, 3, 1);
+    assert_eq!(source.advise(MS), Advice::Send);
+    assert_eq!(settle(&mut source), (0, 1));
+    source.closed();
+    assert_eq!(source.advise(MS), Advice::Complete);
+    let late = source.written(DISK, BlockRange::new(3, 1));
+    assert!(matches!(late, Err(SourceError::Closed { .. })));
+}
+
+#[test]
+fn a_mirror_goes_first_and_then_holds_writes() {
+    let mut source = source(Strategy::MIRROR, 640);
+    let batch = take(&mut source).unwrap();
+    assert!(batch.blocks.iter().all(|id| id.region == DISK));
+    acknowledge(&mut source, &batch);
+    assert_eq!(
+        write(&mut source, 600, 8),
+        Answer::Now,
+        "it is being copied"
+    );
+    while source.pending_by_region()[1].1 > 0 {
+        let batch = take(&mut source).unwrap();
+        assert!(batch.blocks.iter().all(|id| id.region == DISK));
+        acknowledge(&mut source, &batch);
+    }
+    source.advise(MS);
+    assert_eq!(write(&mut source, 5, 3), Answer::Later);
+    assert_eq!(source.poll_answer(), None);
+    let batch = take(&mut source).unwrap();
+    let blocks: Vec<u64> = batch.blocks.iter().take(3).map(|id| id.block).collect();
+    assert_eq!((batch.blocks[0].region, blocks), (MEMORY, vec![0, 1, 2]));
+    assert!(
+        batch
+            .blocks
+            .iter()
+            .any(|id| id.region == DISK && id.block == 7)
+    );
+    acknowledge(&mut source, &batch);
+    assert_eq!(source.poll_answer(), Some(WriteId(5)));
+    // A cut lets the guest go on, and the mirror is behind.
+    assert_eq!(write(&mut source, 9, 1), Answer::Later);
+    source.connection_lost();
+    assert_eq!(source.poll_answer(), Some(WriteId(9)));
+    assert_eq!(write(&mut source, 9, 1), Answer::Now);
+    source.connected();
+    assert_eq!(write(&mut source, 9, 1), Answer::Later);
+}
+
+#[test]
+fn a_mirror_that_gets_no_nearer_holds_writes_all_the_same() {
+    let mut source = source(Strategy::MIRROR, 6400);
+    let mut at = 0;
+    for _ in 0..10_000 {
+        // The guest writes as much as the link carries.
+        at = (at + 16) % 6400;
+        if write(&mut source, at, 16) == Answer::Later {
+            return;
+        }
+        let batch = take(&mut source).unwrap();
+        acknowledge(&mut source, &batch);
+        source.advise(MS);
+    }
+    panic!("the guest never waits");
+}
+
+#[test]
+fn what_is_wanted_suspends_the_drain() {
+    let mut source = source(Strategy::POSTCOPY, 640);
+    stop(&mut source);
+    source.handed_over();
+    let background = take(&mut source).unwrap();
+    assert_eq!(background.blocks[0].block, 0);
+    source.wanted(DISK, BlockRange::new(300, 2)).unwrap();
+    let wanted = take(&mut source).unwrap();
+    let blocks: Vec<u64> = wanted.blocks.iter().map(|id| id.block).collect();
+    assert_eq!(blocks, [300, 301], "and nothing beside it");
+    let next = take(&mut source).unwrap();
+    assert_eq!(next.blocks[0].block, 256, "the rest of its chunk");
+    source.superseded(DISK, BlockRange::new(0, 640)).unwrap();
+    assert!(take(&mut source).is_none());
+    assert!(!source.is_drained(), "some is on its way");
+    source.connection_lost();
+    source.missing(DISK, 0..10, &[]).unwrap();
+    assert!(source.is_drained());
+}
+
+#[test]
+fn the_drain_leaves_the_link_free_for_reads() {
+    let mut source = source(Strategy::POSTCOPY, 64_000);
+    stop(&mut source);
+    source.handed_over();
+    let mut frames = 0;
+    while take(&mut source).is_some() {
+        frames += 1;
+    }
+    // 10 MB a second for 21 ms is less than what may be on its way in any case.
+    assert_eq!(frames * 16 * 4096, 256 * 1024);
+    source.wanted(DISK, BlockRange::new(60_000, 1)).unwrap();
+    assert!(take(&mut source).is_some());
+}
+
+#[test]
+fn what_a_peer_says_of_chunks_that_are_not_there_is_refused() {
+    let mut source = source(Strategy::POSTCOPY, 640);
+    stop(&mut source);
+    let part = |chunk, chunks| Remaining {
+        chunk,
+        chunks,
+        mask: 1,
+        written_blocks: 0,
+    };
+    for (chunks, lacks) in [
+        (0..11, vec![]),
+        (0..10, vec![part(9, 2)]),
+        (2..4, vec![part(1, 1)]),
+        (0..10, vec![part(1, u32::MAX)]),
+    ] {
+        assert!(source.missing(DISK, chunks, &lacks).is_err());
+    }
+    assert!(source.missing(MEMORY, 0..1, &[]).is_err());
+    assert!(source.wanted(DISK, BlockRange::new(639, 2)).is_err());
+    assert!(
+        source
+            .superseded(RegionId(7), BlockRange::new(0, 1))
+            .is_err()
+    );
+}
+
+#[test]
+fn holes_do_not_travel_where_the_disk_starts_as_zero() {
+    let mut source = source(Strategy::SHARED, 64);
+    let sparse = RegionSpec {
+        starts_zero: true,
+        ..spec(RegionId(2), 6400)
+    };
+    source.add(&sparse, Strategy::HYBRID).unwrap();
+    source.hole(RegionId(2), BlockRange::new(10, 6000)).unwrap();
+    source.hole(DISK, BlockRange::new(0, 64)).unwrap();
+    settle(&mut source);
+    assert_eq!(source.sent().blocks(), 256 + 400);
+}
