@@ -1,5 +1,6 @@
 //! What the system says of a process's threads.
 
+use super::pulse::HEART;
 use std::fs;
 
 /// Threads of a process that are looked at.
@@ -8,18 +9,41 @@ const THREADS_MAX: usize = 4096;
 /// Whether the system holds one of a process's threads in something that cannot be interrupted, as
 /// the file system of a slow disk does. To kill such a process changes nothing until that has ended.
 pub(super) fn is_held(pid: u32) -> bool {
-    let threads = fs::read_dir(format!("/proc/{pid}/task"));
-    let mut threads = threads.into_iter().flatten().take(THREADS_MAX).flatten();
-    threads.any(|thread| {
-        let stat = fs::read_to_string(thread.path().join("stat"));
-        stat.is_ok_and(|stat| state(&stat) == Some('D'))
-    })
+    threads(pid).iter().any(|thread| thread.state == 'D')
 }
 
-/// The state of a thread. Its name, in brackets before that, may hold anything.
-fn state(stat: &str) -> Option<char> {
-    let (_, rest) = stat.rsplit_once(") ")?;
-    rest.chars().next()
+/// Whether a process would beat if it were given a processor: its heart waits for one, or it has not
+/// come to start its heart.
+pub(super) fn is_starved(pid: u32) -> bool {
+    let threads = threads(pid);
+    match threads.iter().find(|thread| thread.name == HEART) {
+        Some(heart) => heart.state == 'R',
+        None => threads.iter().any(|thread| thread.state == 'R'),
+    }
+}
+
+struct Thread {
+    name: String,
+    state: char,
+}
+
+fn threads(pid: u32) -> Vec<Thread> {
+    let threads = fs::read_dir(format!("/proc/{pid}/task"));
+    let threads = threads.into_iter().flatten().take(THREADS_MAX).flatten();
+    let stats = threads.filter_map(|thread| fs::read_to_string(thread.path().join("stat")).ok());
+    stats.filter_map(|stat| Thread::parse(&stat)).collect()
+}
+
+impl Thread {
+    /// The second field is its name in brackets, which may hold anything, and the third its state.
+    fn parse(stat: &str) -> Option<Self> {
+        let (name, rest) = stat.rsplit_once(") ")?;
+        let (_, name) = name.split_once(" (")?;
+        Some(Self {
+            name: name.to_owned(),
+            state: rest.chars().next()?,
+        })
+    }
 }
 
 #[cfg(test)]
@@ -28,8 +52,11 @@ mod tests {
 
     #[test]
     fn states_are_read_whatever_the_name() {
-        assert_eq!(state("7 (a) D (b) S 1 7 7 0"), Some('S'));
-        assert_eq!(state("7 (nbd-1) D 1 7 7 0"), Some('D'));
-        assert_eq!(state("7"), None);
+        let read = |stat: &str| Thread::parse(stat).map(|thread| (thread.name, thread.state));
+        let known = |name: &str, state| Some((name.to_owned(), state));
+        assert_eq!(read("7 (a) D (b) S 1 7 7 0"), known("a) D (b", 'S'));
+        assert_eq!(read("7 (nbd-1) D 1 7 7 0"), known("nbd-1", 'D'));
+        assert_eq!(read("7"), None);
+        assert!(!threads(std::process::id()).is_empty());
     }
 }

@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 /// Time between two beats.
 pub const INTERVAL: Duration = Duration::from_millis(200);
+/// The name of the thread that beats.
+pub(super) const HEART: &str = "heart";
 /// What a beat begins with, so that nothing else is taken for one.
 const MAGIC: &[u8; 8] = b"lh-beat\n";
 /// Bytes of a beat: the magic, and a time in milliseconds, little-endian.
@@ -145,7 +147,7 @@ impl Heart {
         });
         let beating = beats.clone();
         thread::Builder::new()
-            .name("heart".to_owned())
+            .name(HEART.to_owned())
             .spawn(move || {
                 while beating.beat() {
                     thread::sleep(INTERVAL);

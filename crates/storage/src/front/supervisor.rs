@@ -8,7 +8,7 @@
 
 use super::control::{Answer, Asked, Command as Asks, Status};
 use super::folder::{FolderError, FrontFolder, FrontSpec, failed};
-use super::processes::is_held;
+use super::processes::{is_held, is_starved};
 use super::pulse::{BEAT_BYTES, read_beat};
 use super::turn::{Turn, TurnError, end_holder};
 use crate::disk::{ImageLock, RawDisk};
@@ -57,7 +57,7 @@ pub struct Programs {
 #[derive(Debug, Clone, Copy)]
 pub struct Policy {
     /// A server that was silent for so long hangs, and one whose oldest request was with its own
-    /// code for so long, unless the system holds one of its threads.
+    /// code for so long, unless the system holds one of its threads or gives it no processor.
     pub hang: Duration,
     /// So many failures...
     pub failures: usize,
@@ -156,6 +156,15 @@ pub struct Supervisor {
 enum End {
     Failed,
     Stopped,
+}
+
+/// Whether a server hangs.
+enum Hang {
+    No,
+    /// It is late, and the system holds it.
+    Held,
+    /// How that is seen.
+    Yes(String),
 }
 
 impl Supervisor {
@@ -275,29 +284,38 @@ impl Supervisor {
                 (self.report)(Event::Died(status.to_string()));
                 return Ok(End::Failed);
             }
-            let late = server.late(self.policy.hang);
-            let why = match (&self.stop, late) {
-                (Some(_), _) => None,
-                (None, None) => continue,
-                // To kill it would change nothing, and it may go on.
-                (None, Some(_)) if is_held(pid) => {
-                    if !std::mem::replace(&mut held, true) {
-                        (self.report)(Event::Held(pid.cast_signed()));
-                    }
-                    continue;
+            if self.stop.is_some() {
+                self.kill(server)?;
+                return Ok(End::Stopped);
+            }
+            match self.hang(server) {
+                Hang::No => {}
+                Hang::Held if held => {}
+                Hang::Held => {
+                    held = true;
+                    (self.report)(Event::Held(pid.cast_signed()));
                 }
-                (None, late) => late,
-            };
-            let end = match why {
-                Some(why) => {
+                Hang::Yes(why) => {
                     (self.report)(Event::Hung { pid, why });
-                    End::Failed
+                    self.kill(server)?;
+                    return Ok(End::Failed);
                 }
-                None => End::Stopped,
-            };
-            self.kill(server)?;
-            return Ok(end);
+            }
         }
+    }
+
+    fn hang(&self, server: &mut Watched) -> Hang {
+        let pid = server.child.id();
+        if server.late(self.policy.hang).is_none() || is_starved(pid) {
+            return Hang::No;
+        }
+        // To kill it would change nothing, and it may go on.
+        if is_held(pid) {
+            return Hang::Held;
+        }
+        // It may have been given a processor just before it was looked at.
+        server.listen(Duration::ZERO);
+        server.late(self.policy.hang).map_or(Hang::No, Hang::Yes)
     }
 
     /// Returns when it is dead: all of its threads.
