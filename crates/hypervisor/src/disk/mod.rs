@@ -4,9 +4,11 @@
 //! Both are one command: QEMU lets the disk's requests end, exchanges what is below, and goes on. Both
 //! may be asked for again when it is not known whether they were done.
 
+mod find;
 mod graph;
 mod nodes;
 
+pub use find::{FindError, find};
 pub use nodes::{DiskNodes, NodesError};
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};

@@ -7,7 +7,7 @@ use serde_json::{Map, Value};
 const KEPT: [&str; 4] = ["cache", "detect-zeroes", "discard", "read-only"];
 
 /// The nodes of a disk, each with the options that it was made with.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DiskNodes {
     pub(super) above: Above,
     pub(super) file: Map<String, Value>,
@@ -17,7 +17,7 @@ pub struct DiskNodes {
 }
 
 /// What stands on the node of the file.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) enum Above {
     /// A format node: its name and options.
     Format(String, Map<String, Value>),
@@ -30,11 +30,11 @@ pub(super) enum Above {
 #[error("this disk cannot be moved while it is in use: {0}")]
 pub struct NodesError(String);
 
-fn refuse<T>(why: impl Into<String>) -> Result<T, NodesError> {
+pub(super) fn refuse<T>(why: impl Into<String>) -> Result<T, NodesError> {
     Err(NodesError(why.into()))
 }
 
-fn text<'a>(options: &'a Map<String, Value>, key: &str) -> Option<&'a str> {
+pub(super) fn text<'a>(options: &'a Map<String, Value>, key: &str) -> Option<&'a str> {
     options.get(key).and_then(Value::as_str)
 }
 

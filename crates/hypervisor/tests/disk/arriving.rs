@@ -75,11 +75,11 @@ async fn arrives(emulator: &Path, setting: fn() -> Setting, iothread: bool, mome
     assert!(server.connections() >= 1);
     execute(&destination, "cont", json!({})).await;
     let load = Load::find(&destination).await;
-    load.goes_on(40).await;
+    load.goes_on(20).await;
     remove_all(&destination.qmp, &disks).await.unwrap();
     assert_eq!(destination.state().await, "running");
     assert_eq!(server.stop(PATIENCE), 0);
-    load.goes_on(40).await;
+    load.goes_on(20).await;
     let after = picture(&destination).await;
     execute(&destination, "stop", json!({})).await;
     load.check(&here.content());

@@ -48,7 +48,7 @@ async fn grows_through_the_front_end(emulator: &Path, iothread: bool, named: boo
             .await
             .unwrap();
         let length = std::fs::metadata(&setting.image).unwrap().len();
-        load.goes_on(40).await;
+        load.goes_on(20).await;
         let grown = std::fs::metadata(&setting.image).unwrap().len();
         assert!(grown > length, "the image does not grow");
         let refusal = remove(&qemu.qmp, &setting.nodes, &setting.front)
@@ -61,7 +61,7 @@ async fn grows_through_the_front_end(emulator: &Path, iothread: bool, named: boo
         assert_eq!(qemu.state().await, "running");
         nobody_is_connected(&server).await;
     }
-    load.goes_on(40).await;
+    load.goes_on(20).await;
     assert_same(&before, &picture(&qemu).await);
     let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
     stopped.await.unwrap();

@@ -2,7 +2,7 @@
 
 use crate::load::boot_disk;
 use crate::payload::{Payload, Qemu, Spec};
-use longhaul_hypervisor::disk::{DiskNodes, Front};
+use longhaul_hypervisor::disk::{DiskNodes, Front, find};
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
 use longhaul_storage::disk::{ExportSize, RawDisk};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Server};
@@ -159,7 +159,12 @@ impl Setting {
 
     /// A guest that has the disk, whose firmware does nothing with it.
     pub(crate) async fn guest(&self, emulator: &Path, iothread: bool) -> Qemu {
-        Qemu::running(&self.spec(emulator, iothread)).await
+        let qemu = Qemu::running(&self.spec(emulator, iothread)).await;
+        let line = std::fs::read_to_string(format!("/proc/{}/cmdline", qemu.pid())).unwrap();
+        let line: Vec<String> = line.split('\0').map(str::to_owned).collect();
+        let found = find(&qemu.qmp, &line, DEVICE).await.unwrap();
+        assert_eq!(found, self.nodes);
+        qemu
     }
 
     /// The same guest, to come from elsewhere, or to be started.
