@@ -2,9 +2,10 @@
 //!
 //! ```text
 //! source                                   destination
-//!   Offer ------------------------------->   checks, starts QEMU with -incoming
+//!   Offer ------------------------------->   checks
+//!   <--------------------- Launching | Refused
+//!   Start(prelude) ---------------------->   starts QEMU with -incoming; what comes meanwhile waits
 //!   <---------------------- Accepted | Refused
-//!   Start(prelude) ---------------------->   QEMU has the list of RAM blocks
 //!   ==== frames of blocks (bulk) ========>   decoded into the guest's RAM
 //!   <=== Acknowledgement (bulk) ==========
 //!   === pieces of Early (bulk) ==========>   what will seldom change until the end
@@ -113,14 +114,13 @@ pub enum ToDestination {
 pub enum ToSource {
     /// The answer to [`ToDestination::Query`].
     Answer(Answer),
-    /// QEMU waits for the guest; open the bulk connection with this token.
+    /// QEMU waits for the guest. Said again after each [`ToSource::Resumed`] that finds the attempt
+    /// receiving.
     Accepted {
         /// The machine as the destination's QEMU shows it.
         machine: Box<Machine>,
-        /// One-time token of the bulk connection.
-        bulk_token: Vec<u8>,
     },
-    /// The offer is not taken.
+    /// The offer is not taken, or QEMU could not be launched.
     Refused(Refusal),
     /// The attempt goes on over this connection.
     Resumed {
@@ -175,6 +175,11 @@ pub enum ToSource {
     Closed,
     /// What the guest's clock was found to be, where that can be known.
     Clock(GuestClock),
+    /// QEMU is being launched; open the bulk connection with this token, and send.
+    Launching {
+        /// One-time token of the bulk connection.
+        bulk_token: Vec<u8>,
+    },
 }
 
 /// How far an attempt is at the destination.

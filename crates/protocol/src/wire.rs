@@ -163,7 +163,7 @@ impl Message for ToDestination {
 impl Message for ToSource {
     fn check(&self) -> Result<(), WireError> {
         match self {
-            Self::Accepted { machine, .. } => check_machine(machine),
+            Self::Accepted { machine } => check_machine(machine),
             Self::Digests { range, .. } => check_range(range),
             _ => Ok(()),
         }

@@ -106,14 +106,16 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:offer",
             "d:before-record:began",
             "d:after-record:began",
+            "d:before-send:launching",
+            "s:after-receipt:launching",
         ],
     ),
     (
         Step::Sending,
         &[
+            "s:before-send:start",
             "d:before-send:accepted",
             "s:after-receipt:accepted",
-            "s:before-send:start",
             "d:after-receipt:start",
             "s:stopping:converged",
         ],

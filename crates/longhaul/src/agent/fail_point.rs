@@ -92,6 +92,7 @@ named! { ToSource in TO_SOURCE by to_source_name:
     AllPresent "all-present" [Destination],
     Closed "closed" [Destination],
     Clock "clock" [Destination],
+    Launching "launching" [Destination],
 }
 
 impl Named for ToDestination {

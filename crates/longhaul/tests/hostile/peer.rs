@@ -314,11 +314,11 @@ impl Bad {
         loop {
             let (mut sender, mut receiver) = self.channel().await.split();
             sender.send(&message).await.unwrap();
-            let answer = timeout(LIMIT, receiver.recv()).await.unwrap().unwrap();
-            match wire::decode(&answer.unwrap()).unwrap() {
-                ToSource::Accepted { bulk_token, .. } => {
-                    return (Call { sender, receiver }, bulk_token);
-                }
+            match next(&mut receiver).await {
+                ToSource::Launching { bulk_token } => match next(&mut receiver).await {
+                    ToSource::Accepted { .. } => return (Call { sender, receiver }, bulk_token),
+                    other => assert!(Instant::now() < deadline, "{other:?}"),
+                },
                 other => assert!(Instant::now() < deadline, "{other:?}"),
             }
             sleep(Duration::from_millis(100)).await;
@@ -342,6 +342,11 @@ impl Bad {
             .connect_bulk(&token, binding, BulkConfig::default())
             .await
     }
+}
+
+async fn next(receiver: &mut ChannelReceiver) -> ToSource {
+    let answer = timeout(LIMIT, receiver.recv()).await.unwrap().unwrap();
+    wire::decode(&answer.unwrap()).unwrap()
 }
 
 /// A guest as anybody could have it.

@@ -1,7 +1,7 @@
 //! A guest on its way in: one task from the offer to the running guest, or to nothing left over.
 //!
 //! ```text
-//! offer -> checks -> QEMU with -incoming -> Accepted
+//! offer -> checks -> Launching -> QEMU with -incoming -> Accepted
 //!   -> frames into RAM -> Complete -> QEMU loads -> [compared] -> READY -> COMMIT -> runs
 //! ```
 //!
@@ -29,15 +29,15 @@ use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, Refusal, RefusalCode, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::Journal;
-use longhaul_transport::{BulkBinding, BulkError, BulkReceiver, Permission};
+use longhaul_transport::{BulkError, BulkOffer, BulkReceiver, Permission};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{Instant, sleep_until};
 
-/// How long a token for a bulk connection is good.
-const BULK_WITHIN: Duration = Duration::from_secs(60);
+/// The epoch of the connection that brought the offer.
+const FIRST_EPOCH: Epoch = Epoch(1);
 /// A source's patience is believed up to this.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
 /// What the destination waits beyond the source's patience.
@@ -108,7 +108,7 @@ impl Arrival {
 pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer) {
     let peer = call.control.peer().host.clone();
     let span = (offer.migration, offer.guest.name.clone());
-    let prepared = match prepare(&context, &call, offer).await {
+    let prepared = match prepare(&context, &mut call, offer).await {
         Ok(prepared) => prepared,
         Err(refusal) => {
             tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
@@ -119,7 +119,8 @@ pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer)
             return;
         }
     };
-    prepared.run(call).await;
+    let (task, bulk) = prepared;
+    task.run(call, bulk).await;
 }
 
 fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
@@ -130,7 +131,12 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
     }
 }
 
-async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Task, Refusal> {
+/// What waits for the guest, and for the bulk connection that brings it.
+async fn prepare(
+    context: &Arc<Context>,
+    call: &mut Call,
+    offer: Offer,
+) -> Result<(Task, BulkOffer), Refusal> {
     let host = &context.parts.config.name;
     if !allows(&call.control, Permission::SendGuests) {
         let text = format!("{host} does not let this host send guests");
@@ -235,8 +241,8 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         paused: offer.paused,
     };
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let inbound = match Inbound::launch(context, &offer, &admission).await {
-        Ok(inbound) => inbound,
+    let (inbound, bulk) = match launch(context, call, &offer, &admission).await {
+        Ok(launched) => launched,
         Err(error) => {
             context.last_hook(&entry, Step::NotComing, next).await;
             let reason = error.to_string();
@@ -282,7 +288,7 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         settled_at: None,
         call: None,
         bulk: None,
-        epoch: Epoch(1),
+        epoch: FIRST_EPOCH,
         patience: patience + PATIENCE_MARGIN,
         lost_at: None,
         tail_bytes: None,
@@ -299,7 +305,20 @@ async fn prepare(context: &Arc<Context>, call: &Call, offer: Offer) -> Result<Ta
         admission,
         reservation,
     };
-    Ok(task)
+    Ok((task, bulk))
+}
+
+/// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
+async fn launch(
+    context: &Context,
+    call: &mut Call,
+    offer: &Offer,
+    admission: &Admission,
+) -> Result<(Inbound, BulkOffer), InboundError> {
+    let launching = |bulk_token| ToSource::Launching { bulk_token };
+    let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
+    let inbound = Inbound::launch(context, offer, admission).await?;
+    Ok((inbound, bulk))
 }
 
 /// Texts of peers and programs are cut before they are kept.
@@ -364,18 +383,20 @@ enum Happened {
 }
 
 impl Task {
-    async fn run(mut self, call: Call) {
-        let accepted = |bulk_token| ToSource::Accepted {
-            machine: Box::new(self.inbound.machine().clone()),
-            bulk_token,
-        };
-        let accepted = accepted(Vec::new());
-        self.connect(call, self.epoch, accepted).await;
+    async fn run(mut self, call: Call, bulk: BulkOffer) {
+        self.connected(call, FIRST_EPOCH, bulk);
+        self.accept().await;
         while !self.over() {
             let happened = self.wait().await;
             self.handle(happened).await;
         }
         self.end().await;
+    }
+
+    /// Says that the guest's QEMU waits.
+    async fn accept(&mut self) {
+        let machine = Box::new(self.inbound.machine().clone());
+        self.send(ToSource::Accepted { machine }).await;
     }
 
     fn over(&self) -> bool {
@@ -390,45 +411,28 @@ impl Task {
         }
     }
 
-    /// Takes a connection into use: answers on the channel with a token, and waits for the bulk
-    /// connection that brings it.
-    async fn connect(&mut self, mut call: Call, epoch: Epoch, answer: ToSource) {
+    /// Answers a source that is back with a token, and takes the connection that brings it into use.
+    async fn reconnect(&mut self, mut call: Call, epoch: Epoch) {
         self.disconnect();
         self.epoch = epoch;
+        self.inbound.receiving().connected(epoch);
+        let state = attempt_state(self.state());
+        let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
+        match call.expect_bulk(&self.offer, epoch, resumed).await {
+            Ok(bulk) => self.connected(call, epoch, bulk),
+            Err(error) => {
+                tracing::info!(%error, "the source cannot come back");
+                self.lost_at.get_or_insert_with(Instant::now);
+            }
+        }
+    }
+
+    /// Takes a connection into use, and waits for the bulk connection that belongs to it.
+    fn connected(&mut self, call: Call, epoch: Epoch, bulk: BulkOffer) {
         let receiving = self.inbound.receiving().clone();
         receiving.connected(epoch);
-        let binding = BulkBinding {
-            migration: self.offer.migration,
-            attempt: self.offer.attempt,
-            epoch,
-        };
-        let expected = match call.control.offer_bulk(binding, BULK_WITHIN) {
-            Ok(expected) => expected,
-            Err(error) => {
-                tracing::warn!(%error, "cannot expect a bulk connection");
-                self.lost_at.get_or_insert_with(Instant::now);
-                return;
-            }
-        };
-        let token = expected.token().to_bytes().to_vec();
-        let answer = match answer {
-            ToSource::Accepted { machine, .. } => ToSource::Accepted {
-                machine,
-                bulk_token: token,
-            },
-            ToSource::Resumed { state, .. } => ToSource::Resumed {
-                state,
-                bulk_token: token,
-            },
-            other => other,
-        };
-        if let Err(error) = call.sender.send(&answer).await {
-            tracing::info!(%error, "the source went before it was answered");
-            self.lost_at.get_or_insert_with(Instant::now);
-            return;
-        }
         self.bulk = Some(tokio::spawn(async move {
-            match expected.accept().await {
+            match bulk.accept().await {
                 Ok(bulk) => receive_from(&receiving, epoch, &bulk).await,
                 Err(error) => BulkEnd::Lost(error),
             }
@@ -569,14 +573,11 @@ impl Task {
             }
             return;
         }
-        let state = attempt_state(self.state());
-        let answer = ToSource::Resumed {
-            bulk_token: Vec::new(),
-            state,
-        };
-        self.connect(call, epoch, answer).await;
-        let loaded = self.loaded && self.is_waiting();
-        if loaded {
+        self.reconnect(call, epoch).await;
+        if matches!(self.state(), DestinationState::Receiving { .. }) {
+            self.accept().await;
+        }
+        if self.loaded && self.is_waiting() {
             self.send(ToSource::Loaded).await;
         }
         self.step(DestinationEvent::Asked).await;

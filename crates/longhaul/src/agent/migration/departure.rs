@@ -6,9 +6,11 @@
 //! ```
 //!
 //! One loop owns everything: it waits for what happens, tells the engine and the hand-over, and
-//! does what they say. A lost connection is made again beside it, within patience.
+//! does what they say. A lost connection is made again beside it, within patience. Blocks are sent
+//! while the destination still launches its QEMU; the guest is not stopped before that waits for it.
 
 mod handover;
+mod launching;
 mod show;
 mod stopping;
 
@@ -97,6 +99,8 @@ pub(super) struct Departure {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
+    /// Since when the destination launches its QEMU; none once it has accepted the guest.
+    launching: Option<Instant>,
     /// The pass after which another was asked for, and when.
     asked_pass: Option<(u32, Instant)>,
     disks: Disks,
@@ -137,7 +141,7 @@ enum BulkOrWire {
 }
 
 impl Departure {
-    /// Takes over from preparing: the destination waits, the source's QEMU tracks writes.
+    /// Takes over from preparing: the destination launches its QEMU, the source's tracks writes.
     pub(super) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();
         if let Some(line) = &session.line {
@@ -161,6 +165,7 @@ impl Departure {
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
+            launching: Some(now),
             asked_pass: None,
             disks: Disks::default(),
             early: None,
@@ -281,6 +286,7 @@ impl Departure {
 
     async fn tick(&mut self) {
         self.watch_patience().await;
+        self.watch_launch().await;
         if self.retry_at.elapsed() >= RETRY_EVERY {
             self.retry_at = Instant::now();
             retry_source(self).await;
@@ -330,11 +336,7 @@ impl Departure {
                     self.read_pass().await;
                 }
             }
-            Advice::Stop(reason) => {
-                if self.session.is_some() {
-                    self.stop(reason).await;
-                }
-            }
+            Advice::Stop(reason) => self.stop_if_it_may(reason).await,
         }
     }
 
@@ -346,7 +348,7 @@ impl Departure {
         if asked_for != pass {
             self.asked_pass = Some((pass, Instant::now()));
         } else if at.elapsed() > PASS_WITHIN {
-            return self.stop(StopReason::LocalMinimum).await;
+            return self.stop_if_it_may(StopReason::LocalMinimum).await;
         }
         self.task.outbound.next_pass();
     }
@@ -418,9 +420,11 @@ impl Departure {
             }
             ToSource::Summary(summary) => self.summary = Some(summary),
             ToSource::Clock(clock) => self.tell_clock(clock),
+            ToSource::Accepted { machine } => self.accepted(&machine).await,
+            ToSource::Refused(refusal) if self.launching.is_some() => self.refused(refusal).await,
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
-            | ToSource::Accepted { .. }
+            | ToSource::Launching { .. }
             | ToSource::Refused(_)
             | ToSource::Resumed { .. } => {
                 let error = "an answer that nothing was asked for";

@@ -4,6 +4,7 @@ use super::Context;
 use super::allowance::Admission;
 use super::gang::{Look, Shown};
 use super::meter::{Meter, Usage};
+use super::peer::ExpectError;
 use super::receive::{Receiving, Store};
 use super::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
@@ -34,6 +35,9 @@ pub(super) enum InboundError {
     /// QEMU did not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
+    /// The source cannot send.
+    #[error(transparent)]
+    Expect(#[from] ExpectError),
     /// It is not the same machine.
     #[error("the machine here would not be the same: {}", differences(.0))]
     Different(Vec<Difference>),

@@ -6,10 +6,12 @@ use super::arrival;
 use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
 use longhaul_engine::handover::DestinationState;
-use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
+use longhaul_protocol::message::{AttemptState, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
-use longhaul_transport::{Channel, CloseCode, Control, Permission};
+use longhaul_transport::{
+    BulkBinding, BulkError, BulkOffer, Channel, CloseCode, Control, Permission,
+};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -18,11 +20,45 @@ const FIRST_MESSAGE: Duration = Duration::from_secs(20);
 /// ... and a conversation about an attempt without a task goes on within this time.
 const NEXT_MESSAGE: Duration = Duration::from_secs(30);
 
+/// How long a token for a bulk connection is good.
+const BULK_WITHIN: Duration = Duration::from_secs(60);
+
 /// A channel whose first message was read.
 pub(super) struct Call {
     pub(super) control: Control,
     pub(super) sender: Sender<ToSource>,
     pub(super) receiver: Receiver<ToDestination>,
+}
+
+/// Why a source that is there cannot send blocks.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum ExpectError {
+    /// It cannot be let in.
+    #[error("cannot expect a bulk connection: {0}")]
+    Bulk(#[from] BulkError),
+    /// It went.
+    #[error("the source went before it was answered: {0}")]
+    Talk(#[from] TalkError),
+}
+
+impl Call {
+    /// Answers with a token, for a bulk connection of this epoch.
+    pub(super) async fn expect_bulk(
+        &mut self,
+        offer: &Offer,
+        epoch: Epoch,
+        answer: impl FnOnce(Vec<u8>) -> ToSource,
+    ) -> Result<BulkOffer, ExpectError> {
+        let binding = BulkBinding {
+            migration: offer.migration,
+            attempt: offer.attempt,
+            epoch,
+        };
+        let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
+        let token = bulk.token().to_bytes().to_vec();
+        self.sender.send(&answer(token)).await?;
+        Ok(bulk)
+    }
 }
 
 /// Takes connections until the endpoint is closed.

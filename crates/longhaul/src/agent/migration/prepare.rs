@@ -9,7 +9,7 @@ use super::outbound::Outbound;
 use super::plan::{self, Look};
 use super::registry::{Reservation, Taken};
 use super::send::{Encoding, Sending};
-use super::session::{self, Session, SessionError};
+use super::session::{self, Session};
 use super::settling::Settling;
 use super::throttle::Share;
 use super::{Context, Holder, convergence, failure};
@@ -294,7 +294,7 @@ impl Preparing {
         Ok((task, session))
     }
 
-    /// The destination waits, the machines are the same, QEMU tracks writes.
+    /// The destination launches its QEMU and takes blocks, the source's QEMU tracks writes.
     async fn begin(
         &self,
         control: Control,
@@ -304,15 +304,10 @@ impl Preparing {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
         let offered = session::offer(control, offer, limit);
-        // The guest is looked at while the destination launches its QEMU, and nobody waits for that.
+        // The guest is looked at while the destination is asked, and nobody waits for that.
         let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
-        let (mut session, machine) = offered.map_err(|error| self.refused(&error))?;
-        if let Some(difference) = machine.differences(&offer.machine).into_iter().next() {
-            withdraw(&mut session, &difference.text).await;
-            let text = format!("{host} would run another machine: {}", difference.text);
-            return Err(ApiError::new(ErrorCode::Refused, text).hint(difference.hint));
-        }
+        let mut session = offered.map_err(|error| failure::session(host, &error))?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
         if let Err(error) = outbound.start(slow_at_most).await {
             withdraw(&mut session, "the source's QEMU cannot begin").await;
@@ -355,10 +350,6 @@ impl Preparing {
                 Err(failure::cancelled(why.as_deref().unwrap_or_default()))
             }
         }
-    }
-
-    fn refused(&self, error: &SessionError) -> ApiError {
-        failure::session(&self.candidate.host.name, error)
     }
 }
 

@@ -3,7 +3,6 @@
 use super::Context;
 use super::send::Line;
 use super::talk::{self, Receiver, Sender, TalkError};
-use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
@@ -11,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::sleep;
 
-/// The destination has to launch a QEMU before it answers an offer.
-const OFFER_WITHIN: Duration = Duration::from_secs(120);
+/// The destination runs hooks before it answers an offer, and launches a QEMU before it accepts it.
+pub(super) const OFFER_WITHIN: Duration = Duration::from_secs(120);
 /// Any other answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// Between two tries to connect again.
@@ -64,25 +63,22 @@ pub(super) struct Attempted {
     pub(super) host: String,
 }
 
-/// Makes an offer. The machine is the destination's.
+/// Makes an offer. The destination has yet to accept it, and takes blocks already.
 pub(super) async fn offer(
     control: Control,
     offer: &Offer,
     bandwidth_bps: Option<u64>,
-) -> Result<(Session, Machine), SessionError> {
+) -> Result<Session, SessionError> {
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
     sender
         .send(&ToDestination::Offer(Box::new(offer.clone())))
         .await?;
-    let (machine, token) = match receiver.recv_within(OFFER_WITHIN).await? {
-        ToSource::Accepted {
-            machine,
-            bulk_token,
-        } => (*machine, bulk_token),
+    let token = match receiver.recv_within(OFFER_WITHIN).await? {
+        ToSource::Launching { bulk_token } => bulk_token,
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
         _ => {
             return Err(SessionError::Protocol(
-                "an offer is answered by Accepted or Refused",
+                "an offer is answered by Launching or Refused",
             ));
         }
     };
@@ -92,15 +88,12 @@ pub(super) async fn offer(
         epoch: Epoch(1),
     };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
-    Ok((
-        Session {
-            control,
-            sender,
-            receiver,
-            line: Some(line),
-        },
-        machine,
-    ))
+    Ok(Session {
+        control,
+        sender,
+        receiver,
+        line: Some(line),
+    })
 }
 
 async fn bulk(

@@ -306,6 +306,7 @@ impl Settling {
             | ToSource::Digests { .. }
             | ToSource::Resumed { .. }
             | ToSource::Answer(_)
+            | ToSource::Launching { .. }
             | ToSource::Accepted { .. }
             | ToSource::Refused(_) => {}
         }

@@ -68,8 +68,15 @@ impl Departure {
         self.early = Some(early);
     }
 
+    /// Stops the guest, if there is somebody who waits for it.
+    pub(super) async fn stop_if_it_may(&mut self, reason: StopReason) {
+        if self.session.is_some() && self.launching.is_none() {
+            self.stop(reason).await;
+        }
+    }
+
     /// Stops the guest, and sends what is left.
-    pub(super) async fn stop(&mut self, reason: StopReason) {
+    async fn stop(&mut self, reason: StopReason) {
         if let Err(error) = self.hook(Step::Stopping).await {
             return self.fail(error).await;
         }

@@ -1,0 +1,44 @@
+//! While the destination launches its QEMU: blocks travel already, and what comes of it is heard.
+
+use super::Departure;
+use crate::agent::migration::failure;
+use crate::agent::migration::session::{OFFER_WITHIN, SessionError};
+use crate::agent::migration::talk::TalkError;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_engine::handover::SourceEvent;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::Refusal;
+
+impl Departure {
+    /// The destination's QEMU waits for the guest. Heard again after each new connection.
+    pub(super) async fn accepted(&mut self, machine: &Machine) {
+        if self.launching.take().is_none() {
+            return;
+        }
+        let differences = machine.differences(&self.task.offer.machine);
+        if let Some(difference) = differences.into_iter().next() {
+            let host = &self.task.host;
+            let text = format!("{host} would run another machine: {}", difference.text);
+            let error = ApiError::new(ErrorCode::Refused, text).hint(difference.hint);
+            self.fail(error).await;
+        }
+    }
+
+    /// The destination could not launch its QEMU, and has ended the attempt.
+    pub(super) async fn refused(&mut self, refusal: Refusal) {
+        let refused = SessionError::Refused(refusal);
+        self.failure
+            .get_or_insert_with(|| failure::session(&self.task.host, &refused));
+        let attempt = self.task.offer.attempt;
+        self.step(SourceEvent::PeerAborted(attempt)).await;
+    }
+
+    /// A destination that does not get its QEMU launched is not waited for without end.
+    pub(super) async fn watch_launch(&mut self) {
+        let late = |since: &tokio::time::Instant| since.elapsed() > OFFER_WITHIN;
+        if self.session.is_some() && self.launching.as_ref().is_some_and(late) {
+            let silent = SessionError::Talk(TalkError::Silent(OFFER_WITHIN));
+            self.fail(failure::session(&self.task.host, &silent)).await;
+        }
+    }
+}
