@@ -32,7 +32,7 @@ fn nbdinfo_sees_the_disk_and_what_it_can_do() {
         return;
     };
     let (served, _path) = Served::image(8 * MIB + 512);
-    let text = succeed(nbdinfo.arg("--json").arg(served.uri()));
+    let text = succeed(nbdinfo.args(["--json", "--no-content"]).arg(served.uri()));
     let json: serde_json::Value = serde_json::from_str(&text).unwrap();
     assert_eq!(json["protocol"], "newstyle-fixed");
     assert_eq!(json["TLS"], false);
