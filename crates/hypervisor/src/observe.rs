@@ -64,23 +64,28 @@ pub struct Blocker {
     pub hint: String,
 }
 
+/// Reads the machine of a running QEMU, and what of it cannot be moved; that is empty where everything
+/// can.
+pub async fn examine(qmp: &Qmp) -> Result<(Machine, Vec<Blocker>), QmpError> {
+    let (machine, signs) = tokio::try_join!(observe(qmp), Signs::read(qmp))?;
+    let blockers = signs.blockers(qmp, &machine).await?;
+    Ok((machine, blockers))
+}
+
 /// Reads the machine of a running QEMU.
+///
+/// A busy QEMU takes its time for each question that comes alone, so all that can be are put at once.
 pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
-    let cpus = list(
-        &ask(qmp, "query-cpus-fast", json!({})).await?,
-        "query-cpus-fast",
+    let machine_type = json!({"path": "/machine", "property": "type"});
+    let (machine_type, kvm, blocks, devices, cpus) = tokio::try_join!(
+        ask(qmp, "qom-get", machine_type),
+        ask(qmp, "query-kvm", json!({})),
+        qmp.hmp("info ramblock", COMMAND_TIMEOUT),
+        devices(qmp),
+        cpus(qmp),
     )?;
-    let first = cpus.first().and_then(|cpu| cpu["qom-path"].as_str());
-    let first = first.ok_or_else(|| not_understood("query-cpus-fast", "it names no vCPU"))?;
-    let machine_type = ask(
-        qmp,
-        "qom-get",
-        json!({"path": "/machine", "property": "type"}),
-    )
-    .await?;
+    let (vcpus, cpu_properties) = cpus;
     let machine_type = machine_type.as_str().unwrap_or_default();
-    let kvm = ask(qmp, "query-kvm", json!({})).await?;
-    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
     Ok(Machine {
         qemu: qmp.version().to_string(),
         machine_type: machine_type.trim_end_matches("-machine").to_owned(),
@@ -89,10 +94,10 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
             _ => "tcg",
         }
         .to_owned(),
-        vcpus: u32::try_from(cpus.len()).unwrap_or(u32::MAX),
-        ram_blocks: ram_blocks(&qmp.hmp("info ramblock", COMMAND_TIMEOUT).await?)?,
-        devices: devices(qmp, &networks).await?,
-        cpu_properties: cpu_properties(qmp, first).await?,
+        vcpus: u32::try_from(vcpus).unwrap_or(u32::MAX),
+        ram_blocks: ram_blocks(&blocks)?,
+        devices,
+        cpu_properties,
     })
 }
 
@@ -143,19 +148,21 @@ fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
     Some((name.trim(), number.checked_mul(1 << shift)?))
 }
 
-async fn devices(qmp: &Qmp, networks: &str) -> Result<BTreeMap<String, Device>, QmpError> {
+async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
+    let (networks, named, unnamed, buses, unattached) = tokio::try_join!(
+        qmp.hmp("info network", COMMAND_TIMEOUT),
+        peripherals(qmp, "peripheral", ""),
+        peripherals(qmp, "peripheral-anon", "unnamed "),
+        ask(qmp, "query-pci", json!({})),
+        children(qmp, "/machine/unattached"),
+    )?;
     let mut devices = BTreeMap::new();
-    for (container, prefix) in [("peripheral", ""), ("peripheral-anon", "unnamed ")] {
-        let path = format!("/machine/{container}");
-        for (name, mut kind) in children(qmp, &path).await? {
-            if kind.starts_with("virtio-net") && !has_offloads(networks, &name) {
-                kind.push_str(" without offloads");
-            }
-            let address = address(qmp, &format!("{path}/{name}")).await?;
-            devices.insert(format!("{prefix}{name}"), Device { kind, address });
+    for (label, name, mut device) in named.into_iter().chain(unnamed) {
+        if device.kind.starts_with("virtio-net") && !has_offloads(&networks, &name) {
+            device.kind.push_str(" without offloads");
         }
+        devices.insert(label, device);
     }
-    let buses = ask(qmp, "query-pci", json!({})).await?;
     for bus in list(&buses, "query-pci")? {
         // A bridge's bus has a number only once firmware gave it one, and sits on a named device.
         if bus["bus"].as_u64() == Some(0) {
@@ -163,7 +170,7 @@ async fn devices(qmp: &Qmp, networks: &str) -> Result<BTreeMap<String, Device>, 
         }
     }
     let mut counts: BTreeMap<String, u32> = BTreeMap::new();
-    for (_, kind) in children(qmp, "/machine/unattached").await? {
+    for (_, kind) in unattached {
         if OPTIONAL_DEVICES.contains(&kind.as_str()) {
             let count = counts.entry(kind.clone()).or_default();
             devices.insert(
@@ -181,6 +188,24 @@ async fn devices(qmp: &Qmp, networks: &str) -> Result<BTreeMap<String, Device>, 
         return Err(not_understood("qom-list", &why));
     }
     Ok(devices)
+}
+
+/// The devices in a container of the machine: what they are called, here and by QEMU.
+async fn peripherals(
+    qmp: &Qmp,
+    container: &str,
+    prefix: &str,
+) -> Result<Vec<(String, String, Device)>, QmpError> {
+    let path = format!("/machine/{container}");
+    let path = path.as_str();
+    let questions = children(qmp, path).await?.into_iter().map(|(name, kind)| {
+        let ask = async move {
+            let address = address(qmp, &format!("{path}/{name}")).await?;
+            Ok((format!("{prefix}{name}"), name, Device { kind, address }))
+        };
+        ask.boxed()
+    });
+    at_once(questions.collect()).await
 }
 
 /// Whether a network card sits on a TAP device, which takes work off the guest.
@@ -265,10 +290,25 @@ fn built_in(bus: &Value) -> Vec<(String, Device)> {
     functions.iter().filter_map(entry).collect()
 }
 
-async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String>, QmpError> {
+/// How many vCPUs there are, and what the first of them is.
+async fn cpus(qmp: &Qmp) -> Result<(usize, BTreeMap<String, String>), QmpError> {
     // Expanding the empty model lists every feature bit by the one name that is not an alias.
     let model = json!({"type": "static", "model": {"name": "base"}});
-    let expanded = ask(qmp, "query-cpu-model-expansion", model).await?;
+    let (cpus, expanded) = tokio::try_join!(
+        ask(qmp, "query-cpus-fast", json!({})),
+        ask(qmp, "query-cpu-model-expansion", model),
+    )?;
+    let cpus = list(&cpus, "query-cpus-fast")?;
+    let first = cpus.first().and_then(|cpu| cpu["qom-path"].as_str());
+    let first = first.ok_or_else(|| not_understood("query-cpus-fast", "it names no vCPU"))?;
+    Ok((cpus.len(), cpu_properties(qmp, first, &expanded).await?))
+}
+
+async fn cpu_properties(
+    qmp: &Qmp,
+    path: &str,
+    expanded: &Value,
+) -> Result<BTreeMap<String, String>, QmpError> {
     let features = expanded["model"]["props"].as_object();
     let features = features
         .ok_or_else(|| not_understood("query-cpu-model-expansion", "it lists no properties"))?;
@@ -287,20 +327,22 @@ async fn cpu_properties(qmp: &Qmp, path: &str) -> Result<BTreeMap<String, String
         let why = format!("a CPU has more than {CPU_PROPERTIES_MAX} properties");
         return Err(not_understood("qom-list", &why));
     }
-    // Boxed, so that the compiler sees at once that they may move between threads.
-    let questions: Vec<BoxFuture<'_, _>> = names
-        .into_iter()
-        .map(|name| {
-            let ask = async move { Ok((name, property(qmp, path, name).await?)) };
-            ask.boxed()
-        })
-        .collect();
-    let answers: Vec<(&str, Option<Value>)> = stream::iter(questions)
-        .buffer_unordered(QUESTIONS_AT_ONCE)
-        .try_collect()
-        .await?;
+    let questions = names.into_iter().map(|name| {
+        let ask = async move { Ok((name, property(qmp, path, name).await?)) };
+        ask.boxed()
+    });
+    let answers: Vec<(&str, Option<Value>)> = at_once(questions.collect()).await?;
     let shown = |(name, value): (&str, Option<Value>)| Some((name.to_owned(), shown(&value?)));
     Ok(answers.into_iter().filter_map(shown).collect())
+}
+
+/// The answers to many questions, in their order. Boxed, so that the compiler sees at once that they
+/// may move between threads.
+async fn at_once<T: Send>(
+    questions: Vec<BoxFuture<'_, Result<T, QmpError>>>,
+) -> Result<Vec<T>, QmpError> {
+    let answers = stream::iter(questions).buffered(QUESTIONS_AT_ONCE);
+    answers.try_collect().await
 }
 
 fn shown(value: &Value) -> String {
@@ -312,35 +354,53 @@ fn shown(value: &Value) -> String {
     }
 }
 
-/// What of a guest cannot be moved; empty where everything can.
-pub async fn blockers(qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, QmpError> {
-    let migration = ask(qmp, "query-migrate", json!({})).await?;
-    let reasons = migration["blocked-reasons"].as_array().cloned();
-    let reasons: Vec<String> = reasons
-        .unwrap_or_default()
-        .iter()
-        .filter_map(|reason| reason.as_str().map(str::to_owned))
-        .collect();
-    let guard = "confidential-guest-support";
-    let guard = property(qmp, "/machine", guard).await?;
-    let guard = guard.as_ref().and_then(Value::as_str).unwrap_or_default();
-    let networks = qmp.hmp("info network", COMMAND_TIMEOUT).await?;
-    let mut found = blockers_of(machine, &reasons, guard, &networks);
-    let huge = |block: &RamBlock| block.page_bytes > BLOCK_SIZE as u64;
-    if machine.ram_blocks.values().any(huge) && tells_free_pages(qmp).await? {
-        let capabilities = ask(qmp, "query-migrate-capabilities", json!({})).await?;
-        let mut capabilities = list(&capabilities, "query-migrate-capabilities")?.into_iter();
-        if !capabilities.any(|one| one["capability"] == "switchover-ack") {
-            found.push(Blocker {
-                text:
-                    "its balloon tells which pages are free (free-page-hint), and its memory is in \
-                       huge pages: this QEMU cannot move it with both"
-                        .to_owned(),
-                hint: "start it without one of them, or with QEMU 8.1 or newer".to_owned(),
-            });
-        }
+/// What QEMU says of a guest that cannot be moved.
+struct Signs {
+    reasons: Vec<String>,
+    confidential_guest: String,
+    networks: String,
+}
+
+impl Signs {
+    async fn read(qmp: &Qmp) -> Result<Self, QmpError> {
+        let (migration, guard, networks) = tokio::try_join!(
+            ask(qmp, "query-migrate", json!({})),
+            property(qmp, "/machine", "confidential-guest-support"),
+            qmp.hmp("info network", COMMAND_TIMEOUT),
+        )?;
+        let reasons = migration["blocked-reasons"].as_array();
+        let reasons = reasons.into_iter().flatten().filter_map(Value::as_str);
+        let guard = guard.as_ref().and_then(Value::as_str);
+        Ok(Self {
+            reasons: reasons.map(str::to_owned).collect(),
+            confidential_guest: guard.unwrap_or_default().to_owned(),
+            networks,
+        })
     }
-    Ok(found)
+
+    async fn blockers(&self, qmp: &Qmp, machine: &Machine) -> Result<Vec<Blocker>, QmpError> {
+        let mut found = blockers_of(
+            machine,
+            &self.reasons,
+            &self.confidential_guest,
+            &self.networks,
+        );
+        let huge = |block: &RamBlock| block.page_bytes > BLOCK_SIZE as u64;
+        if machine.ram_blocks.values().any(huge) && tells_free_pages(qmp).await? {
+            let capabilities = ask(qmp, "query-migrate-capabilities", json!({})).await?;
+            let mut capabilities = list(&capabilities, "query-migrate-capabilities")?.into_iter();
+            if !capabilities.any(|one| one["capability"] == "switchover-ack") {
+                found.push(Blocker {
+                    text:
+                        "its balloon tells which pages are free (free-page-hint), and its memory \
+                           is in huge pages: this QEMU cannot move it with both"
+                            .to_owned(),
+                    hint: "start it without one of them, or with QEMU 8.1 or newer".to_owned(),
+                });
+            }
+        }
+        Ok(found)
+    }
 }
 
 fn blockers_of(

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 async fn machine(description: &GuestDescription, emulator: &str, role: Role) -> Machine {
     let host = Host::new();
     let (guest, qmp) = host.launch(description, emulator, role).await.unwrap();
-    let machine = observe::observe(&qmp).await.unwrap();
-    assert_eq!(observe::blockers(&qmp, &machine).await.unwrap(), []);
+    let (machine, blockers) = observe::examine(&qmp).await.unwrap();
+    assert_eq!(blockers, []);
     guest.stop(Some(&qmp)).await.unwrap();
     machine
 }

@@ -1,6 +1,6 @@
 //! What a running QEMU says of itself, as far as its guest is to be made again elsewhere.
 
-use crate::observe::{Blocker, blockers, children, observe, property};
+use crate::observe::{Blocker, children, examine, property};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::hardware::Topology;
 use longhaul_protocol::machine::Machine;
@@ -66,8 +66,7 @@ const PLACES: [&str; 8] = [
 
 /// Asks everything. Changes nothing.
 pub(super) async fn look(qmp: &Qmp) -> Result<Found, QmpError> {
-    let machine = observe(qmp).await?;
-    let blockers = blockers(qmp, &machine).await?;
+    let (machine, blockers) = examine(qmp).await?;
     let (topology, absent_vcpus, cpu) = cpus(qmp).await?;
     let memory = qmp.query("query-memory-size-summary").await?;
     let uuid = qmp.query("query-uuid").await?;

@@ -13,7 +13,7 @@ use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
-use longhaul_hypervisor::observe::{Blocker, blockers, observe};
+use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
@@ -124,14 +124,14 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
-/// What keeps a guest from being moved, whoever started it.
-pub(super) async fn all_blockers(
+/// A guest's machine, and what keeps it from being moved, whoever started it.
+pub(super) async fn examine(
     context: &Context,
     guest: &Guest,
     qmp: &Qmp,
-    machine: &Machine,
-) -> Result<Vec<Blocker>, ApiError> {
-    let mut found = blockers(qmp, machine).await.map_err(|error| qemu(&error))?;
+) -> Result<(Machine, Vec<Blocker>), ApiError> {
+    let examined = observe::examine(qmp).await;
+    let (machine, mut found) = examined.map_err(|error| qemu(&error))?;
     let config = &context.parts.config.hypervisor;
     let more = look_again(guest, qmp, config).await;
     let more = more.map_err(crate::agent::attach::into_api)?;
@@ -139,7 +139,7 @@ pub(super) async fn all_blockers(
     // Those of every guest are among those of a guest that something else started.
     let mut seen = BTreeSet::new();
     found.retain(|blocker| seen.insert(blocker.text.clone()));
-    Ok(found)
+    Ok((machine, found))
 }
 
 async fn look_here(
@@ -152,12 +152,11 @@ async fn look_here(
         .connect()
         .await
         .map_err(|error| qemu(&error))?;
-    let machine = observe(&qmp).await.map_err(|error| qemu(&error))?;
+    let (machine, blockers) = examine(context, &candidate.guest, &qmp).await?;
     plan.qemu = Some(machine.qemu.clone());
     plan.machine_type = Some(machine.machine_type.clone());
     plan.accelerator = Some(machine.accelerator.clone());
     plan.vcpus = Some(machine.vcpus);
-    let blockers = all_blockers(context, &candidate.guest, &qmp, &machine).await?;
     if blockers.is_empty() {
         plan.checks
             .push(Check::ok("devices", "all devices can be moved"));

@@ -22,7 +22,6 @@ use longhaul_engine::source::Source;
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
 use longhaul_hypervisor::memory;
-use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::message::{Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
@@ -180,12 +179,11 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
-        let machine = observe(&qmp).await.map_err(|error| qemu(&error))?;
-        let blockers = plan::all_blockers(&self.context, guest, &qmp, &machine).await?;
+        let ((machine, blockers), paused) =
+            tokio::try_join!(plan::examine(&self.context, guest, &qmp), is_paused(&qmp))?;
         if let Some(blocker) = blockers.into_iter().next() {
             return Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint));
         }
-        let paused = is_paused(&qmp).await?;
         let next = Generation(generation.0 + 1);
         let leaving = self
             .context
