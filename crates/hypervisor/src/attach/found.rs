@@ -66,27 +66,28 @@ const PLACES: [&str; 8] = [
 
 /// Asks everything. Changes nothing.
 pub(super) async fn look(qmp: &Qmp) -> Result<Found, QmpError> {
-    let (machine, blockers) = examine(qmp).await?;
-    let (topology, absent_vcpus, cpu) = cpus(qmp).await?;
-    let memory = qmp.query("query-memory-size-summary").await?;
-    let uuid = qmp.query("query-uuid").await?;
+    let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks) = tokio::try_join!(
+        examine(qmp),
+        cpus(qmp),
+        qmp.query("query-memory-size-summary"),
+        qmp.query("query-uuid"),
+        devices(qmp, "/machine/peripheral"),
+        devices(qmp, "/machine/peripheral-anon"),
+        children(qmp, "/machine/unattached"),
+        media(qmp),
+        qmp.hmp("info network", COMMAND_TIMEOUT),
+    )?;
+    let (machine, blockers) = examined;
+    let (topology, absent_vcpus, cpu) = cpus;
     let uuid = uuid["UUID"].as_str().unwrap_or_default();
-    let mut named = BTreeMap::new();
-    for (name, kind) in children(qmp, "/machine/peripheral").await? {
-        let path = format!("/machine/peripheral/{name}");
-        named.insert(name, seen(qmp, path, kind).await?);
-    }
-    let mut unnamed = Vec::new();
-    for (name, kind) in children(qmp, "/machine/peripheral-anon").await? {
-        let number = name
-            .strip_prefix("device[")
-            .and_then(|name| name.strip_suffix(']'));
-        let number: usize = number
-            .and_then(|number| number.parse().ok())
-            .unwrap_or(usize::MAX);
-        let path = format!("/machine/peripheral-anon/{name}");
-        unnamed.push((number, seen(qmp, path, kind).await?));
-    }
+    let number = |name: &str| {
+        let number = name.strip_prefix("device[")?.strip_suffix(']')?;
+        number.parse().ok()
+    };
+    let mut unnamed: Vec<(usize, Seen)> = unnamed
+        .into_iter()
+        .map(|(name, seen)| (number(&name).unwrap_or(usize::MAX), seen))
+        .collect();
     unnamed.sort_by_key(|(number, _)| *number);
     Ok(Found {
         machine,
@@ -99,16 +100,22 @@ pub(super) async fn look(qmp: &Qmp) -> Result<Found, QmpError> {
             .chars()
             .any(|c| !matches!(c, '0' | '-'))
             .then(|| uuid.to_owned()),
-        named,
+        named: named.into_iter().collect(),
         unnamed: unnamed.into_iter().map(|(_, seen)| seen).collect(),
-        onboard: children(qmp, "/machine/unattached")
-            .await?
-            .into_iter()
-            .map(|(_, kind)| kind)
-            .collect(),
-        media: media(qmp).await?,
-        networks: qmp.hmp("info network", COMMAND_TIMEOUT).await?,
+        onboard: onboard.into_iter().map(|(_, kind)| kind).collect(),
+        media,
+        networks,
     })
+}
+
+/// The devices in a container of the machine.
+async fn devices(qmp: &Qmp, container: &str) -> Result<Vec<(String, Seen)>, QmpError> {
+    let mut devices = Vec::new();
+    for (name, kind) in children(qmp, container).await? {
+        let path = format!("{container}/{name}");
+        devices.push((name, seen(qmp, path, kind).await?));
+    }
+    Ok(devices)
 }
 
 async fn seen(qmp: &Qmp, path: String, kind: String) -> Result<Seen, QmpError> {

@@ -296,15 +296,15 @@ pub async fn learn(
     })
 }
 
-/// What has come since a guest was attached to, or keeps it from being moved; empty for guests that
-/// Longhaul launched.
+/// The machine of a guest that was attached to, and what has come since or keeps it from being moved;
+/// nothing for guests that Longhaul launched.
 pub async fn look_again(
     guest: &Guest,
     qmp: &Qmp,
     config: &HostConfig,
-) -> Result<Vec<Blocker>, AttachGuestError> {
+) -> Result<Option<(Machine, Vec<Blocker>)>, AttachGuestError> {
     let (Some(pid), Some(_)) = (guest.pid(), &guest.record().attached) else {
-        return Ok(Vec::new());
+        return Ok(None);
     };
     let learned = learn(guest.name(), qmp, pid, config).await?;
     let mut refusals = learned.refusals;
@@ -315,7 +315,7 @@ pub async fn look_again(
             hint: format!("longhaul guests detach {name}, and attach to it again"),
         });
     }
-    Ok(refusals)
+    Ok(Some((learned.machine, refusals)))
 }
 
 /// A process's words, the program first.

@@ -20,7 +20,6 @@ use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
-use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,16 +129,13 @@ pub(super) async fn examine(
     guest: &Guest,
     qmp: &Qmp,
 ) -> Result<(Machine, Vec<Blocker>), ApiError> {
-    let examined = observe::examine(qmp).await;
-    let (machine, mut found) = examined.map_err(|error| qemu(&error))?;
     let config = &context.parts.config.hypervisor;
-    let more = look_again(guest, qmp, config).await;
-    let more = more.map_err(crate::agent::attach::into_api)?;
-    found.extend(more);
-    // Those of every guest are among those of a guest that something else started.
-    let mut seen = BTreeSet::new();
-    found.retain(|blocker| seen.insert(blocker.text.clone()));
-    Ok((machine, found))
+    let attached = look_again(guest, qmp, config).await;
+    if let Some(examined) = attached.map_err(crate::agent::attach::into_api)? {
+        return Ok(examined);
+    }
+    let examined = observe::examine(qmp).await;
+    examined.map_err(|error| qemu(&error))
 }
 
 async fn look_here(
