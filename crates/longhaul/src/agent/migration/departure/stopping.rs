@@ -15,6 +15,8 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
+/// The guest's disks are flushed once what is left would travel in so much time.
+const FLUSH_WITHIN: Duration = Duration::from_secs(3);
 /// Between two flushes of the guest's disks; or so many times what the last one took, if that is more.
 const FLUSH_EVERY: Duration = Duration::from_millis(250);
 const FLUSH_REST: u32 = 3;
@@ -27,9 +29,11 @@ pub(super) struct Disks {
 }
 
 impl Departure {
-    /// Flushes the guest's disks again and again once the first pass is over, so that QEMU, which
-    /// flushes them while the guest stands still, finds little to do.
+    /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which flushes
+    /// them while the guest stands still, finds little to do. Not before: it is in the way of the
+    /// guest's own flushes.
     pub(super) fn flush_disks(&mut self) {
+        let now = self.now();
         let Disks { flushing, next_at } = &mut self.disks;
         if let Some((began, handle)) = flushing {
             if handle.is_finished() {
@@ -43,7 +47,8 @@ impl Departure {
         let Some(pid) = self.task.outbound.pid().filter(|_| due) else {
             return;
         };
-        if self.task.sending.engine().pass_number() < 2 {
+        let ends_in = self.task.sending.engine().predicted_downtime(now);
+        if ends_in.likely > FLUSH_WITHIN {
             return;
         }
         let guest = self.task.offer.guest.name.clone();
