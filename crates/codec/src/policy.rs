@@ -38,6 +38,10 @@ const FORGET: f64 = 1.0 / 1024.0;
 /// Less than this before the link means that it waits for the encoder, in bytes: it could carry more.
 const QUEUE_MIN: usize = 64 << 10;
 const STARVED_LINK: f64 = 2.0;
+/// For each frame that is ready, up to so many, encoding may take this much longer than the link: it is
+/// ahead, and one slow frame shows nothing.
+const PATIENCE: f64 = 0.75;
+const READY_FRAMES_MAX: usize = 2;
 /// A dearer compression must move this much more, so that noise does not decide.
 const GAIN_MIN: f64 = 1.05;
 
@@ -89,9 +93,15 @@ impl CompressionPolicy {
         }
     }
 
-    /// The compression for the next frame. `queued_bytes` wait to be sent over a link of
+    /// The compression for the next frame. `queued_bytes` are under way over a link of
     /// `link_bytes_per_s`; while its rate is not known, the queue shows whether it is slow.
-    pub fn choose(&self, link_bytes_per_s: Option<f64>, queued_bytes: usize) -> Compression {
+    /// `ready_frames` are encoded and have yet to begin their way.
+    pub fn choose(
+        &self,
+        link_bytes_per_s: Option<f64>,
+        queued_bytes: usize,
+        ready_frames: usize,
+    ) -> Compression {
         let Some(link) = link_bytes_per_s.filter(|rate| *rate > 0.0) else {
             return if queued_bytes == 0 {
                 Compression::Lz4
@@ -104,11 +114,12 @@ impl CompressionPolicy {
         } else {
             link
         };
+        let patience = 1.0 + PATIENCE * ready_frames.min(READY_FRAMES_MAX) as f64;
         let preparing = self.preparing.0 / self.preparing.1;
         let (mut best, mut best_rate) = (Compression::Raw, 0.0);
         for ((compression, ..), (ratio, rate)) in TYPICAL.iter().zip(self.measured) {
             let encoded = self.workers / (1.0 / rate + preparing);
-            let moved = encoded.min(link / ratio.max(1e-3));
+            let moved = (encoded * patience).min(link / ratio.max(1e-3));
             if *compression == DEAREST && moved > encoded * DEAREST_WORK_MAX {
                 continue;
             }
@@ -130,31 +141,31 @@ mod tests {
     #[test]
     fn the_slower_the_link_the_dearer_the_compression() {
         let policy = CompressionPolicy::new(1);
-        assert_eq!(policy.choose(Some(100.0 * MBIT), 1 << 20), DEAREST);
+        assert_eq!(policy.choose(Some(100.0 * MBIT), 1 << 20, 0), DEAREST);
         assert_eq!(
-            policy.choose(Some(200.0 * MBIT), 1 << 20),
+            policy.choose(Some(200.0 * MBIT), 1 << 20, 0),
             Compression::ZstdLong(3)
         );
         assert_eq!(
-            policy.choose(Some(100.0 * MBIT), 0),
+            policy.choose(Some(100.0 * MBIT), 0, 0),
             Compression::ZstdLong(3),
             "nothing waits: the link could carry more"
         );
         assert_eq!(
-            policy.choose(Some(1000.0 * MBIT), 1 << 20),
+            policy.choose(Some(1000.0 * MBIT), 1 << 20, 0),
             Compression::Zstd(1)
         );
         assert_eq!(
-            policy.choose(Some(3000.0 * MBIT), 1 << 20),
+            policy.choose(Some(3000.0 * MBIT), 1 << 20, 0),
             Compression::Lz4
         );
         assert_eq!(
-            policy.choose(Some(8000.0 * MBIT), 1 << 20),
+            policy.choose(Some(8000.0 * MBIT), 1 << 20, 0),
             Compression::Lz4Fast
         );
-        assert_eq!(policy.choose(Some(40_000.0 * MBIT), 0), Compression::Raw);
+        assert_eq!(policy.choose(Some(40_000.0 * MBIT), 0, 0), Compression::Raw);
         let dear = |mbit: u32| {
-            let choice = policy.choose(Some(f64::from(mbit) * MBIT), 0);
+            let choice = policy.choose(Some(f64::from(mbit) * MBIT), 0, 0);
             TYPICAL
                 .iter()
                 .position(|(compression, ..)| *compression == choice)
@@ -166,9 +177,9 @@ mod tests {
     #[test]
     fn an_unknown_link_is_judged_by_its_queue() {
         let policy = CompressionPolicy::new(1);
-        assert_eq!(policy.choose(None, 0), Compression::Lz4);
-        assert_eq!(policy.choose(None, 1 << 20), Compression::Zstd(1));
-        assert_eq!(policy.choose(Some(0.0), 1 << 20), Compression::Zstd(1));
+        assert_eq!(policy.choose(None, 0, 0), Compression::Lz4);
+        assert_eq!(policy.choose(None, 1 << 20, 0), Compression::Zstd(1));
+        assert_eq!(policy.choose(Some(0.0), 1 << 20, 0), Compression::Zstd(1));
     }
 
     #[test]
@@ -176,13 +187,13 @@ mod tests {
         let mut policy = CompressionPolicy::new(1);
         let link = Some(1000.0 * MBIT);
         for _ in 0..300 {
-            let choice = policy.choose(link, 1 << 20);
+            let choice = policy.choose(link, 1 << 20, 0);
             policy.observe(choice, 1 << 18, 1 << 18, READ, Duration::from_micros(400));
         }
-        assert_eq!(policy.choose(link, 1 << 20), Compression::Raw);
+        assert_eq!(policy.choose(link, 1 << 20, 0), Compression::Raw);
         let mut compressed = 0;
         for _ in 0..3000 {
-            let choice = policy.choose(link, 1 << 20);
+            let choice = policy.choose(link, 1 << 20, 0);
             let stored = if choice == Compression::Raw {
                 1 << 18
             } else {
@@ -209,10 +220,10 @@ mod tests {
             }
         }
         assert_eq!(
-            policy.choose(Some(1000.0 * MBIT), 1 << 20),
+            policy.choose(Some(1000.0 * MBIT), 1 << 20, 0),
             Compression::Raw
         );
-        assert_ne!(policy.choose(Some(100.0 * MBIT), 1 << 20), Compression::Raw);
+        assert_ne!(policy.choose(Some(100.0 * MBIT), 1 << 20, 0), Compression::Raw);
     }
 
     #[test]
@@ -237,7 +248,7 @@ mod tests {
                     policy.observe(compression, 1 << 18, stored, read, encode);
                 }
             }
-            policy.choose(Some(13_600.0 * MBIT), 1 << 20)
+            policy.choose(Some(13_600.0 * MBIT), 1 << 20, 0)
         };
         assert_eq!(after(READ / 50), Compression::Lz4Fast);
         assert_eq!(after(2 * READ), Compression::Raw, "1.2 GB/s for 1.7");

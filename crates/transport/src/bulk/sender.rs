@@ -220,6 +220,12 @@ impl BulkSender {
         }
     }
 
+    /// Frames for which room is reserved, or that were given and have yet to go to the library whole.
+    pub fn frames_in_hand(&self) -> usize {
+        let core = &self.0.core;
+        (core.permits as usize).saturating_sub(core.in_hand.available_permits())
+    }
+
     /// Waits for room and sends a frame; returns once it is on its way to the network. Nothing
     /// is sent when the future is dropped before.
     pub async fn send(&self, frame: Bytes) -> Result<(), BulkError> {

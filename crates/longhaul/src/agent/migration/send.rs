@@ -24,7 +24,7 @@ use tokio::task::block_in_place;
 use tokio::time::timeout;
 
 /// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's memory.
-const DELTA_CACHE_BYTES: u64 = 24 << 20;
+const DELTA_CACHE_BYTES: u64 = 16 << 20;
 const DELTA_CACHE_SHARE: u64 = 512;
 /// Bytes of frames under way up to which frames may go on from each other: half of what a destination
 /// keeps of those that come early.
@@ -277,12 +277,19 @@ impl Sending {
         }
     }
 
-    /// The compression for the next frame, while so many bytes of earlier ones are under way.
-    fn compression(&self, link: Option<Link>, in_flight_bytes: u64) -> Compression {
+    /// The compression for the next frame, while so many bytes of earlier ones are under way, and so
+    /// many of those have yet to begin their way.
+    fn compression(
+        &self,
+        link: Option<Link>,
+        in_flight_bytes: u64,
+        ready_frames: usize,
+    ) -> Compression {
         let rate = link.map(|link| link.rate_bytes_per_s);
         let queued = link.map_or(0, |link| link.queued_bytes as usize);
         let chosen = self.encoding.compression;
-        let chosen = chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued));
+        let chosen =
+            chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued, ready_frames));
         match chosen {
             // More would have to be kept at the destination than it accepts, should one be late.
             Compression::ZstdLong(level) if in_flight_bytes > IN_ORDER_BYTES_MAX => {
@@ -297,7 +304,10 @@ impl Sending {
         if line.dead.load(Ordering::SeqCst) {
             return Ok(Next::Nothing);
         }
-        let compression = self.compression(engine.link_now(), engine.in_flight_bytes());
+        // One of those in hand is for the frame that is made now.
+        let ready_frames = line.bulk.frames_in_hand().saturating_sub(1);
+        let link = engine.link_now();
+        let compression = self.compression(link, engine.in_flight_bytes(), ready_frames);
         let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
         };
