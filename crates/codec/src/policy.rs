@@ -223,7 +223,10 @@ mod tests {
             policy.choose(Some(1000.0 * MBIT), 1 << 20, 0),
             Compression::Raw
         );
-        assert_ne!(policy.choose(Some(100.0 * MBIT), 1 << 20, 0), Compression::Raw);
+        assert_ne!(
+            policy.choose(Some(100.0 * MBIT), 1 << 20, 0),
+            Compression::Raw
+        );
     }
 
     #[test]
