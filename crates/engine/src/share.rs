@@ -2,7 +2,7 @@
 //! share the link until then.
 
 /// The part of the link that the second kind gets while the first has something to send: in its first
-/// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0014 has the
+/// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0015 has the
 /// measurement.
 const FIRST_PASS_SHARE: f64 = 0.5;
 const LATER_SHARE: f64 = 0.0;

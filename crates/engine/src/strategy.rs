@@ -45,7 +45,7 @@ pub enum Promise {
 }
 
 impl Strategy {
-    /// The threshold of [`Strategy::HYBRID`]. Paper 001 leaves it open; see docs/decisions/0014.
+    /// The threshold of [`Strategy::HYBRID`]. Paper 001 leaves it open; see docs/decisions/0015.
     pub const THRESHOLD: u8 = 2;
 
     /// Pre-copy (paper 003, section 2).
