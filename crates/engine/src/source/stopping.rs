@@ -175,11 +175,12 @@ impl Source {
     }
 
     /// Whether the guest writes faster than the link carries, as far as is known: then the downtime
-    /// gets no shorter by sending on.
+    /// gets no shorter by sending on. Before everything was sent once neither rate is known well.
     pub fn outpaced(&self) -> Option<Outpaced> {
         let link_bytes_per_s = self.link?.rate_bytes_per_s;
         let written_bytes_per_s = self.write_rate() * self.cost.likely();
-        (self.pass.number > 1 && written_bytes_per_s > link_bytes_per_s).then_some(Outpaced {
+        let known = self.pass.number > 1 && self.sent.blocks() >= self.all_blocks();
+        (known && written_bytes_per_s > link_bytes_per_s).then_some(Outpaced {
             written_bytes_per_s,
             link_bytes_per_s,
         })
