@@ -20,10 +20,15 @@ pub struct Remaining {
 }
 
 impl Remaining {
-    /// Whether it is within these chunks.
-    pub fn is_within(&self, chunks: &Range<u32>) -> bool {
-        let end = self.chunk.checked_add(self.chunks);
-        self.chunk >= chunks.start && end.is_some_and(|end| end <= chunks.end)
+    /// Whether these are in ascending order, without overlap, and within these chunks.
+    pub(crate) fn are_within(parts: &[Self], chunks: &Range<u32>) -> bool {
+        let mut next = chunks.start;
+        parts.iter().all(|part| {
+            let end = part.chunk.checked_add(part.chunks);
+            let fits = part.chunk >= next && end.is_some_and(|end| end <= chunks.end);
+            next = end.unwrap_or(u32::MAX);
+            fits
+        })
     }
 
     /// What is left of these chunks, each given by its mask and what was written to it, in at most so
@@ -134,6 +139,26 @@ mod tests {
             mask: 1,
             written_blocks: 0,
         };
-        assert!(!part.is_within(&(0..u32::MAX)));
+        assert!(!Remaining::are_within(&[part], &(0..u32::MAX)));
+    }
+
+    #[test]
+    fn parts_are_in_order_and_do_not_overlap() {
+        let part = |chunk, chunks| Remaining {
+            chunk,
+            chunks,
+            mask: 1,
+            written_blocks: 0,
+        };
+        let within = |parts: &[Remaining]| Remaining::are_within(parts, &(2..10));
+        assert!(within(&[]) && within(&[part(2, 3), part(5, 5)]));
+        for parts in [
+            [part(1, 1), part(5, 1)],
+            [part(5, 2), part(6, 1)],
+            [part(5, 1), part(3, 1)],
+            [part(5, 1), part(9, 2)],
+        ] {
+            assert!(!within(&parts), "{parts:?}");
+        }
     }
 }

@@ -70,11 +70,16 @@ impl BlockMap {
         let chunk = chunk::of(index as u64) as u32;
         let has_room = self.records.has_page(chunk as usize) || self.records.pages() < PAGES_MAX;
         self.set_pending(index, if has_room { Class::Wanted } else { Class::Rest });
-        if let Some(drain) = &mut self.drain
-            && drain.soon.len() < SOON_MAX
-            && !drain.soon.contains(&chunk)
-        {
-            drain.soon.push_back(chunk);
+        let Some(drain) = &mut self.drain else { return };
+        // Whoever reads on finds what follows.
+        for chunk in [chunk, chunk + 1] {
+            let left = self
+                .pending
+                .get(chunk as usize)
+                .is_some_and(|mask| *mask != 0);
+            if left && drain.soon.len() < SOON_MAX && !drain.soon.contains(&chunk) {
+                drain.soon.push_back(chunk);
+            }
         }
     }
 

@@ -136,7 +136,7 @@ impl Presence {
     ) -> Result<Self, ListError> {
         let mut restored = Self::new(region, blocks);
         let chunks = 0..restored.chunks();
-        if !stored.iter().all(|part| part.is_within(&chunks)) {
+        if !Remaining::are_within(stored, &chunks) {
             return Err(ListError::Unknown);
         }
         restored.listed(&List {
@@ -187,8 +187,11 @@ impl Presence {
             return Ok(());
         }
         let chunks = self.chunks();
-        let within = |part: &Remaining| part.is_within(&(list.from_chunk..chunks));
-        if list.region != self.region || !list.remaining.iter().all(within) {
+        let end = list.next_chunk.unwrap_or(chunks);
+        let of_part = list.from_chunk..end;
+        let ends = list.next_chunk.is_none() || of_part.contains(&list.from_chunk) && end < chunks;
+        let within = Remaining::are_within(&list.remaining, &of_part);
+        if list.region != self.region || !within || !ends {
             return Err(ListError::Unknown);
         }
         let expected = match self.phase {

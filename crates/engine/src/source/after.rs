@@ -82,8 +82,8 @@ impl Source {
         if chunks.end > last || !region.is_listed() {
             return Err(unknown(chunks.end));
         }
-        if let Some(strange) = lacks.iter().find(|part| !part.is_within(&chunks)) {
-            return Err(unknown(strange.chunk));
+        if !Remaining::are_within(lacks, &chunks) {
+            return Err(unknown(chunks.start));
         }
         for chunk in chunks {
             let written_blocks = region.map.written_blocks(chunk as usize);

@@ -38,6 +38,7 @@ pub(crate) fn small(variant: Variant) -> Vec<Setting> {
             power_cuts: 1,
             source_restarts: 1,
             failed_writes: 1,
+            misreads: 0,
         },
     };
     let both = STRATEGIES
@@ -104,6 +105,7 @@ impl Setting {
             power_cuts: upto(1),
             source_restarts: upto(1),
             failed_writes: upto(1),
+            misreads: upto(3),
         };
         if upto(2) == 0 {
             self.late = vec![Op::Write(1..20, false), Op::Flush];

@@ -37,6 +37,8 @@ pub(crate) struct Adverse {
     pub(crate) power_cuts: u32,
     pub(crate) source_restarts: u32,
     pub(crate) failed_writes: u32,
+    /// References that do not hold at the destination, though they should.
+    pub(crate) misreads: u32,
 }
 
 #[derive(Debug, Clone)]
@@ -231,7 +233,7 @@ impl World {
             source,
             disk_before: disk.clone(),
             memory: (0..setting.memory_blocks)
-                .map(|block| [(block % 3) as u16 * 500; 8])
+                .map(|block| [first_value(block); 8])
                 .collect(),
             disk,
             dirty: BTreeSet::new(),
