@@ -129,7 +129,7 @@ impl Setting {
             image,
             nodes: nodes.unwrap(),
             size: if grows {
-                ExportSize::Bytes(1 << 30)
+                ExportSize::Bytes(1 << 60)
             } else {
                 ExportSize::OfFile
             },

@@ -114,6 +114,9 @@ pub enum Event {
     /// The server failed too often.
     #[error("the front end failed too often: from now on requests only pass through")]
     FellBack,
+    /// It did, and the mark for that cannot be made.
+    #[error("{0}; so the fallback cannot be used, and the front end is started again")]
+    NoFallback(FolderError),
     /// An owner said nothing that is understood.
     #[error("the supervisor was asked something that it does not understand: {0}")]
     Asked(io::Error),
@@ -341,11 +344,15 @@ impl Supervisor {
         self.failed.push_back(now);
         let too_often = self.failed.len() >= self.policy.failures;
         if too_often && !self.fell_back && self.programs.fallback.is_some() {
-            self.folder.note_fallback()?;
-            self.fell_back = true;
-            self.failed.clear();
-            (self.report)(Event::FellBack);
-            return Ok(());
+            match self.folder.note_fallback() {
+                Ok(()) => {
+                    self.fell_back = true;
+                    self.failed.clear();
+                    (self.report)(Event::FellBack);
+                    return Ok(());
+                }
+                Err(error) => (self.report)(Event::NoFallback(error)),
+            }
         }
         if too_often {
             self.failed.pop_front();
