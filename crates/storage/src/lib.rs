@@ -1,11 +1,13 @@
 //! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
-//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`]).
+//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`], and as
+//! processes of their own [`front`]).
 
 pub mod disk;
 pub mod files;
 pub mod front;
 mod journal;
 pub mod nbd;
+pub mod pulse;
 mod rights;
 
 pub use journal::{

@@ -1,7 +1,7 @@
 //! A disk that is a plain file or a block device.
 
 use super::{Disk, Extent, Zeros};
-use crate::front::pulse::elsewhere;
+use crate::pulse::elsewhere;
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::unistd::{Whence, lseek};

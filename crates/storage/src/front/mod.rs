@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! owner ──control──▶ supervisor: holds the listening socket, and the image's locks
-//!                       │ starts, listens to its pulse, kills
+//!                       │ starts, listens to its heart, kills
 //!                       ▼
 //!                    server: has the turn ──▶ image          QEMU ──nbd──▶ server
 //! ```
@@ -14,14 +14,15 @@
 
 mod control;
 mod folder;
+mod heart;
 mod processes;
-pub mod pulse;
 mod server;
 mod supervisor;
 mod turn;
 
 pub use control::{Control, ControlError, Status};
 pub use folder::{FolderError, FrontFolder, FrontSpec};
+pub use heart::INTERVAL as BEAT_INTERVAL;
 pub use server::{ServeError, pass_through, serve};
 pub use supervisor::{Event, Policy, Programs, Supervisor, SupervisorError};
 pub use turn::{Turn, TurnError};

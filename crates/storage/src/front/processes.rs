@@ -1,6 +1,6 @@
 //! What the system says of a process's threads.
 
-use super::pulse::HEART;
+use super::heart::HEART;
 use std::fs;
 
 /// Threads of a process that are looked at.

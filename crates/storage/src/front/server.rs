@@ -2,7 +2,7 @@
 //! given, until it is killed.
 
 use super::folder::{FolderError, FrontFolder};
-use super::pulse::Heart;
+use super::heart::Heart;
 use super::turn::{Turn, TurnError};
 use crate::disk::{OpenError, RawDisk};
 use crate::nbd::{Export, Limits, Notice, Server, ServerError};

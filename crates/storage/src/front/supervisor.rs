@@ -8,8 +8,8 @@
 
 use super::control::{Answer, Asked, Command as Asks, Status};
 use super::folder::{FolderError, FrontFolder, FrontSpec, failed};
+use super::heart::{BEAT_BYTES, read_beat};
 use super::processes::{is_held, is_starved};
-use super::pulse::{BEAT_BYTES, read_beat};
 use super::turn::{Turn, TurnError, end_holder};
 use crate::disk::{ImageLock, RawDisk};
 use nix::errno::Errno;

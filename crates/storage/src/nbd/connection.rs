@@ -9,7 +9,7 @@ use super::handshake::{
 use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Request};
 use super::request::{RequestError, Task};
 use crate::disk::Disk;
-use crate::front::pulse;
+use crate::pulse;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;

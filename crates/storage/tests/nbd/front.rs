@@ -3,9 +3,12 @@
 use crate::client::Client;
 use crate::common::{MIB, NAME, wait_until};
 use longhaul_storage::disk::{Disk, ExportSize, Extent, ImageLock, ImageUse, RawDisk, Zeros};
-use longhaul_storage::front::{Control, FrontFolder, FrontSpec, Policy, Programs, Status};
-use longhaul_storage::front::{Supervisor, pass_through, pulse, serve};
+use longhaul_storage::front::{
+    BEAT_INTERVAL, Control, FrontFolder, FrontSpec, Policy, Programs, Status,
+};
+use longhaul_storage::front::{Supervisor, pass_through, serve};
 use longhaul_storage::nbd::{Export, ExportName};
+use longhaul_storage::pulse;
 use nix::errno::Errno;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -230,7 +233,7 @@ fn servers_and_supervisors_that_end_are_replaced() {
     let mut client = setting.client();
     supervisor.0.kill().unwrap();
     supervisor.0.wait().unwrap();
-    thread::sleep(2 * pulse::INTERVAL);
+    thread::sleep(2 * BEAT_INTERVAL);
     assert_eq!(client.write(0, 5, b" and second"), 0);
     setting.control.status().unwrap_err();
     // The next supervisor's server answers when that one is dead, hanging or not.
