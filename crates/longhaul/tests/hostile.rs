@@ -180,6 +180,10 @@ async fn an_attempt_is_the_sources_alone() {
     );
     let machine = victim.machine(&guest("web-7")).await;
     let ours = offer("web-7", machine.clone());
+    // What is called a disk would be written without being asked for.
+    let mut disk = ours.clone();
+    disk.regions[0].durable = true;
+    assert_eq!(good.refused(disk).await.code, RefusalCode::Invalid);
     let (mut call, token) = good.accepted(ours.clone()).await;
     let journal = victim.journal(ours.migration);
     let of_other = |message: &str, end: End| match end {

@@ -147,6 +147,11 @@ async fn prepare(
             hint: Some(hint),
         });
     }
+    // Of a disk somebody has to say which of its blocks may be written, and nobody here does so yet.
+    if offer.regions.iter().any(|region| region.durable) {
+        let text = format!("{host} takes no disks along with a guest");
+        return Err(refuse(RefusalCode::Invalid, text));
+    }
     let peer = call.control.peer().host.clone();
     let admission = allowance::admit(context, &peer, &offer).await?;
     let guest = offer.guest.name.clone();
@@ -414,8 +419,6 @@ impl Task {
     /// Answers a source that is back with a token, and takes the connection that brings it into use.
     async fn reconnect(&mut self, mut call: Call, epoch: Epoch) {
         self.disconnect();
-        self.epoch = epoch;
-        self.inbound.receiving().connected(epoch);
         let state = attempt_state(self.state());
         let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
         match call.expect_bulk(&self.offer, epoch, resumed).await {
@@ -429,6 +432,7 @@ impl Task {
 
     /// Takes a connection into use, and waits for the bulk connection that belongs to it.
     fn connected(&mut self, call: Call, epoch: Epoch, bulk: BulkOffer) {
+        self.epoch = epoch;
         let receiving = self.inbound.receiving().clone();
         receiving.connected(epoch);
         self.bulk = Some(tokio::spawn(async move {
