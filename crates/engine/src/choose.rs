@@ -18,8 +18,6 @@ const AGAIN_SHARE: f64 = 0.5;
 pub struct Seen {
     /// Whether both hosts see the same disk.
     pub shared: bool,
-    /// What would have to travel, in bytes.
-    pub used_bytes: u64,
     /// What the guest writes to it, in bytes per second.
     pub written_bytes_per_s: f64,
     /// The share of what it writes that falls on chunks that it has written a short time before.
@@ -129,7 +127,6 @@ mod tests {
     fn the_choice_follows_what_is_seen_and_says_why() {
         let seen = Seen {
             shared: false,
-            used_bytes: 1 << 30,
             written_bytes_per_s: 1e6,
             again_share: 0.1,
             link_bytes_per_s: 25e6,

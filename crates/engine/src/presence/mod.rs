@@ -274,43 +274,34 @@ impl Presence {
     /// part begins.
     pub fn lacks(&self, from_chunk: u32, entries_max: usize) -> (Vec<Remaining>, Option<u32>) {
         Remaining::collect(from_chunk..self.chunks(), entries_max, |chunk| {
-            let mask = self.missing.get(chunk).copied().unwrap_or(0);
             let written = self.written_blocks.get(chunk).copied().unwrap_or(0);
-            (mask, written)
+            (mask(&self.missing, chunk), written)
         })
     }
 
     // What is here.
 
     fn is_missing(&self, block: u64) -> bool {
-        let mask = self.missing.get(chunk::of(block)).copied().unwrap_or(0);
-        mask & chunk::bit(block) != 0
+        mask(&self.missing, chunk::of(block)) & chunk::bit(block) != 0
     }
 
     /// These blocks are here now. Returns the masks that have changed.
     fn present(&mut self, range: BlockRange) -> Vec<ChunkMask> {
         let mut changed = Vec::new();
-        for (at, mask) in chunk::pieces(range) {
-            let came = mask & self.missing.get(at).copied().unwrap_or(0);
+        for (at, piece) in chunk::pieces(range) {
+            let came = piece & mask(&self.missing, at);
             if came == 0 {
                 continue;
             }
             self.missing[at] &= !came;
             self.missing_blocks -= u64::from(came.count_ones());
             self.rounds.changed([at]);
-            changed.push(self.mask(at));
+            changed.push(chunk_mask(&self.missing, at));
             for range in chunk::runs(at, came) {
                 self.wake(range);
             }
         }
         changed
-    }
-
-    fn mask(&self, chunk: usize) -> ChunkMask {
-        ChunkMask {
-            chunk: chunk as u32,
-            missing: self.missing.get(chunk).copied().unwrap_or(0),
-        }
     }
 
     /// How many blocks are still at the source, as far as it has said.
@@ -363,15 +354,24 @@ impl Presence {
     fn begin_round(&mut self) {
         let listed = self.is_listed();
         let missing = &self.missing;
-        let mask = |chunk: usize| ChunkMask {
-            chunk: chunk as u32,
-            missing: missing.get(chunk).copied().unwrap_or(0),
-        };
-        self.rounds.begin(listed, mask, &mut self.outputs);
+        let mask_of = |chunk| chunk_mask(missing, chunk);
+        self.rounds.begin(listed, mask_of, &mut self.outputs);
     }
 
     /// The next thing to do.
     pub fn poll(&mut self) -> Option<Output> {
         self.outputs.pop_front()
+    }
+}
+
+/// The blocks of a chunk that are missing; none of one that does not exist.
+fn mask(missing: &[u64], chunk: usize) -> u64 {
+    missing.get(chunk).copied().unwrap_or(0)
+}
+
+fn chunk_mask(missing: &[u64], chunk: usize) -> ChunkMask {
+    ChunkMask {
+        chunk: chunk as u32,
+        missing: mask(missing, chunk),
     }
 }

@@ -7,8 +7,9 @@
 //! Following, InStep --- the connection is lost ---> Copying
 //! ```
 //!
-//! In Following and InStep the guest waits for its writes; never while there is no connection. A guest that writes faster than the link
-//! carries is brought down to it that way; otherwise it would never be in step.
+//! In Following and InStep the guest waits for its writes; never while there is no connection. A guest
+//! that writes faster than the link carries is brought down to it that way; otherwise it would never be
+//! in step.
 
 use super::{Class, Region, Source, SourceError};
 use crate::chunk;
