@@ -175,6 +175,23 @@ mod tests {
     }
 
     #[test]
+    fn some_slow_frames_do_not_matter_while_others_are_ready() {
+        let mut policy = CompressionPolicy::new(1);
+        let (link, queued) = (Some(200.0 * MBIT), 1 << 20);
+        let dear = policy.choose(link, queued, 0);
+        // The encoder had to wait for a processor.
+        let slow = Duration::from_millis(30);
+        (0..14).for_each(|_| policy.observe(dear, 1 << 18, 80 << 10, READ, slow));
+        let cheaper = |ready| policy.choose(link, queued, ready) != dear;
+        assert!(cheaper(0), "nothing is ready: the link would wait");
+        assert!(!cheaper(READY_FRAMES_MAX));
+        assert!(!cheaper(1000));
+        // It does not have one at all.
+        (0..50).for_each(|_| policy.observe(dear, 1 << 18, 80 << 10, READ, slow));
+        assert_ne!(policy.choose(link, queued, READY_FRAMES_MAX), dear);
+    }
+
+    #[test]
     fn an_unknown_link_is_judged_by_its_queue() {
         let policy = CompressionPolicy::new(1);
         assert_eq!(policy.choose(None, 0, 0), Compression::Lz4);
