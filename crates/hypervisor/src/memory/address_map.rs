@@ -125,6 +125,12 @@ pub(crate) fn is_writable(maps: &str, start: u64, length: u64) -> bool {
     false
 }
 
+/// Whether all of `[start, start + length)` is memory of the process alone that no file is behind.
+pub(crate) fn is_anonymous(maps: &str, start: u64, length: u64) -> bool {
+    let mapping = covering(maps, start, length);
+    mapping.is_some_and(|mapping| !mapping.shared && mapping.inode == 0)
+}
+
 /// The one mapping that all of `[start, start + length)` is part of. What the system shows in pieces
 /// counts as one where the pieces follow each other in one file.
 pub(crate) fn covering(maps: &str, start: u64, length: u64) -> Option<Mapping> {

@@ -1,10 +1,11 @@
 //! The RAM of a running QEMU: finding its blocks, proving the place, reading and writing.
 
 use super::address_map::{
-    ListedBlock, is_writable, parse_host_address, parse_ram_blocks, parse_words,
+    ListedBlock, is_anonymous, is_writable, parse_host_address, parse_ram_blocks, parse_words,
 };
 use super::backing::Backing;
 use super::fingerprints::Fingerprints;
+use super::unused::PageMap;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use nix::errno::Errno;
@@ -21,6 +22,8 @@ const KEPT_BYTES_MAX: u64 = 40 << 20;
 const PIECES_MAX: usize = 256;
 /// Longest such piece, so that no call exceeds what the system moves at once.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
+/// Pieces so long are worth the question whether they are used.
+const UNUSED_BYTES_MIN: usize = 64 << 10;
 /// Blocks that are looked at in one go, where all are.
 const LOOK_BLOCKS: u64 = 64;
 /// Guest-physical addresses that hold the same RAM on every PC.
@@ -44,6 +47,8 @@ pub struct MemoryBlock {
     address: Option<u64>,
     /// The file that it is read through, where QEMU shares it.
     backing: Option<Backing>,
+    /// Whether the system has no file for it.
+    anonymous: bool,
 }
 
 impl MemoryBlock {
@@ -64,6 +69,7 @@ impl MemoryBlock {
 pub struct GuestMemory {
     pid: Pid,
     blocks: Vec<MemoryBlock>,
+    page_map: Option<PageMap>,
     /// What was read, for a QEMU that does not see all writes.
     fingerprints: Arc<OnceLock<Fingerprints>>,
 }
@@ -156,6 +162,7 @@ impl GuestMemory {
         let mut memory = Self {
             pid: Pid::from_raw(pid),
             blocks: Vec::with_capacity(listed.len()),
+            page_map: PageMap::open(pid),
             fingerprints: Arc::default(),
         };
         let layout = Layout::find(qmp, &listed).await?;
@@ -191,6 +198,8 @@ impl GuestMemory {
                 used_bytes: block.used_bytes,
                 backing: address
                     .and_then(|address| Backing::find(pid, &maps, address, block.used_bytes)),
+                anonymous: address
+                    .is_some_and(|address| is_anonymous(&maps, address, block.used_bytes)),
                 address,
             });
         }
@@ -278,16 +287,36 @@ impl GuestMemory {
             return self.look_through(backing, ranges, out);
         }
         let mut rest = out;
-        for batch in pieces.chunks(PIECES_MAX) {
+        let mut left = pieces.as_slice();
+        while let Some(first) = left.first() {
+            let unused = self.is_unused(block, first);
+            let alike = |piece: &&RemoteIoVec| self.is_unused(block, piece) == unused;
+            let others = left.iter().skip(1).take(PIECES_MAX - 1);
+            let count = 1 + others.take_while(alike).count();
+            let (batch, others) = left.split_at(count);
+            left = others;
             let bytes = batch.iter().map(|piece| piece.len).sum();
             let (head, tail) = std::mem::take(&mut rest).split_at_mut(bytes);
             rest = tail;
+            if unused {
+                head.fill(0);
+                continue;
+            }
             self.transfer(batch, bytes, |done, batch| {
                 let head = head.get_mut(done..).unwrap_or_default();
                 process_vm_readv(self.pid, &mut [IoSliceMut::new(head)], batch)
             })?;
         }
         Ok(())
+    }
+
+    /// Whether a piece of a block is known to be zero, because nobody ever used it.
+    fn is_unused(&self, block: usize, piece: &RemoteIoVec) -> bool {
+        // Of short pieces it takes less to read them than to ask.
+        let long = piece.len >= UNUSED_BYTES_MIN;
+        let anonymous = self.blocks.get(block).is_some_and(|block| block.anonymous);
+        let map = self.page_map.as_ref().filter(|_| long && anonymous);
+        map.is_some_and(|map| map.is_unused(piece.base as u64, piece.len as u64))
     }
 
     /// Reads ranges of a block that are known to be in it through its file.
@@ -552,6 +581,7 @@ mod tests {
                 used_bytes,
                 address,
                 backing: None,
+                anonymous: false,
             };
             let address = Some(buffer.as_ptr() as u64);
             Self {
@@ -560,6 +590,7 @@ mod tests {
                     block(name, buffer.len() as u64, address),
                     block("pc.bios", 4096, None),
                 ],
+                page_map: PageMap::open(std::process::id() as i32),
                 fingerprints: Arc::default(),
             }
         }
@@ -589,6 +620,32 @@ mod tests {
             };
             assert!(block.iter().all(|byte| *byte == expected), "block {index}");
         }
+        drop(ram);
+    }
+
+    #[test]
+    fn what_nobody_has_used_is_read_as_zeros_and_stays_unused() {
+        const BLOCKS: u64 = 4000;
+        let mut ram = vec![0_u8; BLOCKS as usize * BLOCK_SIZE];
+        let mut memory = GuestMemory::of_own("pc.ram", &ram);
+        memory.blocks[0].anonymous = true;
+        ram[2000 * BLOCK_SIZE] = 7;
+        let map = memory.page_map.clone().unwrap();
+        let unused = |start: u64, count: u64| {
+            let from = ram.as_ptr() as u64 + start * BLOCK_SIZE as u64;
+            map.is_unused(from, count * BLOCK_SIZE as u64)
+        };
+        // Huge pages may come with one that is written.
+        assert!(unused(16, 512) && unused(3000, 512));
+        let ranges = [(16, 300), (400, 100), (1000, 1), (1900, 300), (3000, 512)];
+        let ranges = ranges.map(|(start, count)| BlockRange::new(start, count));
+        let blocks: u64 = ranges.iter().map(|range| range.count).sum();
+        let mut out = vec![9; blocks as usize * BLOCK_SIZE];
+        memory.read(0, &ranges, &mut out).unwrap();
+        let written = out.iter().position(|byte| *byte != 0).unwrap();
+        assert_eq!(written, (300 + 100 + 1 + 100) * BLOCK_SIZE);
+        assert_eq!(out.iter().filter(|byte| **byte != 0).count(), 1);
+        assert!(unused(16, 300) && unused(400, 100) && unused(3000, 512));
         drop(ram);
     }
 

@@ -64,6 +64,7 @@ mod outgoing;
 mod reader;
 mod sampler;
 mod source;
+mod unused;
 
 pub(crate) use address_map::shared_files;
 pub use guest_memory::{AccessError, AttachError, GuestMemory, MemoryBlock};
