@@ -82,6 +82,15 @@ pub struct BulkStats {
     pub delivery_rate_bps: u64,
 }
 
+impl BulkStats {
+    /// What the path carries, in bits per second, as the congestion controller has found: its window is
+    /// twice what is under way then (BBR).
+    pub fn path_rate_bps(&self) -> f64 {
+        let window_bits = self.congestion_window_bytes as f64 * 8.0;
+        window_bits / 2.0 / self.rtt.as_secs_f64().max(1e-3)
+    }
+}
+
 /// Room for one frame.
 pub struct BulkPermit {
     core: Arc<Core>,

@@ -300,12 +300,12 @@ impl Departure {
             let stats = line.bulk.stats();
             let queued_bytes = self.task.sending.queued_bytes();
             let (host, context) = (&self.task.host, &self.task.context);
-            // A link that is not filled says nothing of what it could carry.
+            // What is delivered would be what the slowest makes of it: the encoder, the link, or the
+            // destination.
+            let possible = stats.path_rate_bps() / 8.0;
             if queued_bytes > stats.congestion_window_bytes / 2 {
-                context.note_link_rate(host, stats.delivery_rate_bps as f64 / 8.0);
+                context.note_link_rate(host, possible);
             }
-            let window = stats.congestion_window_bytes as f64 / 2.0;
-            let possible = window / stats.rtt.as_secs_f64().max(1e-3);
             let rate = context.link_rate(host).unwrap_or(possible).max(1e4);
             let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
             self.task.sending.engine().link(Link {
