@@ -18,8 +18,14 @@ use std::time::{Duration, Instant};
 async fn machine(description: &GuestDescription, emulator: &str, role: Role) -> Machine {
     let host = Host::new();
     let (guest, qmp) = host.launch(description, emulator, role).await.unwrap();
-    let (machine, blockers) = observe::examine(&qmp).await.unwrap();
+    let (machine, blockers) = observe::examine(&qmp, None).await.unwrap();
     assert_eq!(blockers, []);
+    // Asked once of a process that is known, and remembered.
+    let process = guest.record().process.as_ref();
+    for _ in 0..2 {
+        let again = observe::examine(&qmp, process).await.unwrap();
+        assert_eq!(again, (machine.clone(), vec![]));
+    }
     guest.stop(Some(&qmp)).await.unwrap();
     machine
 }

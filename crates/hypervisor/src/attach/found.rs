@@ -1,6 +1,7 @@
 //! What a running QEMU says of itself, as far as its guest is to be made again elsewhere.
 
 use crate::observe::{Blocker, children, examine, property};
+use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::hardware::Topology;
 use longhaul_protocol::machine::Machine;
@@ -65,9 +66,9 @@ const PLACES: [&str; 8] = [
 ];
 
 /// Asks everything. Changes nothing.
-pub(super) async fn look(qmp: &Qmp) -> Result<Found, QmpError> {
+pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks) = tokio::try_join!(
-        examine(qmp),
+        examine(qmp, process),
         cpus(qmp),
         qmp.query("query-memory-size-summary"),
         qmp.query("query-uuid"),

@@ -286,7 +286,12 @@ pub async fn learn(
         source,
     })?;
     let line = CommandLine::read(words.get(1..).unwrap_or_default());
-    let found = found::look(qmp).await?;
+    let process = ProcessId::of(pid).map_err(|source| AttachGuestError::Host {
+        name: name.to_owned(),
+        what: "looking at its process",
+        source,
+    })?;
+    let found = found::look(qmp, process.as_ref()).await?;
     let names = Names { config, pid };
     let (description, refusals) = describe::describe(name, line, &found, &names);
     Ok(Learned {

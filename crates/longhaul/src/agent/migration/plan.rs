@@ -134,7 +134,7 @@ pub(super) async fn examine(
     if let Some(examined) = attached.map_err(crate::agent::attach::into_api)? {
         return Ok(examined);
     }
-    let examined = observe::examine(qmp).await;
+    let examined = observe::examine(qmp, guest.record().process.as_ref()).await;
     examined.map_err(|error| qemu(&error))
 }
 

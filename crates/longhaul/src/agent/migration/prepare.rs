@@ -179,11 +179,21 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
-        let ((machine, blockers), paused) =
-            tokio::try_join!(plan::examine(&self.context, guest, &qmp), is_paused(&qmp))?;
-        if let Some(blocker) = blockers.into_iter().next() {
-            return Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint));
-        }
+        let examining = async {
+            let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
+            match blockers.into_iter().next() {
+                Some(blocker) => {
+                    Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
+                }
+                None => Ok(machine),
+            }
+        };
+        let connecting = async {
+            let connecting = self.context.endpoint.connect(&host.name);
+            let control = self.unless_cancelled(connecting).await?;
+            control.map_err(|error| failure::connect(&host.name, &error))
+        };
+        let (machine, paused, control) = tokio::try_join!(examining, is_paused(&qmp), connecting)?;
         let next = Generation(generation.0 + 1);
         let leaving = self
             .context
@@ -192,10 +202,6 @@ impl Preparing {
         let mut outbound = Outbound::attach(guest.clone(), qmp)
             .await
             .map_err(super::outbound::OutboundError::into_api)?;
-        let control = self
-            .unless_cancelled(self.context.endpoint.connect(&host.name))
-            .await?;
-        let control = control.map_err(|error| failure::connect(&host.name, &error))?;
         let offer = Offer {
             migration: self.entry.id(),
             attempt: Attempt(1),

@@ -4,44 +4,22 @@
 //! QEMUs that emulate the same machine: no addresses of this process, no names of objects that
 //! QEMU numbers as it likes, no CPU property that is only bookkeeping.
 
+mod cpu;
+
 use crate::balloon::tells_free_pages;
+use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use futures_util::future::BoxFuture;
 use futures_util::{FutureExt, StreamExt, TryStreamExt, stream};
 use longhaul_protocol::BLOCK_SIZE;
-use longhaul_protocol::limits::{CPU_PROPERTIES_MAX, DEVICES_MAX};
+use longhaul_protocol::limits::DEVICES_MAX;
 use longhaul_protocol::machine::{Device, Machine, RamBlock};
 use serde_json::{Value, json};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 
 /// Questions that are put to QEMU without waiting for their answers.
 const QUESTIONS_AT_ONCE: usize = 48;
 
-/// CPU properties that the guest sees and that are no feature bits.
-const CPU_VALUES: [&str; 10] = [
-    "family",
-    "guest-phys-bits",
-    "level",
-    "level-func7",
-    "model",
-    "model-id",
-    "phys-bits",
-    "stepping",
-    "vendor",
-    "xlevel",
-];
-/// Switches of what the guest sees that QEMU does not count among the features.
-const CPU_SWITCHES: [&str; 7] = [
-    "cpuid-0xb",
-    "kvm",
-    "l3-cache",
-    "legacy-cache",
-    "pmu",
-    "tcg-cpuid",
-    "vmware-cpuid-freq",
-];
-/// Features that follow from the number of vCPUs, and that only newer QEMUs show as such.
-const CPU_DERIVED: [&str; 2] = ["cmp-legacy", "ht"];
 /// Devices of a PC that are there or not by what its machine was asked for, and have no id.
 const OPTIONAL_DEVICES: [&str; 9] = [
     "hpet",
@@ -65,24 +43,30 @@ pub struct Blocker {
 }
 
 /// Reads the machine of a running QEMU, and what of it cannot be moved; that is empty where everything
-/// can.
-pub async fn examine(qmp: &Qmp) -> Result<(Machine, Vec<Blocker>), QmpError> {
-    let (machine, signs) = tokio::try_join!(observe(qmp), Signs::read(qmp))?;
+/// can. What cannot change while QEMU runs is asked once of each process that the caller knows.
+pub async fn examine(
+    qmp: &Qmp,
+    process: Option<&ProcessId>,
+) -> Result<(Machine, Vec<Blocker>), QmpError> {
+    let (machine, signs) = tokio::try_join!(machine_of(qmp, process), Signs::read(qmp))?;
     let blockers = signs.blockers(qmp, &machine).await?;
     Ok((machine, blockers))
 }
 
 /// Reads the machine of a running QEMU.
-///
-/// A busy QEMU takes its time for each question that comes alone, so all that can be are put at once.
 pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
+    machine_of(qmp, None).await
+}
+
+/// A busy QEMU takes its time for each question that comes alone, so all that can be are put at once.
+async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, QmpError> {
     let machine_type = json!({"path": "/machine", "property": "type"});
     let (machine_type, kvm, blocks, devices, cpus) = tokio::try_join!(
         ask(qmp, "qom-get", machine_type),
         ask(qmp, "query-kvm", json!({})),
         qmp.hmp("info ramblock", COMMAND_TIMEOUT),
         devices(qmp),
-        cpus(qmp),
+        cpu::cpus(qmp, process),
     )?;
     let (vcpus, cpu_properties) = cpus;
     let machine_type = machine_type.as_str().unwrap_or_default();
@@ -290,52 +274,6 @@ fn built_in(bus: &Value) -> Vec<(String, Device)> {
     functions.iter().filter_map(entry).collect()
 }
 
-/// How many vCPUs there are, and what the first of them is.
-async fn cpus(qmp: &Qmp) -> Result<(usize, BTreeMap<String, String>), QmpError> {
-    // Expanding the empty model lists every feature bit by the one name that is not an alias.
-    let model = json!({"type": "static", "model": {"name": "base"}});
-    let (cpus, expanded) = tokio::try_join!(
-        ask(qmp, "query-cpus-fast", json!({})),
-        ask(qmp, "query-cpu-model-expansion", model),
-    )?;
-    let cpus = list(&cpus, "query-cpus-fast")?;
-    let first = cpus.first().and_then(|cpu| cpu["qom-path"].as_str());
-    let first = first.ok_or_else(|| not_understood("query-cpus-fast", "it names no vCPU"))?;
-    Ok((cpus.len(), cpu_properties(qmp, first, &expanded).await?))
-}
-
-async fn cpu_properties(
-    qmp: &Qmp,
-    path: &str,
-    expanded: &Value,
-) -> Result<BTreeMap<String, String>, QmpError> {
-    let features = expanded["model"]["props"].as_object();
-    let features = features
-        .ok_or_else(|| not_understood("query-cpu-model-expansion", "it lists no properties"))?;
-    let known = ask(qmp, "qom-list", json!({"path": path})).await?;
-    let known = list(&known, "qom-list")?;
-    let names: BTreeSet<&str> = known
-        .iter()
-        .filter_map(|property| property["name"].as_str())
-        .filter(|name| {
-            let feature = features.contains_key(*name) && !CPU_DERIVED.contains(name);
-            let enlightenment = name.starts_with("hv-") && *name != "hv-passthrough";
-            feature || enlightenment || CPU_VALUES.contains(name) || CPU_SWITCHES.contains(name)
-        })
-        .collect();
-    if names.len() > CPU_PROPERTIES_MAX {
-        let why = format!("a CPU has more than {CPU_PROPERTIES_MAX} properties");
-        return Err(not_understood("qom-list", &why));
-    }
-    let questions = names.into_iter().map(|name| {
-        let ask = async move { Ok((name, property(qmp, path, name).await?)) };
-        ask.boxed()
-    });
-    let answers: Vec<(&str, Option<Value>)> = at_once(questions.collect()).await?;
-    let shown = |(name, value): (&str, Option<Value>)| Some((name.to_owned(), shown(&value?)));
-    Ok(answers.into_iter().filter_map(shown).collect())
-}
-
 /// The answers to many questions, in their order. Boxed, so that the compiler sees at once that they
 /// may move between threads.
 async fn at_once<T: Send>(
@@ -343,15 +281,6 @@ async fn at_once<T: Send>(
 ) -> Result<Vec<T>, QmpError> {
     let answers = stream::iter(questions).buffered(QUESTIONS_AT_ONCE);
     answers.try_collect().await
-}
-
-fn shown(value: &Value) -> String {
-    match value {
-        Value::Bool(true) => "on".to_owned(),
-        Value::Bool(false) => "off".to_owned(),
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
 }
 
 /// What QEMU says of a guest that cannot be moved.
