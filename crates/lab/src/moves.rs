@@ -99,7 +99,7 @@ impl Case {
 
 /// A row of the benches that move guests. What was not measured is null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
-pub struct MoveRow {
+pub struct MoveRow<P = Parameters> {
     /// Who moved the guest.
     pub system: String,
     /// The link as asked for.
@@ -109,7 +109,7 @@ pub struct MoveRow {
     /// What runs beside the arena, or else what the arena holds.
     pub workload: String,
     /// More of what it does.
-    pub parameters: Parameters,
+    pub parameters: P,
     /// Which repeat, from 1.
     pub repeat: u32,
     /// `completed`, `forced` or `failed: why`.
@@ -212,29 +212,49 @@ impl MoveRow {
     /// A row that says what is moved, and nothing yet of how it went.
     pub fn of(case: &Case, system: &str, strategy: &str) -> Self {
         let arena = case.load.arena();
+        let parameters = Parameters {
+            dirty_rate_of_link: case.load.dirty_share(),
+            pages_per_s: arena.pages_per_s,
+            arena_bytes: arena.arena_bytes,
+            working_set_bytes: arena.working_set_bytes,
+            write_bytes: arena.write_bytes,
+            machine: case.guest.machine.clone(),
+            vcpus: case.guest.vcpus,
+            guest_memory_bytes: case.guest.memory_mib << 20,
+        };
+        Self::new(
+            [system, strategy, case.load.name()],
+            parameters,
+            case.link,
+            case.repeat,
+            case.downtime_ms,
+        )
+    }
+}
+
+impl<P> MoveRow<P> {
+    /// A row of a system, a strategy and a workload, which says nothing yet of how it went.
+    pub fn new(
+        [system, strategy, workload]: [&str; 3],
+        parameters: P,
+        link: LinkSpec,
+        repeat: u32,
+        asked_downtime_ms: u64,
+    ) -> Self {
         Self {
             system: system.to_owned(),
-            link: case.link.into(),
+            link: link.into(),
             strategy: strategy.to_owned(),
-            workload: case.load.name().to_owned(),
-            parameters: Parameters {
-                dirty_rate_of_link: case.load.dirty_share(),
-                pages_per_s: arena.pages_per_s,
-                arena_bytes: arena.arena_bytes,
-                working_set_bytes: arena.working_set_bytes,
-                write_bytes: arena.write_bytes,
-                machine: case.guest.machine.clone(),
-                vcpus: case.guest.vcpus,
-                guest_memory_bytes: case.guest.memory_mib << 20,
-            },
-            repeat: case.repeat,
+            workload: workload.to_owned(),
+            parameters,
+            repeat,
             outcome: String::new(),
             link_bytes: None,
             link_bytes_back: None,
             memory_bytes: None,
             disk_bytes: None,
             total_ms: None,
-            asked_downtime_ms: case.downtime_ms,
+            asked_downtime_ms,
             downtime_ms: None,
             stalls: None,
             work_before_per_s: None,
@@ -385,7 +405,7 @@ pub fn verify(arena: &mut Arena) -> Result<Result<u64, ArenaError>, LabError> {
 }
 
 /// Notes what the guest found; one that does not answer any more was not moved.
-pub fn note_verified(row: &mut MoveRow, verified: Result<u64, ArenaError>) {
+pub fn note_verified<P>(row: &mut MoveRow<P>, verified: Result<u64, ArenaError>) {
     match verified {
         Ok(errors) => row.verify_errors = Some(errors),
         Err(error) => row.outcome = format!("failed: after the move {error}"),

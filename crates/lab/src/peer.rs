@@ -2,6 +2,7 @@
 //! link, as an administrator would use them.
 
 mod line;
+pub mod mirror;
 pub(crate) mod qmp;
 
 use crate::error::{During, LabError};
@@ -121,6 +122,8 @@ pub enum Begin<'a> {
     Saved(&'a Path),
     /// It waits for a guest that comes from elsewhere.
     Incoming,
+    /// The same; and the guest waits to be let run when it has come.
+    IncomingStopped,
 }
 
 /// A QEMU that the laboratory started itself; it ends with this value.
@@ -177,6 +180,9 @@ impl PeerQemu {
             }
             Begin::Incoming => {
                 command.args(["-incoming", "defer"]);
+            }
+            Begin::IncomingStopped => {
+                command.args(["-incoming", "defer", "-S"]);
             }
         }
         command.stdout(Stdio::null()).stderr(log);
@@ -361,6 +367,28 @@ pub struct PeerResult {
     pub memory_bytes: Option<u64>,
     /// Passes over memory, as QEMU counts them.
     pub passes: Option<u64>,
+    /// Bytes of disks sent, as QEMU counts them, with those that were sent again; zeros included.
+    pub disk_bytes: Option<u64>,
+}
+
+impl PeerResult {
+    /// With what the source's QEMU counted of memory.
+    fn of(
+        source: &mut PeerQemu,
+        [began, ended]: [Instant; 2],
+        failure: Option<String>,
+    ) -> Result<Self, LabError> {
+        let info = source.qmp.execute("query-migrate", &json!({}))?;
+        let ram = |key: &str| info.get("ram")?.get(key)?.as_u64();
+        Ok(Self {
+            began,
+            ended,
+            failure,
+            memory_bytes: ram("transferred"),
+            passes: ram("dirty-sync-count"),
+            disk_bytes: None,
+        })
+    }
 }
 
 impl PeerMove<'_> {
@@ -386,15 +414,7 @@ impl PeerMove<'_> {
         source.qmp.execute("migrate", &target)?;
         let failure = self.wait(source, destination, began)?;
         let ended = Instant::now();
-        let info = source.qmp.execute("query-migrate", &json!({}))?;
-        let ram = |key: &str| info.get("ram")?.get(key)?.as_u64();
-        Ok(PeerResult {
-            began,
-            ended,
-            failure,
-            memory_bytes: ram("transferred"),
-            passes: ram("dirty-sync-count"),
-        })
+        PeerResult::of(source, [began, ended], failure)
     }
 
     /// Until the guest runs at the destination; what went wrong otherwise.

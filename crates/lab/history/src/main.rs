@@ -8,12 +8,14 @@
 //! has seen, and what is read back would never have left the guest's memory.
 
 mod disk;
+mod pace;
 mod port;
 mod writer;
 
 use disk::Disk;
 use longhaul_history::plan::{FilePasses, Plan};
 use longhaul_history::table::Discards;
+use pace::{Pace, Paced};
 use port::Port;
 use std::fmt;
 use std::io::{self, Write};
@@ -21,7 +23,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
-use writer::{Pace, Settings, Writer};
+use writer::{Settings, Writer};
 
 const LOOK_EVERY: Duration = Duration::from_millis(20);
 const REPORT_EVERY: Duration = Duration::from_millis(2);
@@ -72,12 +74,18 @@ fn run(stop_file: &Path) -> Result<u64, String> {
         };
         plan = plan.and_then(|plan| plan.over_file(file));
     }
-    let burst_every = Duration::from_millis(number("burst_every_ms"));
+    let pace = Pace::new(&Paced {
+        operations_per_s: number("operations_per_s"),
+        reads_per_s: number("reads_per_s"),
+        from: number("paced_from"),
+        burst: number("burst"),
+        burst_every: Duration::from_millis(number("burst_every_ms")),
+    });
     let settings = Settings {
         plan: plan.map_err(|error| error.to_string())?,
         discards: (0..disk_count).map(discards).collect(),
         depth: number("depth").clamp(1, DEPTH_MAX) as usize,
-        pace: Pace::new(number("operations_per_s"), number("burst"), burst_every),
+        pace,
         operations: match number("operations") {
             0 => u64::MAX,
             operations => operations,

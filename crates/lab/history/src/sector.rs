@@ -8,13 +8,17 @@
 //! | 24 | 8 | number of the sector on its disk |
 //! | 32 | 4 | number of the disk |
 //! | 36 | 4 | zero |
-//! | 40 | 472 | body: of every second operation random, of the others one word over and over |
+//! | 40 | 472 | body: of every second operation random, of the others one word over and over; in a history
+//! of [`RANDOM_BODIES`] always random |
 
 use crate::plan::{OPERATIONS_MAX, SECTOR_BYTES};
 use crate::random::{Random, mixed};
 
 const MAGIC: [u8; 8] = *b"lh-disk\n";
 const BODY_AT: usize = 40;
+
+/// A bit of the seed: no operation of the history writes anything that can be compressed.
+pub const RANDOM_BODIES: u64 = 1 << 63;
 
 /// A sector's bytes.
 pub type Sector = [u8; SECTOR_BYTES];
@@ -61,7 +65,7 @@ pub fn fill(bytes: &mut Sector, seed: u64, disk: u32, sector: u64, number: u64) 
     let own = mixed(seed ^ mixed(number ^ mixed(sector ^ (u64::from(disk) << 56))));
     let mut random = Random::new(own);
     for word in body.chunks_exact_mut(8) {
-        let next = if number.is_multiple_of(2) {
+        let next = if number.is_multiple_of(2) || seed & RANDOM_BODIES != 0 {
             random.draw()
         } else {
             own
@@ -144,5 +148,18 @@ mod tests {
         }
         sector[0] = 0;
         assert_eq!(identify(&sector, 3, 1, 70), Content::Foreign);
+    }
+
+    #[test]
+    fn bodies_repeat_only_where_they_may() {
+        let repeats = |seed: u64, number: u64| {
+            let mut sector = [0; SECTOR_BYTES];
+            fill(&mut sector, seed, 0, 1, number);
+            assert_eq!(identify(&sector, seed, 0, 1), Content::Written(number));
+            sector[BODY_AT..BODY_AT + 8] == sector[BODY_AT + 8..BODY_AT + 16]
+        };
+        assert_eq!([0, 1].map(|number| repeats(3, number)), [false, true]);
+        let random = [0, 1].map(|number| repeats(3 | RANDOM_BODIES, number));
+        assert_eq!(random, [false, false]);
     }
 }

@@ -1,5 +1,6 @@
 //! Does the operations of a history, several at a time, and compares what it reads.
 
+use crate::pace::Pace;
 use longhaul_history::order::{Order, Told};
 use longhaul_history::plan::{Kind, LONGEST_SECTORS, Operation, Plan, SECTOR_BYTES};
 use longhaul_history::sector::fill;
@@ -8,14 +9,12 @@ use std::fmt;
 use std::io;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 /// What direct access to a disk wants of memory's addresses, at most.
 const ALIGNMENT: usize = 4096;
 const LONGEST_BYTES: usize = LONGEST_SECTORS as usize * SECTOR_BYTES;
 const ERRORS_KEPT: usize = 64;
-/// Operations that could not be done in time are forgotten beyond this: no burst follows a pause.
-const LONGEST_DEBT: Duration = Duration::from_millis(50);
 const LONGEST_WAIT: Duration = Duration::from_millis(100);
 
 /// What a history is done on. Calls come from several threads.
@@ -187,7 +186,7 @@ impl<M: Medium> Writer<M> {
             let mut wait = state.pace.until_next();
             if wait.is_zero() {
                 if let Some(operation) = state.order.start(self.settings.operations) {
-                    state.pace.took_one();
+                    state.pace.took(&operation);
                     let entries = match operation.kind {
                         Kind::Read => {
                             state.tables[operation.disk].entries(operation.first, operation.sectors)
@@ -329,55 +328,10 @@ impl Buffer {
     }
 }
 
-/// Says when the next operation is due.
-#[derive(Debug, Clone)]
-pub(crate) struct Pace {
-    /// From one to the next; zero: no limit.
-    every: Duration,
-    /// After so many the next ones wait; 0: never.
-    burst: u64,
-    /// From the beginning of a burst to that of the next.
-    burst_every: Duration,
-    in_burst: u64,
-    burst_began: Instant,
-    next: Instant,
-}
-
-impl Pace {
-    /// At most so many per second (0: no limit), in bursts of so many (0: without a pause).
-    pub(crate) fn new(operations_per_s: u64, burst: u64, burst_every: Duration) -> Self {
-        let second = Duration::from_secs(1).as_nanos() as u64;
-        let now = Instant::now();
-        Self {
-            every: Duration::from_nanos(second.checked_div(operations_per_s).unwrap_or(0)),
-            burst,
-            burst_every,
-            in_burst: 0,
-            burst_began: now,
-            next: now,
-        }
-    }
-
-    fn until_next(&self) -> Duration {
-        self.next.saturating_duration_since(Instant::now())
-    }
-
-    fn took_one(&mut self) {
-        let now = Instant::now();
-        let earliest = now.checked_sub(LONGEST_DEBT).unwrap_or(self.next);
-        self.next = self.next.max(earliest) + self.every;
-        self.in_burst += 1;
-        if self.in_burst == self.burst {
-            self.next = (self.burst_began + self.burst_every).max(now);
-            self.burst_began = self.next;
-            self.in_burst = 0;
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::pace::Paced;
     use longhaul_history::check::{Check, Keeps, Promise};
 
     const SECTORS: usize = 6000;
@@ -440,7 +394,7 @@ mod tests {
             plan: plan.clone(),
             discards: vec![Discards::Zeros; 2],
             depth: 4,
-            pace: Pace::new(0, 0, Duration::ZERO),
+            pace: Pace::new(&Paced::default()),
             operations: u64::MAX,
         };
         let writer = Writer::new(vec![Memory::new(None), Memory::new(loses)], settings);
@@ -495,21 +449,5 @@ mod tests {
         assert_eq!(writer.error_count(), 1);
         let first = report.first_error.unwrap();
         assert!(first.contains("Flush") && first.contains("gone"), "{first}");
-    }
-
-    #[test]
-    fn a_pace_is_kept() {
-        let mut pace = Pace::new(10, 0, Duration::ZERO);
-        assert!(pace.until_next().is_zero());
-        pace.took_one();
-        let wait = pace.until_next();
-        assert!(wait > Duration::from_millis(1) && wait <= Duration::from_millis(100));
-        let mut free = Pace::new(0, 3, Duration::from_secs(100));
-        for _ in 0..3 {
-            assert!(free.until_next().is_zero());
-            free.took_one();
-        }
-        let wait = free.until_next();
-        assert!(wait > Duration::from_secs(50) && wait <= Duration::from_secs(100));
     }
 }

@@ -2,6 +2,7 @@
 
 mod agents;
 pub mod codec;
+mod disk;
 pub mod document;
 mod handover;
 mod link;
@@ -106,6 +107,7 @@ pub struct Bench {
 pub const BENCHES: &[Bench] = &[
     agents::BENCH,
     codec::BENCH,
+    disk::BENCH,
     handover::BENCH,
     link::BENCH,
     memory::BENCH,

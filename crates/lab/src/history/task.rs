@@ -96,6 +96,8 @@ impl Task<'_> {
             "discards_zero": disks.iter().enumerate().fold(0, strict),
             "operations": work.operations,
             "operations_per_s": work.operations_per_s,
+            "reads_per_s": work.reads_per_s,
+            "paced_from": work.paced_from,
             "burst": work.burst,
             "burst_every_ms": work.burst_every.as_millis() as u64,
         });
@@ -154,6 +156,11 @@ impl History {
     /// The guest's arena.
     pub fn arena(&self) -> &Arena {
         &self.arena
+    }
+
+    /// The guest's arena, to give it commands.
+    pub fn arena_mut(&mut self) -> &mut Arena {
+        &mut self.arena
     }
 
     /// What the guest told so far.

@@ -4,6 +4,7 @@
 //! again from them at any time; nothing on it comes from elsewhere.
 
 mod codec;
+mod disks;
 mod moves;
 mod redundancy;
 mod rows;
@@ -253,6 +254,7 @@ fn section(document: &Saved, documents: &[Saved]) -> Section {
             let moves = Rows(moves.flat_map(|moves| &moves.rows).collect());
             redundancy::show(&rows, &moves, &mut section);
         }
+        "disk" => disks::show(&rows, &document.name, &mut section),
         "memory" => moves::show(&rows, &document.name, &mut section),
         "handover" => moves::show_handover(&rows, &mut section),
         "link" => moves::show_link(&rows, &mut section),
@@ -364,7 +366,21 @@ mod tests {
             {"figure": 5, "input": "idle", "system": "cloudnet-blocks", "x": "4", "share": 0.3},
             {"figure": 5, "input": "idle", "system": "longhaul", "x": "whole pages", "share": 0.25},
         ]);
+        let moved = |system: &str, strategy: &str, outcome: &str, throughput: f64| {
+            json!({
+                "system": system, "strategy": strategy, "workload": "ior", "outcome": outcome,
+                "link": {"rate_bps": 200_000_000, "rtt_ms": 1.0, "loss": 0.0}, "verify_errors": 0,
+                "link_bytes": 250e6, "disk_bytes": 213e6, "total_ms": 12_000.0,
+                "downtime_ms": 90.0, "throughput_vs_none": throughput,
+            })
+        };
+        let disks = json!([
+            moved("longhaul", "hybrid", "completed", 0.8),
+            moved("longhaul", "mirror", "completed", 0.5),
+            moved("qemu-mirror", "mirror", "failed: late", 0.7),
+        ]);
         let (folder, page) = made(&[
+            document("disk", disks),
             document("memory", moves),
             document("redundancy", figure),
             document("unheard-of", json!([])),
@@ -373,20 +389,23 @@ mod tests {
             "| [memory](#memory) | 2026-01-01 10:00 UTC | 0123456789ab and changes | CPU, 2 cores, Linux 6.1 | 1 of 2 |",
             "| mix, dirtied at 0.3 of the link | longhaul | 2 of 3 | 50 | 2 | 90 | 0 |",
             "| longhaul | 20 | 41 | 330 | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | longhaul hybrid | 1 of 1 | 250 | 213 | 12 | 90 | 80.0 % | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 0 |",
+            "(disk-throughput.svg)",
             "(memory-responses.svg)",
             "| mix | 0.3 | 50.0 % | 0.0 % | 0.0 % |",
             "| `bad.x` | not measured | at least 5 | **no** |",
             "`lab bench memory --json --quick` (fewer cases and repeats than a whole run): \
              [memory.json](documents/memory.json)",
             "| idle, cloudnet-blocks | 20.0 % | 30.0 % |",
-            "\n\nA note.\n\n## memory\n",
+            "\n\nA note.\n\n## disk\n",
             "## unheard-of",
             "![Bytes over the link, moves that completed](memory-bytes.svg)",
         ] {
             assert!(page.contains(expected), "{expected}\n\n{page}");
         }
         let pictures = files(folder.path(), "svg").unwrap();
-        assert_eq!(pictures.len(), 5, "{pictures:?}");
+        assert_eq!(pictures.len(), 8, "{pictures:?}");
         for picture in pictures {
             let name = picture.file_name().unwrap().to_str().unwrap().to_owned();
             assert!(page.contains(&format!("({name})")), "{name}");
