@@ -57,6 +57,8 @@ pub enum ImageUse {
     SharedRaw,
     /// As a disk in an image that grows (`qcow2`).
     Growing,
+    /// For reading, by somebody for whom nobody may change it.
+    Still,
 }
 
 impl ImageUse {
@@ -65,6 +67,7 @@ impl ImageUse {
         match self {
             Self::Raw | Self::SharedRaw => &[Permission::Read, Permission::Write],
             Self::Growing => &[Permission::Read, Permission::Write, Permission::Resize],
+            Self::Still => &[Permission::Read],
         }
     }
 
@@ -73,7 +76,7 @@ impl ImageUse {
         match self {
             Self::Raw => &[Permission::Write],
             Self::SharedRaw => &[],
-            Self::Growing => &[Permission::Write, Permission::Resize],
+            Self::Growing | Self::Still => &[Permission::Write, Permission::Resize],
         }
     }
 }
@@ -214,6 +217,20 @@ mod tests {
         drop((shared, beside));
         // The refusals above left nothing behind.
         ImageLock::alone(&other, ImageUse::Growing).unwrap();
+    }
+
+    #[test]
+    fn what_is_to_stand_still_is_read_by_several_and_written_by_none() {
+        let image = NamedTempFile::new().unwrap();
+        let still = ImageLock::alone(&open(&image), ImageUse::Still).unwrap();
+        let other = ImageLock::alone(&open(&image), ImageUse::Still).unwrap();
+        for image_use in [ImageUse::Raw, ImageUse::SharedRaw, ImageUse::Growing] {
+            let refusal = ImageLock::alone(&open(&image), image_use).unwrap_err();
+            assert!(matches!(refusal, LockError::InUse { .. }), "{refusal}");
+        }
+        drop((still, other));
+        let _written = ImageLock::alone(&open(&image), ImageUse::SharedRaw).unwrap();
+        ImageLock::alone(&open(&image), ImageUse::Still).unwrap_err();
     }
 
     #[test]

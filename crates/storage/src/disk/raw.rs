@@ -101,6 +101,15 @@ enum Kind {
 impl RawDisk {
     /// Opens an image for reading and writing. It takes no lock: see [`super::ImageLock`].
     pub fn open(path: &Path, size: ExportSize) -> Result<Self, OpenError> {
+        Self::open_for(path, size, true)
+    }
+
+    /// Opens an image for reading alone.
+    pub fn open_to_read(path: &Path) -> Result<Self, OpenError> {
+        Self::open_for(path, ExportSize::OfFile, false)
+    }
+
+    fn open_for(path: &Path, size: ExportSize, write: bool) -> Result<Self, OpenError> {
         let failed = |error| OpenError::Io {
             path: path.to_owned(),
             error,
@@ -111,7 +120,7 @@ impl RawDisk {
             let path = path.to_owned();
             return Err(OpenError::NoImage { path });
         }
-        let file = OpenOptions::new().read(true).write(true).open(path);
+        let file = OpenOptions::new().read(true).write(write).open(path);
         let mut file = file.map_err(failed)?;
         // A device's length is where its end is.
         let file_bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
