@@ -9,13 +9,14 @@ pub const CORES: [&str; 4] = [
 ];
 
 /// What each package of the workspace may depend on (dependencies of its tests left aside).
-pub const DIRECTION: [(&str, &[&str]); 15] = [
+pub const DIRECTION: [(&str, &[&str]); 16] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
     ("longhaul-engine", &CORES),
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
+    ("longhaul-image", &["longhaul-storage"]),
     ("longhaul-transport", &CORES),
     ("longhaul-api", &["longhaul-protocol"]),
     (
@@ -27,6 +28,7 @@ pub const DIRECTION: [(&str, &[&str]); 15] = [
             "longhaul-engine",
             "longhaul-hypervisor",
             "longhaul-storage",
+            "longhaul-image",
             "longhaul-transport",
             "longhaul-api",
         ],
@@ -87,10 +89,15 @@ pub const LICENCES: [&str; 9] = [
 pub const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
 /// Packages that may be built in several versions at once, and why.
-pub const DUPLICATES: [(&str, &str); 4] = [
+pub const DUPLICATES: [(&str, &str); 7] = [
     (
         "cpufeatures",
         "blake3 and the generators of random numbers moved at different times",
+    ),
+    ("crypto-common", "of digest"),
+    (
+        "digest",
+        "of object_store: its checksums and its MD5 moved at different times",
     ),
     ("embedded-io", "postcard offers two versions of its traits"),
     (
@@ -98,6 +105,7 @@ pub const DUPLICATES: [(&str, &str); 4] = [
         "ring, rustls' parts and proptest moved at different times",
     ),
     ("syn", "macro packages are moving to version 3"),
+    ("synstructure", "of macro packages that use either syn"),
 ];
 
 /// Most lines in a source file.

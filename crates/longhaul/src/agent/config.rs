@@ -7,6 +7,7 @@ use longhaul_api::Encoding;
 use longhaul_hypervisor::config::{
     AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
 };
+use longhaul_image::store::{Place, PlaceError};
 use longhaul_protocol::units::parse_bit_rate;
 use serde::Deserialize;
 use std::collections::BTreeMap;
@@ -32,6 +33,8 @@ pub(crate) struct Config {
     pub(crate) state: PathBuf,
     /// The UDP address for other agents.
     pub(crate) listen: SocketAddr,
+    /// Where the base images are.
+    pub(crate) repository: Place,
     /// Where commands reach the agent.
     pub(crate) api: ApiConfig,
     /// What other hosts may take of this one.
@@ -58,6 +61,7 @@ struct Document {
     state: PathBuf,
     #[serde(default = "default_listen")]
     listen: SocketAddr,
+    repository: Option<String>,
     #[serde(default)]
     api: ApiConfig,
     #[serde(default)]
@@ -160,6 +164,20 @@ fn bandwidth(text: &str) -> Result<u64, String> {
     Ok(rate)
 }
 
+/// Where the base images are: in the state folder where nothing else is said.
+fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
+    let Some(text) = text else {
+        return Ok(Place::Folder(state.join("repository")));
+    };
+    let wrong = |what: &dyn std::fmt::Display| format!("`repository = {text:?}`: {what}");
+    match text.parse().map_err(|error: PlaceError| wrong(&error))? {
+        Place::Folder(folder) if !folder.is_absolute() => {
+            Err(wrong(&"the path must be absolute (begin with `/`)"))
+        }
+        place => Ok(place),
+    }
+}
+
 impl Config {
     /// Reads the configuration; without a path the one at [`CONFIG_DEFAULT`], which may be
     /// missing.
@@ -197,6 +215,7 @@ impl Config {
             name: document.name.unwrap_or_else(machine_name),
             state: document.state.clone(),
             listen: document.listen,
+            repository: repository(document.repository.as_deref(), &document.state)?,
             api: document.api,
             limits: Limits::new(&document.limits, &document.hosts)?,
             bandwidth_bps: document.bandwidth.as_deref().map(bandwidth).transpose()?,
@@ -276,6 +295,24 @@ mod tests {
             let error = parse(&format!("bandwidth = {wrong:?}\n")).unwrap_err();
             assert!(
                 error.contains("bandwidth") && error.contains(wrong),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn base_images_are_in_the_state_folder_or_where_it_is_said() {
+        let of = |text: &str| parse(text).map(|config| config.repository.to_string());
+        assert_eq!(of("").unwrap(), "/var/lib/longhaul/repository");
+        assert_eq!(of("repository = \"/srv/images\"\n").unwrap(), "/srv/images");
+        assert_eq!(
+            of("repository = \"s3://images/a\"\n").unwrap(),
+            "s3://images/a"
+        );
+        for wrong in ["images", "s3://", "ftp://images"] {
+            let error = of(&format!("repository = {wrong:?}\n")).unwrap_err();
+            assert!(
+                error.contains("repository") && error.contains(wrong),
                 "{error}"
             );
         }

@@ -4,6 +4,8 @@ use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use longhaul_api::{CompressionChoice, Convergence, DeltaCache, Scope, StopRule, TooFast};
+use longhaul_image::ImageName;
+use longhaul_image::store::Place;
 use longhaul_protocol::units::{parse_bit_rate, parse_duration};
 use std::path::PathBuf;
 use std::time::Duration;
@@ -66,6 +68,8 @@ pub(crate) enum Command {
     Report(ReportArgs),
     /// List the moves from and to this host
     Migrations,
+    /// Import, list, verify and remove base images; needs no agent
+    Image(ImageArgs),
     /// Read the journals of the moves from and to this host; needs no agent
     Journal {
         #[command(subcommand)]
@@ -438,6 +442,69 @@ pub(crate) struct ShowJournalArgs {
     /// The agent's configuration [default: /etc/longhaul/agent.toml, which may be missing]
     #[arg(long, value_name = "FILE", conflicts_with = "state")]
     pub(crate) config: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImageArgs {
+    /// The repository: a folder, s3://BUCKET or s3://BUCKET/PREFIX [default: the one that the
+    /// agent's configuration names]
+    #[arg(long, global = true, value_name = "PLACE")]
+    pub(crate) repository: Option<Place>,
+    /// The agent's configuration [default: /etc/longhaul/agent.toml, which may be missing]
+    #[arg(long, global = true, value_name = "FILE")]
+    pub(crate) config: Option<PathBuf>,
+    #[command(subcommand)]
+    pub(crate) command: ImageCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImageCommand {
+    /// Put a disk into the repository
+    Import(ImportArgs),
+    /// List the images
+    List,
+    /// Read images, and compare them with their digests
+    Verify {
+        /// Names or ids, or beginnings of ids; all images where they are left out
+        #[arg(value_name = "IMAGE")]
+        images: Vec<String>,
+    },
+    /// Remove images, and the content that no other image has
+    Remove(RemoveArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ImportArgs {
+    /// The disk
+    pub(crate) file: PathBuf,
+    /// What to call the image
+    #[arg(long)]
+    pub(crate) name: Option<ImageName>,
+    /// What the file holds [default: as its name ends: .raw, .img or .qcow2]
+    #[arg(long)]
+    pub(crate) format: Option<DiskFormat>,
+    /// Store again what is there already, where it may be damaged
+    #[arg(long)]
+    pub(crate) rewrite: bool,
+}
+
+/// What the file of a disk holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DiskFormat {
+    /// The disk, byte for byte
+    Raw,
+    /// QEMU's own format
+    Qcow2,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct RemoveArgs {
+    /// Names or ids, or beginnings of ids
+    #[arg(required = true, value_name = "IMAGE")]
+    pub(crate) images: Vec<String>,
+    /// Also while images are imported: those imports fail, and have to be begun again
+    #[arg(long)]
+    pub(crate) overrule_imports: bool,
 }
 
 #[cfg(test)]

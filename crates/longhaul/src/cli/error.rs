@@ -43,6 +43,17 @@ impl CliError {
         }
     }
 
+    /// Something that is not done to a base image, with what to do instead.
+    pub(crate) fn image(message: impl Into<String>, hint: Option<String>, exit_code: u8) -> Self {
+        Self {
+            message: message.into(),
+            hint,
+            state_of_guest: None,
+            code: "image".to_owned(),
+            exit_code,
+        }
+    }
+
     /// A journal, or the folder of them, that cannot be read.
     pub(crate) fn journal(message: impl Into<String>, hint: Option<&str>) -> Self {
         Self {

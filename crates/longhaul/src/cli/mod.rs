@@ -4,6 +4,7 @@ mod args;
 mod connect;
 mod doctor;
 mod error;
+mod image;
 mod journal;
 mod migrate;
 mod output;
@@ -86,6 +87,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             clap_complete::generate(shell, &mut Cli::command(), "longhaul", &mut script);
             output.text(&script)?;
         }
+        Command::Image(args) => return image::run(output, args),
         Command::Journal { command } => return journal::run(output, command),
         Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
         Command::Host(args) => host(&client()?, output, args.command).await?,

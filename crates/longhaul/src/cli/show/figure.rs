@@ -76,6 +76,17 @@ pub(crate) fn percent(part: u64, whole: u64) -> u64 {
     }
 }
 
+/// The two parts of a bar of so many columns: what is done, and what is not.
+pub(crate) fn bar(part: u64, whole: u64, columns: usize) -> (String, String) {
+    let halves = u128::from(part.min(whole)) * columns as u128 * 2 / u128::from(whole.max(1));
+    let halves = usize::try_from(halves).unwrap_or(0);
+    let mut done = "━".repeat(halves / 2);
+    if halves % 2 == 1 {
+        done.push('╸');
+    }
+    (done, "─".repeat(columns - halves.div_ceil(2)))
+}
+
 /// How long ago a moment was.
 pub(crate) fn age(then_unix_ms: u64, now_unix_ms: u64) -> String {
     let s = now_unix_ms.saturating_sub(then_unix_ms) / 1000;

@@ -84,14 +84,7 @@ fn memory(progress: &Progress, total: u64, settled: u64, width: usize) -> Line {
         figures.push_str(&format!(" · {} dirtied", byte_rate(rate)));
     }
     let bar = width.saturating_sub(INDENT + 62).clamp(10, 40);
-    let done =
-        usize::try_from(u128::from(settled.min(total)) * bar as u128 * 2 / u128::from(total))
-            .unwrap_or(0);
-    let mut full = "━".repeat(done / 2);
-    if done % 2 == 1 {
-        full.push('╸');
-    }
-    let rest = "─".repeat(bar - done.div_ceil(2));
+    let (full, rest) = figure::bar(settled, total, bar);
     row("memory")
         .tone(Tone::Good, full)
         .tone(Tone::Faint, rest)

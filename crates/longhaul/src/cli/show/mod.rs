@@ -2,6 +2,7 @@
 
 pub(crate) mod doubt;
 pub(crate) mod figure;
+pub(crate) mod image;
 pub(crate) mod journal;
 pub(crate) mod list;
 pub(crate) mod live;

@@ -1,0 +1,78 @@
+//! Getting what has not come of an image, in the background.
+
+use super::ImageDisk;
+use crate::manifest::Stripe;
+use nix::errno::Errno;
+use std::io;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// Stripes that are fetched at once.
+const WORKERS: usize = 4;
+/// How long the background waits for reads at most before it looks again.
+const YIELD: Duration = Duration::from_secs(1);
+
+/// What the background came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fetched {
+    /// All of the image is in its file, durably: the file is the disk from now on.
+    All,
+    /// So many stripes cannot be had. Calling again tries again.
+    Failed(u32),
+    /// The disk was ended before.
+    Ended,
+}
+
+impl ImageDisk {
+    /// Fetches all that has not come: first these stripes, in this order, then the others. It
+    /// returns when all has come or was tried, and lets reads go first.
+    ///
+    /// The order says what is likely to be read soon. What it holds that is not a stripe of the
+    /// image is left out.
+    pub fn fetch(&self, hot: &[u32]) -> io::Result<Fetched> {
+        let count = self.manifest.stripe_count();
+        let next = AtomicUsize::new(0);
+        let work = || {
+            while !self.has_ended() {
+                let place = next.fetch_add(1, Ordering::Relaxed);
+                let index = match hot.get(place) {
+                    Some(index) => *index,
+                    None => match u32::try_from(place - hot.len()) {
+                        Ok(index) if index < count => index,
+                        Ok(_) | Err(_) => break,
+                    },
+                };
+                let Stripe::Stored(digest) = self.manifest.stripe(index) else {
+                    continue;
+                };
+                self.let_reads_go_first();
+                if !self.is_here(index) {
+                    // What fails stays missing, and its owner was told.
+                    let _ = self.obtain(index, digest);
+                }
+            }
+        };
+        thread::scope(|scope| {
+            let workers = [(); WORKERS].map(|()| scope.spawn(work));
+            let results = workers.map(thread::ScopedJoinHandle::join);
+            let ended = results.into_iter().all(|result| result.is_ok());
+            ended.then_some(()).ok_or(Errno::EIO)
+        })?;
+        if self.missing() == 0 {
+            self.file.sync_all()?;
+            return Ok(Fetched::All);
+        }
+        if self.has_ended() {
+            return Ok(Fetched::Ended);
+        }
+        Ok(Fetched::Failed(self.missing()))
+    }
+
+    fn let_reads_go_first(&self) {
+        let waits = || self.waiting.load(Ordering::Acquire) > 0;
+        while waits() && !self.has_ended() {
+            self.wait(YIELD, waits);
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Opening an image as a disk: its manifest, and the file for what has come.
+
+use super::{ImageDisk, ImageNotice, UNKNOWN};
+use crate::manifest::{MANIFEST_BYTES_MAX, Manifest};
+use crate::name::ImageId;
+use crate::repository::{Repository, RepositoryError, read_manifest};
+use longhaul_storage::files::{Access, Files, RealFiles, create_folder};
+use std::collections::HashMap;
+use std::fs::OpenOptions;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize};
+use std::sync::{Condvar, Mutex};
+use std::time::Duration;
+
+/// An image that was not opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenImageError {
+    /// The repository does not have it, or is away.
+    #[error(transparent)]
+    Repository(#[from] RepositoryError),
+    /// The file for what comes cannot be used.
+    #[error("cannot use {}: {error}", path.display())]
+    File {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
+}
+
+impl ImageDisk {
+    /// Opens an image. What has come of it, in this process or an earlier one, is in
+    /// `folder/ID.raw`; several processes may use that at once.
+    ///
+    /// Once opened, an image can be opened again while its store is away: its manifest is kept too.
+    pub fn open(
+        repository: Repository,
+        id: ImageId,
+        folder: &Path,
+        patience: Duration,
+        notify: impl Fn(ImageNotice) + Send + Sync + 'static,
+    ) -> Result<Self, OpenImageError> {
+        let failed = |path: &Path| {
+            let path = path.to_owned();
+            move |error| OpenImageError::File { path, error }
+        };
+        create_folder(&RealFiles, folder).map_err(failed(folder))?;
+        let kept = folder.join(format!("{id}.manifest"));
+        let manifest = match kept_manifest(id, &kept) {
+            Some(manifest) => manifest,
+            None => {
+                let (manifest, bytes) = repository.manifest_bytes(id)?;
+                keep(&kept, &bytes).map_err(failed(&kept))?;
+                manifest
+            }
+        };
+        let path = folder.join(format!("{id}.raw"));
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path);
+        let file = file.map_err(failed(&path))?;
+        // One that was cut off, or is new, is all hole behind its end.
+        file.set_len(manifest.size_bytes()).map_err(failed(&path))?;
+        let states = (0..manifest.stripe_count()).map(|_| AtomicU8::new(UNKNOWN));
+        Ok(Self {
+            id,
+            states: states.collect(),
+            missing: AtomicU32::new(manifest.stored_count()),
+            manifest,
+            repository,
+            file,
+            flights: Mutex::new(HashMap::new()),
+            waiting: AtomicUsize::new(0),
+            changed: (Mutex::new(()), Condvar::new()),
+            patience,
+            away: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            fetched_bytes: AtomicU64::new(0),
+            notify: Box::new(notify),
+        })
+    }
+}
+
+/// The manifest, if the file holds just that.
+fn kept_manifest(id: ImageId, path: &Path) -> Option<Manifest> {
+    let file = RealFiles.open(path, Access::Read).ok()?;
+    let length = file
+        .length()
+        .ok()
+        .filter(|length| *length <= MANIFEST_BYTES_MAX)?;
+    let mut bytes = vec![0; usize::try_from(length).ok()?];
+    file.read_at(0, &mut bytes).ok()?;
+    read_manifest(id, &bytes).ok()
+}
+
+/// Keeps a manifest. It need not be durable: it is compared with its id when it is read.
+fn keep(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let new = path.with_extension(format!("manifest.{}", std::process::id()));
+    std::fs::write(&new, bytes)?;
+    std::fs::rename(&new, path)
+}

@@ -1,0 +1,337 @@
+//! Putting a disk into a repository: each stripe that is not there yet, then the manifest.
+
+use crate::manifest::{Manifest, ManifestError, STRIPE_BYTES};
+use crate::marker::{Marker, Owner, Work, others};
+use crate::name::{Digest, ImageId, ImageName};
+use crate::repository::Repository;
+use crate::store::{Key, StoreError};
+use crate::stripe::encode_stripe;
+use longhaul_storage::disk::Disk;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// Threads that read, compress and store: a store that is far away answers each after a while.
+const WORKERS: usize = 8;
+/// Extents that are asked for at once.
+const EXTENTS: usize = 1024;
+/// How long a removal is waited for.
+const REMOVAL_PATIENCE: Duration = Duration::from_secs(600);
+/// Time between two looks at it.
+const REMOVAL_INTERVAL: Duration = Duration::from_millis(200);
+
+/// An image that was not imported. What was stored of it is used by the next try, and goes with
+/// the next removal.
+#[derive(Debug, thiserror::Error)]
+pub enum ImportError {
+    /// The store failed.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The disk cannot be read.
+    #[error("cannot read the disk at byte {offset}: {error}")]
+    Read {
+        /// Where.
+        offset: u64,
+        /// What the system said.
+        error: io::Error,
+    },
+    /// No image is like this disk.
+    #[error("the disk cannot become an image: {0}")]
+    Size(ManifestError),
+    /// A stripe cannot be compressed.
+    #[error("cannot compress what stands at byte {offset}: {error}")]
+    Compress {
+        /// Where.
+        offset: u64,
+        /// What the compressor said.
+        error: io::Error,
+    },
+    /// Another image has the name.
+    #[error("image {} is called {name} already: choose another name, or remove that image", id.short())]
+    NameTaken {
+        /// The name.
+        name: ImageName,
+        /// Whose it is.
+        id: ImageId,
+    },
+    /// Somebody removes images, and comes to no end.
+    #[error(
+        "images are being removed by {}: import again when that has ended", describe(owner.as_ref())
+    )]
+    Removal {
+        /// Who.
+        owner: Option<Owner>,
+    },
+    /// Somebody removed images meanwhile, and did not wait for this import.
+    #[error("somebody removed images and did not wait for this import: import again")]
+    Overruled,
+}
+
+/// How somebody's owner is called.
+pub(crate) fn describe(owner: Option<&Owner>) -> String {
+    owner.map_or_else(|| "somebody".to_owned(), Owner::to_string)
+}
+
+/// What is wanted of an import.
+#[derive(Debug, Clone, Default)]
+pub struct ImportOptions {
+    /// What to call the image.
+    pub name: Option<ImageName>,
+    /// Store stripes again that are there already: they may be damaged.
+    pub rewrite: bool,
+}
+
+/// How far an import is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ImportProgress {
+    /// What has been read of the disk, holes left aside.
+    pub read_bytes: u64,
+    /// What there is to be read.
+    pub total_bytes: u64,
+    /// What was stored, compressed.
+    pub stored_bytes: u64,
+    /// Whether a removal is waited for.
+    pub waits: bool,
+}
+
+/// An image that was imported.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Imported {
+    /// Its id.
+    pub id: ImageId,
+    /// The size of the disk.
+    pub size_bytes: u64,
+    /// What of it is not zeros, in whole stripes.
+    pub content_bytes: u64,
+    /// What of that was not in the repository before.
+    pub new_bytes: u64,
+    /// What that takes there, compressed.
+    pub stored_bytes: u64,
+}
+
+/// Puts a disk into a repository. `progress` is called now and then, by several threads.
+///
+/// Nobody may write to the disk meanwhile.
+pub fn import(
+    repository: &Repository,
+    disk: &dyn Disk,
+    options: &ImportOptions,
+    progress: &(dyn Fn(ImportProgress) + Sync),
+) -> Result<Imported, ImportError> {
+    Manifest::new(disk.size_bytes(), &[]).map_err(ImportError::Size)?;
+    let marker = Marker::leave(repository, Work::Import)?;
+    wait_for_removals(repository, progress)?;
+    // The same name for the same image is fine, but that is not known yet.
+    let taken = match &options.name {
+        Some(name) => repository.named(name)?.map(|id| (name.clone(), id)),
+        None => None,
+    };
+    let work = Import {
+        repository,
+        disk,
+        rewrite: options.rewrite,
+        progress,
+        stripes: candidates(disk)?,
+        next: AtomicUsize::new(0),
+        failed: AtomicBool::new(false),
+        read_bytes: AtomicU64::new(0),
+        new_bytes: AtomicU64::new(0),
+        stored_bytes: AtomicU64::new(0),
+        found: Mutex::default(),
+    };
+    let manifest = work.all()?;
+    let id = manifest.id();
+    if let Some((name, other)) = taken
+        && other != id
+    {
+        return Err(ImportError::NameTaken { name, id: other });
+    }
+    publish(repository, &marker, &manifest, options.name.as_ref())?;
+    Ok(Imported {
+        id,
+        size_bytes: manifest.size_bytes(),
+        content_bytes: manifest.stored_bytes(),
+        new_bytes: work.new_bytes.into_inner(),
+        stored_bytes: work.stored_bytes.into_inner(),
+    })
+}
+
+/// Waits for those that may not have seen our marker. Those that begin later give way to it.
+fn wait_for_removals(
+    repository: &Repository,
+    progress: &(dyn Fn(ImportProgress) + Sync),
+) -> Result<(), ImportError> {
+    let begin = Instant::now();
+    let first = others(repository, Work::Removal)?;
+    loop {
+        let mut now = others(repository, Work::Removal)?;
+        now.retain(|removal| first.iter().any(|one| one.is_same(removal)));
+        let Some(removal) = now.pop() else {
+            return Ok(());
+        };
+        if begin.elapsed() >= REMOVAL_PATIENCE {
+            let owner = removal.owner;
+            return Err(ImportError::Removal { owner });
+        }
+        progress(ImportProgress {
+            waits: true,
+            ..ImportProgress::default()
+        });
+        thread::sleep(REMOVAL_INTERVAL);
+    }
+}
+
+/// Shows the image to everybody, once all of its stripes are there for good.
+fn publish(
+    repository: &Repository,
+    marker: &Marker<'_>,
+    manifest: &Manifest,
+    name: Option<&ImageName>,
+) -> Result<(), ImportError> {
+    let store = repository.store();
+    store.settle()?;
+    if !marker.is_there()? {
+        return Err(ImportError::Overruled);
+    }
+    let id = manifest.id();
+    store.put(&Key::Image(id), &manifest.bytes())?;
+    // Somebody who does not wait may have come between: then a stripe may be gone.
+    if !marker.is_there()? {
+        for (_, digest) in manifest.stripes() {
+            if !store.has(&Key::Stripe(digest))? {
+                return Err(ImportError::Overruled);
+            }
+        }
+    }
+    if let Some(name) = name {
+        let text = format!("{id}\n");
+        store.put(&Key::Name(name.clone()), text.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// The stripes that hold data.
+fn candidates(disk: &dyn Disk) -> Result<Vec<u32>, ImportError> {
+    let size_bytes = disk.size_bytes();
+    let mut stripes = Vec::new();
+    let mut offset = 0;
+    while offset < size_bytes {
+        let extents = disk.extents(offset..size_bytes, EXTENTS);
+        let extents = extents.map_err(|error| ImportError::Read { offset, error })?;
+        let before = offset;
+        for extent in extents {
+            let end = (offset + extent.length_bytes).min(size_bytes);
+            if !extent.hole {
+                // An image is at most 4 Mi stripes long.
+                let first = (offset / STRIPE_BYTES) as u32;
+                let behind = end.div_ceil(STRIPE_BYTES) as u32;
+                let known = stripes.last().map_or(0, |last| last + 1);
+                stripes.extend(first.max(known)..behind);
+            }
+            offset = end;
+        }
+        if offset == before {
+            let error = io::Error::other("the system does not say what is there");
+            return Err(ImportError::Read { offset, error });
+        }
+    }
+    Ok(stripes)
+}
+
+/// An import at work.
+struct Import<'a> {
+    repository: &'a Repository,
+    disk: &'a dyn Disk,
+    rewrite: bool,
+    progress: &'a (dyn Fn(ImportProgress) + Sync),
+    /// Those that may hold something.
+    stripes: Vec<u32>,
+    /// Which of them is next.
+    next: AtomicUsize,
+    failed: AtomicBool,
+    read_bytes: AtomicU64,
+    new_bytes: AtomicU64,
+    stored_bytes: AtomicU64,
+    /// Those that do hold something.
+    found: Mutex<Vec<(u32, Digest)>>,
+}
+
+impl Import<'_> {
+    fn all(&self) -> Result<Manifest, ImportError> {
+        thread::scope(|scope| {
+            let workers = [(); WORKERS].map(|()| scope.spawn(|| self.work()));
+            // All of them end before the first error is told.
+            let results = workers.map(|worker| {
+                let panicked = || io::Error::other("a thread of the import ended unexpectedly");
+                worker.join().unwrap_or_else(|_| {
+                    Err(ImportError::Read {
+                        offset: 0,
+                        error: panicked(),
+                    })
+                })
+            });
+            results.into_iter().collect::<Result<(), _>>()
+        })?;
+        let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+        found.sort_unstable_by_key(|(index, _)| *index);
+        Manifest::new(self.disk.size_bytes(), &found).map_err(ImportError::Size)
+    }
+
+    fn work(&self) -> Result<(), ImportError> {
+        let mut buffer = vec![0; STRIPE_BYTES as usize];
+        while !self.failed.load(Ordering::Relaxed) {
+            let next = self.next.fetch_add(1, Ordering::Relaxed);
+            let Some(index) = self.stripes.get(next) else {
+                break;
+            };
+            let start = u64::from(*index) * STRIPE_BYTES;
+            let end = (start + STRIPE_BYTES).min(self.disk.size_bytes());
+            let content = &mut buffer[..(end - start) as usize];
+            let digest = self.stripe(start..end, content).inspect_err(|_| {
+                self.failed.store(true, Ordering::Relaxed);
+            })?;
+            if let Some(digest) = digest {
+                let mut found = self.found.lock().unwrap_or_else(PoisonError::into_inner);
+                found.push((*index, digest));
+            }
+            self.tell(end - start);
+        }
+        Ok(())
+    }
+
+    /// Stores a stripe, unless it is all zeros or there already.
+    fn stripe(&self, range: Range<u64>, content: &mut [u8]) -> Result<Option<Digest>, ImportError> {
+        let offset = range.start;
+        let read = self.disk.read(offset, content);
+        read.map_err(|error| ImportError::Read { offset, error })?;
+        if content.iter().all(|byte| *byte == 0) {
+            return Ok(None);
+        }
+        let digest = Digest::of(content);
+        let key = Key::Stripe(digest);
+        if self.rewrite || !self.repository.store().has(&key)? {
+            let stored = encode_stripe(content);
+            let stored = stored.map_err(|error| ImportError::Compress { offset, error })?;
+            self.repository.store().put(&key, &stored)?;
+            self.new_bytes
+                .fetch_add(content.len() as u64, Ordering::Relaxed);
+            self.stored_bytes
+                .fetch_add(stored.len() as u64, Ordering::Relaxed);
+        }
+        Ok(Some(digest))
+    }
+
+    fn tell(&self, read_bytes: u64) {
+        let read_bytes = read_bytes + self.read_bytes.fetch_add(read_bytes, Ordering::Relaxed);
+        let total_bytes = self.stripes.len() as u64 * STRIPE_BYTES;
+        (self.progress)(ImportProgress {
+            read_bytes,
+            total_bytes: total_bytes.min(self.disk.size_bytes()),
+            stored_bytes: self.stored_bytes.load(Ordering::Relaxed),
+            waits: false,
+        });
+    }
+}

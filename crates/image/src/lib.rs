@@ -1,0 +1,27 @@
+//! Base images: what one is ([`Manifest`]), the repositories that hold them ([`Repository`]), and
+//! disks that read them while their content is still coming ([`ImageDisk`]).
+//!
+//! The format is described in docs/image-repository.md.
+
+mod disk;
+mod import;
+mod manifest;
+mod marker;
+mod name;
+mod remove;
+mod repository;
+mod source;
+pub mod store;
+mod stripe;
+mod verify;
+
+pub use disk::{Fetched, ImageDisk, ImageNotice, OpenImageError};
+pub use import::{ImportError, ImportOptions, ImportProgress, Imported, import};
+pub use manifest::{Manifest, ManifestError, SIZE_BYTES_MAX, STRIPE_BYTES, Stripe};
+pub use marker::Owner;
+pub use name::{Digest, ImageId, ImageName, NotADigest, NotAName};
+pub use remove::{RemoveError, Removed, remove};
+pub use repository::{FindError, Repository, RepositoryError, StripeError};
+pub use source::{Source, SourceError, SourceFormat};
+pub use stripe::{StripeFault, decode_stripe, encode_stripe};
+pub use verify::{Verified, VerifyError, verify};

@@ -1,0 +1,121 @@
+//! Reading all of an image to see whether it is there as it should be.
+
+use crate::manifest::{Manifest, STRIPE_BYTES, length};
+use crate::name::{Digest, ImageId};
+use crate::repository::{Repository, RepositoryError, StripeError};
+use crate::store::StoreError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+/// Threads that read: a store that is far away answers each after a while.
+const WORKERS: usize = 8;
+
+/// An image that could not be looked at.
+#[derive(Debug, thiserror::Error)]
+pub enum VerifyError {
+    /// The repository failed, or the image's manifest is damaged.
+    #[error(transparent)]
+    Repository(#[from] RepositoryError),
+    /// The store failed on the way.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// A thread of ours ended.
+    #[error("a thread that verified ended unexpectedly")]
+    Thread,
+}
+
+/// What was found.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Verified {
+    /// Stripes that were read.
+    pub stripes: u64,
+    /// Those that are not there.
+    pub missing: u64,
+    /// Those that hold something else.
+    pub damaged: u64,
+    /// Where the first of these stands in the image.
+    pub first_bad_offset: Option<u64>,
+}
+
+impl Verified {
+    /// Whether all is as it should be.
+    pub fn is_good(&self) -> bool {
+        self.missing + self.damaged == 0
+    }
+
+    fn note(&mut self, offset: u64) {
+        let first = self.first_bad_offset.unwrap_or(offset);
+        self.first_bad_offset = Some(first.min(offset));
+    }
+}
+
+/// Reads all of an image. `progress` is told how many stripes were read, and of how many, by
+/// several threads.
+pub fn verify(
+    repository: &Repository,
+    id: ImageId,
+    progress: &(dyn Fn(u64, u64) + Sync),
+) -> Result<Verified, VerifyError> {
+    let manifest = repository.manifest(id)?;
+    let stripes: Vec<_> = manifest.stripes().collect();
+    let next = AtomicUsize::new(0);
+    let verified = Mutex::new(Verified::default());
+    let work = || {
+        let mut buffer = vec![0; STRIPE_BYTES as usize];
+        while let Some((index, digest)) = stripes.get(next.fetch_add(1, Ordering::Relaxed)) {
+            let found = look(repository, &manifest, *index, *digest, &mut buffer);
+            if found.is_err() {
+                // The others need not go on.
+                next.store(stripes.len(), Ordering::Relaxed);
+            }
+            let found = found?;
+            let mut verified = verified.lock().unwrap_or_else(PoisonError::into_inner);
+            verified.stripes += 1;
+            match found {
+                Found::Good => {}
+                Found::Missing => verified.missing += 1,
+                Found::Damaged => verified.damaged += 1,
+            }
+            if found != Found::Good {
+                verified.note(manifest.range(*index).start);
+            }
+            progress(verified.stripes, stripes.len() as u64);
+        }
+        Ok::<(), StoreError>(())
+    };
+    thread::scope(|scope| {
+        let workers = [(); WORKERS].map(|()| scope.spawn(work));
+        let results = workers.map(thread::ScopedJoinHandle::join);
+        for result in results {
+            result.map_err(|_| VerifyError::Thread)??;
+        }
+        Ok::<(), VerifyError>(())
+    })?;
+    Ok(verified
+        .into_inner()
+        .unwrap_or_else(PoisonError::into_inner))
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Found {
+    Good,
+    Missing,
+    Damaged,
+}
+
+fn look(
+    repository: &Repository,
+    manifest: &Manifest,
+    index: u32,
+    digest: Digest,
+    buffer: &mut [u8],
+) -> Result<Found, StoreError> {
+    let bytes = length(&manifest.range(index)) as usize;
+    match repository.stripe(digest, &mut buffer[..bytes]) {
+        Ok(()) => Ok(Found::Good),
+        Err(StripeError::Damaged { .. }) => Ok(Found::Damaged),
+        Err(StripeError::Store(StoreError::Missing { .. })) => Ok(Found::Missing),
+        Err(StripeError::Store(error)) => Err(error),
+    }
+}

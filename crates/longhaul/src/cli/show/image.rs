@@ -1,0 +1,143 @@
+//! Base images as people see them.
+
+use super::figure::{self, bar, part_of, percent};
+use crate::cli::image::{ImportDocument, ListDocument, Listed, RemoveDocument, VerifyDocument};
+use crate::cli::paint::{Line, Tone, head, table};
+use longhaul_image::ImportProgress;
+use longhaul_protocol::units::show_bytes;
+
+/// Digits of an id that are enough for people.
+const SHORT_DIGITS: usize = 12;
+/// Columns that the figures beside a bar take.
+const FIGURES: usize = 58;
+
+fn short(id: &str) -> &str {
+    id.get(..SHORT_DIGITS).unwrap_or(id)
+}
+
+fn under_way(what: String, done: u64, all: u64, figures: String, width: usize) -> Line {
+    let columns = width.saturating_sub(what.len() + FIGURES).clamp(10, 40);
+    let (full, rest) = bar(done, all, columns);
+    Line::text(what)
+        .plain("  ")
+        .tone(Tone::Good, full)
+        .tone(Tone::Faint, rest)
+        .plain(format!("  {:>3} %   {figures}", percent(done, all)))
+}
+
+/// How far an import is.
+pub(crate) fn importing(called: &str, progress: &ImportProgress, width: usize) -> Line {
+    if progress.waits {
+        return Line::text(format!("importing {called}  waits for a removal to end"));
+    }
+    let (done, all) = (progress.read_bytes, progress.total_bytes);
+    let figures = format!(
+        "{} · {} stored",
+        part_of(done, all),
+        show_bytes(progress.stored_bytes)
+    );
+    under_way(format!("importing {called}"), done, all, figures, width)
+}
+
+/// How far a verification is.
+pub(crate) fn verifying(called: &str, done: u64, all: u64, width: usize) -> Line {
+    let figures = format!("{done} of {all} stripes");
+    under_way(format!("verifying {called}"), done, all, figures, width)
+}
+
+/// An image that was imported.
+pub(crate) fn imported(image: &ImportDocument) -> Vec<Line> {
+    let id = short(&image.id);
+    let called = match &image.name {
+        Some(name) => format!("{name} is image {id}"),
+        None => format!("image {id}"),
+    };
+    let content = match image.content_bytes {
+        0 => "all of it zeros".to_owned(),
+        bytes => format!("{} of it not zeros", show_bytes(bytes)),
+    };
+    let stored = match image.new_bytes {
+        0 => "everything was there already".to_owned(),
+        new if new == image.content_bytes => format!("{} stored", show_bytes(image.stored_bytes)),
+        new => format!(
+            "{} stored, {} were there already",
+            show_bytes(image.stored_bytes),
+            show_bytes(image.content_bytes.saturating_sub(new))
+        ),
+    };
+    let size = show_bytes(image.size_bytes);
+    super::super::done(format!("{called} · {size}, {content} · {stored}"))
+}
+
+/// The images of a repository.
+pub(crate) fn list(document: &ListDocument) -> Vec<Line> {
+    if document.images.is_empty() {
+        return vec![
+            Line::text(format!(
+                "no images in {}; to import one: ",
+                document.repository
+            ))
+            .tone(Tone::Strong, "longhaul image import FILE"),
+        ];
+    }
+    let mut rows = vec![head(&["name", "image", "size", "not zeros"])];
+    rows.extend(document.images.iter().map(row));
+    table(rows)
+}
+
+fn row(image: &Listed) -> Vec<Line> {
+    let names = match image.names[..] {
+        [] => figure::UNKNOWN.to_owned(),
+        _ => image.names.join(", "),
+    };
+    let last = match &image.damage {
+        Some(damage) => Line::default().tone(Tone::Bad, format!("damaged: {damage}")),
+        None => Line::text(figure::bytes(image.content_bytes)),
+    };
+    vec![
+        Line::default().tone(Tone::Strong, names),
+        Line::text(short(&image.id)),
+        Line::text(figure::bytes(image.size_bytes)),
+        last,
+    ]
+}
+
+/// What was found of images.
+pub(crate) fn verified(document: &VerifyDocument) -> Vec<Line> {
+    let mut lines = Vec::new();
+    for image in &document.images {
+        let called = &image.called;
+        if image.good {
+            let all = format!(
+                "{called}: all {} stripes are as they should be",
+                image.stripes
+            );
+            lines.extend(super::super::done(all));
+            continue;
+        }
+        let first = image.first_bad_offset.unwrap_or(0);
+        lines.push(Line::default().tone(Tone::Bad, "✗ ").plain(format!(
+            "{called}: of {} stripes {} are damaged and {} missing, the first at {}",
+            image.stripes,
+            image.damaged,
+            image.missing,
+            show_bytes(first)
+        )));
+        lines.push(Line::text(
+            "  to mend it: longhaul image import --rewrite FILE, with the disk that it was made of",
+        ));
+    }
+    if lines.is_empty() {
+        lines.push(Line::text("no images"));
+    }
+    lines
+}
+
+/// Images that were removed.
+pub(crate) fn removed(called: &[String], document: &RemoveDocument) -> Vec<Line> {
+    let freed = match document.freed_bytes {
+        0 => "all of their content is in other images".to_owned(),
+        bytes => format!("{} of content are gone with them", show_bytes(bytes)),
+    };
+    super::super::done(format!("removed: {} · {freed}", called.join(", ")))
+}
