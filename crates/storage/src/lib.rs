@@ -1,7 +1,8 @@
 //! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
 //! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`], and as
-//! processes of their own [`front`]).
+//! processes of their own [`front`]), and which content its files hold ([`content`]).
 
+pub mod content;
 pub mod disk;
 pub mod files;
 pub mod front;

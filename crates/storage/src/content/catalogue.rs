@@ -1,0 +1,226 @@
+//! The files that the content index knows, each with what tells whether it is still the same.
+
+use crate::files::{Access, Files, RealFiles, read_whole};
+use longhaul_codec::DigestKey;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, Metadata};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// The name of its file.
+pub(super) const NAME: &str = "catalogue";
+/// What the file begins with; the version stands in it.
+const MAGIC: &[u8; 8] = b"LHFILES\x01";
+/// Bytes of the checksum that follows.
+const CHECKSUM_BYTES: usize = 32;
+/// Longest file.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+/// Most files.
+pub const FILES_MAX: usize = 4096;
+/// Longest name of a file.
+pub(super) const PATH_BYTES_MAX: usize = 4096;
+/// The last generation of a slot: it is not used again.
+const GENERATION_LAST: u16 = u16::MAX;
+
+/// What a file is, and when it was changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Identity {
+    device: u64,
+    inode: u64,
+    pub(super) size_bytes: u64,
+    modified_s: i64,
+    modified_ns: i64,
+    changed_s: i64,
+    changed_ns: i64,
+}
+
+impl Identity {
+    pub(super) fn of(metadata: &Metadata) -> Self {
+        Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            size_bytes: metadata.len(),
+            modified_s: metadata.mtime(),
+            modified_ns: metadata.mtime_nsec(),
+            changed_s: metadata.ctime(),
+            changed_ns: metadata.ctime_nsec(),
+        }
+    }
+
+    pub(super) fn of_path(path: &Path) -> io::Result<Self> {
+        Ok(Self::of(&fs::metadata(path)?))
+    }
+}
+
+/// A file that is indexed, or was: its place in the catalogue is its slot.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Known {
+    pub(super) path: PathBuf,
+    pub(super) identity: Identity,
+    /// Blocks of other generations of this slot are no longer there.
+    pub(super) generation: u16,
+    /// How far it is indexed.
+    pub(super) indexed_bytes: u64,
+    live: bool,
+}
+
+impl Known {
+    pub(super) fn is_live(&self) -> bool {
+        self.live
+    }
+}
+
+/// What makes a catalogue useless.
+#[derive(Debug, thiserror::Error)]
+pub enum CatalogueFault {
+    /// It cannot be read.
+    #[error(transparent)]
+    Io(#[from] io::Error),
+    /// It is none, or of another version.
+    #[error("it does not begin as a catalogue does")]
+    Magic,
+    /// It is torn or damaged.
+    #[error("its checksum is wrong")]
+    Checksum,
+    /// It says what cannot be.
+    #[error("what it says cannot be: {0}")]
+    Content(String),
+}
+
+/// The files, and what the table was made with.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Catalogue {
+    /// Pages of the table.
+    pub(super) pages: u64,
+    key: [u8; 32],
+    pub(super) files: Vec<Known>,
+}
+
+impl Catalogue {
+    /// One without files, and with a key of its own.
+    pub(super) fn new(pages: u64) -> io::Result<Self> {
+        let mut key = [0; 32];
+        getrandom::fill(&mut key).map_err(|error| io::Error::other(error.to_string()))?;
+        Ok(Self {
+            pages,
+            key,
+            files: Vec::new(),
+        })
+    }
+
+    pub(super) fn key(&self) -> DigestKey {
+        DigestKey(self.key)
+    }
+
+    /// Reads what [`Catalogue::bytes`] wrote.
+    pub fn parse(bytes: &[u8]) -> Result<Self, CatalogueFault> {
+        let rest = bytes.strip_prefix(MAGIC).ok_or(CatalogueFault::Magic)?;
+        let (checksum, content) = rest
+            .split_first_chunk::<CHECKSUM_BYTES>()
+            .ok_or(CatalogueFault::Checksum)?;
+        if blake3::hash(content) != *checksum {
+            return Err(CatalogueFault::Checksum);
+        }
+        let wrong = |what: &str| CatalogueFault::Content(what.to_owned());
+        let catalogue: Self = serde_json::from_slice(content)
+            .map_err(|error| CatalogueFault::Content(error.to_string()))?;
+        if catalogue.files.len() > FILES_MAX {
+            return Err(wrong("too many files"));
+        }
+        let fits = |known: &Known| {
+            known.generation > 0
+                && known.path.is_absolute()
+                && known.path.as_os_str().len() <= PATH_BYTES_MAX
+        };
+        if catalogue.pages == 0 || !catalogue.files.iter().all(fits) {
+            return Err(wrong("a size, a name or a generation"));
+        }
+        Ok(catalogue)
+    }
+
+    /// As it is stored.
+    pub fn bytes(&self) -> Result<Vec<u8>, CatalogueFault> {
+        let content =
+            serde_json::to_vec(self).map_err(|error| CatalogueFault::Content(error.to_string()))?;
+        let checksum = blake3::hash(&content);
+        Ok([MAGIC, &checksum.as_bytes()[..], &content].concat())
+    }
+
+    pub(super) fn read(path: &Path) -> Result<Self, CatalogueFault> {
+        let file = RealFiles.open(path, Access::Read)?;
+        let bytes = read_whole(&*file, FILE_BYTES_MAX)?;
+        Self::parse(&bytes.ok_or(CatalogueFault::Checksum)?)
+    }
+
+    /// Replaces the file, durably.
+    pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
+        let bytes = self.bytes().map_err(io::Error::other)?;
+        let new = folder.join(format!("{NAME}.new"));
+        let file = RealFiles.open(&new, Access::Create)?;
+        file.set_length(0)?;
+        file.write_at(0, &bytes)?;
+        file.sync("the catalogue")?;
+        RealFiles.rename(&new, &folder.join(NAME))?;
+        RealFiles.sync_folder(folder, "the catalogue's name")
+    }
+
+    pub(super) fn slot(&self, slot: u16) -> Option<&Known> {
+        self.files.get(usize::from(slot))
+    }
+
+    pub(super) fn slot_mut(&mut self, slot: u16) -> Option<&mut Known> {
+        self.files.get_mut(usize::from(slot))
+    }
+
+    pub(super) fn is_live(&self, slot: u16, generation: u16) -> bool {
+        let known = self.slot(slot);
+        known.is_some_and(|known| known.live && known.generation == generation)
+    }
+
+    /// The generation of each slot whose file is there; 0, which no entry has, for the others.
+    pub(super) fn live(&self) -> Vec<u16> {
+        let live = |known: &Known| if known.live { known.generation } else { 0 };
+        self.files.iter().map(live).collect()
+    }
+
+    /// Nothing of these files is believed to be there any more.
+    pub(super) fn retire(&mut self, which: impl Fn(&Known) -> bool) {
+        for known in &mut self.files {
+            if known.live && which(known) {
+                known.live = false;
+                known.indexed_bytes = 0;
+            }
+        }
+    }
+
+    /// The slot of a file; a new generation where it is not the same as before. None where there
+    /// is no slot left.
+    pub(super) fn enter(&mut self, path: &Path, identity: Identity) -> Option<u16> {
+        let same = |known: &Known| known.live && known.path == path && known.identity == identity;
+        if let Some(slot) = self.files.iter().position(same) {
+            return u16::try_from(slot).ok();
+        }
+        self.retire(|known| known.path == path);
+        let known = |generation| Known {
+            path: path.to_owned(),
+            identity,
+            generation,
+            indexed_bytes: 0,
+            live: true,
+        };
+        let free = |known: &Known| !known.live && known.generation < GENERATION_LAST;
+        let slot = match self.files.iter().position(free) {
+            Some(slot) => {
+                self.files[slot] = known(self.files[slot].generation + 1);
+                slot
+            }
+            None if self.files.len() < FILES_MAX => {
+                self.files.push(known(1));
+                self.files.len() - 1
+            }
+            None => return None,
+        };
+        u16::try_from(slot).ok()
+    }
+}

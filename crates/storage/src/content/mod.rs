@@ -1,0 +1,234 @@
+//! The content index on disk: which blocks the files of this host hold, found by digest.
+//!
+//! A cache, which may be wrong and is never believed: a block that is found is read and hashed
+//! before it is handed out. It stands in two files, a [`Catalogue`] of files and a [`Table`] of
+//! blocks; what of them is torn, of another version or about files that have changed is thrown
+//! away. The format is described in docs/content-index.md.
+
+mod catalogue;
+mod indexing;
+mod table;
+
+pub use catalogue::{Catalogue, CatalogueFault, FILES_MAX};
+pub use indexing::{Indexing, Step};
+pub use table::{PAGE_BYTES, PAGE_ENTRIES, Page, PageEntry};
+
+use crate::files::{RealFiles, create_folder};
+use catalogue::Identity;
+use longhaul_codec::{Digest, DigestKey, Hasher};
+use longhaul_protocol::BLOCK_SIZE;
+use nix::fcntl::{Flock, FlockArg};
+use std::collections::HashMap;
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use table::Table;
+
+/// Bytes of a block.
+pub(crate) const BLOCK_BYTES: u64 = BLOCK_SIZE as u64;
+/// Files that are kept open.
+const OPEN_MAX: usize = 64;
+
+/// Why the index cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ContentError {
+    /// The system refused.
+    #[error("cannot {what} {}: {source}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Somebody else uses it.
+    #[error("the content index in {} is in use by another process", .0.display())]
+    InUse(PathBuf),
+    /// It knows as many files as it can.
+    #[error("the content index knows {FILES_MAX} files: forget some of them first")]
+    Full,
+    /// A file whose name cannot be kept.
+    #[error("{} cannot be indexed: {reason}", path.display())]
+    Unfit {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        reason: &'static str,
+    },
+}
+
+pub(crate) fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> ContentError {
+    let path = path.to_owned();
+    move |source| ContentError::Io { what, path, source }
+}
+
+/// A block that was found, and compared.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Found {
+    /// The file that it is in.
+    pub path: PathBuf,
+    /// Where in the file.
+    pub offset: u64,
+}
+
+/// The index.
+#[derive(Debug)]
+pub struct ContentIndex {
+    folder: PathBuf,
+    table: Table,
+    hasher: Hasher,
+    key: DigestKey,
+    state: Mutex<State>,
+    _lock: Flock<File>,
+}
+
+#[derive(Debug)]
+struct State {
+    catalogue: Catalogue,
+    /// By slot.
+    open: HashMap<u16, Arc<File>>,
+}
+
+impl ContentIndex {
+    /// Opens the index in a folder, for so many blocks, or begins a new one where that in the
+    /// folder is of no use. It takes about 20 bytes of disk for each block, and remembers no more.
+    pub fn open(folder: &Path, blocks: u64) -> Result<Self, ContentError> {
+        create_folder(&RealFiles, folder).map_err(failed("make", folder))?;
+        let lock = lock(folder)?;
+        let pages = Table::pages_for(blocks);
+        let catalogue = Catalogue::read(&folder.join(catalogue::NAME));
+        let path = folder.join(table::NAME);
+        let catalogue = match catalogue {
+            Ok(mut catalogue) if catalogue.pages == pages && path.exists() => {
+                // What a file holds now is as good as unknown when it is not the same any more.
+                catalogue
+                    .retire(|known| Identity::of_path(&known.path).ok() != Some(known.identity));
+                catalogue
+            }
+            // Damaged, of another version or size, or none: all is begun anew, with a key that no
+            // digest of before was made with.
+            Ok(_) | Err(_) => {
+                match std::fs::remove_file(&path) {
+                    Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                        return Err(failed("remove", &path)(error));
+                    }
+                    Ok(()) | Err(_) => {}
+                }
+                Catalogue::new(pages).map_err(failed("begin", folder))?
+            }
+        };
+        catalogue.write(folder).map_err(failed("write", folder))?;
+        let table = Table::open(&path, pages).map_err(failed("open", &path))?;
+        let key = catalogue.key();
+        let state = State {
+            catalogue,
+            open: HashMap::new(),
+        };
+        Ok(Self {
+            folder: folder.to_owned(),
+            table,
+            hasher: Hasher::new(key),
+            key,
+            state: Mutex::new(state),
+            _lock: lock,
+        })
+    }
+
+    /// The key of its digests: whoever asks for blocks hashes them with this one.
+    pub fn key(&self) -> DigestKey {
+        self.key
+    }
+
+    /// The files that it knows, and how much of each is indexed.
+    pub fn files(&self) -> Vec<(PathBuf, u64)> {
+        let state = self.state();
+        let files = state.catalogue.files.iter().filter(|known| known.is_live());
+        files
+            .map(|known| (known.path.clone(), known.indexed_bytes))
+            .collect()
+    }
+
+    /// Reads a block with this content from whatever file has it: what is in the buffer then is what
+    /// the digest says. None where no file is known to have it.
+    pub fn read(&self, digest: &Digest, block: &mut [u8; BLOCK_SIZE]) -> Option<Found> {
+        let page = self.table.read(digest).ok()?;
+        for entry in page.entries().filter(|entry| entry.may_be(digest)) {
+            let Some((path, file)) = self.file(entry.slot, entry.generation) else {
+                continue;
+            };
+            let offset = entry.block * BLOCK_BYTES;
+            let read = file.read_exact_at(block, offset);
+            if read.is_ok() && self.hasher.digest(block) == *digest {
+                return Some(Found { path, offset });
+            }
+            self.doubt(entry.slot, entry.generation);
+        }
+        None
+    }
+
+    /// Forgets a file: nothing of it is found any more.
+    pub fn forget(&self, path: &Path) -> Result<(), ContentError> {
+        let mut state = self.state();
+        state.catalogue.retire(|known| known.path == path);
+        self.write(&mut state)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn write(&self, state: &mut State) -> Result<(), ContentError> {
+        let State { catalogue, open } = state;
+        open.retain(|slot, _| catalogue.slot(*slot).is_some_and(|known| known.is_live()));
+        catalogue
+            .write(&self.folder)
+            .map_err(failed("write", &self.folder))
+    }
+
+    /// A file of that generation, open.
+    fn file(&self, slot: u16, generation: u16) -> Option<(PathBuf, Arc<File>)> {
+        let mut state = self.state();
+        if !state.catalogue.is_live(slot, generation) {
+            return None;
+        }
+        let path = state.catalogue.slot(slot)?.path.clone();
+        if let Some(file) = state.open.get(&slot) {
+            return Some((path, file.clone()));
+        }
+        let file = Arc::new(File::open(&path).ok()?);
+        if state.open.len() >= OPEN_MAX {
+            state.open.clear();
+        }
+        state.open.insert(slot, file.clone());
+        Some((path, file))
+    }
+
+    /// A block was not what it was: is the file still the one that was indexed?
+    fn doubt(&self, slot: u16, generation: u16) {
+        let mut state = self.state();
+        let Some(known) = state.catalogue.slot(slot) else {
+            return;
+        };
+        let path = known.path.clone();
+        if known.generation == generation && Identity::of_path(&path).ok() != Some(known.identity) {
+            state.catalogue.retire(|known| known.path == path);
+            // Where it cannot be noted now, it is found out again when the index is opened.
+            let _ = self.write(&mut state);
+        }
+    }
+}
+
+fn lock(folder: &Path) -> Result<Flock<File>, ContentError> {
+    let path = folder.join("lock");
+    let mut options = OpenOptions::new();
+    let file = options.create(true).truncate(false).write(true).open(&path);
+    let file = file.map_err(failed("open", &path))?;
+    match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+        Ok(lock) => Ok(lock),
+        Err((_, nix::errno::Errno::EWOULDBLOCK)) => Err(ContentError::InUse(folder.to_owned())),
+        Err((_, error)) => Err(failed("lock", &path)(error.into())),
+    }
+}
