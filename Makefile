@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench crash-matrix fuzz install build format checks clippy unit model e2e
+.PHONY: help demo test bench crash-matrix chaos fuzz install build format checks clippy unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -31,6 +31,11 @@ bench: install build ## all benches, and the page docs/benchmarks (hours; quickl
 
 crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (1 to 2 hours)
 	$(LAB) crash-matrix --all --jobs $$(nproc)
+
+CHAOS_SECONDS := 3600
+
+chaos: build ## kill what stands below a guest's disks while it writes, again and again (an hour: CHAOS_SECONDS=3600)
+	LONGHAUL_CHAOS_S=$(CHAOS_SECONDS) $(CARGO) test --release -p longhaul-lab --locked --test front -- --nocapture
 
 FUZZ_SECONDS := 60
 
