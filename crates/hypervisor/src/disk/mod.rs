@@ -234,11 +234,16 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
     if found == Some(&front.node) {
         let thread = has_thread(qmp, nodes).await;
         let thread = thread.map_err(RemoveError::Refused)??;
-        if (thread || nodes.grows) && runs(qmp).await.map_err(RemoveError::Refused)? {
+        let runs = runs(qmp).await.map_err(RemoveError::Refused)?;
+        if (thread || nodes.grows) && runs {
             return Err(RemoveError::Runs(nodes.above_name().to_owned()));
         }
         if nodes.grows || !graph.has(&nodes.file_name) {
             make_file(qmp, nodes, &graph).await?;
+        } else if !runs {
+            give_to_main_thread(qmp, &nodes.file_name)
+                .await
+                .map_err(RemoveError::Refused)?;
         }
         activate(qmp, nodes, front)
             .await
@@ -431,6 +436,14 @@ async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenT
 async fn add(qmp: &Qmp, options: Value) -> Result<(), QmpError> {
     let added = qmp.execute("blockdev-add", options, COMMAND_TIMEOUT);
     added.await.map(|_| ())
+}
+
+/// Where the guest stands still, its disks are with QEMU's main thread; a node that was taken out while the
+/// guest ran is still with the I/O thread. QEMU 7.2 aborts when it has to bring the two together.
+async fn give_to_main_thread(qmp: &Qmp, node: &str) -> Result<(), QmpError> {
+    let main = json!({"node-name": node, "iothread": null});
+    let given = qmp.execute("x-blockdev-set-iothread", main, COMMAND_TIMEOUT);
+    given.await.map(|_| ())
 }
 
 async fn delete(qmp: &Qmp, node: &str) -> Result<(), QmpError> {

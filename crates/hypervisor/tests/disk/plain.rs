@@ -192,3 +192,27 @@ async fn locks_pass_to_the_front_end_and_back() {
         drop(server);
     }
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_of_an_io_thread_gets_its_file_back_while_the_guest_stands_still() {
+    for (_, emulator) in emulators() {
+        let setting = Setting::new();
+        let qemu = setting.guest(&emulator, true).await;
+        let load = Load::find(&qemu).await;
+        let server = setting.serve();
+        load.goes_on(6).await;
+        insert(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        load.goes_on(6).await;
+        let stopped = qemu.qmp.execute("stop", json!({}), COMMAND_TIMEOUT);
+        stopped.await.unwrap();
+        remove(&qemu.qmp, &setting.nodes, &setting.front)
+            .await
+            .unwrap();
+        let goes_on = qemu.qmp.execute("cont", json!({}), COMMAND_TIMEOUT);
+        goes_on.await.unwrap();
+        load.goes_on(6).await;
+        nobody_is_connected(&server).await;
+    }
+}

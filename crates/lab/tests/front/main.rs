@@ -53,17 +53,31 @@ struct Disk {
     times: u32,
 }
 
+/// What was done so far; a failure says it, and what QEMU said.
+struct Story {
+    folder: PathBuf,
+    version: &'static str,
+    events: Vec<&'static str>,
+}
+
+impl Drop for Story {
+    fn drop(&mut self) {
+        let said = fs::read_to_string(self.folder.join("peer-qemu.log")).unwrap_or_default();
+        let (version, events) = (self.version, self.events.join(", "));
+        eprintln!("QEMU {version}: {events}\n{said}");
+    }
+}
+
 /// A guest at work.
 struct Chaos {
     runtime: Runtime,
     random: Random,
-    folder: PathBuf,
     qmp: Qmp,
     qemu: QemuProcess,
     pid: u32,
     disks: Vec<Disk>,
     history: History,
-    done: Vec<&'static str>,
+    story: Story,
 }
 
 #[test]
@@ -116,17 +130,16 @@ fn round(seed: u64, time: Duration) {
     // The front end still answers, and the guest still works.
     let done = chaos.history.heard().told.done;
     chaos.history.wait_for(done + 20, LIMIT).unwrap();
-    let events = chaos.done.join(", ");
-    let record = chaos.end();
-    assert_eq!((record.errors, &record.first_error), (0, &None), "{events}");
+    let (record, _story) = chaos.end();
+    assert_eq!((record.errors, &record.first_error), (0, &None));
     let judgement = record.judge(&folder).unwrap();
-    assert_eq!(judgement.findings, [], "{record:?}: {events}");
+    assert_eq!(judgement.findings, [], "{record:?}");
     assert!(judgement.newest.is_some(), "{judgement:?}");
-    eprintln!("QEMU {version}, {} operations: {events}", judgement.done);
+    eprintln!("{} operations", judgement.done);
 }
 
 impl Chaos {
-    fn start(lab: &Lab, version: &str, disks: &[LocalDisk], mut random: Random) -> Self {
+    fn start(lab: &Lab, version: &'static str, disks: &[LocalDisk], mut random: Random) -> Self {
         let host = lab.host(0).unwrap();
         let mut tiny = Tiny::new("chaos");
         tiny.machine_version = version.to_owned();
@@ -173,12 +186,15 @@ impl Chaos {
         Self {
             disks: disks.collect(),
             random,
-            folder: host.folder().to_owned(),
             qmp,
             qemu,
             pid,
             history,
-            done: Vec::new(),
+            story: Story {
+                folder: host.folder().to_owned(),
+                version,
+                events: Vec::new(),
+            },
             runtime,
         }
     }
@@ -187,7 +203,10 @@ impl Chaos {
     fn insert(&mut self) {
         for (number, disk) in self.disks.iter_mut().enumerate() {
             disk.times += 1;
-            let path = self.folder.join(format!("front-{number}-{}", disk.times));
+            let path = self
+                .story
+                .folder
+                .join(format!("front-{number}-{}", disk.times));
             let falls_back = self.random.below(4) == 0;
             disk.front = Some(Processes::start(&path, &disk.local, falls_back));
         }
@@ -238,11 +257,11 @@ impl Chaos {
         for disk in &mut self.disks {
             disk.front.as_mut().unwrap().1.supervise();
         }
-        self.done.push(event);
+        self.story.events.push(event);
     }
 
     /// Ends the guest, in one of the ways in which guests end.
-    fn end(mut self) -> Record {
+    fn end(mut self) -> (Record, Story) {
         let way = self.random.below(3);
         if way == 0 {
             self.remove();
@@ -271,7 +290,7 @@ impl Chaos {
             let strict = kind.format == Format::Raw || kind.cache == Cache::Writethrough;
             recorded.keeps_acknowledged = way == 0 || strict;
         }
-        record
+        (record, self.story)
     }
 }
 
