@@ -224,7 +224,8 @@ impl Store for FolderStore {
 
     fn tidy(&self) -> Result<(), StoreError> {
         let stripes = (0..=u8::MAX).map(Listing::Stripes);
-        let others = [Listing::Images, Listing::Names, Listing::Markers].map(Listing::folder);
+        // Not the markers: whoever is about to wait leaves one now.
+        let others = [Listing::Images, Listing::Names].map(Listing::folder);
         let folders = stripes.map(Listing::folder).chain(others);
         for folder in folders.map(|folder| self.folder.join(folder)) {
             for name in self.names(&folder)? {

@@ -142,6 +142,6 @@ pub trait Store: Debug + Send + Sync {
     fn remove(&self, key: &Key) -> Result<(), StoreError>;
     /// The names of objects in a folder, without an order.
     fn list(&self, listing: Listing) -> Result<Vec<String>, StoreError>;
-    /// Removes what is left of puts that came to no end. Nobody else puts meanwhile.
+    /// Removes what is left of puts that came to no end. Nobody puts anything but markers meanwhile.
     fn tidy(&self) -> Result<(), StoreError>;
 }

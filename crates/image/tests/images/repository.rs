@@ -157,10 +157,10 @@ pub(crate) fn removals_and_imports_meet(store: &Arc<dyn Store>, rounds: usize) {
                 id.unwrap()
             })
         });
-        let ids = importers.map(|importer| importer.join().unwrap()).to_vec();
+        let ids = importers.map(|importer| importer.join());
         done.store(true, Ordering::Relaxed);
         remover.join().unwrap();
-        ids
+        ids.map(Result::unwrap).to_vec()
     });
     for id in ids {
         assert!(verify(&repository, id, &|_, _| {}).unwrap().is_good());
