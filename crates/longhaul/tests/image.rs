@@ -9,7 +9,8 @@ use serde_json::Value;
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 struct Setting {
@@ -137,6 +138,102 @@ fn a_repository_is_named_by_the_configuration_or_the_command() {
         said.contains("hint: the service is taken from AWS_ENDPOINT_URL"),
         "{said}"
     );
+}
+
+/// Somebody's server, with what can be reached of it.
+struct Service {
+    child: Child,
+    endpoint: String,
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // It may have ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A real S3 server with TLS; none where it is not installed and need not be.
+fn service(folder: &Path) -> Option<Service> {
+    let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
+    let program = PathBuf::from(lab).join("s3/versitygw");
+    if !program.is_file() {
+        let required = std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL");
+        let required = required.is_some_and(|value| value != "0");
+        assert!(!required, "versitygw is missing: sudo scripts/install lab");
+        return None;
+    }
+    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    fs::write(folder.join("cert.pem"), made.cert.pem()).unwrap();
+    fs::write(folder.join("key.pem"), made.signing_key.serialize_pem()).unwrap();
+    fs::create_dir_all(folder.join("service/images")).unwrap();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    drop(listener);
+    let child = Command::new(program)
+        .args(["--access", "longhaul", "--secret", "0123456789", "--quiet"])
+        .args(["--port", &address, "--cert"])
+        .arg(folder.join("cert.pem"))
+        .arg("--key")
+        .arg(folder.join("key.pem"))
+        .arg("posix")
+        .arg(folder.join("service"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let deadline = Instant::now() + common::LIMIT;
+    while std::net::TcpStream::connect(&address).is_err() {
+        assert!(Instant::now() < deadline, "no S3 server");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    let endpoint = format!("https://{address}");
+    Some(Service { child, endpoint })
+}
+
+#[test]
+fn images_are_kept_in_a_service_with_tls() {
+    let setting = Setting::new();
+    let disk = setting.disk("disk.raw", "one").display().to_string();
+    let Some(service) = service(setting.folder.path()) else {
+        eprintln!("skipped: versitygw is missing: sudo scripts/install lab");
+        return;
+    };
+    let run = |arguments: &[&str], certificate: &Path, secret: &str| {
+        common::command(&setting.path("none"))
+            .args(["image", "--repository", "s3://images/lyon"])
+            .args(arguments)
+            .env("AWS_ACCESS_KEY_ID", "longhaul")
+            .env("AWS_SECRET_ACCESS_KEY", secret)
+            .env("AWS_ENDPOINT_URL", &service.endpoint)
+            .env("SSL_CERT_FILE", certificate)
+            .output()
+            .unwrap()
+    };
+    let certificate = setting.path("cert.pem");
+    let succeed = |arguments: &[&str]| {
+        let output = run(arguments, &certificate, "0123456789");
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{arguments:?}: {errors}");
+    };
+    let fail = |certificate: &Path, secret: &str| {
+        let output = run(&["list"], certificate, secret);
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    succeed(&["import", &disk, "--name", "debian-12"]);
+    succeed(&["verify", "debian-12"]);
+    let said = fail(&certificate, "wrong");
+    assert!(said.contains("(SignatureDoesNotMatch)"), "{said}");
+    assert!(said.contains("hint: the account is taken from"), "{said}");
+    // Another certificate is nobody's whom we trust.
+    let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let path = setting.path("other.pem");
+    fs::write(&path, other.cert.pem()).unwrap();
+    let said = fail(&path, "0123456789");
+    assert!(said.contains("certificate"), "{said}");
+    succeed(&["remove", "debian-12"]);
 }
 
 #[test]

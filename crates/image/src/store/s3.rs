@@ -184,7 +184,7 @@ impl S3Store {
             },
             Error::NotFound { .. } => StoreError::Missing { what, store },
             Error::PermissionDenied { .. } | Error::Unauthenticated { .. } => StoreError::Refused {
-                what: format!("use {what}"),
+                what: format!("get or change {what}"),
                 store,
                 reason,
             },
@@ -204,11 +204,30 @@ impl S3Store {
     }
 }
 
-/// An error and what it came from, without what repeats.
+/// What the service, or the way to it, says: without what was asked, which is said elsewhere.
 fn in_one_line(error: &Error) -> String {
     let text = error.to_string();
     let words: Vec<&str> = text.split_whitespace().collect();
-    words.join(" ").chars().take(500).collect()
+    let text = words.join(" ");
+    let between = |begin: &str, end: &str| {
+        let (_, rest) = text.split_once(begin)?;
+        Some(rest.split_once(end)?.0)
+    };
+    let said = match (
+        between("<Code>", "</Code>"),
+        between("<Message>", "</Message>"),
+    ) {
+        (Some(code), Some(message)) => format!("{message} ({code})"),
+        (Some(code), None) => code.to_owned(),
+        _ => match text.split_once("Error performing ") {
+            Some((_, tried)) => tried
+                .split_once(" - ")
+                .map_or(tried, |(_, said)| said)
+                .to_owned(),
+            None => text,
+        },
+    };
+    said.chars().take(300).collect()
 }
 
 impl Drop for S3Store {

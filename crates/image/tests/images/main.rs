@@ -9,5 +9,6 @@
 mod common;
 mod disk;
 mod folder;
+mod qemu;
 mod repository;
 mod s3;
