@@ -17,7 +17,6 @@ pub(super) struct Claim<'a> {
     file: &'a File,
     index: u32,
     held: bool,
-    waited: bool,
 }
 
 impl<'a> Claim<'a> {
@@ -34,7 +33,6 @@ impl<'a> Claim<'a> {
             file,
             index,
             held: false,
-            waited: false,
         };
         loop {
             match change(file, libc::F_WRLCK, index) {
@@ -42,7 +40,6 @@ impl<'a> Claim<'a> {
                 Err(Errno::EAGAIN | Errno::EACCES | Errno::EINTR)
                     if begin.elapsed() < patience && !ended() =>
                 {
-                    claim.waited = true;
                     thread::sleep(INTERVAL);
                     continue;
                 }
@@ -50,11 +47,6 @@ impl<'a> Claim<'a> {
             }
             return claim;
         }
-    }
-
-    /// Whether somebody else had it meanwhile.
-    pub(super) fn has_waited(&self) -> bool {
-        self.waited
     }
 }
 

@@ -218,10 +218,10 @@ impl ImageDisk {
             self.note_here(index);
             return Ok(Arc::new(content));
         }
-        // Another process may be fetching it into the same file.
-        let claim =
+        // Another process may be fetching it into the same file, or have done so just now.
+        let _claim =
             elsewhere(|| Claim::wait(&self.file, index, self.patience, || self.has_ended()));
-        if claim.has_waited() && self.kept(&range, digest, &mut content) {
+        if self.kept(&range, digest, &mut content) {
             self.note_here(index);
             return Ok(Arc::new(content));
         }
