@@ -6,7 +6,8 @@
 
 pub mod client;
 mod convergence;
-pub mod doubt;
+pub mod disks;
+mod doubt;
 pub mod encoding;
 pub mod error;
 pub mod guest;
@@ -19,6 +20,7 @@ pub mod report;
 
 pub use client::{Client, ClientError, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
+pub use disks::DiskChoice;
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};
@@ -32,8 +34,8 @@ pub use openapi::{openapi, openapi_text};
 pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
 pub use report::{
-    BytesByKind, ClockTeller, Cost, DowntimeParts, GuestClock, HookRun, HostCost, PhaseTime,
-    Report, VerifyResult,
+    BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
+    PhaseTime, Report, VerifyResult,
 };
 
 /// Largest body of a request that an agent reads, in bytes.

@@ -1,6 +1,7 @@
 //! Migrations: asking for one, watching it, changing its mind.
 
 use crate::convergence::{Convergence, Outpaced};
+use crate::disks::DiskChoice;
 use crate::doubt::Doubt;
 use crate::encoding::Encoding;
 use crate::error::ApiError;
@@ -135,6 +136,9 @@ pub struct StartMigration {
     /// When the guest is stopped, and what is done where it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,
+    /// How the disks move that are on the source host alone.
+    #[serde(default, skip_serializing_if = "DiskChoice::is_default")]
+    pub disks: DiskChoice,
 }
 
 pub(crate) fn downtime_default() -> u64 {
@@ -272,6 +276,9 @@ pub struct RegionProgress {
     pub blocks_settled: u64,
     /// Blocks that are still to be sent.
     pub blocks_pending: u64,
+    /// Whether it is a disk, by the name that the guest's description has for it.
+    #[serde(default)]
+    pub disk: bool,
 }
 
 /// How the link is used.

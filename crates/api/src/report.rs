@@ -1,6 +1,7 @@
 //! What a migration was predicted to cost, and what it did cost.
 
 use crate::convergence::StopChoice;
+use crate::disks::DiskChoice;
 use crate::error::ApiError;
 use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
 use crate::plan::Prediction;
@@ -40,6 +41,12 @@ pub struct Report {
     pub link_bytes_back: Option<u64>,
     /// What of that carried the guest's memory.
     pub memory_bytes: Option<u64>,
+    /// What of that carried the guest's disks; null where none moved.
+    #[serde(default)]
+    pub disk_bytes: Option<u64>,
+    /// The disks that moved.
+    #[serde(default)]
+    pub disks: Vec<DiskReport>,
     /// Bytes of the guest, by how they travelled.
     pub bytes: BytesByKind,
     /// From start to end, in milliseconds.
@@ -94,6 +101,19 @@ pub enum ClockTeller {
     GuestAgent,
     /// The machine's real-time clock, which is seen from outside and to the second.
     RealTimeClock,
+}
+
+/// A disk that moved with its guest.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct DiskReport {
+    /// Its name in the guest's description.
+    pub name: String,
+    /// How it moved.
+    pub strategy: DiskChoice,
+    /// The length of its image.
+    pub image_bytes: u64,
+    /// What of that took space when the move began.
+    pub allocated_bytes: u64,
 }
 
 /// A hook that was run.

@@ -17,6 +17,7 @@ pub mod folder;
 pub mod guest;
 pub mod guest_agent;
 mod hardware;
+pub mod helper;
 pub mod launch;
 pub mod memory;
 pub mod observe;

@@ -289,6 +289,7 @@ impl<P> MoveRow<P> {
             return;
         };
         self.memory_bytes = report.memory_bytes;
+        self.disk_bytes = report.disk_bytes;
         self.passes = report.passes.map(u64::from);
         if let Some(predicted) = &report.predicted {
             let number = |number: Option<u64>| number.map(|number| number as f64);

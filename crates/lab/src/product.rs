@@ -95,9 +95,22 @@ impl Product {
         settings: &Settings,
         more: &toml::Table,
     ) -> Result<Self, LabError> {
+        Self::start_each_with(lab, files, settings, |_| more.clone())
+    }
+
+    /// As [`Self::start_with`], with each host's own tables, by the host's index.
+    ///
+    /// # Errors
+    /// When one does not come up.
+    pub fn start_each_with(
+        lab: &mut Lab,
+        files: &KernelFiles,
+        settings: &Settings,
+        more: impl Fn(usize) -> toml::Table,
+    ) -> Result<Self, LabError> {
         let agents = agent::start_each(lab, |index| {
             let mut table = settings.table(index, files)?;
-            table.extend(more.clone());
+            table.extend(more(index));
             Ok(table)
         })?;
         Ok(Self { agents })

@@ -179,6 +179,7 @@ fn progress(phase: Phase, outcome: Option<Outcome>) -> Progress {
             blocks_total: if moves { 65_536 } else { 0 },
             blocks_settled: if moves { 40_000 } else { 0 },
             blocks_pending: if moves { 25_536 } else { 0 },
+            disk: false,
         }],
         link: LinkProgress {
             rate_bps: moves.then_some(91_000_000),
@@ -214,6 +215,8 @@ fn report() -> Report {
         link_bytes: Some(38 << 20),
         link_bytes_back: None,
         memory_bytes: Some(37 << 20),
+        disk_bytes: None,
+        disks: Vec::new(),
         bytes: BytesByKind::default(),
         total_ms: Some(14_000),
         phases: Vec::new(),

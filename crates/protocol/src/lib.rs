@@ -3,6 +3,7 @@
 //! Everything here is data. Nothing in this crate does I/O; the bytes of every message are given
 //! by [`wire`] and [`piece`], and `docs/wire.md` is the normative description.
 
+pub mod disk;
 pub mod guest;
 pub mod hardware;
 pub mod id;

@@ -25,3 +25,7 @@ pub const DEVICES_MAX: usize = 4096;
 pub const CPU_PROPERTIES_MAX: usize = 4096;
 /// Most frames that one acknowledgement names.
 pub const ACKNOWLEDGED_MAX: usize = 4096;
+/// Most entries of one part of the list of what is left of a disk.
+pub const REMAINING_MAX: usize = 1 << 16;
+/// Most ranges of blocks that one message says are wanted, or need not come.
+pub const RANGES_MAX: usize = 4096;

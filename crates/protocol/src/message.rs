@@ -28,10 +28,15 @@
 //! With an early release, RELEASED is written and `Commit` sent when the guest is stopped; Ready is
 //! left out, and the guest runs as soon as everything is there.
 //!
+//! A guest whose disks move with it is offered by `OfferDisks`, and parts of `List` come before each
+//! `Complete`. From `Committed` on frames bring what the lists name, and the destination says `Missing`,
+//! `Want` and `Superseded`, until `AllPresent`.
+//!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
 //! know is what became of an attempt.
 
+use crate::disk::{List, Missing, OfferedDisk};
 use crate::guest::GuestDescription;
 use crate::machine::Machine;
 use crate::{Attempt, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
@@ -107,6 +112,10 @@ pub enum ToDestination {
         /// The generation that it has there.
         generation: Generation,
     },
+    /// An offer of a guest whose disks move with it.
+    OfferDisks(Box<DisksOffer>),
+    /// A part of the list of what is left of a disk; all parts of all disks come before Complete.
+    List(List),
 }
 
 /// What the destination's agent says.
@@ -179,6 +188,22 @@ pub enum ToSource {
     Launching {
         /// One-time token of the bulk connection.
         bulk_token: Vec<u8>,
+    },
+    /// What is missing of a disk whose guest runs here.
+    Missing(Missing),
+    /// The guest waits for these blocks of a disk.
+    Want {
+        /// The disk's region.
+        region: RegionId,
+        /// The blocks.
+        ranges: Vec<BlockRange>,
+    },
+    /// These blocks of a disk need not come any more: the guest has written or discarded them here.
+    Superseded {
+        /// The disk's region.
+        region: RegionId,
+        /// The blocks.
+        ranges: Vec<BlockRange>,
     },
 }
 
@@ -262,6 +287,15 @@ pub struct Offer {
     pub patience_ms: u32,
     /// Whether the source releases the guest when it stops it.
     pub early_release: bool,
+}
+
+/// A guest that is to move with its disks.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DisksOffer {
+    /// The guest. Of its regions those are durable that are disks.
+    pub offer: Offer,
+    /// Its disks that move: one for each durable region.
+    pub disks: Vec<OfferedDisk>,
 }
 
 /// Why an offer was not taken.

@@ -3,13 +3,15 @@
 //! The version of what may be said is agreed in the Hello of a connection; [`VERSION`] is the
 //! newest that this code speaks.
 
+use crate::disk::Remaining;
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
-    DEVICES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX,
+    DEVICES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX,
+    REMAINING_MAX,
 };
 use crate::machine::Machine;
-use crate::message::{Acknowledgement, Offer, ToDestination, ToSource};
-use crate::{BlockRange, RegionSpec};
+use crate::message::{Acknowledgement, DisksOffer, Offer, ToDestination, ToSource};
+use crate::{BLOCK_SIZE, BlockRange, RegionSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
@@ -136,6 +138,34 @@ impl Offer {
     }
 }
 
+impl DisksOffer {
+    fn check(&self) -> Result<(), WireError> {
+        self.offer.check()?;
+        let disks = self.disks.len() as u64;
+        limit("the number of disks", disks, REGIONS_MAX as u64)?;
+        let bytes_max = REGION_BLOCKS_MAX * BLOCK_SIZE as u64;
+        self.disks.iter().try_for_each(|disk| {
+            name("a disk's name", &disk.name)?;
+            limit("a disk's length in bytes", disk.image_bytes, bytes_max)
+        })
+    }
+}
+
+fn check_remaining(remaining: &[Remaining]) -> Result<(), WireError> {
+    let entries = remaining.len() as u64;
+    limit(
+        "the number of entries in a list",
+        entries,
+        REMAINING_MAX as u64,
+    )
+}
+
+fn check_ranges(ranges: &[BlockRange]) -> Result<(), WireError> {
+    let count = ranges.len() as u64;
+    limit("the number of ranges", count, RANGES_MAX as u64)?;
+    ranges.iter().try_for_each(check_range)
+}
+
 impl Message for ToDestination {
     fn check(&self) -> Result<(), WireError> {
         let state_max = DEVICE_STATE_BYTES_MAX as u64;
@@ -149,6 +179,8 @@ impl Message for ToDestination {
                 device_state_bytes, ..
             } => limit("a device state", u64::from(*device_state_bytes), state_max),
             Self::VerifyRegion { range, .. } => check_range(range),
+            Self::OfferDisks(offer) => offer.check(),
+            Self::List(list) => check_remaining(&list.remaining),
             Self::Resume { .. }
             | Self::Ask { .. }
             | Self::Verified
@@ -165,6 +197,8 @@ impl Message for ToSource {
         match self {
             Self::Accepted { machine } => check_machine(machine),
             Self::Digests { range, .. } => check_range(range),
+            Self::Missing(missing) => check_remaining(&missing.lacks),
+            Self::Want { ranges, .. } | Self::Superseded { ranges, .. } => check_ranges(ranges),
             _ => Ok(()),
         }
     }
@@ -192,6 +226,7 @@ impl Message for Acknowledgement {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::disk::{List, Missing};
     use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
     use proptest::prelude::*;
 
@@ -224,7 +259,24 @@ mod tests {
             applied: vec![(7, 3)],
             rejected,
         };
-        let examples = [encode(&commit), encode(&complete), encode(&acknowledgement)];
+        let list = ToDestination::List(List {
+            region: RegionId(5),
+            from_chunk: 0,
+            from_seq: 900,
+            remaining: vec![Remaining {
+                chunk: 7,
+                chunks: 1,
+                mask: 3,
+                written_blocks: 130,
+            }],
+            next_chunk: None,
+        });
+        let examples = [
+            encode(&commit),
+            encode(&complete),
+            encode(&acknowledgement),
+            encode(&list),
+        ];
         for bytes in examples.map(Result::unwrap) {
             let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
             let line = format!("\n{}\n", hex.join(" "));
@@ -250,6 +302,52 @@ mod tests {
             device_state_bytes: DEVICE_STATE_BYTES_MAX as u32 + 1,
         };
         assert!(matches!(encode(&complete), Err(WireError::Limit { .. })));
+    }
+
+    #[test]
+    fn what_disks_say_keeps_to_its_limits() {
+        let part = Remaining {
+            chunk: 3,
+            chunks: 2,
+            mask: 5,
+            written_blocks: 9,
+        };
+        let mut list = List {
+            remaining: vec![part],
+            ..List::nothing(RegionId(4))
+        };
+        let message = ToDestination::List(list.clone());
+        assert_eq!(decode(&encode(&message).unwrap()), Ok(message));
+        list.remaining = vec![part; REMAINING_MAX + 1];
+        let over = encode(&ToDestination::List(list));
+        assert!(matches!(over, Err(WireError::Limit { .. })));
+        let mut missing = Missing {
+            region: RegionId(4),
+            from_chunk: 0,
+            to_chunk: 9,
+            lacks: vec![part; REMAINING_MAX],
+        };
+        assert!(encode(&ToSource::Missing(missing.clone())).is_ok());
+        missing.lacks.push(part);
+        let over = encode(&ToSource::Missing(missing));
+        assert!(matches!(over, Err(WireError::Limit { .. })));
+        for count in [RANGES_MAX, RANGES_MAX + 1] {
+            let ranges = vec![BlockRange::new(7, 1); count];
+            let region = RegionId(4);
+            let want = ToSource::Want {
+                region,
+                ranges: ranges.clone(),
+            };
+            let superseded = ToSource::Superseded { region, ranges };
+            for message in [want, superseded] {
+                assert_eq!(encode(&message).is_ok(), count == RANGES_MAX);
+            }
+        }
+        let far = ToSource::Want {
+            region: RegionId(4),
+            ranges: vec![BlockRange::new(REGION_BLOCKS_MAX, 1)],
+        };
+        assert!(matches!(encode(&far), Err(WireError::Limit { .. })));
     }
 
     #[test]

@@ -29,7 +29,7 @@ mod guest;
 mod rounds;
 
 use crate::chunk;
-use crate::remaining::{List, Remaining};
+use crate::remaining::{self, List, Remaining};
 use guest::Guest;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId};
 use rounds::Rounds;
@@ -136,7 +136,7 @@ impl Presence {
     ) -> Result<Self, ListError> {
         let mut restored = Self::new(region, blocks);
         let chunks = 0..restored.chunks();
-        if !Remaining::are_within(stored, &chunks) {
+        if !remaining::are_within(stored, &chunks) {
             return Err(ListError::Unknown);
         }
         restored.listed(&List {
@@ -190,7 +190,7 @@ impl Presence {
         let end = list.next_chunk.unwrap_or(chunks);
         let of_part = list.from_chunk..end;
         let ends = list.next_chunk.is_none() || of_part.contains(&list.from_chunk) && end < chunks;
-        let within = Remaining::are_within(&list.remaining, &of_part);
+        let within = remaining::are_within(&list.remaining, &of_part);
         if list.region != self.region || !within || !ends {
             return Err(ListError::Unknown);
         }
@@ -273,7 +273,7 @@ impl Presence {
     /// What the source has to send: a part of the list, from this chunk on. Also says where the next
     /// part begins.
     pub fn lacks(&self, from_chunk: u32, entries_max: usize) -> (Vec<Remaining>, Option<u32>) {
-        Remaining::collect(from_chunk..self.chunks(), entries_max, |chunk| {
+        remaining::collect(from_chunk..self.chunks(), entries_max, |chunk| {
             let written = self.written_blocks.get(chunk).copied().unwrap_or(0);
             (mask(&self.missing, chunk), written)
         })

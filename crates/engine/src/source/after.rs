@@ -2,7 +2,7 @@
 
 use super::{Class, Source, SourceError};
 use crate::chunk;
-use crate::remaining::{List, Remaining};
+use crate::remaining::{self, List, Remaining};
 use longhaul_codec::BlockId;
 use longhaul_protocol::{BlockRange, RegionId};
 use std::ops::Range;
@@ -40,7 +40,7 @@ impl Source {
         }
         let chunks = chunk::count(found.spec.blocks) as u32;
         let (remaining, next_chunk) =
-            Remaining::collect(from_chunk..chunks, entries_max, |chunk| {
+            remaining::collect(from_chunk..chunks, entries_max, |chunk| {
                 (
                     found.map.pending_mask(chunk),
                     found.map.written_blocks(chunk),
@@ -82,7 +82,7 @@ impl Source {
         if chunks.end > last || !region.is_listed() {
             return Err(unknown(chunks.end));
         }
-        if !Remaining::are_within(lacks, &chunks) {
+        if !remaining::are_within(lacks, &chunks) {
             return Err(unknown(chunks.start));
         }
         for chunk in chunks {

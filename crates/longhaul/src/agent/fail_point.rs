@@ -75,6 +75,8 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     Cancel "cancel" [Source],
     Done "done" [Source],
     Overruled "overruled" [Source],
+    OfferDisks "offer-disks" [Source],
+    List "list" [Source],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -93,6 +95,9 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Closed "closed" [Destination],
     Clock "clock" [Destination],
     Launching "launching" [Destination],
+    Missing "missing" [Destination],
+    Want "want" [Destination],
+    Superseded "superseded" [Destination],
 }
 
 impl Named for ToDestination {

@@ -3,7 +3,9 @@
 use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
-use longhaul_api::{CompressionChoice, Convergence, DeltaCache, Scope, StopRule, TooFast};
+use longhaul_api::{
+    CompressionChoice, Convergence, DeltaCache, DiskChoice, Scope, StopRule, TooFast,
+};
 use longhaul_image::ImageName;
 use longhaul_image::store::Place;
 use longhaul_protocol::units::{parse_bit_rate, parse_duration};
@@ -77,6 +79,9 @@ pub(crate) enum Command {
     },
     /// Look for what keeps this host from moving guests; test moves on this machine
     Doctor(DoctorArgs),
+    /// What stands below a disk while it moves; agents start it
+    #[command(hide = true)]
+    DiskFront(DiskFrontArgs),
     /// Print completions for a shell
     Completions {
         /// The shell
@@ -92,6 +97,26 @@ pub(crate) struct AgentArgs {
     /// Print the points at which LONGHAUL_FAIL_POINT can make it fail, and end
     #[arg(long, hide = true)]
     pub(crate) list_fail_points: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DiskFrontArgs {
+    /// What to be
+    #[arg(value_enum)]
+    pub(crate) part: FrontPart,
+    /// The folder of the front end
+    pub(crate) folder: PathBuf,
+}
+
+/// The processes of a disk's front end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum FrontPart {
+    /// Keeps a server answering.
+    Supervise,
+    /// Answers, and tells the agent of every write.
+    Tell,
+    /// Answers.
+    PassThrough,
 }
 
 #[derive(Debug, Args)]
@@ -332,6 +357,9 @@ pub(crate) struct MigrateArgs {
     /// How long to ride out an interruption of the link
     #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) patience: Duration,
+    /// How local disks move: `precopy`, `mirror`, as suits best (`auto`), or not at all (`shared`)
+    #[arg(long, value_name = "HOW", default_value_t)]
+    pub(crate) disks: DiskChoice,
     #[command(flatten)]
     pub(crate) encoding: EncodingArgs,
 }

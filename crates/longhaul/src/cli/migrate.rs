@@ -41,6 +41,7 @@ pub(crate) async fn migrate(
             references: args.encoding.no_references.then_some(false),
         },
         convergence: args.wishes.ending.convergence(),
+        disks: args.disks,
     };
     // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
     let interrupts = Interrupts::new()?;

@@ -4,6 +4,7 @@ mod args;
 mod connect;
 mod doctor;
 mod error;
+mod front;
 mod image;
 mod journal;
 mod migrate;
@@ -40,6 +41,10 @@ const DESCRIPTION_BYTES_MAX: u64 = 128 << 10;
 pub(crate) fn run() -> ExitCode {
     let cli = Cli::parse();
     let output = Output::new(cli.json);
+    if let Command::DiskFront(args) = &cli.command {
+        log_to_stderr();
+        return front::run(args);
+    }
     let result = runtime(matches!(cli.command, Command::Agent(_)))
         .map_err(CliError::from)
         .and_then(|runtime| {
@@ -88,6 +93,8 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             output.text(&script)?;
         }
         Command::Image(args) => return image::run(output, args),
+        // Done before there is a runtime.
+        Command::DiskFront(_) => {}
         Command::Journal { command } => return journal::run(output, command),
         Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
         Command::Host(args) => host(&client()?, output, args.command).await?,

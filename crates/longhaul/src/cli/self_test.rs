@@ -325,6 +325,7 @@ impl Agent {
             early_release: false,
             encoding: Default::default(),
             convergence: Default::default(),
+            disks: Default::default(),
         };
         let id = self.begin(&start).await?;
         let ended = async {

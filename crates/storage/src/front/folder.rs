@@ -131,6 +131,19 @@ impl FrontFolder {
         self.own().join("control")
     }
 
+    /// Where an owner listens that wants to be told of writes ([`super::telling`]).
+    pub fn owner(&self) -> PathBuf {
+        self.own().join("owner")
+    }
+
+    /// Removes the folder, once nobody supervises.
+    pub fn remove(&self) -> Result<(), FolderError> {
+        match fs::remove_dir_all(&self.0) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(&self.0, error)),
+            _ => Ok(()),
+        }
+    }
+
     fn own(&self) -> PathBuf {
         self.0.join("own")
     }

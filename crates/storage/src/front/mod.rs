@@ -18,6 +18,7 @@ mod heart;
 mod processes;
 mod server;
 mod supervisor;
+pub mod telling;
 mod turn;
 
 pub use control::{Control, ControlError, Status};
@@ -25,4 +26,5 @@ pub use folder::{FolderError, FrontFolder, FrontSpec};
 pub use heart::INTERVAL as BEAT_INTERVAL;
 pub use server::{ServeError, pass_through, serve};
 pub use supervisor::{Event, Policy, Programs, Supervisor, SupervisorError};
+pub use telling::telling;
 pub use turn::{Turn, TurnError};

@@ -10,38 +10,34 @@
 
 mod compare;
 mod handover;
+mod prepare;
 
 use super::Context;
-use super::allowance::{self, Admission, Pace};
-use super::entry::{Entry, Facts};
+use super::allowance::{Admission, Pace};
+use super::entry::Entry;
 use super::inbound::{Inbound, InboundError};
-use super::ledger::{DestinationHandover, Ledger, retry_destination};
-use super::peer::{Call, allows, attempt_state};
+use super::ledger::{DestinationHandover, retry_destination};
+use super::peer::{Call, attempt_state};
 use super::receive::{ReceiveError, Receiving};
-use super::registry::{Reservation, Taken};
+use super::registry::Reservation;
 use super::talk::TalkError;
-use crate::agent::fail_point;
 use crate::agent::hooks::Step;
-use longhaul_api::{ApiError, Asked, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
+use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_codec::unpack;
-use longhaul_engine::handover::{DestinationEvent, DestinationState, Record, Terms};
+use longhaul_engine::handover::{DestinationEvent, DestinationState};
+use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
-use longhaul_protocol::message::{self, Offer, Refusal, RefusalCode, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
-use longhaul_storage::Journal;
-use longhaul_transport::{BulkError, BulkOffer, BulkReceiver, Permission};
+use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
+use longhaul_transport::{BulkError, BulkOffer, BulkReceiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
-use tokio::task::{JoinHandle, block_in_place};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
 
 /// The epoch of the connection that brought the offer.
 const FIRST_EPOCH: Epoch = Epoch(1);
-/// A source's patience is believed up to this.
-const PATIENCE_MAX: Duration = Duration::from_secs(3600);
-/// What the destination waits beyond the source's patience.
-const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
 /// How long a source gets to say that its journal is at its end, after an abort.
 const CLOSE_WITHIN: Duration = Duration::from_secs(30);
 /// Between two tries to write a record.
@@ -105,10 +101,15 @@ impl Arrival {
 }
 
 /// Deals with an offer, to its very end.
-pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer) {
+pub(super) async fn receive(
+    context: Arc<Context>,
+    mut call: Call,
+    offer: Offer,
+    disks: Vec<OfferedDisk>,
+) {
     let peer = call.control.peer().host.clone();
     let span = (offer.migration, offer.guest.name.clone());
-    let prepared = match prepare(&context, &mut call, offer).await {
+    let prepared = match prepare::prepare(&context, &mut call, offer, &disks).await {
         Ok(prepared) => prepared,
         Err(refusal) => {
             tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
@@ -121,209 +122,6 @@ pub(super) async fn receive(context: Arc<Context>, mut call: Call, offer: Offer)
     };
     let (task, bulk) = prepared;
     task.run(call, bulk).await;
-}
-
-fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
-    Refusal {
-        code,
-        text: text.into(),
-        hint: None,
-    }
-}
-
-/// What waits for the guest, and for the bulk connection that brings it.
-async fn prepare(
-    context: &Arc<Context>,
-    call: &mut Call,
-    offer: Offer,
-) -> Result<(Task, BulkOffer), Refusal> {
-    let host = &context.parts.config.name;
-    if !allows(&call.control, Permission::SendGuests) {
-        let text = format!("{host} does not let this host send guests");
-        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
-        return Err(Refusal {
-            code: RefusalCode::NotAllowed,
-            text,
-            hint: Some(hint),
-        });
-    }
-    // Of a disk somebody has to say which of its blocks may be written, and nobody here does so yet.
-    if offer.regions.iter().any(|region| region.durable) {
-        let text = format!("{host} takes no disks along with a guest");
-        return Err(refuse(RefusalCode::Invalid, text));
-    }
-    let peer = call.control.peer().host.clone();
-    let admission = allowance::admit(context, &peer, &offer).await?;
-    let guest = offer.guest.name.clone();
-    let taken = Taken::Moving(offer.migration, Side::Destination);
-    let reservation = context
-        .registry
-        .take(&guest, taken)
-        .map_err(|error| Refusal {
-            code: RefusalCode::Busy,
-            text: format!("{host}: {}", error.message),
-            hint: error.hint,
-        })?;
-    let right = context.rights.get(&guest).map_err(|error| {
-        refuse(
-            RefusalCode::Busy,
-            format!("{host} cannot tell who may run {guest}: {error}"),
-        )
-    })?;
-    if let Some(right) = right.filter(|right| right.generation > offer.generation) {
-        let text = format!(
-            "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
-            right.generation.0, offer.generation.0
-        );
-        return Err(refuse(RefusalCode::Invalid, text));
-    }
-    let checks = context
-        .local_checks(&offer.guest, &offer.machine)
-        .await
-        .checks;
-    let refused = checks
-        .into_iter()
-        .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
-    if let Some(check) = refused {
-        let (text, hint) = (check.text, check.hint);
-        return Err(Refusal {
-            code: RefusalCode::Unsuitable,
-            text,
-            hint,
-        });
-    }
-    let invalid = |error: &dyn std::fmt::Display| {
-        refuse(
-            RefusalCode::Invalid,
-            format!("{host} cannot take part: {error}"),
-        )
-    };
-    let (calls, called) = mpsc::channel(4);
-    let arrival = Arc::new(Arrival {
-        migration: offer.migration,
-        attempt: offer.attempt,
-        source: peer.id,
-        state: Mutex::new(DestinationState::Beginning),
-        calls,
-    });
-    // From now on questions about the attempt are for its task, and not answered from the journal.
-    let present = Present::new(context, arrival.clone());
-    let entry = Arc::new(Entry::new(Facts {
-        id: offer.migration,
-        guest: guest.clone(),
-        side: Side::Destination,
-        source: peer.name.clone(),
-        destination: host.clone(),
-        asked: Asked {
-            downtime_ms: 0,
-            bandwidth_bps: None,
-            verify: offer.verify,
-            patience_ms: u64::from(offer.patience_ms),
-            early_release: offer.early_release,
-            encoding: Default::default(),
-            convergence: Default::default(),
-        },
-    }));
-    let next = Generation(offer.generation.0 + 1);
-    context.arriving(&entry, next).await?;
-    let mut journal =
-        Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    if journal
-        .records()
-        .iter()
-        .any(|record| record.attempt() >= offer.attempt)
-    {
-        return Err(invalid(&"this attempt is over"));
-    }
-    let began = Record::Began {
-        migration: offer.migration,
-        attempt: offer.attempt,
-        side: longhaul_engine::handover::Side::Destination,
-        guest: guest.clone(),
-        generation: offer.generation,
-        peer: peer.id,
-        peer_name: peer.name.clone(),
-        paused: offer.paused,
-    };
-    block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let (inbound, bulk) = match launch(context, call, &offer, &admission).await {
-        Ok(launched) => launched,
-        Err(error) => {
-            context.last_hook(&entry, Step::NotComing, next).await;
-            let reason = error.to_string();
-            let aborted = Record::Aborted {
-                attempt: offer.attempt,
-                reason: short(&reason),
-            };
-            if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
-                tracing::error!(%error, "cannot note that an attempt is over");
-            }
-            return Err(error.into_refusal(host));
-        }
-    };
-    context.registry.add(entry.clone());
-    let terms = Terms {
-        attempt: offer.attempt,
-        generation: offer.generation,
-        early: offer.early_release,
-    };
-    let ledger = Ledger::new(
-        context.clone(),
-        offer.migration,
-        &guest,
-        &peer.name,
-        terms,
-        journal,
-    );
-    let state = DestinationState::Receiving { commit: None };
-    arrival.set_state(&state);
-    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
-    let pace = inbound.receiving().pace().clone();
-    let task = Task {
-        resolutions: entry.resolutions(),
-        context: context.clone(),
-        entry,
-        arrival,
-        present,
-        offer,
-        handover: DestinationHandover { state, ledger },
-        inbound,
-        called,
-        retry_at: Instant::now(),
-        settled_at: None,
-        call: None,
-        bulk: None,
-        epoch: FIRST_EPOCH,
-        patience: patience + PATIENCE_MARGIN,
-        lost_at: None,
-        tail_bytes: None,
-        loading: None,
-        loaded: false,
-        verified: false,
-        complete_at: None,
-        load_time: Duration::ZERO,
-        commit_at: None,
-        commit_time: Duration::ZERO,
-        running: None,
-        clock: None,
-        pace,
-        admission,
-        reservation,
-    };
-    Ok((task, bulk))
-}
-
-/// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
-async fn launch(
-    context: &Context,
-    call: &mut Call,
-    offer: &Offer,
-    admission: &Admission,
-) -> Result<(Inbound, BulkOffer), InboundError> {
-    let launching = |bulk_token| ToSource::Launching { bulk_token };
-    let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
-    let inbound = Inbound::launch(context, offer, admission).await?;
-    Ok((inbound, bulk))
 }
 
 /// Texts of peers and programs are cut before they are kept.
@@ -346,6 +144,8 @@ struct Task {
     settled_at: Option<Instant>,
     call: Option<Call>,
     bulk: Option<JoinHandle<BulkEnd>>,
+    /// A connection over which nothing more is taken.
+    _broken: Option<Box<BulkReceiver>>,
     epoch: Epoch,
     patience: Duration,
     lost_at: Option<Instant>,
@@ -353,6 +153,10 @@ struct Task {
     tail_bytes: Option<(u32, u32)>,
     loading: Option<JoinHandle<Result<(), InboundError>>>,
     loaded: bool,
+    /// Everything is here, and no frame changes anything any more.
+    sealed: bool,
+    /// ... and of disks it is durable.
+    settled: bool,
     verified: bool,
     complete_at: Option<Instant>,
     load_time: Duration,
@@ -371,7 +175,8 @@ struct Task {
 /// How a bulk connection ended.
 enum BulkEnd {
     Lost(BulkError),
-    Broken(String),
+    /// For this reason. A connection that is not at fault stays until the source has heard it.
+    Broken(String, Option<Box<BulkReceiver>>),
 }
 
 enum Happened {
@@ -380,6 +185,7 @@ enum Happened {
     Bulk(BulkEnd),
     Everything,
     Loaded(Result<(), InboundError>),
+    Settled(Result<(), String>),
     QemuEnded,
     PatienceOver,
     Retry,
@@ -437,7 +243,7 @@ impl Task {
         receiving.connected(epoch);
         self.bulk = Some(tokio::spawn(async move {
             match bulk.accept().await {
-                Ok(bulk) => receive_from(&receiving, epoch, &bulk).await,
+                Ok(bulk) => receive_from(&receiving, epoch, bulk).await,
                 Err(error) => BulkEnd::Lost(error),
             }
         }));
@@ -466,7 +272,7 @@ impl Task {
             call = self.called.recv() => Happened::Call(call.map(Box::new)),
             end = join(&mut self.bulk) => {
                 self.bulk = None;
-                Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string())))
+                Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
             () = receiving.completed(), if ready_to_load => Happened::Everything,
             loaded = join(&mut self.loading) => {
@@ -474,6 +280,9 @@ impl Task {
                 Happened::Loaded(loaded.unwrap_or_else(|error| {
                     Err(InboundError::Broken(error.to_string()))
                 }))
+            }
+            settled = receiving.settled(), if self.sealed && !self.settled => {
+                Happened::Settled(settled)
             }
             () = self.inbound.ended() => Happened::QemuEnded,
             () = sleep_until(deadline) => Happened::PatienceOver,
@@ -528,10 +337,22 @@ impl Task {
                     self.lost_at.get_or_insert_with(Instant::now);
                 }
             }
-            Happened::Bulk(BulkEnd::Broken(reason)) => self.abort(reason).await,
+            Happened::Bulk(BulkEnd::Broken(reason, bulk)) => {
+                self._broken = bulk;
+                self.abort(reason).await;
+            }
             Happened::Everything => self.load().await,
             Happened::Loaded(Ok(())) => self.loaded().await,
             Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
+            Happened::Settled(Ok(())) => {
+                self.settled = true;
+                self.ready_if_so().await;
+            }
+            Happened::Settled(Err(reason)) => {
+                // It will not get better, and is not to be asked again.
+                self.settled = true;
+                self.abort(reason).await;
+            }
             Happened::QemuEnded => self.qemu_ended().await,
             Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Retry => {
@@ -641,8 +462,15 @@ impl Task {
             ToDestination::Overruled { generation } => {
                 self.step(DestinationEvent::PeerOverruled(generation)).await;
             }
+            ToDestination::List(list) => {
+                if let Err(why) = self.inbound.receiving().listed(&list) {
+                    self.abort(format!("the source breaks the protocol: {why}"))
+                        .await;
+                }
+            }
             ToDestination::Query(_)
             | ToDestination::Offer(_)
+            | ToDestination::OfferDisks(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => {
                 self.abort("the source breaks the protocol: a second beginning".to_owned())
@@ -674,6 +502,7 @@ impl Task {
     async fn load(&mut self) {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
+        self.sealed = true;
         self.inbound.receiving().seal();
         match self.tail() {
             Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
@@ -697,7 +526,8 @@ impl Task {
 
     async fn ready_if_so(&mut self) {
         let compared = self.verified || !self.offer.verify;
-        if self.loaded && compared && matches!(self.state(), DestinationState::Receiving { .. }) {
+        let here = self.loaded && self.settled;
+        if here && compared && matches!(self.state(), DestinationState::Receiving { .. }) {
             self.entry.enter(Phase::HandingOver);
             match self.hook(Step::Ready).await {
                 Ok(()) => self.step(DestinationEvent::Loaded).await,
@@ -746,12 +576,14 @@ impl Task {
     }
 }
 
-async fn receive_from(receiving: &Receiving, epoch: Epoch, bulk: &BulkReceiver) -> BulkEnd {
-    match receiving.work(epoch, bulk).await {
+async fn receive_from(receiving: &Receiving, epoch: Epoch, bulk: BulkReceiver) -> BulkEnd {
+    match receiving.work(epoch, &bulk).await {
         ReceiveError::Lost(error) => BulkEnd::Lost(error),
+        // The source did nothing wrong: it hears of it by the attempt's end.
+        error @ ReceiveError::Store(_) => BulkEnd::Broken(error.to_string(), Some(Box::new(bulk))),
         other => {
             bulk.close(longhaul_transport::CloseCode::Violation, &other.to_string());
-            BulkEnd::Broken(other.to_string())
+            BulkEnd::Broken(other.to_string(), None)
         }
     }
 }

@@ -16,6 +16,7 @@ mod stopping;
 
 use stopping::Disks;
 
+use super::acknowledge::{AcknowledgeError, Acknowledging};
 use super::doubt::record_of;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, retry_source};
@@ -33,11 +34,8 @@ use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
 use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
-use longhaul_protocol::message::{
-    Acknowledgement, AttemptState, Offer, Summary, ToDestination, ToSource,
-};
-use longhaul_protocol::{Epoch, wire};
-use longhaul_transport::BulkError;
+use longhaul_protocol::Epoch;
+use longhaul_protocol::message::{AttemptState, Offer, Summary, ToDestination, ToSource};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
@@ -74,6 +72,8 @@ pub(super) struct Task {
     pub(super) downtime: Duration,
     /// What the guest's memory looks like; it is whole when nothing more comes.
     pub(super) look: watch::Receiver<Look>,
+    /// What of its disks will probably travel, in bytes.
+    pub(super) disk_bytes: u64,
     /// What the link was known to carry before, in bytes per second.
     pub(super) known_rate: Option<f64>,
     /// Its part of what all moves may send.
@@ -90,6 +90,7 @@ pub(super) struct Departure {
     lost_at: Option<Instant>,
     interruptions: u32,
     worker: JoinHandle<SendError>,
+    acknowledging: Option<Acknowledging>,
     cancelled: watch::Receiver<Option<String>>,
     limits: watch::Receiver<Option<u64>>,
     resolutions: watch::Receiver<Option<Resolve>>,
@@ -123,7 +124,7 @@ struct StoppedAt {
 
 enum Happened {
     Guest(Event),
-    Acknowledged(Result<Acknowledgement, BulkOrWire>),
+    Acknowledging(AcknowledgeError),
     Message(Result<ToSource, TalkError>),
     Worker(SendError),
     Redialled(Box<Result<(Session, AttemptState), SessionError>>),
@@ -135,18 +136,14 @@ enum Happened {
     Tick,
 }
 
-enum BulkOrWire {
-    Lost(BulkError),
-    Wire(wire::WireError),
-}
-
 impl Departure {
     /// Takes over from preparing: the destination launches its QEMU, the source's tracks writes.
     pub(super) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();
-        if let Some(line) = &session.line {
+        let acknowledging = session.line.clone().map(|line| {
             task.sending.connect(line.clone());
-        }
+            Acknowledging::begin(task.sending.clone(), line)
+        });
         let worker = tokio::spawn(task.sending.clone().work());
         let (cancelled, limits) = (task.entry.cancelled(), task.entry.limits());
         Self {
@@ -156,6 +153,7 @@ impl Departure {
             lost_at: None,
             interruptions: 0,
             worker,
+            acknowledging,
             cancelled,
             limits,
             resolutions: task.entry.resolutions(),
@@ -211,7 +209,6 @@ impl Departure {
 
     async fn wait(&mut self) -> Happened {
         let next = Instant::now() + TICK;
-        let line = self.line();
         let may_cancel = self.state().may_abort();
         tokio::select! {
             biased;
@@ -232,7 +229,7 @@ impl Departure {
                 }))
             }
             message = next_message(&mut self.session) => Happened::Message(message),
-            acknowledged = next_acknowledgement(line) => Happened::Acknowledged(acknowledged),
+            error = ended(&mut self.acknowledging) => Happened::Acknowledging(error),
             event = self.task.outbound.event() => Happened::Guest(event),
             done = join(&mut self.redial) => {
                 self.redial = None;
@@ -250,15 +247,10 @@ impl Departure {
         match happened {
             Happened::Tick => self.tick().await,
             Happened::Guest(event) => self.guest(event).await,
-            Happened::Acknowledged(Ok(message)) => {
-                if let Err(error) = self.task.sending.acknowledged(&message) {
-                    self.fail(failure::protocol(&self.task.host, &error)).await;
-                }
-            }
-            Happened::Acknowledged(Err(BulkOrWire::Lost(error))) => {
+            Happened::Acknowledging(AcknowledgeError::Lost(error)) => {
                 self.lost(&error.to_string());
             }
-            Happened::Acknowledged(Err(BulkOrWire::Wire(error))) => {
+            Happened::Acknowledging(error) => {
                 self.fail(failure::protocol(&self.task.host, &error)).await;
             }
             Happened::Message(Ok(message)) => self.message(message).await,
@@ -316,6 +308,9 @@ impl Departure {
         }
         if self.shown_at.elapsed() >= SHOW_EVERY {
             self.show();
+            if let Err(error) = self.task.outbound.check_disks() {
+                return self.fail(error).await;
+            }
         }
         if self.stopped.is_some() {
             self.announce().await;
@@ -422,6 +417,8 @@ impl Departure {
             ToSource::Clock(clock) => self.tell_clock(clock),
             ToSource::Accepted { machine } => self.accepted(&machine).await,
             ToSource::Refused(refusal) if self.launching.is_some() => self.refused(refusal).await,
+            // Nothing of it is left here.
+            ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {}
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
             | ToSource::Launching { .. }
@@ -475,6 +472,7 @@ impl Departure {
         if self.session.take().is_none() {
             return;
         }
+        self.acknowledging = None;
         self.task.sending.disconnect();
         if self.finished || self.state().is_over() {
             return;
@@ -540,6 +538,8 @@ impl Departure {
                     if receives {
                         self.task.sending.connect(line.clone());
                     }
+                    let sending = self.task.sending.clone();
+                    self.acknowledging = Some(Acknowledging::begin(sending, line.clone()));
                 }
                 let bulk = session.line.is_some();
                 self.session = Some(session);
@@ -674,15 +674,14 @@ async fn next_comparison(comparing: &mut Option<Comparison>) -> Next {
     }
 }
 
-async fn next_acknowledgement(line: Option<Arc<Line>>) -> Result<Acknowledgement, BulkOrWire> {
-    let Some(line) = line else {
-        return std::future::pending().await;
+/// Waits until acknowledgements end.
+async fn ended(acknowledging: &mut Option<Acknowledging>) -> AcknowledgeError {
+    let error = match acknowledging {
+        Some(acknowledging) => acknowledging.ended().await,
+        None => std::future::pending().await,
     };
-    match line.bulk.acknowledgement().await {
-        Ok(Some(bytes)) => wire::decode(&bytes).map_err(BulkOrWire::Wire),
-        Ok(None) => Err(BulkOrWire::Lost(BulkError::Lost(line.bulk.closed().await))),
-        Err(error) => Err(BulkOrWire::Lost(error)),
-    }
+    *acknowledging = None;
+    error
 }
 
 async fn join(

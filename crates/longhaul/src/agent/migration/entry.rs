@@ -98,6 +98,8 @@ impl Entry {
             link_bytes: None,
             link_bytes_back: None,
             memory_bytes: None,
+            disk_bytes: None,
+            disks: Vec::new(),
             bytes: BytesByKind::default(),
             total_ms: None,
             phases: Vec::new(),

@@ -2,6 +2,7 @@
 
 use super::Context;
 use super::allowance::Admission;
+use super::disks::arriving::Disks;
 use super::gang::{Look, Shown};
 use super::meter::{Meter, Usage};
 use super::peer::ExpectError;
@@ -70,6 +71,9 @@ pub(super) enum InboundError {
     /// The system refused.
     #[error("cannot keep what is known of the guest: {0}")]
     Host(#[from] io::Error),
+    /// A disk's image could not be made.
+    #[error("cannot make the image of a disk: {0}")]
+    Images(io::Error),
     /// Messages came in an order that makes no sense.
     #[error("the source breaks the protocol: {0}")]
     Order(&'static str),
@@ -133,6 +137,7 @@ impl Inbound {
     pub(super) async fn launch(
         context: &Context,
         offer: &Offer,
+        disks: Disks,
         admission: &Admission,
     ) -> Result<Self, InboundError> {
         let meter = Meter::start();
@@ -158,7 +163,7 @@ impl Inbound {
             .await
             .map_err(|error| InboundError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
-        match Self::set_up(offer, &guest, &qmp, admission).await {
+        match Self::set_up(offer, &guest, &qmp, disks, admission).await {
             Ok((machine, memory, places, receiving, shown)) => Ok(Self {
                 guest,
                 qmp,
@@ -184,6 +189,7 @@ impl Inbound {
         offer: &Offer,
         guest: &Guest,
         qmp: &Qmp,
+        disks: Disks,
         admission: &Admission,
     ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), InboundError> {
         admission.note(guest.folder())?;
@@ -205,7 +211,7 @@ impl Inbound {
         let shown = admission
             .others()
             .show(offer.migration, Arc::new(store.clone()));
-        let receiving = Receiving::new(&offer.regions, Box::new(store), key, admission)?;
+        let receiving = Receiving::new(&offer.regions, Box::new(store), disks, key, admission)?;
         Ok((machine, memory, places, receiving, shown))
     }
 
@@ -342,7 +348,8 @@ fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, In
         };
         place.ok_or_else(missing)
     };
-    let places: Vec<usize> = regions.iter().map(place).collect::<Result<_, _>>()?;
+    let memory = regions.iter().filter(|region| !region.durable);
+    let places: Vec<usize> = memory.map(place).collect::<Result<_, _>>()?;
     let distinct: BTreeSet<usize> = places.iter().copied().collect();
     if distinct.len() < places.len() {
         return Err(InboundError::Order("two regions are the same RAM block"));

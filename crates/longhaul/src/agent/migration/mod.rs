@@ -4,12 +4,14 @@
 //! task each, and `ledger` makes durable what they decide; `settling` and `remembered` are the two ends
 //! without a task; `peer` answers the other agents; `recovery` takes up what an earlier agent left.
 
+mod acknowledge;
 mod allowance;
 mod archive;
 mod arrival;
 mod clock;
 mod convergence;
 mod departure;
+mod disks;
 mod doubt;
 mod entry;
 mod failure;
@@ -39,6 +41,7 @@ use crate::agent::state::{Parts, StartError};
 use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
+use disks::arriving::look_for_room;
 use fence::Marks;
 use gang::Gangs;
 use longhaul_api::{
@@ -189,7 +192,12 @@ impl Context {
     }
 
     /// Everything that says whether this host could run a guest.
-    async fn local_checks(&self, guest: &GuestDescription, machine: &Machine) -> Answer {
+    async fn local_checks(
+        &self,
+        guest: &GuestDescription,
+        machine: &Machine,
+        without_disks: bool,
+    ) -> Answer {
         let host = self.parts.config.name.clone();
         let refused = |text: String, hint: Option<String>| Check {
             verdict: Verdict::Refused,
@@ -205,24 +213,30 @@ impl Context {
             ),
             Err(error) => vec![refused(format!("{host}: {error}"), None)],
         };
-        if let Err(error) = longhaul_hypervisor::description::check(guest) {
-            checks.push(refused(
-                format!("{host} cannot run {}: {error}", guest.name),
-                None,
-            ));
+        let unshared = guest.disks.iter().find(|disk| disks::is_local(disk));
+        match longhaul_hypervisor::description::check(guest) {
+            Err(error) => {
+                let text = format!("{host} cannot run {}: {error}", guest.name);
+                checks.push(refused(text, None));
+            }
+            Ok(()) if without_disks => {}
+            Ok(()) => {
+                let local = guest.disks.iter().filter(|disk| disks::is_local(disk));
+                let room = local.map(|disk| look_for_room(self, guest, &disk.name));
+                let refusals = room.filter_map(Result::err);
+                checks.extend(refusals.map(|refusal| refused(refusal.text, refusal.hint)));
+            }
         }
-        let unshared = guest
-            .disks
-            .iter()
-            .find(|disk| !disk.shared && !disk.read_only);
-        if let Some(disk) = unshared {
+        if let Some(disk) = unshared.filter(|_| without_disks) {
             checks.push(refused(
                 format!(
                     "disk {} of {} is not on storage that both hosts see",
                     disk.name, guest.name
                 ),
                 Some(
-                    "put it on shared storage, and write `shared = true` in its description".into(),
+                    "let it move with the guest (--disks auto), or put it on shared storage and write \
+                     `shared = true` in its description"
+                        .into(),
                 ),
             ));
         }
@@ -301,6 +315,8 @@ impl Manager {
             .hint("nothing was changed: mend what the message names, and start the agent again")
         })?;
         context.sweep_marks();
+        tokio::task::block_in_place(|| disks::arriving::sweep(&context));
+        context.keep_sweeping_fronts();
         let accepting = tokio::spawn(peer::accept(context.clone()));
         Ok(Arc::new(Self { context, accepting }))
     }

@@ -1,5 +1,7 @@
 //! The QEMU of a departing guest: its migration, its RAM, and its end - or its going on.
 
+use super::disks::fronts::{self, FrontError, Fronts};
+use super::disks::{self, LocalDisk};
 use super::meter::{Meter, Usage};
 use super::send::{Content, Sending};
 use crate::agent::fail_point;
@@ -12,8 +14,9 @@ use longhaul_hypervisor::memory::{
 };
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_storage::disk::RawDisk;
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -57,6 +60,10 @@ pub(super) struct Outbound {
     prelude: Vec<u8>,
     gone: bool,
     meter: Meter,
+    /// The agent's state folder.
+    state: PathBuf,
+    disks: Vec<LocalDisk>,
+    fronts: Fronts,
 }
 
 /// A guest that was stopped.
@@ -102,7 +109,42 @@ impl Outbound {
             prelude: Vec::new(),
             gone: false,
             meter: Meter::start(),
+            state: PathBuf::new(),
+            disks: Vec::new(),
+            fronts: Fronts::none(),
         })
+    }
+
+    /// Takes these disks along.
+    pub(super) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>) {
+        self.state = state.to_owned();
+        self.disks = disks;
+    }
+
+    /// The disks that it takes along.
+    pub(super) fn disks(&self) -> &[LocalDisk] {
+        &self.disks
+    }
+
+    /// Reports every write to its disks from here on.
+    pub(super) async fn watch_disks(&mut self, sending: &Arc<Sending>) -> Result<(), FrontError> {
+        if !self.disks.is_empty() {
+            let Self {
+                guest, qmp, disks, ..
+            } = self;
+            self.fronts = Fronts::put_in(&self.state, guest, qmp, disks, sending).await?;
+        }
+        Ok(())
+    }
+
+    /// Whether what was copied of its disks can be trusted.
+    pub(super) fn check_disks(&self) -> Result<(), ApiError> {
+        self.fronts.check()
+    }
+
+    /// Waits until every write to its disks was reported, with the guest stopped for good.
+    pub(super) async fn disks_caught_up(&self) -> Result<(), ApiError> {
+        self.fronts.caught_up().await
     }
 
     /// What of its memory travels in frames.
@@ -125,6 +167,7 @@ impl Outbound {
         Box::new(GuestContent {
             memory: self.memory.clone(),
             places: self.places.clone(),
+            disks: self.disks.iter().map(|disk| disk.disk.clone()).collect(),
         })
     }
 
@@ -291,7 +334,16 @@ impl Outbound {
         }
         let kept = self.guest.folder().settings();
         let restored = Settings::restore_kept(&self.qmp, &kept).await;
-        Ok(restored.map_err(OutgoingError::from)?)
+        restored.map_err(OutgoingError::from)?;
+        if !self.disks.is_empty() {
+            // It goes on as it is, and whoever sweeps tries again.
+            let taken_out = fronts::take_out(&self.state, &self.guest, &self.qmp).await;
+            if let Err(error) = taken_out {
+                tracing::error!(guest = self.guest.name(), %error, "still below a disk");
+            }
+            self.fronts = Fronts::none();
+        }
+        Ok(())
     }
 
     /// Waits until QEMU has ended by itself.
@@ -316,6 +368,7 @@ impl Outbound {
         self.gone = true;
         self.outgoing = None;
         super::inbound::stop(&self.guest, &self.qmp).await;
+        fronts::ended(&self.state, self.guest.name(), true).await;
     }
 
     /// The end of QEMU's log.
@@ -332,6 +385,24 @@ impl Outbound {
 struct GuestContent {
     memory: Arc<GuestMemory>,
     places: Vec<usize>,
+    /// Those that move too: their regions follow those of the memory.
+    disks: Vec<Arc<RawDisk>>,
+}
+
+impl GuestContent {
+    fn read_disk(
+        &self,
+        n: usize,
+        blocks: &[BlockId],
+        into: &mut [[u8; BLOCK_SIZE]],
+    ) -> Result<(), String> {
+        let disk = self.disks.get(n).ok_or("there is no such disk")?;
+        for (at, range) in disks::ranges(blocks) {
+            let into = &mut into[at..at + range.count as usize];
+            disks::read_blocks(disk, range, into.as_flattened_mut())?;
+        }
+        Ok(())
+    }
 }
 
 impl Content for GuestContent {
@@ -340,6 +411,11 @@ impl Content for GuestContent {
         let mut ranges: Vec<BlockRange> = Vec::with_capacity(blocks.len());
         for same in blocks.chunk_by(|one, next| one.region == next.region) {
             let Some(first) = same.first() else { continue };
+            if let Some(n) = usize::from(first.region.0).checked_sub(self.places.len()) {
+                self.read_disk(n, same, &mut into[done..done + same.len()])?;
+                done += same.len();
+                continue;
+            }
             let place = self.places.get(usize::from(first.region.0)).copied();
             let place = place.ok_or_else(|| format!("there is no region {}", first.region.0))?;
             ranges.clear();

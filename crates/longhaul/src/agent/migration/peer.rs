@@ -6,7 +6,7 @@ use super::arrival;
 use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
 use longhaul_engine::handover::DestinationState;
-use longhaul_protocol::message::{AttemptState, Offer, ToDestination, ToSource};
+use longhaul_protocol::message::{AttemptState, DisksOffer, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
 use longhaul_transport::{
@@ -127,11 +127,17 @@ async fn dispatch(
                 call.control.close(CloseCode::NotAllowed, reason);
                 return Ok(());
             }
-            let answer = context.local_checks(&query.guest, &query.machine).await;
+            let answer = context.local_checks(&query.guest, &query.machine, false);
+            let answer = answer.await;
             call.sender.send(&ToSource::Answer(answer)).await
         }
         ToDestination::Offer(offer) => {
-            arrival::receive(context, call, *offer).await;
+            arrival::receive(context, call, *offer, Vec::new()).await;
+            Ok(())
+        }
+        ToDestination::OfferDisks(offered) => {
+            let DisksOffer { offer, disks } = *offered;
+            arrival::receive(context, call, offer, disks).await;
             Ok(())
         }
         ToDestination::Resume {
@@ -249,5 +255,7 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Cancel { .. } => "Cancel",
         ToDestination::Done => "Done",
         ToDestination::Overruled { .. } => "Overruled",
+        ToDestination::OfferDisks(_) => "OfferDisks",
+        ToDestination::List(_) => "List",
     }
 }

@@ -1,13 +1,14 @@
 //! What a migration would meet and cost, found out without changing anything.
 
+use super::disks::{self, LocalDisk};
 use super::outbound::Outbound;
 use super::prepare::{Candidate, candidate, is_paused};
 use super::registry::Taken;
 use super::talk;
 use super::{Context, convergence, failure};
 use longhaul_api::{
-    ApiError, Asked, Check, Convergence, ErrorCode, Plan, PlanRequest, Prediction, ProbeResult,
-    Side, Strategy,
+    ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
+    ProbeResult, Side, Strategy,
 };
 use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
@@ -17,7 +18,7 @@ use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
-use longhaul_protocol::units::{show_bit_rate, show_duration};
+use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
 use std::fmt::Display;
@@ -86,12 +87,40 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         measure_link(context, &mut plan).await;
     }
     plan.checks.extend(early_release(&plan));
-    plan.predictions.push(predict(&look, &Asking::of(&plan)));
+    let disk_bytes = look_at_disks(context, &candidate, &mut plan);
+    plan.predictions
+        .push(predict(&look, &Asking::of(&plan, disk_bytes)));
     plan.possible = plan
         .checks
         .iter()
         .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
     Ok(plan)
+}
+
+/// The disks that move along: what of them will probably travel, in bytes.
+fn look_at_disks(context: &Context, candidate: &Candidate, plan: &mut Plan) -> u64 {
+    let guest = candidate.guest.description();
+    match block_in_place(|| disks::local(context, guest, DiskChoice::Auto, 0)) {
+        Ok(disks) => {
+            plan.checks.extend(disks.iter().map(|disk| {
+                let offered = &disk.offered;
+                let text = format!(
+                    "disk {} moves along: {}, {} of it allocated",
+                    offered.name,
+                    show_bytes(offered.image_bytes),
+                    show_bytes(offered.allocated_bytes)
+                );
+                Check::ok("disks", text)
+            }));
+            block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
+        }
+        Err(error) => {
+            let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+            plan.checks
+                .push(Check::refuse("disks", error.message, hint));
+            0
+        }
+    }
 }
 
 /// What an early release saves, and what it is paid with.
@@ -360,11 +389,14 @@ pub(super) struct Asking {
     pub(super) rtt: Option<Duration>,
     pub(super) early_release: bool,
     pub(super) convergence: Convergence,
+    /// What will probably travel of disks, in bytes.
+    pub(super) disk_bytes: u64,
 }
 
 impl Asking {
-    fn of(plan: &Plan) -> Self {
+    fn of(plan: &Plan, disk_bytes: u64) -> Self {
         Self {
+            disk_bytes,
             guest: plan.guest.clone(),
             source: plan.source.clone(),
             downtime: Duration::from_millis(plan.asked.downtime_ms),
@@ -388,7 +420,7 @@ pub(super) fn predict(look: &Look, asking: &Asking) -> Prediction {
     let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(round_trips);
     let limit = asking.downtime;
     let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
-    let mut left = used as f64 * share;
+    let mut left = used as f64 * share + asking.disk_bytes as f64;
     let (mut bytes, mut seconds) = (0.0, 0.0);
     for _ in 0..PASSES_MAX {
         let pass = left / rate;

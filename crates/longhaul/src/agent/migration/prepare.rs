@@ -2,6 +2,8 @@
 //! for it. Whatever fails here leaves the guest as it was.
 
 use super::departure::{Departure, Task};
+use super::disks::LocalDisk;
+use super::disks::fronts::FrontError;
 use super::entry::{Entry, Facts};
 use super::gang::Gang;
 use super::ledger::{Ledger, SourceHandover};
@@ -12,7 +14,7 @@ use super::send::{Encoding, Sending};
 use super::session::{self, Session};
 use super::settling::Settling;
 use super::throttle::Share;
-use super::{Context, Holder, convergence, failure};
+use super::{Context, Holder, convergence, disks, failure};
 use crate::agent::fail_point;
 use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
@@ -23,7 +25,7 @@ use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
 use longhaul_hypervisor::memory;
 use longhaul_hypervisor::qmp::Qmp;
-use longhaul_protocol::message::{Offer, ToDestination, ToSource};
+use longhaul_protocol::message::{DisksOffer, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control, TrustedHost};
@@ -202,13 +204,25 @@ impl Preparing {
         let mut outbound = Outbound::attach(guest.clone(), qmp)
             .await
             .map_err(super::outbound::OutboundError::into_api)?;
+        let memory = outbound.regions().len();
+        let local = disks::local(
+            &self.context,
+            guest.description(),
+            self.request.disks,
+            memory,
+        )?;
+        outbound.take_along(&self.context.parts.config.state, local);
+        let disks = outbound.disks().iter();
+        let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
+        let mut regions = outbound.regions().to_vec();
+        regions.extend(outbound.disks().iter().map(|disk| disk.spec.clone()));
         let offer = Offer {
             migration: self.entry.id(),
             attempt: Attempt(1),
             generation: *generation,
             guest: guest.description().clone(),
             machine,
-            regions: outbound.regions().to_vec(),
+            regions,
             digest_key: self.gang.key(),
             paused,
             verify: self.request.verify,
@@ -248,6 +262,7 @@ impl Preparing {
                 if let Err(error) = outbound.abort().await {
                     tracing::error!(%error, "the guest's QEMU could not be set back");
                 }
+                self.context.keep_sweeping_fronts();
                 // Whoever settles the attempt may have to talk to this QEMU.
                 drop(outbound);
                 let aborted = Record::Aborted {
@@ -291,6 +306,7 @@ impl Preparing {
             patience: Duration::from_millis(self.request.patience_ms),
             downtime: Duration::from_millis(self.request.downtime_ms),
             look,
+            disk_bytes,
             known_rate,
             share: self.share,
             _reservation: reservation,
@@ -307,16 +323,31 @@ impl Preparing {
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let offered = session::offer(control, offer, limit);
+        let offered = offered(offer, outbound);
+        let offered = session::offer(control, offered, offer, limit);
         // The guest is looked at while the destination is asked, and nobody waits for that.
         let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
         let mut session = offered.map_err(|error| failure::session(host, &error))?;
+        let sending = self.sending(offer, outbound)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
-        if let Err(error) = outbound.start(slow_at_most).await {
+        let watched = outbound.watch_disks(&sending).await;
+        let started = match watched.map_err(FrontError::into_api) {
+            Ok(()) => outbound
+                .start(slow_at_most)
+                .await
+                .map_err(|error| error.into_api()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = started {
             withdraw(&mut session, "the source's QEMU cannot begin").await;
-            return Err(error.into_api());
+            return Err(error);
         }
+        Ok((session, sending, look))
+    }
+
+    /// The engine and what sends for it; nothing is sent yet.
+    fn sending(&self, offer: &Offer, outbound: &Outbound) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
         let mut engine = Source::new(
             Strategy::PRECOPY,
@@ -325,6 +356,8 @@ impl Preparing {
             SWITCH_OVERHEAD,
         )
         .map_err(|error| failure::internal(&error.to_string()))?;
+        disks::add(&mut engine, outbound.disks())
+            .map_err(|error| failure::internal(&error.to_string()))?;
         let encoding = self
             .request
             .encoding
@@ -341,8 +374,9 @@ impl Preparing {
             .sum();
         let encoding = Encoding::new(&encoding, memory_bytes);
         let key = DigestKey(offer.digest_key);
-        let sending = Sending::new(engine, key, outbound.content(), encoding);
-        Ok((session, sending, look))
+        let memory_regions = outbound.regions().len();
+        let content = outbound.content();
+        Ok(Sending::new(engine, key, content, encoding, memory_regions))
     }
 
     /// Waits for another host, which may take long.
@@ -354,6 +388,20 @@ impl Preparing {
                 Err(failure::cancelled(why.as_deref().unwrap_or_default()))
             }
         }
+    }
+}
+
+/// The offer as it is said.
+fn offered(offer: &Offer, outbound: &Outbound) -> ToDestination {
+    let disks: Vec<_> = outbound
+        .disks()
+        .iter()
+        .map(|disk| disk.offered.clone())
+        .collect();
+    let offer = offer.clone();
+    match disks.is_empty() {
+        true => ToDestination::Offer(Box::new(offer)),
+        false => ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks })),
     }
 }
 

@@ -1,17 +1,20 @@
 //! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
 
 use super::allowance::{Admission, Pace};
+use super::disks::arriving::Disks;
 use super::gang::Others;
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, InOrder, Limits,
 };
 use longhaul_engine::destination::{Destination, DestinationError};
+use longhaul_protocol::disk::List;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
+use longhaul_storage::disk::Disk as _;
 use longhaul_transport::{BulkError, BulkReceiver};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 use tokio::sync::{Notify, Semaphore};
 use tokio::task::block_in_place;
@@ -19,6 +22,8 @@ use tokio::time::{Instant, timeout_at};
 
 /// An acknowledgement waits at most this long for others to go with it.
 const ACKNOWLEDGE_AFTER: Duration = Duration::from_millis(5);
+/// How often it is looked whether what came of disks is to be made durable.
+const SYNC_EVERY: Duration = Duration::from_millis(200);
 
 /// Where blocks are kept at the destination.
 pub(super) trait Store: Send + 'static {
@@ -44,8 +49,8 @@ pub(super) enum ReceiveError {
     /// What came does not fit what came before.
     #[error("the source breaks the protocol: {0}")]
     Engine(#[from] DestinationError),
-    /// The guest's memory here cannot be written.
-    #[error("cannot write the guest's memory: {0}")]
+    /// The guest's memory, or a disk, cannot be written here.
+    #[error("cannot write what comes of the guest: {0}")]
     Store(String),
     /// An acknowledgement has no bytes.
     #[error(transparent)]
@@ -56,6 +61,8 @@ pub(super) enum ReceiveError {
 pub(super) struct Receiving {
     inner: Mutex<Inner>,
     complete: Notify,
+    /// Something of a disk was made durable, or could not be.
+    synced: Notify,
     /// The threads that may work for the source.
     workers: Arc<Semaphore>,
     pace: Arc<Pace>,
@@ -66,6 +73,7 @@ struct Inner {
     destination: Destination,
     store: Box<dyn Store>,
     others: Others,
+    disks: Disks,
     early: Assembly,
     device_state: Assembly,
     /// Whether early pieces are needed for what follows.
@@ -78,26 +86,34 @@ impl Receiving {
     pub(super) fn new(
         regions: &[RegionSpec],
         store: Box<dyn Store>,
+        disks: Disks,
         key: DigestKey,
         admission: &Admission,
     ) -> Result<Arc<Self>, DestinationError> {
+        let has_disks = !disks.is_empty();
         let inner = Inner {
             destination: Destination::new(regions)?,
             store,
             others: admission.others(),
+            disks,
             early: Assembly::default(),
             device_state: Assembly::default(),
             needs_early: false,
             error: None,
             fresh: Vec::new(),
         };
-        Ok(Arc::new(Self {
+        let receiving = Arc::new(Self {
             inner: Mutex::new(inner),
             complete: Notify::new(),
+            synced: Notify::new(),
             workers: admission.workers().clone(),
             pace: Arc::new(admission.pace()),
             key,
-        }))
+        });
+        if has_disks {
+            tokio::spawn(keep_durable(Arc::downgrade(&receiving)));
+        }
+        Ok(receiving)
     }
 
     /// Whether the source gets on.
@@ -111,7 +127,17 @@ impl Receiving {
 
     /// Takes a new connection's epoch into use.
     pub(super) fn connected(&self, epoch: Epoch) {
-        self.lock().destination.connected(epoch);
+        let mut inner = self.lock();
+        inner.destination.connected(epoch);
+        inner.disks.connected(epoch);
+    }
+
+    /// The source says what is left of a disk.
+    pub(super) fn listed(&self, list: &List) -> Result<(), String> {
+        let Inner {
+            disks, destination, ..
+        } = &mut *self.lock();
+        disks.listed(list, destination)
     }
 
     /// The source says how many frames it has sent over this connection in all, and whether its
@@ -124,9 +150,45 @@ impl Receiving {
         self.complete.notify_waiters();
     }
 
-    /// Leaves the guest's memory alone from now on.
-    pub(super) fn seal(&self) {
-        self.lock().destination.seal();
+    /// Leaves the guest's memory and disks alone from now on, and makes the disks durable.
+    pub(super) fn seal(self: &Arc<Self>) {
+        let mut inner = self.lock();
+        inner.destination.seal();
+        inner.disks.seal();
+        drop(inner);
+        self.sync();
+    }
+
+    /// Waits until all that came of disks is durable.
+    pub(super) async fn settled(&self) -> Result<(), String> {
+        loop {
+            let synced = self.synced.notified();
+            tokio::pin!(synced);
+            synced.as_mut().enable();
+            if self.is_settled()? {
+                return Ok(());
+            }
+            synced.await;
+        }
+    }
+
+    /// Whether it is.
+    pub(super) fn is_settled(&self) -> Result<bool, String> {
+        self.lock().disks.is_settled()
+    }
+
+    /// Makes durable what is to be made so.
+    fn sync(self: &Arc<Self>) {
+        let mut inner = self.lock();
+        while let Some((n, disk)) = inner.disks.poll_sync() {
+            let receiving = self.clone();
+            tokio::task::spawn_blocking(move || {
+                let done = disk.flush();
+                receiving.lock().disks.synced(n, done);
+                receiving.synced.notify_waiters();
+                receiving.sync();
+            });
+        }
     }
 
     /// Both parts of the device state, packed, as far as they are whole.
@@ -223,7 +285,8 @@ impl Receiving {
 impl Inner {
     fn is_complete(&self) -> bool {
         let early = !self.needs_early || self.early.whole().is_some();
-        early && self.device_state.whole().is_some() && self.destination.is_complete()
+        let listed = self.disks.is_listed();
+        early && listed && self.device_state.whole().is_some() && self.destination.is_complete()
     }
 
     /// Takes in a message of a stream of frames: whether everything is here, and how many blocks
@@ -259,6 +322,7 @@ impl Inner {
             destination,
             store,
             others,
+            disks,
             error,
             fresh,
             ..
@@ -267,6 +331,8 @@ impl Inner {
             destination,
             store: store.as_mut(),
             others,
+            disks,
+            epoch,
             error,
             fresh,
             blocks: 0,
@@ -283,9 +349,23 @@ impl Inner {
         if let Some(error) = self.error.take() {
             return Err(ReceiveError::Store(error));
         }
+        self.disks.rejected(&outcome.rejected, outcome.seq);
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;
         Ok(blocks)
+    }
+}
+
+/// Makes durable what comes of disks, as long as something may come.
+async fn keep_durable(receiving: Weak<Receiving>) {
+    let began = Instant::now();
+    loop {
+        tokio::time::sleep(SYNC_EVERY).await;
+        let Some(receiving) = receiving.upgrade() else {
+            return;
+        };
+        receiving.lock().disks.tick(began.elapsed());
+        receiving.sync();
     }
 }
 
@@ -293,6 +373,8 @@ struct Sink<'a> {
     destination: &'a mut Destination,
     store: &'a mut dyn Store,
     others: &'a Others,
+    disks: &'a mut Disks,
+    epoch: Epoch,
     error: &'a mut Option<String>,
     fresh: &'a mut Vec<bool>,
     blocks: u64,
@@ -306,11 +388,15 @@ impl BlockSink for Sink<'_> {
     }
 
     fn accepts(&self, id: BlockId, seq: u64) -> bool {
-        self.destination.accepts(id, seq)
+        self.destination.accepts(id, seq) && self.disks.accepts(self.epoch, id, seq)
     }
 
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
-        match self.store.read(id, content) {
+        let read = match self.disks.has(id.region) {
+            true => self.disks.read(id, content),
+            false => self.store.read(id, content),
+        };
+        match read {
             Ok(()) => true,
             Err(error) => {
                 self.error.get_or_insert(error);
@@ -329,13 +415,22 @@ impl BlockSink for Sink<'_> {
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {
-        self.fresh.clear();
-        for write in writes {
-            self.blocks += write.range.count;
-            self.fresh
-                .push(self.destination.written(write.region, write.range, seq));
+        for writes in writes.chunk_by(|one, next| one.region == next.region) {
+            self.fresh.clear();
+            for write in writes {
+                self.blocks += write.range.count;
+                self.fresh
+                    .push(self.destination.written(write.region, write.range, seq));
+            }
+            let region = writes.first().map(|write| write.region);
+            if region.is_some_and(|region| self.disks.has(region)) {
+                let mut writes = writes.iter();
+                writes.try_for_each(|write| self.disks.write(write, seq))?;
+            } else {
+                self.store.write(writes, self.fresh)?;
+            }
         }
-        self.store.write(writes, self.fresh)
+        Ok(())
     }
 }
 

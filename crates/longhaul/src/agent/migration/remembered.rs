@@ -6,6 +6,7 @@
 
 use super::Context;
 use super::arrival;
+use super::disks::arriving;
 use super::doubt;
 use super::entry::Entry;
 use super::ledger::{
@@ -348,6 +349,7 @@ impl Remembered {
             _ => return,
         }
         if self.handover.state.is_settled() {
+            tokio::task::block_in_place(|| arriving::sweep(&ledger.context));
             ledger.context.archive.keep(entry);
             self.entry = None;
         }

@@ -5,17 +5,19 @@
 //! is sent is as fresh as it can be. A [`Line`] is one bulk connection; when it is lost it is marked
 //! dead *before* the engine is told, so that no block can be taken for it afterwards.
 
+use super::disks::watch::Reply;
 use bytes::Bytes;
 use longhaul_api::{CompressionChoice, DeltaCache};
 use longhaul_codec::{
     BlockId, Compression, CompressionPolicy, DigestKey, EncodeError, EncodedFrame, Encoder, Hasher,
 };
-use longhaul_engine::source::{Link, Source, SourceError};
+use longhaul_engine::source::{Answer, Link, Source, SourceError, WriteId};
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
-use longhaul_protocol::{BLOCK_SIZE, Epoch};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId};
 use longhaul_transport::{BulkError, BulkSender};
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -75,6 +77,8 @@ pub(super) struct Encoded {
     pub(super) delta_bytes: u64,
     /// Literals and deltas after compression.
     pub(super) stored_bytes: u64,
+    /// Frames, as far as they carried disks.
+    pub(super) disk_bytes: u64,
 }
 
 impl Encoded {
@@ -141,16 +145,29 @@ pub(super) struct Sending {
     /// Pieces of device state, as they travel: all of them over each connection.
     pieces: Mutex<Vec<Bytes>>,
     encoding: Encoding,
+    /// Regions from this number on are disks.
+    memory_regions: usize,
     encoded: Mutex<Encoded>,
+    replies: Mutex<Replies>,
+}
+
+/// Writes to disks that the guest waits for, by the engine's names.
+#[derive(Default)]
+struct Replies {
+    last: u64,
+    waiting: BTreeMap<u64, Reply>,
 }
 
 impl Sending {
     pub(super) fn new(
-        engine: Source,
+        mut engine: Source,
         key: DigestKey,
         content: Box<dyn Content>,
         encoding: Encoding,
+        memory_regions: usize,
     ) -> Arc<Self> {
+        // Until there is one: nobody waits for a destination that hears nothing.
+        engine.connection_lost();
         Arc::new(Self {
             engine: Mutex::new(engine),
             policy: Mutex::new(CompressionPolicy::new(1)),
@@ -160,7 +177,9 @@ impl Sending {
             content,
             pieces: Mutex::new(Vec::new()),
             encoding,
+            memory_regions,
             encoded: Mutex::new(Encoded::default()),
+            replies: Mutex::default(),
         })
     }
 
@@ -176,6 +195,7 @@ impl Sending {
 
     /// Sends over this connection from now on.
     pub(super) fn connect(&self, line: Arc<Line>) {
+        self.engine().connected();
         self.line.send_replace(Some(line));
     }
 
@@ -188,7 +208,48 @@ impl Sending {
     pub(super) fn disconnect(&self) {
         if let Some(line) = self.line.send_replace(None) {
             line.dead.store(true, Ordering::SeqCst);
-            self.engine().connection_lost();
+            let mut engine = self.engine();
+            engine.connection_lost();
+            self.answer(&mut engine);
+        }
+    }
+
+    /// The same, if this is the connection in use.
+    pub(super) fn disconnect_from(&self, line: &Arc<Line>) {
+        if self.line().is_some_and(|used| Arc::ptr_eq(&used, line)) {
+            self.disconnect();
+        }
+    }
+
+    /// The guest has written these blocks of a disk. It is answered as soon as the engine says so, if
+    /// somebody waits for that.
+    pub(super) fn written(
+        &self,
+        region: RegionId,
+        range: BlockRange,
+        reply: Option<Reply>,
+    ) -> Result<(), SourceError> {
+        let mut engine = self.engine();
+        let mut replies = lock(&self.replies);
+        replies.last += 1;
+        let id = replies.last;
+        match (engine.written_by(region, range, WriteId(id))?, reply) {
+            (Answer::Later, Some(reply)) => {
+                replies.waiting.insert(id, reply);
+                self.wake();
+            }
+            (Answer::Now, Some(reply)) => reply.answer(),
+            (_, None) => {}
+        }
+        Ok(())
+    }
+
+    /// Answers the writes that the engine lets go.
+    fn answer(&self, engine: &mut Source) {
+        while let Some(WriteId(id)) = engine.poll_answer() {
+            if let Some(reply) = lock(&self.replies).waiting.remove(&id) {
+                reply.answer();
+            }
         }
     }
 
@@ -199,9 +260,20 @@ impl Sending {
         self.wake();
     }
 
-    /// Takes in what the destination acknowledges.
-    pub(super) fn acknowledged(&self, message: &Acknowledgement) -> Result<(), SourceError> {
-        self.engine().acknowledged(message)?;
+    /// Takes in what the destination acknowledges over a connection.
+    pub(super) fn acknowledged(
+        &self,
+        line: &Line,
+        message: &Acknowledgement,
+    ) -> Result<(), SourceError> {
+        let mut engine = self.engine();
+        // What was on a connection that is given up counts as lost.
+        if line.dead.load(Ordering::SeqCst) {
+            return Ok(());
+        }
+        engine.acknowledged(message)?;
+        self.answer(&mut engine);
+        drop(engine);
         self.wake();
         Ok(())
     }
@@ -340,9 +412,16 @@ impl Sending {
             made => made,
         };
         lock(&self.policy).observe(made, payload, stored, preparing, encoding);
-        lock(&self.encoded).add(&frame);
+        let mut encoded = lock(&self.encoded);
+        encoded.add(&frame);
+        // A frame of both kinds counts by what has content.
+        let of_disks = worker.content_of_disks(&batch.blocks, self.memory_regions);
+        encoded.disk_bytes += (frame.bytes.len() as f64 * of_disks) as u64;
+        drop(encoded);
         if frame.blocks == 0 {
-            self.engine().encoded(&batch, None);
+            let mut engine = self.engine();
+            engine.encoded(&batch, None);
+            self.answer(&mut engine);
             return Ok(Next::Skipped);
         }
         // Counted first: once the engine knows of the frame, the count may be announced.
@@ -370,6 +449,22 @@ struct Worker {
 }
 
 impl Worker {
+    /// The share of a frame that is of disks.
+    fn content_of_disks(&self, blocks: &[BlockId], memory_regions: usize) -> f64 {
+        let weight = |staged: &longhaul_codec::Staged| match staged {
+            longhaul_codec::Staged::Zero => 1,
+            longhaul_codec::Staged::Content(_) => 256,
+        };
+        let (mut disks, mut all) = (0, 0);
+        for (id, staged) in blocks.iter().zip(&self.staged) {
+            all += weight(staged);
+            if usize::from(id.region.0) >= memory_regions {
+                disks += weight(staged);
+            }
+        }
+        f64::from(disks) / f64::from(all.max(1))
+    }
+
     fn new(key: DigestKey, encoding: Encoding) -> Self {
         Self {
             hasher: Hasher::new(key),

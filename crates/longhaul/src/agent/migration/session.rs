@@ -63,16 +63,15 @@ pub(super) struct Attempted {
     pub(super) host: String,
 }
 
-/// Makes an offer. The destination has yet to accept it, and takes blocks already.
+/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already.
 pub(super) async fn offer(
     control: Control,
+    message: ToDestination,
     offer: &Offer,
     bandwidth_bps: Option<u64>,
 ) -> Result<Session, SessionError> {
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
-    sender
-        .send(&ToDestination::Offer(Box::new(offer.clone())))
-        .await?;
+    sender.send(&message).await?;
     let token = match receiver.recv_within(OFFER_WITHIN).await? {
         ToSource::Launching { bulk_token } => bulk_token,
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),

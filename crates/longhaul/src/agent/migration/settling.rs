@@ -4,6 +4,7 @@
 //! It asks and tells the destination until both journals are at their ends. It sends no blocks: a
 //! destination that still waits for some is told to give up.
 
+use super::disks::fronts;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, SourceOwner, begin_source, feed_source, retry_source};
 use super::left::{self, Left};
@@ -70,6 +71,8 @@ impl SourceOwner for Settling {
                 if let Err(error) = left::remove(&ledger.context, &ledger.guest).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
+                let state = &ledger.context.parts.config.state;
+                fronts::ended(state, &ledger.guest, true).await;
             }
             // Every conversation begins with the question; the rest is the ledger's.
             SourceAction::Ask
@@ -301,6 +304,9 @@ impl Settling {
             ToSource::Closed => self.closed = self.handover.state.is_over(),
             ToSource::Status { .. }
             | ToSource::Summary(_)
+            | ToSource::Missing(_)
+            | ToSource::Want { .. }
+            | ToSource::Superseded { .. }
             | ToSource::Clock(_)
             | ToSource::Loaded
             | ToSource::Digests { .. }
@@ -327,7 +333,7 @@ impl Settling {
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
         let state = match left::find(&ledger.context, guest) {
-            Ok(Some(found)) => match resume(&found, !self.paused).await {
+            Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
                 Ok(()) if self.paused => format!("{guest} is paused on {here}"),
                 Ok(()) => format!("{guest} runs on {here}"),
                 Err(error) => format!("{guest} could not be resumed on {here}: {error}"),
@@ -393,7 +399,7 @@ fn phase(state: &SourceState) -> Phase {
     }
 }
 
-async fn resume(guest: &Guest, run: bool) -> Result<(), String> {
+async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), String> {
     let qmp = guest.connect().await.map_err(|error| error.to_string())?;
     memory::resume(&qmp, run)
         .await
@@ -401,5 +407,10 @@ async fn resume(guest: &Guest, run: bool) -> Result<(), String> {
     // What its QEMU was set to before the move.
     memory::Settings::restore_kept(&qmp, &guest.folder().settings())
         .await
-        .map_err(|error| error.to_string())
+        .map_err(|error| error.to_string())?;
+    if let Err(error) = fronts::take_out(&context.parts.config.state, guest, &qmp).await {
+        tracing::error!(guest = guest.name(), %error, "still below a disk");
+        context.keep_sweeping_fronts();
+    }
+    Ok(())
 }

@@ -2,7 +2,7 @@
 
 use super::figure::{self, byte_rate, part_of, percent};
 use crate::cli::paint::{Line, Tone, wrap};
-use longhaul_api::{Migration, Outcome, Outpaced, Phase, Progress, Report};
+use longhaul_api::{Migration, Outcome, Outpaced, Phase, Progress, RegionProgress, Report};
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
@@ -32,6 +32,8 @@ pub(crate) fn frame(
     let (total, settled) = blocks(progress);
     if total > 0 {
         lines.push(memory(progress, total, settled, width));
+        let disks = progress.regions.iter().filter(|region| region.disk);
+        lines.extend(disks.map(|disk| self::disk(disk, width)));
         lines.push(link(migration, progress));
     }
     if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
@@ -64,10 +66,8 @@ fn headline(migration: &Migration) -> Line {
 }
 
 fn blocks(progress: &Progress) -> (u64, u64) {
-    let regions = &progress.regions;
-    let sum = |of: fn(&longhaul_api::RegionProgress) -> u64| {
-        regions.iter().map(of).fold(0, u64::saturating_add)
-    };
+    let regions = progress.regions.iter().filter(|region| !region.disk);
+    let sum = |of: fn(&RegionProgress) -> u64| regions.clone().map(of).fold(0, u64::saturating_add);
     (sum(|r| r.blocks_total), sum(|r| r.blocks_settled))
 }
 
@@ -76,16 +76,27 @@ fn row(name: &str) -> Line {
 }
 
 fn memory(progress: &Progress, total: u64, settled: u64, width: usize) -> Line {
+    let mut more = String::new();
+    if let Some(rate) = progress.dirty_rate_bytes_per_s {
+        more = format!(" · {} dirtied", byte_rate(rate));
+    }
+    bar("memory", total, settled, &more, width)
+}
+
+/// A disk is shown by the name that the guest's description has for it.
+fn disk(disk: &RegionProgress, width: usize) -> Line {
+    let name = &disk.name;
+    bar(name, disk.blocks_total, disk.blocks_settled, "", width)
+}
+
+fn bar(name: &str, total: u64, settled: u64, more: &str, width: usize) -> Line {
     let size = BLOCK_SIZE as u64;
     let share = percent(settled, total);
     let amounts = part_of(settled.saturating_mul(size), total.saturating_mul(size));
-    let mut figures = format!("  {share:>3} %   {amounts} settled");
-    if let Some(rate) = progress.dirty_rate_bytes_per_s {
-        figures.push_str(&format!(" · {} dirtied", byte_rate(rate)));
-    }
+    let figures = format!("  {share:>3} %   {amounts} settled{more}");
     let bar = width.saturating_sub(INDENT + 62).clamp(10, 40);
-    let (full, rest) = figure::bar(settled, total, bar);
-    row("memory")
+    let (full, rest) = figure::bar(settled, total.max(1), bar);
+    row(name)
         .tone(Tone::Good, full)
         .tone(Tone::Faint, rest)
         .plain(figures)

@@ -3,8 +3,8 @@
 use super::figure::{self, bare_ms, byte_rate};
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
-    BytesByKind, ClockTeller, DowntimeParts, GuestClock, HookRun, HostCost, Outcome, Phase, Report,
-    StopChoice, StopReason, StopRule,
+    BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
+    Outcome, Phase, Report, StopChoice, StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -202,6 +202,12 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if !memory.is_empty() {
         line("memory", memory.join(" · "));
     }
+    for disk in &report.disks {
+        line(&disk.name, self::disk(disk));
+    }
+    if let Some(sent) = report.disk_bytes {
+        line("disks", format!("{} sent", show_bytes(sent)));
+    }
     if let Some(stop) = &report.stop {
         line("stop", self::stop(stop, report.asked.downtime_ms));
     }
@@ -242,6 +248,19 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         line("agent", costs.join("; "));
     }
     lines
+}
+
+fn disk(disk: &DiskReport) -> String {
+    let how = match disk.strategy {
+        DiskChoice::Mirror => "mirrored",
+        DiskChoice::Auto | DiskChoice::Precopy => "pre-copied",
+        DiskChoice::Shared => "both hosts see it",
+    };
+    let (image, allocated) = (
+        show_bytes(disk.image_bytes),
+        show_bytes(disk.allocated_bytes),
+    );
+    format!("{image}, {allocated} of it allocated · {how}")
 }
 
 fn stop(stop: &StopChoice, asked_ms: u64) -> String {

@@ -160,12 +160,21 @@ pub(crate) fn progress() -> Progress {
                 blocks_total: 4 * GIB / 4096,
                 blocks_settled: 2970 * MIB / 4096,
                 blocks_pending: 1126 * MIB / 4096,
+                disk: false,
             },
             RegionProgress {
                 name: "vga.vram".into(),
                 blocks_total: 16 * MIB / 4096,
                 blocks_settled: 16 * MIB / 4096,
                 blocks_pending: 0,
+                disk: false,
+            },
+            RegionProgress {
+                name: "vda".into(),
+                blocks_total: 20 * GIB / 4096,
+                blocks_settled: 19 * GIB / 4096,
+                blocks_pending: GIB / 4096,
+                disk: true,
             },
         ],
         link: LinkProgress {
@@ -203,6 +212,13 @@ pub(crate) fn report() -> Report {
         link_bytes: Some(587 * MIB),
         link_bytes_back: Some(2 * MIB),
         memory_bytes: Some(571 * MIB),
+        disk_bytes: Some(212 * MIB),
+        disks: vec![DiskReport {
+            name: "vda".into(),
+            strategy: DiskChoice::Precopy,
+            image_bytes: 20 * GIB,
+            allocated_bytes: 6554 * MIB,
+        }],
         bytes: BytesByKind {
             zero_bytes: Some(922 * MIB),
             same_bytes: Some(1229 * MIB),

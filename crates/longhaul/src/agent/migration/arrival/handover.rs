@@ -2,6 +2,7 @@
 
 use super::{Task, short};
 use crate::agent::hooks::Step;
+use crate::agent::migration::disks::arriving;
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
 use crate::agent::migration::left::abort_reason;
@@ -12,6 +13,7 @@ use longhaul_engine::handover::{DestinationAction, DestinationEvent, Destination
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
+use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 impl Task {
@@ -98,6 +100,7 @@ impl Task {
             entry.end(Outcome::Aborted, Some(error));
         }
         context.archive.keep(&entry);
+        block_in_place(|| arriving::sweep(&context));
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);

@@ -131,11 +131,14 @@ impl SourceOwner for Departure {
             }
             SourceAction::SendDone => self.send(ToDestination::Done).await,
             SourceAction::Resume => {
+                // No write waits for the destination while QEMU is set back.
+                self.task.sending.disconnect();
                 if let Err(error) = self.task.outbound.abort().await {
                     let error = error.into_api();
                     tracing::error!(%error, "the guest could not be resumed here");
                     self.failure = Some(error);
                 }
+                self.task.context.keep_sweeping_fronts();
             }
             SourceAction::Quit => {
                 self.entry().enter(Phase::Finishing);

@@ -3,6 +3,7 @@
 use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::clock;
 use crate::agent::migration::convergence;
+use crate::agent::migration::disks::LocalDisk;
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
 use crate::agent::migration::settling::Settling;
@@ -52,6 +53,7 @@ impl Departure {
                 blocks_total: spec.blocks,
                 blocks_settled: spec.blocks - pending,
                 blocks_pending: pending,
+                disk: spec.durable,
             })
             .collect();
         let pass = engine.pass_number();
@@ -124,6 +126,7 @@ impl Departure {
             rtt: self.session.as_ref().map(|session| session.control.rtt()),
             early_release: self.entry().migration().asked.early_release,
             convergence: self.entry().migration().asked.convergence,
+            disk_bytes: task.disk_bytes,
         };
         let prediction = plan::predict(&look, &asking);
         if let Some(note) = &prediction.note {
@@ -153,6 +156,8 @@ impl Departure {
         );
         drop(engine);
         let encoded = self.task.sending.encoded();
+        let disks = self.task.outbound.disks();
+        let disks: Vec<_> = disks.iter().map(LocalDisk::report).collect();
         let rtt = self.session.as_ref().map(|session| session.control.rtt());
         let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
         let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
@@ -161,7 +166,9 @@ impl Departure {
         self.entry().report_with(|report| {
             report.link_bytes = Some(sent_bytes);
             report.link_bytes_back = Some(received_bytes);
-            report.memory_bytes = Some(sent.frame_bytes);
+            report.memory_bytes = Some(sent.frame_bytes.saturating_sub(encoded.disk_bytes));
+            report.disk_bytes = (!disks.is_empty()).then_some(encoded.disk_bytes);
+            report.disks = disks;
             report.bytes.zero_bytes = blocks(sent.zero_blocks);
             report.bytes.same_bytes = blocks(sent.same_blocks);
             report.bytes.reference_bytes = blocks(sent.reference_blocks);

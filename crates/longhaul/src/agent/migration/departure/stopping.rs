@@ -9,8 +9,11 @@ use longhaul_codec::{DigestKey, pack};
 use longhaul_engine::source::Advice;
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::disk_cache;
+use longhaul_protocol::RegionId;
+use longhaul_protocol::limits::REMAINING_MAX;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::piece::Part;
+use longhaul_storage::disk::Disk as _;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -52,7 +55,15 @@ impl Departure {
             return;
         }
         let guest = self.task.offer.guest.name.clone();
+        let disks = self.task.outbound.disks().iter();
+        let disks: Vec<_> = disks.map(|disk| disk.disk.clone()).collect();
         let flush = move || {
+            // QEMU does not hold those that move open.
+            for disk in disks {
+                if let Err(error) = disk.flush() {
+                    tracing::debug!(guest, %error, "a disk could not be flushed beforehand");
+                }
+            }
             if let Err(error) = disk_cache::flush(pid) {
                 tracing::debug!(guest, %error, "its disks could not be flushed beforehand");
             }
@@ -120,6 +131,11 @@ impl Departure {
                 DigestKey(self.task.offer.digest_key),
             ));
         }
+        // QEMU has let go of the disks.
+        if let Err(error) = self.task.outbound.disks_caught_up().await {
+            return self.fail(error).await;
+        }
+        self.task.sending.engine().closed();
         self.send_tail().await;
         // An early release is written while the last blocks travel.
         self.standing_still().await;
@@ -147,6 +163,34 @@ impl Departure {
             .count()
     }
 
+    /// Says what is left of the disks.
+    async fn send_lists(&mut self) {
+        let regions: Vec<RegionId> = self
+            .task
+            .outbound
+            .disks()
+            .iter()
+            .map(|disk| disk.spec.id)
+            .collect();
+        for region in regions {
+            let mut next = Some(0);
+            while let Some(from) = next {
+                let list = self.task.sending.engine().list(region, from, REMAINING_MAX);
+                match list {
+                    Ok(Some(list)) => {
+                        next = list.next_chunk;
+                        self.send(ToDestination::List(list)).await;
+                    }
+                    // It is closed, and one of the engine's.
+                    Ok(None) => return,
+                    Err(error) => {
+                        return self.fail(failure::internal(&error.to_string())).await;
+                    }
+                }
+            }
+        }
+    }
+
     /// Says how many frames there are, once all have been given to the connection.
     pub(super) async fn announce(&mut self) {
         let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
@@ -167,6 +211,7 @@ impl Departure {
         if self.entry().phase() == Phase::Stopping {
             self.entry().enter(Phase::Loading);
         }
+        self.send_lists().await;
         let (epoch, frames) = announcement;
         self.send(ToDestination::Complete {
             epoch,

@@ -1,0 +1,74 @@
+//! Disks that move with their guest: what people may choose.
+
+use schemars::JsonSchema;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// How the disks move that are on the source host alone. Disks that both hosts see stay where they are.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum DiskChoice {
+    /// As suits the guest and the link.
+    #[default]
+    Auto,
+    /// All of a disk before the guest is stopped.
+    Precopy,
+    /// All of a disk before the guest is stopped, and each of its writes before it is answered.
+    Mirror,
+    /// Not at all: both hosts see every disk.
+    Shared,
+}
+
+impl DiskChoice {
+    /// Every choice.
+    pub const ALL: [Self; 4] = [Self::Auto, Self::Precopy, Self::Mirror, Self::Shared];
+
+    /// Its name, as in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Precopy => "precopy",
+            Self::Mirror => "mirror",
+            Self::Shared => "shared",
+        }
+    }
+
+    /// Whether nothing was chosen.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for DiskChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for DiskChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|choice| choice.name() == text);
+        found.ok_or_else(|| {
+            let names = Self::ALL.map(Self::name).join(", ");
+            format!("it is one of {names}")
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_those_of_json() {
+        for choice in DiskChoice::ALL {
+            let json = serde_json::to_string(&choice).unwrap();
+            assert_eq!(json, format!("\"{choice}\""));
+            assert_eq!(choice.name().parse(), Ok(choice));
+        }
+        assert!("both".parse::<DiskChoice>().unwrap_err().contains("mirror"));
+    }
+}

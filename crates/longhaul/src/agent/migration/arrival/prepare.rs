@@ -1,0 +1,243 @@
+//! What an offer meets before anything moves: the rules, the checks, the images and the QEMU that wait for
+//! the guest. Whatever fails here leaves nothing behind.
+
+use super::{Arrival, FIRST_EPOCH, Present, Task, short};
+use crate::agent::fail_point;
+use crate::agent::hooks::Step;
+use crate::agent::migration::Context;
+use crate::agent::migration::allowance::{self, Admission};
+use crate::agent::migration::disks::arriving::{self, Disks};
+use crate::agent::migration::entry::{Entry, Facts};
+use crate::agent::migration::inbound::{Inbound, InboundError};
+use crate::agent::migration::ledger::{DestinationHandover, Ledger};
+use crate::agent::migration::peer::{Call, allows};
+use crate::agent::migration::registry::Taken;
+use longhaul_api::{Asked, Side};
+use longhaul_engine::handover::{DestinationState, Record, Terms};
+use longhaul_protocol::Generation;
+use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
+use longhaul_storage::Journal;
+use longhaul_storage::disk::RawDisk;
+use longhaul_transport::{BulkOffer, Permission};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::block_in_place;
+use tokio::time::Instant;
+
+/// A source's patience is believed up to this.
+const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+/// What the destination waits beyond the source's patience.
+const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
+
+fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
+    Refusal {
+        code,
+        text: text.into(),
+        hint: None,
+    }
+}
+
+/// What waits for the guest, and for the bulk connection that brings it.
+pub(super) async fn prepare(
+    context: &Arc<Context>,
+    call: &mut Call,
+    offer: Offer,
+    disks: &[OfferedDisk],
+) -> Result<(Task, BulkOffer), Refusal> {
+    let host = &context.parts.config.name;
+    if !allows(&call.control, Permission::SendGuests) {
+        let text = format!("{host} does not let this host send guests");
+        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
+        return Err(Refusal {
+            code: RefusalCode::NotAllowed,
+            text,
+            hint: Some(hint),
+        });
+    }
+    let peer = call.control.peer().host.clone();
+    let admission = allowance::admit(context, &peer, &offer).await?;
+    let guest = offer.guest.name.clone();
+    let taken = Taken::Moving(offer.migration, Side::Destination);
+    let reservation = context
+        .registry
+        .take(&guest, taken)
+        .map_err(|error| Refusal {
+            code: RefusalCode::Busy,
+            text: format!("{host}: {}", error.message),
+            hint: error.hint,
+        })?;
+    let right = context.rights.get(&guest).map_err(|error| {
+        refuse(
+            RefusalCode::Busy,
+            format!("{host} cannot tell who may run {guest}: {error}"),
+        )
+    })?;
+    if let Some(right) = right.filter(|right| right.generation > offer.generation) {
+        let text = format!(
+            "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
+            right.generation.0, offer.generation.0
+        );
+        return Err(refuse(RefusalCode::Invalid, text));
+    }
+    let checks = context
+        .local_checks(&offer.guest, &offer.machine, disks.is_empty())
+        .await
+        .checks;
+    let refused = checks
+        .into_iter()
+        .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
+    if let Some(check) = refused {
+        let (text, hint) = (check.text, check.hint);
+        return Err(Refusal {
+            code: RefusalCode::Unsuitable,
+            text,
+            hint,
+        });
+    }
+    let invalid = |error: &dyn std::fmt::Display| {
+        refuse(
+            RefusalCode::Invalid,
+            format!("{host} cannot take part: {error}"),
+        )
+    };
+    let places = block_in_place(|| arriving::places(context, &offer, disks))?;
+    let (calls, called) = mpsc::channel(4);
+    let arrival = Arc::new(Arrival {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        source: peer.id,
+        state: Mutex::new(DestinationState::Beginning),
+        calls,
+    });
+    // From now on questions about the attempt are for its task, and not answered from the journal.
+    let present = Present::new(context, arrival.clone());
+    let entry = Arc::new(Entry::new(Facts {
+        id: offer.migration,
+        guest: guest.clone(),
+        side: Side::Destination,
+        source: peer.name.clone(),
+        destination: host.clone(),
+        asked: Asked {
+            downtime_ms: 0,
+            bandwidth_bps: None,
+            verify: offer.verify,
+            patience_ms: u64::from(offer.patience_ms),
+            early_release: offer.early_release,
+            encoding: Default::default(),
+            convergence: Default::default(),
+        },
+    }));
+    let next = Generation(offer.generation.0 + 1);
+    context.arriving(&entry, next).await?;
+    let mut journal =
+        Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
+    if journal
+        .records()
+        .iter()
+        .any(|record| record.attempt() >= offer.attempt)
+    {
+        return Err(invalid(&"this attempt is over"));
+    }
+    let began = Record::Began {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        side: longhaul_engine::handover::Side::Destination,
+        guest: guest.clone(),
+        generation: offer.generation,
+        peer: peer.id,
+        peer_name: peer.name.clone(),
+        paused: offer.paused,
+    };
+    block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
+    let made = block_in_place(|| arriving::make(context, &offer, &places));
+    let launched = match made {
+        Ok(made) => launch(context, call, &offer, &made, &admission).await,
+        Err(error) => Err(InboundError::Images(error)),
+    };
+    let (inbound, bulk) = match launched {
+        Ok(launched) => launched,
+        Err(error) => {
+            context.last_hook(&entry, Step::NotComing, next).await;
+            let reason = error.to_string();
+            let aborted = Record::Aborted {
+                attempt: offer.attempt,
+                reason: short(&reason),
+            };
+            if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
+                tracing::error!(%error, "cannot note that an attempt is over");
+            }
+            block_in_place(|| arriving::sweep(context));
+            return Err(error.into_refusal(host));
+        }
+    };
+    context.registry.add(entry.clone());
+    let terms = Terms {
+        attempt: offer.attempt,
+        generation: offer.generation,
+        early: offer.early_release,
+    };
+    let ledger = Ledger::new(
+        context.clone(),
+        offer.migration,
+        &guest,
+        &peer.name,
+        terms,
+        journal,
+    );
+    let state = DestinationState::Receiving { commit: None };
+    arrival.set_state(&state);
+    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
+    let pace = inbound.receiving().pace().clone();
+    let task = Task {
+        resolutions: entry.resolutions(),
+        context: context.clone(),
+        entry,
+        arrival,
+        present,
+        offer,
+        handover: DestinationHandover { state, ledger },
+        inbound,
+        called,
+        retry_at: Instant::now(),
+        settled_at: None,
+        call: None,
+        bulk: None,
+        _broken: None,
+        epoch: FIRST_EPOCH,
+        patience: patience + PATIENCE_MARGIN,
+        lost_at: None,
+        tail_bytes: None,
+        loading: None,
+        loaded: false,
+        sealed: false,
+        settled: false,
+        verified: false,
+        complete_at: None,
+        load_time: Duration::ZERO,
+        commit_at: None,
+        commit_time: Duration::ZERO,
+        running: None,
+        clock: None,
+        pace,
+        admission,
+        reservation,
+    };
+    Ok((task, bulk))
+}
+
+/// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
+async fn launch(
+    context: &Context,
+    call: &mut Call,
+    offer: &Offer,
+    disks: &[Arc<RawDisk>],
+    admission: &Admission,
+) -> Result<(Inbound, BulkOffer), InboundError> {
+    let launching = |bulk_token| ToSource::Launching { bulk_token };
+    let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
+    let disks = Disks::new(offer, disks);
+    let inbound = Inbound::launch(context, offer, disks, admission).await?;
+    Ok((inbound, bulk))
+}

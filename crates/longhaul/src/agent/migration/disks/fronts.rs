@@ -1,0 +1,519 @@
+//! The front ends below the disks of a guest that leaves: put in when its move begins, taken out when
+//! it ends, whichever way, also by an agent that was started since.
+//!
+//! ```text
+//! STATE/fronts/GUEST.N        the folder of the front end of one disk
+//! STATE/fronts/GUEST.N.note   what was put in where, for whoever has to take it out: durable before that
+//! ```
+
+use super::LocalDisk;
+use super::watch::Watch;
+use crate::agent::migration::Context;
+use crate::agent::migration::registry::Taken;
+use crate::agent::migration::send::Sending;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::disk::{self, DiskNodes, Front};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::helper::Helper;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_storage::disk::{ExportSize, ImageUse};
+use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_storage::front::{Control, FrontFolder, FrontSpec};
+use longhaul_storage::nbd::ExportName;
+use serde::{Deserialize, Serialize};
+use std::fmt::Display;
+use std::fs::{self, File, Permissions};
+use std::io;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::block_in_place;
+use tokio::time::{Instant, sleep};
+
+/// Time for a front end to answer for the first time.
+const START_WITHIN: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+/// Between two tries to take a front end out.
+const AGAIN_EVERY: Duration = Duration::from_secs(2);
+/// Longest path of a unix socket, in bytes.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+/// Largest note that is read, in bytes.
+const NOTE_BYTES_MAX: u64 = 64 << 10;
+/// What the image of a guest that has left is called.
+const MOVED: &str = "moved";
+
+/// What was put below a disk.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    guest: String,
+    disk: String,
+    image: PathBuf,
+    /// The disk's device, by its path in QEMU.
+    device: String,
+    /// The front end's node in QEMU, and what it shows.
+    node: String,
+    export: String,
+    /// The supervisor.
+    #[serde(default)]
+    helper: Option<Helper>,
+    /// The guest ran when the front end was about to be taken out: QEMU may be stopped for that.
+    #[serde(default)]
+    runs: bool,
+}
+
+/// A note and its places.
+struct Noted {
+    note: Note,
+    path: PathBuf,
+    folder: PathBuf,
+}
+
+/// Why a front end is not below a disk, or still is.
+#[derive(Debug, thiserror::Error)]
+#[error("disk {disk}: {why}")]
+pub(in crate::agent::migration) struct FrontError {
+    disk: String,
+    why: String,
+}
+
+impl FrontError {
+    fn new(disk: &str, why: &dyn Display) -> Self {
+        let (disk, why) = (disk.to_owned(), why.to_string());
+        Self { disk, why }
+    }
+
+    pub(in crate::agent::migration) fn into_api(self) -> ApiError {
+        ApiError::new(ErrorCode::Qemu, self.to_string())
+    }
+}
+
+fn folder(state: &Path) -> PathBuf {
+    state.join("fronts")
+}
+
+/// The notes of a guest, or of all guests.
+fn notes(state: &Path, guest: Option<&str>) -> io::Result<Vec<Noted>> {
+    let entries = match fs::read_dir(folder(state)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let mut found = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_none_or(|end| end != "note") {
+            continue;
+        }
+        let mut text = Vec::new();
+        io::Read::read_to_end(
+            &mut io::Read::take(File::open(&path)?, NOTE_BYTES_MAX),
+            &mut text,
+        )?;
+        let note: Note = serde_json::from_slice(&text)
+            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
+        if guest.is_none_or(|guest| note.guest == guest) {
+            let folder = path.with_extension("");
+            found.push(Noted { note, path, folder });
+        }
+    }
+    found.sort_by(|one, other| one.path.cmp(&other.path));
+    Ok(found)
+}
+
+impl Noted {
+    fn write(&self) -> io::Result<()> {
+        let text = serde_json::to_vec(&self.note).map_err(io::Error::other)?;
+        super::write_durably(&self.path, &text)
+    }
+
+    fn error(&self, why: &dyn Display) -> FrontError {
+        FrontError::new(&self.note.disk, why)
+    }
+
+    fn folder(&self) -> FrontFolder {
+        FrontFolder::open(&self.folder)
+    }
+
+    fn control(&self) -> Control {
+        Control::new(self.folder())
+    }
+
+    fn front(&self) -> Front {
+        Front {
+            node: self.note.node.clone(),
+            socket: self.folder().socket(),
+            export: self.note.export.clone(),
+        }
+    }
+
+    /// Starts a supervisor, and waits until somebody answers for the disk.
+    async fn supervise(&mut self) -> Result<(), FrontError> {
+        let program = std::env::current_exe().map_err(|error| self.error(&error))?;
+        let words = ["disk-front", "supervise"].map(str::to_owned);
+        let mut words = Vec::from(words);
+        words.push(self.folder.to_string_lossy().into_owned());
+        let log = self.log();
+        // Another agent of this machine may have a guest of the same name.
+        let name = format!("front-{}", self.note.node);
+        let helper = Helper::start(&program, &words, &log, &name).await;
+        self.note.helper = Some(helper.map_err(|error| self.error(&error))?);
+        self.write().map_err(|error| self.error(&error))?;
+        let deadline = Instant::now() + START_WITHIN;
+        let control = self.control();
+        loop {
+            let status = block_in_place(|| control.status());
+            match status {
+                Ok(status) if status.server_pid.is_some() => return Ok(()),
+                Ok(_) | Err(_) if Instant::now() < deadline => sleep(LOOK_EVERY).await,
+                Ok(_) => return Err(self.error(&"its front end does not start")),
+                Err(error) => {
+                    let said = fs::read_to_string(&log).unwrap_or_default();
+                    return Err(self.error(&format!("{error}; {}", said.trim())));
+                }
+            }
+        }
+    }
+
+    /// Ends supervisor and server. The disk must not be used through them any more.
+    async fn stop(&mut self) -> Result<(), FrontError> {
+        let made = self.folder.exists();
+        if made && block_in_place(|| self.control().stop()).is_err() {
+            // Nobody supervises: whoever does next ends the server that is left.
+            self.supervise().await?;
+            let stopped = block_in_place(|| self.control().stop());
+            stopped.map_err(|error| self.error(&error))?;
+        }
+        if let Some(helper) = &self.note.helper {
+            helper.ended().await.map_err(|error| self.error(&error))?;
+        }
+        Ok(())
+    }
+
+    /// Ends them with their guest, and sets the image aside where that has moved away.
+    async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
+        self.stop().await?;
+        if moved {
+            set_aside(&self.note.image).map_err(|error| self.error(&error))?;
+        }
+        self.remove()
+    }
+
+    /// Removes what was made for them.
+    fn remove(&self) -> Result<(), FrontError> {
+        self.folder().remove().map_err(|error| self.error(&error))?;
+        for path in [self.log(), self.path.clone()] {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(self.error(&error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn log(&self) -> PathBuf {
+        let mut log = self.folder.as_os_str().to_owned();
+        log.push(".log");
+        PathBuf::from(log)
+    }
+}
+
+/// The front ends of a departing guest, which tell of its writes as long as this is kept.
+pub(in crate::agent::migration) struct Fronts {
+    watches: Vec<Watch>,
+}
+
+impl Fronts {
+    /// Of a guest whose disks stay where they are.
+    pub(in crate::agent::migration) fn none() -> Self {
+        Self {
+            watches: Vec::new(),
+        }
+    }
+
+    /// Puts front ends below the disks of a guest, and tells of its writes from then on. After an
+    /// error [`take_out`] has to be called.
+    pub(in crate::agent::migration) async fn put_in(
+        state: &Path,
+        guest: &Guest,
+        qmp: &Qmp,
+        disks: &[LocalDisk],
+        sending: &Arc<Sending>,
+    ) -> Result<Self, FrontError> {
+        let mut fronts = Self::none();
+        let mut below = Vec::new();
+        for (n, disk) in disks.iter().enumerate() {
+            let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
+            let nodes = nodes(guest, qmp, &device(&disk.spec.name)).await;
+            let nodes = nodes.map_err(|error| of_disk(&error))?;
+            let mut noted = make(state, guest, n, disk).map_err(|error| of_disk(&error))?;
+            let watch = Watch::begin(disk, &noted.folder(), sending);
+            fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
+            noted.supervise().await?;
+            below.push((nodes, noted.front()));
+        }
+        let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+        let inserted = disk::insert_all(qmp, &pairs).await;
+        let still = inserted.map_err(|error| FrontError::new("", &error))?;
+        tracing::info!(
+            guest = guest.name(),
+            ?still,
+            "reached through the front end"
+        );
+        for disk in disks {
+            let told = block_in_place(|| disk.tell_holes(sending));
+            told.map_err(|error| FrontError::new(&disk.spec.name, &error))?;
+        }
+        Ok(fronts)
+    }
+
+    /// Whether what was copied of the disks can be trusted.
+    pub(in crate::agent::migration) fn check(&self) -> Result<(), ApiError> {
+        let checks = self.watches.iter().map(Watch::check);
+        let missed = checks.collect::<Result<(), _>>();
+        missed.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
+    }
+
+    /// Waits until every write of a guest that stands still was heard of.
+    pub(in crate::agent::migration) async fn caught_up(&self) -> Result<(), ApiError> {
+        for watch in &self.watches {
+            let caught_up = watch.caught_up().await;
+            caught_up.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
+        }
+        Ok(())
+    }
+}
+
+/// The path of a disk's device in QEMU.
+fn device(disk: &str) -> String {
+    format!("/machine/peripheral/blk-{disk}/virtio-backend")
+}
+
+async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
+    let pid = guest.pid().ok_or("its QEMU has no process")?;
+    let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| error.to_string())?;
+    let words = line.split(|byte| *byte == 0);
+    let words: Vec<String> = words
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect();
+    let found = disk::find(qmp, &words, device).await;
+    found.map_err(|error| error.to_string())
+}
+
+fn random_name() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Makes the folder of a front end, and notes that it is there.
+fn make(state: &Path, guest: &Guest, n: usize, disk: &LocalDisk) -> io::Result<Noted> {
+    let above = folder(state);
+    create_folder(&RealFiles, &above)?;
+    // QEMU's account goes through it to its socket.
+    fs::set_permissions(&above, Permissions::from_mode(0o711))?;
+    let folder = above.join(format!("{}.{n}", guest.name()));
+    let path = above.join(format!("{}.{n}.note", guest.name()));
+    let longest = FrontFolder::open(&folder).owner();
+    if longest.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+        let text = format!(
+            "the path {} is too long for a socket: choose a shorter `state` folder in the agent's \
+             configuration",
+            longest.display()
+        );
+        return Err(io::Error::other(text));
+    }
+    if path.exists() {
+        let text = "a front end from an earlier move is still below it: see the agent's log";
+        return Err(io::Error::other(text));
+    }
+    let pid = guest.pid().unwrap_or_default();
+    let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
+    let ours = nix::unistd::geteuid().as_raw();
+    let export = random_name()?;
+    let noted = Noted {
+        note: Note {
+            guest: guest.name().to_owned(),
+            disk: disk.spec.name.clone(),
+            image: disk.image.clone(),
+            device: device(&disk.spec.name),
+            node: format!("lh-{}", &random_name()?[..16]),
+            export: export.clone(),
+            helper: None,
+            runs: false,
+        },
+        path,
+        folder: folder.clone(),
+    };
+    noted.write()?;
+    // What an agent left that died before it had noted anything.
+    FrontFolder::open(&folder)
+        .remove()
+        .map_err(io::Error::other)?;
+    let spec = FrontSpec {
+        image: disk.image.clone(),
+        size: ExportSize::OfFile,
+        locks: Some(ImageUse::Raw),
+        name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
+        qemu_uid: (uid != ours).then_some(uid),
+    };
+    FrontFolder::create(&folder, &spec).map_err(io::Error::other)?;
+    Ok(noted)
+}
+
+/// Takes out what stands below the disks of a guest that stays here, if anything does.
+pub(in crate::agent::migration) async fn take_out(
+    state: &Path,
+    guest: &Guest,
+    qmp: &Qmp,
+) -> Result<(), FrontError> {
+    let of_guest = |why: &dyn Display| FrontError::new("", why);
+    let mut noted = notes(state, Some(guest.name())).map_err(|error| of_guest(&error))?;
+    if noted.is_empty() {
+        return Ok(());
+    }
+    let status = qmp.query("query-status").await;
+    let status = status.map_err(|error| of_guest(&error))?;
+    let runs = status["running"].as_bool().unwrap_or(false);
+    let mut below = Vec::new();
+    for noted in &mut noted {
+        // Somebody must answer while QEMU lets go of it.
+        if block_in_place(|| noted.control().status()).is_err() {
+            noted.supervise().await?;
+        }
+        let nodes = nodes(guest, qmp, &noted.note.device).await;
+        below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
+        noted.note.runs |= runs;
+        noted.write().map_err(|error| noted.error(&error))?;
+    }
+    for noted in &noted {
+        let given = block_in_place(|| noted.control().give_locks());
+        given.map_err(|error| noted.error(&error))?;
+    }
+    let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let removed = disk::remove_all(qmp, &pairs).await;
+    let still = removed.map_err(|error| of_guest(&error))?;
+    tracing::info!(
+        guest = guest.name(),
+        ?still,
+        "its disks are used directly again"
+    );
+    let stands_still = !runs && noted.iter().any(|noted| noted.note.runs);
+    if stands_still && status["status"] == "paused" {
+        let woken = qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT);
+        woken.await.map_err(|error| of_guest(&error))?;
+    }
+    for noted in &mut noted {
+        noted.stop().await?;
+        noted.remove()?;
+    }
+    Ok(())
+}
+
+/// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what is
+/// left of its disks is set aside.
+pub(in crate::agent::migration) async fn ended(state: &Path, guest: &str, moved: bool) {
+    let noted = match notes(state, Some(guest)) {
+        Ok(noted) => noted,
+        Err(error) => {
+            return tracing::error!(guest, %error, "cannot look for its front ends");
+        }
+    };
+    for mut noted in noted {
+        if let Err(error) = noted.end(moved).await {
+            tracing::error!(guest, %error, "something of a front end is left over");
+        }
+    }
+}
+
+/// Gives the image of a disk that is elsewhere now another name, so that nobody starts from it.
+fn set_aside(image: &Path) -> io::Result<()> {
+    let mut name = image.file_name().unwrap_or_default().to_owned();
+    name.push(".");
+    name.push(MOVED);
+    match fs::symlink_metadata(image) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) => Err(error),
+        Ok(file) if file.is_file() => {
+            fs::rename(image, image.with_file_name(name))?;
+            File::open(image.parent().unwrap_or(Path::new("/")))?.sync_all()
+        }
+        // A volume has the name that it has.
+        Ok(_) => Ok(()),
+    }
+}
+
+/// Whether a disk of a guest is still reached through a front end that uses this image.
+pub(in crate::agent::migration) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
+    let noted = notes(state, None)?;
+    Ok(noted.iter().any(|noted| noted.note.image == image))
+}
+
+impl Context {
+    /// Takes out what still stands below the disks of guests that no migration is busy with: what an
+    /// earlier agent has left, or could not be taken out.
+    pub(in crate::agent::migration) async fn sweep_fronts(&self) -> bool {
+        let state = &self.parts.config.state;
+        let found = match notes(state, None) {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::error!(%error, "cannot look for front ends of disks");
+                return false;
+            }
+        };
+        let mut guests: Vec<String> = found.into_iter().map(|noted| noted.note.guest).collect();
+        guests.dedup();
+        let mut clean = true;
+        for guest in guests {
+            let Ok(_reservation) = self.registry.take(&guest, Taken::Locally) else {
+                clean = false;
+                continue;
+            };
+            if let Err(error) = self.sweep_fronts_of(&guest).await {
+                tracing::error!(guest, %error, "its disks are still used through the front end");
+                clean = false;
+            }
+        }
+        clean
+    }
+
+    /// Takes out, or ends, what stands below a guest's disks.
+    pub(in crate::agent::migration) async fn sweep_fronts_of(
+        &self,
+        guest: &str,
+    ) -> Result<(), FrontError> {
+        let state = &self.parts.config.state;
+        let of_guest = |why: &dyn Display| FrontError::new("", why);
+        let left = notes(state, Some(guest)).map_err(|error| of_guest(&error))?;
+        if left.is_empty() {
+            return Ok(());
+        }
+        let found = super::super::left::find(self, guest).map_err(|error| of_guest(&error))?;
+        match found {
+            Some(found) => {
+                let qmp = found.connect().await.map_err(|error| of_guest(&error))?;
+                take_out(state, &found, &qmp).await
+            }
+            None => {
+                let right = self.rights.get(guest).map_err(|error| of_guest(&error))?;
+                let elsewhere =
+                    |holder| matches!(holder, longhaul_storage::Holder::Elsewhere { .. });
+                let moved = right.is_some_and(|right| elsewhere(right.holder));
+                ended(state, guest, moved).await;
+                Ok(())
+            }
+        }
+    }
+
+    /// Does so again and again until nothing is left.
+    pub(in crate::agent::migration) fn keep_sweeping_fronts(self: &Arc<Self>) {
+        let context = self.clone();
+        tokio::spawn(async move {
+            while !context.sweep_fronts().await {
+                sleep(AGAIN_EVERY).await;
+            }
+        });
+    }
+}

@@ -1,0 +1,258 @@
+//! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
+//! stands below them at the source while they do ([`fronts`]), how their writes are heard of
+//! ([`watch`]), and what is made of them at the destination ([`arriving`]).
+
+pub(super) mod arriving;
+pub(super) mod fronts;
+pub(super) mod watch;
+
+use super::Context;
+use super::send::Sending;
+use longhaul_api::{ApiError, DiskChoice, DiskReport, ErrorCode};
+use longhaul_codec::BlockId;
+use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::strategy::{Before, Strategy};
+use longhaul_hypervisor::config::{Image, ImageFormat};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::guest::{Disk as Described, GuestDescription};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// Holes are looked for in pieces of so many bytes: meanwhile the guest's writes wait to be reported.
+const HOLES_BYTES: u64 = 1 << 30;
+/// Blocks that are looked at to guess what a disk costs.
+const SAMPLES: u64 = 128;
+/// Holes and data that one look may find.
+const HOLES_MAX: usize = 4096;
+
+/// A disk that moves with its guest.
+#[derive(Clone)]
+pub(super) struct LocalDisk {
+    pub(super) spec: RegionSpec,
+    pub(super) strategy: Strategy,
+    pub(super) offered: OfferedDisk,
+    pub(super) image: PathBuf,
+    pub(super) disk: Arc<RawDisk>,
+}
+
+/// Whether a disk of a description is on this host alone.
+pub(super) fn is_local(disk: &Described) -> bool {
+    !disk.shared && !disk.read_only
+}
+
+/// How an image's format is called between hosts.
+pub(super) fn format_of(image: &Image) -> DiskFormat {
+    match image.format {
+        ImageFormat::Raw => DiskFormat::Raw,
+        ImageFormat::Qcow2 => DiskFormat::Qcow2,
+    }
+}
+
+/// How many blocks so many bytes make.
+pub(super) fn blocks_of(bytes: u64) -> u64 {
+    bytes.div_ceil(BLOCK)
+}
+
+/// The disks of a guest that move with it, after so many regions of memory.
+pub(super) fn local(
+    context: &Context,
+    guest: &GuestDescription,
+    choice: DiskChoice,
+    memory_regions: usize,
+) -> Result<Vec<LocalDisk>, ApiError> {
+    let Some(strategy) = strategy(choice) else {
+        return Ok(Vec::new());
+    };
+    let disks = guest.disks.iter().filter(|disk| is_local(disk));
+    let local = disks.enumerate().map(|(n, described)| {
+        let region = RegionId((memory_regions + n) as u16);
+        open(context, described, region, strategy)
+    });
+    local.collect()
+}
+
+fn strategy(choice: DiskChoice) -> Option<Strategy> {
+    match choice {
+        DiskChoice::Auto | DiskChoice::Precopy => Some(Strategy::PRECOPY),
+        DiskChoice::Mirror => Some(Strategy::MIRROR),
+        DiskChoice::Shared => None,
+    }
+}
+
+fn open(
+    context: &Context,
+    described: &Described,
+    region: RegionId,
+    strategy: Strategy,
+) -> Result<LocalDisk, ApiError> {
+    let name = &described.name;
+    let refused = |text: String| ApiError::new(ErrorCode::Refused, text);
+    let images = &context.parts.config.hypervisor.images;
+    let image = images.get(&described.image).ok_or_else(|| {
+        let text = format!(
+            "this host does not know the image {} any more",
+            described.image
+        );
+        refused(text).hint("name it under [images] in the agent's configuration")
+    })?;
+    if image.format != ImageFormat::Raw {
+        let text = format!("disk {name} is a qcow2 image, and only raw ones move with their guest");
+        return Err(refused(text).hint("put it where both hosts see it, or make it a raw one"));
+    }
+    let disk = RawDisk::open(&image.path, ExportSize::OfFile)
+        .map_err(|error| refused(format!("disk {name}: {error}")))?;
+    let looked = disk.file().metadata();
+    let file = looked.map_err(|error| refused(format!("disk {name}: {error}")))?;
+    let image_bytes = disk.size_bytes();
+    if image_bytes == 0 {
+        return Err(refused(format!(
+            "disk {name} is empty: there is nothing to move"
+        )));
+    }
+    let spec = RegionSpec {
+        id: region,
+        name: name.clone(),
+        blocks: blocks_of(image_bytes),
+        durable: true,
+        // It is made for the guest there.
+        starts_zero: true,
+    };
+    let allocated_bytes = match file.is_file() {
+        true => (file.blocks() * 512).min(image_bytes),
+        false => image_bytes,
+    };
+    Ok(LocalDisk {
+        offered: OfferedDisk {
+            region,
+            name: name.clone(),
+            image_bytes,
+            allocated_bytes,
+            format: format_of(image),
+        },
+        spec,
+        strategy,
+        image: image.path.clone(),
+        disk: Arc::new(disk),
+    })
+}
+
+impl LocalDisk {
+    /// What of it will probably travel, in bytes: as a few of its blocks look.
+    pub(super) fn probable_bytes(&self) -> u64 {
+        let step = (self.spec.blocks / SAMPLES).max(1);
+        let (mut content, mut block) = (Vec::new(), [0; BLOCK_SIZE]);
+        for at in (0..self.spec.blocks).step_by(step as usize) {
+            let read = read_blocks(&self.disk, BlockRange::new(at, 1), &mut block);
+            if read.is_ok() && !longhaul_codec::is_zero(&block) {
+                content.extend_from_slice(&block);
+            }
+        }
+        let frames = content.chunks(64 * BLOCK_SIZE);
+        let packed =
+            frames.map(|frame| longhaul_codec::pack(frame).map_or(frame.len(), |p| p.len()));
+        let share = packed.sum::<usize>() as f64 / content.len().max(1) as f64;
+        (self.offered.allocated_bytes as f64 * share) as u64
+    }
+
+    /// As a report has it.
+    pub(super) fn report(&self) -> DiskReport {
+        DiskReport {
+            name: self.spec.name.clone(),
+            strategy: match self.strategy.before {
+                Before::InStep => DiskChoice::Mirror,
+                _ => DiskChoice::Precopy,
+            },
+            image_bytes: self.offered.image_bytes,
+            allocated_bytes: self.offered.allocated_bytes,
+        }
+    }
+
+    /// Tells the engine of holes, which need not travel. Writes must be reported by now: what is a hole
+    /// while the engine is held, and is written after that, is reported after that.
+    pub(super) fn tell_holes(&self, sending: &Sending) -> io::Result<()> {
+        let size = self.disk.size_bytes();
+        let mut at = 0;
+        while at < size {
+            let mut engine = sending.engine();
+            let end = (at + HOLES_BYTES).min(size);
+            for extent in self.disk.extents(at..end, HOLES_MAX)? {
+                let behind = at + extent.length_bytes;
+                // A part of the last block is all that the disk has of it.
+                let end = if behind == size {
+                    blocks_of(size)
+                } else {
+                    behind / BLOCK
+                };
+                let first = at.div_ceil(BLOCK);
+                if extent.hole && first < end {
+                    let range = BlockRange::new(first, end - first);
+                    engine.hole(self.spec.id, range).map_err(io::Error::other)?;
+                }
+                at = behind;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Adds disks to what an engine moves.
+pub(super) fn add(engine: &mut Source, disks: &[LocalDisk]) -> Result<(), SourceError> {
+    disks
+        .iter()
+        .try_for_each(|disk| engine.add(&disk.spec, disk.strategy))
+}
+
+/// Reads blocks of a disk; behind its end are zeros.
+pub(super) fn read_blocks(
+    disk: &RawDisk,
+    range: BlockRange,
+    into: &mut [u8],
+) -> Result<(), String> {
+    let (start, size) = (range.start * BLOCK, disk.size_bytes());
+    let here = size.saturating_sub(start).min(into.len() as u64) as usize;
+    let (content, behind) = into.split_at_mut(here);
+    behind.fill(0);
+    let failed = |error| format!("its disk, at byte {start}: {error}");
+    disk.read(start, content).map_err(failed)
+}
+
+/// Writes blocks of a disk, as far as it has them.
+pub(super) fn write_blocks(disk: &RawDisk, range: BlockRange, bytes: &[u8]) -> io::Result<()> {
+    let start = range.start * BLOCK;
+    let here = disk
+        .size_bytes()
+        .saturating_sub(start)
+        .min(bytes.len() as u64);
+    disk.write(start, &bytes[..here as usize])
+}
+
+/// Consecutive blocks of one region, each with its place among all of them.
+pub(super) fn ranges(blocks: &[BlockId]) -> impl Iterator<Item = (usize, BlockRange)> {
+    let follows = |one: &BlockId, next: &BlockId| one.block + 1 == next.block;
+    let mut place = 0;
+    blocks.chunk_by(follows).filter_map(move |run| {
+        let first = run.first()?;
+        let at = place;
+        place += run.len();
+        Some((at, BlockRange::new(first.block, run.len() as u64)))
+    })
+}
+
+/// Writes a file so that after a crash either the old one is there or the new one.
+fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    let mut options = OpenOptions::new();
+    let options = options.create(true).write(true).truncate(true).mode(0o600);
+    let mut file = options.open(&new)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(&new, path)?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}

@@ -1,0 +1,499 @@
+//! What a server tells the owner of its disk: each write, once the image has it and before the guest
+//! hears so. For owners that keep a copy of the disk elsewhere.
+//!
+//! ```text
+//! guest ──write──▶ server ──▶ image,  then ──Written──▶ owner        then the guest is answered
+//!                                          ◀─Answered──              (only where the owner asks for that)
+//!                         ◀──Mark── owner,      ──Reached──▶         (all writes from before were told)
+//! ```
+//!
+//! An owner that is gone, or takes nothing for some time, holds nobody up: before a write is answered
+//! that it has not been told of, the mark of the fallback is made ([`FrontFolder::fell_back`]), and
+//! from then on nothing is told any more.
+
+use super::folder::FrontFolder;
+use super::server::{ServeError, serve};
+use crate::disk::{Disk, Extent, RawDisk, Zeros};
+use crate::nbd::{Export, Notice};
+use crate::pulse::elsewhere;
+use std::collections::BTreeSet;
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::ops::Range;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+/// Bytes of every message, in both directions.
+pub const MESSAGE_BYTES: usize = 32;
+/// Time for an owner to take what it is told, or to say how it wants to be told.
+const OWNER_PATIENCE: Duration = Duration::from_secs(5);
+/// Between two tries to make the mark without which no write is answered that was not told.
+const MARK_AGAIN: Duration = Duration::from_millis(200);
+
+/// What a server says to its owner.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ToOwner {
+    /// These bytes of the image have changed, or may have.
+    Written {
+        /// The server's name for the request.
+        id: u64,
+        /// The bytes.
+        bytes: Range<u64>,
+    },
+    /// Everything was told that was answered before this mark came.
+    Reached(u64),
+}
+
+/// What an owner says to a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ToServer {
+    /// First of all: whether the guest is to wait until the owner has answered each write.
+    Begin {
+        /// Whether it is.
+        answers: bool,
+    },
+    /// The guest may hear of this request's end.
+    Answered(u64),
+    /// Say when this was reached.
+    Mark(u64),
+}
+
+fn message(words: [u64; 4]) -> [u8; MESSAGE_BYTES] {
+    let mut bytes = [0; MESSAGE_BYTES];
+    for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
+        to.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+fn words(bytes: &[u8; MESSAGE_BYTES]) -> [u64; 4] {
+    let mut words = [0; 4];
+    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = bytes
+            .iter()
+            .rev()
+            .fold(0, |word, byte| word << 8 | u64::from(*byte));
+    }
+    words
+}
+
+fn not_understood() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, "not a message of this version")
+}
+
+impl ToOwner {
+    /// As it travels.
+    pub fn to_bytes(&self) -> [u8; MESSAGE_BYTES] {
+        match self {
+            Self::Written { id, bytes } => message([1, *id, bytes.start, bytes.end]),
+            Self::Reached(mark) => message([2, *mark, 0, 0]),
+        }
+    }
+
+    /// What came.
+    pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
+        match words(bytes) {
+            [1, id, start, end] if start <= end => Ok(Self::Written {
+                id,
+                bytes: start..end,
+            }),
+            [2, mark, 0, 0] => Ok(Self::Reached(mark)),
+            _ => Err(not_understood()),
+        }
+    }
+}
+
+impl ToServer {
+    /// As it travels.
+    pub fn to_bytes(self) -> [u8; MESSAGE_BYTES] {
+        match self {
+            Self::Begin { answers } => message([1, u64::from(answers), 0, 0]),
+            Self::Answered(id) => message([2, id, 0, 0]),
+            Self::Mark(mark) => message([3, mark, 0, 0]),
+        }
+    }
+
+    /// What came.
+    pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
+        match words(bytes) {
+            [1, answers @ 0..=1, 0, 0] => Ok(Self::Begin {
+                answers: answers == 1,
+            }),
+            [2, id, 0, 0] => Ok(Self::Answered(id)),
+            [3, mark, 0, 0] => Ok(Self::Mark(mark)),
+            _ => Err(not_understood()),
+        }
+    }
+}
+
+/// Shows the image, and tells the owner of every write; without an owner who takes that, it only
+/// passes through, and says so by the fallback's mark.
+pub fn telling(
+    folder: &FrontFolder,
+    notify: impl Fn(Notice) + Send + Sync + 'static,
+) -> Result<(), ServeError> {
+    let spec = folder.spec()?;
+    let open = || {
+        let disk = RawDisk::open(&spec.image, spec.size)?;
+        let owner = Owner::connect(folder.clone());
+        let disk = Arc::new(ToldDisk { disk, owner });
+        let name = spec.name;
+        Ok(Export { name, disk })
+    };
+    serve(folder, open, notify)
+}
+
+/// A disk whose owner is told.
+#[derive(Debug)]
+struct ToldDisk {
+    disk: RawDisk,
+    owner: Owner,
+}
+
+impl ToldDisk {
+    /// Tells of a request that was done, or has failed in the middle.
+    fn told(&self, range: Range<u64>, done: io::Result<()>) -> io::Result<()> {
+        self.owner.written(range);
+        done
+    }
+}
+
+impl Disk for ToldDisk {
+    fn size_bytes(&self) -> u64 {
+        self.disk.size_bytes()
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.disk.read(offset, buffer)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let done = self.disk.write(offset, bytes);
+        self.told(offset..offset.saturating_add(bytes.len() as u64), done)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.disk.flush()
+    }
+
+    fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()> {
+        let done = self.disk.zero(range.clone(), zeros);
+        self.told(range, done)
+    }
+
+    fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        let done = self.disk.discard(range.clone());
+        self.told(range, done)
+    }
+
+    fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>> {
+        self.disk.extents(range, count_max)
+    }
+}
+
+/// The owner, as long as it is there.
+#[derive(Debug)]
+struct Owner {
+    folder: FrontFolder,
+    line: Option<Arc<Line>>,
+    /// The mark is made: nothing needs to be told any more.
+    marked: Mutex<bool>,
+}
+
+#[derive(Debug)]
+struct Line {
+    stream: UnixStream,
+    answers: bool,
+    /// One message after the other.
+    writing: Mutex<u64>,
+    state: Mutex<LineState>,
+    changed: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct LineState {
+    gone: bool,
+    /// Requests that wait to be answered.
+    waiting: BTreeSet<u64>,
+}
+
+impl Owner {
+    fn connect(folder: FrontFolder) -> Self {
+        // What was missed once is missed for good.
+        let marked = folder.fell_back();
+        let line = match marked {
+            true => None,
+            false => Line::open(&folder).ok(),
+        };
+        Self {
+            folder,
+            line,
+            marked: Mutex::new(marked),
+        }
+    }
+
+    /// Returns when the guest may hear of it.
+    fn written(&self, bytes: Range<u64>) {
+        let told = self.line.as_ref().is_some_and(|line| line.written(bytes));
+        if !told {
+            self.mark();
+        }
+    }
+
+    /// Nothing that was not told is answered before the mark is made.
+    fn mark(&self) {
+        let mut marked = lock(&self.marked);
+        while !*marked {
+            match self.folder.note_fallback() {
+                Ok(()) => *marked = true,
+                Err(_) => elsewhere(|| thread::sleep(MARK_AGAIN)),
+            }
+        }
+    }
+}
+
+impl Line {
+    fn open(folder: &FrontFolder) -> io::Result<Arc<Self>> {
+        let mut stream = UnixStream::connect(folder.owner())?;
+        stream.set_read_timeout(Some(OWNER_PATIENCE))?;
+        stream.set_write_timeout(Some(OWNER_PATIENCE))?;
+        let mut bytes = [0; MESSAGE_BYTES];
+        stream.read_exact(&mut bytes)?;
+        let ToServer::Begin { answers } = ToServer::from_bytes(&bytes)? else {
+            return Err(not_understood());
+        };
+        stream.set_read_timeout(None)?;
+        let line = Arc::new(Self {
+            stream,
+            answers,
+            writing: Mutex::new(0),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let reading = line.clone();
+        thread::Builder::new()
+            .name("owner".to_owned())
+            .spawn(move || {
+                // However it ends, nobody is told any more.
+                let _ = reading.read();
+                reading.end();
+            })?;
+        Ok(line)
+    }
+
+    fn read(&self) -> io::Result<()> {
+        loop {
+            let mut bytes = [0; MESSAGE_BYTES];
+            (&self.stream).read_exact(&mut bytes)?;
+            match ToServer::from_bytes(&bytes)? {
+                ToServer::Answered(id) => {
+                    lock(&self.state).waiting.remove(&id);
+                    self.changed.notify_all();
+                }
+                ToServer::Mark(mark) => {
+                    let _writing = lock(&self.writing);
+                    (&self.stream).write_all(&ToOwner::Reached(mark).to_bytes())?;
+                }
+                ToServer::Begin { .. } => return Err(not_understood()),
+            }
+        }
+    }
+
+    /// Whether the owner knows.
+    fn written(&self, bytes: Range<u64>) -> bool {
+        elsewhere(|| {
+            let mut last = lock(&self.writing);
+            *last += 1;
+            let id = *last;
+            {
+                let mut state = lock(&self.state);
+                if state.gone {
+                    return false;
+                }
+                if self.answers {
+                    state.waiting.insert(id);
+                }
+            }
+            let message = ToOwner::Written { id, bytes }.to_bytes();
+            let sent = (&self.stream).write_all(&message);
+            drop(last);
+            if sent.is_err() {
+                // A part of the message may be there: nothing can follow it.
+                self.end();
+                return false;
+            }
+            let state = lock(&self.state);
+            let waits = |state: &mut LineState| !state.gone && state.waiting.contains(&id);
+            let waited = self.changed.wait_while(state, waits);
+            let state = waited.unwrap_or_else(PoisonError::into_inner);
+            !(self.answers && state.waiting.contains(&id))
+        })
+    }
+
+    fn end(&self) {
+        lock(&self.state).gone = true;
+        // It may be closed already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+        self.changed.notify_all();
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing is done under one that could leave it half changed.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk::ExportSize;
+    use crate::front::FrontSpec;
+    use crate::nbd::ExportName;
+    use std::fs::File;
+    use std::os::unix::net::UnixListener;
+    use std::sync::mpsc;
+
+    struct Fixture {
+        _folder: tempfile::TempDir,
+        front: FrontFolder,
+        listener: UnixListener,
+    }
+
+    fn fixture() -> Fixture {
+        let folder = tempfile::tempdir().unwrap();
+        let image = folder.path().join("image");
+        File::create(&image).unwrap().set_len(1 << 20).unwrap();
+        let spec = FrontSpec {
+            image,
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
+            qemu_uid: None,
+        };
+        let front = FrontFolder::create(&folder.path().join("f"), &spec).unwrap();
+        let listener = UnixListener::bind(front.owner()).unwrap();
+        Fixture {
+            _folder: folder,
+            front,
+            listener,
+        }
+    }
+
+    impl Fixture {
+        fn disk(&self, answers: bool) -> (Arc<ToldDisk>, UnixStream) {
+            let opened = thread::scope(|scope| {
+                let open = scope.spawn(|| {
+                    let spec = self.front.spec().unwrap();
+                    Arc::new(ToldDisk {
+                        disk: RawDisk::open(&spec.image, spec.size).unwrap(),
+                        owner: Owner::connect(self.front.clone()),
+                    })
+                });
+                let (mut owner, _) = self.listener.accept().unwrap();
+                let begin = ToServer::Begin { answers };
+                owner.write_all(&begin.to_bytes()).unwrap();
+                (open.join().unwrap(), owner)
+            });
+            assert!(opened.0.owner.line.is_some());
+            opened
+        }
+    }
+
+    fn heard(owner: &mut UnixStream) -> ToOwner {
+        let mut bytes = [0; MESSAGE_BYTES];
+        owner.read_exact(&mut bytes).unwrap();
+        ToOwner::from_bytes(&bytes).unwrap()
+    }
+
+    #[test]
+    fn messages_survive_their_bytes_and_nothing_else_is_one() {
+        let told = [
+            ToOwner::Written {
+                id: 7,
+                bytes: 512..1 << 40,
+            },
+            ToOwner::Reached(9),
+        ];
+        for told in told {
+            assert_eq!(ToOwner::from_bytes(&told.to_bytes()).unwrap(), told);
+        }
+        for said in [
+            ToServer::Begin { answers: true },
+            ToServer::Answered(3),
+            ToServer::Mark(4),
+        ] {
+            assert_eq!(ToServer::from_bytes(&said.to_bytes()).unwrap(), said);
+        }
+        for wrong in [[0; 4], [1, 0, 2, 1], [2, 0, 0, 1], [9, 0, 0, 0]] {
+            ToOwner::from_bytes(&message(wrong)).unwrap_err();
+        }
+        for wrong in [[0; 4], [1, 2, 0, 0], [3, 0, 1, 0]] {
+            ToServer::from_bytes(&message(wrong)).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn every_change_is_told_before_it_is_answered_and_marks_come_after() {
+        let fixture = fixture();
+        let (disk, mut owner) = fixture.disk(false);
+        disk.write(512, &[1; 1024]).unwrap();
+        disk.zero(4096..8192, Zeros::MayBeHole).unwrap();
+        disk.discard(8192..9216).unwrap();
+        disk.write(2 << 20, &[1]).unwrap_err();
+        owner.write_all(&ToServer::Mark(5).to_bytes()).unwrap();
+        for (id, bytes) in [512..1536, 4096..8192, 8192..9216, 2 << 20..(2 << 20) + 1]
+            .into_iter()
+            .enumerate()
+        {
+            let id = id as u64 + 1;
+            assert_eq!(heard(&mut owner), ToOwner::Written { id, bytes });
+        }
+        assert_eq!(heard(&mut owner), ToOwner::Reached(5));
+        assert!(!fixture.front.fell_back());
+    }
+
+    #[test]
+    fn a_write_waits_for_its_answer_and_not_for_an_owner_that_is_gone() {
+        let fixture = fixture();
+        let (disk, mut owner) = fixture.disk(true);
+        let (ended, ends) = mpsc::channel();
+        let writing = disk.clone();
+        let writer = thread::spawn(move || {
+            for offset in [0, 4096] {
+                writing.write(offset, &[7; 512]).unwrap();
+                ended.send(()).unwrap();
+            }
+        });
+        assert!(matches!(heard(&mut owner), ToOwner::Written { id: 1, .. }));
+        let early = ends.recv_timeout(Duration::from_millis(50));
+        assert_eq!(early, Err(mpsc::RecvTimeoutError::Timeout));
+        owner.write_all(&ToServer::Answered(1).to_bytes()).unwrap();
+        ends.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(matches!(heard(&mut owner), ToOwner::Written { id: 2, .. }));
+        assert!(!fixture.front.fell_back());
+        drop(owner);
+        ends.recv_timeout(Duration::from_secs(60)).unwrap();
+        writer.join().unwrap();
+        assert!(fixture.front.fell_back(), "it was answered untold");
+        disk.write(0, &[8; 512]).unwrap();
+    }
+
+    #[test]
+    fn without_an_owner_the_first_write_says_that_nobody_watches() {
+        let fixture = fixture();
+        drop(fixture.listener);
+        let spec = fixture.front.spec().unwrap();
+        let disk = ToldDisk {
+            disk: RawDisk::open(&spec.image, spec.size).unwrap(),
+            owner: Owner::connect(fixture.front.clone()),
+        };
+        disk.read(0, &mut [0; 512]).unwrap();
+        assert!(!fixture.front.fell_back());
+        disk.write(0, &[1; 512]).unwrap();
+        assert!(fixture.front.fell_back());
+        // It stays so for those that come after it.
+        assert!(Owner::connect(fixture.front.clone()).line.is_none());
+    }
+}
