@@ -2,14 +2,18 @@
 
 use crate::arena::Workload;
 use crate::error::{During, LabError};
+use crate::guest::disks::{DiskKind, LocalDisk, local_disks};
 use crate::guest::{KernelFiles, Tiny};
+use crate::history::task::{History, Task, description};
+use crate::history::workload::Work;
 use crate::installed;
 use crate::lab::{Lab, Plan};
 use crate::link::spec::LinkSpec;
 use crate::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover, Show};
 use crate::peer::PeerSystem;
-use crate::product::{Product, Settings};
+use crate::product::{Product, Settings, channel_socket};
 use std::io::Write;
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -20,6 +24,9 @@ const DIRTY_SHARE: f64 = 0.3;
 const ARENA_BYTES: u64 = 96 << 20;
 const WORKING_SET_BYTES: u64 = 32 << 20;
 const LIMIT: Duration = Duration::from_secs(60);
+const DISK_BYTES: u64 = 32 << 20;
+/// Operations on the disk per second: about a tenth of the link's rate is written.
+const DISK_OPERATIONS_PER_S: u64 = 25;
 
 /// Shows what Longhaul does, on this machine, in less than 6 minutes. Exit status 1 where a move
 /// failed or the guest's memory was damaged.
@@ -44,12 +51,21 @@ pub fn run() -> Result<ExitCode, LabError> {
         measured.rate_bps / 1e6,
         measured.rtt_ms
     ))?;
-    let files = KernelFiles::make(lab.host(0)?.folder())?;
+    let kind: DiskKind = "raw".parse().map_err(LabError::Which)?;
+    let disks = local_disks(lab.host(0)?.folder(), DISK_BYTES, &[kind]);
+    disks.iter().try_for_each(LocalDisk::create)?;
+    let files = KernelFiles::make_with_history(lab.host(0)?.folder())?;
     let settings = Settings {
         qemus: vec![QEMU.to_owned()],
         accelerator: "auto".to_owned(),
     };
-    let product = Product::start(&mut lab, &files, &settings)?;
+    let folders: Vec<_> = lab
+        .hosts()
+        .iter()
+        .map(|host| host.folder().to_owned())
+        .collect();
+    let images = |host: usize| images_in(&folders[host], &disks);
+    let product = Product::start_each_with(&mut lab, &files, &settings, images)?;
     tell("each host runs its own agent (longhaul agent); each trusts the other's key")?;
 
     let kvm = product.has_kvm(0)?;
@@ -58,9 +74,9 @@ pub fn run() -> Result<ExitCode, LabError> {
         lab: &lab,
         product: &product,
     };
-    let rows = move_by_longhaul(&longhaul, &case, kvm)?;
+    let (rows, disk_is_right) = move_by_longhaul(&longhaul, &case, &disks, kvm)?;
 
-    title("The same guest over the same link by QEMU's own pre-copy")?;
+    title("The same guest, without its disk, over the same link by QEMU's own pre-copy")?;
     let qemu = installed::qemu(QEMU)?;
     let accelerator = if kvm { "kvm" } else { "tcg" };
     let launcher = Launcher {
@@ -82,14 +98,49 @@ pub fn run() -> Result<ExitCode, LabError> {
     let sound = rows
         .iter()
         .all(|row| row.is_completed() && row.verify_errors == Some(0));
-    Ok(ExitCode::from(u8::from(!sound)))
+    Ok(ExitCode::from(u8::from(!sound || !disk_is_right)))
 }
 
-fn case(link: LinkSpec) -> Result<Case, LabError> {
-    let version = installed::qemu_version(&installed::qemu(QEMU)?)?;
+/// How a host's configuration names the images of the guest's disks: each host has its own.
+fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
+    let image = |disk: &LocalDisk| {
+        let name = disk.path.file_name().unwrap_or_default();
+        let table = toml::Table::from_iter([
+            (
+                "path".to_owned(),
+                folder.join(name).display().to_string().into(),
+            ),
+            ("format".to_owned(), disk.kind.format.name().into()),
+        ]);
+        (disk.image.clone(), toml::Value::from(table))
+    };
+    let images: toml::Table = disks.iter().map(image).collect();
+    toml::Table::from_iter([("images".to_owned(), images.into())])
+}
+
+/// What a database would do to the guest's disk.
+fn task(disks: &[LocalDisk]) -> Task<'_> {
+    let work = Work {
+        operations_per_s: DISK_OPERATIONS_PER_S,
+        ..Work::default()
+    };
+    Task {
+        disks,
+        seed: 7,
+        depth: 4,
+        work,
+    }
+}
+
+fn tiny(version: &str) -> Tiny {
     let mut guest = Tiny::new(GUEST);
     guest.memory_mib = 256;
     guest.machine_version = version.split('.').take(2).collect::<Vec<_>>().join(".");
+    guest
+}
+
+fn case(link: LinkSpec) -> Result<Case, LabError> {
+    let guest = tiny(&installed::qemu_version(&installed::qemu(QEMU)?)?);
     let arena = Workload {
         content: "mix".to_owned(),
         arena_bytes: ARENA_BYTES,
@@ -115,10 +166,18 @@ fn case(link: LinkSpec) -> Result<Case, LabError> {
 fn move_by_longhaul(
     longhaul: &LonghaulMover<'_>,
     case: &Case,
+    disks: &[LocalDisk],
     kvm: bool,
-) -> Result<[MoveRow; 2], LabError> {
+) -> Result<([MoveRow; 2], bool), LabError> {
     title(&format!("A guest, {GUEST}, starts on lyon"))?;
+    let case = &with_disks(case, disks)?;
+    let task = task(disks);
+    let history = History::new(&task);
+    for host in longhaul.lab.hosts() {
+        history.listen_beside(|channel| channel_socket(host, GUEST, channel))?;
+    }
     let mut guest = longhaul.boot(case)?;
+    history.begin_beside(&mut guest.arena, &task)?;
     tell(&format!(
         "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with checksums, \
          rewrites {} of them per second ({:.0} % of the link's rate), and verifies them for ever",
@@ -130,6 +189,11 @@ fn move_by_longhaul(
         ARENA_BYTES >> 20,
         case.load.arena().pages_per_s,
         DIRTY_SHARE * 100.0
+    ))?;
+    tell(&format!(
+        "and a disk of {} MiB that only lyon has, to which it writes as a database would: at random places, \
+         with flushes and barriers; every sector can be judged from outside",
+        DISK_BYTES >> 20
     ))?;
 
     title(&format!("{GUEST} moves to paris while it runs"))?;
@@ -148,8 +212,38 @@ fn move_by_longhaul(
     tell(&format!("$ longhaul migrate {GUEST} --to lyon"))?;
     let back = longhaul.move_once(case, &mut guest, [1, 0], Show::Display)?;
     tell(&one_line(&back))?;
+    history.stop_beside(&mut guest.arena)?;
     longhaul.end(case)?;
-    Ok([there, back])
+    let is_right = judge(longhaul, history)?;
+    Ok(([there, back], is_right))
+}
+
+/// The guest with its disks, and what writes to them.
+fn with_disks(case: &Case, disks: &[LocalDisk]) -> Result<Case, LabError> {
+    let version = installed::qemu_version(&installed::qemu(QEMU)?)?;
+    Ok(Case {
+        guest: description(&tiny(&version), disks),
+        ..case.clone()
+    })
+}
+
+/// Looks at the disk as the guest left it.
+fn judge(longhaul: &LonghaulMover<'_>, history: History) -> Result<bool, LabError> {
+    let record = history.finish()?;
+    let judgement = record.judge(longhaul.lab.host(0)?.folder())?;
+    let is_right = judgement.findings.is_empty() && record.errors == 0;
+    tell(&match is_right {
+        true => format!(
+            "the disk, after both moves: {} operations, {} sectors judged from outside: every one holds what it must",
+            record.done, judgement.sectors
+        ),
+        false => format!(
+            "the disk is damaged: {} sectors are wrong, the first: {:?}",
+            judgement.wrong_sectors,
+            judgement.findings.first()
+        ),
+    })?;
+    Ok(is_right)
 }
 
 /// Runs one of the product's commands with its output on this terminal.

@@ -126,10 +126,18 @@ impl History {
     /// # Errors
     /// When no thread can be started.
     pub fn listen(&self, socket: impl Fn(&str) -> PathBuf) -> Result<(), LabError> {
-        self.teller.attach(&socket(HISTORY_NAME))?;
+        self.listen_beside(&socket)?;
         self.arena
             .attach(&socket(crate::guest::CHANNEL_NAME))
             .map_err(|error| silent(ArenaError::Write(error)))
+    }
+
+    /// As [`Self::listen`], where somebody else listens to the guest's arena.
+    ///
+    /// # Errors
+    /// When no thread can be started.
+    pub fn listen_beside(&self, socket: impl Fn(&str) -> PathBuf) -> Result<(), LabError> {
+        self.teller.attach(&socket(HISTORY_NAME))
     }
 
     /// Lets the guest begin as soon as it is up.
@@ -137,20 +145,15 @@ impl History {
     /// # Errors
     /// When it does not come up.
     pub fn begin(&mut self, task: &Task<'_>) -> Result<(), LabError> {
-        self.arena.wait_for_beat(LIMIT).map_err(silent)?;
-        self.arena
-            .start_program(HISTORY_NAME, LIMIT)
-            .map_err(silent)?;
-        let line = task.line().to_string();
-        let mut sent = Ok(false);
-        wait_until(LIMIT, || {
-            sent = self.teller.send(&line);
-            !matches!(sent, Ok(false))
-        });
-        match sent? {
-            true => Ok(()),
-            false => Err(late("its channel for histories was not there")),
-        }
+        begin(&mut self.arena, &self.teller, task)
+    }
+
+    /// As [`Self::begin`], in a guest whose arena is heard by somebody else.
+    ///
+    /// # Errors
+    /// When it does not come up.
+    pub fn begin_beside(&self, arena: &mut Arena, task: &Task<'_>) -> Result<(), LabError> {
+        begin(arena, &self.teller, task)
     }
 
     /// The guest's arena.
@@ -194,7 +197,21 @@ impl History {
     /// # Errors
     /// When the guest does not answer.
     pub fn stop(&mut self) -> Result<(), LabError> {
-        self.arena.check_program(LIMIT).map(drop).map_err(silent)?;
+        let checked = self.arena.check_program(LIMIT);
+        checked.map_err(silent)?;
+        self.ended()
+    }
+
+    /// As [`Self::stop`], in a guest whose arena is heard by somebody else.
+    ///
+    /// # Errors
+    /// When the guest does not answer.
+    pub fn stop_beside(&self, arena: &mut Arena) -> Result<(), LabError> {
+        arena.check_program(LIMIT).map_err(silent)?;
+        self.ended()
+    }
+
+    fn ended(&self) -> Result<(), LabError> {
         // Its last word comes on another channel than the answer.
         match wait_until(LIMIT, || self.heard().ended) {
             true => Ok(()),
@@ -219,6 +236,21 @@ impl History {
             first_error: heard.first_error,
             ..self.record
         })
+    }
+}
+
+fn begin(arena: &mut Arena, teller: &Teller, task: &Task<'_>) -> Result<(), LabError> {
+    arena.wait_for_beat(LIMIT).map_err(silent)?;
+    arena.start_program(HISTORY_NAME, LIMIT).map_err(silent)?;
+    let line = task.line().to_string();
+    let mut sent = Ok(false);
+    wait_until(LIMIT, || {
+        sent = teller.send(&line);
+        !matches!(sent, Ok(false))
+    });
+    match sent? {
+        true => Ok(()),
+        false => Err(late("its channel for histories was not there")),
     }
 }
 
