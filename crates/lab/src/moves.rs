@@ -662,7 +662,34 @@ impl LonghaulMover<'_> {
         show: Show,
     ) -> Result<MoveRow, LabError> {
         let mut row = MoveRow::of(case, "longhaul", "precopy");
+        let downtime = format!("{}ms", case.downtime_ms);
+        let words = ["--downtime", downtime.as_str()];
         let name = &case.guest.name;
+        let finished = self.carry(
+            name,
+            [from, to],
+            &words,
+            case.limit + FINISH_LIMIT,
+            show,
+            &mut row,
+        )?;
+        guest.verify(&case.load, [finished.began, finished.ended], &mut row)?;
+        Ok(row)
+    }
+
+    /// Moves a guest between two hosts by these words of the command line, and notes what that took.
+    ///
+    /// # Errors
+    /// When an agent dies; a move that fails is noted.
+    pub fn carry<P>(
+        &self,
+        name: &str,
+        [from, to]: [usize; 2],
+        words: &[&str],
+        limit: Duration,
+        show: Show,
+        row: &mut MoveRow<P>,
+    ) -> Result<Finished, LabError> {
         let link = self.lab.link(from, to)?;
         let before = link.stats()?;
         let agents = [
@@ -672,15 +699,12 @@ impl LonghaulMover<'_> {
         let meters = [meter(agents[0])?, meter(agents[1])?];
         let source = self.product.guest(from, name)?.and_then(|guest| guest.pid);
         let source_meter = source.map(meter).transpose()?;
-        let downtime = format!("{}ms", case.downtime_ms);
-        let (target, words) = (self.lab.host(to)?, ["--downtime", downtime.as_str()]);
+        let target = self.lab.host(to)?;
         let finished = match show {
-            Show::Nothing => {
-                let limit = case.limit + FINISH_LIMIT;
-                self.product
-                    .migrate_within(from, name, target, &words, limit)?
-            }
-            Show::Display => self.product.migrate_shown(from, name, target, &words)?,
+            Show::Nothing => self
+                .product
+                .migrate_within(from, name, target, words, limit)?,
+            Show::Display => self.product.migrate_shown(from, name, target, words)?,
         };
         row.note_link(&before, &link.stats()?);
         if from > to {
@@ -697,8 +721,7 @@ impl LonghaulMover<'_> {
         let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
         row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
         row.note_finished(&finished);
-        guest.verify(&case.load, [finished.began, finished.ended], &mut row)?;
-        Ok(row)
+        Ok(finished)
     }
 }
 

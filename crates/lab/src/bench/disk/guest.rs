@@ -1,13 +1,13 @@
 //! One guest of the bench: made, set to work, moved or left alone, and judged.
 
+use super::longhaul::{image, image_path};
 use super::progress::Progress;
 use super::row::{Parameters, Row};
 use super::{Case, LIMIT, System};
 use crate::arena;
 use crate::error::{During, LabError};
 use crate::guest::disks::{Cache, DiskKind, Format, LocalDisk, local_disks};
-use crate::guest::{Chipset, KernelFiles, Tiny};
-use crate::history::images::Record;
+use crate::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
 use crate::history::task::{History, Task, description};
 use crate::history::workload::{Work, Workload};
 use crate::interrupt;
@@ -16,6 +16,9 @@ use crate::measure::{self, ProcessMeter};
 use crate::moves::{self, meter, ms, note_verified};
 use crate::peer::mirror::{CopyMode, MirrorMove};
 use crate::peer::{Begin, PeerHost, PeerQemu, channel_socket};
+use crate::process::wait_until;
+use crate::product::Product;
+use longhaul_api::DiskChoice;
 use longhaul_history::plan::SECTOR_BYTES;
 use longhaul_history::sector::RANDOM_BODIES;
 use longhaul_protocol::guest::GuestDescription;
@@ -26,11 +29,17 @@ use std::time::{Duration, Instant};
 const GUEST_MEMORY_MIB: u64 = 256;
 const ARENA_BYTES: u64 = 32 << 20;
 const PAGES_PER_S: u64 = 50;
+/// How the disk is opened: as images whose guests move are.
+const KIND: DiskKind = DiskKind {
+    format: Format::Raw,
+    cache: Cache::None,
+    iothread: false,
+};
 /// The disk is larger than the file on it by so much: that stays a hole.
 const DISK_OF_FILE: u64 = 2;
 /// As many as a guest's page cache has under way.
 const DEPTH: u32 = 8;
-const ASKED_DOWNTIME_MS: u64 = 300;
+pub(super) const ASKED_DOWNTIME_MS: u64 = 300;
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
 /// How long a guest is watched that nobody moves, where its work has no end.
 const UNDISTURBED: Duration = Duration::from_secs(45);
@@ -43,20 +52,30 @@ pub(super) struct Ground<'a> {
     pub(super) qemu: PathBuf,
     pub(super) chipset: Chipset,
     pub(super) machine_version: String,
+    /// `kvm` or `tcg`.
+    pub(super) accelerator: &'static str,
+    /// Longhaul on both hosts.
+    pub(super) product: Option<Product>,
+    /// How many images of Longhaul's guests were used.
+    pub(super) images: usize,
 }
 
 /// A guest at work.
-struct Subject {
-    history: History,
-    guest: GuestDescription,
+pub(super) struct Subject {
+    pub(super) history: History,
+    pub(super) guest: GuestDescription,
+    pub(super) row: Row,
     work: Work,
-    row: Row,
 }
 
-/// What a move came to: when it began and ended, and on which host the guest is now.
-struct Moved {
-    times: [Instant; 2],
-    host: usize,
+/// What a move came to.
+pub(super) struct Moved {
+    /// When it began and ended.
+    pub(super) times: [Instant; 2],
+    /// The arena's channel, where the guest is now.
+    pub(super) channel: PathBuf,
+    /// Where its disk is now.
+    pub(super) folder: PathBuf,
 }
 
 impl Case {
@@ -84,16 +103,21 @@ impl Case {
 
 impl Ground<'_> {
     /// Lets a guest work, and has it moved.
-    pub(super) fn run(&self, case: &Case, system: System) -> Result<(Row, Progress), LabError> {
+    pub(super) fn run(&mut self, case: &Case, system: System) -> Result<(Row, Progress), LabError> {
         let work = case.work()?;
-        let disks = [self.disk(0, &work)?, self.disk(1, &work)?];
-        let mut tiny = Tiny::new("bench");
+        let disks = match system {
+            System::Longhaul(strategy) => self.disk_of_longhaul(strategy, &work)?,
+            _ => self.disk(0, &work)?,
+        };
+        let mut tiny = Tiny::new(&format!("bench-{}", self.images));
         tiny.memory_mib = GUEST_MEMORY_MIB;
         tiny.chipset = self.chipset;
         tiny.machine_version.clone_from(&self.machine_version);
-        let guest = description(&tiny, &disks[0]);
+        let mut guest = description(&tiny, &disks);
+        let shared = system == System::Longhaul(DiskChoice::Shared);
+        guest.disks.iter_mut().for_each(|disk| disk.shared = shared);
         let parameters = Parameters {
-            disk_size_bytes: disks[0][0].bytes,
+            disk_size_bytes: disks[0].bytes,
             depth: DEPTH,
             arena_bytes: ARENA_BYTES,
             pages_per_s: PAGES_PER_S,
@@ -103,7 +127,7 @@ impl Ground<'_> {
             ..Parameters::of(&work)
         };
         let task = Task {
-            disks: &disks[0],
+            disks: &disks,
             seed: case.seed | RANDOM_BODIES,
             depth: DEPTH,
             work,
@@ -116,20 +140,34 @@ impl Ground<'_> {
         };
         match system {
             System::None => self.leave(subject, &task),
-            System::Mirror(copy_mode) => self.mirror(subject, &task, &disks[1], copy_mode),
+            System::Mirror(mode) => self.mirror(subject, &task, &self.disk(1, &work)?, mode),
+            System::Longhaul(strategy) => self.longhaul(subject, &task, strategy),
         }
     }
 
-    /// A disk of a host's own, which holds nothing yet.
+    /// A disk of a host's own for a peer, which holds nothing yet.
     fn disk(&self, host: usize, work: &Work) -> Result<Vec<LocalDisk>, LabError> {
-        let kind = DiskKind {
-            format: Format::Raw,
-            cache: Cache::None,
-            iothread: false,
-        };
-        let file_sectors = work.file.map_or(0, |file| file.sectors);
-        let bytes = DISK_OF_FILE * file_sectors * SECTOR_BYTES as u64;
-        let disks = local_disks(self.lab.host(host)?.folder(), bytes, &[kind]);
+        let folder = self.lab.host(host)?.folder();
+        Self::made(local_disks(folder, disk_bytes(work), &[KIND]))
+    }
+
+    /// A disk for a guest of Longhaul's, in the next of the images that the agents know.
+    fn disk_of_longhaul(
+        &mut self,
+        strategy: DiskChoice,
+        work: &Work,
+    ) -> Result<Vec<LocalDisk>, LabError> {
+        let number = self.images;
+        self.images += 1;
+        Self::made(vec![LocalDisk {
+            image: image(number),
+            path: image_path(self.lab, 0, number, strategy == DiskChoice::Shared)?,
+            bytes: disk_bytes(work),
+            kind: KIND,
+        }])
+    }
+
+    fn made(disks: Vec<LocalDisk>) -> Result<Vec<LocalDisk>, LabError> {
         for disk in &disks {
             match fs::remove_file(&disk.path) {
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -151,7 +189,7 @@ impl Ground<'_> {
         let host = PeerHost {
             host: self.lab.host(host)?,
             qemu: &self.qemu,
-            accelerator: "tcg",
+            accelerator: self.accelerator,
             files: &self.files,
             disks: &[],
             local: disks,
@@ -163,21 +201,25 @@ impl Ground<'_> {
     fn leave(&self, mut subject: Subject, task: &Task<'_>) -> Result<(Row, Progress), LabError> {
         let source = self.start(0, &subject.guest, task.disks, Begin::Boot)?;
         self.listen(&subject, 0)?;
-        subject.work(task)?;
+        subject.begin(task)?;
+        subject.work()?;
         let began = Instant::now();
-        while began.elapsed() < UNDISTURBED || subject.work.operations > 0 {
-            let ended = subject.work.operations > 0
-                && subject.history.heard().told.done >= subject.work.operations;
-            if ended || began.elapsed() > LIMIT {
-                break;
-            }
+        let operations = subject.work.operations;
+        let done = || operations > 0 && subject.history.heard().told.done >= operations;
+        let limit = if operations > 0 { LIMIT } else { UNDISTURBED };
+        while began.elapsed() < limit && !done() {
             interrupt::sleep(Duration::from_millis(20))?;
         }
         let times = [began, Instant::now()];
         subject.row.moved.outcome = "not moved".to_owned();
-        self.judge(subject, Moved { times, host: 0 }, || drop(source))
+        let moved = self.moved(times, 0)?;
+        subject.judge(&moved, || {
+            drop(source);
+            Ok(())
+        })
     }
 
+    /// QEMU moves it.
     fn mirror(
         &self,
         mut subject: Subject,
@@ -188,15 +230,12 @@ impl Ground<'_> {
         let mut source = self.start(0, &subject.guest, task.disks, Begin::Boot)?;
         let mut destination = self.start(1, &subject.guest, there, Begin::IncomingStopped)?;
         self.listen(&subject, 0)?;
-        subject.work(task)?;
+        subject.begin(task)?;
+        subject.work()?;
         // What is told to the guest goes to whoever is there: the one that runs comes first.
         self.listen(&subject, 1)?;
-        let names: Vec<String> = subject
-            .guest
-            .disks
-            .iter()
-            .map(|it| it.name.clone())
-            .collect();
+        let disks = subject.guest.disks.iter();
+        let names: Vec<String> = disks.map(|disk| disk.name.clone()).collect();
         let asked = MirrorMove {
             disks: &names,
             copy_mode,
@@ -222,66 +261,32 @@ impl Ground<'_> {
             None => "completed".to_owned(),
             Some(why) => format!("failed: {why}"),
         };
-        let times = [result.began, result.ended];
-        self.judge(subject, Moved { times, host }, || {
-            drop((source, destination))
+        let moved = self.moved([result.began, result.ended], host)?;
+        subject.judge(&moved, || {
+            drop((source, destination));
+            Ok(())
+        })
+    }
+
+    fn moved(&self, times: [Instant; 2], host: usize) -> Result<Moved, LabError> {
+        let host = self.lab.host(host)?;
+        Ok(Moved {
+            times,
+            channel: channel_socket(host, CHANNEL_NAME),
+            folder: host.folder().to_owned(),
         })
     }
 
     fn listen(&self, subject: &Subject, host: usize) -> Result<(), LabError> {
         let host = self.lab.host(host)?;
-        subject
-            .history
-            .listen(|channel| channel_socket(host, channel))
-    }
-
-    /// Lets the guest look at all that it did, ends it, and looks at its disk from outside.
-    fn judge(
-        &self,
-        mut subject: Subject,
-        moved: Moved,
-        end: impl FnOnce(),
-    ) -> Result<(Row, Progress), LabError> {
-        let row = &mut subject.row.moved;
-        let verified = moves::verify(subject.history.arena_mut())?;
-        let beats = subject.history.arena().beats();
-        let [began, ended] = moved.times;
-        note_verified(row, verified);
-        row.note_observed(measure::observe(&beats, began, ended));
-        if let Err(error) = subject.history.stop() {
-            row.outcome = format!("failed: after the move {error}");
-            row.verify_errors = None;
-        }
-        end();
-        let record = subject.history.finish()?;
-        let found = record.errors + self.wrong(&record, moved.host)?;
-        row.verify_errors = row.verify_errors.map(|errors| errors + found);
-        if let Some(first) = record.first_error {
-            say(&format!(
-                "the guest found {} errors: {first}",
-                record.errors
-            ));
-        }
-        let progress = Progress::of(&beats, moved.times);
-        Ok((subject.row, progress))
-    }
-
-    /// Sectors of the disk that are not as they have to be.
-    fn wrong(&self, record: &Record, host: usize) -> Result<u64, LabError> {
-        let judgement = record.judge(self.lab.host(host)?.folder())?;
-        if let Some(first) = judgement.findings.first() {
-            say(&format!(
-                "{} sectors are wrong: {first}",
-                judgement.wrong_sectors
-            ));
-        }
-        Ok(judgement.wrong_sectors)
+        let socket = |channel: &str| channel_socket(host, channel);
+        subject.history.listen(socket)
     }
 }
 
 impl Subject {
-    /// Lets it work until the move is to begin.
-    fn work(&mut self, task: &Task<'_>) -> Result<(), LabError> {
+    /// Lets it begin, as soon as it is up.
+    pub(super) fn begin(&mut self, task: &Task<'_>) -> Result<(), LabError> {
         self.history.begin(task)?;
         let pages = arena::Workload {
             content: "mix".to_owned(),
@@ -292,14 +297,60 @@ impl Subject {
             writers: 1,
             seed: task.seed,
         };
-        let arena = self.history.arena_mut();
-        arena
-            .start(&pages, COMMAND_LIMIT)
-            .map_err(|error| LabError::Answer {
-                what: "the guest".to_owned(),
-                message: error.to_string(),
-            })?;
+        let started = self.history.arena_mut().start(&pages, COMMAND_LIMIT);
+        started.map(drop).map_err(|error| LabError::Answer {
+            what: "the guest".to_owned(),
+            message: error.to_string(),
+        })
+    }
+
+    /// Lets it work until the move is to begin.
+    pub(super) fn work(&self) -> Result<(), LabError> {
         let begins_at = self.row.moved.parameters.began_at_operation;
         self.history.wait_for(begins_at, COMMAND_LIMIT)
     }
+
+    /// Lets the guest look at all that it did, ends it, and looks at its disk from outside.
+    pub(super) fn judge(
+        mut self,
+        moved: &Moved,
+        end: impl FnOnce() -> Result<(), LabError>,
+    ) -> Result<(Row, Progress), LabError> {
+        let row = &mut self.row.moved;
+        // What it is told goes to where it was heard last.
+        let arena = self.history.arena();
+        wait_until(COMMAND_LIMIT, || {
+            arena.heard_on().as_ref() == Some(&moved.channel)
+        });
+        let verified = moves::verify(self.history.arena_mut())?;
+        let beats = self.history.arena().beats();
+        let [began, ended] = moved.times;
+        note_verified(row, verified);
+        row.note_observed(measure::observe(&beats, began, ended));
+        if let Err(error) = self.history.stop() {
+            row.outcome = format!("failed: after the move {error}");
+            row.verify_errors = None;
+        }
+        end()?;
+        let record = self.history.finish()?;
+        let judgement = record.judge(&moved.folder)?;
+        let found = record.errors + judgement.wrong_sectors;
+        row.verify_errors = row.verify_errors.map(|errors| errors + found);
+        if let Some(first) = record.first_error {
+            say(&format!(
+                "the guest found {} errors: {first}",
+                record.errors
+            ));
+        }
+        if let Some(first) = judgement.findings.first() {
+            let wrong = judgement.wrong_sectors;
+            say(&format!("{wrong} sectors are wrong: {first}"));
+        }
+        Ok((self.row, Progress::of(&beats, moved.times)))
+    }
+}
+
+fn disk_bytes(work: &Work) -> u64 {
+    let file_sectors = work.file.map_or(0, |file| file.sectors);
+    DISK_OF_FILE * file_sectors * SECTOR_BYTES as u64
 }

@@ -2,6 +2,9 @@
 //! hybrid storage transfer (a guest that nobody moves shows what it gets done).
 
 mod guest;
+mod judge;
+mod longhaul;
+mod picture;
 mod progress;
 mod row;
 
@@ -15,18 +18,27 @@ use crate::lab::{Lab, Plan};
 use crate::link::spec::LinkSpec;
 use crate::peer::mirror::CopyMode;
 use guest::Ground;
+use longhaul_api::DiskChoice;
 use progress::Progress;
-use row::show;
+use row::{Row, show};
 use std::time::Duration;
 
 /// The bench as `lab bench --list` shows it.
 pub(super) const BENCH: Bench = Bench {
     name: "disk",
-    about: "a guest with a disk of its host's own under IOR, AsyncWR and CM1, moved by QEMU's mirror",
-    minutes: (30, 5),
+    about: "a guest with a disk of its host's own under IOR, AsyncWR and CM1, moved by Longhaul's \
+            strategies and by QEMU's mirror",
+    minutes: (40, 5),
     run,
 };
 
+/// What a short run compares; of Longhaul's strategies that one.
+const QUICK: [&str; 4] = [
+    "none",
+    "qemu-mirror",
+    "qemu-mirror-write-blocking",
+    "hybrid",
+];
 const LINKS: [&str; 2] = ["200mbit,1ms", "100mbit,20ms"];
 /// When a move is given up.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -38,20 +50,40 @@ enum System {
     None,
     /// QEMU's mirror.
     Mirror(CopyMode),
+    /// Longhaul, with this strategy for the disk.
+    Longhaul(DiskChoice),
 }
 
 impl System {
-    const ALL: [Self; 3] = [
-        Self::None,
-        Self::Mirror(CopyMode::Background),
-        Self::Mirror(CopyMode::WriteBlocking),
-    ];
+    /// Every one.
+    fn all() -> Vec<Self> {
+        let strategies = DiskChoice::ALL
+            .into_iter()
+            .filter(|choice| *choice != DiskChoice::Auto);
+        let mirrors = [CopyMode::Background, CopyMode::WriteBlocking];
+        // What a guest gets done that nobody moves is what all others are compared with: it comes first.
+        [Self::None]
+            .into_iter()
+            .chain(mirrors.map(Self::Mirror))
+            .chain(strategies.map(Self::Longhaul))
+            .collect()
+    }
+
+    /// Whether people mean it by a name.
+    fn is_named(self, name: &str) -> bool {
+        self.name() == name || self.is_longhaul() && self.strategy() == name
+    }
+
+    fn is_longhaul(self) -> bool {
+        matches!(self, Self::Longhaul(_))
+    }
 
     /// Its name in rows.
     fn name(self) -> &'static str {
         match self {
             Self::None => "none",
             Self::Mirror(copy_mode) => copy_mode.system(),
+            Self::Longhaul(_) => "longhaul",
         }
     }
 
@@ -60,6 +92,7 @@ impl System {
         match self {
             Self::None => "none",
             Self::Mirror(_) => "mirror",
+            Self::Longhaul(choice) => choice.name(),
         }
     }
 }
@@ -75,11 +108,11 @@ struct Case {
     seed: u64,
 }
 
-/// Measures, adding rows to the document.
+/// Measures, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let systems = systems(options)?;
     let links = links(options)?;
-    let lab = Lab::create(&Plan {
+    let mut lab = Lab::create(&Plan {
         purpose: "bench disk".to_owned(),
         hosts: 2,
         link: links[0],
@@ -87,75 +120,117 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     })?;
     let qemu = installed::qemu(&options.qemu)?;
     let version = installed::qemu_version(&qemu)?;
-    document.machine_mut().accel = Some("tcg".to_owned());
-    document.machine_mut().qemu = Some(version.clone());
     let major_minor: Vec<&str> = version.split('.').take(2).collect();
-    let chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
-    let ground = Ground {
-        files: KernelFiles::make_with_history(lab.host(0)?.folder())?,
-        qemu,
-        chipset,
+    let cases: Vec<Case> = links
+        .iter()
+        .flat_map(|link| cases(options, *link))
+        .collect();
+    let files = KernelFiles::make_with_history(lab.host(0)?.folder())?;
+    let strategies: Vec<DiskChoice> = cases
+        .iter()
+        .flat_map(|_| &systems)
+        .filter_map(|system| match system {
+            System::Longhaul(choice) => Some(*choice),
+            _ => None,
+        })
+        .collect();
+    let product = match strategies.is_empty() {
+        true => None,
+        false => Some(longhaul::start(&mut lab, &files, options, &strategies)?),
+    };
+    // Peers run as Longhaul's guests do.
+    let kvm = product.as_ref().map_or(Ok(false), |it| it.has_kvm(0))?;
+    let accelerator = if kvm { "kvm" } else { "tcg" };
+    document.machine_mut().accel = Some(accelerator.to_owned());
+    document.machine_mut().qemu = Some(version.clone());
+    let mut ground = Ground {
+        chipset: Chipset::named(&options.machine).unwrap_or(Chipset::Q35),
         machine_version: major_minor.join("."),
         lab: &lab,
+        accelerator,
+        files,
+        qemu,
+        product,
+        images: 0,
     };
-    for (number, link) in links.into_iter().enumerate() {
+    let mut rows = Vec::new();
+    for (number, link) in links.iter().enumerate() {
         if number > 0 {
-            lab.link(0, 1)?.change(link)?;
+            lab.link(0, 1)?.change(*link)?;
         }
-        document.add_link(link, lab.measure_link(link)?);
-        measure(options, link, &systems, &ground, document)?;
+        document.add_link(*link, lab.measure_link(*link)?);
+        for case in cases.iter().filter(|case| case.link == *link) {
+            rows.extend(measure(case, &systems, &mut ground, document)?);
+        }
     }
+    judge::judge(&rows, links[0], document);
     Ok(())
 }
 
+/// Lets every system move the guest of a case.
 fn measure(
-    options: &Options,
-    link: LinkSpec,
+    case: &Case,
     systems: &[System],
-    ground: &Ground<'_>,
+    ground: &mut Ground<'_>,
     document: &mut Document,
-) -> Result<(), LabError> {
-    let repeats = options.repeats_or(1);
-    for repeat in 1..=repeats {
+) -> Result<Vec<Row>, LabError> {
+    let mut rows = Vec::new();
+    let mut undisturbed: Option<Progress> = None;
+    for system in systems {
+        let (mut row, progress) = ground.run(case, *system)?;
+        row.compare(&progress, undisturbed.as_ref());
+        document.add_row(&row, &show(&row));
+        rows.push(row);
+        if *system == System::None {
+            undisturbed = Some(progress);
+        }
+    }
+    Ok(rows)
+}
+
+/// What is moved over a link. What bars are set for is repeated, the rest is only where that is asked for.
+fn cases(options: &Options, link: LinkSpec) -> Vec<Case> {
+    let is_first = LINKS[0].parse() == Ok(link);
+    let mut cases = Vec::new();
+    for repeat in 1..=options.repeats() {
         for workload in workloads(options) {
-            let case = Case {
-                link,
-                workload,
-                repeat,
-                repeats,
-                seed: options.seed.wrapping_add(u64::from(repeat)),
+            let has_bar = is_first && workload == Workload::Ior;
+            let repeats = match has_bar {
+                true => options.repeats(),
+                false => options.repeats_or(1),
             };
-            let mut undisturbed: Option<Progress> = None;
-            for system in systems {
-                let (mut row, progress) = ground.run(&case, *system)?;
-                row.compare(&progress, undisturbed.as_ref());
-                document.add_row(&row, &show(&row));
-                if *system == System::None {
-                    undisturbed = Some(progress);
-                }
+            if repeat <= repeats {
+                cases.push(Case {
+                    link,
+                    workload,
+                    repeat,
+                    repeats,
+                    seed: options.seed.wrapping_add(u64::from(repeat)),
+                });
             }
         }
     }
-    Ok(())
+    cases
 }
 
 fn systems(options: &Options) -> Result<Vec<System>, LabError> {
-    let all = System::ALL;
-    if let Some(unknown) = options
-        .system
-        .iter()
-        .find(|name| !all.iter().any(|system| system.name() == *name))
-    {
-        let names = all.map(System::name).join(", ");
+    let all = System::all();
+    let named = |name: &String| all.iter().any(|system| system.is_named(name));
+    if let Some(unknown) = options.system.iter().find(|name| !named(name)) {
+        let mut names: Vec<&str> = all.iter().map(|system| system.name()).collect();
+        names.dedup();
+        let strategies = all.iter().filter(|system| system.is_longhaul());
+        names.extend(strategies.map(|system| system.strategy()));
         return Err(LabError::Which(format!(
-            "this bench has no system `{unknown}`: it has {names}"
+            "this bench has no system `{unknown}`: it has {}",
+            names.join(", ")
         )));
     }
-    // What a guest gets done that nobody moves is what all others are compared with: it comes first.
-    let wanted = all
-        .into_iter()
-        .filter(|system| options.wants_system(system.name()));
-    Ok(wanted.collect())
+    let wanted = |system: &System| match options.system.is_empty() {
+        true => !options.quick || QUICK.iter().any(|name| system.is_named(name)),
+        false => options.system.iter().any(|name| system.is_named(name)),
+    };
+    Ok(all.into_iter().filter(wanted).collect())
 }
 
 fn workloads(options: &Options) -> impl Iterator<Item = Workload> {

@@ -15,6 +15,8 @@ pub(super) struct Row {
     /// How fast the guest did its work from the beginning of the move to its end, relative to a guest that did
     /// the same without being moved.
     pub(super) throughput_vs_none: Option<f64>,
+    /// What is different of the disk's nodes, their options and the open files, before and after the move.
+    pub(super) disk_changes: Option<u64>,
 }
 
 /// What the guest is and does.
@@ -73,6 +75,7 @@ impl Row {
         Self {
             moved: MoveRow::new(names, parameters, case.link, case.repeat, downtime_ms),
             throughput_vs_none: None,
+            disk_changes: None,
         }
     }
 
