@@ -34,13 +34,14 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Two hosts that share nothing, and a guest that writes to a disk of its own.
 struct Stage {
+    // Its file system goes before the laboratory's folder.
+    _room: Option<Room>,
     lab: Lab,
     product: Product,
     history: History,
     /// Where each host has the images.
     folders: Vec<PathBuf>,
     seed: u64,
-    _room: Option<Room>,
     _turn: MutexGuard<'static, ()>,
 }
 
