@@ -27,6 +27,8 @@ const LIMIT: Duration = Duration::from_secs(60);
 const DISK_BYTES: u64 = 32 << 20;
 /// Operations on the disk per second: about a tenth of the link's rate is written.
 const DISK_OPERATIONS_PER_S: u64 = 25;
+/// What was done to the disk as fast as could be, so that it holds something when it moves.
+const DISK_OPERATIONS_BEFORE: u64 = 400;
 
 /// Shows what Longhaul does, on this machine, in less than 6 minutes. Exit status 1 where a move
 /// failed or the guest's memory was damaged.
@@ -122,6 +124,7 @@ fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
 fn task(disks: &[LocalDisk]) -> Task<'_> {
     let work = Work {
         operations_per_s: DISK_OPERATIONS_PER_S,
+        paced_from: DISK_OPERATIONS_BEFORE,
         ..Work::default()
     };
     Task {
@@ -178,6 +181,8 @@ fn move_by_longhaul(
     }
     let mut guest = longhaul.boot(case)?;
     history.begin_beside(&mut guest.arena, &task)?;
+    let usual = DISK_OPERATIONS_PER_S * crate::measure::BEFORE.as_secs();
+    history.wait_for(DISK_OPERATIONS_BEFORE + usual, LIMIT)?;
     tell(&format!(
         "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with checksums, \
          rewrites {} of them per second ({:.0} % of the link's rate), and verifies them for ever",
@@ -298,7 +303,9 @@ fn report(there: &MoveRow, back: &MoveRow, peer: &MoveRow) -> String {
     text += &line("guest's work meanwhile", &|row| {
         let share = row.work_during_per_s.zip(row.work_before_per_s);
         unit(
-            share.map(|(during, before)| during / before * 100.0),
+            share
+                .filter(|(_, before)| *before > 0.0)
+                .map(|(during, before)| during / before * 100.0),
             "%",
             0,
         )
