@@ -30,15 +30,16 @@ impl Setting {
         self.folder.path().join(name)
     }
 
-    /// A disk of 8 MiB with the same MiB of content twice, and one word of its own.
+    /// A disk of 8 MiB with twice a MiB of content, no stripe like another, and one word of its own.
     fn disk(&self, name: &str, word: &str) -> PathBuf {
         let path = self.path(name);
         let file = File::create(&path).unwrap();
         file.set_len(8 << 20).unwrap();
-        let content: Vec<u8> = (0..1 << 20_u32)
-            .map(|place| (place / 4096 % 251) as u8 + 1)
-            .collect();
-        for offset in [0, 4 << 20] {
+        for (number, offset) in [(0, 0), (1, 4 << 20)] {
+            let page = |place: u32| place / 4096 + 32 * number;
+            let content: Vec<u8> = (0..1 << 20)
+                .map(|place| (page(place) % 251) as u8 + 1)
+                .collect();
             file.write_all_at(&content, offset).unwrap();
         }
         file.write_all_at(word.as_bytes(), 7 << 20).unwrap();
