@@ -11,6 +11,7 @@ help: ## list these commands
 	@sed -n 's/^\([a-z0-9-]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 20
 	@echo "demo, test and bench need root (network namespaces, TAP devices): sudo make demo"
 
+demo: INSTALL := demo
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
 	$(LAB) demo
 
@@ -48,8 +49,10 @@ fuzz: ## fuzz every parser, a minute each (FUZZ_SECONDS=60); needs a nightly com
 	        -max_total_time=$(FUZZ_SECONDS) || exit 1; \
 	done
 
+INSTALL := all
+
 install: ## install what is missing (Debian 12 or 13), saying what and why; nothing when all is there
-	@scripts/install all || { status=$$?; \
+	@scripts/install $(INSTALL) || { status=$$?; \
 	    [ $$status = 3 ] && [ "$${LONGHAUL_LAB_REQUIRE_ALL:-0}" = 0 ] || exit $$status; \
 	    echo "== going on without it: the tests that need it say so and skip"; }
 

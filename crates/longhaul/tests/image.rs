@@ -158,11 +158,14 @@ impl Drop for Service {
 /// A real S3 server with TLS; none where it is not installed and need not be.
 fn service(folder: &Path) -> Option<Service> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let program = PathBuf::from(lab).join("s3/versitygw");
+    let program = PathBuf::from(lab).join("s3/rclone");
     if !program.is_file() {
         let required = std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL");
         let required = required.is_some_and(|value| value != "0");
-        assert!(!required, "versitygw is missing: sudo scripts/install lab");
+        assert!(
+            !required,
+            "an S3 server is missing: sudo scripts/install lab"
+        );
         return None;
     }
     let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
@@ -173,12 +176,12 @@ fn service(folder: &Path) -> Option<Service> {
     let address = listener.local_addr().unwrap().to_string();
     drop(listener);
     let child = Command::new(program)
-        .args(["--access", "longhaul", "--secret", "0123456789", "--quiet"])
-        .args(["--port", &address, "--cert"])
+        .args(["--config", "/dev/null", "serve", "s3"])
+        .args(["--auth-key", "longhaul,0123456789", "--addr", &address])
+        .arg("--cert")
         .arg(folder.join("cert.pem"))
         .arg("--key")
         .arg(folder.join("key.pem"))
-        .arg("posix")
         .arg(folder.join("service"))
         .stdout(Stdio::null())
         .stderr(Stdio::null())
@@ -198,7 +201,7 @@ fn images_are_kept_in_a_service_with_tls() {
     let setting = Setting::new();
     let disk = setting.disk("disk.raw", "one").display().to_string();
     let Some(service) = service(setting.folder.path()) else {
-        eprintln!("skipped: versitygw is missing: sudo scripts/install lab");
+        eprintln!("skipped: an S3 server is missing: sudo scripts/install lab");
         return;
     };
     let run = |arguments: &[&str], certificate: &Path, secret: &str| {

@@ -1,4 +1,4 @@
-//! Repositories in a real S3 server (versitygw), which `scripts/install lab` brings.
+//! Repositories in a real S3 server (rclone), which `scripts/install lab` brings.
 
 use crate::common::{PATIENCE, imported, stripe, wait_until};
 use crate::repository;
@@ -19,13 +19,16 @@ const SECRET: &str = "0123456789abcdef";
 /// The server's program; none where it is not installed and need not be.
 fn program() -> Option<PathBuf> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
-    let path = PathBuf::from(lab).join("s3/versitygw");
+    let path = PathBuf::from(lab).join("s3/rclone");
     if path.is_file() {
         return Some(path);
     }
     let required = std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL").is_some_and(|value| value != "0");
-    assert!(!required, "versitygw is missing: sudo scripts/install lab");
-    eprintln!("skipped: versitygw is missing: sudo scripts/install lab");
+    assert!(
+        !required,
+        "an S3 server is missing: sudo scripts/install lab"
+    );
+    eprintln!("skipped: an S3 server is missing: sudo scripts/install lab");
     None
 }
 
@@ -58,8 +61,9 @@ impl Server {
 
     fn spawn(program: &PathBuf, port: u16, folder: &TempDir) -> Child {
         Command::new(program)
-            .args(["--access", ACCESS, "--secret", SECRET, "--quiet"])
-            .args(["--port", &format!("127.0.0.1:{port}"), "posix"])
+            .args(["--config", "/dev/null", "serve", "s3"])
+            .args(["--auth-key", &format!("{ACCESS},{SECRET}")])
+            .args(["--addr", &format!("127.0.0.1:{port}")])
             .arg(folder.path())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
