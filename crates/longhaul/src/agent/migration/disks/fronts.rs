@@ -149,7 +149,7 @@ impl Noted {
 
     /// Starts a supervisor, and waits until somebody answers for the disk.
     async fn supervise(&mut self) -> Result<(), FrontError> {
-        let program = std::env::current_exe().map_err(|error| self.error(&error))?;
+        let program = own_program().map_err(|error| self.error(&error))?;
         let words = ["disk-front", "supervise"].map(str::to_owned);
         let mut words = Vec::from(words);
         words.push(self.folder.to_string_lossy().into_owned());
@@ -284,6 +284,15 @@ impl Fronts {
         }
         Ok(())
     }
+}
+
+/// This very program, also when its file was replaced or removed since it was started.
+fn own_program() -> io::Result<PathBuf> {
+    let named = std::env::current_exe()?;
+    Ok(match named.exists() {
+        true => named,
+        false => PathBuf::from(format!("/proc/{}/exe", std::process::id())),
+    })
 }
 
 /// The path of a disk's device in QEMU.
