@@ -121,6 +121,59 @@ pub enum Back {
     Later,
 }
 
+/// Where the guest's disk is, and how it moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Disks {
+    /// Both hosts see it.
+    Shared,
+    /// Each host has its own; all is there when the guest stops.
+    Precopy,
+    /// Each host has its own; the guest's writes wait for both.
+    Mirror,
+}
+
+impl Disks {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Shared, Self::Precopy, Self::Mirror];
+
+    /// The word for it, as moves are asked for it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Shared => "shared",
+            Self::Precopy => "precopy",
+            Self::Mirror => "mirror",
+        }
+    }
+}
+
+/// What the hosts have to be for a case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Site {
+    /// Their QEMUs.
+    pub pair: Pair,
+    /// Whether those lock the guest's disk.
+    pub locks: bool,
+    /// Whether each has disks of its own.
+    pub local_disks: bool,
+}
+
+impl Site {
+    /// All of them.
+    pub fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for pair in Pair::ALL {
+            for locks in [false, true] {
+                all.extend([false, true].map(|local_disks| Self {
+                    pair,
+                    locks,
+                    local_disks,
+                }));
+            }
+        }
+        all
+    }
+}
+
 /// What a case is beside its point: what pairs of are covered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Kind {
@@ -136,6 +189,19 @@ pub struct Kind {
     pub locks: bool,
     /// How long it stays away.
     pub back: Back,
+    /// The guest's disk.
+    pub disks: Disks,
+}
+
+impl Kind {
+    /// Where it is tried.
+    pub fn site(&self) -> Site {
+        Site {
+            pair: self.pair,
+            locks: self.locks,
+            local_disks: self.disks != Disks::Shared,
+        }
+    }
 }
 
 /// One case.
@@ -156,11 +222,12 @@ impl fmt::Display for Case {
             locks,
             back,
             release,
+            disks,
             ..
         } = self.kind;
         write!(
             f,
-            "{}:{}:{}:{}:{}:{}",
+            "{}:{}:{}:{}:{}:{}:{}",
             victim.name(),
             self.point.name,
             pair.name(),
@@ -172,7 +239,8 @@ impl fmt::Display for Case {
             match back {
                 Back::AtOnce => "at-once",
                 Back::Later => "later",
-            }
+            },
+            disks.name()
         )
     }
 }
@@ -203,6 +271,7 @@ impl Case {
             release,
             locks,
             back,
+            disks,
             ..
         } = self.kind;
         let fits = match victim {
@@ -234,7 +303,9 @@ impl Case {
                 ) && !self.point.name.ends_with(":ready")
             }
         };
-        passes && step != Step::Elsewhere && fits && refuses && (waits || back == Back::AtOnce)
+        let told = disks != Disks::Shared || !self.point.needs_local_disks();
+        let met = passes && told && step != Step::Elsewhere;
+        met && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
 
@@ -244,22 +315,7 @@ pub fn universe(points: &[Point]) -> Vec<Case> {
     for victim in Victim::ALL {
         for point in points {
             for pair in Pair::ALL {
-                for locks in [false, true] {
-                    for back in [Back::AtOnce, Back::Later] {
-                        for release in [Release::Late, Release::Early] {
-                            let kind = Kind {
-                                victim,
-                                step: point.step,
-                                release,
-                                pair,
-                                locks,
-                                back,
-                            };
-                            let point = point.clone();
-                            cases.push(Case { kind, point });
-                        }
-                    }
-                }
+                cases.extend(variants(victim, point, pair));
             }
         }
     }
@@ -267,8 +323,33 @@ pub fn universe(points: &[Point]) -> Vec<Case> {
     cases
 }
 
+/// A victim at a point with a pair of QEMUs, in every way.
+fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for locks in [false, true] {
+        for back in [Back::AtOnce, Back::Later] {
+            for release in [Release::Late, Release::Early] {
+                for disks in Disks::ALL {
+                    let kind = Kind {
+                        victim,
+                        step: point.step,
+                        release,
+                        pair,
+                        locks,
+                        back,
+                        disks,
+                    };
+                    let point = point.clone();
+                    cases.push(Case { kind, point });
+                }
+            }
+        }
+    }
+    cases
+}
+
 /// Every victim at every point: with every pair of QEMUs and a late release, and with a pair of its
-/// turn and an early one. Locks and the time away alternate.
+/// turn and an early one. Locks, the time away and disks alternate.
 pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
     // Stable: the order of a move stays.
     universe.sort_by_key(|case| (case.kind.release, case.kind.victim));
@@ -336,10 +417,8 @@ mod tests {
         let universe = universe(&points());
         let names: HashSet<String> = universe.iter().map(Case::to_string).collect();
         assert_eq!(names.len(), universe.len());
-        assert!(
-            names.contains(
-                "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later"
-            )
-        );
+        assert!(names.contains(
+            "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later:mirror"
+        ));
     }
 }

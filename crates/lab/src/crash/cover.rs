@@ -79,6 +79,7 @@ fn meetings(kind: Kind) -> Vec<Meeting> {
         kind.release as usize,
         usize::from(kind.locks),
         kind.back as usize,
+        kind.disks as usize,
     ];
     let mut meetings = Vec::new();
     for first in 0..values.len() {

@@ -1,6 +1,7 @@
 //! Two hosts with their agents and one guest, kept from case to case and watched all the time.
 
-use super::case::Pair;
+use super::case::Site;
+use super::disk::{self, GuestDisk};
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::error::{During, LabError};
 use crate::guest::{CHANNEL_NAME, KernelFiles, Tiny};
@@ -19,8 +20,6 @@ const LINK: &str = "400mbit,4ms";
 const MEMORY_MIB: u64 = 128;
 const ARENA_BYTES: u64 = 8 << 20;
 const PAGES_PER_S: u64 = 100;
-const DISK_BYTES: u64 = 1 << 20;
-const DISK_WRITES_PER_S: u64 = 40;
 /// Guests that can be booted on one ground, each with its own disk.
 const BOOTS_MAX: u32 = 100;
 /// A buffer on its way may be heard twice, once a move.
@@ -31,12 +30,16 @@ const REPEATED_MAX: u64 = 60;
 pub(super) struct Ground {
     pub(super) product: Product,
     pub(super) lab: Lab,
-    pub(super) pair: Pair,
+    pub(super) site: Site,
     pub(super) guest: String,
     pub(super) arena: Arena,
+    pub(super) disk: GuestDisk,
     /// The host that the guest is on.
     pub(super) at: usize,
     boots: u32,
+    seed: u64,
+    /// Where each host has the guests' disks.
+    folders: [PathBuf; 2],
     /// What else runs in each host's namespace.
     others: [usize; 2],
     /// The names of the files of a guest that runs.
@@ -45,7 +48,7 @@ pub(super) struct Ground {
 
 impl Ground {
     /// Makes it, and boots the guest.
-    pub(super) fn make(pair: Pair, locks: bool, seed: u64) -> Result<Self, LabError> {
+    pub(super) fn make(site: Site, seed: u64) -> Result<Self, LabError> {
         let link = LINK
             .parse()
             .map_err(|error| LabError::Which(format!("{error}")))?;
@@ -56,69 +59,70 @@ impl Ground {
             seed,
         };
         let mut lab = Lab::create(&plan)?;
-        let files = KernelFiles::make(lab.host(0)?.folder())?;
+        let files = KernelFiles::make_with_history(lab.host(0)?.folder())?;
         let settings = Settings {
-            qemus: pair.versions().map(str::to_owned).to_vec(),
+            qemus: site.pair.versions().map(str::to_owned).to_vec(),
             // Every machine has it, and a crash does not care.
             accelerator: "tcg".to_owned(),
         };
-        let folder = lab.shared_folder()?;
-        let image = |boot: u32| {
-            let image = toml::Table::from_iter([
-                (
-                    "path".to_owned(),
-                    disk(&folder, boot).display().to_string().into(),
-                ),
-                ("format".to_owned(), "raw".into()),
-                ("locks".to_owned(), locks.into()),
-            ]);
-            (image_name(boot), toml::Value::from(image))
+        let folders = match site.local_disks {
+            true => [lab.host(0)?.folder(), lab.host(1)?.folder()].map(Path::to_owned),
+            false => [lab.shared_folder()?, lab.shared_folder()?],
         };
-        let images: toml::Table = (1..=BOOTS_MAX).map(image).collect();
-        let more = toml::Table::from_iter([("images".to_owned(), images.into())]);
-        let product = Product::start_with(&mut lab, &files, &settings, &more)?;
+        let images = [0, 1].map(|host| disk::images(&folders[host], BOOTS_MAX, site.locks));
+        let [first, second] = images;
+        let images = [first?, second?];
+        let each = |host: usize| images[host].clone();
+        let product = Product::start_each_with(&mut lab, &files, &settings, each)?;
+        let mut others = [0; 2];
+        for (host, others) in others.iter_mut().enumerate() {
+            // The agent itself is counted apart.
+            *others = processes(&lab, host)?.len().saturating_sub(1);
+        }
         let mut ground = Self {
+            disk: GuestDisk::make(&folders, 1, seed)?,
             product,
             lab,
-            pair,
+            site,
             guest: String::new(),
             arena: Arena::new(),
             at: 0,
             boots: 0,
-            others: [0; 2],
+            seed,
+            folders,
+            others,
             guest_files: Vec::new(),
         };
-        for host in 0..2 {
-            // The agent itself is counted apart.
-            ground.others[host] = ground.processes(host)?.len().saturating_sub(1);
-        }
-        ground.boot()?;
+        ground.boot_next()?;
         ground.guest_files = ground.files_of_guest(0)?;
         Ok(ground)
     }
 
-    /// Boots a guest on the first host, under a name that no host has heard of.
+    /// Boots a guest on the first host, under a name that no host has heard of, with a disk of its own:
+    /// what was handed to another host is not given to a second guest here.
     pub(super) fn boot(&mut self) -> Result<(), LabError> {
+        self.disk = GuestDisk::make(&self.folders, self.boots + 1, self.seed)?;
+        self.boot_next()
+    }
+
+    fn boot_next(&mut self) -> Result<(), LabError> {
         self.boots += 1;
         self.at = 0;
-        let disk = self.disk()?;
-        fs::File::create(&disk)
-            .and_then(|file| file.set_len(DISK_BYTES))
-            .during(|| format!("make {}", disk.display()))?;
         let mut tiny = Tiny::new(&format!("crash-{}", self.boots));
         tiny.memory_mib = MEMORY_MIB;
-        tiny.machine_version = self.pair.versions()[0].to_owned();
-        tiny.disk = Some(image_name(self.boots));
+        tiny.machine_version = self.site.pair.versions()[0].to_owned();
         self.guest.clone_from(&tiny.name);
         self.arena = Arena::new();
-        for host in 0..2 {
-            let socket = self.channel(host)?;
+        for host in self.lab.hosts() {
+            let socket = channel_socket(host, &self.guest, CHANNEL_NAME);
             self.arena
                 .attach(&socket)
                 .during(|| format!("listen on {}", socket.display()))?;
+            let told = |channel: &str| channel_socket(host, &self.guest, channel);
+            self.disk.listen(told)?;
         }
-        self.product
-            .start_guest(&self.lab, 0, &tiny.description())?;
+        let guest = self.disk.description(&tiny);
+        self.product.start_guest(&self.lab, 0, &guest)?;
         self.arena.wait_for_beat(LIMIT).map_err(answer)?;
         let workload = Workload {
             content: "mix".to_owned(),
@@ -130,15 +134,10 @@ impl Ground {
             seed: u64::from(self.boots),
         };
         self.arena
-            .start_with_disk(&workload, DISK_WRITES_PER_S, LIMIT)
+            .start(&workload, LIMIT)
             .map(drop)
-            .map_err(answer)
-    }
-
-    /// The guest's disk. Each has its own: what was handed to another host is not given to a second
-    /// guest here.
-    pub(super) fn disk(&self) -> Result<PathBuf, LabError> {
-        Ok(disk(&self.lab.shared_folder()?, self.boots))
+            .map_err(answer)?;
+        self.disk.begin(&mut self.arena)
     }
 
     /// Whether no other guest can be booted.
@@ -164,10 +163,7 @@ impl Ground {
     }
 
     fn processes(&self, host: usize) -> Result<Vec<i32>, LabError> {
-        let mut all = self.lab.host(host)?.namespace().processes()?;
-        // Those that ended and are not yet buried are gone.
-        all.retain(|pid| process::ProcessId::of(*pid).is_some());
-        Ok(all)
+        processes(&self.lab, host)
     }
 
     /// Starts a host's agent again, to fail at these points.
@@ -220,6 +216,19 @@ impl Ground {
         self.heard_once(since)
     }
 
+    /// Its disk is where it is, or where it died, nowhere else, and holds what it must.
+    pub(super) fn judge_disk(&self, owner: Option<usize>) -> Result<(), String> {
+        let has = self.disk.owner()?;
+        let qemus = match owner {
+            Some(owner) if self.site.local_disks && has != owner => {
+                return Err(format!("host {has} has the disk of the guest on {owner}"));
+            }
+            Some(owner) => self.qemus(owner).map_err(|error| error.to_string())?,
+            None => Vec::new(),
+        };
+        self.disk.judge(has, &qemus)
+    }
+
     /// It was never heard as two.
     pub(super) fn heard_once(&self, since: &crate::arena::Origins) -> Result<(), String> {
         let origins = self.arena.origins();
@@ -262,10 +271,14 @@ impl Ground {
                     )));
                 }
             }
-            let mut journals = Vec::new();
-            list(&state.join("journal"), "", &mut journals)?;
-            if !journals.is_empty() {
-                return Ok(Some(format!("host {host} has the journals {journals:?}")));
+            for kind in ["journal", "fronts", "arriving"] {
+                let (folder, mut files) = (state.join(kind), Vec::new());
+                if folder.exists() {
+                    list(&folder, "", &mut files)?;
+                }
+                if !files.is_empty() {
+                    return Ok(Some(format!("host {host} has in {kind}: {files:?}")));
+                }
             }
             if let Some(name) = unfinished(&state)? {
                 return Ok(Some(format!("host {host} has the file {name}")));
@@ -313,12 +326,11 @@ impl Ground {
     }
 }
 
-fn disk(folder: &Path, boot: u32) -> PathBuf {
-    folder.join(format!("disk-{boot}.raw"))
-}
-
-fn image_name(boot: u32) -> String {
-    format!("disk-{boot}")
+fn processes(lab: &Lab, host: usize) -> Result<Vec<i32>, LabError> {
+    let mut all = lab.host(host)?.namespace().processes()?;
+    // Those that ended and are not yet buried are gone.
+    all.retain(|pid| process::ProcessId::of(*pid).is_some());
+    Ok(all)
 }
 
 fn answer(error: ArenaError) -> LabError {

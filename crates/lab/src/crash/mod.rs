@@ -1,10 +1,12 @@
 //! `lab crash-matrix`: something fails at every step of a move, and the guest is still there once.
 //!
 //! [`point`] knows the steps, [`case`] what can fail at them, [`cover`] chooses few cases that tell
-//! much, [`predict`] what the rules of the hand-over say of each; `run` tries one on a `ground`.
+//! much, [`predict`] what the rules of the hand-over say of each; `run` tries one on a `ground`, with
+//! the guest and its `disk`.
 
 pub mod case;
 pub mod cover;
+mod disk;
 mod ground;
 pub mod point;
 pub mod predict;
@@ -15,7 +17,7 @@ use crate::error::{During, LabError};
 use crate::lab::{print, say};
 use crate::peer::qmp::Qmp;
 use crate::process::{self, own_binary};
-use case::{Case, Pair};
+use case::{Case, Pair, Site};
 use ground::Ground;
 use point::Point;
 use predict::Place;
@@ -54,7 +56,7 @@ pub struct Options {
     /// Decides which cases are chosen [default: the date]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later
+    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:shared|precopy|mirror
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
     /// Before the point, let QEMU complete its migration by itself, as it should never
@@ -160,16 +162,13 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
 /// When hosts or guests cannot be made, or it is interrupted.
 pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabError> {
     let began = Instant::now();
-    let mut parts: Vec<Part<'_>> = Pair::ALL
+    let mut parts: Vec<Part<'_>> = Site::all()
         .into_iter()
-        .flat_map(|pair| [(pair, false), (pair, true)])
-        .flat_map(|ground| {
-            let stands = |case: &&Case| (case.kind.pair, case.kind.locks) == ground;
+        .flat_map(|site| {
+            let stands = |case: &&Case| case.kind.site() == site;
             let cases: Vec<&Case> = cases.iter().filter(stands).collect();
             let parts = cases.chunks(PART_CASES).map(<[_]>::to_vec);
-            parts
-                .map(|cases| Part { ground, cases })
-                .collect::<Vec<_>>()
+            parts.map(|cases| Part { site, cases }).collect::<Vec<_>>()
         })
         .collect();
     // Should the time be too short for all, it is not always the same that suffer.
@@ -214,8 +213,7 @@ pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabE
 
 /// Cases that are tried on one ground after each other.
 struct Part<'a> {
-    /// The QEMUs, and whether they lock the disk.
-    ground: (Pair, bool),
+    site: Site,
     cases: Vec<&'a Case>,
 }
 
@@ -257,7 +255,6 @@ impl<'a> Work<'a> {
         until: Option<Instant>,
         failed: &mut Vec<(String, String)>,
     ) -> Result<(), LabError> {
-        let (pair, locks) = part.ground;
         let mut ground = None;
         for case in &part.cases {
             if until.is_some_and(|until| Instant::now() > until) {
@@ -265,7 +262,7 @@ impl<'a> Work<'a> {
             }
             let mut used = match ground.take() {
                 Some(ground) => ground,
-                None => Ground::make(pair, locks, self.seed)?,
+                None => Ground::make(part.site, self.seed)?,
             };
             let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
             if let Some(error) = attempt(&mut used, case, (number, self.of), self.converged)? {
@@ -301,7 +298,7 @@ fn attempt(
             say(&format!(
                 "{number:>4}/{of} {seconds:>5.1} s  {case}: {place:?}"
             ));
-            let only_forth = ground.pair == Pair::OldToNew && place == Place::Destination;
+            let only_forth = ground.site.pair == Pair::OldToNew && place == Place::Destination;
             if only_forth {
                 ground.end()?;
             }

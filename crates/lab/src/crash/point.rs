@@ -102,7 +102,9 @@ const PLACES: &[(Step, &[&str])] = &[
         &[
             "s:before-record:began",
             "s:after-record:began",
+            "s:before-send:offer-disks",
             "s:before-send:offer",
+            "d:after-receipt:offer-disks",
             "d:after-receipt:offer",
             "d:before-record:began",
             "d:after-record:began",
@@ -123,6 +125,8 @@ const PLACES: &[(Step, &[&str])] = &[
     (
         Step::Stopped,
         &[
+            "s:before-send:list",
+            "d:after-receipt:list",
             "s:before-send:complete",
             "d:after-receipt:complete",
             "d:before-send:loaded",
@@ -230,10 +234,6 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:overruled",
             "d:before-send:status",
             "s:after-receipt:status",
-            "s:before-send:offer-disks",
-            "d:after-receipt:offer-disks",
-            "s:before-send:list",
-            "d:after-receipt:list",
             "d:before-send:missing",
             "s:after-receipt:missing",
             "d:before-send:want",
@@ -284,6 +284,13 @@ impl Point {
     /// Whether it is at a record.
     pub fn is_record(&self) -> bool {
         self.name.contains("-record:")
+    }
+
+    /// Whether it is passed only when disks move too.
+    pub fn needs_local_disks(&self) -> bool {
+        ["offer-disks", "list"]
+            .iter()
+            .any(|what| self.name.ends_with(&format!(":{what}")))
     }
 
     /// Whether it is passed only when both copies are compared.

@@ -213,7 +213,7 @@ fn meanwhile_early(case: &Case) -> Option<Meanwhile> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::{Kind, Pair};
+    use super::super::case::{Disks, Kind, Pair};
     use super::super::point::Point;
     use super::*;
 
@@ -227,6 +227,7 @@ mod tests {
                 pair: Pair::New,
                 locks: false,
                 back,
+                disks: Disks::Shared,
             },
             point,
         }

@@ -173,7 +173,9 @@ impl Trial<'_> {
             Step::Resuming => "20s",
             _ => "2s",
         };
+        let disks = self.case.kind.disks.name();
         let mut more = vec!["--patience", patience, "--downtime", DOWNTIME];
+        more.extend(["--disks", disks]);
         if self.case.compares() {
             more.push("--verify");
         }
@@ -234,7 +236,7 @@ impl Trial<'_> {
 
     /// Locks the disk as somebody else would, so that the destination's QEMU cannot have it.
     fn take_disk(&self) -> Result<File, LabError> {
-        let path = self.ground.disk()?;
+        let path = self.ground.disk.image(1 - self.source);
         let taking = || format!("lock {}", path.display());
         let file = File::options()
             .read(true)
@@ -465,7 +467,7 @@ impl Trial<'_> {
         if !clean {
             return Err(format!("left over: {}", left.unwrap_or_default()));
         }
-        Ok(())
+        self.ground.judge_disk(owner)
     }
 
     fn heard_only_from(&self, owner: usize) -> Result<(), Fault> {

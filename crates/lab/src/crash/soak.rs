@@ -1,6 +1,6 @@
 //! `lab soak`: one guest moves to and fro, with failures in between, and leaves nothing behind.
 
-use super::case::{Back, Case, Pair, universe};
+use super::case::{Back, Case, Pair, Site, universe};
 use super::cover::Random;
 use super::ground::{Ground, LIMIT};
 use super::predict::{Place, places};
@@ -65,15 +65,20 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
         _ => Pair::New,
     };
     // Without locks, as they could hide a second copy.
+    let site = Site {
+        pair,
+        locks: false,
+        local_disks: true,
+    };
     let cases: Vec<Case> = universe(&points()?)
         .into_iter()
-        .filter(|case| case.kind.pair == pair && !case.kind.locks && survives(case))
+        .filter(|case| case.kind.site() == site && survives(case))
         .collect();
     say(&format!(
         "soak: {} moves of one guest with QEMU {}, seed {seed}",
         options.moves, options.qemu
     ));
-    let mut ground = Ground::make(pair, false, seed)?;
+    let mut ground = Ground::make(site, seed)?;
     let mut random = Random::new(seed);
     let mut summary = Summary::default();
     for number in 1..=options.moves {
@@ -136,7 +141,8 @@ fn undisturbed(ground: &mut Ground) -> Result<Option<String>, LabError> {
     if let Err(fault) = ground.verify(&before) {
         return Ok(Some(fault));
     }
-    Ok(left_over(ground, Some(ground.at)))
+    let left = left_over(ground, Some(ground.at));
+    Ok(left.or_else(|| ground.judge_disk(Some(ground.at)).err()))
 }
 
 fn left_over(ground: &Ground, owner: Option<usize>) -> Option<String> {

@@ -227,15 +227,25 @@ impl History {
         if !wait_until(LIMIT, || !self.teller.is_connected()) {
             return Err(late("its channel did not end with its QEMU"));
         }
+        Ok(self.so_far())
+    }
+
+    /// The record with what the guest told so far. What it is doing may be on its disks or not.
+    pub fn so_far(&self) -> Record {
         let heard = self.teller.heard();
-        Ok(Record {
+        Record {
             done: heard.told.done,
             mask: heard.told.mask,
             quiet: heard.told.quiet,
             errors: heard.errors,
             first_error: heard.first_error,
-            ..self.record
-        })
+            ..self.record.clone()
+        }
+    }
+
+    /// Whether its guest is heard, or there may be more to hear.
+    pub fn is_connected(&self) -> bool {
+        self.teller.is_connected()
     }
 }
 

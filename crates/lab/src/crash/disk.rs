@@ -1,0 +1,210 @@
+//! The guest's disk: where each host has it, what the guest does to it, and whether it holds that.
+
+use crate::arena::Arena;
+use crate::error::{During, LabError};
+use crate::guest::Tiny;
+use crate::guest::disks::{DiskKind, LocalDisk};
+use crate::history::task::{History, Task, description};
+use crate::history::workload::Work;
+use crate::process::wait_until;
+use longhaul_protocol::guest::GuestDescription;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// Room for what a history scatters, and so little that a move takes a second.
+const BYTES: u64 = 8 << 20;
+const OPERATIONS_PER_S: u64 = 40;
+/// How long what was told before the guest stood still may be on its way.
+const TOLD_WITHIN: Duration = Duration::from_secs(20);
+
+/// One guest's disk.
+#[derive(Debug)]
+pub(super) struct GuestDisk {
+    /// By host; the same twice where both see it.
+    folders: [PathBuf; 2],
+    disk: LocalDisk,
+    history: History,
+    seed: u64,
+}
+
+impl GuestDisk {
+    /// The disk of the guest that is booted as number `boot`: a file of zeros, at the first host.
+    pub(super) fn make(folders: &[PathBuf; 2], boot: u32, seed: u64) -> Result<Self, LabError> {
+        let disk = disk(&folders[0], boot)?;
+        disk.create()?;
+        let seed = seed ^ u64::from(boot) << 32;
+        Ok(Self {
+            folders: folders.clone(),
+            history: History::new(&task(std::slice::from_ref(&disk), seed)),
+            disk,
+            seed,
+        })
+    }
+
+    fn is_local(&self) -> bool {
+        self.folders[0] != self.folders[1]
+    }
+
+    /// A guest with this disk.
+    pub(super) fn description(&self, tiny: &Tiny) -> GuestDescription {
+        let mut guest = description(tiny, std::slice::from_ref(&self.disk));
+        for disk in &mut guest.disks {
+            disk.shared = !self.is_local();
+        }
+        guest
+    }
+
+    /// Where a host has it.
+    pub(super) fn image(&self, host: usize) -> PathBuf {
+        let name = self.disk.path.file_name().unwrap_or_default();
+        self.folders[host].join(name)
+    }
+
+    /// Listens to the guest wherever it is going to be.
+    pub(super) fn listen(&self, socket: impl Fn(&str) -> PathBuf) -> Result<(), LabError> {
+        self.history.listen_beside(socket)
+    }
+
+    /// Lets a guest that is up write to it.
+    pub(super) fn begin(&self, arena: &mut Arena) -> Result<(), LabError> {
+        let task = task(std::slice::from_ref(&self.disk), self.seed);
+        self.history.begin_beside(arena, &task)
+    }
+
+    /// Judges it at a host, on which these are the guest's QEMUs: none where the guest has died.
+    /// Those stand still meanwhile.
+    pub(super) fn judge(&self, host: usize, qemus: &[i32]) -> Result<(), String> {
+        let stopped = Frozen::new(qemus).map_err(|error| error.to_string())?;
+        if qemus.is_empty() && !wait_until(TOLD_WITHIN, || !self.history.is_connected()) {
+            return Err("the guest is dead, and still heard".to_owned());
+        }
+        let mut verdict = Ok(());
+        // What it told last may not be heard yet; nothing else changes any more.
+        wait_until(TOLD_WITHIN, || {
+            verdict = self.verdict(host);
+            verdict.is_ok()
+        });
+        drop(stopped);
+        verdict
+    }
+
+    fn verdict(&self, host: usize) -> Result<(), String> {
+        let record = self.history.so_far();
+        if record.errors > 0 {
+            let first = record.first_error.unwrap_or_default();
+            return Err(format!(
+                "the guest found {} errors on its disk, the first: {first}",
+                record.errors
+            ));
+        }
+        let judged = record.judge(&self.folders[host]);
+        let judgement = judged.map_err(|error| error.to_string())?;
+        match judgement.findings.first() {
+            None => Ok(()),
+            Some(first) => Err(format!(
+                "WRITES LOST: {} of {} sectors are wrong at host {host} after {} operations of seed {}, first {first:?}",
+                judgement.wrong_sectors, judgement.sectors, record.done, self.seed
+            )),
+        }
+    }
+
+    /// The host that has it, where that is one.
+    pub(super) fn owner(&self) -> Result<usize, String> {
+        if !self.is_local() {
+            return Ok(0);
+        }
+        match [0, 1].map(|host| self.image(host).exists()) {
+            [true, false] => Ok(0),
+            [false, true] => Ok(1),
+            [false, false] => Err("no host has the guest's disk".to_owned()),
+            [true, true] => Err("both hosts have the guest's disk".to_owned()),
+        }
+    }
+}
+
+/// How a host's configuration names the disks of guests that are booted one after the other.
+pub(super) fn images(folder: &Path, boots: u32, locks: bool) -> Result<toml::Table, LabError> {
+    let mut images = toml::Table::new();
+    for boot in 1..=boots {
+        let disk = disk(folder, boot)?;
+        let path = disk.path.display().to_string();
+        let image = toml::Table::from_iter([
+            ("path".to_owned(), path.into()),
+            ("format".to_owned(), disk.kind.format.name().into()),
+            ("locks".to_owned(), locks.into()),
+        ]);
+        images.insert(disk.image, image.into());
+    }
+    Ok(toml::Table::from_iter([(
+        "images".to_owned(),
+        images.into(),
+    )]))
+}
+
+fn disk(folder: &Path, boot: u32) -> Result<LocalDisk, LabError> {
+    let kind: DiskKind = "raw,writeback".parse().map_err(LabError::Which)?;
+    Ok(LocalDisk {
+        image: format!("disk-{boot}"),
+        path: folder.join(format!("disk-{boot}.raw")),
+        bytes: BYTES,
+        kind,
+    })
+}
+
+fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
+    let work = Work {
+        operations_per_s: OPERATIONS_PER_S,
+        ..Work::default()
+    };
+    Task {
+        disks,
+        seed,
+        depth: 4,
+        work,
+    }
+}
+
+/// Processes that stand still for as long as this is there.
+struct Frozen(Vec<Pid>);
+
+impl Frozen {
+    fn new(pids: &[i32]) -> Result<Self, LabError> {
+        let frozen = Self(pids.iter().map(|pid| Pid::from_raw(*pid)).collect());
+        for pid in &frozen.0 {
+            kill(*pid, Signal::SIGSTOP)
+                .map_err(std::io::Error::from)
+                .during(|| format!("stop process {pid}"))?;
+        }
+        // A thread that is writing ends that first.
+        let stand_still = || pids.iter().all(|pid| stands_still(*pid));
+        match wait_until(TOLD_WITHIN, stand_still) {
+            true => Ok(frozen),
+            false => Err(LabError::Which(format!("{pids:?} do not stand still"))),
+        }
+    }
+}
+
+impl Drop for Frozen {
+    fn drop(&mut self) {
+        for pid in &self.0 {
+            // One that is gone needs nothing.
+            let _ = kill(*pid, Signal::SIGCONT);
+        }
+    }
+}
+
+/// Whether every thread of a process is stopped.
+fn stands_still(pid: i32) -> bool {
+    let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
+        return true;
+    };
+    threads.flatten().all(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+        // The name before it may hold anything.
+        let state = stat.rsplit_once(") ").map(|(_, rest)| rest.chars().next());
+        matches!(state, None | Some(Some('T' | 't' | 'Z' | 'X')))
+    })
+}
