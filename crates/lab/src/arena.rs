@@ -169,18 +169,7 @@ impl Arena {
 
     /// Fills the arena and starts to rewrite it.
     pub fn start(&mut self, workload: &Workload, limit: Duration) -> Result<u64, ArenaError> {
-        self.start_with_disk(workload, 0, limit)
-    }
-
-    /// As [`Self::start`], and writes to the guest's first disk, so many sectors per second.
-    pub fn start_with_disk(
-        &mut self,
-        workload: &Workload,
-        disk_writes_per_s: u64,
-        limit: Duration,
-    ) -> Result<u64, ArenaError> {
-        let mut command = start_command(workload);
-        command["disk_writes_per_s"] = json!(disk_writes_per_s);
+        let command = start_command(workload);
         let answer = self.ask(command, limit)?;
         Ok(answer.get("pages").and_then(Value::as_u64).unwrap_or(0))
     }

@@ -4,7 +4,6 @@
 //! Run as process 1 it is the whole of the `tiny` guest; in other guests it is a service.
 
 mod content;
-mod disk;
 mod init;
 mod json;
 mod load;
@@ -116,7 +115,6 @@ fn planned(mut plan: Plan, object: &Object) -> Result<Plan, String> {
         ("write_bytes", &mut plan.write_bytes),
         ("verify_pages_per_s", &mut plan.verify_pages_per_s),
         ("writers", &mut plan.writers),
-        ("disk_writes_per_s", &mut plan.disk_writes_per_s),
         ("seed", &mut plan.seed),
     ] {
         if let Some(number) = object.number(key) {

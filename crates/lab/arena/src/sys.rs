@@ -10,8 +10,6 @@ const MODULE_INIT_COMPRESSED_FILE: c_int = 4;
 
 /// Flag of `open` that makes reads and writes return at once.
 pub(crate) const O_NONBLOCK: i32 = 0o4000;
-/// Flag of `open` that goes past the page cache.
-pub(crate) const O_DIRECT: i32 = 0o40000;
 
 #[expect(unsafe_code, reason = "declares two functions of the C library")]
 // SAFETY: the signatures are those of the C library on 64-bit Linux.

@@ -1,8 +1,7 @@
 //! The threads that write and verify pages, and the counters that they keep.
 
 use crate::content::{Content, Random};
-use crate::disk::{self, Disk};
-use crate::page::{Mismatch, PAGE_BYTES};
+use crate::page::PAGE_BYTES;
 use crate::pages::{Fault, Pages};
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -31,8 +30,6 @@ pub(crate) struct Plan {
     /// Pages verified per second in turn, for ever.
     pub(crate) verify_pages_per_s: u64,
     pub(crate) writers: u64,
-    /// Sectors written to the disk per second; 0: the disk is left alone.
-    pub(crate) disk_writes_per_s: u64,
     pub(crate) seed: u64,
 }
 
@@ -48,7 +45,6 @@ impl Default for Plan {
             write_bytes: 512,
             verify_pages_per_s: 1000,
             writers: 1,
-            disk_writes_per_s: 0,
             seed: 1,
         }
     }
@@ -158,33 +154,8 @@ fn run(plan: &Plan, id: u64, shared: &Shared, verify_id: &AtomicU64) {
             let pages = &pages;
             scope.spawn(move || write(pages, plan, number, shared));
         }
-        if plan.disk_writes_per_s > 0 {
-            scope.spawn(|| write_disk(plan, shared));
-        }
         verify(&pages, plan, shared, verify_id);
     });
-}
-
-fn write_disk(plan: &Plan, shared: &Shared) {
-    let mut disk = match Disk::open(disk::PATH, plan.seed) {
-        Ok(disk) => disk,
-        Err(error) => {
-            let mismatch = Mismatch {
-                expected: format!("{} can be opened", disk::PATH),
-                found: error.to_string(),
-            };
-            return shared.count_fault(Fault { page: 0, mismatch });
-        }
-    };
-    let mut pace = Pace::new();
-    while !shared.stopped() {
-        for _ in 0..pace.due(plan.disk_writes_per_s as f64) {
-            if let Err(fault) = disk.step() {
-                shared.count_fault(fault);
-            }
-        }
-        thread::sleep(TICK);
-    }
 }
 
 fn write(pages: &Pages, plan: &Plan, number: u64, shared: &Shared) {
