@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench crash-matrix chaos fuzz install build format checks clippy unit model e2e
+.PHONY: help demo test bench crash-matrix chaos fuzz install build format checks clippy tests unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -60,30 +60,34 @@ build: ## build the release binaries: target/release/longhaul and target/release
 	@echo "== building Longhaul and its laboratory (the first time: some minutes)"
 	$(CARGO) build --release --workspace --locked
 
-# The steps of `make test`, the quick ones first. All that is built is built once, in the release
-# profile (with overflow checks), for the same set of packages.
+# The steps of `make test`, the quick ones first. All that is built is built once, in the profile
+# `tests` (Cargo.toml), for the same packages with the same features.
 format: ## is the code formatted?
 	@echo "== formatting"
 	@$(CARGO) fmt --all --check || { echo "To mend it: cargo fmt --all" >&2; exit 1; }
 
 checks: ## the workspace's own checks: cores without I/O, dependencies, documents
 	@echo "== workspace checks"
-	@checks/run --release
+	@checks/run --profile tests
 
 clippy: ## lints, warnings denied
 	@echo "== lints"
-	$(CARGO) clippy --release --workspace --all-targets --locked -- -D warnings
+	$(CARGO) clippy --profile tests --workspace --all-targets --locked -- -D warnings
 
-unit: build ## unit and documentation tests
+tests: ## build all tests and what they run: target/tests
+	@echo "== building the tests, and what they run (the first time: ten minutes)"
+	$(CARGO) build --profile tests --workspace --locked --lib --bins --tests
+
+unit: tests ## unit and documentation tests
 	@echo "== unit tests"
-	$(CARGO) test --release --workspace --locked --lib --bins
-	$(CARGO) test --release --workspace --locked --doc
+	$(CARGO) test --profile tests --workspace --locked --lib --bins
+	$(CARGO) test --profile tests --workspace --locked --doc
 
-model: build ## explore the hand-over in every order of events (half a minute; deeper: target/release/model --deep)
+model: tests ## explore the hand-over in every order of events (half a minute; deeper: target/tests/model --deep)
 	@echo "== model of the hand-over"
-	target/release/model
+	target/tests/model
 
-e2e: build ## integration tests, and moves of real guests between emulated hosts (needs root)
+e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
 	@echo "== integration and end-to-end tests"
 	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
-	$(CARGO) test --release --workspace --locked --test '*'
+	$(CARGO) test --profile tests --workspace --locked --test '*' --no-fail-fast
