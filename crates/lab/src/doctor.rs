@@ -62,6 +62,12 @@ pub fn examine() -> (String, bool) {
         program("mke2fs", "makes that guest's disk", Need::More),
         program("qemu-io", "talks to the disk server in tests", Need::More),
         program("nbdcopy", "talks to the disk server in tests", Need::More),
+        unpacked(
+            "QEMU guest agent",
+            "guest-agent/usr/sbin/qemu-ga",
+            "--version",
+        ),
+        unpacked("S3 server", "s3/rclone", "version"),
         program("git", "names the commit in benches' documents", Need::More),
     ];
     report(&findings)
@@ -189,6 +195,16 @@ fn kernel() -> Finding {
         Err(error) => Err((error.to_string(), "sudo scripts/install lab")),
     };
     finding("guests' kernel", Need::Demo, state)
+}
+
+/// A program for one test, which was unpacked beside the QEMUs.
+fn unpacked(what: &'static str, path: &str, version: &str) -> Finding {
+    let path = installed::folder().join(path);
+    let state = match run(Command::new(&path).arg(version)) {
+        Ok(_) => Ok(format!("{} (for a test)", path.display())),
+        Err(error) => Err((format!("{error} (for a test)"), "sudo scripts/install lab")),
+    };
+    finding(what, Need::More, state)
 }
 
 /// Never missing: without KVM guests are slower, and the agent finds out whether KVM really works.
