@@ -11,8 +11,8 @@
 use crate::compress::{Decompressor, Method, scratch};
 use crate::frame::{
     COMPRESSION_LONG, COMPRESSION_LONG_BEGINS, COMPRESSION_LZ4, COMPRESSION_RAW, COMPRESSION_ZSTD,
-    Entry, FRAME_VERSION, HEADER_BYTES, Header, KIND_DELTA, KIND_DUPLICATE, KIND_LITERAL,
-    KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind, ORDER_BYTES,
+    Entry, FRAME_VERSION, HEADER_BYTES, Header, KIND_DELTA, KIND_DUPLICATE, KIND_KEPT,
+    KIND_LITERAL, KIND_REFERENCE, KIND_SHARED, KIND_ZERO, Kind, ORDER_BYTES,
 };
 use crate::{BlockId, Digest, DigestKey, Hasher, delta};
 use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
@@ -65,6 +65,17 @@ pub trait BlockSink {
         id: BlockId,
         content: &mut [u8; BLOCK_SIZE],
     ) -> bool;
+
+    /// Reads what was kept from before and may have this digest: of this very block, or anywhere; false
+    /// where nothing was.
+    fn read_kept(
+        &mut self,
+        _id: BlockId,
+        _digest: &Digest,
+        _content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
+        false
+    }
 
     /// Applies all that a frame brings, in order, as version `seq`; called once a frame, and not
     /// at all when there is nothing to apply.
@@ -370,7 +381,7 @@ impl<'a> Parsed<'a> {
                     )?;
                 }
                 // Where another guest ends is found out when it is read.
-                Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } => {}
+                Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } | Kind::Kept => {}
             }
             entries.push(parsed);
         }
@@ -533,6 +544,10 @@ impl<'a> Reader<'a> {
                 digests = self.digests(count)?;
                 Kind::Delta
             }
+            KIND_KEPT => {
+                digests = self.digests(count)?;
+                Kind::Kept
+            }
             other => return Err(FrameError::Kind(other)),
         };
         let entry = Entry {
@@ -617,10 +632,20 @@ struct Applying {
     rejected: Vec<(RegionId, BlockRange)>,
 }
 
+/// Whose block is to be read.
+#[derive(Debug, Clone, Copy)]
+enum Holder {
+    /// The guest itself has it.
+    Guest,
+    /// Another guest, of that migration.
+    Other(MigrationId),
+    /// Nobody: it was kept from before.
+    Kept,
+}
+
 /// A block that is to be read at the destination.
 struct Reference {
-    /// The migration of the guest that holds it, where it is another one.
-    migration: Option<MigrationId>,
+    holder: Holder,
     source: BlockId,
     digest: Digest,
     /// Which of the frame's deltas makes the new content of it; without one it is that itself.
@@ -653,7 +678,7 @@ impl Applying {
                             region,
                             block: start + index as u64,
                         };
-                        self.refer(None, source, digests[index], None)
+                        self.refer(Holder::Guest, source, digests[index], None)
                     }
                     Kind::Shared {
                         migration,
@@ -664,11 +689,15 @@ impl Applying {
                             region,
                             block: start + index as u64,
                         };
-                        self.refer(Some(migration), source, digests[index], None)
+                        self.refer(Holder::Other(migration), source, digests[index], None)
+                    }
+                    Kind::Kept => {
+                        let source = BlockId { region, block };
+                        self.refer(Holder::Kept, source, digests[index], None)
                     }
                     Kind::Delta => {
                         let source = BlockId { region, block };
-                        self.refer(None, source, digests[index], Some(delta + index))
+                        self.refer(Holder::Guest, source, digests[index], Some(delta + index))
                     }
                 };
                 match self.wanted.last_mut() {
@@ -682,13 +711,13 @@ impl Applying {
 
     fn refer(
         &mut self,
-        migration: Option<MigrationId>,
+        holder: Holder,
         source: BlockId,
         digest: [u8; DIGEST_BYTES],
         delta: Option<usize>,
     ) -> Place {
         self.references.push(Reference {
-            migration,
+            holder,
             source,
             digest: Digest(digest),
             delta,
@@ -710,9 +739,10 @@ impl Applying {
         }
         let contents = &mut contents[..self.references.len()];
         for (reference, content) in self.references.iter_mut().zip(contents.iter_mut()) {
-            reference.holds = match reference.migration {
-                None => sink.read(reference.source, content),
-                Some(migration) => sink.read_shared(migration, reference.source, content),
+            reference.holds = match reference.holder {
+                Holder::Guest => sink.read(reference.source, content),
+                Holder::Other(migration) => sink.read_shared(migration, reference.source, content),
+                Holder::Kept => sink.read_kept(reference.source, &reference.digest, content),
             };
             if let Some(delta) = reference.delta {
                 delta::apply(content, deltas[delta]);

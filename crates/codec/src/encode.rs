@@ -49,6 +49,12 @@ pub enum Decision {
         /// The content's digest, made with the key that both migrations have.
         digest: Digest,
     },
+    /// That it has this content, which the destination may have kept from before, in this very block or
+    /// anywhere; it compares what it finds.
+    Kept {
+        /// The content's digest.
+        digest: Digest,
+    },
     /// Its content, or which earlier literal of the frame is the same.
     Literal {
         /// The content's digest.
@@ -282,6 +288,11 @@ impl Encoder {
                 self.entries.push(id, kind);
                 self.entries.digests.extend_from_slice(&digest.0);
             }
+            Decision::Kept { digest } => {
+                self.versions.sent(id, &digest, &content[index]);
+                self.entries.push(id, Kind::Kept);
+                self.entries.digests.extend_from_slice(&digest.0);
+            }
             Decision::Literal { digest } => {
                 self.versions.sent(id, &digest, &content[index]);
                 self.add_content(id, index, content, &digest, counts);
@@ -342,7 +353,7 @@ struct Entries {
     bytes: Vec<u8>,
     count: u16,
     open: Option<Entry>,
-    /// Digests of the open entry, if it is a reference or a delta.
+    /// Digests of the open entry, if it has any.
     digests: Vec<u8>,
 }
 

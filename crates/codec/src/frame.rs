@@ -24,6 +24,7 @@ pub(crate) const KIND_DUPLICATE: u8 = 2;
 pub(crate) const KIND_REFERENCE: u8 = 3;
 pub(crate) const KIND_DELTA: u8 = 4;
 pub(crate) const KIND_SHARED: u8 = 5;
+pub(crate) const KIND_KEPT: u8 = 6;
 
 /// What stands before the entries of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +96,8 @@ pub(crate) enum Kind {
         region: RegionId,
         start: u64,
     },
+    /// What the destination has kept from before; a digest for each follows.
+    Kept,
     /// The next deltas of the payload, against what the destination holds in these very blocks;
     /// a digest of that follows for each.
     Delta,
@@ -115,7 +118,8 @@ impl Entry {
         let continues = match (self.kind, kind) {
             (Kind::Zero, Kind::Zero)
             | (Kind::Literal, Kind::Literal)
-            | (Kind::Delta, Kind::Delta) => true,
+            | (Kind::Delta, Kind::Delta)
+            | (Kind::Kept, Kind::Kept) => true,
             (Kind::Duplicate { literal: first }, Kind::Duplicate { literal }) => {
                 first.checked_add(count) == Some(literal)
             }
@@ -151,7 +155,7 @@ impl Entry {
         false
     }
 
-    /// Appends the entry, without the digests of a reference or delta.
+    /// Appends the entry, without the digests that follow it.
     pub(crate) fn write(&self, bytes: &mut Vec<u8>) {
         bytes.push(match self.kind {
             Kind::Zero => KIND_ZERO,
@@ -160,12 +164,13 @@ impl Entry {
             Kind::Reference { .. } => KIND_REFERENCE,
             Kind::Delta => KIND_DELTA,
             Kind::Shared { .. } => KIND_SHARED,
+            Kind::Kept => KIND_KEPT,
         });
         write_varint(bytes, u64::from(self.region.0));
         write_varint(bytes, self.range.start);
         write_varint(bytes, self.range.count);
         match self.kind {
-            Kind::Zero | Kind::Literal | Kind::Delta => {}
+            Kind::Zero | Kind::Literal | Kind::Delta | Kind::Kept => {}
             Kind::Duplicate { literal } => write_varint(bytes, literal),
             Kind::Reference { region, start } => {
                 write_varint(bytes, u64::from(region.0));

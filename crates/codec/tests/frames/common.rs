@@ -20,6 +20,8 @@ pub(crate) struct MemorySink {
     pub(crate) unreadable: Option<BlockId>,
     /// What other guests hold here.
     pub(crate) shared: BTreeMap<(MigrationId, BlockId), Block>,
+    /// What was kept from before.
+    pub(crate) kept: BTreeMap<BlockId, Block>,
     pub(crate) applies: usize,
     pub(crate) writes: usize,
     pub(crate) fails: bool,
@@ -31,6 +33,7 @@ impl MemorySink {
             blocks: BTreeMap::new(),
             unreadable: None,
             shared: BTreeMap::new(),
+            kept: BTreeMap::new(),
             applies: 0,
             writes: 0,
             fails: false,
@@ -72,6 +75,11 @@ impl BlockSink for MemorySink {
     fn read_shared(&mut self, migration: MigrationId, id: BlockId, content: &mut Block) -> bool {
         let shared = self.shared.get(&(migration, id));
         shared.map(|held| *content = *held).is_some()
+    }
+
+    fn read_kept(&mut self, id: BlockId, _: &Digest, content: &mut Block) -> bool {
+        let kept = self.kept.get(&id);
+        kept.map(|kept| *content = *kept).is_some()
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {

@@ -222,6 +222,27 @@ fn what_another_guest_holds_is_taken_where_it_holds() {
     assert_eq!(sink.content(id(0, 3)), text(3));
 }
 
+#[test]
+fn what_was_kept_is_taken_where_it_is_still_the_same() {
+    let mut sink = MemorySink::new();
+    sink.kept.insert(id(0, 0), text(0));
+    sink.kept.insert(id(0, 1), noise(1));
+    sink.kept.insert(id(0, 3), text(3));
+    let kept = |block| Decision::Kept {
+        digest: digest(&text(block)),
+    };
+    let blocks: Vec<_> = (0..4)
+        .map(|block| (id(0, block), text(block), kept(block)))
+        .collect();
+    let frame = encode(1, &blocks, Compression::Zstd(1));
+    assert_eq!(frame.bytes.len(), 20 + 4 + 4 * 16, "one entry");
+    let outcome = decode(&frame.bytes, &mut sink).unwrap();
+    let rejected = vec![(RegionId(0), BlockRange::new(1, 2))];
+    assert_eq!((outcome.applied, outcome.rejected), (2, rejected));
+    assert_eq!(sink.content(id(0, 3)), text(3));
+    assert_eq!(sink.content(id(0, 1)), [0; BLOCK_SIZE]);
+}
+
 /// Content, and the same with another word; the digests of both.
 fn changed(seed: u64, word: usize) -> (Block, Decision) {
     let mut content = text(seed);

@@ -28,8 +28,8 @@ fn example(name: &str) -> Vec<u8> {
         .collect()
 }
 
-/// A destination whose block 300 of region 0 holds stars, as does block 16 of another guest's; it
-/// notes what is applied.
+/// A destination whose block 300 of region 0 holds stars, as does block 16 of another guest's, and what it
+/// kept of block 7 of region 1; it notes what is applied.
 #[derive(Default)]
 struct Notes {
     writes: Vec<(u16, BlockRange, Option<Vec<u8>>)>,
@@ -54,6 +54,11 @@ impl BlockSink for Notes {
     fn read_shared(&mut self, of: MigrationId, source: BlockId, content: &mut Block) -> bool {
         *content = STARS;
         (of, source) == (OTHER, id(0, 16))
+    }
+
+    fn read_kept(&mut self, source: BlockId, of: &Digest, content: &mut Block) -> bool {
+        *content = STARS;
+        source == id(1, 7) && *of == digest(&STARS)
     }
 
     fn apply(&mut self, _: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error> {
@@ -124,6 +129,20 @@ fn shared() {
     assert_eq!(ours, frame);
     let (outcome, notes) = decode(&frame);
     assert_eq!((outcome.seq, outcome.applied), (263, 1));
+    let stars = Some(STARS.to_vec());
+    assert_eq!(notes.writes, [(1, BlockRange::new(7, 1), stars)]);
+}
+
+#[test]
+fn kept() {
+    let frame = example("kept");
+    let kept = Decision::Kept {
+        digest: digest(&STARS),
+    };
+    let ours = encode(264, &[(id(1, 7), STARS, kept)], Compression::Raw).bytes;
+    assert_eq!(ours, frame);
+    let (outcome, notes) = decode(&frame);
+    assert_eq!((outcome.seq, outcome.applied), (264, 1));
     let stars = Some(STARS.to_vec());
     assert_eq!(notes.writes, [(1, BlockRange::new(7, 1), stars)]);
 }
