@@ -1,7 +1,8 @@
-//! Finds a block of the destination by its content, in about 5 bytes a block.
+//! Finds a block of the destination by its content.
 //!
-//! A cache: an entry names a block, never a digest, and is only believed after the caller has
-//! compared the digest that it keeps for that block. So entries may be stale, or pushed out.
+//! Caches: entries may be stale, or pushed out. Where digests are kept of a region's blocks, an entry
+//! of [`ContentIndex`] is 4 bytes, and only believed after the caller has compared the digest. Of disks none are kept:
+//! an entry of [`TaggedIndex`] has 32 bits of the digest beside it, and it is the destination that compares.
 
 use longhaul_codec::Digest;
 
@@ -53,9 +54,129 @@ impl ContentIndex {
     }
 }
 
+/// Slots of a [`TaggedIndex`] at most: 16 MiB, for 8 GiB of content.
+const TAGGED_MAX: usize = 1 << 21;
+
+/// A block, counted from 1, and what tells its content from others of its bucket; 0 is an empty slot.
+#[derive(Debug, Clone, Copy, Default)]
+struct Tagged {
+    tag: u32,
+    block: u32,
+}
+
+/// Block numbers by digest, for blocks whose digests are not kept: 8 bytes each.
+#[derive(Debug, Default)]
+pub(crate) struct TaggedIndex {
+    slots: Vec<Tagged>,
+}
+
+impl TaggedIndex {
+    /// Whether it has room for anything.
+    pub(crate) fn is_open(&self) -> bool {
+        !self.slots.is_empty()
+    }
+
+    /// Makes room for that many blocks, or as many as it may have.
+    pub(crate) fn open(&mut self, blocks: u64) {
+        let wanted = usize::try_from(blocks + blocks / 4).unwrap_or(usize::MAX);
+        let slots = wanted.clamp(WAYS, TAGGED_MAX).next_power_of_two();
+        self.slots = vec![Tagged::default(); slots];
+    }
+
+    /// The first slot of a digest's bucket, and its tag.
+    fn place(&self, digest: &Digest) -> (usize, u32) {
+        let [low, tag, ..] = *digest.0.as_chunks::<4>().0 else {
+            return (0, 0);
+        };
+        let buckets = (self.slots.len() / WAYS).max(1);
+        let bucket = u32::from_le_bytes(low) as usize & (buckets - 1);
+        (bucket * WAYS, u32::from_le_bytes(tag))
+    }
+
+    /// A block that probably had this content when it was noted, if `fits` says that it will do.
+    pub(crate) fn find(&self, digest: &Digest, fits: impl Fn(u32) -> bool) -> Option<u32> {
+        let (bucket, tag) = self.place(digest);
+        let slots = self.slots.get(bucket..bucket + WAYS)?;
+        let same = slots
+            .iter()
+            .filter(|slot| slot.block > 0 && slot.tag == tag);
+        let mut blocks = same.map(|slot| slot.block - 1);
+        blocks.find(|block| fits(*block))
+    }
+
+    /// Notes that a block has this content; `stays` says whether another one that had it still does.
+    pub(crate) fn insert(&mut self, digest: &Digest, block: u32, stays: impl Fn(u32) -> bool) {
+        let (bucket, tag) = self.place(digest);
+        let Some(slots) = self.slots.get_mut(bucket..bucket + WAYS) else {
+            return;
+        };
+        let new = Tagged {
+            tag,
+            block: block.saturating_add(1),
+        };
+        let same = slots
+            .iter_mut()
+            .find(|slot| slot.block > 0 && slot.tag == tag);
+        if let Some(same) = same {
+            if !stays(same.block - 1) {
+                *same = new;
+            }
+            return;
+        }
+        let free = slots
+            .iter()
+            .position(|slot| slot.block == 0 || slot.block == new.block);
+        slots[free.unwrap_or(usize::from(digest.0[8]) % WAYS)] = new;
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn digest(n: u64) -> Digest {
+        let mut bytes = [0; 16];
+        bytes[..8].copy_from_slice(&n.wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes());
+        bytes[8] = n as u8;
+        Digest(bytes)
+    }
+
+    #[test]
+    fn a_tagged_block_is_found_until_another_takes_its_place() {
+        let mut index = TaggedIndex::default();
+        index.insert(&digest(1), 7, |_| true);
+        assert_eq!(
+            index.find(&digest(1), |_| true),
+            None,
+            "there is no room yet"
+        );
+        index.open(100);
+        index.insert(&digest(1), 0, |_| true);
+        assert_eq!(index.find(&digest(1), |_| true), Some(0));
+        assert_eq!(index.find(&digest(1), |_| false), None);
+        assert_eq!(index.find(&digest(2), |_| true), None);
+        index.insert(&digest(1), 9, |_| true);
+        assert_eq!(
+            index.find(&digest(1), |_| true),
+            Some(0),
+            "which still has it"
+        );
+        index.insert(&digest(1), 9, |block| block != 0);
+        assert_eq!(index.find(&digest(1), |_| true), Some(9));
+    }
+
+    #[test]
+    fn a_tagged_index_never_grows() {
+        let mut index = TaggedIndex::default();
+        index.open(u64::MAX / 2);
+        assert_eq!(index.slots.len(), TAGGED_MAX);
+        index.open(1000);
+        let size = index.slots.len();
+        (0..20_000).for_each(|n| index.insert(&digest(n), n as u32, |_| true));
+        assert_eq!(index.slots.len(), size);
+        let found = |n: &u64| index.find(&digest(*n), |_| true) == Some(*n as u32);
+        assert!((0..20_000).filter(found).count() > size * 3 / 4);
+    }
 
     #[test]
     fn a_confirmed_block_is_found_and_a_stale_one_is_not() {

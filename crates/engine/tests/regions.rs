@@ -1,7 +1,7 @@
 //! Regions that differ, on one link: what the stop waits for, what goes first, and what the drain does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use longhaul_codec::{Digest, Staged};
+use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_engine::remaining::Remaining;
 use longhaul_engine::source::{Advice, Answer, Batch, Link, Source, SourceError, Unseen, WriteId};
 use longhaul_engine::stop::{StopReason, Wish};
@@ -323,4 +323,181 @@ fn holes_do_not_travel_where_the_disk_starts_as_zero() {
     source.hole(DISK, BlockRange::new(0, 64)).unwrap();
     settle(&mut source);
     assert_eq!(source.sent().blocks(), 256 + 400);
+}
+
+/// Takes a frame, of which each block has the content of that number, and says how they travel.
+fn take_with(source: &mut Source, content: impl Fn(BlockId) -> u64) -> (Batch, Vec<Decision>) {
+    let batch = source.take(16).unwrap().unwrap();
+    let staged = |id: &BlockId| {
+        let mut digest = [0; 16];
+        let number = content(*id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        digest[..8].copy_from_slice(&number.to_le_bytes());
+        Staged::Content(Digest(digest))
+    };
+    let staged: Vec<Staged> = batch.blocks.iter().map(staged).collect();
+    let decisions = source.decide(&batch, &staged);
+    source.encoded(&batch, Some(100));
+    (batch, decisions)
+}
+
+fn means(decision: &Decision) -> Option<BlockId> {
+    match decision {
+        Decision::Reference { source, .. } => Some(*source),
+        _ => None,
+    }
+}
+
+fn of_disk(block: u64) -> BlockId {
+    BlockId {
+        region: DISK,
+        block,
+    }
+}
+
+/// A guest whose disk has content 1, 2, ... and has been sent; its memory has not.
+fn disk_sent(strategy: Strategy) -> Source {
+    let mut source = source(strategy, 128);
+    for _ in 0..8 {
+        let (batch, decisions) = take_with(&mut source, |id| id.block + 1);
+        assert!(batch.blocks.iter().all(|id| id.region == DISK));
+        assert!(decisions.iter().all(|decision| means(decision).is_none()));
+        acknowledge(&mut source, &batch);
+    }
+    assert_eq!(source.advise(MS), Advice::Send, "memory");
+    source
+}
+
+#[test]
+fn a_page_that_is_on_the_disk_travels_as_a_reference_to_it() {
+    for strategy in [Strategy::PRECOPY, Strategy::MIRROR] {
+        let mut source = disk_sent(strategy);
+        let (batch, decisions) = take_with(&mut source, |id| id.block + 5);
+        assert!(batch.blocks.iter().all(|id| id.region == MEMORY));
+        for (id, decision) in batch.blocks.iter().zip(&decisions) {
+            assert_eq!(means(decision), Some(of_disk(id.block + 4)));
+        }
+        // It is not overwritten there before that has arrived.
+        write(&mut source, 4, 1);
+        source.pass_started(MS * 100, false);
+        for _ in 0..15 {
+            let (next, _) = take_with(&mut source, |_| 1000);
+            assert!(!next.blocks.contains(&of_disk(4)));
+            acknowledge(&mut source, &next);
+        }
+        assert!(source.take(16).unwrap().is_none());
+        acknowledge(&mut source, &batch);
+        let (next, _) = take_with(&mut source, |_| 1001);
+        assert_eq!(next.blocks, [of_disk(4)]);
+    }
+}
+
+#[test]
+fn a_block_that_is_in_memory_or_on_the_disk_travels_as_a_reference() {
+    let mut source = disk_sent(Strategy::PRECOPY);
+    while source.advise(MS) == Advice::Send {
+        let (batch, _) = take_with(&mut source, |id| id.block + 1_000_000);
+        acknowledge(&mut source, &batch);
+    }
+    write(&mut source, 0, 3);
+    source.pass_started(MS * 100, false);
+    let content = |id: BlockId| [1_000_007, 100, 7777][id.block as usize];
+    let (batch, decisions) = take_with(&mut source, content);
+    assert_eq!(batch.blocks, [0, 1, 2].map(of_disk));
+    let in_memory = BlockId {
+        region: MEMORY,
+        block: 7,
+    };
+    let meant: Vec<_> = decisions.iter().map(means).collect();
+    assert_eq!(meant, [Some(in_memory), Some(of_disk(99)), None]);
+}
+
+#[test]
+fn at_a_standstill_only_what_was_never_written_is_meant() {
+    let mut source = disk_sent(Strategy::PRECOPY);
+    write(&mut source, 70, 1);
+    source.frozen();
+    let mut seen = 0;
+    while let Advice::Send = source.advise(MS) {
+        let (batch, decisions) = take_with(&mut source, |id| id.block % 128 + 1);
+        for (id, decision) in batch.blocks.iter().zip(&decisions) {
+            let expected = (id.block % 128 < 64).then(|| of_disk(id.block % 128));
+            if id.region == MEMORY && id.block < 128 {
+                assert_eq!(means(decision), expected, "{id:?}");
+                seen += 1;
+            }
+        }
+        acknowledge(&mut source, &batch);
+    }
+    assert_eq!(seen, 128);
+}
+
+#[test]
+fn disks_are_left_out_where_nobody_wants_them_read_back() {
+    let mut source = source(Strategy::PRECOPY, 128);
+    source.use_disk_references(false);
+    for _ in 0..8 {
+        let (batch, _) = take_with(&mut source, |id| id.block + 1);
+        acknowledge(&mut source, &batch);
+    }
+    let (_, decisions) = take_with(&mut source, |id| id.block + 5);
+    assert!(decisions.iter().all(|decision| means(decision).is_none()));
+}
+
+/// Sends all there is, of which a digest alone is enough for those blocks; how many were named that way, and
+/// for nothing.
+fn send_kept(source: &mut Source, keeps: impl Fn(BlockId) -> bool) -> (usize, usize) {
+    let (mut named, mut for_nothing) = (0, 0);
+    while source.advise(MS) == Advice::Send {
+        let (batch, decisions) = take_with(source, |id| id.block + 1);
+        let kept = batch.blocks.iter().zip(&decisions);
+        let kept = kept.filter(|(_, decision)| matches!(decision, Decision::Kept { .. }));
+        let kept: Vec<BlockId> = kept.map(|(id, _)| *id).collect();
+        let missing = kept.iter().filter(|id| !keeps(**id));
+        let rejected: Vec<_> = missing
+            .map(|id| (id.region, BlockRange::new(id.block, 1)))
+            .collect();
+        named += kept.len();
+        for_nothing += rejected.len();
+        let message = Acknowledgement {
+            applied: vec![(batch.seq, 1)],
+            rejected,
+        };
+        source.acknowledged(&message).unwrap();
+    }
+    (named, for_nothing)
+}
+
+#[test]
+fn what_the_destination_kept_is_named_and_what_it_did_not_comes_whole() {
+    for strategy in [Strategy::PRECOPY, Strategy::MIRROR] {
+        let mut source = source(strategy, 1000);
+        source.kept(DISK).unwrap();
+        // Not what the guest has just written.
+        write(&mut source, 0, 10);
+        let sent = send_kept(&mut source, |id| id.block % 10 > 0);
+        // A pre-copy hears of that with the next pass.
+        let expected = match strategy.name {
+            "precopy" => (1000, 100),
+            _ => (1000 - 64, 93),
+        };
+        assert_eq!(sent, expected, "{}", strategy.name);
+        let (named, for_nothing) = (sent.0 as u64, sent.1 as u64);
+        assert_eq!(source.sent().kept_blocks, named - for_nothing);
+        let literal = source.sent().literal_blocks;
+        assert!(literal >= 1000 - named + for_nothing, "{literal}");
+        assert!(source.kept(RegionId(2)).is_err());
+    }
+}
+
+#[test]
+fn what_is_not_kept_is_soon_not_asked_for_any_more() {
+    let mut source = source(Strategy::PRECOPY, 200_000);
+    source.kept(DISK).unwrap();
+    let (named, for_nothing) = send_kept(&mut source, |_| false);
+    assert_eq!(named, for_nothing);
+    assert!((4096..4200).contains(&named), "{named}");
+    assert_eq!(source.pending_blocks(), 0);
+    source.frozen();
+    source.closed();
+    assert_eq!(source.advise(MS), Advice::Complete);
 }

@@ -40,6 +40,9 @@ impl Class {
 /// A block written in this many passes running is hot.
 const STREAK_HOT: u8 = 2;
 
+/// Chunks of which single blocks are remembered so that references may mean them: 12 MiB.
+const PAGES_MEANT_MAX: usize = 1 << 13;
+
 /// How it is found what is written often.
 #[derive(Debug)]
 enum Heat {
@@ -372,7 +375,13 @@ impl BlockMap {
     pub(crate) fn can_be_meant(&self, index: usize, overtake: bool) -> bool {
         let block = self.records.get(index);
         let stays = block.flags & IN_FLIGHT == 0 && !(overtake && self.is_pending(index));
-        stays && block.pins < u8::MAX
+        let has_page = self.records.has_page(index / 64);
+        stays && block.pins < u8::MAX && (has_page || self.has_room())
+    }
+
+    /// Whether blocks may be given more reasons to be remembered by themselves.
+    pub(crate) fn has_room(&self) -> bool {
+        self.records.keeps() || self.records.pages() < PAGES_MEANT_MAX
     }
 
     /// A reference to the block is on its way: it is not sent anew before that has arrived.

@@ -12,12 +12,13 @@
 //! says, and content need not be kept: it is read at the moment of sending.
 
 mod after;
+mod kept;
 mod mirror;
 mod region;
 mod sending;
 mod stopping;
 
-use crate::content_index::ContentIndex;
+use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
 use crate::predict::Cost;
 use crate::share::Share;
@@ -78,7 +79,7 @@ pub enum SourceError {
 #[derive(Debug)]
 struct Flight {
     blocks: Vec<BlockId>,
-    /// How many of them are not zero and not known at the destination.
+    /// How many of them are not zero, and neither known at the destination nor named as something of its disks.
     content_blocks: usize,
     bytes: u64,
     /// Blocks that its references mean.
@@ -98,7 +99,12 @@ pub struct Source {
     /// Writes that may be answered.
     answers: VecDeque<WriteId>,
     index: ContentIndex,
+    /// The same of regions of which no digests are kept, such as disks.
+    tagged: TaggedIndex,
     references: bool,
+    disk_references: bool,
+    /// Blocks that could not be used as they were sent, and wait to travel whole.
+    whole_blocks: u64,
     gang: Option<Box<dyn Gang>>,
     flights: BTreeMap<u32, Flight>,
     /// Batches that were taken and are not encoded yet.
@@ -156,7 +162,10 @@ impl Source {
             background_held: false,
             answers: VecDeque::new(),
             index: ContentIndex::new(total),
+            tagged: TaggedIndex::default(),
             references: true,
+            disk_references: true,
+            whole_blocks: 0,
             gang: None,
             flights: BTreeMap::new(),
             encoding: 0,
@@ -216,6 +225,11 @@ impl Source {
     /// Whether blocks may travel as references to others; they may where nothing is said.
     pub fn use_references(&mut self, references: bool) {
         self.references = references;
+    }
+
+    /// Whether they may travel as references to blocks of disks; they may where nothing is said.
+    pub fn use_disk_references(&mut self, references: bool) {
+        self.disk_references = references;
     }
 
     /// Others move to the same destination. This guest begins at this share of its memory.
@@ -335,6 +349,7 @@ impl Source {
         }
         for (region, range) in &message.rejected {
             self.sent.rejected_blocks += range.count;
+            self.tried_for_nothing(*region, range.count);
             let region = self.region(*region, *range)?;
             range
                 .blocks()

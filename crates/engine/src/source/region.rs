@@ -1,5 +1,6 @@
 //! One region on its way out: its blocks, and what its strategy makes of the guest's writes.
 
+use super::kept::Kept;
 use super::mirror::Mirror;
 use crate::block_map::{BlockMap, Class};
 use crate::chunk;
@@ -28,6 +29,8 @@ pub(super) struct Region {
     pub(super) map: BlockMap,
     pub(super) strategy: Strategy,
     pub(super) mirror: Option<Mirror>,
+    /// How it goes to name blocks that the destination may have kept, where it has kept anything.
+    pub(super) kept: Option<Kept>,
     /// Blocks taken so far.
     pub(super) taken_blocks: u64,
     reports: Reports,
@@ -76,6 +79,7 @@ impl Region {
             first,
             map,
             mirror: (strategy.before == Before::InStep).then(Mirror::default),
+            kept: None,
             strategy,
             taken_blocks: 0,
             reports,
@@ -120,6 +124,20 @@ impl Region {
         let before = matches!(self.strategy.before, Before::BelowThreshold(_));
         let pending = |class: Class| self.map.pending(class) > 0;
         self.is_listed() && before && (pending(Class::Cold) || pending(Class::Rest))
+    }
+
+    /// Whether the guest has written nothing near a block since the migration began: what came of it
+    /// first is what the destination has.
+    pub(super) fn stays(&self, index: usize) -> bool {
+        self.map.written_blocks(chunk::of(index as u64)) == 0
+    }
+
+    /// Whether a reference may mean a block that arrived once, though it is not known any more with
+    /// which content. One that does not hold comes again: with the guest stopped nobody has time for that. Nor
+    /// should a write that the guest waits for have to wait for a reference.
+    pub(super) fn can_be_meant_unseen(&self, index: usize, frozen: bool) -> bool {
+        let has_time = !frozen && self.mirror.is_none();
+        (has_time || self.stays(index)) && self.map.can_be_meant(index, frozen)
     }
 
     /// These blocks were written: in a pass, or just now. `still` when no pass comes any more.

@@ -27,6 +27,8 @@ pub struct Sent {
     pub reference_blocks: u64,
     /// Found in another guest.
     pub shared_blocks: u64,
+    /// Named by their digests alone, which the destination may have kept.
+    pub kept_blocks: u64,
     /// Sent as they are, or as what has changed of them.
     pub literal_blocks: u64,
     /// Frames as sent, in bytes.
@@ -44,6 +46,7 @@ impl Sent {
             + self.same_blocks
             + self.reference_blocks
             + self.shared_blocks
+            + self.kept_blocks
             + self.literal_blocks
     }
 }
@@ -154,16 +157,21 @@ impl Source {
             if let (Some(gang), Some(base)) = (&mut self.gang, &base) {
                 gang.changed(base, *id);
             }
+            let is_whole = map.is_whole(index);
             map.sent(index, seq, digest);
             content_blocks += usize::from(digest != ZERO);
+            self.whole_blocks = self.whole_blocks.saturating_sub(u64::from(is_whole));
+            let at = usize::from(id.region.0);
+            let is_first = base.is_none_or(|base| base == ZERO) && !is_whole;
             decisions.push(if digest == ZERO {
                 self.sent.zero_blocks += 1;
                 Decision::Zero
             } else if let Some(source) = self.find(&digest).filter(|_| !whole) {
                 self.sent.reference_blocks += 1;
-                self.regions[usize::from(source.region.0)]
-                    .map
-                    .pin(source.block as usize);
+                let map = &mut self.regions[usize::from(source.region.0)].map;
+                map.pin(source.block as usize);
+                // What is written again will not be on a disk.
+                content_blocks -= usize::from(!map.keeps_digests());
                 pinned.push(source);
                 Decision::Reference { source, digest }
             } else if let Some((migration, source)) = self.find_shared(&digest).filter(|_| !whole) {
@@ -173,6 +181,10 @@ impl Source {
                     source,
                     digest,
                 }
+            } else if is_first && self.tries(at, index) {
+                self.sent.kept_blocks += 1;
+                content_blocks -= 1;
+                Decision::Kept { digest }
             } else {
                 self.sent.literal_blocks += 1;
                 match base.filter(|base| *base != ZERO) {
@@ -202,10 +214,10 @@ impl Source {
         // Of a whole pass only what has content tells what a written block will cost.
         match (self.pass.whole, self.flights.get(&seq)) {
             _ if !counts => {}
-            (true, Some(flight)) => {
+            (true, Some(flight)) if flight.content_blocks > 0 => {
                 self.cost.add_first(flight.content_blocks as u64, bytes);
             }
-            (true, None) => {}
+            (true, _) => {}
             (false, _) => self.cost.add(batch.blocks.len(), bytes),
         }
         match frame_bytes {
@@ -263,6 +275,14 @@ impl Source {
                 let index = block as usize;
                 region.map.holds(index, digest) && region.map.can_be_meant(index, self.frozen)
             })
+        });
+        let found = found.or_else(|| {
+            self.tagged.find(digest, |global| {
+                let place = locate(&self.regions, global);
+                place.is_some_and(|(region, block)| {
+                    region.can_be_meant_unseen(block as usize, self.frozen)
+                })
+            })
         })?;
         let (region, block) = locate(&self.regions, found)?;
         Some(BlockId {
@@ -278,9 +298,9 @@ impl Source {
 
     pub(super) fn unpin(&mut self, pinned: &[BlockId]) {
         for id in pinned {
-            self.regions[usize::from(id.region.0)]
-                .map
-                .unpin(id.block as usize);
+            let map = &mut self.regions[usize::from(id.region.0)].map;
+            map.unpin(id.block as usize);
+            map.settle(chunk::of(id.block));
         }
     }
 
@@ -291,16 +311,38 @@ impl Source {
             let Some(digest) = region.map.acknowledged(id.block as usize, seq) else {
                 continue;
             };
-            if digest != ZERO && region.map.keeps_digests() {
-                let (regions, index) = (&self.regions, &mut self.index);
-                index.insert(&digest, global, |other| holds(regions, other, &digest));
-                if let Some(gang) = &mut self.gang {
-                    gang.arrived(&digest, *id);
-                }
+            if digest == ZERO {
+                continue;
+            }
+            if !region.map.keeps_digests() {
+                self.arrived_of_disk(&digest, global);
+                continue;
+            }
+            let (regions, index) = (&self.regions, &mut self.index);
+            index.insert(&digest, global, |other| holds(regions, other, &digest));
+            if let Some(gang) = &mut self.gang {
+                gang.arrived(&digest, *id);
             }
         }
         self.answer_writes(seq, &flight.blocks);
         self.settle(&flight.blocks);
+    }
+
+    /// The destination has this content in a block of a region of which no digests are kept.
+    fn arrived_of_disk(&mut self, digest: &Digest, global: u32) {
+        if !self.references || !self.disk_references || self.draining {
+            return;
+        }
+        if !self.tagged.is_open() {
+            let disks = self.regions.iter().filter(|it| !it.map.keeps_digests());
+            let left: u64 = disks.map(|it| it.map.pending_total()).sum();
+            let under_way: usize = self.flights.values().map(|it| it.blocks.len()).sum();
+            self.tagged.open(left + under_way as u64 + 1);
+        }
+        let regions = &self.regions;
+        self.tagged.insert(digest, global, |other| {
+            locate(regions, other).is_some_and(|(region, block)| region.stays(block as usize))
+        });
     }
 
     /// The destination has what frame `seq` carried: writes that waited for it may be answered.

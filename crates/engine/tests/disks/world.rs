@@ -487,7 +487,12 @@ impl World {
         if let Op::Memory(block) = op {
             if self.phase == Phase::Running {
                 self.next_value += 1;
-                self.memory[block as usize][3] = self.next_value;
+                let of_disk = usize::from(self.next_value) % self.disk.len();
+                match self.next_value % 3 {
+                    // A page of the guest's page cache.
+                    0 => self.memory[block as usize] = self.disk[of_disk],
+                    _ => self.memory[block as usize][3] = self.next_value,
+                }
                 self.dirty.insert(block);
             }
             return;
