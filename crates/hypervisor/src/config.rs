@@ -79,6 +79,10 @@ pub struct Image {
     /// guest does not rest on it.
     #[serde(default = "yes")]
     pub locks: bool,
+    /// Whether no other host sees it: it moves along with a guest that is attached to. Guests that are
+    /// launched say so themselves.
+    #[serde(default)]
+    pub local: bool,
 }
 
 fn yes() -> bool {

@@ -92,6 +92,7 @@ fn host() -> Host {
             format: ImageFormat::Raw,
             direct: Some(false),
             locks: true,
+            local: false,
         };
         host.config.images.insert(name.to_owned(), image);
     }
@@ -313,6 +314,7 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 format: ImageFormat::Raw,
                 direct: None,
                 locks: true,
+                local: false,
             };
             qcow2(&image.path);
             host.config.images.insert("q".to_owned(), image);

@@ -254,8 +254,8 @@ impl Describing<'_> {
         device.serves = Some(name.clone());
         self.disks.push(Disk {
             name,
+            shared: !self.names.is_local(&image),
             image,
-            shared: true,
             read_only: inserted.read_only,
         });
         Some(())

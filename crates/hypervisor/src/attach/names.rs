@@ -16,6 +16,12 @@ pub(super) struct Names<'a> {
 }
 
 impl Names<'_> {
+    /// Whether other hosts do not see an image.
+    pub(super) fn is_local(&self, image: &str) -> bool {
+        let image = self.config.images.get(image);
+        image.is_some_and(|image| image.local)
+    }
+
     /// The name of a disk's image.
     pub(super) fn image(&self, what: &str, inserted: &Inserted) -> Result<String, Blocker> {
         let format = match (inserted.format.as_str(), inserted.protocol.as_str()) {

@@ -124,6 +124,7 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
         format: ImageFormat::Raw,
         direct: Some(false),
         locks: true,
+        local: false,
     };
     nodes(line, "file-flash0", "flash0", &code, false, true);
     if let Some(variables) = &flash.variables {

@@ -16,6 +16,7 @@ use longhaul_hypervisor::disk::{self, DiskNodes, Front};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::guest::GuestDescription;
 use longhaul_storage::disk::{ExportSize, ImageUse};
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::front::{Control, FrontFolder, FrontSpec};
@@ -246,9 +247,11 @@ impl Fronts {
         let mut below = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
-            let nodes = nodes(guest, qmp, &device(&disk.spec.name)).await;
+            let device = device(guest.description(), &disk.spec.name);
+            let device = device.map_err(|why| of_disk(&why))?;
+            let nodes = nodes(guest, qmp, &device).await;
             let nodes = nodes.map_err(|error| of_disk(&error))?;
-            let mut noted = make(state, guest, n, disk).map_err(|error| of_disk(&error))?;
+            let mut noted = make(state, guest, n, disk, device).map_err(|error| of_disk(&error))?;
             let watch = Watch::begin(disk, &noted.folder(), sending);
             fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
             noted.supervise().await?;
@@ -296,8 +299,21 @@ fn own_program() -> io::Result<PathBuf> {
 }
 
 /// The path of a disk's device in QEMU.
-fn device(disk: &str) -> String {
-    format!("/machine/peripheral/blk-{disk}/virtio-backend")
+fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
+    let Some(hardware) = &guest.hardware else {
+        return Ok(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
+    };
+    let mut devices = hardware.devices.iter();
+    let device = devices.find(|device| device.serves.as_deref() == Some(disk));
+    let id = device.and_then(|device| Some((device.id.as_deref()?, &device.model)));
+    let Some((id, model)) = id else {
+        return Err("its device has no `id` in QEMU: nothing can be put below it".to_owned());
+    };
+    let below = match model.starts_with("virtio-blk") {
+        true => "/virtio-backend",
+        false => "",
+    };
+    Ok(format!("/machine/peripheral/{id}{below}"))
 }
 
 async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
@@ -318,7 +334,13 @@ fn random_name() -> io::Result<String> {
 }
 
 /// Makes the folder of a front end, and notes that it is there.
-fn make(state: &Path, guest: &Guest, n: usize, disk: &LocalDisk) -> io::Result<Noted> {
+fn make(
+    state: &Path,
+    guest: &Guest,
+    n: usize,
+    disk: &LocalDisk,
+    device: String,
+) -> io::Result<Noted> {
     let above = folder(state);
     create_folder(&RealFiles, &above)?;
     // QEMU's account goes through it to its socket.
@@ -347,7 +369,7 @@ fn make(state: &Path, guest: &Guest, n: usize, disk: &LocalDisk) -> io::Result<N
             guest: guest.name().to_owned(),
             disk: disk.spec.name.clone(),
             image: disk.image.clone(),
-            device: device(&disk.spec.name),
+            device,
             node: format!("lh-{}", &random_name()?[..16]),
             export: export.clone(),
             helper: None,
@@ -437,16 +459,21 @@ pub(in crate::agent::migration) async fn ended(state: &Path, guest: &str, moved:
     }
 }
 
-/// Gives the image of a disk that is elsewhere now another name, so that nobody starts from it.
-fn set_aside(image: &Path) -> io::Result<()> {
+/// What the image of a disk is called when its guest has moved away.
+pub(crate) fn set_aside_as(image: &Path) -> PathBuf {
     let mut name = image.file_name().unwrap_or_default().to_owned();
     name.push(".");
     name.push(MOVED);
+    image.with_file_name(name)
+}
+
+/// Gives the image of a disk that is elsewhere now another name, so that nobody starts from it.
+fn set_aside(image: &Path) -> io::Result<()> {
     match fs::symlink_metadata(image) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
         Ok(file) if file.is_file() => {
-            fs::rename(image, image.with_file_name(name))?;
+            fs::rename(image, set_aside_as(image))?;
             File::open(image.parent().unwrap_or(Path::new("/")))?.sync_all()
         }
         // A volume has the name that it has.
