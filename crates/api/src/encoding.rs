@@ -27,6 +27,9 @@ pub struct Encoding {
     /// Whether a page that the destination has elsewhere in the guest's memory is named, not sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
+    /// Whether that may be a block of a disk that moves too.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub disk_references: Option<bool>,
 }
 
 impl Encoding {
@@ -41,6 +44,7 @@ impl Encoding {
             compression: self.compression.or(other.compression),
             delta_cache: self.delta_cache.or(other.delta_cache),
             references: self.references.or(other.references),
+            disk_references: self.disk_references.or(other.disk_references),
         }
     }
 }

@@ -141,6 +141,9 @@ pub struct BytesByKind {
     /// The same as a block of another guest that the destination had from the same source.
     #[serde(default)]
     pub shared_bytes: Option<u64>,
+    /// Found in what the destination had kept from before.
+    #[serde(default)]
+    pub kept_bytes: Option<u64>,
     /// The same as another block that was sent with them.
     #[serde(default)]
     pub duplicate_bytes: Option<u64>,

@@ -118,6 +118,15 @@ pub enum ToDestination {
     List(List),
 }
 
+/// What a destination has that blocks of an arriving guest may be found in.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Keeps {
+    /// Regions of which blocks may be named by their digests.
+    pub regions: Vec<RegionId>,
+    /// The key of all digests from now on, in place of the offer's: the one that its index was made with.
+    pub digest_key: Option<[u8; 32]>,
+}
+
 /// What the destination's agent says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToSource {
@@ -188,6 +197,8 @@ pub enum ToSource {
     Launching {
         /// One-time token of the bulk connection.
         bulk_token: Vec<u8>,
+        /// What the destination has of the guest already.
+        keeps: Keeps,
     },
     /// What is missing of a disk whose guest runs here.
     Missing(Missing),

@@ -1,5 +1,6 @@
 //! The agent's configuration: one TOML document, every value with a default.
 
+use crate::agent::content::ContentConfig;
 use crate::agent::hooks::Hooks;
 use crate::agent::limits::{HostTable, Limits, LimitsTable};
 use crate::agent::state::StartError;
@@ -47,6 +48,8 @@ pub(crate) struct Config {
     pub(crate) hypervisor: Arc<HostConfig>,
     /// What is run before and after the steps of a move.
     pub(crate) hooks: Hooks,
+    /// Which files guests that come here may find their blocks in.
+    pub(crate) content: Option<ContentConfig>,
 }
 
 /// Limits that can be kept, in bits per second.
@@ -82,6 +85,7 @@ struct Document {
     kernels: BTreeMap<String, KernelFiles>,
     #[serde(default)]
     hooks: Hooks,
+    content: Option<ContentConfig>,
 }
 
 fn default_state() -> PathBuf {
@@ -229,8 +233,12 @@ impl Config {
                 kernels: document.kernels,
             }),
             hooks: document.hooks,
+            content: document.content,
         };
         config.hooks.check()?;
+        if let Some(content) = &config.content {
+            content.check()?;
+        }
         if !is_name(&config.name) {
             return Err(format!(
                 "`name = {:?}`: a host's name has 1 to 63 letters, digits, `-`, `_` and `.`, and \

@@ -3,6 +3,7 @@
 mod allocator;
 mod attach;
 pub(crate) mod config;
+mod content;
 pub(crate) mod fail_point;
 mod guests;
 mod hooks;
@@ -51,7 +52,7 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     let socket = UnixSocket::open(&config.api.socket).await?;
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
-    let prober = parts.prober.clone();
+    let (prober, held) = (parts.prober.clone(), parts.held.clone());
     let service = Service {
         hosts: Arc::new(Hosts::new(parts.clone())),
         guests: Arc::new(Guests::new(parts)),
@@ -85,6 +86,9 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         tracing::warn!("migrations did not end in time; the journal holds where they are");
     }
     stop.send_replace(true);
+    if let Some(held) = held {
+        held.stop();
+    }
     for task in [Some(unix_task), tcp_task].into_iter().flatten() {
         if let Err(error) = task.await {
             tracing::error!(%error, "a part of the agent broke");

@@ -1,6 +1,7 @@
 //! The agent's state folder and its lock, what its parts share, and why it could not start.
 
 use crate::agent::config::Config;
+use crate::agent::content::Held;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
@@ -25,6 +26,8 @@ pub(crate) struct Parts {
     pub(crate) trust: TrustStore,
     /// What its QEMUs can do.
     pub(crate) prober: Prober,
+    /// What its files hold, where that is to be known.
+    pub(crate) held: Option<Arc<Held>>,
 }
 
 impl Parts {
@@ -38,7 +41,9 @@ impl Parts {
                 .hint("mend the file, or move it away and trust the hosts anew")
         })?;
         let prober = Prober::new(config.hypervisor.clone());
+        let held = Held::start(&config)?;
         Ok(Self {
+            held,
             config,
             identity,
             trust,

@@ -376,6 +376,9 @@ pub(crate) struct EncodingArgs {
     /// Send pages even where the destination has the same elsewhere in the guest's memory
     #[arg(long)]
     pub(crate) no_references: bool,
+    /// Send pages and blocks even where the destination has the same on a disk that moves along
+    #[arg(long)]
+    pub(crate) no_disk_references: bool,
 }
 
 #[derive(Debug, Args)]

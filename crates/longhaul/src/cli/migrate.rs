@@ -39,6 +39,7 @@ pub(crate) async fn migrate(
             compression: args.encoding.compression,
             delta_cache: args.encoding.delta_cache,
             references: args.encoding.no_references.then_some(false),
+            disk_references: args.encoding.no_disk_references.then_some(false),
         },
         convergence: args.wishes.ending.convergence(),
         disks: args.disks,

@@ -315,7 +315,7 @@ impl Bad {
             let (mut sender, mut receiver) = self.channel().await.split();
             sender.send(&message).await.unwrap();
             match next(&mut receiver).await {
-                ToSource::Launching { bulk_token } => match next(&mut receiver).await {
+                ToSource::Launching { bulk_token, .. } => match next(&mut receiver).await {
                     ToSource::Accepted { .. } => return (Call { sender, receiver }, bulk_token),
                     other => assert!(Instant::now() < deadline, "{other:?}"),
                 },

@@ -151,6 +151,19 @@ impl ContentIndex {
             .collect()
     }
 
+    /// Whether all of a file is in the index, as the file is now.
+    pub fn is_current(&self, path: &Path) -> bool {
+        let Ok(identity) = Identity::of_path(path) else {
+            return false;
+        };
+        let state = self.state();
+        let mut files = state.catalogue.files.iter();
+        files.any(|known| {
+            let is_it = known.is_live() && known.path == path && known.identity == identity;
+            is_it && known.indexed_bytes >= identity.size_bytes
+        })
+    }
+
     /// Reads a block with this content from whatever file has it: what is in the buffer then is what
     /// the digest says. None where no file is known to have it.
     pub fn read(&self, digest: &Digest, block: &mut [u8; BLOCK_SIZE]) -> Option<Found> {

@@ -4,6 +4,7 @@ use super::Context;
 use super::allowance::Admission;
 use super::disks::arriving::Disks;
 use super::gang::{Look, Shown};
+use super::kept::Kept;
 use super::meter::{Meter, Usage};
 use super::peer::ExpectError;
 use super::receive::{Receiving, Store};
@@ -137,7 +138,7 @@ impl Inbound {
     pub(super) async fn launch(
         context: &Context,
         offer: &Offer,
-        disks: Disks,
+        arriving: (Disks, Kept),
         admission: &Admission,
     ) -> Result<Self, InboundError> {
         let meter = Meter::start();
@@ -163,7 +164,7 @@ impl Inbound {
             .await
             .map_err(|error| InboundError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
-        match Self::set_up(offer, &guest, &qmp, disks, admission).await {
+        match Self::set_up(offer, &guest, &qmp, arriving, admission).await {
             Ok((machine, memory, places, receiving, shown)) => Ok(Self {
                 guest,
                 qmp,
@@ -189,7 +190,7 @@ impl Inbound {
         offer: &Offer,
         guest: &Guest,
         qmp: &Qmp,
-        disks: Disks,
+        arriving: (Disks, Kept),
         admission: &Admission,
     ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), InboundError> {
         admission.note(guest.folder())?;
@@ -211,7 +212,7 @@ impl Inbound {
         let shown = admission
             .others()
             .show(offer.migration, Arc::new(store.clone()));
-        let receiving = Receiving::new(&offer.regions, Box::new(store), disks, key, admission)?;
+        let receiving = Receiving::new(&offer.regions, Box::new(store), arriving, key, admission)?;
         Ok((machine, memory, places, receiving, shown))
     }
 

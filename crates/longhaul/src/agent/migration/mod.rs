@@ -18,6 +18,7 @@ mod failure;
 mod fence;
 mod gang;
 mod inbound;
+mod kept;
 mod ledger;
 mod left;
 mod meter;
@@ -63,6 +64,7 @@ use throttle::Throttle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+pub(crate) use disks::fronts::set_aside_as;
 pub(crate) use registry::Reservation;
 
 /// What one more look at a filled link weighs.

@@ -20,12 +20,12 @@ use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, SourceState, Terms};
-use longhaul_engine::source::Source;
+use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
 use longhaul_hypervisor::memory;
 use longhaul_hypervisor::qmp::Qmp;
-use longhaul_protocol::message::{DisksOffer, Offer, ToDestination, ToSource};
+use longhaul_protocol::message::{DisksOffer, Keeps, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control, TrustedHost};
@@ -216,7 +216,7 @@ impl Preparing {
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
         let mut regions = outbound.regions().to_vec();
         regions.extend(outbound.disks().iter().map(|disk| disk.spec.clone()));
-        let offer = Offer {
+        let mut offer = Offer {
             migration: self.entry.id(),
             attempt: Attempt(1),
             generation: *generation,
@@ -255,7 +255,7 @@ impl Preparing {
         let guard = Withdrawal {
             control: Some(control.clone()),
         };
-        let begun = self.begin(control, &offer, &mut outbound).await;
+        let begun = self.begin(control, &mut offer, &mut outbound).await;
         let (session, sending, look) = match begun {
             Ok(begun) => begun,
             Err(error) => {
@@ -318,18 +318,21 @@ impl Preparing {
     async fn begin(
         &self,
         control: Control,
-        offer: &Offer,
+        offer: &mut Offer,
         outbound: &mut Outbound,
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let offered = offered(offer, outbound);
-        let offered = session::offer(control, offered, offer, limit);
+        let message = offered(offer, outbound);
+        let offered = session::offer(control, message, offer, limit);
         // The guest is looked at while the destination is asked, and nobody waits for that.
         let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
-        let mut session = offered.map_err(|error| failure::session(host, &error))?;
-        let sending = self.sending(offer, outbound)?;
+        let (mut session, keeps) = offered.map_err(|error| failure::session(host, &error))?;
+        if let Some(key) = keeps.digest_key {
+            offer.digest_key = key;
+        }
+        let sending = self.sending(offer, outbound, &keeps)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
         let watched = outbound.watch_disks(&sending).await;
         let started = match watched.map_err(FrontError::into_api) {
@@ -347,23 +350,34 @@ impl Preparing {
     }
 
     /// The engine and what sends for it; nothing is sent yet.
-    fn sending(&self, offer: &Offer, outbound: &Outbound) -> Result<Arc<Sending>, ApiError> {
+    fn sending(
+        &self,
+        offer: &Offer,
+        outbound: &Outbound,
+        keeps: &Keeps,
+    ) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
+        let internal = |error: SourceError| failure::internal(&error.to_string());
         let mut engine = Source::new(
             Strategy::PRECOPY,
             outbound.regions(),
             convergence::wish(&self.request.convergence, downtime),
             SWITCH_OVERHEAD,
         )
-        .map_err(|error| failure::internal(&error.to_string()))?;
-        disks::add(&mut engine, outbound.disks())
-            .map_err(|error| failure::internal(&error.to_string()))?;
+        .map_err(internal)?;
+        disks::add(&mut engine, outbound.disks()).map_err(internal)?;
         let encoding = self
             .request
             .encoding
             .or(&self.context.parts.config.encoding);
         let references = encoding.references.unwrap_or(true);
         engine.use_references(references);
+        if references {
+            let mut kept = keeps.regions.iter();
+            kept.try_for_each(|region| engine.kept(*region))
+                .map_err(internal)?;
+        }
+        engine.use_disk_references(encoding.disk_references.unwrap_or(true));
         if references {
             self.gang.join(offer.migration, &mut engine);
         }

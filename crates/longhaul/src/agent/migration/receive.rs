@@ -3,8 +3,10 @@
 use super::allowance::{Admission, Pace};
 use super::disks::arriving::Disks;
 use super::gang::Others;
+use super::kept::Kept;
 use longhaul_codec::{
-    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, DigestKey, FrameError, InOrder, Limits,
+    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, Digest, DigestKey, FrameError, InOrder,
+    Limits,
 };
 use longhaul_engine::destination::{Destination, DestinationError};
 use longhaul_protocol::disk::List;
@@ -74,6 +76,7 @@ struct Inner {
     store: Box<dyn Store>,
     others: Others,
     disks: Disks,
+    kept: Kept,
     early: Assembly,
     device_state: Assembly,
     /// Whether early pieces are needed for what follows.
@@ -86,7 +89,7 @@ impl Receiving {
     pub(super) fn new(
         regions: &[RegionSpec],
         store: Box<dyn Store>,
-        disks: Disks,
+        (disks, kept): (Disks, Kept),
         key: DigestKey,
         admission: &Admission,
     ) -> Result<Arc<Self>, DestinationError> {
@@ -96,6 +99,7 @@ impl Receiving {
             store,
             others: admission.others(),
             disks,
+            kept,
             early: Assembly::default(),
             device_state: Assembly::default(),
             needs_early: false,
@@ -323,6 +327,7 @@ impl Inner {
             store,
             others,
             disks,
+            kept,
             error,
             fresh,
             ..
@@ -332,6 +337,7 @@ impl Inner {
             store: store.as_mut(),
             others,
             disks,
+            kept,
             epoch,
             error,
             fresh,
@@ -374,6 +380,7 @@ struct Sink<'a> {
     store: &'a mut dyn Store,
     others: &'a Others,
     disks: &'a mut Disks,
+    kept: &'a Kept,
     epoch: Epoch,
     error: &'a mut Option<String>,
     fresh: &'a mut Vec<bool>,
@@ -412,6 +419,10 @@ impl BlockSink for Sink<'_> {
         content: &mut [u8; BLOCK_SIZE],
     ) -> bool {
         self.others.look(migration, id, content)
+    }
+
+    fn read_kept(&mut self, id: BlockId, digest: &Digest, content: &mut [u8; BLOCK_SIZE]) -> bool {
+        self.kept.read(id, digest, content)
     }
 
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {

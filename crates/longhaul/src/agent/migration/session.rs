@@ -3,7 +3,7 @@
 use super::Context;
 use super::send::Line;
 use super::talk::{self, Receiver, Sender, TalkError};
-use longhaul_protocol::message::{AttemptState, Offer, Refusal, ToDestination, ToSource};
+use longhaul_protocol::message::{AttemptState, Keeps, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
@@ -63,17 +63,18 @@ pub(super) struct Attempted {
     pub(super) host: String,
 }
 
-/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already.
+/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already; it says
+/// what it has of the guest already.
 pub(super) async fn offer(
     control: Control,
     message: ToDestination,
     offer: &Offer,
     bandwidth_bps: Option<u64>,
-) -> Result<Session, SessionError> {
+) -> Result<(Session, Keeps), SessionError> {
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
     sender.send(&message).await?;
-    let token = match receiver.recv_within(OFFER_WITHIN).await? {
-        ToSource::Launching { bulk_token } => bulk_token,
+    let (token, keeps) = match receiver.recv_within(OFFER_WITHIN).await? {
+        ToSource::Launching { bulk_token, keeps } => (bulk_token, keeps),
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
         _ => {
             return Err(SessionError::Protocol(
@@ -87,12 +88,13 @@ pub(super) async fn offer(
         epoch: Epoch(1),
     };
     let line = bulk(&control, &token, binding, bandwidth_bps).await?;
-    Ok(Session {
+    let session = Session {
         control,
         sender,
         receiver,
         line: Some(line),
-    })
+    };
+    Ok((session, keeps))
 }
 
 async fn bulk(

@@ -115,6 +115,7 @@ fn data(bytes: &BytesByKind) -> Vec<String> {
     part("same", bytes.same_bytes);
     part("found there", bytes.reference_bytes);
     part("in other guests", bytes.shared_bytes);
+    part("kept there before", bytes.kept_bytes);
     part("copies", bytes.duplicate_bytes);
     let into = |name: &str, from: u64, to: u64| {
         let (from, to) = (show_bytes(from), show_bytes(to));

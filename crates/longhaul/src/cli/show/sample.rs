@@ -224,6 +224,7 @@ pub(crate) fn report() -> Report {
             same_bytes: Some(1229 * MIB),
             reference_bytes: Some(614 * MIB),
             shared_bytes: Some(0),
+            kept_bytes: Some(0),
             duplicate_bytes: Some(31 * MIB),
             delta_bytes: Some(118 * MIB),
             delta_encoded_bytes: Some(14 * MIB),

@@ -9,6 +9,7 @@ use crate::agent::migration::allowance::{self, Admission};
 use crate::agent::migration::disks::arriving::{self, Disks};
 use crate::agent::migration::entry::{Entry, Facts};
 use crate::agent::migration::inbound::{Inbound, InboundError};
+use crate::agent::migration::kept::Kept;
 use crate::agent::migration::ledger::{DestinationHandover, Ledger};
 use crate::agent::migration::peer::{Call, allows};
 use crate::agent::migration::registry::Taken;
@@ -43,7 +44,7 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
 pub(super) async fn prepare(
     context: &Arc<Context>,
     call: &mut Call,
-    offer: Offer,
+    mut offer: Offer,
     disks: &[OfferedDisk],
 ) -> Result<(Task, BulkOffer), Refusal> {
     let host = &context.parts.config.name;
@@ -153,7 +154,14 @@ pub(super) async fn prepare(
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
     let made = block_in_place(|| arriving::make(context, &offer, &places));
     let launched = match made {
-        Ok(made) => launch(context, call, &offer, &made, &admission).await,
+        Ok(made) => {
+            let held = context.parts.held.clone();
+            let kept = block_in_place(|| Kept::look(&offer.regions, &places, held));
+            if let Some(key) = kept.key() {
+                offer.digest_key = key.0;
+            }
+            launch(context, call, &offer, (&made, kept), &admission).await
+        }
         Err(error) => Err(InboundError::Images(error)),
     };
     let (inbound, bulk) = match launched {
@@ -232,12 +240,15 @@ async fn launch(
     context: &Context,
     call: &mut Call,
     offer: &Offer,
-    disks: &[Arc<RawDisk>],
+    (disks, kept): (&[Arc<RawDisk>], Kept),
     admission: &Admission,
 ) -> Result<(Inbound, BulkOffer), InboundError> {
-    let launching = |bulk_token| ToSource::Launching { bulk_token };
+    let launching = |bulk_token| ToSource::Launching {
+        bulk_token,
+        keeps: kept.told(),
+    };
     let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
-    let disks = Disks::new(offer, disks);
-    let inbound = Inbound::launch(context, offer, disks, admission).await?;
+    let arriving = (Disks::new(offer, disks), kept);
+    let inbound = Inbound::launch(context, offer, arriving, admission).await?;
     Ok((inbound, bulk))
 }

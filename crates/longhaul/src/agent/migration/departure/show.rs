@@ -173,6 +173,7 @@ impl Departure {
             report.bytes.same_bytes = blocks(sent.same_blocks);
             report.bytes.reference_bytes = blocks(sent.reference_blocks);
             report.bytes.shared_bytes = blocks(sent.shared_blocks);
+            report.bytes.kept_bytes = blocks(sent.kept_blocks);
             let others = encoded.duplicate_blocks + encoded.delta_blocks;
             report.bytes.duplicate_bytes = blocks(encoded.duplicate_blocks);
             report.bytes.delta_bytes = blocks(encoded.delta_blocks);

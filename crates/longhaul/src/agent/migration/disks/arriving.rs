@@ -43,6 +43,16 @@ pub(in crate::agent::migration) struct Place {
     path: PathBuf,
 }
 
+impl Place {
+    pub(in crate::agent::migration) fn region(&self) -> RegionId {
+        self.offered.region
+    }
+
+    pub(in crate::agent::migration) fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
 fn refused(text: String, hint: impl Into<String>) -> Refusal {
     Refusal {
         code: RefusalCode::Unsuitable,
