@@ -1,19 +1,20 @@
 //! One measured move of a guest between two hosts, by whichever system, and the row it gives.
 
+mod longhaul;
+
 use crate::arena::{Arena, ArenaError, Workload};
 use crate::bench::document::AskedLink;
 use crate::clients::{Clients, Responses, Seen};
 use crate::error::{During, LabError};
+use crate::guest::KernelFiles;
 use crate::guest::warm::{self, Warm};
-use crate::guest::{CHANNEL_NAME, KernelFiles};
 use crate::interrupt;
 use crate::lab::{Lab, say};
 use crate::link::spec::LinkSpec;
 use crate::link::stats::LinkStats;
 use crate::measure::{self, Observed, ProcessMeter, Stalls, Used};
-use crate::peer::{Begin, PeerHost, PeerMove, PeerQemu, PeerSystem, QemuProcess};
-use crate::product::{Finished, Product, channel_socket};
-use longhaul_api::Guest;
+use crate::peer::{Begin, PeerHost, PeerMove, PeerQemu, PeerSystem};
+use crate::product::Finished;
 use longhaul_protocol::guest::GuestDescription;
 use serde::Serialize;
 use std::fs;
@@ -21,6 +22,8 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::time::{Duration, Instant};
+
+pub use longhaul::{LonghaulMover, Show};
 
 /// A guest under TCG is up in 2 s, on a machine that does nothing else.
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
@@ -555,183 +558,6 @@ impl PeerMover<'_> {
         guest.verify(&case.load, [result.began, result.ended], &mut row)?;
         Ok(row)
     }
-}
-
-/// Moves guests by Longhaul.
-#[derive(Debug)]
-pub struct LonghaulMover<'a> {
-    /// The laboratory, whose first two hosts it uses.
-    pub lab: &'a Lab,
-    /// Longhaul on its hosts.
-    pub product: &'a Product,
-}
-
-impl LonghaulMover<'_> {
-    /// Boots the guest on the first host, moves it to the second, measures, and ends it.
-    ///
-    /// # Errors
-    /// When there is nothing to move, or an agent dies; a move that fails is a row.
-    pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
-        let result = self
-            .boot(case)
-            .and_then(|mut guest| self.move_once(case, &mut guest, [0, 1], Show::Nothing));
-        let ended = self.end(case);
-        let row = result?;
-        ended.map(|()| row)
-    }
-
-    /// As [`Self::run`], of a guest that Longhaul did not start: from a saved state, for example.
-    ///
-    /// # Errors
-    /// When there is nothing to move, or an agent dies; a move that fails is a row.
-    pub fn run_attached(&self, case: &Case, launcher: &Launcher<'_>) -> Result<MoveRow, LabError> {
-        let (arena, source) = self.attach(case, launcher)?;
-        let mut guest = launcher.watch(case, arena)?;
-        let row = guest
-            .settle(&case.load)
-            .and_then(|()| self.move_once(case, &mut guest, [0, 1], Show::Nothing));
-        let ended = self.product.stop_guest(1, &case.guest.name);
-        // Where it stayed at the source it ends with its process.
-        drop(source);
-        let row = row?;
-        if row.is_completed() {
-            ended?;
-        }
-        Ok(row)
-    }
-
-    fn attach(
-        &self,
-        case: &Case,
-        launcher: &Launcher<'_>,
-    ) -> Result<(Arena, QemuProcess), LabError> {
-        let name = &case.guest.name;
-        let source = launcher.source(case)?;
-        let arena = attached(source.channel())?;
-        attach(
-            &arena,
-            &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
-        )?;
-        let socket = source.socket().display().to_string();
-        let source = source.release()?;
-        let words = ["guests", "attach", name, "--qmp", &socket];
-        self.product.ask::<Guest>(0, &words)?;
-        Ok((arena, source))
-    }
-
-    /// Boots the guest on the first host and lets it settle.
-    ///
-    /// # Errors
-    /// When it does not come up.
-    pub fn boot(&self, case: &Case) -> Result<Watched, LabError> {
-        let name = &case.guest.name;
-        let arena = attached(&channel_socket(self.lab.host(0)?, name, CHANNEL_NAME))?;
-        attach(
-            &arena,
-            &channel_socket(self.lab.host(1)?, name, CHANNEL_NAME),
-        )?;
-        self.product.start_guest(self.lab, 0, &case.guest)?;
-        let mut guest = Watched {
-            arena,
-            clients: None,
-        };
-        guest.settle(&case.load)?;
-        Ok(guest)
-    }
-
-    /// Ends the guest, wherever it is.
-    ///
-    /// # Errors
-    /// When neither host could.
-    pub fn end(&self, case: &Case) -> Result<(), LabError> {
-        // On which of them it is depends on how the move went; the other refuses.
-        let [here, there] = [0, 1].map(|host| self.product.stop_guest(host, &case.guest.name));
-        here.or(there)
-    }
-
-    /// Moves the guest between two hosts, lets it verify its memory, and measures. Its workload
-    /// is stopped afterwards.
-    ///
-    /// # Errors
-    /// When an agent dies; a move that fails is a row.
-    pub fn move_once(
-        &self,
-        case: &Case,
-        guest: &mut Watched,
-        [from, to]: [usize; 2],
-        show: Show,
-    ) -> Result<MoveRow, LabError> {
-        let mut row = MoveRow::of(case, "longhaul", "precopy");
-        let downtime = format!("{}ms", case.downtime_ms);
-        let words = ["--downtime", downtime.as_str()];
-        let name = &case.guest.name;
-        let finished = self.carry(
-            name,
-            [from, to],
-            &words,
-            case.limit + FINISH_LIMIT,
-            show,
-            &mut row,
-        )?;
-        guest.verify(&case.load, [finished.began, finished.ended], &mut row)?;
-        Ok(row)
-    }
-
-    /// Moves a guest between two hosts by these words of the command line, and notes what that took.
-    ///
-    /// # Errors
-    /// When an agent dies; a move that fails is noted.
-    pub fn carry<P>(
-        &self,
-        name: &str,
-        [from, to]: [usize; 2],
-        words: &[&str],
-        limit: Duration,
-        show: Show,
-        row: &mut MoveRow<P>,
-    ) -> Result<Finished, LabError> {
-        let link = self.lab.link(from, to)?;
-        let before = link.stats()?;
-        let agents = [
-            self.product.agent(from)?.pid(),
-            self.product.agent(to)?.pid(),
-        ];
-        let meters = [meter(agents[0])?, meter(agents[1])?];
-        let source = self.product.guest(from, name)?.and_then(|guest| guest.pid);
-        let source_meter = source.map(meter).transpose()?;
-        let target = self.lab.host(to)?;
-        let finished = match show {
-            Show::Nothing => self
-                .product
-                .migrate_within(from, name, target, words, limit)?,
-            Show::Display => self.product.migrate_shown(from, name, target, words)?,
-        };
-        row.note_link(&before, &link.stats()?);
-        if from > to {
-            std::mem::swap(&mut row.link_bytes, &mut row.link_bytes_back);
-        }
-        let [source_used, destination_used] = meters.map(ProcessMeter::finish);
-        row.cpu_s.source_agent = source_used.map(|used| used.cpu_s);
-        row.cpu_s.destination_agent = destination_used.map(|used| used.cpu_s);
-        row.agent_peak_bytes.source = source_used.map(|used| used.peak_bytes);
-        row.agent_peak_bytes.destination = destination_used.map(|used| used.peak_bytes);
-        row.cpu_s.source_qemu = source_meter
-            .and_then(ProcessMeter::finish)
-            .map(|used| used.cpu_s);
-        let moved = self.product.guest(to, name)?.and_then(|guest| guest.pid);
-        row.cpu_s.destination_qemu = moved.and_then(measure::cpu_s);
-        row.note_finished(&finished);
-        Ok(finished)
-    }
-}
-
-/// What people see of a move.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Show {
-    /// Nothing.
-    Nothing,
-    /// The product's own display.
-    Display,
 }
 
 /// Milliseconds between two moments.

@@ -7,7 +7,7 @@
     clippy::print_stderr
 )]
 
-use longhaul_api::{Outcome, Phase};
+use longhaul_api::{Outcome, Phase, Report};
 use longhaul_lab::guest::disks::{Cache, LocalDisk, local_disks};
 use longhaul_lab::guest::{KernelFiles, Tiny};
 use longhaul_lab::history::task::{History, Task, description};
@@ -78,8 +78,15 @@ impl Stage {
             qemus: vec![version.to_owned()],
             accelerator: "tcg".to_owned(),
         };
-        let images = |index: usize| images(&disks, &folders[index]);
-        let product = Product::start_each_with(&mut lab, &files, &settings, images).unwrap();
+        let tables = |index: usize| {
+            let mut tables = images(&disks, &folders[index]);
+            let held = folders[index].join("held").display().to_string();
+            let files = ("files".to_owned(), vec![held].into());
+            let content = toml::Table::from_iter([files]);
+            tables.insert("content".to_owned(), content.into());
+            tables
+        };
+        let product = Product::start_each_with(&mut lab, &files, &settings, tables).unwrap();
         let mut tiny = Tiny::new(GUEST);
         tiny.machine_version = version.to_owned();
         let guest = description(&tiny, &disks);
@@ -139,7 +146,7 @@ impl Stage {
         assert_eq!((heard.errors, heard.first_error), (0, None));
     }
 
-    fn moves(&self, from: usize, how: &str) {
+    fn moves(&self, from: usize, how: &str) -> Report {
         let to = self.lab.host(1 - from).unwrap();
         let words = ["--disks", how];
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
@@ -149,6 +156,12 @@ impl Stage {
         self.nothing_is_left(from);
         self.nothing_is_left(1 - from);
         assert!(!self.image(from).exists(), "{:?}", self.image(from));
+        *finished.report.unwrap()
+    }
+
+    /// What was set aside when the guest left a host.
+    fn set_aside(&self, host: usize) -> PathBuf {
+        self.folders[host].join("disk0.raw.moved")
     }
 
     /// Begins a move that takes so long that something can happen meanwhile.
@@ -264,9 +277,40 @@ fn there_and_back(version: &str) {
         return;
     };
     let allocated = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
-    stage.moves(0, "precopy");
+    // Some file of the destination's has most of what the guest has written so far.
+    let new = stage.folders[1].join("new");
+    fs::create_dir(&new).unwrap();
+    fs::copy(stage.image(0), new.join("copy")).unwrap();
+    fs::rename(new, stage.folders[1].join("held")).unwrap();
+    let log = stage.product.agent(1).unwrap().log().to_owned();
+    let known = || {
+        fs::read_to_string(&log)
+            .unwrap()
+            .contains("its content is known")
+    };
+    assert!(wait_until(LIMIT, known), "{}", stage.logs());
+    let there = stage.moves(0, "precopy");
+    assert!(
+        there.bytes.kept_bytes > Some(100 << 10),
+        "{:?}",
+        there.bytes
+    );
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
-    stage.moves(1, "mirror");
+    // It comes back to what it left, of which somebody has changed a part.
+    let left = fs::read(stage.set_aside(0)).unwrap();
+    let blocks = left.chunks(4096).enumerate();
+    let changed = blocks.flat_map(|(n, block)| match n % 3 {
+        0 => vec![0x55; block.len()],
+        _ => block.to_vec(),
+    });
+    fs::write(stage.set_aside(0), changed.collect::<Vec<u8>>()).unwrap();
+    let back = stage.moves(1, "mirror");
+    assert!(back.bytes.kept_bytes > Some(100 << 10), "{:?}", back.bytes);
+    assert!(
+        back.bytes.rejected_bytes > Some(100 << 10),
+        "{:?}",
+        back.bytes
+    );
     stage.judge(0);
 }
 

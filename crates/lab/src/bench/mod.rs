@@ -112,6 +112,7 @@ pub const BENCHES: &[Bench] = &[
     link::BENCH,
     memory::BENCH,
     redundancy::BENCH,
+    memory::back::BENCH,
 ];
 
 /// Prints the benches; only their names when asked so.

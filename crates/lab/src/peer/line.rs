@@ -73,7 +73,7 @@ pub(super) fn command_line(
             .args(["-blockdev", &format.to_string()])
             .arg("-device")
             .arg(format!(
-                "virtio-blk-pci,drive=disk-{},addr={:#x}",
+                "virtio-blk-pci,id=blk-{0},drive=disk-{0},addr={1:#x}",
                 disk.name,
                 FIRST_DISK + number
             ));

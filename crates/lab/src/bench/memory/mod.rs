@@ -1,11 +1,12 @@
 //! `lab bench memory`: Longhaul and QEMU's own ways move the same guest over the same link.
 
+pub(super) mod back;
 mod rates;
 mod systems;
 
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
-use crate::error::LabError;
+use crate::error::{During, LabError};
 use crate::guest::warm::{SystemGuest, images};
 use crate::guest::{Chipset, KernelFiles, network};
 use crate::installed;
@@ -14,7 +15,10 @@ use crate::link::spec::LinkSpec;
 use crate::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover};
 use crate::peer::PeerSystem;
 use crate::product::{Product, Settings};
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+use std::time::Duration;
 
 /// The bench as `lab bench --list` shows it.
 pub(super) const BENCH: Bench = Bench {
@@ -30,18 +34,31 @@ const ASKED_DOWNTIME_MS: u64 = 300;
 
 /// Measures, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
-    let guest = match options.guest.as_str() {
-        "tiny" => None,
-        "debian" => Some(SystemGuest::debian()?),
-        path if path.ends_with(".toml") => Some(SystemGuest::described(Path::new(path))?),
-        other => {
-            return Err(LabError::Which(format!(
-                "there is no guest `{other}`: tiny, debian, or a FILE.toml that describes one"
-            )));
-        }
-    };
+    let guest = systems::guest(options)?;
     let systems = systems(options, guest.is_some())?;
-    let link = options.link_or(LINK)?;
+    on_ground(
+        options,
+        LINK,
+        guest.as_ref(),
+        &systems,
+        document,
+        |asked, movers, document| match &guest {
+            None => rates::measure(asked, &systems, movers, document),
+            Some(guest) => systems::measure(asked, guest, &systems, movers, document),
+        },
+    )
+}
+
+/// Prepares everything that these systems need to move a guest, and measures.
+fn on_ground(
+    options: &Options,
+    link: &str,
+    guest: Option<&SystemGuest>,
+    systems: &[System],
+    document: &mut Document,
+    measure: impl FnOnce(&Asked<'_>, &Movers<'_>, &mut Document) -> Result<(), LabError>,
+) -> Result<(), LabError> {
+    let link = options.link_or(link)?;
     let plan = Plan {
         purpose: "bench memory".to_owned(),
         hosts: 2,
@@ -50,18 +67,21 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     };
     let mut lab = Lab::create(&plan)?;
     document.add_link(link, lab.measure_link(link)?);
-    let mut disks = Vec::new();
-    if let Some(guest) = &guest {
+    let (mut disks, mut local) = (Vec::new(), Vec::new());
+    if let Some(guest) = guest {
         let workloads = systems::workloads(options, guest);
         if workloads.iter().any(|name| guest.has_clients(name)) {
             lab.add_clients()?;
         }
         let moves = workloads.len() * options.repeats() as usize;
         disks = images(moves, &lab.shared_folder()?);
+        let of_disks = systems.iter().filter(|system| system.takes_disk()).count();
+        local = local_images(moves * of_disks);
     }
     let files = KernelFiles::make(lab.host(0)?.folder())?;
-    let product = match systems.contains(&System::Longhaul) {
-        true => Some(product(&mut lab, &files, &disks, options)?),
+    let ours = |system: &System| !matches!(system, System::Peer(_));
+    let product = match systems.iter().any(ours) {
+        true => Some(product(&mut lab, &files, (&disks, &local), options)?),
         false => None,
     };
     // Peers run as Longhaul's guests do.
@@ -74,18 +94,23 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     document.machine_mut().accel = Some(accelerator.to_owned());
     document.machine_mut().qemu = Some(version.clone());
 
-    let launcher = Launcher {
+    let folder = lab.host(0)?.folder();
+    let here = |name: &String| (name.clone(), folder.join(format!("{name}.img")));
+    let launcher = |disks| Launcher {
         lab: &lab,
         files: &files,
-        qemus: [binary.clone(), binary],
+        qemus: [binary.clone(), binary.clone()],
         accelerator,
         disks,
     };
+    let of_host = launcher(local.iter().map(here).collect());
+    let launcher = launcher(disks);
     let movers = Movers {
         longhaul: product
             .as_ref()
             .map(|product| LonghaulMover { lab: &lab, product }),
         launcher: &launcher,
+        of_host: &of_host,
     };
     let chipset = Chipset::named(&options.machine).unwrap_or(Chipset::Q35);
     let machine = chipset.machine_type(&major_minor(&version));
@@ -93,11 +118,9 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         options,
         link,
         machine,
+        guest,
     };
-    match guest {
-        None => rates::measure(&asked, &systems, &movers, document),
-        Some(guest) => systems::measure(&asked, &guest, &systems, &movers, document),
-    }
+    measure(&asked, &movers, document)
 }
 
 /// What a run of the bench was asked for.
@@ -105,12 +128,20 @@ struct Asked<'a> {
     options: &'a Options,
     link: LinkSpec,
     machine: String,
+    guest: Option<&'a SystemGuest>,
+}
+
+/// The images of disks that one host has, by their names in both hosts' configuration.
+fn local_images(guests: usize) -> Vec<String> {
+    (0..guests)
+        .map(|number| format!("local-{number}"))
+        .collect()
 }
 
 fn product(
     lab: &mut Lab,
     files: &KernelFiles,
-    disks: &[(String, PathBuf)],
+    (disks, local): (&[(String, PathBuf)], &[String]),
     options: &Options,
 ) -> Result<Product, LabError> {
     let settings = Settings {
@@ -124,8 +155,30 @@ fn product(
         ]);
         (name.clone(), toml::Value::from(image))
     };
-    let images: toml::Table = disks.iter().map(image).collect();
-    let mut more = toml::Table::from_iter([("images".to_owned(), images.into())]);
+    let shared: toml::Table = disks.iter().map(image).collect();
+    let folders: Vec<PathBuf> = lab
+        .hosts()
+        .iter()
+        .map(|it| it.folder().to_owned())
+        .collect();
+    let images = |host: usize| {
+        let of_host = local.iter().map(|name| {
+            let path = folders[host].join(format!("{name}.img"));
+            let image = toml::Table::from_iter([
+                ("path".to_owned(), path.display().to_string().into()),
+                ("format".to_owned(), "raw".into()),
+                ("direct".to_owned(), true.into()),
+                ("local".to_owned(), true.into()),
+            ]);
+            (name.clone(), toml::Value::from(image))
+        });
+        shared
+            .clone()
+            .into_iter()
+            .chain(of_host)
+            .collect::<toml::Table>()
+    };
+    let mut more = toml::Table::new();
     if lab.clients().is_ok() {
         let bridge = [("bridge".to_owned(), network::BRIDGE.into())];
         let networks = [(
@@ -135,13 +188,19 @@ fn product(
         let networks = toml::Table::from_iter(networks);
         more.insert("networks".to_owned(), networks.into());
     }
-    Product::start_with(lab, files, &settings, &more)
+    Product::start_each_with(lab, files, &settings, |host| {
+        let mut tables = more.clone();
+        tables.insert("images".to_owned(), images(host).into());
+        tables
+    })
 }
 
 /// Everybody who can move a guest.
 struct Movers<'a> {
     longhaul: Option<LonghaulMover<'a>>,
     launcher: &'a Launcher<'a>,
+    /// Starts guests with a disk of the first host's own.
+    of_host: &'a Launcher<'a>,
 }
 
 impl Movers<'_> {
@@ -157,14 +216,67 @@ impl Movers<'_> {
             (System::Peer(system), ..) => PeerMover { launcher }.run(case, system)?,
             (System::Longhaul, Some(longhaul), Load::Arena { .. }) => longhaul.run(case)?,
             (System::Longhaul, Some(longhaul), Load::Warm(_)) => {
-                longhaul.run_attached(case, launcher)?
+                longhaul.run_attached(case, launcher, ("longhaul", &[]))?
             }
-            (System::Longhaul, None, _) => {
+            (System::WithDisk { index }, Some(longhaul), Load::Warm(_)) => {
+                let mut words = vec!["--disks", "precopy"];
+                if !index {
+                    words.push("--no-disk-references");
+                }
+                let row = longhaul.run_attached(case, self.of_host, (system.name(), &words));
+                self.remove_disk(case)?;
+                row?
+            }
+            (System::WithDisk { .. }, _, Load::Arena { .. }) => {
+                let text = format!("{} has no disk: try --guest debian", case.guest.name);
+                return Err(LabError::Which(text));
+            }
+            (System::Longhaul | System::WithDisk { .. }, None, _) => {
                 return Err(LabError::Which("no agents were started".to_owned()));
             }
         };
         document.add_row(&row, &show(&row));
         Ok(row)
+    }
+
+    /// Lets Longhaul move a case's guest with its disk, there and back.
+    fn there_and_back(
+        &self,
+        case: &Case,
+        work_for: Duration,
+        document: &mut Document,
+    ) -> Result<Vec<MoveRow>, LabError> {
+        let none = || LabError::Which("no agents were started".to_owned());
+        let longhaul = self.longhaul.as_ref().ok_or_else(none)?;
+        let how = (&["--disks", "precopy"][..], work_for);
+        let rows = longhaul.run_there_and_back(case, self.of_host, how);
+        self.remove_disk(case)?;
+        let rows = rows?;
+        for row in &rows {
+            document.add_row(row, &show(row));
+        }
+        Ok(rows)
+    }
+
+    /// Removes what a guest with a disk of its own leaves.
+    fn remove_disk(&self, case: &Case) -> Result<(), LabError> {
+        for disk in &case.guest.disks {
+            for host in self.launcher.lab.hosts() {
+                for name in [
+                    format!("{}.img", disk.image),
+                    format!("{}.img.moved", disk.image),
+                ] {
+                    let path = host.folder().join(name);
+                    match fs::remove_file(&path) {
+                        Err(error) if error.kind() != ErrorKind::NotFound => {
+                            return Err(error).during(|| format!("remove {}", path.display()));
+                        }
+                        _ => {}
+                    }
+                }
+            }
+        }
+        Ok(())
     }
 }
 
@@ -172,7 +284,32 @@ impl Movers<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum System {
     Longhaul,
+    /// Longhaul, and the disk moves too; whether its blocks may be what pages are found in.
+    WithDisk {
+        index: bool,
+    },
     Peer(PeerSystem),
+}
+
+impl System {
+    const WITH_DISK: [Self; 2] = [
+        Self::WithDisk { index: true },
+        Self::WithDisk { index: false },
+    ];
+
+    /// Its name in rows.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Longhaul => "longhaul",
+            Self::WithDisk { index: true } => "longhaul-with-disk",
+            Self::WithDisk { index: false } => "longhaul-with-disk-no-index",
+            Self::Peer(peer) => peer.name(),
+        }
+    }
+
+    fn takes_disk(self) -> bool {
+        matches!(self, Self::WithDisk { .. })
+    }
 }
 
 fn systems(options: &Options, has_system: bool) -> Result<Vec<System>, LabError> {
@@ -187,18 +324,22 @@ fn systems(options: &Options, has_system: bool) -> Result<Vec<System>, LabError>
     };
     if options.system.is_empty() {
         let peers = peers.iter().copied().map(System::Peer);
-        return Ok([System::Longhaul].into_iter().chain(peers).collect());
+        let with_disk = System::WITH_DISK.into_iter().filter(|_| has_system);
+        let ours = [System::Longhaul].into_iter().chain(with_disk);
+        return Ok(ours.chain(peers).collect());
     }
+    let all = || {
+        let peers = PeerSystem::ALL.into_iter().map(System::Peer);
+        let ours = [System::Longhaul].into_iter().chain(System::WITH_DISK);
+        ours.chain(peers)
+    };
     let named = |name: &String| {
-        let peer = PeerSystem::ALL.into_iter().find(|peer| peer.name() == name);
-        match (name.as_str(), peer) {
-            ("longhaul", _) => Ok(System::Longhaul),
-            (_, Some(peer)) => Ok(System::Peer(peer)),
-            _ => Err(LabError::Which(format!(
-                "this bench has no system `{name}`: it has longhaul, {}",
-                PeerSystem::ALL.map(PeerSystem::name).join(", ")
-            ))),
-        }
+        let found = all().find(|system| system.name() == name);
+        found.ok_or_else(|| {
+            let names: Vec<&str> = all().map(System::name).collect();
+            let names = names.join(", ");
+            LabError::Which(format!("this bench has no system `{name}`: it has {names}"))
+        })
     };
     options.system.iter().map(named).collect()
 }
@@ -257,7 +398,7 @@ fn ratio(
 
 /// What every run has to show of Longhaul's own rows: nothing damaged, nothing that failed.
 fn judge_own(rows: &[MoveRow], document: &mut Document) {
-    let own = || rows.iter().filter(|row| row.system == "longhaul");
+    let own = || rows.iter().filter(|row| row.system.starts_with("longhaul"));
     // A row whose guest could not be asked is as bad as one with an error.
     let errors = own()
         .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))

@@ -9,6 +9,7 @@ use crate::lab::say;
 use crate::link::spec::LinkSpec;
 use crate::moves::{Case, Load, MoveRow};
 use crate::peer::PeerSystem;
+use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
@@ -21,6 +22,9 @@ const LIMIT: Duration = Duration::from_secs(240);
 const BYTES_OF_DEFAULT: f64 = 0.25;
 const BYTES_OF_MULTIFD: f64 = 0.8;
 const BYTES_OF_MULTIFD_DATABASE: f64 = 0.75;
+/// Of memory, where the disk moves too; and what knowing the disk's blocks saves of what memory costs without.
+const BYTES_WITH_DISK: f64 = 0.6;
+const SAVED_BY_INDEX: f64 = 0.4;
 const TIME_OF_BEST: f64 = 0.85;
 /// On a link as fast as this, time is what is judged, and bytes are not.
 const FAST_LINK_BPS: u64 = 500_000_000;
@@ -44,15 +48,19 @@ pub(super) fn measure(
     let mut rows = Vec::new();
     // Each of Longhaul's guests has a disk of its own.
     let mut images = movers.launcher.disks.iter();
+    let mut local = movers.of_host.disks.iter();
     for repeat in 1..=asked.options.repeats() {
         for warm in &warm {
             for system in systems {
                 // A guest that was moved away cannot be started anew under its name.
                 let name = format!("bench-{}", rows.len() + 1);
                 let mut description = guest.description(&name, &asked.machine, &warm.workload);
-                if *system == System::Longhaul
-                    && let Some((image, _)) = images.next()
-                {
+                let image = match system {
+                    System::Longhaul => images.next(),
+                    System::WithDisk { .. } => local.next(),
+                    System::Peer(_) => None,
+                };
+                if let Some((image, _)) = image {
                     for disk in &mut description.disks {
                         disk.image.clone_from(image);
                     }
@@ -69,10 +77,25 @@ pub(super) fn measure(
             }
         }
     }
-    if systems.contains(&System::Longhaul) {
+    if systems
+        .iter()
+        .any(|system| !matches!(system, System::Peer(_)))
+    {
         judge(&rows, systems, asked.link, document);
     }
     Ok(())
+}
+
+/// The guest with a whole system that was asked for, if one was.
+pub(super) fn guest(options: &Options) -> Result<Option<SystemGuest>, LabError> {
+    match options.guest.as_str() {
+        "tiny" => Ok(None),
+        "debian" => SystemGuest::debian().map(Some),
+        path if path.ends_with(".toml") => SystemGuest::described(Path::new(path)).map(Some),
+        other => Err(LabError::Which(format!(
+            "there is no guest `{other}`: tiny, debian, or a FILE.toml that describes one"
+        ))),
+    }
 }
 
 /// Those that were asked for, or else those of the bars that the guest has, or else all.
@@ -120,6 +143,41 @@ struct Judged<'a> {
 
 impl Judged<'_> {
     fn judge(&self, fast_link: bool, document: &mut Document) {
+        self.judge_with_disk(document);
+        if self.systems.contains(&System::Longhaul) {
+            self.judge_memory(fast_link, document);
+        }
+    }
+
+    /// What the disk that moves too spares memory.
+    fn judge_with_disk(&self, document: &mut Document) {
+        let workload = self.workload;
+        let [on, off] = System::WITH_DISK;
+        let rows = |system: System| {
+            self.systems
+                .contains(&system)
+                .then(|| self.of(system.name()))
+        };
+        let Some(with) = rows(on) else { return };
+        if let Some(without) = rows(off) {
+            let middle = |rows: &[&MoveRow], value: fn(&MoveRow) -> Option<f64>| {
+                median(rows.iter().filter_map(|row| value(row)))
+            };
+            let saved = || {
+                let saved = middle(&without, bytes)? - middle(&with, bytes)?;
+                Some(saved / middle(&without, bytes_of_memory)?)
+            };
+            let name = format!("saved_by_shared_index.{workload}");
+            document.add_check(&name, saved(), Sense::AtLeast, SAVED_BY_INDEX);
+        }
+        if let Some(multifd) = self.peer(PeerSystem::MultifdZstd) {
+            let name = format!("memory_bytes_with_disk_vs_multifd_zstd.{workload}");
+            let value = ratio(&with, &multifd, bytes_of_memory);
+            document.add_check(&name, value, Sense::AtMost, BYTES_WITH_DISK);
+        }
+    }
+
+    fn judge_memory(&self, fast_link: bool, document: &mut Document) {
         let workload = self.workload;
         let own = self.of("longhaul");
         if let Some(default) = self.peer(PeerSystem::Default) {
@@ -154,7 +212,7 @@ impl Judged<'_> {
         }
         let is_precopy = |system: &System| match system {
             System::Peer(peer) => peer.strategy() == "precopy",
-            System::Longhaul => false,
+            System::Longhaul | System::WithDisk { .. } => false,
         };
         if self.systems.iter().any(is_precopy) {
             let name = format!("total_ms_vs_best_precopy.{workload}");
@@ -210,6 +268,15 @@ impl Judged<'_> {
 
 fn bytes(row: &MoveRow) -> Option<f64> {
     row.link_bytes.map(|bytes| bytes as f64)
+}
+
+/// What memory took of the link: all of it, or where a disk moved too, its part.
+fn bytes_of_memory(row: &MoveRow) -> Option<f64> {
+    let Some(disk) = row.disk_bytes.filter(|bytes| *bytes > 0) else {
+        return bytes(row);
+    };
+    let memory = row.memory_bytes? as f64;
+    Some(bytes(row)? * memory / (memory + disk as f64))
 }
 
 /// Where the true ratio lies with 95 % confidence: Student's interval of the ratios' logarithms.
@@ -325,6 +392,29 @@ mod tests {
         assert_eq!(work["holds"], true);
         assert_eq!(work["interval"][1], work["value"]);
         assert!(work["interval"][0].as_f64().unwrap() < 1.04);
+    }
+
+    #[test]
+    fn what_a_disk_spares_memory_is_judged_beside_the_disk() {
+        let with_disk = |system: System, megabytes: u64, memory: u64| {
+            let mut row = row(system.name(), 1, megabytes, 10, 1.0);
+            row.memory_bytes = Some(memory * 1_000_000);
+            row.disk_bytes = Some(30_000_000);
+            row
+        };
+        let [on, off] = System::WITH_DISK;
+        let rows = [
+            with_disk(on, 40, 10),
+            with_disk(off, 60, 30),
+            row("qemu-multifd-zstd", 1, 50, 10, 1.0),
+        ];
+        let systems = [on, off, System::Peer(PeerSystem::MultifdZstd)];
+        let checks = judged(&rows, &systems, "100mbit,20ms");
+        let saved = check(&checks, "saved_by_shared_index.database");
+        assert_eq!(saved["value"].as_f64(), Some(20.0 / 30.0));
+        let memory = check(&checks, "memory_bytes_with_disk_vs_multifd_zstd.database");
+        assert_eq!(memory["value"].as_f64(), Some(0.2));
+        assert_eq!(checks.as_array().map(Vec::len), Some(4), "{checks}");
     }
 
     #[test]
