@@ -552,7 +552,8 @@ impl Disks {
                     | Output::Want(_)
                     | Output::Superseded(_)
                     | Output::Flushed(_)
-                    | Output::FlushFailed(_) => {}
+                    | Output::FlushFailed(_)
+                    | Output::Unreadable(_) => {}
                 }
             }
         }
