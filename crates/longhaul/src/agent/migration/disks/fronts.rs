@@ -367,6 +367,7 @@ fn make(state: &Path, guest: &Guest, n: usize, disk: &LocalDisk) -> io::Result<N
         locks: Some(ImageUse::Raw),
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
+        arriving: false,
     };
     FrontFolder::create(&folder, &spec).map_err(io::Error::other)?;
     Ok(noted)
