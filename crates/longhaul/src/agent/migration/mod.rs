@@ -25,6 +25,7 @@ mod outbound;
 mod peer;
 mod plan;
 mod prepare;
+mod pulling;
 mod receive;
 mod recovery;
 mod registry;
@@ -372,7 +373,12 @@ impl Manager {
         let migration = entry.migration();
         doubt::judge(&migration, &resolve)?;
         tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
-        if !self.context.attempts.resolve(id, &resolve).await {
+        if !self
+            .context
+            .attempts
+            .resolve(&self.context, id, &resolve)
+            .await
+        {
             entry.resolve(resolve);
         }
         Ok(entry.migration())

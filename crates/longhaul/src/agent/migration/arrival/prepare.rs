@@ -6,7 +6,8 @@ use crate::agent::fail_point;
 use crate::agent::hooks::Step;
 use crate::agent::migration::Context;
 use crate::agent::migration::allowance::{self, Admission};
-use crate::agent::migration::disks::arriving::{self, Disks};
+use crate::agent::migration::disks::arriving::{self, Disks, Place};
+use crate::agent::migration::disks::fronts::{self, Comes};
 use crate::agent::migration::entry::{Entry, Facts};
 use crate::agent::migration::inbound::{Inbound, InboundError};
 use crate::agent::migration::ledger::{DestinationHandover, Ledger};
@@ -153,7 +154,7 @@ pub(super) async fn prepare(
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
     let made = block_in_place(|| arriving::make(context, &offer, &places));
     let launched = match made {
-        Ok(made) => launch(context, call, &offer, &made, &admission).await,
+        Ok(made) => launch(context, call, &offer, &places, &made, &admission).await,
         Err(error) => Err(InboundError::Images(error)),
     };
     let (inbound, bulk) = match launched {
@@ -213,6 +214,7 @@ pub(super) async fn prepare(
         loaded: false,
         sealed: false,
         settled: false,
+        pulls: disks.iter().any(|disk| disk.pulled),
         verified: false,
         complete_at: None,
         load_time: Duration::ZERO,
@@ -232,12 +234,28 @@ async fn launch(
     context: &Context,
     call: &mut Call,
     offer: &Offer,
+    places: &[Place],
     disks: &[Arc<RawDisk>],
     admission: &Admission,
 ) -> Result<(Inbound, BulkOffer), InboundError> {
     let launching = |bulk_token| ToSource::Launching { bulk_token };
-    let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
-    let disks = Disks::new(offer, disks);
-    let inbound = Inbound::launch(context, offer, disks, admission).await?;
+    let attempt = (offer.migration, offer.attempt);
+    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await?;
+    let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
+    let disks = Disks::new(offer, &offered, disks);
+    let mut inbound = Inbound::launch(context, offer, disks, admission).await?;
+    let pulled = places.iter().filter(|place| place.offered.pulled);
+    let pulled = pulled.map(|place| Comes {
+        name: place.offered.name.clone(),
+        image: place.path.clone(),
+    });
+    let pulled: Vec<Comes> = pulled.collect();
+    if !pulled.is_empty()
+        && let Err(error) = inbound.put_below(context, offer.migration, &pulled).await
+    {
+        inbound.quit().await;
+        fronts::ended(&context.parts.config.state, &offer.guest.name, false).await;
+        return Err(error);
+    }
     Ok((inbound, bulk))
 }
