@@ -16,13 +16,24 @@ pub enum DiskChoice {
     Precopy,
     /// All of a disk before the guest is stopped, and each of its writes before it is answered.
     Mirror,
+    /// What is seldom written before the guest is stopped, the rest when it runs at the destination.
+    Hybrid,
+    /// All of a disk when the guest runs at the destination.
+    Postcopy,
     /// Not at all: both hosts see every disk.
     Shared,
 }
 
 impl DiskChoice {
     /// Every choice.
-    pub const ALL: [Self; 4] = [Self::Auto, Self::Precopy, Self::Mirror, Self::Shared];
+    pub const ALL: [Self; 6] = [
+        Self::Auto,
+        Self::Precopy,
+        Self::Mirror,
+        Self::Hybrid,
+        Self::Postcopy,
+        Self::Shared,
+    ];
 
     /// Its name, as in JSON.
     pub fn name(self) -> &'static str {
@@ -30,6 +41,8 @@ impl DiskChoice {
             Self::Auto => "auto",
             Self::Precopy => "precopy",
             Self::Mirror => "mirror",
+            Self::Hybrid => "hybrid",
+            Self::Postcopy => "postcopy",
             Self::Shared => "shared",
         }
     }

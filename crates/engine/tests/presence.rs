@@ -165,6 +165,50 @@ fn a_write_that_fails_asks_for_what_was_turned_away() {
 }
 
 #[test]
+fn who_waits_for_what_the_source_cannot_read_is_refused_and_may_ask_again() {
+    let mut presence = handed_over();
+    let read = (2 * KB4, 4 * KB4);
+    assert_eq!(begin(&mut presence, 1, Operation::Read, read), Begin::Wait);
+    let beside = (3 * KB4, 4 * KB4);
+    let waits = begin(&mut presence, 2, Operation::Read, beside);
+    assert_eq!(waits, Begin::Wait);
+    outputs(&mut presence);
+    presence.unreadable(BlockRange::new(2, 1));
+    let refused = [Output::Unreadable(RequestId(1))];
+    assert_eq!(outputs(&mut presence), refused, "and nobody else");
+    assert_eq!(presence.missing_blocks(), 8);
+    let again = begin(&mut presence, 3, Operation::Read, (2 * KB4, 3 * KB4));
+    assert_eq!(again, Begin::Wait);
+    let want = [Output::Want(BlockRange::new(2, 1))];
+    assert_eq!(outputs(&mut presence), want, "it may be read this time");
+    // What is written over is not needed.
+    let go = begin(&mut presence, 4, Operation::Write, (2 * KB4, 3 * KB4));
+    assert_eq!(go, Begin::Go(2 * KB4..3 * KB4));
+    presence.done(RequestId(4), true);
+    let go = Output::Go(RequestId(3), 2 * KB4..3 * KB4);
+    assert!(outputs(&mut presence).contains(&go));
+}
+
+#[test]
+fn a_guest_that_writes_all_the_time_does_not_keep_a_disk_from_being_whole() {
+    let mut presence = handed_over();
+    presence.arrived(BlockRange::new(0, 8), 200);
+    presence.settle();
+    assert_eq!(outputs(&mut presence), [Output::SyncData]);
+    assert!(!presence.is_whole());
+    begin(&mut presence, 1, Operation::Write, (0, KB4));
+    presence.done(RequestId(1), true);
+    presence.data_synced(true);
+    assert!(!presence.is_whole(), "the masks are not stored");
+    assert!(matches!(
+        outputs(&mut presence)[..],
+        [Output::StoreMasks(_)]
+    ));
+    presence.masks_stored(true);
+    assert!(presence.is_whole() && !presence.is_settled());
+}
+
+#[test]
 fn a_flush_is_answered_after_data_and_masks() {
     let mut presence = handed_over();
     begin(&mut presence, 1, Operation::Write, (0, KB4));

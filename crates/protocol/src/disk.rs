@@ -26,6 +26,8 @@ pub struct OfferedDisk {
     pub allocated_bytes: u64,
     /// What the image holds.
     pub format: DiskFormat,
+    /// Whether a part of it may still be at the source when the guest goes on at the destination.
+    pub pulled: bool,
 }
 
 /// The same blocks of consecutive chunks (of 64 blocks), which are still at the source.

@@ -30,7 +30,8 @@
 //!
 //! A guest whose disks move with it is offered by `OfferDisks`, and parts of `List` come before each
 //! `Complete`. From `Committed` on frames bring what the lists name, and the destination says `Missing`,
-//! `Want` and `Superseded`, until `AllPresent`.
+//! `Want` and `Superseded`, until `AllPresent`; the source says `Unreadable`. That is over connections of
+//! their own, which begin with `Resume`.
 //!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
@@ -116,6 +117,13 @@ pub enum ToDestination {
     OfferDisks(Box<DisksOffer>),
     /// A part of the list of what is left of a disk; all parts of all disks come before Complete.
     List(List),
+    /// These blocks of a disk cannot be read at the source: whoever waits for them is refused.
+    Unreadable {
+        /// The disk's region.
+        region: RegionId,
+        /// The blocks.
+        ranges: Vec<BlockRange>,
+    },
 }
 
 /// What a destination has that blocks of an arriving guest may be found in.

@@ -181,6 +181,7 @@ impl Message for ToDestination {
             Self::VerifyRegion { range, .. } => check_range(range),
             Self::OfferDisks(offer) => offer.check(),
             Self::List(list) => check_remaining(&list.remaining),
+            Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Resume { .. }
             | Self::Ask { .. }
             | Self::Verified

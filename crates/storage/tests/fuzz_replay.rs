@@ -1,6 +1,8 @@
 //! The fuzz targets on their seeds (`fuzz/seeds`), so that no nightly compiler is needed for them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../fuzz/src/arriving.rs"]
+mod arriving;
 #[path = "../../../fuzz/src/content_index.rs"]
 mod content_index;
 #[path = "../../../fuzz/src/journal.rs"]
@@ -18,6 +20,11 @@ fn replay(target: &str, seeds_min: usize, run: fn(&[u8])) {
         seen += 1;
     }
     assert!(seen >= seeds_min, "{seen} seeds of {target}");
+}
+
+#[test]
+fn seeds_of_arriving_disks_are_answered() {
+    replay("arriving", 8, arriving::run);
 }
 
 #[test]

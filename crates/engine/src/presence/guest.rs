@@ -243,6 +243,35 @@ impl Presence {
         }
     }
 
+    /// Nobody waits for this request any more. One that was told to go has to be reported done.
+    pub fn forget(&mut self, id: RequestId) {
+        let requests = &mut self.guest.requests;
+        if requests.get(&id).is_some_and(|request| !request.going) {
+            requests.remove(&id);
+        }
+    }
+
+    /// The source cannot read these blocks: whoever waits for one of them is refused, and whoever asks
+    /// for one later has the source try again.
+    pub fn unreadable(&mut self, range: BlockRange) {
+        for block in range.blocks() {
+            self.guest.wanted.remove(&block);
+        }
+        let waits = |request: &Request| {
+            let mut needs = request.needs.iter();
+            !request.going && needs.any(|block| (range.start..range.end()).contains(block))
+        };
+        let requests = self.guest.requests.iter();
+        let refused: Vec<RequestId> = requests
+            .filter(|(_, request)| waits(request))
+            .map(|(id, _)| *id)
+            .collect();
+        for id in refused {
+            self.guest.requests.remove(&id);
+            self.outputs.push_back(Output::Unreadable(id));
+        }
+    }
+
     /// Requests that wait for the source.
     pub fn waiting(&self) -> usize {
         let requests = self.guest.requests.values();

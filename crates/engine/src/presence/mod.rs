@@ -52,6 +52,8 @@ pub struct ChunkMask {
 pub enum Output {
     /// Do these bytes of the request on the local disk, then report it `done`.
     Go(RequestId, std::ops::Range<u64>),
+    /// Answer this request with an error: the source cannot read what it waited for.
+    Unreadable(RequestId),
     /// Tell the source that somebody waits for these blocks.
     Want(BlockRange),
     /// Tell the source that these blocks need not come.
@@ -154,6 +156,11 @@ impl Presence {
         // No connection is there yet.
         restored.epoch = Epoch(0);
         Ok(restored)
+    }
+
+    /// Its region.
+    pub fn region(&self) -> RegionId {
+        self.region
     }
 
     fn chunks(&self) -> u32 {
@@ -285,6 +292,14 @@ impl Presence {
         mask(&self.missing, chunk::of(block)) & chunk::bit(block) != 0
     }
 
+    /// Whether something of these bytes is missing.
+    pub fn lacks_of(&self, bytes: std::ops::Range<u64>) -> bool {
+        let first = bytes.start / BLOCK_SIZE as u64;
+        let end = bytes.end.div_ceil(BLOCK_SIZE as u64);
+        let range = BlockRange::new(first, end.saturating_sub(first));
+        chunk::pieces(range).any(|(chunk, piece)| mask(&self.missing, chunk) & piece != 0)
+    }
+
     /// These blocks are here now. Returns the masks that have changed.
     fn present(&mut self, range: BlockRange) -> Vec<ChunkMask> {
         let mut changed = Vec::new();
@@ -319,9 +334,10 @@ impl Presence {
         self.is_listed() && self.rounds.is_settled()
     }
 
-    /// Whether nothing is left at the source, durably: ALL-PRESENT asks for it.
+    /// Whether nothing is left at the source, durably: ALL-PRESENT asks for it. What the guest writes
+    /// all the time does not matter for that.
     pub fn is_whole(&self) -> bool {
-        self.is_settled() && self.missing_blocks == 0
+        self.is_listed() && self.missing_blocks == 0 && self.rounds.are_masks_stored()
     }
 
     // Durability.

@@ -73,6 +73,12 @@ impl Rounds {
         nothing && self.step == Step::Idle && !self.broken
     }
 
+    /// Whether every mask is stored as it is, after its data.
+    pub(super) fn are_masks_stored(&self) -> bool {
+        let in_round = self.step == Step::Masks || !self.masks.is_empty();
+        self.changed.is_empty() && !in_round && !self.broken
+    }
+
     pub(super) fn flush(&mut self, id: RequestId, outputs: &mut VecDeque<Output>) {
         match self.broken {
             true => outputs.push_back(Output::FlushFailed(id)),

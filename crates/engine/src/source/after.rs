@@ -118,6 +118,11 @@ impl Source {
         Ok(())
     }
 
+    /// Whether the guest runs at the destination, which fetches what is left.
+    pub fn is_draining(&self) -> bool {
+        self.draining
+    }
+
     /// Whether nothing is left here, and nothing on its way.
     pub fn is_drained(&self) -> bool {
         let left = self.regions.iter().any(|r| r.map.pending_total() > 0);

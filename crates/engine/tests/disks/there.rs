@@ -306,6 +306,7 @@ impl World {
                 Output::StoreMasks(masks) => self.there.storing = Some(masks),
                 Output::Flushed(RequestId(id)) => self.flushed(id),
                 Output::FlushFailed(_) => panic!("nothing fails to be durable here"),
+                Output::Unreadable(_) => panic!("the source can read everything"),
             }
         }
     }

@@ -66,6 +66,7 @@ impl Processes {
             locks: Some(ImageUse::Raw),
             name: ExportName::new(NAME.to_owned()).unwrap(),
             qemu_uid: None,
+            arriving: false,
         };
         let folder = FrontFolder::create(&path, &spec).unwrap();
         let front = Front {

@@ -74,6 +74,7 @@ impl Processes {
             locks: Some(image_use),
             name: ExportName::new(export.clone()).unwrap(),
             qemu_uid: None,
+            arriving: false,
         };
         let folder = FrontFolder::create(path, &spec).unwrap();
         let front = Front {

@@ -77,6 +77,7 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     Overruled "overruled" [Source],
     OfferDisks "offer-disks" [Source],
     List "list" [Source],
+    Unreadable "unreadable" [Source],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:

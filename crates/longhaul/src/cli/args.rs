@@ -115,6 +115,8 @@ pub(crate) enum FrontPart {
     Supervise,
     /// Answers, and tells the agent of every write.
     Tell,
+    /// Answers for a disk that is not all here yet.
+    Arrive,
     /// Answers.
     PassThrough,
 }
@@ -357,7 +359,8 @@ pub(crate) struct MigrateArgs {
     /// How long to ride out an interruption of the link
     #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) patience: Duration,
-    /// How local disks move: `precopy`, `mirror`, as suits best (`auto`), or not at all (`shared`)
+    /// How local disks move: `precopy`, `mirror`, `hybrid`, `postcopy`, as suits best (`auto`), or not at
+    /// all (`shared`)
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) disks: DiskChoice,
     #[command(flatten)]

@@ -4,7 +4,7 @@
 use crate::cli::args::{DiskFrontArgs, FrontPart};
 use clap::ValueEnum;
 use longhaul_storage::front::{
-    FrontFolder, Policy, Programs, Supervisor, SupervisorError, pass_through, telling,
+    FrontFolder, Policy, Programs, Supervisor, SupervisorError, arriving, pass_through, telling,
 };
 use longhaul_storage::nbd::Notice;
 use std::path::{Path, PathBuf};
@@ -20,6 +20,7 @@ pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
     let error = match args.part {
         FrontPart::Supervise => supervise(&args.folder, folder).map_err(|e| e.to_string()),
         FrontPart::Tell => telling(&folder, notice).map_err(|e| e.to_string()),
+        FrontPart::Arrive => arriving(&folder, notice).map_err(|e| e.to_string()),
         FrontPart::PassThrough => pass_through(&folder, notice).map_err(|e| e.to_string()),
     };
     match error {
@@ -36,9 +37,16 @@ fn supervise(path: &Path, folder: FrontFolder) -> Result<(), SupervisorError> {
         let path = path.to_owned();
         Box::new(move || command(part, &path))
     };
-    let programs = Programs {
-        server: program(FrontPart::Tell),
-        fallback: Some(program(FrontPart::PassThrough)),
+    let programs = match folder.spec()?.arriving {
+        // Only it knows what is missing: it is started again and again.
+        true => Programs {
+            server: program(FrontPart::Arrive),
+            fallback: None,
+        },
+        false => Programs {
+            server: program(FrontPart::Tell),
+            fallback: Some(program(FrontPart::PassThrough)),
+        },
     };
     let report = |event| tracing::info!("{event}");
     Supervisor::start(folder, programs, Policy::default(), report)?.run()

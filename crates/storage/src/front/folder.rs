@@ -26,6 +26,9 @@ pub struct FrontSpec {
     pub name: ExportName,
     /// The account of the QEMU that may connect; without one, those of this process's account may.
     pub qemu_uid: Option<u32>,
+    /// Whether a part of the disk may still be at another host ([`super::arriving`]).
+    #[serde(default)]
+    pub arriving: bool,
 }
 
 /// Why a front end's folder cannot be used.
@@ -136,6 +139,21 @@ impl FrontFolder {
         self.own().join("owner")
     }
 
+    /// Where the server of an arriving disk listens for whoever brings what is missing of it.
+    pub fn pump(&self) -> PathBuf {
+        self.own().join("pump")
+    }
+
+    /// What of an arriving disk is missing, as far as that is durable ([`super::arriving::masks`]).
+    pub fn stored_masks(&self) -> PathBuf {
+        self.own().join("masks")
+    }
+
+    /// What of an arriving disk is missing, as long as the host runs.
+    pub fn noted_masks(&self) -> PathBuf {
+        self.own().join("noted")
+    }
+
     /// Removes the folder, once nobody supervises.
     pub fn remove(&self) -> Result<(), FolderError> {
         match fs::remove_dir_all(&self.0) {
@@ -195,6 +213,7 @@ mod tests {
             locks: Some(ImageUse::Growing),
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
+            arriving: false,
         };
         FrontFolder::create(&path, &spec).unwrap();
         FrontFolder::create(&path, &spec).unwrap_err();

@@ -12,6 +12,7 @@
 //! no answer to, and must not be overtaken by the first try. Each of them may be killed at any time.
 //! Why it is so: docs/decisions/0014-a-supervisor-below-the-disk.md.
 
+pub mod arriving;
 mod control;
 mod folder;
 mod heart;
@@ -21,6 +22,7 @@ mod supervisor;
 pub mod telling;
 mod turn;
 
+pub use arriving::arriving;
 pub use control::{Control, ControlError, Status};
 pub use folder::{FolderError, FrontFolder, FrontSpec};
 pub use heart::INTERVAL as BEAT_INTERVAL;

@@ -371,6 +371,7 @@ mod tests {
             locks: None,
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
+            arriving: false,
         };
         let front = FrontFolder::create(&folder.path().join("f"), &spec).unwrap();
         let listener = UnixListener::bind(front.owner()).unwrap();

@@ -1,6 +1,6 @@
 //! One client's connection from its handshake to its end, over anything that can be read and
 //! written. Requests are done one after the other as they come: to hand them to other threads
-//! costs more than most of them take.
+//! costs more than most of them take. Only those that may have to wait for another host are.
 
 use super::handshake::{
     self, CLIENT_FLAGS_BYTES, Handshake, HandshakeError, OPTION_HEADER_BYTES, Offer, OptionHeader,
@@ -10,10 +10,18 @@ use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Re
 use super::request::{RequestError, Task};
 use crate::disk::Disk;
 use crate::pulse;
+use std::cell::RefCell;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 
+/// Requests of a connection that wait at a time, at most: QEMU has no more under way,
+const WAITING_MAX: usize = 16;
+/// over so many bytes.
+const WAITING_BYTES_MAX: u64 = 32 << 20;
 /// Bytes of a connection's buffer that are kept for the next request; a longer one is given back.
 const BUFFER_KEPT_BYTES: usize = 1 << 20;
 
@@ -111,59 +119,147 @@ pub fn negotiate(
 }
 
 /// Answers requests until the client goes away. What the disk cannot do is reported, and answered
-/// with an error.
+/// with an error. A request that may have to wait is done beside those that follow it.
 pub fn transmit(
     reader: &mut impl Read,
-    writer: &mut impl Write,
+    writer: &mut (impl Write + Send),
     disk: &dyn Disk,
     session: Session,
-    report: &dyn Fn(Failure),
+    report: &(dyn Fn(Failure) + Sync),
 ) -> Result<(), ConnectionError> {
-    let mut worker = Worker {
+    let writer = Mutex::new(writer);
+    let waiting = Waiting::default();
+    let worker = |buffer| Worker {
         disk,
         report,
         replies: Replies {
             structured: session.structured,
         },
-        buffer: Vec::new(),
+        buffer,
         reply: Vec::new(),
     };
+    let write = |reply: &[u8]| {
+        let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
+        writer.write_all(reply)
+    };
     let size_bytes = disk.size_bytes();
-    loop {
-        let mut header = [0; REQUEST_BYTES];
-        if !read_or_end(reader, &mut header)? {
-            return Ok(());
+    let gone = Arc::new(AtomicBool::new(false));
+    let mut own = worker(Vec::new());
+    thread::scope(|scope| {
+        // What waits yet is not done after what the client says to somebody else.
+        let _gone = Gone(&gone);
+        loop {
+            let mut header = [0; REQUEST_BYTES];
+            if !read_or_end(reader, &mut header)? {
+                return Ok(());
+            }
+            let request = Request::parse(&header)?;
+            let payload = request.payload_bytes()?;
+            reader.read_exact(own.room(payload))?;
+            own.reply.clear();
+            let cookie = request.cookie;
+            match request.task(size_bytes, session.allocation) {
+                Ok(Task::Disconnect) => return Ok(()),
+                Ok(task) => {
+                    let range = task.range(payload);
+                    let length = range.end - range.start;
+                    let waits = disk.may_wait(range);
+                    if waits && let Some(place) = waiting.place(length) {
+                        let mut beside = worker(std::mem::take(&mut own.buffer));
+                        let (waiting, write, gone) = (&waiting, &write, gone.clone());
+                        let work = move || {
+                            GONE.set(Some(gone));
+                            // A client that is gone is noticed by whoever reads from it.
+                            let _ = pulse::request(|| beside.answer(cookie, task, payload))
+                                .and_then(write);
+                            waiting.leave(place);
+                        };
+                        thread::Builder::new()
+                            .name("nbd-waits".to_owned())
+                            .spawn_scoped(scope, work)?;
+                        continue;
+                    }
+                    let reply = pulse::request(|| own.answer(cookie, task, payload))?;
+                    write(reply)?;
+                }
+                Err(errno) => {
+                    let why = "not a request that this disk takes";
+                    own.replies.failed(&mut own.reply, cookie, errno, why);
+                    write(&own.reply)?;
+                }
+            }
+            own.tidy();
         }
-        let request = Request::parse(&header)?;
-        let payload = request.payload_bytes()?;
-        reader.read_exact(worker.room(payload))?;
-        worker.reply.clear();
-        match request.task(size_bytes, session.allocation) {
-            Ok(Task::Disconnect) => return Ok(()),
-            Ok(Task::Read(range)) => {
-                let reply = pulse::request(|| worker.read(request.cookie, range))?;
-                writer.write_all(reply)?;
-            }
-            Ok(task) => {
-                pulse::request(|| worker.run(request.cookie, task, payload))?;
-                writer.write_all(&worker.reply)?;
-            }
-            Err(errno) => {
-                let why = "not a request that this disk takes";
-                worker
-                    .replies
-                    .failed(&mut worker.reply, request.cookie, errno, why);
-                writer.write_all(&worker.reply)?;
-            }
+    })
+}
+
+thread_local! {
+    /// Of a thread that does a request beside others: whether the client is gone.
+    static GONE: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
+}
+
+/// Whether nobody waits any more for the request that this thread does. Only known of those that
+/// [may wait](Disk::may_wait).
+pub(crate) fn client_is_gone() -> bool {
+    GONE.with_borrow(|gone| {
+        gone.as_ref()
+            .is_some_and(|gone| gone.load(Ordering::SeqCst))
+    })
+}
+
+struct Gone<'a>(&'a AtomicBool);
+
+impl Drop for Gone<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Requests of a connection that are done beside others.
+#[derive(Default)]
+struct Waiting(Mutex<(usize, u64)>);
+
+impl Waiting {
+    fn lock(&self) -> MutexGuard<'_, (usize, u64)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A place for a request over so many bytes, if there is one; it is left with the same number.
+    fn place(&self, length_bytes: u64) -> Option<u64> {
+        let mut taken = self.lock();
+        let (count, bytes) = *taken;
+        let bytes = bytes.saturating_add(length_bytes);
+        if count >= WAITING_MAX || bytes > WAITING_BYTES_MAX {
+            return None;
         }
-        worker.tidy();
+        *taken = (count + 1, bytes);
+        Some(length_bytes)
+    }
+
+    fn leave(&self, length_bytes: u64) {
+        let mut taken = self.lock();
+        *taken = (taken.0 - 1, taken.1 - length_bytes);
+    }
+}
+
+impl Task {
+    /// The bytes that it is about, with a payload of so many.
+    fn range(&self, payload: usize) -> Range<u64> {
+        match self {
+            Self::Read(range)
+            | Self::Discard { range, .. }
+            | Self::Zero { range, .. }
+            | Self::Status { range, .. } => range.clone(),
+            Self::Write { offset, .. } => *offset..offset.saturating_add(payload as u64),
+            Self::Flush | Self::Disconnect => 0..0,
+        }
     }
 }
 
 /// Does what requests ask for.
 struct Worker<'a> {
     disk: &'a dyn Disk,
-    report: &'a dyn Fn(Failure),
+    report: &'a (dyn Fn(Failure) + Sync),
     replies: Replies,
     /// The payload of a write, or the reply to a read.
     buffer: Vec<u8>,
@@ -172,6 +268,17 @@ struct Worker<'a> {
 }
 
 impl Worker<'_> {
+    /// Does a request, and gives the whole reply.
+    fn answer(&mut self, cookie: u64, task: Task, payload: usize) -> io::Result<&[u8]> {
+        match task {
+            Task::Read(range) => self.read(cookie, range),
+            task => {
+                self.run(cookie, task, payload)?;
+                Ok(&self.reply)
+            }
+        }
+    }
+
     /// So many bytes of the buffer; what they hold is of no meaning.
     fn room(&mut self, length: usize) -> &mut [u8] {
         if self.buffer.len() < length {

@@ -142,6 +142,7 @@ impl Setting {
             locks: Some(ImageUse::Raw),
             name: ExportName::new(NAME.to_owned()).unwrap(),
             qemu_uid: None,
+            arriving: false,
         };
         let path = above.path().join("front");
         let folder = FrontFolder::create(&path, &spec).unwrap();

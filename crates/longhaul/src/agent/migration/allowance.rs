@@ -129,9 +129,13 @@ impl Admission {
         note_sender(folder, self.peer)
     }
 
-    /// The threads that may work for the sender.
-    pub(super) fn workers(&self) -> &Arc<Semaphore> {
-        &self.workers
+    /// What it may use.
+    pub(super) fn means(&self) -> Means {
+        Means {
+            others: self.context.gangs.others(self.peer),
+            workers: self.workers.clone(),
+            pace: self.pace(),
+        }
     }
 
     /// The guests that arrive from the sender, whose memory this one's frames may look at.
@@ -145,12 +149,34 @@ impl Admission {
     }
 
     /// The clock of an arrival that begins now.
-    pub(super) fn pace(&self) -> Pace {
+    fn pace(&self) -> Pace {
         Pace::new(
             self.limits.stall,
             self.limits.move_time,
             tokio::time::Instant::now(),
         )
+    }
+}
+
+/// What an arrival may use here.
+pub(super) struct Means {
+    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    pub(super) others: Others,
+    /// The threads that may work for the sender.
+    pub(super) workers: Arc<Semaphore>,
+    /// Whether the source gets on.
+    pub(super) pace: Pace,
+}
+
+impl Means {
+    /// Of a guest that runs here already.
+    pub(super) fn of_one_that_is_here(context: &Context, peer: HostId, host: &str) -> Self {
+        let limits = context.allowances.limits.of(host);
+        Self {
+            others: context.gangs.others(peer),
+            workers: Arc::new(Semaphore::new(limits.workers as usize)),
+            pace: Pace::new(limits.stall, limits.move_time, tokio::time::Instant::now()),
+        }
     }
 }
 

@@ -33,7 +33,7 @@ use longhaul_transport::{BulkError, BulkOffer, BulkReceiver};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
-use tokio::task::JoinHandle;
+use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{Instant, sleep_until};
 
 /// The epoch of the connection that brought the offer.
@@ -53,13 +53,13 @@ pub(super) struct Arrival {
 }
 
 /// Lets the source of an arrival find it, until it is dropped.
-struct Present {
+pub(super) struct Present {
     context: Arc<Context>,
     arrival: Arc<Arrival>,
 }
 
 impl Present {
-    fn new(context: &Arc<Context>, arrival: Arc<Arrival>) -> Self {
+    pub(super) fn new(context: &Arc<Context>, arrival: Arc<Arrival>) -> Self {
         context.add_arrival(arrival.clone());
         let context = context.clone();
         Self { context, arrival }
@@ -81,7 +81,24 @@ impl Arrival {
             .clone()
     }
 
-    fn set_state(&self, state: &DestinationState) {
+    /// One that is there again, and whoever takes the source's calls for it.
+    pub(super) fn again(
+        (migration, attempt): (MigrationId, Attempt),
+        source: HostId,
+        state: &DestinationState,
+    ) -> (Arc<Self>, mpsc::Receiver<(Call, Option<Epoch>)>) {
+        let (calls, called) = mpsc::channel(4);
+        let arrival = Arc::new(Self {
+            migration,
+            attempt,
+            source,
+            state: Mutex::new(state.clone()),
+            calls,
+        });
+        (arrival, called)
+    }
+
+    pub(super) fn set_state(&self, state: &DestinationState) {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state.clone();
     }
 
@@ -157,6 +174,8 @@ struct Task {
     sealed: bool,
     /// ... and of disks it is durable.
     settled: bool,
+    /// A part of the guest's disks may come when it runs here.
+    pulls: bool,
     verified: bool,
     complete_at: Option<Instant>,
     load_time: Duration,
@@ -173,7 +192,7 @@ struct Task {
 }
 
 /// How a bulk connection ended.
-enum BulkEnd {
+pub(super) enum BulkEnd {
     Lost(BulkError),
     /// For this reason. A connection that is not at fault stays until the source has heard it.
     Broken(String, Option<Box<BulkReceiver>>),
@@ -201,7 +220,14 @@ impl Task {
             let happened = self.wait().await;
             self.handle(happened).await;
         }
-        self.end().await;
+        let runs = matches!(
+            self.state(),
+            DestinationState::Running { all_present: false }
+        );
+        match runs && self.pulls {
+            true => self.pull().await,
+            false => self.end().await,
+        }
     }
 
     /// Says that the guest's QEMU waits.
@@ -212,6 +238,7 @@ impl Task {
 
     fn over(&self) -> bool {
         match self.state() {
+            DestinationState::Running { all_present: false } if self.pulls => true,
             DestinationState::Closed { .. } => true,
             // The source's DONE is waited for as long as it is there; it is answered from the
             // journal afterwards.
@@ -227,7 +254,8 @@ impl Task {
         self.disconnect();
         let state = attempt_state(self.state());
         let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
-        match call.expect_bulk(&self.offer, epoch, resumed).await {
+        let attempt = (self.offer.migration, self.offer.attempt);
+        match call.expect_bulk(attempt, epoch, resumed).await {
             Ok(bulk) => self.connected(call, epoch, bulk),
             Err(error) => {
                 tracing::info!(%error, "the source cannot come back");
@@ -345,8 +373,14 @@ impl Task {
             Happened::Loaded(Ok(())) => self.loaded().await,
             Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
             Happened::Settled(Ok(())) => {
+                let receiving = self.inbound.receiving();
+                // READY promises that whoever answers the guest knows what is missing, durably.
+                let handed_on = block_in_place(|| receiving.hand_on());
                 self.settled = true;
-                self.ready_if_so().await;
+                match handed_on {
+                    Ok(()) => self.ready_if_so().await,
+                    Err(reason) => self.abort(reason).await,
+                }
             }
             Happened::Settled(Err(reason)) => {
                 // It will not get better, and is not to be asked again.
@@ -472,6 +506,7 @@ impl Task {
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)
             | ToDestination::Resume { .. }
+            | ToDestination::Unreadable { .. }
             | ToDestination::Ask { .. } => {
                 self.abort("the source breaks the protocol: a second beginning".to_owned())
                     .await;
@@ -576,7 +611,11 @@ impl Task {
     }
 }
 
-async fn receive_from(receiving: &Receiving, epoch: Epoch, bulk: BulkReceiver) -> BulkEnd {
+pub(super) async fn receive_from(
+    receiving: &Receiving,
+    epoch: Epoch,
+    bulk: BulkReceiver,
+) -> BulkEnd {
     match receiving.work(epoch, &bulk).await {
         ReceiveError::Lost(error) => BulkEnd::Lost(error),
         // The source did nothing wrong: it hears of it by the attempt's end.
@@ -588,14 +627,16 @@ async fn receive_from(receiving: &Receiving, epoch: Epoch, bulk: BulkReceiver) -
     }
 }
 
-async fn next_message(call: &mut Option<Call>) -> Result<ToDestination, TalkError> {
+pub(super) async fn next_message(call: &mut Option<Call>) -> Result<ToDestination, TalkError> {
     match call {
         Some(call) => call.receiver.recv().await,
         None => std::future::pending().await,
     }
 }
 
-async fn join<T>(handle: &mut Option<JoinHandle<T>>) -> Result<T, tokio::task::JoinError> {
+pub(super) async fn join<T>(
+    handle: &mut Option<JoinHandle<T>>,
+) -> Result<T, tokio::task::JoinError> {
     match handle {
         Some(handle) => handle.await,
         None => std::future::pending().await,

@@ -17,6 +17,7 @@ mod stopping;
 use stopping::Disks;
 
 use super::acknowledge::{AcknowledgeError, Acknowledging};
+use super::disks::draining::{Draining, may_be_left};
 use super::doubt::record_of;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, retry_source};
@@ -111,6 +112,8 @@ pub(super) struct Departure {
     failure: Option<ApiError>,
     summary: Option<Summary>,
     predicted: bool,
+    /// The guest runs at the destination, which fetches what is left of its disks.
+    draining: Option<Draining>,
     committed_at: Option<Instant>,
     finished: bool,
 }
@@ -172,6 +175,7 @@ impl Departure {
             failure: None,
             summary: None,
             predicted: false,
+            draining: None,
             committed_at: None,
             finished: false,
             task,
@@ -258,6 +262,16 @@ impl Departure {
                 self.fail(failure::protocol(&self.task.host, &error)).await;
             }
             Happened::Message(Err(error)) => self.lost(&error.to_string()),
+            Happened::Worker(error) if self.draining.is_some() => {
+                // Nothing can be given up any more: it is tried again.
+                tracing::error!(migration = %self.task.offer.migration, %error, "sending broke");
+                let sending = self.task.sending.clone();
+                self.worker = tokio::spawn(async move {
+                    tokio::time::sleep(RETRY_EVERY).await;
+                    sending.work().await
+                });
+                self.come_again();
+            }
             Happened::Worker(error) => {
                 self.fail(failure::internal(&error.to_string())).await;
             }
@@ -308,9 +322,14 @@ impl Departure {
         }
         if self.shown_at.elapsed() >= SHOW_EVERY {
             self.show();
-            if let Err(error) = self.task.outbound.check_disks() {
+            if self.draining.is_none()
+                && let Err(error) = self.task.outbound.check_disks()
+            {
                 return self.fail(error).await;
             }
+        }
+        if self.draining.is_some() {
+            return self.drain().await;
         }
         if self.stopped.is_some() {
             self.announce().await;
@@ -370,6 +389,9 @@ impl Departure {
     async fn message(&mut self, message: ToSource) {
         let attempt = self.task.offer.attempt;
         match message {
+            ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {
+                self.hear_of_left(&message);
+            }
             ToSource::Loaded => {
                 if let Some(stopped) = &mut self.stopped {
                     stopped.loaded_at.get_or_insert_with(Instant::now);
@@ -398,6 +420,7 @@ impl Departure {
             ToSource::Committed { attempt: of } => {
                 self.committed_at.get_or_insert_with(Instant::now);
                 self.step(SourceEvent::Committed(of)).await;
+                self.begin_draining();
             }
             ToSource::Aborted {
                 attempt: of,
@@ -413,12 +436,15 @@ impl Departure {
                 self.step(SourceEvent::Committed(of)).await;
                 self.step(SourceEvent::AllPresent(of)).await;
             }
-            ToSource::Summary(summary) => self.summary = Some(summary),
+            ToSource::Summary(summary) => {
+                self.summary = Some(summary);
+                if self.draining.is_some() {
+                    self.come_again();
+                }
+            }
             ToSource::Clock(clock) => self.tell_clock(clock),
             ToSource::Accepted { machine } => self.accepted(&machine).await,
             ToSource::Refused(refusal) if self.launching.is_some() => self.refused(refusal).await,
-            // Nothing of it is left here.
-            ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {}
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
             | ToSource::Launching { .. }
@@ -466,19 +492,66 @@ impl Departure {
         }
     }
 
+    // What is left of the disks.
+
+    /// The guest runs at the destination: what is left of its disks here is the destination's to ask for.
+    fn begin_draining(&mut self) {
+        let left = self.task.outbound.disks().iter();
+        let left = left.filter(|disk| may_be_left(disk)).map(|disk| &disk.spec);
+        if self.draining.is_none() && left.clone().next().is_some() {
+            self.draining = Some(Draining::begin(&self.task.sending, left));
+            self.entry().enter(Phase::Finishing);
+        }
+    }
+
+    /// Connects anew: what is left travels over a connection that begins with what is missing.
+    fn come_again(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.keep_wire_bytes(&session);
+        }
+        self.acknowledging = None;
+        self.task.sending.disconnect();
+        let resume = session::resume(
+            self.task.context.clone(),
+            self.attempted(),
+            self.epoch,
+            self.limit_bps(),
+        );
+        if let Some(before) = self.redial.replace(tokio::spawn(resume)) {
+            before.abort();
+        }
+    }
+
+    fn hear_of_left(&mut self, message: &ToSource) {
+        let Some(draining) = &mut self.draining else {
+            return;
+        };
+        if let Err(error) = draining.hear(message) {
+            self.lost(&format!("what it lacks makes no sense: {error}"));
+        }
+    }
+
+    async fn drain(&mut self) {
+        let said = self.draining.as_mut().map(Draining::unreadable);
+        for message in said.unwrap_or_default() {
+            self.send(message).await;
+        }
+        self.task.sending.wake();
+    }
+
     // The connection.
 
     fn lost(&mut self, why: &str) {
-        if self.session.take().is_none() {
+        let Some(session) = self.session.take() else {
             return;
-        }
+        };
+        self.keep_wire_bytes(&session);
         self.acknowledging = None;
         self.task.sending.disconnect();
         if self.finished || self.state().is_over() {
             return;
         }
         tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
-        self.keep_wire_bytes();
         self.interruptions += 1;
         self.lost_at.get_or_insert_with(Instant::now);
         let attempted = self.attempted();
@@ -533,8 +606,14 @@ impl Departure {
                 // A destination that has everything is sent nothing again: its guest may run before
                 // that comes.
                 let receives = state == AttemptState::Receiving;
+                if state == AttemptState::Committed {
+                    self.begin_draining();
+                }
                 if let Some(line) = &session.line {
                     self.epoch = line.epoch;
+                    if let Some(draining) = &mut self.draining {
+                        draining.connected(line.clone());
+                    }
                     if receives {
                         self.task.sending.connect(line.clone());
                     }

@@ -115,6 +115,7 @@ pub(super) fn session(host: &str, error: &SessionError) -> ApiError {
         SessionError::Refused(refusal) => refused(refusal.clone()),
         SessionError::Protocol(what) => protocol(host, what),
         SessionError::Aborted(reason) => peer_gave_up(host, reason),
+        SessionError::Left(error) => internal(&error.to_string()),
         SessionError::Link(_) | SessionError::Talk(_) | SessionError::Committed { .. } => {
             ApiError::new(ErrorCode::PeerUnreachable, format!("{host}: {error}"))
         }

@@ -3,6 +3,7 @@
 use super::Context;
 use super::allowance::Admission;
 use super::disks::arriving::Disks;
+use super::disks::fronts::{self, Comes, Coming, FrontError};
 use super::gang::{Look, Shown};
 use super::kept::Kept;
 use super::meter::{Meter, Usage};
@@ -20,7 +21,7 @@ use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionSpec};
 use std::collections::BTreeSet;
 use std::io;
 use std::sync::Arc;
@@ -72,6 +73,9 @@ pub(super) enum InboundError {
     /// The system refused.
     #[error("cannot keep what is known of the guest: {0}")]
     Host(#[from] io::Error),
+    /// What answers for a disk could not be put below it.
+    #[error(transparent)]
+    Front(#[from] FrontError),
     /// A disk's image could not be made.
     #[error("cannot make the image of a disk: {0}")]
     Images(io::Error),
@@ -212,8 +216,32 @@ impl Inbound {
         let shown = admission
             .others()
             .show(offer.migration, Arc::new(store.clone()));
-        let receiving = Receiving::new(&offer.regions, Box::new(store), arriving, key, admission)?;
+        let receiving = Receiving::new(
+            &offer.regions,
+            Box::new(store),
+            arriving,
+            key,
+            admission.means(),
+        )?;
         Ok((machine, memory, places, receiving, shown))
+    }
+
+    /// Puts front ends below those of its disks of which a part may come when it runs. After an error
+    /// it has to be quit.
+    pub(super) async fn put_below(
+        &self,
+        context: &Context,
+        migration: MigrationId,
+        disks: &[Comes],
+    ) -> Result<(), InboundError> {
+        let state = &context.parts.config.state;
+        let coming = Coming {
+            migration,
+            digest_key: self.key.0,
+        };
+        let put_in = fronts::put_in_for(state, &self.guest, &self.qmp, coming, disks);
+        self.receiving.below(put_in.await?);
+        Ok(())
     }
 
     /// The machine that QEMU shows.

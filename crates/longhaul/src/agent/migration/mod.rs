@@ -26,6 +26,7 @@ mod outbound;
 mod peer;
 mod plan;
 mod prepare;
+mod pulling;
 mod receive;
 mod recovery;
 mod registry;
@@ -374,7 +375,12 @@ impl Manager {
         let migration = entry.migration();
         doubt::judge(&migration, &resolve)?;
         tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
-        if !self.context.attempts.resolve(id, &resolve).await {
+        if !self
+            .context
+            .attempts
+            .resolve(&self.context, id, &resolve)
+            .await
+        {
             entry.resolve(resolve);
         }
         Ok(entry.migration())

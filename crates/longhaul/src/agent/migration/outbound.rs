@@ -397,11 +397,7 @@ impl GuestContent {
         into: &mut [[u8; BLOCK_SIZE]],
     ) -> Result<(), String> {
         let disk = self.disks.get(n).ok_or("there is no such disk")?;
-        for (at, range) in disks::ranges(blocks) {
-            let into = &mut into[at..at + range.count as usize];
-            disks::read_blocks(disk, range, into.as_flattened_mut())?;
-        }
-        Ok(())
+        disks::read_each(disk, blocks, into)
     }
 }
 

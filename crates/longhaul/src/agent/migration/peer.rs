@@ -6,7 +6,7 @@ use super::arrival;
 use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
 use longhaul_engine::handover::DestinationState;
-use longhaul_protocol::message::{AttemptState, DisksOffer, Offer, ToDestination, ToSource};
+use longhaul_protocol::message::{AttemptState, DisksOffer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
 use longhaul_transport::{
@@ -45,13 +45,13 @@ impl Call {
     /// Answers with a token, for a bulk connection of this epoch.
     pub(super) async fn expect_bulk(
         &mut self,
-        offer: &Offer,
+        (migration, attempt): (MigrationId, Attempt),
         epoch: Epoch,
         answer: impl FnOnce(Vec<u8>) -> ToSource,
     ) -> Result<BulkOffer, ExpectError> {
         let binding = BulkBinding {
-            migration: offer.migration,
-            attempt: offer.attempt,
+            migration,
+            attempt,
             epoch,
         };
         let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
@@ -257,5 +257,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::Overruled { .. } => "Overruled",
         ToDestination::OfferDisks(_) => "OfferDisks",
         ToDestination::List(_) => "List",
+        ToDestination::Unreadable { .. } => "Unreadable",
     }
 }

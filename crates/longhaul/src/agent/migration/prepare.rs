@@ -390,7 +390,8 @@ impl Preparing {
         let key = DigestKey(offer.digest_key);
         let memory_regions = outbound.regions().len();
         let content = outbound.content();
-        Ok(Sending::new(engine, key, content, encoding, memory_regions))
+        let of = (offer.migration, key);
+        Ok(Sending::new(engine, of, content, encoding, memory_regions))
     }
 
     /// Waits for another host, which may take long.

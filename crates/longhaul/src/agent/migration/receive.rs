@@ -1,6 +1,6 @@
 //! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
 
-use super::allowance::{Admission, Pace};
+use super::allowance::{Means, Pace};
 use super::disks::arriving::Disks;
 use super::gang::Others;
 use super::kept::Kept;
@@ -15,6 +15,7 @@ use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
 use longhaul_storage::disk::Disk as _;
+use longhaul_storage::front::FrontFolder;
 use longhaul_transport::{BulkError, BulkReceiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -91,13 +92,13 @@ impl Receiving {
         store: Box<dyn Store>,
         (disks, kept): (Disks, Kept),
         key: DigestKey,
-        admission: &Admission,
+        means: Means,
     ) -> Result<Arc<Self>, DestinationError> {
         let has_disks = !disks.is_empty();
         let inner = Inner {
             destination: Destination::new(regions)?,
             store,
-            others: admission.others(),
+            others: means.others,
             disks,
             kept,
             early: Assembly::default(),
@@ -110,8 +111,8 @@ impl Receiving {
             inner: Mutex::new(inner),
             complete: Notify::new(),
             synced: Notify::new(),
-            workers: admission.workers().clone(),
-            pace: Arc::new(admission.pace()),
+            workers: means.workers,
+            pace: Arc::new(means.pace),
             key,
         });
         if has_disks {
@@ -152,6 +153,16 @@ impl Receiving {
         inner.needs_early = needs_early;
         drop(inner);
         self.complete.notify_waiters();
+    }
+
+    /// The front ends of those disks of which a part may come later.
+    pub(super) fn below(&self, folders: Vec<FrontFolder>) {
+        self.lock().disks.below(folders);
+    }
+
+    /// Has those who will answer the guest know what is left at the source.
+    pub(super) fn hand_on(&self) -> Result<(), String> {
+        self.lock().disks.hand_on()
     }
 
     /// Leaves the guest's memory and disks alone from now on, and makes the disks durable.
@@ -355,6 +366,7 @@ impl Inner {
         if let Some(error) = self.error.take() {
             return Err(ReceiveError::Store(error));
         }
+        self.disks.settle().map_err(ReceiveError::Store)?;
         self.disks.rejected(&outcome.rejected, outcome.seq);
         self.destination
             .applied(epoch, outcome.seq, &outcome.rejected)?;

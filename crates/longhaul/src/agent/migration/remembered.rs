@@ -5,8 +5,8 @@
 //! aborted by being asked for, so that a late COMMIT is refused.
 
 use super::Context;
-use super::arrival;
-use super::disks::arriving;
+use super::arrival::{self, Arrival, Present};
+use super::disks::{arriving, fronts};
 use super::doubt;
 use super::entry::Entry;
 use super::ledger::{
@@ -15,13 +15,14 @@ use super::ledger::{
 };
 use super::left::{self, Left, abort_reason};
 use super::peer::attempt_state;
+use super::pulling::{Begun, Pulling};
 use super::registry::{Reservation, Taken};
 use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState, Terms};
 use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -81,6 +82,9 @@ impl Attempts {
         }
         begin_destination(&mut remembered, actions).await;
         remembered.look().await;
+        if remembered.pulls() {
+            return remembered.pull(context);
+        }
         remembered.present().await;
         remembered.show();
         if remembered.is_open() {
@@ -144,6 +148,11 @@ impl Attempts {
         remembered.look().await;
         retry_destination(&mut remembered).await;
         feed_destination(&mut remembered, event).await;
+        if remembered.pulls() {
+            let answers = std::mem::take(&mut remembered.outbox);
+            remembered.pull(context);
+            return Ok(answers);
+        }
         remembered.present().await;
         remembered.show();
         let answers = std::mem::take(&mut remembered.outbox);
@@ -156,7 +165,12 @@ impl Attempts {
     }
 
     /// A person decides about an attempt that waits here; false where none of that id does.
-    pub(super) async fn resolve(&self, migration: MigrationId, resolve: &Resolve) -> bool {
+    pub(super) async fn resolve(
+        &self,
+        context: &Arc<Context>,
+        migration: MigrationId,
+        resolve: &Resolve,
+    ) -> bool {
         let mut waiting = self.waiting.lock().await;
         let Some(mut remembered) = waiting.remove(&migration) else {
             return false;
@@ -168,6 +182,10 @@ impl Attempts {
             Side::Source => DestinationEvent::Abort(arrival::short(&because)),
         };
         feed_destination(&mut remembered, event).await;
+        if remembered.pulls() {
+            remembered.pull(context);
+            return true;
+        }
         remembered.present().await;
         remembered.show();
         remembered.outbox.clear();
@@ -253,6 +271,44 @@ impl Remembered {
             Ok(None) => feed_destination(self, DestinationEvent::QemuGone).await,
             Err(error) => tracing::error!(guest = ledger.guest, %error, "cannot look for it"),
         }
+    }
+
+    /// Whether the guest runs here, and something of its disks may be at its source.
+    fn pulls(&self) -> bool {
+        if self.handover.state != (DestinationState::Running { all_present: false }) {
+            return false;
+        }
+        let ledger = &self.handover.ledger;
+        let state = &ledger.context.parts.config.state;
+        match fronts::incomplete(state, &ledger.guest, ledger.migration) {
+            Ok(disks) => !disks.is_empty(),
+            Err(error) => {
+                // Whoever fetches looks again.
+                tracing::error!(guest = ledger.guest, %error, "cannot look for its disks");
+                true
+            }
+        }
+    }
+
+    /// Fetches that, in a task of its own.
+    fn pull(self, context: &Arc<Context>) {
+        let ledger = &self.handover.ledger;
+        let attempt = (ledger.migration, ledger.terms.attempt);
+        let Some(peer) = self.peer else { return };
+        let (arrival, called) = Arrival::again(attempt, peer, &self.handover.state);
+        let begun = Begun {
+            present: Present::new(context, arrival.clone()),
+            entry: self.entry,
+            handover: self.handover,
+            reservation: self._reservation,
+            arrival,
+            called,
+            call: None,
+            epoch: Epoch(0),
+            clock: None,
+            running: None,
+        };
+        tokio::spawn(Pulling::new(context.clone(), begun).run());
     }
 
     async fn present(&mut self) {
@@ -370,6 +426,8 @@ impl DestinationOwner for Remembered {
                 if let Err(error) = left::remove(&ledger.context, &ledger.guest).await {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
+                let state = &ledger.context.parts.config.state;
+                fronts::ended(state, &ledger.guest, false).await;
                 if let Some(entry) = &self.entry {
                     let next = ledger.terms.next();
                     ledger.context.last_hook(entry, Step::NotComing, next).await;

@@ -9,13 +9,14 @@ use super::disks::watch::Reply;
 use bytes::Bytes;
 use longhaul_api::{CompressionChoice, DeltaCache};
 use longhaul_codec::{
-    BlockId, Compression, CompressionPolicy, DigestKey, EncodeError, EncodedFrame, Encoder, Hasher,
+    BlockId, Compression, CompressionPolicy, Decision, DigestKey, EncodeError, EncodedFrame,
+    Encoder, Hasher,
 };
 use longhaul_engine::source::{Answer, Link, Source, SourceError, WriteId};
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Part, Piece};
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId};
 use longhaul_transport::{BulkError, BulkSender};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -140,6 +141,7 @@ pub(super) struct Sending {
     policy: Mutex<CompressionPolicy>,
     line: watch::Sender<Option<Arc<Line>>>,
     wake: Notify,
+    migration: MigrationId,
     key: DigestKey,
     content: Box<dyn Content>,
     /// Pieces of device state, as they travel: all of them over each connection.
@@ -149,6 +151,8 @@ pub(super) struct Sending {
     memory_regions: usize,
     encoded: Mutex<Encoded>,
     replies: Mutex<Replies>,
+    /// Blocks of disks that could not be read in the drain, with what was wrong.
+    unreadable: Mutex<Vec<(BlockId, String)>>,
 }
 
 /// Writes to disks that the guest waits for, by the engine's names.
@@ -161,7 +165,7 @@ struct Replies {
 impl Sending {
     pub(super) fn new(
         mut engine: Source,
-        key: DigestKey,
+        (migration, key): (MigrationId, DigestKey),
         content: Box<dyn Content>,
         encoding: Encoding,
         memory_regions: usize,
@@ -173,6 +177,7 @@ impl Sending {
             policy: Mutex::new(CompressionPolicy::new(1)),
             line: watch::Sender::new(None),
             wake: Notify::new(),
+            migration,
             key,
             content,
             pieces: Mutex::new(Vec::new()),
@@ -180,7 +185,18 @@ impl Sending {
             memory_regions,
             encoded: Mutex::new(Encoded::default()),
             replies: Mutex::default(),
+            unreadable: Mutex::default(),
         })
+    }
+
+    /// The migration that it sends for.
+    pub(super) fn migration(&self) -> MigrationId {
+        self.migration
+    }
+
+    /// The key of its digests.
+    pub(super) fn digest_key(&self) -> DigestKey {
+        self.key
     }
 
     /// The engine. Never held across an await.
@@ -276,6 +292,31 @@ impl Sending {
         drop(engine);
         self.wake();
         Ok(())
+    }
+
+    /// Reads blocks one by one, and keeps those that cannot be read. Returns their places.
+    fn read_each(&self, blocks: &[BlockId], content: &mut [[u8; BLOCK_SIZE]]) -> Vec<usize> {
+        let mut places = Vec::new();
+        for (place, block) in blocks.iter().enumerate() {
+            let read = self.content.read(&[*block], &mut content[place..=place]);
+            if let Err(why) = read {
+                content[place].fill(0);
+                places.push(place);
+                lock(&self.unreadable).push((*block, why));
+            }
+        }
+        places
+    }
+
+    /// Blocks that could not be read since this was asked last.
+    pub(super) fn take_unreadable(&self) -> Vec<(BlockId, String)> {
+        std::mem::take(&mut lock(&self.unreadable))
+    }
+
+    /// Whether one block can be read.
+    pub(super) fn can_be_read(&self, block: BlockId) -> bool {
+        let read = || self.content.read(&[block], &mut [[0; BLOCK_SIZE]]);
+        block_in_place(read).is_ok()
     }
 
     /// Bytes of frames that were sent and not acknowledged.
@@ -390,12 +431,18 @@ impl Sending {
             worker.content.resize(count, [0; BLOCK_SIZE]);
         }
         let content = &mut worker.content[..count];
-        self.content
-            .read(&batch.blocks, content)
-            .map_err(SendError::Content)?;
+        let unreadable = match self.content.read(&batch.blocks, content) {
+            Ok(()) => Vec::new(),
+            Err(_) if self.engine().is_draining() => self.read_each(&batch.blocks, content),
+            Err(error) => return Err(SendError::Content(error)),
+        };
         worker.staged.clear();
         worker.hasher.stage(content, &mut worker.staged);
-        let decisions = self.engine().decide(&batch, &worker.staged);
+        let mut decisions = self.engine().decide(&batch, &worker.staged);
+        for place in unreadable {
+            // The destination knows that it has not come, and asks again.
+            decisions[place] = Decision::Skip;
+        }
         let prepared = Instant::now();
         let frame = worker.encoder.encode_frame(
             batch.seq,

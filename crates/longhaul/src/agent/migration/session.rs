@@ -50,6 +50,9 @@ pub(super) enum SessionError {
         /// And needs nothing of the source any more.
         all_present: bool,
     },
+    /// What is left of the guest's disks cannot be sent.
+    #[error("what is left of its disks cannot be sent: {0}")]
+    Left(#[from] std::io::Error),
     /// An answer that does not fit.
     #[error("the destination breaks the protocol: {0}")]
     Protocol(&'static str),
@@ -169,7 +172,7 @@ fn is_final(error: &ConnectError) -> bool {
     )
 }
 
-async fn try_resume(
+pub(super) async fn try_resume(
     context: &Context,
     attempted: &Attempted,
     epoch: Epoch,

@@ -1,26 +1,33 @@
 //! The source's side of an attempt whose task is gone: after a restart of the agent, or once the
 //! guest's place is decided and the destination has yet to hear of it.
 //!
-//! It asks and tells the destination until both journals are at their ends. It sends no blocks: a
-//! destination that still waits for some is told to give up.
+//! It asks and tells the destination until both journals are at their ends. It sends no blocks to a
+//! destination that has yet to say READY, which is told to give up; what is left of the disks of a guest
+//! that runs there already it sends, from their images.
 
+use super::acknowledge::Acknowledging;
+use super::disks::draining::{self, Draining};
 use super::disks::fronts;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, SourceOwner, begin_source, feed_source, retry_source};
 use super::left::{self, Left};
 use super::registry::{Reservation, Taken};
-use super::session::{self, Conversation, SessionError};
+use super::send::SendError;
+use super::session::{self, Conversation, Session, SessionError};
 use super::{Context, Holder, doubt, failure};
 use crate::agent::hooks::Step;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory;
+use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
 use longhaul_storage::Journal;
+use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
+use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{sleep, timeout};
 
 /// Between two tries to reach the other host, at first.
@@ -29,6 +36,8 @@ const ASK_EVERY: Duration = Duration::from_secs(1);
 const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
 /// A destination that says nothing for so long is asked again.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// How often it is looked whether something of the disks could not be read.
+const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// The source's side without its task.
 pub(super) struct Settling {
@@ -43,6 +52,21 @@ pub(super) struct Settling {
     resolutions: Option<watch::Receiver<Option<Resolve>>>,
     /// It has ended, and the hook for that has yet to run.
     ended: Option<Arc<Entry>>,
+    /// What is left here of the guest's disks, once it runs at the destination.
+    left: Option<LeftHere>,
+}
+
+/// What sends the rest of a guest's disks.
+struct LeftHere {
+    draining: Draining,
+    worker: JoinHandle<SendError>,
+    epoch: Epoch,
+}
+
+impl Drop for LeftHere {
+    fn drop(&mut self) {
+        self.worker.abort();
+    }
 }
 
 impl SourceOwner for Settling {
@@ -111,6 +135,7 @@ impl Settling {
             closed: false,
             reason: None,
             ended: None,
+            left: None,
         };
         begin_source(&mut settling, actions).await;
         settling.show();
@@ -141,6 +166,7 @@ impl Settling {
             reason: None,
             resolutions: None,
             ended: None,
+            left: None,
         }
     }
 
@@ -258,6 +284,98 @@ impl Settling {
                 }
             };
             self.heard(message).await;
+            if self.closed {
+                self.conversation = None;
+            }
+            self.show();
+            self.last_hook().await;
+            if self.look_for_left().await? {
+                self.conversation = None;
+                return self.drain(attempted).await;
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether something of the disks of a guest that runs at the destination may be left here.
+    async fn look_for_left(&mut self) -> Result<bool, SessionError> {
+        if self.handover.state != SourceState::Done {
+            return Ok(false);
+        }
+        if self.left.is_none() {
+            let ledger = &self.handover.ledger;
+            let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
+            let left = block_in_place(|| draining::left(state, guest, ledger.migration))?;
+            let Some(draining) = left else {
+                return Ok(false);
+            };
+            let answering = fronts::keep_answering(state, guest).await;
+            answering.map_err(|error| SessionError::Left(io::Error::other(error)))?;
+            self.left = Some(LeftHere {
+                worker: tokio::spawn(draining.sending().clone().work()),
+                draining,
+                epoch: first_epoch(),
+            });
+        }
+        Ok(true)
+    }
+
+    /// Sends what is left as the destination asks for it, until the connection ends.
+    async fn drain(&mut self, attempted: session::Attempted) -> Result<(), SessionError> {
+        let context = self.handover.ledger.context.clone();
+        let Some(left) = &mut self.left else {
+            return Ok(());
+        };
+        if left.worker.is_finished() {
+            left.worker = tokio::spawn(left.draining.sending().clone().work());
+        }
+        left.epoch = Epoch(left.epoch.0.saturating_add(1));
+        let resumed = session::try_resume(&context, &attempted, left.epoch, None).await;
+        let Session {
+            control: _control,
+            sender,
+            receiver,
+            line,
+        } = resumed?.0;
+        let line = line.ok_or(SessionError::Protocol("blocks need a connection"))?;
+        let sending = left.draining.sending().clone();
+        left.draining.connected(line.clone());
+        let mut acknowledging = Acknowledging::begin(sending.clone(), line);
+        self.conversation = Some(Conversation { sender, receiver });
+        let done = self.send_left(&mut acknowledging).await;
+        sending.disconnect();
+        self.conversation = None;
+        done
+    }
+
+    async fn send_left(&mut self, acknowledging: &mut Acknowledging) -> Result<(), SessionError> {
+        while let Some(conversation) = &mut self.conversation {
+            let message = tokio::select! {
+                message = conversation.receiver.recv() => Some(message?),
+                error = acknowledging.ended() => {
+                    tracing::info!(%error, "what is left cannot be sent now");
+                    return Ok(());
+                }
+                () = sleep(LOOK_EVERY) => None,
+            };
+            if let Some(message) = message {
+                let about_left = match &mut self.left {
+                    Some(left) => left.draining.hear(&message),
+                    None => Ok(false),
+                };
+                match about_left {
+                    Ok(true) => {}
+                    Ok(false) => self.heard(message).await,
+                    Err(error) => {
+                        tracing::error!(%error, "what the destination lacks makes no sense");
+                        return Err(SessionError::Protocol("it lacks what is not left"));
+                    }
+                }
+            }
+            let unreadable = self.left.as_mut().map(|left| left.draining.unreadable());
+            for message in unreadable.unwrap_or_default() {
+                self.send(message).await;
+            }
             if self.closed {
                 self.conversation = None;
             }
@@ -389,6 +507,13 @@ impl Settling {
             self.ended = self.entry.take();
         }
     }
+}
+
+/// The destination may have seen any number of connections of an earlier agent: later ones count on from the
+/// time, and one that does not suffice is followed by others.
+fn first_epoch() -> Epoch {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH);
+    Epoch(now.map_or(1, |now| now.as_secs() as u32))
 }
 
 fn phase(state: &SourceState) -> Phase {

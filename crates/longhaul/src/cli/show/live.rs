@@ -110,9 +110,13 @@ fn link(migration: &Migration, progress: &Progress) -> Line {
             _ => figure::ms(Some(silent_ms / 1000 * 1000)),
         };
         let text = format!(
-            "nothing heard from {} for {silent}; waits up to {}",
+            "nothing heard from {} for {silent}; waits {}",
             migration.destination,
-            figure::ms(Some(migration.asked.patience_ms))
+            match progress.phase {
+                // The guest is there: nothing can be given up any more.
+                Phase::Finishing => "as long as it takes".to_owned(),
+                _ => format!("up to {}", figure::ms(Some(migration.asked.patience_ms))),
+            }
         );
         return row("link").tone(Tone::Warn, text);
     }
@@ -192,8 +196,27 @@ fn doing(migration: &Migration, progress: &Progress) -> String {
         Phase::Loading => format!("{guest} stands still: {destination} loads it"),
         Phase::Verifying => format!("{guest} stands still: both sides compare all memory"),
         Phase::HandingOver => format!("handing {guest} over to {destination}"),
-        Phase::Finishing => format!("{guest} runs on {destination}; {source} cleans up"),
+        Phase::Finishing => match left_bytes(progress) {
+            0 => format!("{guest} runs on {destination}; {source} cleans up"),
+            left => {
+                let left = show_bytes(left);
+                let waits = match progress.link.interrupted_ms {
+                    Some(_) => "; that waits for the link, and the guest for nothing else",
+                    None => "",
+                };
+                format!(
+                    "{guest} runs on {destination}, which fetches {left} of its disks yet{waits}"
+                )
+            }
+        },
     }
+}
+
+/// What of its disks is still at the source of a guest that runs at the destination.
+fn left_bytes(progress: &Progress) -> u64 {
+    let disks = progress.regions.iter().filter(|region| region.disk);
+    let blocks = disks.map(|disk| disk.blocks_pending);
+    blocks.sum::<u64>().saturating_mul(BLOCK_SIZE as u64)
 }
 
 fn precopy(progress: &Progress) -> String {

@@ -255,6 +255,8 @@ fn disk(disk: &DiskReport) -> String {
     let how = match disk.strategy {
         DiskChoice::Mirror => "mirrored",
         DiskChoice::Auto | DiskChoice::Precopy => "pre-copied",
+        DiskChoice::Hybrid => "sent in part, then fetched",
+        DiskChoice::Postcopy => "fetched afterwards",
         DiskChoice::Shared => "both hosts see it",
     };
     let (image, allocated) = (

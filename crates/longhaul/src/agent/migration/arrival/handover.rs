@@ -2,11 +2,12 @@
 
 use super::{Task, short};
 use crate::agent::hooks::Step;
-use crate::agent::migration::disks::arriving;
+use crate::agent::migration::disks::{arriving, fronts};
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
 use crate::agent::migration::left::abort_reason;
 use crate::agent::migration::peer::attempt_state;
+use crate::agent::migration::pulling::{Begun, Pulling};
 use crate::agent::migration::{clock, doubt};
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
@@ -22,7 +23,8 @@ impl Task {
         let before = self.state().clone();
         feed_destination(self, event).await;
         // Nothing of a guest that is all here is left at the source.
-        if *self.state() == (DestinationState::Running { all_present: false }) {
+        let runs = *self.state() == (DestinationState::Running { all_present: false });
+        if runs && !self.pulls {
             feed_destination(self, DestinationEvent::AllPresent).await;
         }
         if *self.state() != before {
@@ -76,6 +78,48 @@ impl Task {
         }
     }
 
+    /// Goes on with fetching what is left at the source.
+    pub(super) async fn pull(mut self) {
+        self.disconnect_bulk();
+        let Self {
+            context,
+            entry,
+            handover,
+            call,
+            called,
+            arrival,
+            present,
+            epoch,
+            reservation,
+            clock,
+            running,
+            inbound,
+            admission,
+            ..
+        } = self;
+        // Its memory is there, and its monitor is for whoever takes the front ends out.
+        drop((inbound, admission));
+        let begun = Begun {
+            entry: Some(entry),
+            handover,
+            reservation: Some(reservation),
+            arrival,
+            called,
+            present,
+            call,
+            epoch,
+            clock,
+            running,
+        };
+        Pulling::new(context, begun).run().await;
+    }
+
+    fn disconnect_bulk(&mut self) {
+        if let Some(bulk) = self.bulk.take() {
+            bulk.abort();
+        }
+    }
+
     /// Leaves nothing behind but the report, and tells the source so.
     pub(super) async fn end(mut self) {
         self.last_hook().await;
@@ -100,6 +144,10 @@ impl Task {
             entry.end(Outcome::Aborted, Some(error));
         }
         context.archive.keep(&entry);
+        if !handover.state.owns_guest() {
+            let state = &context.parts.config.state;
+            fronts::ended(state, &offer.guest.name, false).await;
+        }
         block_in_place(|| arriving::sweep(&context));
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {

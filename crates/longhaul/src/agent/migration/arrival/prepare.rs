@@ -6,7 +6,8 @@ use crate::agent::fail_point;
 use crate::agent::hooks::Step;
 use crate::agent::migration::Context;
 use crate::agent::migration::allowance::{self, Admission};
-use crate::agent::migration::disks::arriving::{self, Disks};
+use crate::agent::migration::disks::arriving::{self, Disks, Place};
+use crate::agent::migration::disks::fronts::{self, Comes};
 use crate::agent::migration::entry::{Entry, Facts};
 use crate::agent::migration::inbound::{Inbound, InboundError};
 use crate::agent::migration::kept::Kept;
@@ -160,7 +161,7 @@ pub(super) async fn prepare(
             if let Some(key) = kept.key() {
                 offer.digest_key = key.0;
             }
-            launch(context, call, &offer, (&made, kept), &admission).await
+            launch(context, call, &offer, &places, (&made, kept), &admission).await
         }
         Err(error) => Err(InboundError::Images(error)),
     };
@@ -221,6 +222,7 @@ pub(super) async fn prepare(
         loaded: false,
         sealed: false,
         settled: false,
+        pulls: disks.iter().any(|disk| disk.pulled),
         verified: false,
         complete_at: None,
         load_time: Duration::ZERO,
@@ -240,6 +242,7 @@ async fn launch(
     context: &Context,
     call: &mut Call,
     offer: &Offer,
+    places: &[Place],
     (disks, kept): (&[Arc<RawDisk>], Kept),
     admission: &Admission,
 ) -> Result<(Inbound, BulkOffer), InboundError> {
@@ -247,8 +250,23 @@ async fn launch(
         bulk_token,
         keeps: kept.told(),
     };
-    let bulk = call.expect_bulk(offer, FIRST_EPOCH, launching).await?;
-    let arriving = (Disks::new(offer, disks), kept);
-    let inbound = Inbound::launch(context, offer, arriving, admission).await?;
+    let attempt = (offer.migration, offer.attempt);
+    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await?;
+    let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
+    let arriving = (Disks::new(offer, &offered, disks), kept);
+    let mut inbound = Inbound::launch(context, offer, arriving, admission).await?;
+    let pulled = places.iter().filter(|place| place.offered.pulled);
+    let pulled = pulled.map(|place| Comes {
+        name: place.offered.name.clone(),
+        image: place.path.clone(),
+    });
+    let pulled: Vec<Comes> = pulled.collect();
+    if !pulled.is_empty()
+        && let Err(error) = inbound.put_below(context, offer.migration, &pulled).await
+    {
+        inbound.quit().await;
+        fronts::ended(&context.parts.config.state, &offer.guest.name, false).await;
+        return Err(error);
+    }
     Ok((inbound, bulk))
 }

@@ -6,6 +6,7 @@ use crate::agent::migration::convergence;
 use crate::agent::migration::disks::LocalDisk;
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
+use crate::agent::migration::session::Session;
 use crate::agent::migration::settling::Settling;
 use longhaul_api::{Outcome, RegionProgress};
 use longhaul_engine::handover::SourceState;
@@ -20,8 +21,9 @@ use tokio::time::Instant;
 const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
 
 impl Departure {
-    pub(super) fn keep_wire_bytes(&mut self) {
-        if let Some(line) = self.task.sending.line() {
+    /// Counts what went over a session that has ended.
+    pub(super) fn keep_wire_bytes(&mut self, session: &Session) {
+        if let Some(line) = &session.line {
             let stats = line.bulk.stats();
             self.wire_bytes.0 += stats.wire_bytes_sent;
             self.wire_bytes.1 += stats.wire_bytes_received;

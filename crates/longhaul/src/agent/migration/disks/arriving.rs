@@ -7,6 +7,7 @@
 //! Whether they stay is decided by the journal alone: they do when it says that the guest is this
 //! host's, and go when it says that it will never be.
 
+use super::puller::Puller;
 use super::{blocks_of, format_of, is_local, write_blocks, write_durably};
 use crate::agent::migration::Context;
 use longhaul_codec::{BlockId, BlockWrite, Content};
@@ -18,9 +19,11 @@ use longhaul_protocol::disk::{List, OfferedDisk};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
-use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk, Zeros};
 use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_storage::front::FrontFolder;
+use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::{Holder, file_name, read_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
@@ -35,12 +38,14 @@ use std::time::Duration;
 /// Space that is left free on a file system beside what a disk needs, in bytes.
 const SPARE_BYTES: u64 = 64 << 20;
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// News of a server that wait for the agent, at most.
+pub(in crate::agent::migration) const NEWS_MAX: usize = 1 << 16;
 
 /// Where an offered disk goes.
 #[derive(Debug)]
 pub(in crate::agent::migration) struct Place {
-    offered: OfferedDisk,
-    path: PathBuf,
+    pub(in crate::agent::migration) offered: OfferedDisk,
+    pub(in crate::agent::migration) path: PathBuf,
 }
 
 impl Place {
@@ -404,16 +409,36 @@ struct Arriving {
     name: String,
     presence: Presence,
     disk: Arc<RawDisk>,
+    /// A part of it may come when the guest runs here.
+    pulled: bool,
+    /// Where its front end is, which answers the guest until all of it is here.
+    folder: Option<FrontFolder>,
+    /// It runs here: what comes is for whoever answers it.
+    puller: Option<Arc<Puller>>,
+    /// Something was brought, and is not known to be there.
+    brought: bool,
 }
 
 impl Disks {
     /// The disks of the durable regions of an offer.
-    pub(in crate::agent::migration) fn new(offer: &Offer, disks: &[Arc<RawDisk>]) -> Self {
+    pub(in crate::agent::migration) fn new(
+        offer: &Offer,
+        offered: &[OfferedDisk],
+        disks: &[Arc<RawDisk>],
+    ) -> Self {
         let durable = offer.regions.iter().filter(|region| region.durable);
+        let pulled = |region: &RegionSpec| {
+            let mut offered = offered.iter();
+            offered.any(|disk| disk.region == region.id && disk.pulled)
+        };
         let arriving = durable.zip(disks).map(|(region, disk)| Arriving {
             name: region.name.clone(),
             presence: Presence::new(region.id, region.blocks),
             disk: disk.clone(),
+            pulled: pulled(region),
+            folder: None,
+            puller: None,
+            brought: false,
         });
         let disks: Vec<Arriving> = arriving.collect();
         Self {
@@ -422,6 +447,62 @@ impl Disks {
             disks,
             failure: None,
         }
+    }
+
+    /// Disks of a guest that runs here, from this region on: what comes goes to whoever answers it.
+    pub(in crate::agent::migration) fn pulled(
+        first: RegionId,
+        disks: Vec<(String, Arc<RawDisk>, Arc<Puller>)>,
+    ) -> Self {
+        let first = usize::from(first.0);
+        let disks = (first..).zip(disks).map(|(region, (name, disk, puller))| {
+            let blocks = blocks_of(disk.size_bytes());
+            Arriving {
+                name,
+                presence: Presence::new(RegionId(region as u16), blocks),
+                disk,
+                pulled: true,
+                folder: None,
+                puller: Some(puller),
+                brought: false,
+            }
+        });
+        Self {
+            first,
+            epoch: Epoch(1),
+            disks: disks.collect(),
+            failure: None,
+        }
+    }
+
+    /// The front ends of those disks of which a part may come later.
+    pub(in crate::agent::migration) fn below(&mut self, folders: Vec<FrontFolder>) {
+        let pulled = self.disks.iter_mut().filter(|disk| disk.pulled);
+        for (disk, folder) in pulled.zip(folders) {
+            disk.folder = Some(folder);
+        }
+    }
+
+    /// Has those who will answer the guest know what is left at the source, durably. All else is here.
+    pub(in crate::agent::migration) fn hand_on(&self) -> Result<(), String> {
+        for disk in &self.disks {
+            let Some(folder) = &disk.folder else { continue };
+            let failed = |error: &dyn std::fmt::Display| format!("disk {}: {error}", disk.name);
+            let (missing, _) = disk.presence.lacks(0, usize::MAX);
+            let masks = Masks {
+                region: disk.presence.region(),
+                blocks: blocks_of(disk.disk.size_bytes()),
+                boot: Default::default(),
+                missing,
+            };
+            let at = folder.stored_masks();
+            masks.write(&at).map_err(|error| failed(&error))?;
+            let (news, _heard) = tokio::sync::mpsc::channel(NEWS_MAX);
+            let listed =
+                Puller::connect(folder, (masks.region, 0), news).and_then(|puller| puller.listed());
+            listed.map_err(|error| failed(&error))?;
+        }
+        Ok(())
     }
 
     pub(in crate::agent::migration) fn is_empty(&self) -> bool {
@@ -449,6 +530,8 @@ impl Disks {
     pub(in crate::agent::migration) fn accepts(&self, epoch: Epoch, id: BlockId, seq: u64) -> bool {
         let n = usize::from(id.region.0).checked_sub(self.first);
         match n.and_then(|n| self.disks.get(n)) {
+            // Whoever answers the guest decides.
+            Some(disk) if disk.puller.is_some() => epoch == self.epoch,
             Some(disk) => disk.presence.accepts(epoch, id.block, seq),
             None => true,
         }
@@ -464,6 +547,15 @@ impl Disks {
             return Err(format!("there is no region {}", write.region.0));
         };
         let range = write.range;
+        if let Some(puller) = &arriving.puller {
+            arriving.brought = true;
+            let content = match write.content {
+                Content::Zero => None,
+                Content::Bytes(bytes) => Some(bytes),
+            };
+            let brought = puller.bring(range, content);
+            return brought.map_err(|error| format!("disk {}: {error}", arriving.name));
+        }
         let (disk, size) = (&arriving.disk, arriving.disk.size_bytes());
         let done = match write.content {
             Content::Zero => {
@@ -475,6 +567,19 @@ impl Disks {
         done.map_err(|error| format!("disk {}: {error}", arriving.name))?;
         // Nothing is left to be noted before the guest runs here.
         arriving.presence.arrived(range, seq);
+        Ok(())
+    }
+
+    /// Waits until all that was given to whoever answers the guest is on the disks.
+    pub(in crate::agent::migration) fn settle(&mut self) -> Result<(), String> {
+        for disk in &mut self.disks {
+            if let Some(puller) = &disk.puller
+                && std::mem::take(&mut disk.brought)
+            {
+                let settled = puller.settle();
+                settled.map_err(|error| format!("disk {}: {error}", disk.name))?;
+            }
+        }
         Ok(())
     }
 
@@ -512,10 +617,8 @@ impl Disks {
         let Some(arriving) = self.of(list.region) else {
             return Err(format!("region {} is no disk", list.region.0));
         };
-        if !list.remaining.is_empty() {
-            return Err(
-                "something of a disk is left, and this host fetches nothing yet".to_owned(),
-            );
+        if !list.remaining.is_empty() && !arriving.pulled {
+            return Err("something is left of a disk that was to come as a whole".to_owned());
         }
         arriving
             .presence
@@ -556,13 +659,14 @@ impl Disks {
             while let Some(output) = disk.presence.poll() {
                 match output {
                     Output::SyncData => return Some((n, disk.disk.clone())),
-                    // Nothing is missing, and no guest asks for anything.
+                    // They are stored when all is here that comes before the guest runs.
                     Output::StoreMasks(_) => disk.presence.masks_stored(true),
                     Output::Go(..)
                     | Output::Want(_)
                     | Output::Superseded(_)
                     | Output::Flushed(_)
-                    | Output::FlushFailed(_) => {}
+                    | Output::FlushFailed(_)
+                    | Output::Unreadable(_) => {}
                 }
             }
         }

@@ -7,6 +7,7 @@
 //! ```
 
 use super::LocalDisk;
+use super::draining::may_be_left;
 use super::watch::Watch;
 use crate::agent::migration::Context;
 use crate::agent::migration::registry::Taken;
@@ -17,8 +18,11 @@ use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, ImageUse};
+use longhaul_storage::file_name;
 use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{Control, FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
@@ -62,6 +66,40 @@ struct Note {
     /// The guest ran when the front end was about to be taken out: QEMU may be stopped for that.
     #[serde(default)]
     runs: bool,
+    /// How it comes: a part of it may still be at the source.
+    #[serde(default)]
+    arriving: Option<Coming>,
+    /// What whoever goes on after this agent needs to send what may be left when the guest has gone.
+    #[serde(default)]
+    left: Option<LeftDisk>,
+}
+
+/// How a disk comes.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(in crate::agent::migration) struct Coming {
+    pub(in crate::agent::migration) migration: MigrationId,
+    pub(in crate::agent::migration) digest_key: [u8; 32],
+}
+
+/// A disk of which something may be left here when its guest has gone.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(in crate::agent::migration) struct LeftDisk {
+    pub(in crate::agent::migration) migration: MigrationId,
+    pub(in crate::agent::migration) region: RegionId,
+    pub(in crate::agent::migration) blocks: u64,
+    pub(in crate::agent::migration) digest_key: [u8; 32],
+}
+
+/// The disk below a front end.
+struct Below<'a> {
+    disk: &'a str,
+    image: &'a Path,
+    /// The path of its device in QEMU.
+    device: String,
+    arriving: Option<Coming>,
+    left: Option<LeftDisk>,
 }
 
 /// A note and its places.
@@ -194,7 +232,7 @@ impl Noted {
     /// Ends them with their guest, and sets the image aside where that has moved away.
     async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
         self.stop().await?;
-        if moved {
+        if moved && self.note.arriving.is_none() {
             set_aside(&self.note.image).map_err(|error| self.error(&error))?;
         }
         self.remove()
@@ -251,7 +289,20 @@ impl Fronts {
             let device = device.map_err(|why| of_disk(&why))?;
             let nodes = nodes(guest, qmp, &device).await;
             let nodes = nodes.map_err(|error| of_disk(&error))?;
-            let mut noted = make(state, guest, n, disk, device).map_err(|error| of_disk(&error))?;
+            let left = may_be_left(disk).then(|| LeftDisk {
+                migration: sending.migration(),
+                region: disk.spec.id,
+                blocks: disk.spec.blocks,
+                digest_key: sending.digest_key().0,
+            });
+            let of = Below {
+                disk: &disk.spec.name,
+                image: &disk.image,
+                device,
+                arriving: None,
+                left,
+            };
+            let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
             let watch = Watch::begin(disk, &noted.folder(), sending);
             fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
             noted.supervise().await?;
@@ -334,13 +385,7 @@ fn random_name() -> io::Result<String> {
 }
 
 /// Makes the folder of a front end, and notes that it is there.
-fn make(
-    state: &Path,
-    guest: &Guest,
-    n: usize,
-    disk: &LocalDisk,
-    device: String,
-) -> io::Result<Noted> {
+fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<Noted> {
     let above = folder(state);
     create_folder(&RealFiles, &above)?;
     // QEMU's account goes through it to its socket.
@@ -367,13 +412,15 @@ fn make(
     let noted = Noted {
         note: Note {
             guest: guest.name().to_owned(),
-            disk: disk.spec.name.clone(),
-            image: disk.image.clone(),
-            device,
+            disk: below.disk.to_owned(),
+            image: below.image.to_owned(),
+            device: below.device,
             node: format!("lh-{}", &random_name()?[..16]),
             export: export.clone(),
             helper: None,
             runs: false,
+            arriving: below.arriving,
+            left: below.left,
         },
         path,
         folder: folder.clone(),
@@ -384,11 +431,12 @@ fn make(
         .remove()
         .map_err(io::Error::other)?;
     let spec = FrontSpec {
-        image: disk.image.clone(),
+        image: below.image.to_owned(),
         size: ExportSize::OfFile,
         locks: Some(ImageUse::Raw),
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
+        arriving: below.arriving.is_some(),
     };
     FrontFolder::create(&folder, &spec).map_err(io::Error::other)?;
     Ok(noted)
@@ -439,6 +487,113 @@ pub(in crate::agent::migration) async fn take_out(
     for noted in &mut noted {
         noted.stop().await?;
         noted.remove()?;
+    }
+    Ok(())
+}
+
+/// A disk that comes, and where its image was made.
+pub(in crate::agent::migration) struct Comes {
+    pub(in crate::agent::migration) name: String,
+    pub(in crate::agent::migration) image: PathBuf,
+}
+
+/// Puts front ends below disks of a guest that comes, and waits for it in its QEMU. After an error
+/// the guest's QEMU has to be ended, and then [`ended`] called.
+pub(in crate::agent::migration) async fn put_in_for(
+    state: &Path,
+    guest: &Guest,
+    qmp: &Qmp,
+    coming: Coming,
+    disks: &[Comes],
+) -> Result<Vec<FrontFolder>, FrontError> {
+    let mut below = Vec::new();
+    let mut folders = Vec::new();
+    for (n, disk) in disks.iter().enumerate() {
+        let of_disk = |why: &dyn Display| FrontError::new(&disk.name, why);
+        let device = device(guest.description(), &disk.name);
+        let device = device.map_err(|why| of_disk(&why))?;
+        let nodes = nodes(guest, qmp, &device).await;
+        let nodes = nodes.map_err(|error| of_disk(&error))?;
+        let of = Below {
+            device,
+            disk: &disk.name,
+            image: &disk.image,
+            arriving: Some(coming),
+            left: None,
+        };
+        let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
+        noted.supervise().await?;
+        folders.push(noted.folder());
+        below.push((nodes, noted.front()));
+    }
+    let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let inserted = disk::insert_all(qmp, &pairs).await;
+    inserted.map_err(|error| FrontError::new("", &error))?;
+    Ok(folders)
+}
+
+/// A disk of a guest that has come, of which something may still be at the source.
+pub(in crate::agent::migration) struct Incomplete {
+    pub(in crate::agent::migration) name: String,
+    pub(in crate::agent::migration) image: PathBuf,
+    pub(in crate::agent::migration) folder: FrontFolder,
+    pub(in crate::agent::migration) masks: Masks,
+    pub(in crate::agent::migration) digest_key: [u8; 32],
+}
+
+/// The disks of a guest that a migration has brought, as far as their source has said what it had left.
+pub(in crate::agent::migration) fn incomplete(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Vec<Incomplete>> {
+    let mut found = Vec::new();
+    for noted in notes(state, Some(guest))? {
+        let Some(coming) = noted.note.arriving.filter(|one| one.migration == migration) else {
+            continue;
+        };
+        let folder = noted.folder();
+        let masks = Masks::read(&folder.stored_masks()).map_err(io::Error::other)?;
+        if let Some(masks) = masks {
+            found.push(Incomplete {
+                name: noted.note.disk,
+                image: noted.note.image,
+                folder,
+                masks,
+                digest_key: coming.digest_key,
+            });
+        }
+    }
+    Ok(found)
+}
+
+/// The disks of a guest that has gone, of which something may be left here, and their images.
+pub(in crate::agent::migration) fn left(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Vec<(LeftDisk, String, PathBuf)>> {
+    let of = |noted: Noted| {
+        let left = noted.note.left.filter(|left| left.migration == migration)?;
+        Some((left, noted.note.disk, noted.note.image))
+    };
+    Ok(notes(state, Some(guest))?
+        .into_iter()
+        .filter_map(of)
+        .collect())
+}
+
+/// Has somebody answer for a guest's disks, and hold their images' locks, also after the host was
+/// started anew.
+pub(in crate::agent::migration) async fn keep_answering(
+    state: &Path,
+    guest: &str,
+) -> Result<(), FrontError> {
+    let noted = notes(state, Some(guest)).map_err(|error| FrontError::new("", &error))?;
+    for mut noted in noted {
+        if block_in_place(|| noted.control().status()).is_err() {
+            noted.supervise().await?;
+        }
     }
     Ok(())
 }
@@ -499,7 +654,8 @@ impl Context {
                 return false;
             }
         };
-        let mut guests: Vec<String> = found.into_iter().map(|noted| noted.note.guest).collect();
+        let done = found.into_iter().filter(|noted| !self.comes_yet(noted));
+        let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
         guests.dedup();
         let mut clean = true;
         for guest in guests {
@@ -513,6 +669,21 @@ impl Context {
             }
         }
         clean
+    }
+
+    /// Whether somebody has yet to say what becomes of a disk that comes, or it is not all here.
+    fn comes_yet(&self, noted: &Noted) -> bool {
+        let Some(coming) = noted.note.arriving else {
+            return false;
+        };
+        let masks = Masks::read(&noted.folder().stored_masks()).ok().flatten();
+        if masks.is_some_and(|masks| masks.missing.is_empty()) {
+            return false;
+        }
+        let journal = self.parts.config.state.join("journal");
+        let right = self.rights.get(&noted.note.guest).ok().flatten();
+        let ours = right.is_some_and(|right| right.holder == longhaul_storage::Holder::Here);
+        ours || journal.join(file_name(coming.migration)).exists()
     }
 
     /// Takes out, or ends, what stands below a guest's disks.

@@ -1,9 +1,12 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
 //! stands below them at the source while they do ([`fronts`]), how their writes are heard of
-//! ([`watch`]), and what is made of them at the destination ([`arriving`]).
+//! ([`watch`]), what is made of them at the destination ([`arriving`]), and what becomes of what is left
+//! when the guest runs there: sent here ([`draining`]), and given there to whoever answers the guest ([`puller`]).
 
 pub(super) mod arriving;
+pub(super) mod draining;
 pub(super) mod fronts;
+pub(super) mod puller;
 pub(super) mod watch;
 
 use super::Context;
@@ -11,7 +14,7 @@ use super::send::Sending;
 use longhaul_api::{ApiError, DiskChoice, DiskReport, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::source::{Source, SourceError};
-use longhaul_engine::strategy::{Before, Strategy};
+use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
@@ -81,6 +84,8 @@ fn strategy(choice: DiskChoice) -> Option<Strategy> {
     match choice {
         DiskChoice::Auto | DiskChoice::Precopy => Some(Strategy::PRECOPY),
         DiskChoice::Mirror => Some(Strategy::MIRROR),
+        DiskChoice::Hybrid => Some(Strategy::HYBRID),
+        DiskChoice::Postcopy => Some(Strategy::POSTCOPY),
         DiskChoice::Shared => None,
     }
 }
@@ -134,6 +139,7 @@ fn open(
             image_bytes,
             allocated_bytes,
             format: format_of(image),
+            pulled: strategy.promise == Promise::List,
         },
         spec,
         strategy,
@@ -166,7 +172,9 @@ impl LocalDisk {
             name: self.spec.name.clone(),
             strategy: match self.strategy.before {
                 Before::InStep => DiskChoice::Mirror,
-                _ => DiskChoice::Precopy,
+                Before::BelowThreshold(_) => DiskChoice::Hybrid,
+                Before::Nothing => DiskChoice::Postcopy,
+                Before::UntilStopRule => DiskChoice::Precopy,
             },
             image_bytes: self.offered.image_bytes,
             allocated_bytes: self.offered.allocated_bytes,
@@ -220,6 +228,19 @@ pub(super) fn read_blocks(
     behind.fill(0);
     let failed = |error| format!("its disk, at byte {start}: {error}");
     disk.read(start, content).map_err(failed)
+}
+
+/// Reads single blocks of a disk, in their order.
+pub(super) fn read_each(
+    disk: &RawDisk,
+    blocks: &[BlockId],
+    into: &mut [[u8; BLOCK_SIZE]],
+) -> Result<(), String> {
+    for (at, range) in ranges(blocks) {
+        let into = &mut into[at..at + range.count as usize];
+        read_blocks(disk, range, into.as_flattened_mut())?;
+    }
+    Ok(())
 }
 
 /// Writes blocks of a disk, as far as it has them.

@@ -1,0 +1,497 @@
+//! The disk itself: the guest's requests, what arrives, and what becomes durable when.
+
+use super::line::ToPump;
+use super::masks::{MaskFile, Masks, this_boot};
+use super::pump::Pump;
+use crate::disk::{Disk, Extent, RawDisk, Zeros};
+use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
+use crate::front::server::ServeError;
+use crate::nbd::connection::client_is_gone;
+use crate::pulse::elsewhere;
+use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch};
+use nix::errno::Errno;
+use std::collections::BTreeMap;
+use std::io;
+use std::ops::Range;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How often it is looked whether something is to be made durable, and whether a client is gone.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Between two tries to note what must be noted before anything is answered.
+const NOTE_AGAIN: Duration = Duration::from_millis(200);
+/// A frame of the source's last connection has some number: all that comes counts as what is left.
+const SEQ: u64 = 1;
+const BLOCK: u64 = BLOCK_SIZE as u64;
+
+/// What becomes of a request that waited.
+#[derive(Debug)]
+enum Verdict {
+    Go(Range<u64>),
+    Unreadable,
+    Flushed,
+    FlushFailed,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    /// None before the source has said what is left.
+    known: Option<Known>,
+    next: u64,
+    verdicts: BTreeMap<RequestId, Verdict>,
+    sync: bool,
+    store: Option<Vec<ChunkMask>>,
+    pump: Option<Arc<Pump>>,
+    epoch: u32,
+    told_whole: bool,
+}
+
+#[derive(Debug)]
+struct Known {
+    presence: Presence,
+    noted: MaskFile,
+    stored: Arc<MaskFile>,
+}
+
+/// A disk of which a part may still be at the source.
+#[derive(Debug)]
+pub(super) struct ArrivingDisk {
+    disk: RawDisk,
+    folder: FrontFolder,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl ArrivingDisk {
+    pub(super) fn open(folder: &FrontFolder, spec: &FrontSpec) -> Result<Self, ServeError> {
+        let arriving = Self {
+            disk: RawDisk::open(&spec.image, spec.size)?,
+            folder: folder.clone(),
+            state: Mutex::default(),
+            changed: Condvar::new(),
+        };
+        arriving.listed()?;
+        Ok(arriving)
+    }
+
+    /// To wait for it is not this code's own time: it may be held while the disk takes its own.
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Nothing is done under it that could leave it half changed.
+        elsewhere(|| self.state.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Takes the masks into use, if they are there.
+    pub(super) fn listed(&self) -> Result<bool, FolderError> {
+        let mut state = self.lock();
+        if state.known.is_some() {
+            return Ok(true);
+        }
+        let (stored_at, noted_at) = (self.folder.stored_masks(), self.folder.noted_masks());
+        let Some(stored) = Masks::read(&stored_at)? else {
+            return Ok(false);
+        };
+        let boot = this_boot().map_err(|error| failed(&noted_at, error))?;
+        // One of another boot, or that was not written to its end, says nothing: the guest has
+        // not run by it.
+        let noted = Masks::read(&noted_at).ok().flatten();
+        let noted = noted.filter(|noted| {
+            (noted.boot, noted.region, noted.blocks) == (boot, stored.region, stored.blocks)
+        });
+        let noted = match noted {
+            Some(noted) => noted,
+            None => {
+                let noted = Masks {
+                    boot,
+                    ..stored.clone()
+                };
+                noted.write(&noted_at)?;
+                noted
+            }
+        };
+        let wrong = |why: String| failed(&stored_at, io::Error::other(why));
+        if stored.blocks != self.disk.size_bytes().div_ceil(BLOCK) {
+            return Err(wrong("it is of a disk of another size".to_owned()));
+        }
+        let presence = Presence::restored(
+            stored.region,
+            stored.blocks,
+            &noted.missing,
+            &stored.missing,
+        );
+        let mut presence = presence.map_err(|error| wrong(error.to_string()))?;
+        // There may be a pump: it says so.
+        presence.connected(Epoch(state.epoch));
+        state.known = Some(Known {
+            presence,
+            noted: MaskFile::open(&noted_at)?,
+            stored: Arc::new(MaskFile::open(&stored_at)?),
+        });
+        self.changed.notify_all();
+        Ok(true)
+    }
+
+    // The pump.
+
+    /// Somebody else brings what is missing from now on.
+    pub(super) fn connected(&self, pump: &Arc<Pump>) {
+        let mut state = self.lock();
+        if let Some(before) = state.pump.replace(pump.clone()) {
+            before.end();
+        }
+        state.epoch += 1;
+        state.told_whole = false;
+        let epoch = Epoch(state.epoch);
+        if let Some(known) = &mut state.known {
+            known.presence.connected(epoch);
+        }
+        state.tell_state();
+        self.outputs(&mut state);
+        self.changed.notify_all();
+    }
+
+    /// A pump is gone.
+    pub(super) fn disconnected(&self, pump: &Arc<Pump>) {
+        let mut state = self.lock();
+        if state
+            .pump
+            .as_ref()
+            .is_some_and(|now| Arc::ptr_eq(now, pump))
+        {
+            state.pump = None;
+        }
+    }
+
+    /// Blocks have come, or are zero (none).
+    pub(super) fn came(&self, range: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
+        let mut held = self.lock();
+        let state = &mut *held;
+        let epoch = Epoch(state.epoch);
+        let Some(known) = &mut state.known else {
+            return Err(io::Error::other("blocks came before the list"));
+        };
+        let accepted: Vec<u64> = range
+            .blocks()
+            .filter(|block| known.presence.accepts(epoch, *block, SEQ))
+            .collect();
+        for run in accepted.chunk_by(|one, next| one + 1 == *next) {
+            let (Some(first), count) = (run.first(), run.len()) else {
+                continue;
+            };
+            let run = BlockRange::new(*first, count as u64);
+            let done = elsewhere(|| self.put(range.start, run, content));
+            done?;
+            let masks = known.presence.arrived(run, SEQ);
+            note(&known.noted, &masks);
+        }
+        self.outputs(state);
+        Ok(())
+    }
+
+    /// Writes a run of what came, as far as the disk has it.
+    fn put(&self, came_at: u64, run: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
+        let size = self.disk.size_bytes();
+        let bytes = run.start * BLOCK..(run.end() * BLOCK).min(size);
+        let Some(content) = content else {
+            return self.disk.zero(bytes, Zeros::MayBeHole);
+        };
+        let from = ((run.start - came_at) * BLOCK) as usize;
+        let length = (bytes.end - bytes.start) as usize;
+        let content = content.get(from..from + length);
+        let content = content.ok_or_else(|| io::Error::other("too little content"))?;
+        self.disk.write(bytes.start, content)
+    }
+
+    /// The source cannot read these.
+    pub(super) fn unreadable(&self, range: BlockRange) {
+        let mut state = self.lock();
+        if let Some(known) = &mut state.known {
+            known.presence.unreadable(range);
+        }
+        self.outputs(&mut state);
+    }
+
+    // The guest.
+
+    /// Does a request, once all that it needs is here.
+    fn request(
+        &self,
+        operation: Operation,
+        range: Range<u64>,
+        work: impl FnOnce(Range<u64>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut state = self.lock();
+        while state.known.is_none() {
+            if operation == Operation::Read {
+                drop(state);
+                return work(range);
+            }
+            if client_is_gone() {
+                return Err(Errno::ECANCELED.into());
+            }
+            state = self.wait(state);
+        }
+        let id = RequestId(state.next);
+        state.next += 1;
+        let Some(known) = &mut state.known else {
+            return Err(Errno::EIO.into());
+        };
+        let begun = known.presence.begin(id, operation, range);
+        let begun = begun.map_err(|_| io::Error::from(Errno::EINVAL))?;
+        self.outputs(&mut state);
+        let bytes = match begun {
+            Begin::Go(bytes) => bytes,
+            Begin::Wait => {
+                state.tell_state();
+                let verdict;
+                (state, verdict) = self.verdict(state, id)?;
+                match verdict {
+                    Verdict::Go(bytes) => bytes,
+                    _ => return Err(Errno::EIO.into()),
+                }
+            }
+        };
+        drop(state);
+        let done = work(bytes);
+        let mut state = self.lock();
+        if let Some(known) = &mut state.known {
+            let masks = known.presence.done(id, done.is_ok());
+            note(&known.noted, &masks);
+        }
+        self.outputs(&mut state);
+        done
+    }
+
+    fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let waited = elsewhere(|| self.changed.wait_timeout(state, LOOK_EVERY));
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Waits until it is known what becomes of a request.
+    fn verdict<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        id: RequestId,
+    ) -> io::Result<(MutexGuard<'a, State>, Verdict)> {
+        loop {
+            let verdict = state.verdicts.remove(&id);
+            if client_is_gone() {
+                // It says it to another server, or to this one again.
+                if let Some(known) = &mut state.known {
+                    match verdict {
+                        Some(Verdict::Go(_)) => drop(known.presence.done(id, false)),
+                        _ => known.presence.forget(id),
+                    }
+                }
+                self.outputs(&mut state);
+                return Err(Errno::ECANCELED.into());
+            }
+            match verdict {
+                Some(verdict) => return Ok((state, verdict)),
+                None => state = self.wait(state),
+            }
+        }
+    }
+
+    /// Does what the presence says, or has it done.
+    fn outputs(&self, state: &mut State) {
+        let mut changed = false;
+        while let Some(output) = state.known.as_mut().and_then(|known| known.presence.poll()) {
+            changed = true;
+            match output {
+                Output::Go(id, bytes) => drop(state.verdicts.insert(id, Verdict::Go(bytes))),
+                Output::Unreadable(id) => drop(state.verdicts.insert(id, Verdict::Unreadable)),
+                Output::Flushed(id) => drop(state.verdicts.insert(id, Verdict::Flushed)),
+                Output::FlushFailed(id) => drop(state.verdicts.insert(id, Verdict::FlushFailed)),
+                Output::Want(range) => state.tell(ToPump::Want(range)),
+                Output::Superseded(range) => state.tell(ToPump::Superseded(range)),
+                Output::SyncData => state.sync = true,
+                Output::StoreMasks(masks) => state.store = Some(masks),
+            }
+        }
+        if changed {
+            self.changed.notify_all();
+        }
+    }
+
+    /// Does one step of what makes things durable, if one is to be done.
+    fn durable_step(&self, state: &mut Option<MutexGuard<'_, State>>) -> bool {
+        let Some(held) = state else { return false };
+        if std::mem::take(&mut held.sync) {
+            *state = None;
+            let done = self.disk.flush();
+            let mut held = self.lock();
+            if let Err(error) = &done {
+                held.tell(ToPump::Failed(
+                    error.raw_os_error().unwrap_or(Errno::EIO as i32),
+                ));
+            }
+            if let Some(known) = &mut held.known {
+                known.presence.data_synced(done.is_ok());
+            }
+            self.outputs(&mut held);
+            return true;
+        }
+        let stored = held.known.as_ref().map(|known| known.stored.clone());
+        let Some((masks, stored)) = held.store.take().zip(stored) else {
+            return false;
+        };
+        *state = None;
+        let done = stored.set(&masks).and_then(|()| stored.sync());
+        let mut held = self.lock();
+        if let Some(known) = &mut held.known {
+            known.presence.masks_stored(done.is_ok());
+        }
+        self.outputs(&mut held);
+        true
+    }
+
+    /// Looks whether something is to be made durable, or all of it is here.
+    fn look(&self, state: &mut State, now: Duration) {
+        let Some(known) = &mut state.known else {
+            return;
+        };
+        known.presence.tick(now);
+        let whole = known.presence.is_whole();
+        if known.presence.missing_blocks() == 0 && !whole {
+            known.presence.settle();
+        }
+        self.outputs(state);
+        state.tell_state();
+        if whole && !std::mem::replace(&mut state.told_whole, true) {
+            state.tell(ToPump::Whole);
+        }
+    }
+}
+
+/// Notes what is here before anybody hears of it: until then nobody else is answered either.
+fn note(noted: &MaskFile, masks: &[ChunkMask]) {
+    while noted.set(masks).is_err() {
+        elsewhere(|| thread::sleep(NOTE_AGAIN));
+    }
+}
+
+impl State {
+    fn tell(&mut self, message: ToPump) {
+        if let Some(pump) = &self.pump {
+            pump.tell(message);
+        }
+    }
+
+    fn tell_state(&mut self) {
+        let Some(known) = &self.known else { return };
+        let message = ToPump::State {
+            missing_blocks: known.presence.missing_blocks(),
+            waiting: known.presence.waiting() as u64,
+        };
+        if let Some(pump) = &self.pump {
+            pump.tell_state(message);
+        }
+    }
+}
+
+/// Makes durable what is to be made so, as long as there is such a disk.
+pub(super) fn keep_durable(disk: &Arc<ArrivingDisk>) -> io::Result<()> {
+    let disk = Arc::downgrade(disk);
+    let keep = move || {
+        let began = Instant::now();
+        while let Some(disk) = Weak::upgrade(&disk) {
+            let mut state = Some(disk.lock());
+            if disk.durable_step(&mut state) {
+                continue;
+            }
+            if let Some(mut held) = state {
+                disk.look(&mut held, began.elapsed());
+                if !held.sync && held.store.is_none() {
+                    drop(disk.wait(held));
+                }
+            }
+        }
+    };
+    let builder = thread::Builder::new().name("durable".to_owned());
+    builder.spawn(keep).map(drop)
+}
+
+impl Disk for ArrivingDisk {
+    fn size_bytes(&self) -> u64 {
+        self.disk.size_bytes()
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let range = within(self.size_bytes(), offset, buffer.len() as u64)?;
+        let read = |range: Range<u64>| self.disk.read(range.start, buffer);
+        self.request(Operation::Read, range, read)
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let range = within(self.size_bytes(), offset, bytes.len() as u64)?;
+        let write = |range: Range<u64>| self.disk.write(range.start, bytes);
+        self.request(Operation::Write, range, write)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let mut state = self.lock();
+        let id = RequestId(state.next);
+        state.next += 1;
+        let Some(known) = &mut state.known else {
+            drop(state);
+            return self.disk.flush();
+        };
+        known.presence.flush(id);
+        self.outputs(&mut state);
+        loop {
+            match state.verdicts.remove(&id) {
+                Some(Verdict::Flushed) => return Ok(()),
+                Some(_) => return Err(Errno::EIO.into()),
+                None => state = self.wait(state),
+            }
+        }
+    }
+
+    fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()> {
+        let length = range.end.saturating_sub(range.start);
+        let range = within(self.size_bytes(), range.start, length)?;
+        self.request(Operation::Write, range, |range| {
+            self.disk.zero(range, zeros)
+        })
+    }
+
+    fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        let length = range.end.saturating_sub(range.start);
+        let range = within(self.size_bytes(), range.start, length)?;
+        // Files read as zeros afterwards, to the byte: so parts of blocks are not left as they are.
+        self.request(Operation::Write, range, |range| self.disk.discard(range))
+    }
+
+    fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>> {
+        let state = self.lock();
+        let known = state.known.as_ref();
+        let all_here = known.is_some_and(|known| known.presence.missing_blocks() == 0);
+        drop(state);
+        if all_here || range.is_empty() {
+            return self.disk.extents(range, count_max);
+        }
+        // What is missing is no hole.
+        let length = range.end.saturating_sub(range.start);
+        let range = within(self.size_bytes(), range.start, length)?;
+        Ok(vec![Extent {
+            length_bytes: range.end - range.start,
+            hole: false,
+        }])
+    }
+
+    fn may_wait(&self, range: Range<u64>) -> bool {
+        let state = self.lock();
+        match &state.known {
+            Some(known) => known.presence.lacks_of(range),
+            None => true,
+        }
+    }
+}
+
+fn within(size: u64, offset: u64, length: u64) -> io::Result<Range<u64>> {
+    let end = offset.checked_add(length).filter(|end| *end <= size);
+    end.map(|end| offset..end)
+        .ok_or_else(|| Errno::EINVAL.into())
+}

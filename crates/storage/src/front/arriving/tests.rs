@@ -1,0 +1,303 @@
+//! An arriving disk, with a guest and a pump of the test's own.
+
+use super::disk::{ArrivingDisk, keep_durable};
+use super::line::{MESSAGE_BYTES, ToPump, ToServer};
+use super::masks::Masks;
+use super::pump::listen;
+use crate::disk::{Disk, ExportSize, Zeros};
+use crate::front::{FrontFolder, FrontSpec};
+use crate::nbd::connection::transmit;
+use crate::nbd::handshake::Session;
+use crate::nbd::{Export, ExportName};
+use longhaul_engine::remaining::Remaining;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+const BLOCKS: u64 = 256;
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Fixture {
+    folder: FrontFolder,
+    spec: FrontSpec,
+    disk: Arc<ArrivingDisk>,
+    _root: tempfile::TempDir,
+}
+
+struct TestPump(UnixStream);
+
+impl Fixture {
+    /// Of the first chunk the first 8 blocks are missing.
+    fn new() -> Self {
+        let root = tempfile::tempdir().unwrap();
+        let image = root.path().join("image");
+        File::create(&image)
+            .unwrap()
+            .set_len(BLOCKS * BLOCK)
+            .unwrap();
+        let spec = FrontSpec {
+            image,
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
+            qemu_uid: None,
+            arriving: true,
+        };
+        let folder = FrontFolder::create(&root.path().join("f"), &spec).unwrap();
+        let disk = Self::start(&folder, &spec);
+        Self {
+            folder,
+            spec,
+            disk,
+            _root: root,
+        }
+    }
+
+    fn start(folder: &FrontFolder, spec: &FrontSpec) -> Arc<ArrivingDisk> {
+        let disk = Arc::new(ArrivingDisk::open(folder, spec).unwrap());
+        keep_durable(&disk).unwrap();
+        listen(folder, &disk).unwrap();
+        disk
+    }
+
+    /// Another server in the place of this one.
+    fn restart(&mut self) {
+        self.disk = Self::start(&self.folder, &self.spec);
+    }
+
+    fn pump(&self) -> TestPump {
+        let stream = UnixStream::connect(self.folder.pump()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        TestPump(stream)
+    }
+
+    fn list(&self) -> TestPump {
+        let missing = Remaining {
+            chunk: 0,
+            chunks: 1,
+            mask: 0xff,
+            written_blocks: 1,
+        };
+        let masks = Masks {
+            region: RegionId(2),
+            blocks: BLOCKS,
+            boot: [0; 16],
+            missing: vec![missing],
+        };
+        masks.write(&self.folder.stored_masks()).unwrap();
+        let mut pump = self.pump();
+        pump.say(ToServer::Listed, &[]);
+        pump.barrier();
+        pump
+    }
+}
+
+impl TestPump {
+    fn say(&mut self, message: ToServer, content: &[u8]) {
+        self.0.write_all(&message.to_bytes()).unwrap();
+        self.0.write_all(content).unwrap();
+    }
+
+    fn heard(&mut self) -> ToPump {
+        let mut bytes = [0; MESSAGE_BYTES];
+        self.0.read_exact(&mut bytes).unwrap();
+        ToPump::from_bytes(&bytes).unwrap()
+    }
+
+    /// Waits for a message, whatever else is said.
+    fn wait_for(&mut self, message: ToPump) {
+        while self.heard() != message {}
+    }
+
+    fn barrier(&mut self) {
+        self.say(ToServer::Barrier(7), &[]);
+        self.wait_for(ToPump::Reached(7));
+    }
+
+    fn bring(&mut self, range: BlockRange, byte: u8) {
+        let content = vec![byte; (range.count * BLOCK) as usize];
+        self.say(ToServer::Blocks(range), &content);
+    }
+}
+
+fn read(disk: &ArrivingDisk, block: u64) -> u8 {
+    let mut byte = [0];
+    disk.read(block * BLOCK, &mut byte).unwrap();
+    byte[0]
+}
+
+#[test]
+fn who_needs_what_is_missing_waits_for_it_and_nobody_else() {
+    let fixture = Fixture::new();
+    let mut pump = fixture.list();
+    let disk = &fixture.disk;
+    thread::scope(|scope| {
+        let reading = scope.spawn(|| read(disk, 3));
+        pump.wait_for(ToPump::Want(BlockRange::new(3, 1)));
+        // What is here is read, and what is written as a whole needs nothing.
+        assert_eq!(read(disk, 100), 0);
+        disk.write(0, &[5; BLOCK_SIZE]).unwrap();
+        pump.wait_for(ToPump::Superseded(BlockRange::new(0, 1)));
+        let part = scope.spawn(|| disk.write(4 * BLOCK + 10, &[6; 10]));
+        pump.wait_for(ToPump::Want(BlockRange::new(4, 1)));
+        assert!(!reading.is_finished() && !part.is_finished());
+        pump.bring(BlockRange::new(0, 8), 9);
+        assert_eq!(reading.join().unwrap(), 9);
+        part.join().unwrap().unwrap();
+    });
+    assert_eq!([0, 1, 4].map(|block| read(disk, block)), [5, 9, 9]);
+    let mut bytes = [0; 30];
+    disk.read(4 * BLOCK, &mut bytes).unwrap();
+    assert_eq!(bytes[..10], [9; 10]);
+    assert_eq!(bytes[10..20], [6; 10]);
+    assert_eq!(bytes[20..], [9; 10]);
+    pump.wait_for(ToPump::Whole);
+    disk.discard(BLOCK + 512..2 * BLOCK + 512).unwrap();
+    assert_eq!([1, 2, 3].map(|block| read(disk, block)), [9, 0, 9]);
+    let mut bytes = [1; 1024];
+    disk.read(2 * BLOCK, &mut bytes).unwrap();
+    assert_eq!((bytes[511], bytes[512]), (0, 9));
+    disk.flush().unwrap();
+    let stored = Masks::read(&fixture.folder.stored_masks())
+        .unwrap()
+        .unwrap();
+    assert_eq!(stored.missing, []);
+}
+
+#[test]
+fn the_next_server_knows_what_the_last_one_answered_and_after_a_power_cut_what_is_durable() {
+    let mut fixture = Fixture::new();
+    let mut pump = fixture.list();
+    fixture.disk.write(0, &[5; BLOCK_SIZE]).unwrap();
+    pump.bring(BlockRange::new(1, 1), 9);
+    pump.barrier();
+    fixture.restart();
+    let mut pump = fixture.pump();
+    let state = ToPump::State {
+        missing_blocks: 6,
+        waiting: 0,
+    };
+    assert_eq!(pump.heard(), state);
+    // What was written here is not written over.
+    pump.bring(BlockRange::new(0, 2), 7);
+    pump.barrier();
+    assert_eq!([0, 1].map(|block| read(&fixture.disk, block)), [5, 9]);
+    fixture.disk.flush().unwrap();
+    fixture
+        .disk
+        .zero(2 * BLOCK..3 * BLOCK, Zeros::MayBeHole)
+        .unwrap();
+    // The machine has been started anew.
+    let noted = fixture.folder.noted_masks();
+    let mut bytes = fs::read(&noted).unwrap();
+    bytes[24] ^= 1;
+    fs::write(&noted, bytes).unwrap();
+    let stored = Masks::read(&fixture.folder.stored_masks())
+        .unwrap()
+        .unwrap();
+    fixture.restart();
+    let mut pump = fixture.pump();
+    let ToPump::State { missing_blocks, .. } = pump.heard() else {
+        panic!("the state comes first");
+    };
+    assert_eq!(missing_blocks, stored.missing_blocks());
+    assert!(missing_blocks <= 6);
+}
+
+#[test]
+fn what_the_source_cannot_read_is_an_error_for_who_needs_it() {
+    let fixture = Fixture::new();
+    let mut pump = fixture.list();
+    let disk = &fixture.disk;
+    thread::scope(|scope| {
+        let refused = scope.spawn(|| disk.read(2 * BLOCK, &mut [0; 512]));
+        pump.wait_for(ToPump::Want(BlockRange::new(2, 1)));
+        pump.say(ToServer::Unreadable(BlockRange::new(2, 1)), &[]);
+        let error = refused.join().unwrap().unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(nix::libc::EIO));
+    });
+    disk.write(2 * BLOCK, &[4; BLOCK_SIZE]).unwrap();
+    assert_eq!(read(disk, 2), 4);
+    pump.say(ToServer::Zeros(BlockRange::new(0, 8)), &[]);
+    pump.wait_for(ToPump::Whole);
+    assert_eq!([1, 2].map(|block| read(disk, block)), [0, 4]);
+}
+
+#[test]
+fn nobody_writes_before_the_list_and_what_breaks_the_line_changes_nothing() {
+    let fixture = Fixture::new();
+    let disk = fixture.disk.clone();
+    assert_eq!(read(&disk, 0), 0);
+    disk.flush().unwrap();
+    let mut early = fixture.pump();
+    early.say(ToServer::Listed, &[]);
+    assert_eq!(early.0.read(&mut [0; 1]).unwrap(), 0, "there are no masks");
+    let writer = disk.clone();
+    let writing = thread::spawn(move || writer.write(0, &[3; BLOCK_SIZE]));
+    let mut pump = fixture.list();
+    writing.join().unwrap().unwrap();
+    assert_eq!(read(&disk, 0), 3);
+    pump.0.write_all(&[0xff; MESSAGE_BYTES]).unwrap();
+    let mut rest = Vec::new();
+    pump.0.read_to_end(&mut rest).unwrap();
+    let mut pump = fixture.pump();
+    pump.bring(BlockRange::new(1, 7), 8);
+    pump.wait_for(ToPump::Whole);
+}
+
+#[test]
+fn a_request_that_waits_does_not_hold_up_those_behind_it_nor_outlives_its_client() {
+    let fixture = Fixture::new();
+    let mut pump = fixture.list();
+    let export = Export {
+        name: fixture.spec.name.clone(),
+        disk: fixture.disk.clone(),
+    };
+    let (mut client, server) = UnixStream::pair().unwrap();
+    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    let serving = thread::spawn(move || {
+        let session = Session {
+            export: 0,
+            structured: false,
+            allocation: false,
+        };
+        let (mut reader, mut writer) = (&server, &server);
+        transmit(&mut reader, &mut writer, &*export.disk, session, &|_| ())
+    });
+    let request = |command: u16, cookie: u64, offset: u64, length: u32| {
+        let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
+        bytes.extend(0_u16.to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        bytes.extend(length.to_be_bytes());
+        bytes
+    };
+    let cookie = |client: &mut UnixStream| {
+        let mut reply = [0; 16];
+        client.read_exact(&mut reply).unwrap();
+        assert_eq!(reply[4..8], [0; 4]);
+        let mut payload = [0; 512];
+        client.read_exact(&mut payload).unwrap();
+        (reply[15], payload[0])
+    };
+    client.write_all(&request(0, 1, 5 * BLOCK, 512)).unwrap();
+    client.write_all(&request(0, 2, 99 * BLOCK, 512)).unwrap();
+    assert_eq!(cookie(&mut client), (2, 0));
+    pump.bring(BlockRange::new(5, 1), 4);
+    assert_eq!(cookie(&mut client), (1, 4));
+    // A part of a block, which waits; then its client goes away.
+    client.write_all(&request(1, 3, 6 * BLOCK, 512)).unwrap();
+    client.write_all(&[1; 512]).unwrap();
+    pump.wait_for(ToPump::Want(BlockRange::new(6, 1)));
+    drop(client);
+    serving.join().unwrap().unwrap();
+    pump.bring(BlockRange::new(6, 1), 2);
+    pump.barrier();
+    assert_eq!(read(&fixture.disk, 6), 2);
+}

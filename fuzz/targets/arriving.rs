@@ -1,0 +1,7 @@
+//! What the server of an arriving disk reads: `cargo +nightly fuzz run arriving`.
+#![no_main]
+
+#[path = "../src/arriving.rs"]
+mod arriving;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| arriving::run(data));
