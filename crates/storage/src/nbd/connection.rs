@@ -1,6 +1,6 @@
 //! One client's connection from its handshake to its end, over anything that can be read and
-//! written. Requests are done one after the other as they come: to hand them to other threads
-//! costs more than most of them take.
+//! written. Requests are done one after the other as they come, except that those go on which come
+//! behind one that waits ([`super::others_go_on`]).
 
 use super::handshake::{
     self, CLIENT_FLAGS_BYTES, Handshake, HandshakeError, OPTION_HEADER_BYTES, Offer, OptionHeader,
@@ -8,11 +8,14 @@ use super::handshake::{
 };
 use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Request};
 use super::request::{RequestError, Task};
+use super::turns::Turns;
 use crate::disk::Disk;
 use crate::pulse;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, Scope};
 
 /// Bytes of a connection's buffer that are kept for the next request; a longer one is given back.
 const BUFFER_KEPT_BYTES: usize = 1 << 20;
@@ -113,57 +116,159 @@ pub fn negotiate(
 /// Answers requests until the client goes away. What the disk cannot do is reported, and answered
 /// with an error.
 pub fn transmit(
-    reader: &mut impl Read,
-    writer: &mut impl Write,
+    reader: &mut (impl Read + Send),
+    writer: &mut (impl Write + Send),
     disk: &dyn Disk,
     session: Session,
-    report: &dyn Fn(Failure),
+    report: &(dyn Fn(Failure) + Sync),
 ) -> Result<(), ConnectionError> {
-    let mut worker = Worker {
+    let conversation = Conversation {
+        reader: Mutex::new(reader),
+        writer: Mutex::new(writer),
         disk,
+        session,
         report,
-        replies: Replies {
-            structured: session.structured,
-        },
-        buffer: Vec::new(),
-        reply: Vec::new(),
+        turns: Arc::default(),
+        error: Mutex::new(None),
     };
-    let size_bytes = disk.size_bytes();
-    loop {
+    conversation.turns.needs_another();
+    thread::scope(|scope| conversation.work(scope));
+    let error = conversation.error.into_inner();
+    match error.unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}
+
+/// What the threads of a connection share.
+struct Conversation<'a, R, W> {
+    reader: Mutex<&'a mut R>,
+    writer: Mutex<&'a mut W>,
+    disk: &'a dyn Disk,
+    session: Session,
+    report: &'a (dyn Fn(Failure) + Sync),
+    turns: Arc<Turns>,
+    /// What has ended it.
+    error: Mutex<Option<ConnectionError>>,
+}
+
+impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
+    /// Does requests as long as any come, in turn with other threads.
+    fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let mut worker = Worker {
+            disk: self.disk,
+            report: self.report,
+            replies: Replies {
+                structured: self.session.structured,
+            },
+            buffer: Vec::new(),
+            reply: Vec::new(),
+        };
+        let _ending = self.turns.end_in_panic();
+        while let Some(turn) = self.turns.take() {
+            if self.turns.needs_another() {
+                let thread = thread::Builder::new().name("nbd-behind".to_owned());
+                // Without another thread, requests wait for those before them.
+                if thread.spawn_scoped(scope, || self.work(scope)).is_err() {
+                    self.turns.is_missing();
+                }
+            }
+            let mut turn = Some(turn);
+            while let Some(mine) = turn.take().filter(|_| !self.turns.is_over()) {
+                // Whatever ends the connection does so before another thread has the turn.
+                let request = match self.read(&mut worker) {
+                    Ok(Some(request)) => request,
+                    Ok(None) => return self.turns.end(),
+                    Err(error) => return self.fail(error),
+                };
+                let bytes = request.bytes();
+                let (answered, back) = mine.during(bytes, || self.answer(&mut worker, request));
+                if let Err(error) = answered {
+                    self.fail(error.into());
+                }
+                turn = back;
+                worker.tidy();
+            }
+        }
+    }
+
+    fn fail(&self, error: ConnectionError) {
+        lock(&self.error).get_or_insert(error);
+        self.turns.end();
+    }
+
+    /// Reads the next request with its payload; `None` after the last one.
+    fn read(&self, worker: &mut Worker<'_>) -> Result<Option<Asked>, ConnectionError> {
+        let mut reader = lock(&self.reader);
         let mut header = [0; REQUEST_BYTES];
-        if !read_or_end(reader, &mut header)? {
-            return Ok(());
+        if !read_or_end(&mut **reader, &mut header)? {
+            return Ok(None);
         }
         let request = Request::parse(&header)?;
         let payload = request.payload_bytes()?;
         reader.read_exact(worker.room(payload))?;
+        let task = request.task(self.disk.size_bytes(), self.session.allocation);
+        let goes_on = !matches!(task, Ok(Task::Disconnect));
+        let cookie = request.cookie;
+        Ok(goes_on.then_some(Asked {
+            cookie,
+            task,
+            payload,
+        }))
+    }
+
+    /// Does a request, and answers it.
+    fn answer(&self, worker: &mut Worker<'_>, asked: Asked) -> io::Result<()> {
+        let Asked {
+            cookie,
+            task,
+            payload,
+        } = asked;
         worker.reply.clear();
-        match request.task(size_bytes, session.allocation) {
-            Ok(Task::Disconnect) => return Ok(()),
+        match task {
             Ok(Task::Read(range)) => {
-                let reply = pulse::request(|| worker.read(request.cookie, range))?;
-                writer.write_all(reply)?;
+                let reply = pulse::request(|| worker.read(cookie, range))?;
+                lock(&self.writer).write_all(reply)
             }
             Ok(task) => {
-                pulse::request(|| worker.run(request.cookie, task, payload))?;
-                writer.write_all(&worker.reply)?;
+                pulse::request(|| worker.run(cookie, task, payload))?;
+                lock(&self.writer).write_all(&worker.reply)
             }
             Err(errno) => {
                 let why = "not a request that this disk takes";
-                worker
-                    .replies
-                    .failed(&mut worker.reply, request.cookie, errno, why);
-                writer.write_all(&worker.reply)?;
+                worker.replies.failed(&mut worker.reply, cookie, errno, why);
+                lock(&self.writer).write_all(&worker.reply)
             }
         }
-        worker.tidy();
     }
+}
+
+/// A request that was read.
+struct Asked {
+    cookie: u64,
+    task: Result<Task, NbdErrno>,
+    payload: usize,
+}
+
+impl Asked {
+    /// What it has in memory.
+    fn bytes(&self) -> usize {
+        match &self.task {
+            Ok(Task::Read(range)) => usize::try_from(range.end - range.start).unwrap_or(usize::MAX),
+            _ => self.payload,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Whoever panics under one ends its connection with it.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Does what requests ask for.
 struct Worker<'a> {
     disk: &'a dyn Disk,
-    report: &'a dyn Fn(Failure),
+    report: &'a (dyn Fn(Failure) + Sync),
     replies: Replies,
     /// The payload of a write, or the reply to a read.
     buffer: Vec<u8>,

@@ -9,6 +9,8 @@ pub mod connection;
 pub mod handshake;
 pub mod request;
 mod server;
+mod turns;
 
 pub use handshake::ExportName;
 pub use server::{Export, Limits, Notice, Server, ServerError};
+pub use turns::others_go_on;
