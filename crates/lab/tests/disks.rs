@@ -141,10 +141,16 @@ impl Stage {
 
     fn moves(&self, from: usize, how: &str) {
         let to = self.lab.host(1 - from).unwrap();
-        let words = ["--disks", how];
+        let words = ["--disks", how, "--verify"];
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
+        let report = finished.report.unwrap();
+        let verified = report.verify.unwrap();
+        assert_eq!(verified.disks as usize, report.disks.len());
+        assert_eq!(verified.disk_bytes, verified.disks as u64 * DISK_BYTES);
+        assert!(verified.disk_bytes_stopped <= verified.disk_bytes);
+        assert_eq!(report.disks[0].why.is_some(), how == "auto");
         self.goes_on();
         self.nothing_is_left(from);
         self.nothing_is_left(1 - from);
@@ -264,7 +270,7 @@ fn there_and_back(version: &str) {
         return;
     };
     let allocated = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
-    stage.moves(0, "precopy");
+    stage.moves(0, "auto");
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
     stage.moves(1, "mirror");
     stage.judge(0);

@@ -296,7 +296,7 @@ fn own_program() -> io::Result<PathBuf> {
 }
 
 /// The path of a disk's device in QEMU.
-fn device(disk: &str) -> String {
+pub(super) fn device(disk: &str) -> String {
     format!("/machine/peripheral/blk-{disk}/virtio-backend")
 }
 
