@@ -119,7 +119,8 @@ pub struct StartMigration {
     /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
-    /// Whether both sides hash all memory before the guest is handed over, and compare.
+    /// Whether both sides hash all memory and all disks that move before the guest is handed over, and
+    /// compare.
     #[serde(default)]
     pub verify: bool,
     /// How long an interruption of the link is ridden out, in milliseconds: 60000 where it is
@@ -139,6 +140,10 @@ pub struct StartMigration {
     /// How the disks move that are on the source host alone.
     #[serde(default, skip_serializing_if = "DiskChoice::is_default")]
     pub disks: DiskChoice,
+    /// The name of a group, of up to 64 letters, digits, `-`, `_` and `.`: moves of one name that are under
+    /// way at the same time share `bandwidth_bps` equally.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<String>,
 }
 
 pub(crate) fn downtime_default() -> u64 {
@@ -156,7 +161,7 @@ pub struct Asked {
     pub downtime_ms: u64,
     /// Send no faster than this, in bits per second.
     pub bandwidth_bps: Option<u64>,
-    /// Whether both sides hash all memory and compare.
+    /// Whether both sides hash all memory and all disks that move, and compare.
     pub verify: bool,
     /// How long an interruption of the link is ridden out, in milliseconds.
     pub patience_ms: u64,
@@ -169,6 +174,9 @@ pub struct Asked {
     /// When the guest is stopped, and what is done where it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,
+    /// The group that it moves with; null where it moves by itself.
+    #[serde(default)]
+    pub group: Option<String>,
 }
 
 impl From<&StartMigration> for Asked {
@@ -181,6 +189,7 @@ impl From<&StartMigration> for Asked {
             early_release: start.early_release,
             encoding: start.encoding.clone(),
             convergence: start.convergence,
+            group: start.group.clone(),
         }
     }
 }
@@ -279,6 +288,12 @@ pub struct RegionProgress {
     /// Whether it is a disk, by the name that the guest's description has for it.
     #[serde(default)]
     pub disk: bool,
+    /// How a disk moves; null for memory.
+    #[serde(default)]
+    pub strategy: Option<DiskChoice>,
+    /// Why so, where the agent has chosen it; null otherwise.
+    #[serde(default)]
+    pub why: Option<String>,
 }
 
 /// How the link is used.

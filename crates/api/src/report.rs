@@ -69,7 +69,7 @@ pub struct Report {
     pub interruptions: Option<u32>,
     /// What the move cost the two hosts.
     pub cost: Cost,
-    /// What the comparison of all memory found, where it was asked for.
+    /// What the comparison of all memory and disks found, where it was asked for.
     pub verify: Option<VerifyResult>,
     /// The guest's clock after the move; null where it is not known.
     #[serde(default)]
@@ -110,6 +110,9 @@ pub struct DiskReport {
     pub name: String,
     /// How it moved.
     pub strategy: DiskChoice,
+    /// Why so, where the agent has chosen it; null where it was asked for.
+    #[serde(default)]
+    pub why: Option<String>,
     /// The length of its image.
     pub image_bytes: u64,
     /// What of that took space when the move began.
@@ -184,7 +187,7 @@ pub struct DowntimeParts {
     pub device_state_ms: Option<f64>,
     /// Until the destination's QEMU had loaded it.
     pub load_ms: Option<f64>,
-    /// Comparing all memory, where it was asked for.
+    /// Comparing all memory and what was left of disks, where it was asked for.
     pub verify_ms: Option<f64>,
     /// Handing over the right to run, until the guest ran.
     pub commit_ms: Option<f64>,
@@ -210,13 +213,23 @@ pub struct HostCost {
     pub qemu_cpu_s: Option<f64>,
 }
 
-/// What comparing all memory found.
+/// What comparing all memory and all disks that moved found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyResult {
     /// RAM blocks compared.
     pub regions: u32,
-    /// Bytes compared.
+    /// Bytes of them.
     pub bytes: u64,
+    /// Disks compared.
+    #[serde(default)]
+    pub disks: u32,
+    /// Bytes of them.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// What of those was compared while the guest stood still; the rest had been before, and had not
+    /// changed since.
+    #[serde(default)]
+    pub disk_bytes_stopped: u64,
     /// Blocks of 4096 bytes that differed.
     pub different_blocks: u64,
     /// The first difference: region, offset and count.

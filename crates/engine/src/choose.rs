@@ -6,8 +6,8 @@ use std::time::Duration;
 /// Writes that take at most this share of the link leave so little for the stop that everything can
 /// be there.
 const QUIET_SHARE: f64 = 0.1;
-/// Up to this share a mirror catches up while the guest goes on as before.
-const MIRROR_SHARE: f64 = 0.5;
+/// Up to this share what was written is caught up with while the guest goes on as before.
+const CAUGHT_UP_SHARE: f64 = 0.5;
 /// A write that waits for the destination may take so much longer.
 const MIRROR_RTT_MAX: Duration = Duration::from_millis(2);
 /// Writes that fall again and again on the same chunks: this share of them, or more.
@@ -22,8 +22,8 @@ pub struct Seen {
     pub written_bytes_per_s: f64,
     /// The share of what it writes that falls on chunks that it has written a short time before.
     pub again_share: f64,
-    /// What the link carries of ours, in bytes per second.
-    pub link_bytes_per_s: f64,
+    /// What the link carries of ours, in bytes per second, if that is known.
+    pub link_bytes_per_s: Option<f64>,
     /// Round trip.
     pub rtt: Duration,
 }
@@ -55,6 +55,18 @@ pub enum Why {
         /// What its writes take of the link.
         share: f64,
     },
+    /// The link leaves enough to catch up with what the guest writes.
+    CaughtUp {
+        /// What its writes take of the link.
+        share: f64,
+    },
+    /// Nothing but waiting for the link keeps the guest from writing faster than it carries.
+    HeldBack {
+        /// What its writes take of the link.
+        share: f64,
+    },
+    /// Nobody knows what the link carries, so nobody is made to wait for it.
+    UnknownLink,
 }
 
 /// A strategy, and why.
@@ -92,78 +104,126 @@ impl std::fmt::Display for Why {
                 "the guest's writes take {} % of the link, so the rest is fetched after the stop",
                 percent(*share)
             ),
+            Self::CaughtUp { share } => write!(
+                f,
+                "the guest's writes take {} % of the link, which leaves enough to catch up with them",
+                percent(*share)
+            ),
+            Self::HeldBack { share } => write!(
+                f,
+                "the guest's writes take {} % of the link, and have to wait for it",
+                percent(*share)
+            ),
+            Self::UnknownLink => write!(f, "it is not known yet what the link carries"),
         }
     }
 }
 
-/// Chooses.
-pub fn choose(seen: &Seen) -> Choice {
+/// Chooses among these strategies, which the agents can do; pre-copy they always can.
+pub fn choose(seen: &Seen, among: &[Strategy]) -> Choice {
+    let can = |strategy: Strategy| among.iter().any(|one| one.name == strategy.name);
     let choice = |strategy, why| Choice { strategy, why };
     if seen.shared {
         return choice(Strategy::SHARED, Why::Shared);
     }
-    let share = seen.written_bytes_per_s / seen.link_bytes_per_s.max(1.0);
+    let Some(link) = seen.link_bytes_per_s.filter(|rate| *rate > 0.0) else {
+        return choice(Strategy::PRECOPY, Why::UnknownLink);
+    };
+    let share = seen.written_bytes_per_s / link;
     if share <= QUIET_SHARE {
         return choice(Strategy::PRECOPY, Why::Quiet { share });
     }
-    if share > MIRROR_SHARE {
-        return choice(Strategy::HYBRID, Why::Busy { share });
+    let rewrites = seen.again_share >= AGAIN_SHARE;
+    let far = seen.rtt > MIRROR_RTT_MAX;
+    if can(Strategy::HYBRID) && (share > CAUGHT_UP_SHARE || rewrites || far) {
+        let again_share = seen.again_share;
+        return match rewrites && share <= CAUGHT_UP_SHARE {
+            true => choice(Strategy::HYBRID, Why::Rewrites { share: again_share }),
+            false => choice(Strategy::HYBRID, Why::Busy { share }),
+        };
     }
-    if seen.again_share >= AGAIN_SHARE {
-        let share = seen.again_share;
-        return choice(Strategy::HYBRID, Why::Rewrites { share });
+    let mirrors = can(Strategy::MIRROR);
+    if mirrors && share > CAUGHT_UP_SHARE {
+        return choice(Strategy::MIRROR, Why::HeldBack { share });
     }
-    if seen.rtt <= MIRROR_RTT_MAX {
+    if mirrors && !far {
         return choice(Strategy::MIRROR, Why::Near { rtt: seen.rtt });
     }
-    choice(Strategy::HYBRID, Why::Busy { share })
+    choice(Strategy::PRECOPY, Why::CaughtUp { share })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    #[test]
-    fn the_choice_follows_what_is_seen_and_says_why() {
-        let seen = Seen {
+    fn seen() -> Seen {
+        Seen {
             shared: false,
             written_bytes_per_s: 1e6,
             again_share: 0.1,
-            link_bytes_per_s: 25e6,
+            link_bytes_per_s: Some(25e6),
             rtt: Duration::from_millis(1),
-        };
-        let name = |seen: Seen| choose(&seen).strategy.name;
-        assert_eq!(name(seen), "precopy");
+        }
+    }
+
+    fn writes(megabytes_per_s: f64) -> Seen {
+        Seen {
+            written_bytes_per_s: megabytes_per_s * 1e6,
+            ..seen()
+        }
+    }
+
+    fn far(seen: Seen) -> Seen {
+        Seen {
+            rtt: Duration::from_millis(20),
+            ..seen
+        }
+    }
+
+    #[test]
+    fn the_choice_follows_what_is_seen_and_says_why() {
+        let name = |seen: Seen| choose(&seen, &Strategy::ALL).strategy.name;
+        assert_eq!(name(seen()), "precopy");
         let shared = Seen {
             shared: true,
-            ..seen
+            ..seen()
         };
         assert_eq!(name(shared), "shared");
-        let some = Seen {
-            written_bytes_per_s: 5e6,
-            ..seen
-        };
-        assert_eq!(name(some), "mirror");
-        let far = Seen {
-            rtt: Duration::from_millis(20),
-            ..some
-        };
-        assert_eq!(name(far), "hybrid");
+        assert_eq!(name(writes(5.0)), "mirror");
+        assert_eq!(name(far(writes(5.0))), "hybrid");
         let again = Seen {
             again_share: 0.9,
-            ..some
+            ..writes(5.0)
         };
         assert_eq!(name(again), "hybrid");
-        let busy = Seen {
-            written_bytes_per_s: 50e6,
-            ..seen
-        };
-        let text = choose(&busy).why.to_string();
-        assert!(text.contains("200 %"), "{text}");
-        let unknown = Seen {
-            link_bytes_per_s: 0.0,
-            ..seen
-        };
-        assert_eq!(name(unknown), "hybrid");
+        let choice = choose(&writes(50.0), &Strategy::ALL);
+        assert_eq!(choice.strategy, Strategy::HYBRID);
+        let text = choice.why.to_string();
+        assert!(text.contains("200 %") && text.contains("fetched"), "{text}");
+        for rate in [None, Some(0.0)] {
+            let unknown = Seen {
+                link_bytes_per_s: rate,
+                ..writes(50.0)
+            };
+            let choice = choose(&unknown, &Strategy::ALL);
+            assert_eq!(choice.strategy, Strategy::PRECOPY);
+            assert_eq!(choice.why, Why::UnknownLink);
+        }
+    }
+
+    #[test]
+    fn only_what_can_be_done_is_chosen() {
+        let can = [Strategy::PRECOPY, Strategy::MIRROR];
+        let choice = choose(&writes(50.0), &can);
+        assert_eq!(choice.strategy, Strategy::MIRROR);
+        assert!(matches!(choice.why, Why::HeldBack { .. }), "{choice:?}");
+        assert!(choice.why.to_string().contains("200 %"));
+        let choice = choose(&far(writes(5.0)), &can);
+        assert_eq!(choice.strategy, Strategy::PRECOPY);
+        assert_eq!(choice.why, Why::CaughtUp { share: 0.2 });
+        for seen in [writes(50.0), writes(5.0), far(writes(50.0))] {
+            let only = choose(&seen, &[Strategy::PRECOPY]);
+            assert_eq!(only.strategy, Strategy::PRECOPY);
+        }
     }
 }

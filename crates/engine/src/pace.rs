@@ -18,8 +18,9 @@ const UP: f64 = 1.15;
 const DOWN: f64 = 0.5;
 /// A step is made at most this often.
 const STEP_EVERY: Duration = Duration::from_millis(100);
-/// How quickly what is usual follows what is seen when the move hardly reads: then requests are slower
-/// for reasons of their own.
+/// How quickly what is usual follows what is seen: requests that are quicker, and slower ones while the move
+/// hardly reads, since then they are so for reasons of their own.
+const USUAL_DOWN: f64 = 0.2;
 const USUAL_UP: f64 = 0.1;
 /// What may be read at once after a pause.
 const BURST: Duration = Duration::from_millis(100);
@@ -53,26 +54,27 @@ impl Pace {
         }
     }
 
-    /// A request of the guest took so long.
-    pub fn guest_waited(&mut self, now: Duration, latency: Duration) {
-        self.requests += 1;
-        self.seconds += latency.as_secs_f64();
+    /// So many requests of the guest took so long together. Those that are answered from memory say nothing
+    /// of the disk, and must not be counted.
+    pub fn guest_waited(&mut self, now: Duration, requests: u64, together: Duration) {
+        self.requests += requests;
+        self.seconds += together.as_secs_f64();
         self.step(now);
     }
 
-    /// How long to wait before so many bytes are read; zero counts them as read.
-    pub fn read(&mut self, now: Duration, bytes: u64) -> Duration {
+    /// Whether the move may read now.
+    pub fn may_read(&mut self, now: Duration) -> bool {
         self.step(now);
         let since = now.saturating_sub(self.counted_at).as_secs_f64();
         self.counted_at = now;
-        let most = (self.rate_bytes_per_s * BURST.as_secs_f64()).max(bytes as f64);
+        let most = self.rate_bytes_per_s * BURST.as_secs_f64();
         self.allowance = (self.allowance + since * self.rate_bytes_per_s).min(most);
-        let short = bytes as f64 - self.allowance;
-        if short > 0.0 {
-            return Duration::from_secs_f64(short / self.rate_bytes_per_s);
-        }
+        self.allowance > 0.0
+    }
+
+    /// It reads so many bytes: what is too much is waited for the next time.
+    pub fn read(&mut self, bytes: u64) {
         self.allowance -= bytes as f64;
-        Duration::ZERO
     }
 
     /// What may be read at present, in bytes per second.
@@ -91,7 +93,7 @@ impl Pace {
             let now = self.seconds / self.requests as f64;
             let usual = self.usual.get_or_insert(now);
             if now < *usual {
-                *usual = now;
+                *usual += USUAL_DOWN * (now - *usual);
             } else if self.rate_bytes_per_s <= RATE_MIN {
                 *usual += USUAL_UP * (now - *usual);
             }
@@ -115,19 +117,20 @@ mod tests {
     fn rate_on(disk_bytes_per_s: f64) -> (f64, f64) {
         let mut pace = Pace::new(Duration::ZERO);
         // Before the move reads anything, the guest's requests take what they take.
-        (0..30).for_each(|n| pace.guest_waited(MS * 10 * n, MS * 5));
+        (0..30).for_each(|n| pace.guest_waited(MS * 10 * n, 1, MS * 5));
         let (mut read, mut latency, mut now) = (0u64, 0.0, MS * 300);
         for _ in 0..2000 {
             now += MS * 10;
             let mut bytes = 0;
-            while bytes < (disk_bytes_per_s / 50.0) as u64 && pace.read(now, 256 << 10).is_zero() {
+            while bytes < (disk_bytes_per_s / 50.0) as u64 && pace.may_read(now) {
+                pace.read(256 << 10);
                 bytes += 256 << 10;
             }
             read += bytes;
             let busy = (bytes as f64 / disk_bytes_per_s / 0.01).min(0.99);
             let took = 0.005 / (1.0 - busy);
             latency += took;
-            pace.guest_waited(now, Duration::from_secs_f64(took));
+            pace.guest_waited(now, 1, Duration::from_secs_f64(took));
         }
         (read as f64 / 20.0, latency / 2000.0)
     }
@@ -149,18 +152,39 @@ mod tests {
     fn a_quiet_guest_is_no_limit_and_a_starved_one_leaves_a_little() {
         let mut pace = Pace::new(Duration::ZERO);
         for second in 0..100 {
-            assert!(pace.read(MS * 1000 * second, 1 << 20).is_zero());
+            assert!(pace.may_read(MS * 1000 * second));
+            pace.read(1 << 20);
         }
         assert!(pace.rate_bytes_per_s() > 1e9);
-        pace.guest_waited(MS * 100_000, MS);
+        pace.guest_waited(MS * 100_000, 10, MS * 10);
         for n in 1..=13 {
-            pace.guest_waited(MS * (100_000 + 100 * n), MS * 20);
+            pace.guest_waited(MS * (100_000 + 100 * n), 2, MS * 40);
         }
         assert_eq!(pace.rate_bytes_per_s(), RATE_MIN);
         // That it does not get better without the move is no fault of the move.
         for n in 14..100 {
-            pace.guest_waited(MS * (100_000 + 100 * n), MS * 20);
+            pace.guest_waited(MS * (100_000 + 100 * n), 1, MS * 20);
         }
         assert!(pace.rate_bytes_per_s() > 1e9);
+    }
+
+    #[test]
+    fn one_quick_request_does_not_make_all_others_slow() {
+        let mut pace = Pace::new(Duration::ZERO);
+        for n in 1..100 {
+            let latency = if n % 25 == 0 { MS } else { MS * 5 };
+            pace.guest_waited(MS * 100 * n, 1, latency);
+        }
+        assert!(pace.rate_bytes_per_s() > 1e9);
+    }
+
+    #[test]
+    fn what_was_read_too_much_is_waited_for() {
+        let mut pace = Pace::new(Duration::ZERO);
+        assert!(pace.may_read(Duration::ZERO));
+        // 64 MB a second at first: a sixteenth of a second.
+        pace.read(10_400_000);
+        assert!(!pace.may_read(MS * 50));
+        assert!(pace.may_read(MS * 70));
     }
 }

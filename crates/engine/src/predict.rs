@@ -42,10 +42,12 @@ pub struct Left {
     pub pending_blocks: u64,
     /// Blocks that no pass has reported yet.
     pub unseen: Option<Unseen>,
-    /// Blocks that the guest writes per second, as the last pass showed.
+    /// Blocks that the guest writes per second, as the last passes showed.
     pub dirty_blocks_per_s: Option<f64>,
-    /// What a block costs on the link, in bytes.
-    pub block_cost_bytes: f64,
+    /// What all of it costs on the link, in bytes.
+    pub bytes: f64,
+    /// How long making frames of it takes.
+    pub work: Duration,
     /// The link.
     pub link: Option<Link>,
 }
@@ -66,6 +68,122 @@ pub struct Outpaced {
     pub written_bytes_per_s: f64,
     /// What the link carries, in bytes per second.
     pub link_bytes_per_s: f64,
+}
+
+/// Blocks by who reports their writes: what passes report, and what is reported write by write, differ in
+/// content.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Blocks {
+    pub(crate) by_passes: f64,
+    pub(crate) by_writes: f64,
+}
+
+impl Blocks {
+    pub(crate) fn all(self) -> f64 {
+        self.by_passes + self.by_writes
+    }
+}
+
+/// What blocks take on the link, and to make frames of.
+#[derive(Debug, Default)]
+pub(crate) struct Costs {
+    by_passes: Cost,
+    by_writes: Cost,
+    /// Seconds for each block.
+    work: Option<f64>,
+}
+
+impl Costs {
+    /// Of blocks whose writes are reported one by one, or by passes.
+    pub(crate) fn of(&mut self, by_writes: bool) -> &mut Cost {
+        match by_writes {
+            true => &mut self.by_writes,
+            false => &mut self.by_passes,
+        }
+    }
+
+    /// What a block that passes report takes, in bytes.
+    pub(crate) fn block(&self) -> f64 {
+        self.by_passes.likely()
+    }
+
+    /// What blocks take, in bytes, probably.
+    pub(crate) fn likely(&self, blocks: Blocks) -> f64 {
+        blocks.by_passes * self.by_passes.likely() + blocks.by_writes * self.by_writes.likely()
+    }
+
+    /// What they take at most.
+    pub(crate) fn at_most(&self, blocks: Blocks) -> f64 {
+        let Blocks {
+            by_passes,
+            by_writes,
+        } = blocks;
+        by_passes * self.by_passes.at_most(by_passes)
+            + by_writes * self.by_writes.at_most(by_writes)
+    }
+
+    /// A frame of so many written blocks took so long to make.
+    pub(crate) fn made(&mut self, blocks: usize, took: Duration) {
+        if blocks > 0 {
+            let now = took.as_secs_f64() / blocks as f64;
+            let known = self.work.get_or_insert(now);
+            *known += weight(blocks) * (now - *known);
+        }
+    }
+
+    /// How long making frames of blocks takes: the link waits for that where it is faster.
+    pub(crate) fn work(&self, blocks: Blocks) -> Duration {
+        let seconds = self.work.unwrap_or(0.0) * blocks.all();
+        Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
+    }
+}
+
+/// What a frame of so many blocks changes an average by.
+fn weight(blocks: usize) -> f64 {
+    (blocks as f64 / 2048.0).min(0.5)
+}
+
+/// How fast a guest writes, as passes show.
+#[derive(Debug, Default)]
+pub(crate) struct Written {
+    /// Since the rate was known last.
+    lately: (Blocks, Duration),
+    all: (Blocks, Duration),
+    known: Option<Blocks>,
+}
+
+impl Written {
+    /// A pass has reported so many blocks, which were written in that time. Passes may begin one right
+    /// after the other: only some of them together tell a rate.
+    pub(crate) fn add(&mut self, blocks: Blocks, time: Duration) {
+        for (sum, over) in [&mut self.lately, &mut self.all] {
+            sum.by_passes += blocks.by_passes;
+            sum.by_writes += blocks.by_writes;
+            *over += time;
+        }
+        if let Some(rate) = rate(self.lately) {
+            self.known = Some(rate);
+            self.lately = Default::default();
+        }
+    }
+
+    /// Blocks per second, lately.
+    pub(crate) fn lately(&self) -> Option<Blocks> {
+        self.known
+    }
+
+    /// Blocks per second, from the beginning.
+    pub(crate) fn on_average(&self) -> Option<Blocks> {
+        rate(self.all)
+    }
+}
+
+fn rate((blocks, time): (Blocks, Duration)) -> Option<Blocks> {
+    let seconds = time.as_secs_f64();
+    (time >= RATE_TIME_MIN).then(|| Blocks {
+        by_passes: blocks.by_passes / seconds,
+        by_writes: blocks.by_writes / seconds,
+    })
 }
 
 /// Bytes that a block costs on the link.
@@ -93,7 +211,7 @@ impl Cost {
             return;
         }
         let now = bytes as f64 / blocks as f64;
-        let weight = (blocks as f64 / 2048.0).min(0.5);
+        let weight = weight(blocks);
         let Some(average) = &mut self.average else {
             self.average = Some(now);
             self.deviation = DEVIATION_UNSEEN * now;
@@ -127,16 +245,20 @@ impl Cost {
     }
 }
 
-/// Blocks that a guest writes per second, by what the last pass showed and what was counted since it
+/// Blocks that a guest writes per second, by what passes showed and what was counted since the last one
 /// began.
-pub(crate) fn write_rate(dirty_blocks_per_s: Option<f64>, counted: Unseen, began: Duration) -> f64 {
+pub(crate) fn write_rate(passes: Option<Blocks>, counted: Unseen, began: Duration) -> Blocks {
     let counted_for = counted.at.saturating_sub(began);
     let lately = if counted_for >= RATE_TIME_MIN {
         counted.written_blocks as f64 / counted_for.as_secs_f64()
     } else {
         0.0
     };
-    dirty_blocks_per_s.unwrap_or(0.0).max(lately)
+    let passes = passes.unwrap_or_default();
+    Blocks {
+        by_passes: passes.by_passes.max(lately),
+        ..passes
+    }
 }
 
 /// How long so many bytes travel.
@@ -165,6 +287,51 @@ mod tests {
         let many = cost.at_most(6400.0) - cost.likely();
         assert!((200.0..240.0).contains(&few), "{few}");
         assert!((many * 10.0 - few).abs() < 1.0, "{few} {many}");
+    }
+
+    #[test]
+    fn what_differs_is_counted_apart() {
+        let mut costs = Costs::default();
+        for _ in 0..100 {
+            costs.of(false).add(64, 64 * 100);
+            costs.of(true).add(64, 64 * 4096);
+        }
+        let blocks = |by_passes, by_writes| Blocks {
+            by_passes,
+            by_writes,
+        };
+        assert!(costs.likely(blocks(1000.0, 0.0)) < 101.0 * 1000.0);
+        // As an average over all blocks these would take half of it.
+        assert!(costs.likely(blocks(0.0, 100.0)) > 4000.0 * 100.0);
+        assert!(costs.at_most(blocks(0.0, 100.0)) <= 4096.0 * 100.0);
+        assert_eq!(
+            costs.work(blocks(1000.0, 1000.0)),
+            Duration::ZERO,
+            "not known"
+        );
+        costs.made(100, Duration::from_millis(10));
+        let work = costs.work(blocks(500.0, 500.0)).as_secs_f64();
+        assert!((work - 0.1).abs() < 1e-6, "{work}");
+    }
+
+    #[test]
+    fn passes_that_follow_each_other_at_once_tell_no_rate() {
+        let mut written = Written::default();
+        let blocks = |by_passes: f64| Blocks {
+            by_passes,
+            by_writes: 0.0,
+        };
+        let ms = Duration::from_millis;
+        written.add(blocks(1000.0), ms(1000));
+        assert_eq!(written.lately(), Some(blocks(1000.0)));
+        written.add(blocks(243.0), Duration::ZERO);
+        assert_eq!(written.lately(), Some(blocks(1000.0)), "not 243 in no time");
+        written.add(blocks(0.0), ms(243));
+        assert_eq!(written.lately(), Some(blocks(1000.0)));
+        written.add(blocks(50.0), ms(500));
+        assert_eq!(written.lately(), Some(blocks(100.0)));
+        let average = written.on_average().unwrap().by_passes;
+        assert!((average - 1293.0 / 1.743).abs() < 1e-9, "{average}");
     }
 
     #[test]

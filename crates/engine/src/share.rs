@@ -1,5 +1,5 @@
-//! How regions that must be at the destination before the switchover and regions that need not
-//! share the link until then.
+//! How two kinds of blocks share the link: regions that must be at the destination before the switchover
+//! and regions that need not, or what a write waits for and what none does.
 
 /// The part of the link that the second kind gets while the first has something to send: in its first
 /// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0015 has the
@@ -41,6 +41,13 @@ impl Default for Share {
 }
 
 impl Share {
+    /// The second kind always has this share.
+    pub(crate) fn of(background: f64) -> Self {
+        let mut share = Self::default();
+        share.set(background, background);
+        share
+    }
+
     /// Other shares than the usual ones, from 0 to 1.
     pub(crate) fn set(&mut self, first_pass: f64, later: f64) {
         self.first_pass = first_pass.clamp(0.0, 1.0);
@@ -85,8 +92,7 @@ mod tests {
     use super::*;
 
     fn taken(background: f64) -> (usize, usize) {
-        let mut share = Share::default();
-        share.set(background, background);
+        let mut share = Share::of(background);
         let (mut must, mut rest) = (0, 0);
         for _ in 0..1000 {
             let turn = share.turn(true, true).unwrap();

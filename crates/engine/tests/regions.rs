@@ -212,14 +212,8 @@ fn a_mirror_goes_first_and_then_holds_writes() {
     assert_eq!(write(&mut source, 5, 3), Answer::Later);
     assert_eq!(source.poll_answer(), None);
     let batch = take(&mut source).unwrap();
-    let blocks: Vec<u64> = batch.blocks.iter().take(3).map(|id| id.block).collect();
-    assert_eq!((batch.blocks[0].region, blocks), (MEMORY, vec![0, 1, 2]));
-    assert!(
-        batch
-            .blocks
-            .iter()
-            .any(|id| id.region == DISK && id.block == 7)
-    );
+    let blocks: Vec<u64> = batch.blocks.iter().map(|id| id.block).collect();
+    assert_eq!((batch.blocks[0].region, blocks), (DISK, vec![5, 6, 7]));
     acknowledge(&mut source, &batch);
     assert_eq!(source.poll_answer(), Some(WriteId(5)));
     // A cut lets the guest go on, and the mirror is behind.
@@ -229,6 +223,70 @@ fn a_mirror_goes_first_and_then_holds_writes() {
     assert_eq!(write(&mut source, 9, 1), Answer::Now);
     source.connected();
     assert_eq!(write(&mut source, 9, 1), Answer::Later);
+}
+
+/// A mirror in step, and memory of which nothing was sent.
+fn in_step() -> Source {
+    let mut source = source(Strategy::MIRROR, 640);
+    while source.pending_by_region()[1].1 > 0 {
+        let batch = take(&mut source).unwrap();
+        acknowledge(&mut source, &batch);
+    }
+    source.advise(MS);
+    source
+}
+
+#[test]
+fn memory_moves_beside_a_guest_that_always_waits_for_a_write() {
+    let mut source = in_step();
+    let (mut memory, mut disk, mut at) = (0, 0, 0);
+    write(&mut source, at, 16);
+    while memory < 256 {
+        let batch = take(&mut source).unwrap();
+        match batch.blocks[0].region {
+            DISK => disk += batch.blocks.len(),
+            _ => memory += batch.blocks.len(),
+        }
+        acknowledge(&mut source, &batch);
+        while source.poll_answer().is_some() {
+            at = (at + 16) % 640;
+            assert_eq!(write(&mut source, at, 16), Answer::Later);
+        }
+        assert_ne!(source.advise(MS), Advice::Wait, "something is left");
+    }
+    assert!(
+        (200..=300).contains(&disk),
+        "{disk} of the disk beside {memory}"
+    );
+}
+
+#[test]
+fn a_write_that_comes_while_memory_moves_does_not_wait_long() {
+    let mut source = in_step();
+    let mut waiting = 0;
+    while let Some(batch) = take(&mut source) {
+        waiting += batch.blocks.len() * 4096;
+    }
+    assert!(waiting <= 320 * 1024, "{waiting}");
+    write(&mut source, 9, 1);
+    let next = take(&mut source).unwrap();
+    assert_eq!((next.blocks.len(), next.blocks[0].block), (1, 9));
+}
+
+#[test]
+fn a_mirror_in_step_does_not_wait_for_one_that_is_not() {
+    let mut source = source(Strategy::MIRROR, 64);
+    let other = RegionId(2);
+    source.add(&spec(other, 64_000), Strategy::MIRROR).unwrap();
+    let batch = source.take(64).unwrap().unwrap();
+    assert_eq!(batch.blocks[0].region, DISK);
+    source.decide(&batch, &[Staged::Zero; 64]);
+    source.encoded(&batch, Some(100));
+    acknowledge(&mut source, &batch);
+    source.advise(MS);
+    assert_eq!(write(&mut source, 3, 1), Answer::Later);
+    let next = take(&mut source).unwrap();
+    assert_eq!((next.blocks[0].region, next.blocks[0].block), (DISK, 3));
 }
 
 #[test]
@@ -246,6 +304,97 @@ fn a_mirror_that_gets_no_nearer_holds_writes_all_the_same() {
         source.advise(MS);
     }
     panic!("the guest never waits");
+}
+
+#[test]
+fn blocks_are_settled_when_nothing_of_them_is_left_to_do() {
+    let mut source = source(Strategy::PRECOPY, 640);
+    let range = BlockRange::new(100, 200);
+    let is_settled = |source: &mut Source| source.is_settled(DISK, range);
+    assert!(!is_settled(&mut source), "nothing was sent");
+    settle(&mut source);
+    assert!(is_settled(&mut source));
+    write(&mut source, 99, 1);
+    write(&mut source, 300, 1);
+    assert!(is_settled(&mut source), "those are others");
+    write(&mut source, 100, 1);
+    assert!(!is_settled(&mut source), "kept for the next pass");
+    source.pass_started(MS * 1000, false);
+    assert!(!is_settled(&mut source), "pending");
+    let batch = take(&mut source).unwrap();
+    assert!(!is_settled(&mut source), "on its way");
+    acknowledge(&mut source, &batch);
+    assert!(is_settled(&mut source));
+    assert!(
+        !source.is_settled(DISK, BlockRange::new(600, 41)),
+        "there is no such block"
+    );
+}
+
+/// Lets the guest write, and sends that in the next pass at so many bytes a block.
+fn pass_of(source: &mut Source, at: Duration, region: RegionId, blocks: u64, block_bytes: usize) {
+    let range = BlockRange::new(0, blocks);
+    if region == DISK {
+        source.written(DISK, range).unwrap();
+    }
+    source.pass_started(at, false);
+    if region == MEMORY {
+        source.written(MEMORY, range).unwrap();
+    }
+    source.pass_read();
+    while let Some(batch) = source.take(64).unwrap() {
+        assert!(batch.blocks.iter().all(|id| id.region == region));
+        let new = |n: usize| Staged::Content(Digest([(at.as_millis() as usize / 7 + n) as u8; 16]));
+        let staged: Vec<Staged> = (0..batch.blocks.len()).map(new).collect();
+        source.decide(&batch, &staged);
+        let bytes = batch.blocks.len() * block_bytes;
+        source.encoded(&batch, Some(bytes));
+        source.made(&batch, MS * batch.blocks.len() as u32 / 100);
+        acknowledge(source, &batch);
+    }
+}
+
+#[test]
+fn a_prediction_knows_what_a_disk_costs_beside_memory() {
+    let mut source = source(Strategy::PRECOPY, 1000);
+    settle(&mut source);
+    for pass in 1..40 {
+        pass_of(&mut source, MS * 2000 * pass, MEMORY, 256, 100);
+        pass_of(&mut source, MS * (2000 * pass + 1000), DISK, 64, 4096);
+    }
+    let now = MS * 100_000;
+    source.pass_started(now, false);
+    source.unseen(Some(Unseen {
+        at: now,
+        ..Unseen::default()
+    }));
+    source.pass_read();
+    let nothing = source.predicted_downtime(now).likely;
+    // 100 bytes a block on 10 MB a second take less than making the frames does.
+    source.written(MEMORY, BlockRange::new(0, 200)).unwrap();
+    let memory = source.predicted_downtime(now).likely - nothing;
+    assert!(memory.abs_diff(MS * 2) < MS, "{memory:?}");
+    source.written(DISK, BlockRange::new(0, 1000)).unwrap();
+    let disk = source.predicted_downtime(now);
+    // 4 MB: what an average block costs, of both kinds, would be a fifth of it.
+    assert!(disk.likely > MS * 400, "{disk:?}");
+    assert!(disk.at_most < MS * 480, "{disk:?}");
+}
+
+#[test]
+fn a_region_that_is_held_back_leaves_the_link_to_others() {
+    let mut source = source(Strategy::PRECOPY, 640);
+    source.hold_back(DISK, true);
+    assert_eq!(settle(&mut source), (256, 0));
+    source.wanted(DISK, BlockRange::new(7, 1)).unwrap();
+    assert_eq!(settle(&mut source), (0, 1));
+    assert_eq!(source.advise(MS), Advice::Send, "it is not done");
+    source.hold_back(DISK, false);
+    assert_eq!(settle(&mut source), (0, 639));
+    source.hold_back(DISK, true);
+    write(&mut source, 3, 1);
+    source.frozen();
+    assert_eq!(settle(&mut source), (0, 1), "nobody is disturbed any more");
 }
 
 #[test]

@@ -13,6 +13,7 @@ pub mod description;
 pub mod dirty_rate;
 pub mod disk;
 pub mod disk_cache;
+pub mod disk_rate;
 pub mod folder;
 pub mod guest;
 pub mod guest_agent;

@@ -148,15 +148,25 @@ impl Stage {
 
     fn moves(&self, from: usize, how: &str) -> Report {
         let to = self.lab.host(1 - from).unwrap();
-        let words = ["--disks", how];
+        let words = ["--disks", how, "--verify"];
         let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
+        let report = *finished.report.unwrap();
+        let verified = report.verify.clone().unwrap();
+        let compared = match how {
+            "hybrid" | "postcopy" => 0,
+            _ => report.disks.len(),
+        };
+        assert_eq!(verified.disks as usize, compared);
+        assert_eq!(verified.disk_bytes, verified.disks as u64 * DISK_BYTES);
+        assert!(verified.disk_bytes_stopped <= verified.disk_bytes);
+        assert_eq!(report.disks[0].why.is_some(), how == "auto");
         self.goes_on();
         self.nothing_is_left(from);
         self.nothing_is_left(1 - from);
         assert!(!self.image(from).exists(), "{:?}", self.image(from));
-        *finished.report.unwrap()
+        report
     }
 
     /// What was set aside when the guest left a host.
@@ -293,7 +303,7 @@ fn there_and_back(version: &str) {
             .contains("its content is known")
     };
     assert!(wait_until(LIMIT, known), "{}", stage.logs());
-    let there = stage.moves(0, "precopy");
+    let there = stage.moves(0, "auto");
     assert!(
         there.bytes.kept_bytes > Some(100 << 10),
         "{:?}",

@@ -41,6 +41,40 @@ fn qemu_7_2_moves_there_and_back() {
 }
 
 #[test]
+fn a_group_moves_by_one_command_within_one_limit() {
+    const LIMIT_BPS: f64 = 60e6;
+    let Some(stage) = Stage::new("a group", ["10.0", "10.0"], LINK) else {
+        return;
+    };
+    let boot = |name| stage.boot(&tiny(name, Chipset::Q35, "10.0", 1), BUSY);
+    let mut guests = ["first", "second"].map(boot);
+    let to = stage.lab.host(1).unwrap().name();
+    let words = [
+        "--json", "migrate", "--group", "first", "second", "--to", to,
+    ];
+    let more = ["--bandwidth", "60mbit", "--verify"];
+    let agent = stage.product.agent(0).unwrap();
+    let said = agent.run(&[&words[..], &more[..]].concat()).unwrap();
+    let last = said.lines().last().unwrap();
+    let said: serde_json::Value = serde_json::from_str(last).unwrap();
+    let group = &said["group"];
+    assert_eq!(group["moved"], 2, "{group}");
+    assert_eq!(group["not_begun"], serde_json::json!([]));
+    let figure = |name: &str| group["sums"][name].as_f64().unwrap();
+    // They run the same system.
+    assert!(figure("shared_bytes") > 1e6, "{group}");
+    let rate_bps = figure("link_bytes") * 8e3 / group["total_ms"].as_f64().unwrap();
+    assert!(rate_bps < LIMIT_BPS * 1.1, "{rate_bps}: {group}");
+    for guest in &mut guests {
+        guest.assert_runs_only_on(&stage, 1);
+    }
+    // None of them is here any more.
+    let refused = agent.run(&[&words[..], &more[..]].concat());
+    assert!(refused.is_err(), "{refused:?}");
+    guests.into_iter().for_each(|guest| guest.end(&stage));
+}
+
+#[test]
 fn a_machine_type_that_both_know_moves_from_7_2_to_10() {
     let Some(stage) = Stage::new("7.2 to 10.0", ["7.2", "10.0"], LINK) else {
         return;

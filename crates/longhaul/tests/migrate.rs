@@ -156,6 +156,7 @@ fn migration() -> Migration {
             early_release: false,
             encoding: Encoding::default(),
             convergence: Default::default(),
+            group: None,
         },
         started_unix_ms: 1_800_000_000_000,
         ended_unix_ms: None,
@@ -180,6 +181,8 @@ fn progress(phase: Phase, outcome: Option<Outcome>) -> Progress {
             blocks_settled: if moves { 40_000 } else { 0 },
             blocks_pending: if moves { 25_536 } else { 0 },
             disk: false,
+            strategy: None,
+            why: None,
         }],
         link: LinkProgress {
             rate_bps: moves.then_some(91_000_000),
@@ -230,6 +233,9 @@ fn report() -> Report {
         verify: Some(VerifyResult {
             regions: 5,
             bytes: 256 << 20,
+            disks: 0,
+            disk_bytes: 0,
+            disk_bytes_stopped: 0,
             different_blocks: 0,
             first_difference: None,
         }),

@@ -353,6 +353,18 @@ impl BlockMap {
         count
     }
 
+    /// Whether nothing of these blocks is pending or on its way.
+    pub(crate) fn is_settled(&self, range: BlockRange) -> bool {
+        chunk::pieces(range).all(|(chunk, mask)| {
+            let on_its_way = |n: u64| {
+                let block = self.records.get(chunk * CHUNK_BLOCKS as usize + n as usize);
+                mask >> n & 1 == 1 && block.flags & IN_FLIGHT != 0
+            };
+            let quiet = !self.records.has_page(chunk) || !(0..CHUNK_BLOCKS).any(on_its_way);
+            self.pending[chunk] & mask == 0 && quiet
+        })
+    }
+
     /// Whether the destination has exactly this content for the block, as far as is known.
     pub(crate) fn holds(&self, index: usize, digest: &Digest) -> bool {
         let block = self.records.get(index);

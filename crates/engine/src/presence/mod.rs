@@ -292,14 +292,6 @@ impl Presence {
         mask(&self.missing, chunk::of(block)) & chunk::bit(block) != 0
     }
 
-    /// Whether something of these bytes is missing.
-    pub fn lacks_of(&self, bytes: std::ops::Range<u64>) -> bool {
-        let first = bytes.start / BLOCK_SIZE as u64;
-        let end = bytes.end.div_ceil(BLOCK_SIZE as u64);
-        let range = BlockRange::new(first, end.saturating_sub(first));
-        chunk::pieces(range).any(|(chunk, piece)| mask(&self.missing, chunk) & piece != 0)
-    }
-
     /// These blocks are here now. Returns the masks that have changed.
     fn present(&mut self, range: BlockRange) -> Vec<ChunkMask> {
         let mut changed = Vec::new();

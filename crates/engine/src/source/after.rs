@@ -8,11 +8,11 @@ use longhaul_protocol::{BlockRange, RegionId};
 use std::ops::Range;
 use std::time::Duration;
 
-/// What may wait on the link in the drain besides what fills it: a read that comes now waits behind
-/// it.
-const DRAIN_QUEUE: Duration = Duration::from_millis(20);
+/// What may wait on the link besides what fills it where somebody waits for what comes: that waits
+/// behind it.
+const QUEUE: Duration = Duration::from_millis(20);
 /// So much may be on its way in any case.
-const DRAIN_BYTES_MIN: f64 = 256.0 * 1024.0;
+const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
 
 impl Source {
     /// QEMU has let go of every region that it may write to while the guest stands still: nothing is
@@ -129,17 +129,17 @@ impl Source {
         self.draining && !left && self.flights.is_empty()
     }
 
-    /// Whether what nobody waits for may go on: a read that comes now should not wait long.
-    pub(super) fn drain_has_room(&self) -> bool {
+    /// Whether what nobody waits for may go on: what somebody waits for should not wait long.
+    pub(super) fn has_room(&self) -> bool {
         let Some(link) = self.link else { return true };
-        let fills = link.rate_bytes_per_s * (link.rtt + DRAIN_QUEUE).as_secs_f64();
-        (self.in_flight_bytes() as f64) < fills.max(DRAIN_BYTES_MIN)
+        let fills = link.rate_bytes_per_s * (link.rtt + QUEUE).as_secs_f64();
+        (self.in_flight_bytes() as f64) < fills.max(QUEUE_BYTES_MIN)
     }
 
     /// Takes what is left: what is wanted, or as much as there is room for of the rest.
     pub(super) fn take_left(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
         let wanted = self.pending(Class::Wanted) > 0;
-        if !wanted && !self.drain_has_room() {
+        if !wanted && !self.has_room() {
             return;
         }
         for region in &mut self.regions {

@@ -9,18 +9,26 @@
 //!
 //! In Following and InStep the guest waits for its writes; never while there is no connection. A guest
 //! that writes faster than the link carries is brought down to it that way; otherwise it would never be
-//! in step.
+//! in step. Meanwhile what it waits for and everything else that must be there have half of the link each,
+//! and little is on its way at a time: a write that comes now waits behind it.
 
 use super::{Class, Region, Source, SourceError};
 use crate::chunk;
 use longhaul_codec::BlockId;
-use longhaul_protocol::{BlockRange, RegionId};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::collections::VecDeque;
+use std::time::Duration;
 
 /// So few blocks are soon there: writes may begin to wait.
 const LEFT_BLOCKS_FEW: u64 = 256;
 /// What is left gets less when it is at most this share of what was left one round before.
 const PROGRESS: f64 = 0.9;
+
+/// The part of the link that is left to what no write waits for.
+pub(super) const BESIDE_WRITES_SHARE: f64 = 0.5;
+/// A frame of what no write waits for takes at most so long on the link, or so many blocks.
+const FRAME_TIME: Duration = Duration::from_millis(10);
+const FRAME_BLOCKS_MIN: usize = 16;
 
 /// The guest's name for a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -67,6 +75,16 @@ impl Mirror {
         self.phase == Phase::InStep
     }
 
+    /// Whether the guest waits for its writes.
+    pub(super) fn holds(&self) -> bool {
+        self.phase != Phase::Copying
+    }
+
+    /// Whether it waits for one now.
+    pub(super) fn is_holding(&self) -> bool {
+        !self.held.is_empty()
+    }
+
     /// The connection is lost: the guest waits for nothing, and the copy is behind from now on.
     pub(super) fn lost(&mut self, answers: &mut VecDeque<WriteId>) {
         *self = Self {
@@ -103,7 +121,9 @@ impl Mirror {
 impl Region {
     /// Looks how far the mirror is.
     fn follow(&mut self, connected: bool) {
-        let left = self.map.pending_total();
+        // What a write waits for will be there before that is answered.
+        let waited_for = self.map.pending(Class::Wanted);
+        let left = self.map.pending_total() - waited_for;
         let copied = self.map.pending(Class::Cold) == 0;
         let taken = self.taken_blocks;
         let Some(mirror) = &mut self.mirror else {
@@ -158,6 +178,22 @@ impl Source {
     /// A write that may be answered now.
     pub fn poll_answer(&mut self) -> Option<WriteId> {
         self.answers.pop_front()
+    }
+
+    /// Whether the guest waits for writes to any of them.
+    pub(super) fn mirrors_hold(&self) -> bool {
+        let mut mirrors = self.regions.iter().filter_map(|it| it.mirror.as_ref());
+        !self.frozen && mirrors.any(Mirror::holds)
+    }
+
+    /// Most blocks of a frame of what no write waits for.
+    pub(super) fn beside_writes(&self, max_blocks: usize) -> usize {
+        let Some(link) = self.link else {
+            return max_blocks;
+        };
+        let bytes = link.rate_bytes_per_s * FRAME_TIME.as_secs_f64();
+        let blocks = bytes / self.costs.block().clamp(1.0, BLOCK_SIZE as f64);
+        max_blocks.min((blocks as usize).max(FRAME_BLOCKS_MIN))
     }
 
     /// Looks how far mirrors are. Whether all of them are in step.

@@ -20,7 +20,7 @@ mod stopping;
 
 use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
-use crate::predict::Cost;
+use crate::predict::{Blocks, Costs, Written};
 use crate::share::Share;
 use crate::stop::{StopRule, Wish};
 use crate::strategy::Strategy;
@@ -94,6 +94,8 @@ pub struct Source {
     /// first.
     order: Vec<usize>,
     share: Share,
+    /// Of what must be there: what the guest's writes wait for, and the rest beside it.
+    writes: Share,
     /// What need not be there for the stop waits, so that the link is free for it.
     background_held: bool,
     /// Writes that may be answered.
@@ -116,7 +118,8 @@ pub struct Source {
     closed: bool,
     draining: bool,
     sent: Sent,
-    cost: Cost,
+    costs: Costs,
+    written: Written,
     link: Option<Link>,
     switch_overhead: Duration,
     hot_allowed: bool,
@@ -127,8 +130,9 @@ struct Pass {
     number: u32,
     /// Whether it reports every block, written or not.
     whole: bool,
-    /// Blocks that the pass has reported so far.
+    /// Blocks that the pass has reported so far, and those that were kept for it.
     reported_blocks: u64,
+    kept_blocks: u64,
     /// The time in which they were written; unknown for the first pass, which reports everything.
     interval: Option<Duration>,
     /// Blocks that it has not reported.
@@ -138,8 +142,6 @@ struct Pass {
     /// Whether the stop rule has judged it.
     judged: bool,
     started_at: Duration,
-    /// Blocks that the guest writes per second, as the last pass showed.
-    dirty_blocks_per_s: Option<f64>,
 }
 
 impl Source {
@@ -159,6 +161,7 @@ impl Source {
             regions: Vec::with_capacity(regions.len()),
             order: Vec::new(),
             share: Share::default(),
+            writes: Share::of(mirror::BESIDE_WRITES_SHARE),
             background_held: false,
             answers: VecDeque::new(),
             index: ContentIndex::new(total),
@@ -181,7 +184,8 @@ impl Source {
             closed: false,
             draining: false,
             sent: Sent::default(),
-            cost: Cost::default(),
+            costs: Costs::default(),
+            written: Written::default(),
             link: None,
             switch_overhead,
             hot_allowed: false,
@@ -243,6 +247,14 @@ impl Source {
 
     // Inputs.
 
+    /// Whether nothing of a region may be read now but what somebody waits for. Once the guest is stopped,
+    /// everything may.
+    pub fn hold_back(&mut self, region: RegionId, held_back: bool) {
+        if let Some(region) = self.regions.get_mut(usize::from(region.0)) {
+            region.held_back = held_back;
+        }
+    }
+
     /// A pass begins: over what was written since the last one, or over everything (`whole`), as
     /// the first one is.
     pub fn pass_started(&mut self, now: Duration, whole: bool) {
@@ -252,7 +264,6 @@ impl Source {
             whole,
             started_at: now,
             interval: (!whole).then_some(interval),
-            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
             ..Pass::default()
         };
         self.share.pass_started(self.pass.number);
@@ -262,7 +273,7 @@ impl Source {
     /// What was reported between passes is part of the one that begins.
     fn begin_pass(&mut self) {
         let kept = self.regions.iter_mut().map(Region::pass_started);
-        self.pass.reported_blocks += kept.sum::<u64>();
+        self.pass.kept_blocks += kept.sum::<u64>();
     }
 
     /// About how many blocks the pass has not reported, where somebody can tell.
@@ -289,8 +300,11 @@ impl Source {
         if !self.pass.read {
             self.pass.read = true;
             if let Some(interval) = self.pass.interval {
-                let seconds = interval.as_secs_f64().max(1e-3);
-                self.pass.dirty_blocks_per_s = Some(self.pass.reported_blocks as f64 / seconds);
+                let blocks = Blocks {
+                    by_passes: self.pass.reported_blocks as f64,
+                    by_writes: self.pass.kept_blocks as f64,
+                };
+                self.written.add(blocks, interval);
             }
             let number = self.pass.number;
             self.regions
@@ -391,12 +405,14 @@ impl Source {
     }
 
     /// What a prediction is made of.
-    pub fn left(&self) -> Left {
+    pub fn left(&self, now: Duration) -> Left {
+        let left = self.left_blocks(now);
         Left {
             pending_blocks: self.pending_blocks(),
             unseen: self.pass.unseen,
-            dirty_blocks_per_s: self.pass.dirty_blocks_per_s,
-            block_cost_bytes: self.cost.likely(),
+            dirty_blocks_per_s: self.dirty_blocks_per_s(),
+            bytes: self.costs.likely(left),
+            work: self.costs.work(left),
             link: self.link,
         }
     }
@@ -413,8 +429,16 @@ impl Source {
     pub fn remaining_bytes(&self, now: Duration) -> u64 {
         let listed = self.regions.iter().filter(|region| region.is_listed());
         let later: u64 = listed.map(|region| region.map.pending_total()).sum();
-        let left = self.left_blocks(now) + later as f64;
-        (left * self.cost.likely()) as u64 + self.in_flight_bytes()
+        let mut left = self.left_blocks(now);
+        left.by_writes += later as f64;
+        self.costs.likely(left) as u64 + self.in_flight_bytes()
+    }
+
+    /// Whether the destination has these blocks as they are here, as far as is known: none is pending, kept
+    /// for a pass, or on its way.
+    pub fn is_settled(&self, region: RegionId, range: BlockRange) -> bool {
+        let region = self.regions.get(usize::from(region.0));
+        region.is_some_and(|it| range.end() <= it.map.len() as u64 && it.is_settled(range))
     }
 
     /// How many blocks of each region are pending.
@@ -425,9 +449,18 @@ impl Source {
             .collect()
     }
 
-    /// Blocks that the guest wrote per second between the last two passes.
+    /// Blocks that the guest wrote per second between the last passes.
     pub fn dirty_blocks_per_s(&self) -> Option<f64> {
-        self.pass.dirty_blocks_per_s
+        self.written.lately().map(Blocks::all)
+    }
+
+    /// Blocks that passes have reported per second: between the last ones, and on average.
+    pub fn reported_blocks_per_s(&self) -> (Option<f64>, Option<f64>) {
+        let reported = |blocks: Option<Blocks>| blocks.map(|blocks| blocks.by_passes);
+        (
+            reported(self.written.lately()),
+            reported(self.written.on_average()),
+        )
     }
 
     /// Whether the pass has been read as far as it can be while the guest runs.

@@ -33,6 +33,8 @@ pub(super) struct Region {
     pub(super) kept: Option<Kept>,
     /// Blocks taken so far.
     pub(super) taken_blocks: u64,
+    /// Only what somebody waits for is read.
+    pub(super) held_back: bool,
     reports: Reports,
 }
 
@@ -82,6 +84,7 @@ impl Region {
             kept: None,
             strategy,
             taken_blocks: 0,
+            held_back: false,
             reports,
         }
     }
@@ -114,9 +117,9 @@ impl Region {
             .is_some_and(|mirror| !mirror.is_in_step())
     }
 
-    /// Whether it may be sent as what must be there: while mirrors are behind, they go alone.
+    /// Whether it may be sent as what must be there: while mirrors are behind, mirrors go alone.
     pub(super) fn goes_before_the_stop(&self, behind: bool) -> bool {
-        self.is_promised() && (!behind || self.is_behind())
+        self.is_promised() && (!behind || self.mirror.is_some())
     }
 
     /// Whether it has blocks that may travel beside what must be there.
@@ -176,6 +179,18 @@ impl Region {
             }
         }
         blocks
+    }
+
+    /// Whether the destination has these blocks as they are here, as far as is known.
+    pub(super) fn is_settled(&self, range: BlockRange) -> bool {
+        let kept = match &self.reports {
+            Reports::Passes => None,
+            Reports::Writes { kept, .. } => Some(kept),
+        };
+        let is_kept = |(chunk, mask): (usize, u64)| {
+            kept.is_some_and(|kept| kept.get(&chunk).is_some_and(|had| had & mask != 0))
+        };
+        self.map.is_settled(range) && !chunk::pieces(range).any(is_kept)
     }
 
     /// Blocks that are kept for the next pass.

@@ -6,6 +6,7 @@ use crate::chunk;
 use crate::share::Turn;
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_protocol::MigrationId;
+use std::time::Duration;
 
 /// Blocks to be read, encoded and sent as one frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -103,14 +104,64 @@ impl Source {
     }
 
     fn take_turn(&mut self, turn: Turn, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+        if turn == Turn::Must && self.mirrors_hold() {
+            return self.take_beside_writes(max_blocks, seq, blocks);
+        }
+        self.take_classes(turn, &Class::ALL, max_blocks, seq, blocks);
+    }
+
+    /// Takes what writes wait for, or what else must be there: in turns, as long as there is both.
+    fn take_beside_writes(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+        let (wanted, others) = Class::ALL.split_at(1);
+        let some = |classes: &[Class]| classes.iter().any(|class| self.is_sendable(*class));
+        let (waited_for, beside) = (some(wanted), some(others) && self.has_room());
+        let Some(turn) = self.writes.turn(waited_for, beside) else {
+            return;
+        };
+        let beside_blocks = self.beside_writes(max_blocks);
+        let (classes, room) = match turn {
+            Turn::Must => (wanted, max_blocks),
+            Turn::Background => (others, beside_blocks),
+        };
+        self.take_classes(Turn::Must, classes, room, seq, blocks);
+        if !(waited_for && beside) {
+            return;
+        }
+        if blocks.is_empty() {
+            // All of them wait for an acknowledgement.
+            let (classes, room) = match turn {
+                Turn::Must => (others, beside_blocks),
+                Turn::Background => (wanted, max_blocks),
+            };
+            self.take_classes(Turn::Must, classes, room, seq, blocks);
+        } else {
+            self.writes.taken(turn, blocks.len());
+        }
+    }
+
+    fn take_classes(
+        &mut self,
+        turn: Turn,
+        classes: &[Class],
+        max_blocks: usize,
+        seq: u32,
+        blocks: &mut Vec<BlockId>,
+    ) {
         let hot = turn == Turn::Must && self.may_send_hot();
         let behind = self.mirrors_go_first();
-        for class in Class::ALL {
+        let mut kind = None;
+        for class in classes.iter().copied() {
             if class == Class::Hot && !hot {
                 continue;
             }
             for at in &self.order {
                 let region = &mut self.regions[*at];
+                // What is written differently is not of the same content, and is counted by frame.
+                let late = region.is_written_late();
+                let waits = region.held_back && class != Class::Wanted && !self.frozen;
+                if waits || kind.is_some_and(|kind| kind != late) {
+                    continue;
+                }
                 let is_its = match turn {
                     Turn::Must => region.goes_before_the_stop(behind),
                     Turn::Background => region.pushes(),
@@ -124,6 +175,7 @@ impl Source {
                     blocks.push(BlockId { region: id, block });
                 });
                 region.taken_blocks += taken as u64;
+                kind = kind.or((taken > 0).then_some(late));
             }
         }
     }
@@ -209,16 +261,18 @@ impl Source {
         let seq = batch.seq as u32;
         let bytes = frame_bytes.unwrap_or(0) as u64;
         self.encoding -= 1;
-        let promised = |id: &BlockId| self.regions[usize::from(id.region.0)].is_promised();
-        let counts = batch.blocks.first().is_some_and(promised);
+        let first = batch.blocks.first();
+        let region = first.map(|id| &self.regions[usize::from(id.region.0)]);
+        let counts = region.is_some_and(Region::is_promised);
+        let cost = self.costs.of(region.is_some_and(Region::is_written_late));
         // Of a whole pass only what has content tells what a written block will cost.
         match (self.pass.whole, self.flights.get(&seq)) {
             _ if !counts => {}
             (true, Some(flight)) if flight.content_blocks > 0 => {
-                self.cost.add_first(flight.content_blocks as u64, bytes);
+                cost.add_first(flight.content_blocks as u64, bytes);
             }
             (true, _) => {}
-            (false, _) => self.cost.add(batch.blocks.len(), bytes),
+            (false, _) => cost.add(batch.blocks.len(), bytes),
         }
         match frame_bytes {
             Some(_) => {
@@ -238,6 +292,13 @@ impl Source {
         }
     }
 
+    /// Making a frame of the batch took so long.
+    pub fn made(&mut self, batch: &Batch, took: Duration) {
+        if !self.pass.whole {
+            self.costs.made(batch.blocks.len(), took);
+        }
+    }
+
     fn may_send_hot(&self) -> bool {
         self.frozen || self.hot_allowed
     }
@@ -250,15 +311,17 @@ impl Source {
 
     /// Whether blocks that must be there may be sent now.
     pub(super) fn sendable(&self) -> bool {
+        Class::ALL.iter().any(|class| self.is_sendable(*class))
+    }
+
+    /// Whether blocks of a class may be, of those that must be there.
+    fn is_sendable(&self, class: Class) -> bool {
+        if class == Class::Hot && !self.may_send_hot() {
+            return false;
+        }
         let behind = self.mirrors_go_first();
-        let hot = self.may_send_hot();
-        let classes = Class::ALL.iter().filter(|c| **c != Class::Hot || hot);
-        let mut pending = classes.map(|class| {
-            let regions = self.regions.iter();
-            let now = regions.filter(|region| region.goes_before_the_stop(behind));
-            now.map(|region| region.map.pending(*class)).sum::<u64>()
-        });
-        pending.any(|blocks| blocks > 0)
+        let mut regions = self.regions.iter();
+        regions.any(|region| region.goes_before_the_stop(behind) && region.map.pending(class) > 0)
     }
 
     /// Whether blocks that need not be there may be sent now.

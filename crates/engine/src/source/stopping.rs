@@ -1,7 +1,7 @@
 //! When the guest is to stop, and what that would cost now.
 
 use super::{Class, Downtime, Outpaced, Region, Source, Unseen};
-use crate::predict::{self, travel_time};
+use crate::predict::{self, Blocks, travel_time};
 use crate::stop::{AfterPass, Rule, StopReason, Wish};
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
@@ -55,7 +55,7 @@ impl Source {
         let open = !self.closed && self.regions.iter().any(late);
         if self.draining {
             let wanted = self.pending(Class::Wanted) > 0;
-            let left = self.pending_blocks() > 0 && self.drain_has_room();
+            let left = self.pending_blocks() > 0 && self.has_room();
             return match wanted || left {
                 true => Advice::Send,
                 false => Advice::Wait,
@@ -75,7 +75,7 @@ impl Source {
             downtime: limit,
             ..
         } = self.stop.wish();
-        let hot = self.promised(Class::Hot);
+        let hot = self.promised(|region| region.map.pending(Class::Hot));
         let fits = rule == Rule::Predicted && predicted <= limit;
         if self.regions.iter().any(Region::is_listed) {
             // What they have on the link counts, and can be waited for.
@@ -86,18 +86,15 @@ impl Source {
                 return Advice::Wait;
             }
         }
-        if !fits && hot > 0 && !self.hot_allowed && !self.pass.judged {
-            let too_much = self
-                .switchover_time(hot as f64, self.queued_bytes())
-                .at_most
-                > limit;
+        if !fits && hot.all() > 0.0 && !self.hot_allowed && !self.pass.judged {
+            let too_much = self.switchover_time(hot, self.queued_bytes()).at_most > limit;
             self.hot_allowed = too_much || !rule.defers_hot();
             if self.hot_allowed {
                 return Advice::Send;
             }
         }
         self.hot_allowed = false;
-        let known = self.pass.unseen.is_some() || self.pass.dirty_blocks_per_s.is_some();
+        let known = self.pass.unseen.is_some() || self.written.lately().is_some();
         if known && fits {
             return match self.waiting_helps() {
                 true => Advice::Wait,
@@ -123,11 +120,11 @@ impl Source {
     fn after_pass(&self, now: Duration, downtime: Duration) -> AfterPass {
         let left = self.left_blocks(now);
         let sent = &self.sent;
-        let uncompressed = left * BLOCK_SIZE as f64;
+        let uncompressed = left.all() * BLOCK_SIZE as f64;
         AfterPass {
             now,
-            left_blocks: left as u64,
-            left_bytes: (left * self.cost.likely()) as u64,
+            left_blocks: left.all() as u64,
+            left_bytes: self.costs.likely(left) as u64,
             downtime,
             uncompressed: self
                 .link
@@ -141,8 +138,13 @@ impl Source {
     /// for the link gets less faster than the guest writes.
     fn waiting_helps(&self) -> bool {
         let Some(link) = self.link else { return false };
+        let mut mirrors = self.regions.iter().filter_map(|it| it.mirror.as_ref());
+        if mirrors.any(|mirror| mirror.is_holding()) {
+            // As soon as one write is there, the guest makes the next one.
+            return false;
+        }
         let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
-        let written_bytes_per_s = self.write_rate() * self.cost.likely();
+        let written_bytes_per_s = self.written_bytes_per_s();
         link.queued_bytes as f64 > in_the_pipe
             && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
     }
@@ -156,7 +158,7 @@ impl Source {
         self.link.map_or(0, |link| link.queued_bytes)
     }
 
-    fn switchover_time(&self, blocks: f64, queued_bytes: u64) -> Downtime {
+    fn switchover_time(&self, blocks: Blocks, queued_bytes: u64) -> Downtime {
         let Some(link) = self.link else {
             return Downtime {
                 likely: Duration::MAX,
@@ -164,13 +166,15 @@ impl Source {
             };
         };
         let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
-        let time = |block_cost: f64| {
-            let bytes = blocks * block_cost + queued_bytes as f64;
-            travel_time(bytes, link).saturating_add(overhead)
+        // Frames are made while others travel: the slower of both counts.
+        let work = self.costs.work(blocks);
+        let time = |bytes: f64| {
+            let travels = travel_time(bytes + queued_bytes as f64, link);
+            travels.max(work).saturating_add(overhead)
         };
         Downtime {
-            likely: time(self.cost.likely()),
-            at_most: time(self.cost.at_most(blocks)),
+            likely: time(self.costs.likely(blocks)),
+            at_most: time(self.costs.at_most(blocks)),
         }
     }
 
@@ -178,7 +182,7 @@ impl Source {
     /// gets no shorter by sending on. Before everything was sent once neither rate is known well.
     pub fn outpaced(&self) -> Option<Outpaced> {
         let link_bytes_per_s = self.link?.rate_bytes_per_s;
-        let written_bytes_per_s = self.write_rate() * self.cost.likely();
+        let written_bytes_per_s = self.written_bytes_per_s();
         let known = self.pass.number > 1 && self.sent.blocks() >= self.all_blocks();
         (known && written_bytes_per_s > link_bytes_per_s).then_some(Outpaced {
             written_bytes_per_s,
@@ -194,21 +198,33 @@ impl Source {
 
     /// Blocks that would have to travel after a stop: pending ones, and what the guest has
     /// probably written since the pass was made.
-    pub(super) fn left_blocks(&self, now: Duration) -> f64 {
+    pub(super) fn left_blocks(&self, now: Duration) -> Blocks {
         // The count is some time old, and the guest has gone on writing.
         let counted = self.unseen_now();
         let since = now.saturating_sub(counted.at).as_secs_f64();
-        let written = counted.written_blocks as f64 + self.write_rate() * since;
+        let written = counted.written_blocks as f64 + self.write_rate().by_passes * since;
         let unseen = written + counted.unread_blocks as f64;
-        let promised = self.regions.iter().filter(|region| region.is_promised());
-        let known = promised.map(|region| region.map.pending_total() + region.kept_blocks());
-        (known.sum::<u64>() as f64 + unseen).min(self.all_blocks() as f64)
+        let mut left = self.promised(|region| region.map.pending_total() + region.kept_blocks());
+        left.by_passes = (left.by_passes + unseen).min(self.all_blocks() as f64);
+        left
     }
 
-    /// Blocks of a class that must be there.
-    fn promised(&self, class: Class) -> u64 {
-        let promised = self.regions.iter().filter(|region| region.is_promised());
-        promised.map(|region| region.map.pending(class)).sum()
+    /// So many blocks of each region that must be there.
+    fn promised(&self, count: impl Fn(&Region) -> u64) -> Blocks {
+        let mut blocks = Blocks::default();
+        for region in self.regions.iter().filter(|region| region.is_promised()) {
+            let of_its_kind = match region.is_written_late() {
+                true => &mut blocks.by_writes,
+                false => &mut blocks.by_passes,
+            };
+            *of_its_kind += count(region) as f64;
+        }
+        blocks
+    }
+
+    /// What the guest writes, as it would be sent, in bytes per second.
+    pub fn written_bytes_per_s(&self) -> f64 {
+        self.costs.likely(self.write_rate())
     }
 
     fn unseen_now(&self) -> Unseen {
@@ -219,8 +235,8 @@ impl Source {
     }
 
     /// Blocks that the guest writes per second.
-    fn write_rate(&self) -> f64 {
-        let (pass, counted) = (&self.pass, self.unseen_now());
-        predict::write_rate(pass.dirty_blocks_per_s, counted, pass.started_at)
+    fn write_rate(&self) -> Blocks {
+        let counted = self.unseen_now();
+        predict::write_rate(self.written.lately(), counted, self.pass.started_at)
     }
 }

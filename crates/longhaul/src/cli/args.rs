@@ -58,7 +58,7 @@ pub(crate) enum Command {
     Guests(GuestsArgs),
     /// Check and predict a move without changing anything
     Plan(PlanArgs),
-    /// Move a running guest to another host
+    /// Move a running guest, or a group of them, to another host
     Migrate(MigrateArgs),
     /// Stop a move and keep the guest where it is
     Cancel(IdArgs),
@@ -346,14 +346,15 @@ pub(crate) enum Rule {
 
 #[derive(Debug, Args)]
 pub(crate) struct MigrateArgs {
-    /// The guest
-    pub(crate) guest: String,
+    /// The guest; several with --group
+    #[arg(value_name = "GUEST", required = true)]
+    pub(crate) guests: Vec<String>,
     /// The host to move it to
     #[arg(long, value_name = "HOST")]
     pub(crate) to: String,
     #[command(flatten)]
     pub(crate) wishes: Wishes,
-    /// Hash all memory on both sides before the guest is handed over, and compare
+    /// Hash all memory and disks on both sides before the guest is handed over, and compare
     #[arg(long)]
     pub(crate) verify: bool,
     /// How long to ride out an interruption of the link
@@ -363,6 +364,12 @@ pub(crate) struct MigrateArgs {
     /// all (`shared`)
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) disks: DiskChoice,
+    /// Move all of these guests: --bandwidth is for all of them together, and there is one report
+    #[arg(long)]
+    pub(crate) group: bool,
+    /// With --group: how many move at the same time
+    #[arg(long, value_name = "COUNT", default_value_t = 4, requires = "group", value_parser = clap::value_parser!(u8).range(1..=32))]
+    pub(crate) at_once: u8,
     #[command(flatten)]
     pub(crate) encoding: EncodingArgs,
 }

@@ -2,6 +2,7 @@
 
 use crate::cli::args::MigrateArgs;
 use crate::cli::error::CliError;
+use crate::cli::group;
 use crate::cli::output::Output;
 use crate::cli::show::list::short_id;
 use crate::cli::show::live::{self, Mood};
@@ -17,9 +18,9 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 /// Where nothing stays in place: time between two lines when nothing else happens.
-const PLAIN_EVERY_MS: u64 = 5_000;
+pub(super) const PLAIN_EVERY_MS: u64 = 5_000;
 /// How long the report may take to be complete after the outcome is known.
-const REPORT_WAIT: Duration = Duration::from_secs(5);
+pub(super) const REPORT_WAIT: Duration = Duration::from_secs(5);
 
 /// `longhaul migrate`.
 pub(crate) async fn migrate(
@@ -27,9 +28,31 @@ pub(crate) async fn migrate(
     output: &Output,
     args: MigrateArgs,
 ) -> Result<u8, CliError> {
-    let start = StartMigration {
-        guest: args.guest,
-        to: args.to,
+    if args.group {
+        return group::migrate(client, output, args).await;
+    }
+    let [guest] = args.guests.as_slice() else {
+        let hint = "longhaul migrate --group moves all of them";
+        return Err(CliError::usage("more than one guest", hint));
+    };
+    let start = start(&args, guest.clone(), None);
+    // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
+    let interrupts = Interrupts::new()?;
+    let migration = client.migrate(&start).await?;
+    if output.json {
+        output.json_line(&json!({ "migration": migration }))?;
+    }
+    let progress = Watching::new(client, output, &migration, Mood::Watching)
+        .run(interrupts)
+        .await?;
+    end(client, output, &migration, progress).await
+}
+
+/// What the agent is asked for, for one of the guests.
+pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) -> StartMigration {
+    StartMigration {
+        guest,
+        to: args.to.clone(),
         downtime_ms: whole_ms(args.wishes.downtime),
         bandwidth_bps: args.wishes.bandwidth,
         verify: args.verify,
@@ -43,17 +66,8 @@ pub(crate) async fn migrate(
         },
         convergence: args.wishes.ending.convergence(),
         disks: args.disks,
-    };
-    // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
-    let interrupts = Interrupts::new()?;
-    let migration = client.migrate(&start).await?;
-    if output.json {
-        output.json_line(&json!({ "migration": migration }))?;
+        group,
     }
-    let progress = Watching::new(client, output, &migration, Mood::Watching)
-        .run(interrupts)
-        .await?;
-    end(client, output, &migration, progress).await
 }
 
 /// `longhaul cancel`.
@@ -145,13 +159,13 @@ async fn end(
 }
 
 /// Ctrl-C, and what a service manager sends.
-struct Interrupts {
+pub(super) struct Interrupts {
     interrupt: Signal,
     terminate: Signal,
 }
 
 impl Interrupts {
-    fn new() -> Result<Self, CliError> {
+    pub(super) fn new() -> Result<Self, CliError> {
         Ok(Self {
             interrupt: signal(SignalKind::interrupt())?,
             terminate: signal(SignalKind::terminate())?,
@@ -159,7 +173,7 @@ impl Interrupts {
     }
 
     /// True for one that leaves no time to ask.
-    async fn next(&mut self) -> bool {
+    pub(super) async fn next(&mut self) -> bool {
         tokio::select! {
             _ = self.interrupt.recv() => false,
             _ = self.terminate.recv() => true,

@@ -5,6 +5,7 @@ mod connect;
 mod doctor;
 mod error;
 mod front;
+mod group;
 mod image;
 mod journal;
 mod migrate;

@@ -51,9 +51,4 @@ pub trait Disk: Debug + Send + Sync {
     /// What the first part of a range is made of, at most so many extents: at least one, unless
     /// the range is empty, and nothing beyond its end.
     fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>>;
-    /// Whether a request for this range may have to wait for something far away, so that others should
-    /// not have to wait for it.
-    fn may_wait(&self, _range: Range<u64>) -> bool {
-        false
-    }
 }

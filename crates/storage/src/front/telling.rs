@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! guest ──write──▶ server ──▶ image,  then ──Written──▶ owner        then the guest is answered
+//!                                           ──Waited───▶ owner       (now and then: how long that took)
 //!                                          ◀─Answered──              (only where the owner asks for that)
 //!                         ◀──Mark── owner,      ──Reached──▶         (all writes from before were told)
 //! ```
@@ -14,7 +15,7 @@
 use super::folder::FrontFolder;
 use super::server::{ServeError, serve};
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
-use crate::nbd::{Export, Notice};
+use crate::nbd::{Export, Notice, others_go_on};
 use crate::pulse::elsewhere;
 use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
@@ -23,12 +24,16 @@ use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Bytes of every message, in both directions.
 pub const MESSAGE_BYTES: usize = 32;
 /// Time for an owner to take what it is told, or to say how it wants to be told.
 const OWNER_PATIENCE: Duration = Duration::from_secs(5);
+/// A request that is quicker was answered from memory, and says nothing of the disk.
+const FROM_MEMORY: Duration = Duration::from_micros(100);
+/// Time between two words on how long requests take.
+const WAITED_EVERY: Duration = Duration::from_millis(50);
 /// Between two tries to make the mark without which no write is answered that was not told.
 const MARK_AGAIN: Duration = Duration::from_millis(200);
 
@@ -44,6 +49,13 @@ pub enum ToOwner {
     },
     /// Everything was told that was answered before this mark came.
     Reached(u64),
+    /// So many reads and writes that the image did not have at once took so long together.
+    Waited {
+        /// How many.
+        requests: u64,
+        /// Their time.
+        together: Duration,
+    },
 }
 
 /// What an owner says to a server.
@@ -89,12 +101,20 @@ impl ToOwner {
         match self {
             Self::Written { id, bytes } => message([1, *id, bytes.start, bytes.end]),
             Self::Reached(mark) => message([2, *mark, 0, 0]),
+            Self::Waited { requests, together } => {
+                let us = u64::try_from(together.as_micros()).unwrap_or(u64::MAX);
+                message([3, *requests, us, 0])
+            }
         }
     }
 
     /// What came.
     pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
         match words(bytes) {
+            [3, requests, us, 0] => Ok(Self::Waited {
+                requests,
+                together: Duration::from_micros(us),
+            }),
             [1, id, start, end] if start <= end => Ok(Self::Written {
                 id,
                 bytes: start..end,
@@ -153,6 +173,14 @@ struct ToldDisk {
 }
 
 impl ToldDisk {
+    /// Does a request, and notes how long that takes.
+    fn timed<T>(&self, request: impl FnOnce() -> T) -> T {
+        let began = Instant::now();
+        let done = request();
+        self.owner.waited(began.elapsed());
+        done
+    }
+
     /// Tells of a request that was done, or has failed in the middle.
     fn told(&self, range: Range<u64>, done: io::Result<()>) -> io::Result<()> {
         self.owner.written(range);
@@ -166,11 +194,11 @@ impl Disk for ToldDisk {
     }
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
-        self.disk.read(offset, buffer)
+        self.timed(|| self.disk.read(offset, buffer))
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        let done = self.disk.write(offset, bytes);
+        let done = self.timed(|| self.disk.write(offset, bytes));
         self.told(offset..offset.saturating_add(bytes.len() as u64), done)
     }
 
@@ -200,6 +228,15 @@ struct Owner {
     line: Option<Arc<Line>>,
     /// The mark is made: nothing needs to be told any more.
     marked: Mutex<bool>,
+    waits: Mutex<Waits>,
+}
+
+/// Requests that the image did not have at once, since they were told of.
+#[derive(Debug)]
+struct Waits {
+    requests: u64,
+    together: Duration,
+    told_at: Instant,
 }
 
 #[derive(Debug)]
@@ -231,7 +268,35 @@ impl Owner {
             folder,
             line,
             marked: Mutex::new(marked),
+            waits: Mutex::new(Waits {
+                requests: 0,
+                together: Duration::ZERO,
+                told_at: Instant::now(),
+            }),
         }
+    }
+
+    /// A request took so long.
+    fn waited(&self, took: Duration) {
+        let Some(line) = self.line.as_ref().filter(|_| took >= FROM_MEMORY) else {
+            return;
+        };
+        let mut waits = lock(&self.waits);
+        waits.requests += 1;
+        waits.together += took;
+        if waits.told_at.elapsed() < WAITED_EVERY {
+            return;
+        }
+        let Waits {
+            requests, together, ..
+        } = *waits;
+        *waits = Waits {
+            requests: 0,
+            together: Duration::ZERO,
+            told_at: Instant::now(),
+        };
+        drop(waits);
+        line.waited(requests, together);
     }
 
     /// Returns when the guest may hear of it.
@@ -301,6 +366,20 @@ impl Line {
         }
     }
 
+    /// Says how long requests took; an owner that is gone need not know.
+    fn waited(&self, requests: u64, together: Duration) {
+        let message = ToOwner::Waited { requests, together }.to_bytes();
+        let sent = elsewhere(|| {
+            let _writing = lock(&self.writing);
+            let gone = lock(&self.state).gone;
+            gone || (&self.stream).write_all(&message).is_ok()
+        });
+        if !sent {
+            // A part of the message may be there: nothing can follow it.
+            self.end();
+        }
+    }
+
     /// Whether the owner knows.
     fn written(&self, bytes: Range<u64>) -> bool {
         elsewhere(|| {
@@ -324,12 +403,16 @@ impl Line {
                 self.end();
                 return false;
             }
-            let state = lock(&self.state);
-            let waits = |state: &mut LineState| !state.gone && state.waiting.contains(&id);
-            let waited = self.changed.wait_while(state, waits);
-            let state = waited.unwrap_or_else(PoisonError::into_inner);
-            !(self.answers && state.waiting.contains(&id))
+            !self.answers || others_go_on(|| self.is_answered(id))
         })
+    }
+
+    /// Waits for the owner's answer; false when none will come.
+    fn is_answered(&self, id: u64) -> bool {
+        let waits = |state: &mut LineState| !state.gone && state.waiting.contains(&id);
+        let waited = self.changed.wait_while(lock(&self.state), waits);
+        let state = waited.unwrap_or_else(PoisonError::into_inner);
+        !state.waiting.contains(&id)
     }
 
     fn end(&self) {
@@ -402,10 +485,20 @@ mod tests {
         }
     }
 
-    fn heard(owner: &mut UnixStream) -> ToOwner {
+    fn any_heard(owner: &mut UnixStream) -> ToOwner {
         let mut bytes = [0; MESSAGE_BYTES];
         owner.read_exact(&mut bytes).unwrap();
         ToOwner::from_bytes(&bytes).unwrap()
+    }
+
+    /// What is heard next, but for how long requests take.
+    fn heard(owner: &mut UnixStream) -> ToOwner {
+        loop {
+            match any_heard(owner) {
+                ToOwner::Waited { .. } => {}
+                told => return told,
+            }
+        }
     }
 
     #[test]
@@ -416,6 +509,10 @@ mod tests {
                 bytes: 512..1 << 40,
             },
             ToOwner::Reached(9),
+            ToOwner::Waited {
+                requests: 3,
+                together: Duration::from_millis(7),
+            },
         ];
         for told in told {
             assert_eq!(ToOwner::from_bytes(&told.to_bytes()).unwrap(), told);
@@ -427,7 +524,13 @@ mod tests {
         ] {
             assert_eq!(ToServer::from_bytes(&said.to_bytes()).unwrap(), said);
         }
-        for wrong in [[0; 4], [1, 0, 2, 1], [2, 0, 0, 1], [9, 0, 0, 0]] {
+        for wrong in [
+            [0; 4],
+            [1, 0, 2, 1],
+            [2, 0, 0, 1],
+            [3, 0, 0, 1],
+            [9, 0, 0, 0],
+        ] {
             ToOwner::from_bytes(&message(wrong)).unwrap_err();
         }
         for wrong in [[0; 4], [1, 2, 0, 0], [3, 0, 1, 0]] {
@@ -453,6 +556,32 @@ mod tests {
         }
         assert_eq!(heard(&mut owner), ToOwner::Reached(5));
         assert!(!fixture.front.fell_back());
+    }
+
+    #[test]
+    fn how_long_requests_take_is_told_now_and_then() {
+        let fixture = fixture();
+        let (disk, mut owner) = fixture.disk(false);
+        disk.owner.waited(FROM_MEMORY / 2);
+        disk.owner.waited(FROM_MEMORY * 10);
+        thread::sleep(WAITED_EVERY);
+        disk.owner.waited(FROM_MEMORY / 2);
+        disk.owner.waited(FROM_MEMORY * 20);
+        let (mut all, mut time) = (0, Duration::ZERO);
+        while all < 2 {
+            // Both at once, unless the test was held up.
+            match any_heard(&mut owner) {
+                ToOwner::Waited { requests, together } => {
+                    (all, time) = (all + requests, time + together)
+                }
+                told => panic!("{told:?}"),
+            }
+        }
+        assert_eq!((all, time), (2, FROM_MEMORY * 30));
+        drop(owner);
+        thread::sleep(WAITED_EVERY);
+        disk.owner.waited(FROM_MEMORY);
+        assert!(!fixture.front.fell_back(), "it has missed no write");
     }
 
     #[test]

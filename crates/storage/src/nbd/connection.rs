@@ -1,6 +1,6 @@
 //! One client's connection from its handshake to its end, over anything that can be read and
-//! written. Requests are done one after the other as they come: to hand them to other threads
-//! costs more than most of them take. Only those that may have to wait for another host are.
+//! written. Requests are done one after the other as they come, except that those go on which come
+//! behind one that waits ([`super::others_go_on`]).
 
 use super::handshake::{
     self, CLIENT_FLAGS_BYTES, Handshake, HandshakeError, OPTION_HEADER_BYTES, Offer, OptionHeader,
@@ -8,20 +8,15 @@ use super::handshake::{
 };
 use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Request};
 use super::request::{RequestError, Task};
+use super::turns::Turns;
 use crate::disk::Disk;
 use crate::pulse;
-use std::cell::RefCell;
 use std::fmt;
 use std::io::{self, ErrorKind, Read, Write};
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::thread::{self, Scope};
 
-/// Requests of a connection that wait at a time, at most: QEMU has no more under way,
-const WAITING_MAX: usize = 16;
-/// over so many bytes.
-const WAITING_BYTES_MAX: u64 = 32 << 20;
 /// Bytes of a connection's buffer that are kept for the next request; a longer one is given back.
 const BUFFER_KEPT_BYTES: usize = 1 << 20;
 
@@ -119,141 +114,155 @@ pub fn negotiate(
 }
 
 /// Answers requests until the client goes away. What the disk cannot do is reported, and answered
-/// with an error. A request that may have to wait is done beside those that follow it.
+/// with an error.
 pub fn transmit(
-    reader: &mut impl Read,
+    reader: &mut (impl Read + Send),
     writer: &mut (impl Write + Send),
     disk: &dyn Disk,
     session: Session,
     report: &(dyn Fn(Failure) + Sync),
 ) -> Result<(), ConnectionError> {
-    let writer = Mutex::new(writer);
-    let waiting = Waiting::default();
-    let worker = |buffer| Worker {
+    let conversation = Conversation {
+        reader: Mutex::new(reader),
+        writer: Mutex::new(writer),
         disk,
+        session,
         report,
-        replies: Replies {
-            structured: session.structured,
-        },
-        buffer,
-        reply: Vec::new(),
+        turns: Arc::default(),
+        error: Mutex::new(None),
     };
-    let write = |reply: &[u8]| {
-        let mut writer = writer.lock().unwrap_or_else(PoisonError::into_inner);
-        writer.write_all(reply)
-    };
-    let size_bytes = disk.size_bytes();
-    let gone = Arc::new(AtomicBool::new(false));
-    let mut own = worker(Vec::new());
-    thread::scope(|scope| {
-        // What waits yet is not done after what the client says to somebody else.
-        let _gone = Gone(&gone);
-        loop {
-            let mut header = [0; REQUEST_BYTES];
-            if !read_or_end(reader, &mut header)? {
-                return Ok(());
-            }
-            let request = Request::parse(&header)?;
-            let payload = request.payload_bytes()?;
-            reader.read_exact(own.room(payload))?;
-            own.reply.clear();
-            let cookie = request.cookie;
-            match request.task(size_bytes, session.allocation) {
-                Ok(Task::Disconnect) => return Ok(()),
-                Ok(task) => {
-                    let range = task.range(payload);
-                    let length = range.end - range.start;
-                    let waits = disk.may_wait(range);
-                    if waits && let Some(place) = waiting.place(length) {
-                        let mut beside = worker(std::mem::take(&mut own.buffer));
-                        let (waiting, write, gone) = (&waiting, &write, gone.clone());
-                        let work = move || {
-                            GONE.set(Some(gone));
-                            // A client that is gone is noticed by whoever reads from it.
-                            let _ = pulse::request(|| beside.answer(cookie, task, payload))
-                                .and_then(write);
-                            waiting.leave(place);
-                        };
-                        thread::Builder::new()
-                            .name("nbd-waits".to_owned())
-                            .spawn_scoped(scope, work)?;
-                        continue;
-                    }
-                    let reply = pulse::request(|| own.answer(cookie, task, payload))?;
-                    write(reply)?;
-                }
-                Err(errno) => {
-                    let why = "not a request that this disk takes";
-                    own.replies.failed(&mut own.reply, cookie, errno, why);
-                    write(&own.reply)?;
+    conversation.turns.needs_another();
+    thread::scope(|scope| conversation.work(scope));
+    let error = conversation.error.into_inner();
+    match error.unwrap_or_else(PoisonError::into_inner) {
+        Some(error) => Err(error),
+        None => Ok(()),
+    }
+}
+
+/// What the threads of a connection share.
+struct Conversation<'a, R, W> {
+    reader: Mutex<&'a mut R>,
+    writer: Mutex<&'a mut W>,
+    disk: &'a dyn Disk,
+    session: Session,
+    report: &'a (dyn Fn(Failure) + Sync),
+    turns: Arc<Turns>,
+    /// What has ended it.
+    error: Mutex<Option<ConnectionError>>,
+}
+
+impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
+    /// Does requests as long as any come, in turn with other threads.
+    fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let mut worker = Worker {
+            disk: self.disk,
+            report: self.report,
+            replies: Replies {
+                structured: self.session.structured,
+            },
+            buffer: Vec::new(),
+            reply: Vec::new(),
+        };
+        let _ending = self.turns.end_in_panic();
+        while let Some(turn) = self.turns.take() {
+            if self.turns.needs_another() {
+                let thread = thread::Builder::new().name("nbd-behind".to_owned());
+                // Without another thread, requests wait for those before them.
+                if thread.spawn_scoped(scope, || self.work(scope)).is_err() {
+                    self.turns.is_missing();
                 }
             }
-            own.tidy();
-        }
-    })
-}
-
-thread_local! {
-    /// Of a thread that does a request beside others: whether the client is gone.
-    static GONE: RefCell<Option<Arc<AtomicBool>>> = const { RefCell::new(None) };
-}
-
-/// Whether nobody waits any more for the request that this thread does. Only known of those that
-/// [may wait](Disk::may_wait).
-pub(crate) fn client_is_gone() -> bool {
-    GONE.with_borrow(|gone| {
-        gone.as_ref()
-            .is_some_and(|gone| gone.load(Ordering::SeqCst))
-    })
-}
-
-struct Gone<'a>(&'a AtomicBool);
-
-impl Drop for Gone<'_> {
-    fn drop(&mut self) {
-        self.0.store(true, Ordering::SeqCst);
-    }
-}
-
-/// Requests of a connection that are done beside others.
-#[derive(Default)]
-struct Waiting(Mutex<(usize, u64)>);
-
-impl Waiting {
-    fn lock(&self) -> MutexGuard<'_, (usize, u64)> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A place for a request over so many bytes, if there is one; it is left with the same number.
-    fn place(&self, length_bytes: u64) -> Option<u64> {
-        let mut taken = self.lock();
-        let (count, bytes) = *taken;
-        let bytes = bytes.saturating_add(length_bytes);
-        if count >= WAITING_MAX || bytes > WAITING_BYTES_MAX {
-            return None;
-        }
-        *taken = (count + 1, bytes);
-        Some(length_bytes)
-    }
-
-    fn leave(&self, length_bytes: u64) {
-        let mut taken = self.lock();
-        *taken = (taken.0 - 1, taken.1 - length_bytes);
-    }
-}
-
-impl Task {
-    /// The bytes that it is about, with a payload of so many.
-    fn range(&self, payload: usize) -> Range<u64> {
-        match self {
-            Self::Read(range)
-            | Self::Discard { range, .. }
-            | Self::Zero { range, .. }
-            | Self::Status { range, .. } => range.clone(),
-            Self::Write { offset, .. } => *offset..offset.saturating_add(payload as u64),
-            Self::Flush | Self::Disconnect => 0..0,
+            let mut turn = Some(turn);
+            while let Some(mine) = turn.take().filter(|_| !self.turns.is_over()) {
+                // Whatever ends the connection does so before another thread has the turn.
+                let request = match self.read(&mut worker) {
+                    Ok(Some(request)) => request,
+                    Ok(None) => return self.turns.end(),
+                    Err(error) => return self.fail(error),
+                };
+                let bytes = request.bytes();
+                let (answered, back) = mine.during(bytes, || self.answer(&mut worker, request));
+                if let Err(error) = answered {
+                    self.fail(error.into());
+                }
+                turn = back;
+                worker.tidy();
+            }
         }
     }
+
+    fn fail(&self, error: ConnectionError) {
+        lock(&self.error).get_or_insert(error);
+        self.turns.end();
+    }
+
+    /// Reads the next request with its payload; `None` after the last one.
+    fn read(&self, worker: &mut Worker<'_>) -> Result<Option<Asked>, ConnectionError> {
+        let mut reader = lock(&self.reader);
+        let mut header = [0; REQUEST_BYTES];
+        if !read_or_end(&mut **reader, &mut header)? {
+            return Ok(None);
+        }
+        let request = Request::parse(&header)?;
+        let payload = request.payload_bytes()?;
+        reader.read_exact(worker.room(payload))?;
+        let task = request.task(self.disk.size_bytes(), self.session.allocation);
+        let goes_on = !matches!(task, Ok(Task::Disconnect));
+        let cookie = request.cookie;
+        Ok(goes_on.then_some(Asked {
+            cookie,
+            task,
+            payload,
+        }))
+    }
+
+    /// Does a request, and answers it.
+    fn answer(&self, worker: &mut Worker<'_>, asked: Asked) -> io::Result<()> {
+        let Asked {
+            cookie,
+            task,
+            payload,
+        } = asked;
+        worker.reply.clear();
+        match task {
+            Ok(Task::Read(range)) => {
+                let reply = pulse::request(|| worker.read(cookie, range))?;
+                lock(&self.writer).write_all(reply)
+            }
+            Ok(task) => {
+                pulse::request(|| worker.run(cookie, task, payload))?;
+                lock(&self.writer).write_all(&worker.reply)
+            }
+            Err(errno) => {
+                let why = "not a request that this disk takes";
+                worker.replies.failed(&mut worker.reply, cookie, errno, why);
+                lock(&self.writer).write_all(&worker.reply)
+            }
+        }
+    }
+}
+
+/// A request that was read.
+struct Asked {
+    cookie: u64,
+    task: Result<Task, NbdErrno>,
+    payload: usize,
+}
+
+impl Asked {
+    /// What it has in memory.
+    fn bytes(&self) -> usize {
+        match &self.task {
+            Ok(Task::Read(range)) => usize::try_from(range.end - range.start).unwrap_or(usize::MAX),
+            _ => self.payload,
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Whoever panics under one ends its connection with it.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Does what requests ask for.
@@ -268,17 +277,6 @@ struct Worker<'a> {
 }
 
 impl Worker<'_> {
-    /// Does a request, and gives the whole reply.
-    fn answer(&mut self, cookie: u64, task: Task, payload: usize) -> io::Result<&[u8]> {
-        match task {
-            Task::Read(range) => self.read(cookie, range),
-            task => {
-                self.run(cookie, task, payload)?;
-                Ok(&self.reply)
-            }
-        }
-    }
-
     /// So many bytes of the buffer; what they hold is of no meaning.
     fn room(&mut self, length: usize) -> &mut [u8] {
         if self.buffer.len() < length {

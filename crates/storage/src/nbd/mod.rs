@@ -9,6 +9,9 @@ pub mod connection;
 pub mod handshake;
 pub mod request;
 mod server;
+mod turns;
 
 pub use handshake::ExportName;
 pub use server::{Export, Limits, Notice, Server, ServerError};
+pub(crate) use turns::client_is_gone;
+pub use turns::others_go_on;

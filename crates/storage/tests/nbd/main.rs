@@ -15,3 +15,4 @@ mod hostile;
 mod locks;
 mod requests;
 mod tools;
+mod waiting;

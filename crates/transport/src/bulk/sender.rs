@@ -84,10 +84,11 @@ pub struct BulkStats {
 
 impl BulkStats {
     /// What the path carries, in bits per second, as the congestion controller has found: its window is
-    /// twice what is under way then (BBR).
-    pub fn path_rate_bps(&self) -> f64 {
+    /// twice what is under way then (BBR). `None` where there is no window, as when the path is gone.
+    pub fn path_rate_bps(&self) -> Option<f64> {
         let window_bits = self.congestion_window_bytes as f64 * 8.0;
-        window_bits / 2.0 / self.rtt.as_secs_f64().max(1e-3)
+        let rate = window_bits / 2.0 / self.rtt.as_secs_f64().max(1e-3);
+        (rate > 0.0).then_some(rate)
     }
 }
 

@@ -6,8 +6,9 @@ use crate::history::workload::Workload;
 use crate::link::spec::LinkSpec;
 use crate::peer::mirror::CopyMode;
 
-/// The strategy that the bars are set for.
+/// The strategy that the bars are set for, and the one that does what QEMU's write-blocking mirror does.
 const STRATEGY: &str = "hybrid";
+const MIRROR: &str = "mirror";
 const OF_BACKGROUND: f64 = 0.2;
 const OF_WRITE_BLOCKING: f64 = 0.5;
 const THROUGHPUT: f64 = 0.75;
@@ -18,17 +19,23 @@ pub(super) fn judge(rows: &[Row], link: LinkSpec, document: &mut Document) {
         .iter()
         .filter(|row| row.moved.workload == Workload::Ior.name() && row.moved.link == link.into())
         .collect();
-    let own: Vec<&Row> = here
-        .iter()
-        .copied()
-        .filter(|row| row.moved.system == "longhaul" && row.moved.strategy == STRATEGY)
-        .collect();
+    let of_strategy = |strategy: &str| {
+        let ours = here.iter().copied();
+        let ours = ours.filter(|row| row.moved.system == "longhaul");
+        ours.filter(|row| row.moved.strategy == strategy)
+            .collect::<Vec<&Row>>()
+    };
+    let own = of_strategy(STRATEGY);
     let mirrors = [CopyMode::Background, CopyMode::WriteBlocking].map(|mode| {
         let of_mode = here.iter().filter(|row| row.moved.system == mode.system());
         of_mode.copied().collect::<Vec<&Row>>()
     });
     if !own.is_empty() {
         compare(&own, &mirrors, document);
+    }
+    let (mirrored, [_, blocking]) = (of_strategy(MIRROR), &mirrors);
+    if !mirrored.is_empty() && !blocking.is_empty() {
+        compare_mirrors(&mirrored, blocking, document);
     }
     judge_own(rows, document);
 }
@@ -71,6 +78,18 @@ fn compare(own: &[&Row], mirrors: &[Vec<&Row>; 2], document: &mut Document) {
         let name = format!("throughput_vs_{}.ior", name.replace('-', "_"));
         document.add_check(&name, ratio(theirs, throughput), Sense::AtLeast, 1.0);
     }
+}
+
+/// A mirror is at least as good as QEMU's that does the same, for the move and for the guest.
+fn compare_mirrors(ours: &[&Row], theirs: &[&Row], document: &mut Document) {
+    let ratio = |value: fn(&Row) -> Option<f64>| {
+        let done = ours.iter().filter(|row| row.moved.is_completed());
+        Some(median(done.filter_map(|row| value(row)))? / of_peer(theirs, value)?)
+    };
+    let name = "mirror_total_ms_vs_qemu_mirror_write_blocking.ior";
+    document.add_check(name, ratio(time), Sense::AtMost, 1.0);
+    let name = "mirror_throughput_vs_qemu_mirror_write_blocking.ior";
+    document.add_check(name, ratio(throughput), Sense::AtLeast, 1.0);
 }
 
 fn time(row: &Row) -> Option<f64> {
@@ -170,7 +189,7 @@ mod tests {
             elsewhere,
             row("qemu-mirror-write-blocking", "mirror", 30.0, 500, 0.3),
             row("longhaul", "hybrid", 12.0, 250, 0.8),
-            row("longhaul", "mirror", 60.0, 500, 0.3),
+            row("longhaul", "mirror", 24.0, 500, 0.33),
         ];
         let checks = judged(&rows);
         let of = |checks: &[(String, Option<f64>, bool)], name: &str| {
@@ -185,6 +204,13 @@ mod tests {
         let blocking = of(&checks, "total_ms_vs_qemu_mirror_write_blocking.ior");
         assert_eq!(blocking, (Some(0.4), true));
         assert_eq!(of(&checks, "throughput_vs_none.ior"), (Some(0.8), true));
+        let mirror = of(&checks, "mirror_total_ms_vs_qemu_mirror_write_blocking.ior");
+        assert_eq!(mirror, (Some(0.8), true));
+        let mirror = of(
+            &checks,
+            "mirror_throughput_vs_qemu_mirror_write_blocking.ior",
+        );
+        assert!(mirror.1, "{mirror:?}");
         assert!(of(&checks, "throughput_vs_qemu_mirror.ior").1);
         assert!(checks.iter().all(|check| check.2), "{checks:?}");
         rows.push(failed);

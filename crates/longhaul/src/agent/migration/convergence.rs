@@ -92,8 +92,7 @@ pub(super) fn outpaced(
     if outpaced.is_none() && waited.is_none() {
         return None;
     }
-    let cost = engine.left().block_cost_bytes;
-    let rate = engine.dirty_blocks_per_s().unwrap_or(0.0) * cost;
+    let rate = engine.written_bytes_per_s();
     let link = engine.link_now().map_or(0.0, |link| link.rate_bytes_per_s);
     let (written, link) = outpaced.map_or((rate, link), |o| {
         (o.written_bytes_per_s, o.link_bytes_per_s)

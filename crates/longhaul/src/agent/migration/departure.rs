@@ -28,7 +28,7 @@ use super::send::{Line, SendError, Sending};
 use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::throttle::Share;
-use super::verify::{Comparison, Next};
+use super::verify::{Comparison, Next, compares_disks};
 use super::{Context, Holder, failure};
 use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
@@ -108,6 +108,8 @@ pub(super) struct Departure {
     disks: Disks,
     early: Option<Vec<u8>>,
     comparing: Option<Comparison>,
+    /// Whether disks are still to be compared while the guest runs.
+    compares_ahead: bool,
     verified: bool,
     failure: Option<ApiError>,
     summary: Option<Summary>,
@@ -171,6 +173,7 @@ impl Departure {
             disks: Disks::default(),
             early: None,
             comparing: None,
+            compares_ahead: task.offer.verify && compares_disks(&task.outbound),
             verified: false,
             failure: None,
             summary: None,
@@ -308,17 +311,20 @@ impl Departure {
             let (host, context) = (&self.task.host, &self.task.context);
             // What is delivered would be what the slowest makes of it: the encoder, the link, or the
             // destination.
-            let possible = stats.path_rate_bps() / 8.0;
-            if queued_bytes > stats.congestion_window_bytes / 2 {
+            let possible = stats.path_rate_bps().map(|rate| rate / 8.0);
+            if let Some(possible) = possible
+                && queued_bytes > stats.congestion_window_bytes / 2
+            {
                 context.note_link_rate(host, possible);
             }
-            let rate = context.link_rate(host).unwrap_or(possible).max(1e4);
             let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
-            self.task.sending.engine().link(Link {
-                rate_bytes_per_s: limit.map_or(rate, |limit| rate.min(limit)),
-                rtt: stats.rtt,
-                queued_bytes,
-            });
+            if let Some(rate) = context.link_rate(host).or(possible) {
+                self.task.sending.engine().link(Link {
+                    rate_bytes_per_s: limit.map_or(rate, |limit| rate.min(limit)),
+                    rtt: stats.rtt,
+                    queued_bytes,
+                });
+            }
         }
         if self.shown_at.elapsed() >= SHOW_EVERY {
             self.show();
@@ -456,13 +462,11 @@ impl Departure {
         }
     }
 
-    /// Once the destination has loaded, and as long as it can be asked.
+    /// While the guest runs, or once the destination has loaded, and as long as it can be asked.
     fn may_compare(&self) -> bool {
-        let loaded = self
-            .stopped
-            .as_ref()
-            .is_some_and(|stopped| stopped.loaded_at.is_some());
-        loaded && self.session.is_some()
+        let stopped = self.stopped.as_ref();
+        let may = stopped.is_none_or(|stopped| stopped.loaded_at.is_some());
+        may && self.session.is_some()
     }
 
     async fn compare(&mut self, next: Next) {
@@ -472,6 +476,10 @@ impl Departure {
                     self.entry().enter(Phase::Verifying);
                 }
                 self.send(question).await;
+            }
+            Next::Done(Ok(_)) if self.compares_ahead => {
+                self.comparing = None;
+                self.compares_ahead = false;
             }
             Next::Done(Ok(compared)) => {
                 self.comparing = None;

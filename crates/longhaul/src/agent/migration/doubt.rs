@@ -247,6 +247,7 @@ mod tests {
                 early_release: false,
                 encoding: Default::default(),
                 convergence: Default::default(),
+                group: None,
             },
             started_unix_ms: 1,
             ended_unix_ms: None,

@@ -67,9 +67,9 @@ pub(super) enum InboundError {
     /// It does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Its memory cannot be read.
-    #[error("cannot read the guest's memory: {0}")]
-    Memory(String),
+    /// What has come cannot be read.
+    #[error("cannot compare what has come: {0}")]
+    Content(String),
     /// The system refused.
     #[error("cannot keep what is known of the guest: {0}")]
     Host(#[from] io::Error),
@@ -278,17 +278,21 @@ impl Inbound {
         }
     }
 
-    /// Digests of a piece of a region, as QEMU's RAM holds it.
+    /// Digests of a piece of a region, as QEMU's RAM or the image of a disk holds it.
     pub(super) fn digests(
         &self,
         region: RegionId,
         range: BlockRange,
         blocks_per_digest: u32,
     ) -> Result<Vec<[u8; 16]>, InboundError> {
-        let place = self.places.get(usize::from(region.0)).copied();
-        let place = place.ok_or(InboundError::Order("a region that is not moved"))?;
-        verify::digests(&self.memory, place, range, blocks_per_digest, self.key)
-            .map_err(InboundError::Memory)
+        let not_moved = || InboundError::Order("a region that is not moved");
+        let content = match self.places.get(usize::from(region.0)) {
+            Some(place) => verify::Content::Memory(Arc::new(self.memory.clone()), *place),
+            None => verify::Content::Disk(self.receiving.disk(region).ok_or_else(not_moved)?),
+        };
+        content
+            .digests(range, blocks_per_digest, self.key)
+            .map_err(InboundError::Content)
     }
 
     /// Lets the guest run, unless it was paused, as the holder of this generation.

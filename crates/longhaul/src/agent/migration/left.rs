@@ -91,6 +91,7 @@ impl Left {
             early_release: false,
             encoding: Default::default(),
             convergence: Default::default(),
+            group: None,
         };
         let facts = Facts {
             id: self.migration,

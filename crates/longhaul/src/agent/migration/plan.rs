@@ -1,6 +1,6 @@
 //! What a migration would meet and cost, found out without changing anything.
 
-use super::disks::{self, LocalDisk};
+use super::disks::{self, Known, LocalDisk};
 use super::outbound::Outbound;
 use super::prepare::{Candidate, candidate, is_paused};
 use super::registry::Taken;
@@ -53,6 +53,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
             early_release: request.early_release,
             encoding: Default::default(),
             convergence: request.convergence,
+            group: None,
         },
         possible: false,
         qemu: None,
@@ -79,7 +80,7 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     }
     // Nobody else talks to this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
-    let (machine, look) = look_here(context, &candidate, &mut plan).await?;
+    let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
     plan.checks.push(context.starter_check(&candidate.guest));
     plan.checks.extend(context.hook_checks(Side::Source));
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
@@ -87,7 +88,10 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         measure_link(context, &mut plan).await;
     }
     plan.checks.extend(early_release(&plan));
-    let disk_bytes = look_at_disks(context, &candidate, &mut plan);
+    let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
+    let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
+    known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
+    let disk_bytes = look_at_disks(context, &candidate, &known, &mut plan);
     plan.predictions
         .push(predict(&look, &Asking::of(&plan, disk_bytes)));
     plan.possible = plan
@@ -98,17 +102,20 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
 }
 
 /// The disks that move along: what of them will probably travel, in bytes.
-fn look_at_disks(context: &Context, candidate: &Candidate, plan: &mut Plan) -> u64 {
+fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
     let guest = candidate.guest.description();
-    match block_in_place(|| disks::local(context, guest, DiskChoice::Auto, 0)) {
+    match block_in_place(|| disks::local(context, guest, DiskChoice::Auto, known, 0)) {
         Ok(disks) => {
             plan.checks.extend(disks.iter().map(|disk| {
                 let offered = &disk.offered;
+                let why = disk.why.map(|why| format!(", since {why}"));
                 let text = format!(
-                    "disk {} moves along: {}, {} of it allocated",
+                    "disk {} moves along: {}, {} of it allocated; by {}{}",
                     offered.name,
                     show_bytes(offered.image_bytes),
-                    show_bytes(offered.allocated_bytes)
+                    show_bytes(offered.allocated_bytes),
+                    disk.choice(),
+                    why.unwrap_or_default()
                 );
                 Check::ok("disks", text)
             }));
@@ -171,13 +178,15 @@ async fn look_here(
     context: &Context,
     candidate: &Candidate,
     plan: &mut Plan,
-) -> Result<(Machine, Look), ApiError> {
+) -> Result<(Machine, Look, Known), ApiError> {
     let qmp = candidate
         .guest
         .connect()
         .await
         .map_err(|error| qemu(&error))?;
-    let (machine, blockers) = examine(context, &candidate.guest, &qmp).await?;
+    let known = Known::of(candidate.guest.description(), DiskChoice::Auto, &qmp);
+    let (examined, known) = tokio::join!(examine(context, &candidate.guest, &qmp), known);
+    let (machine, blockers) = examined?;
     plan.qemu = Some(machine.qemu.clone());
     plan.machine_type = Some(machine.machine_type.clone());
     plan.accelerator = Some(machine.accelerator.clone());
@@ -213,7 +222,7 @@ async fn look_here(
             "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
         )),
     }
-    Ok((machine, seen))
+    Ok((machine, seen, known))
 }
 
 /// What a look at a guest's memory shows.

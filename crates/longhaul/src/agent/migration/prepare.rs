@@ -2,6 +2,7 @@
 //! for it. Whatever fails here leaves the guest as it was.
 
 use super::departure::{Departure, Task};
+use super::disks::Known;
 use super::disks::LocalDisk;
 use super::disks::fronts::FrontError;
 use super::entry::{Entry, Facts};
@@ -14,6 +15,7 @@ use super::send::{Encoding, Sending};
 use super::session::{self, Session};
 use super::settling::Settling;
 use super::throttle::Share;
+use super::verify::Checked;
 use super::{Context, Holder, convergence, disks, failure};
 use crate::agent::fail_point;
 use crate::agent::hooks::Step;
@@ -39,6 +41,9 @@ use tokio::time::timeout;
 const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
 /// How long the destination gets to confirm that an offer is withdrawn.
 const WITHDRAW_WITHIN: Duration = Duration::from_secs(10);
+
+/// Longest name of a group, in bytes.
+const GROUP_BYTES_MAX: usize = 64;
 
 /// A guest that could move, as it was found.
 pub(super) struct Candidate {
@@ -106,6 +111,9 @@ pub(super) fn start(
     request: StartMigration,
 ) -> Result<Arc<Entry>, ApiError> {
     convergence::check(&request.convergence)?;
+    if let Some(group) = &request.group {
+        check_group(group)?;
+    }
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut id = [0; 8];
     let gang = getrandom::fill(&mut id).and_then(|()| context.gangs.leaving_for(candidate.host.id));
@@ -123,7 +131,7 @@ pub(super) fn start(
         asked: Asked::from(&request),
     }));
     context.registry.add(entry.clone());
-    let share = context.throttle.join();
+    let share = context.throttle.join(request.group.as_deref());
     let (context, shown) = (context.clone(), entry.clone());
     tokio::spawn(async move {
         let preparing = Preparing {
@@ -137,6 +145,17 @@ pub(super) fn start(
         preparing.run(reservation).await;
     });
     Ok(shown)
+}
+
+/// Refuses what is not a name of a group.
+fn check_group(name: &str) -> Result<(), ApiError> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    if (1..=GROUP_BYTES_MAX).contains(&name.len()) && name.bytes().all(plain) {
+        return Ok(());
+    }
+    let text =
+        format!("the name of a group has 1 to {GROUP_BYTES_MAX} letters, digits, `-`, `_` and `.`");
+    Err(ApiError::new(ErrorCode::InvalidRequest, text))
 }
 
 struct Preparing {
@@ -195,7 +214,13 @@ impl Preparing {
             let control = self.unless_cancelled(connecting).await?;
             control.map_err(|error| failure::connect(&host.name, &error))
         };
-        let (machine, paused, control) = tokio::try_join!(examining, is_paused(&qmp), connecting)?;
+        let asked = self.request.disks;
+        let looking = async { Ok(Known::of(guest.description(), asked, &qmp).await) };
+        let (machine, paused, control, mut known) =
+            tokio::try_join!(examining, is_paused(&qmp), connecting, looking)?;
+        let limit = self.share.of(self.request.bandwidth_bps);
+        known.limit(self.context.link_rate(&host.name), limit, control.rtt());
+        tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
         let next = Generation(generation.0 + 1);
         let leaving = self
             .context
@@ -205,12 +230,7 @@ impl Preparing {
             .await
             .map_err(super::outbound::OutboundError::into_api)?;
         let memory = outbound.regions().len();
-        let local = disks::local(
-            &self.context,
-            guest.description(),
-            self.request.disks,
-            memory,
-        )?;
+        let local = disks::local(&self.context, guest.description(), asked, &known, memory)?;
         outbound.take_along(&self.context.parts.config.state, local);
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
@@ -391,7 +411,15 @@ impl Preparing {
         let memory_regions = outbound.regions().len();
         let content = outbound.content();
         let of = (offer.migration, key);
-        Ok(Sending::new(engine, of, content, encoding, memory_regions))
+        let checked = Checked::of(outbound.disks());
+        Ok(Sending::new(
+            engine,
+            of,
+            content,
+            encoding,
+            memory_regions,
+            checked,
+        ))
     }
 
     /// Waits for another host, which may take long.

@@ -514,6 +514,8 @@ impl Pulling {
                 .saturating_sub(fetched.missing_blocks),
             blocks_pending: fetched.missing_blocks,
             disk: true,
+            strategy: None,
+            why: None,
         };
         let regions = self.disks.values().map(region).collect();
         entry.progress(|progress| progress.regions = regions);

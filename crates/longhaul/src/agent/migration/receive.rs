@@ -14,7 +14,7 @@ use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
 use longhaul_protocol::wire::{self, WireError};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
-use longhaul_storage::disk::Disk as _;
+use longhaul_storage::disk::{Disk as _, RawDisk};
 use longhaul_storage::front::FrontFolder;
 use longhaul_transport::{BulkError, BulkReceiver};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -23,8 +23,9 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::task::block_in_place;
 use tokio::time::{Instant, timeout_at};
 
-/// An acknowledgement waits at most this long for others to go with it.
-const ACKNOWLEDGE_AFTER: Duration = Duration::from_millis(5);
+/// Acknowledgements follow each other no faster than this; the first one goes at once, since a write
+/// may wait for it.
+const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
 /// How often it is looked whether what came of disks is to be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
 
@@ -128,6 +129,11 @@ impl Receiving {
 
     fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk that a region is, if it is one.
+    pub(super) fn disk(&self, region: RegionId) -> Option<Arc<RawDisk>> {
+        self.lock().disks.image(region)
     }
 
     /// Takes a new connection's epoch into use.
@@ -240,11 +246,13 @@ impl Receiving {
         bulk: &BulkReceiver,
     ) -> Result<std::convert::Infallible, ReceiveError> {
         let mut acknowledge_at: Option<Instant> = None;
+        let mut next_at = Instant::now();
         let mut decoder = Decoder::new(self.key);
         let mut in_order = InOrder::default();
         loop {
             let frame = match acknowledge_at {
                 None => Some(bulk.recv().await?),
+                Some(at) if at <= Instant::now() => None,
                 Some(at) => timeout_at(at, bulk.recv()).await.ok().transpose()?,
             };
             match frame {
@@ -260,14 +268,9 @@ impl Receiving {
                         complete |= everything;
                         self.pace.came(blocks, Instant::now());
                     }
-                    let wait = if complete {
-                        Duration::ZERO
-                    } else {
-                        ACKNOWLEDGE_AFTER
-                    };
-                    let at = Instant::now() + wait;
-                    acknowledge_at = Some(acknowledge_at.map_or(at, |earlier| earlier.min(at)));
+                    acknowledge_at = Some(next_at);
                     if complete {
+                        acknowledge_at = Some(Instant::now());
                         self.complete.notify_waiters();
                     }
                 }
@@ -280,6 +283,7 @@ impl Receiving {
                 None => {
                     acknowledge_at = None;
                     self.acknowledge(bulk).await?;
+                    next_at = Instant::now() + ACKNOWLEDGE_EVERY;
                 }
             }
         }

@@ -6,12 +6,14 @@
 //! dead *before* the engine is told, so that no block can be taken for it afterwards.
 
 use super::disks::watch::Reply;
+use super::verify::Checked;
 use bytes::Bytes;
 use longhaul_api::{CompressionChoice, DeltaCache};
 use longhaul_codec::{
     BlockId, Compression, CompressionPolicy, Decision, DigestKey, EncodeError, EncodedFrame,
     Encoder, Hasher,
 };
+use longhaul_engine::pace::Pace;
 use longhaul_engine::source::{Answer, Link, Source, SourceError, WriteId};
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use longhaul_protocol::message::Acknowledgement;
@@ -153,6 +155,43 @@ pub(super) struct Sending {
     replies: Mutex<Replies>,
     /// Blocks of disks that could not be read in the drain, with what was wrong.
     unreadable: Mutex<Vec<(BlockId, String)>>,
+    checked: Checked,
+    paces: Paces,
+}
+
+/// How fast each disk may be read.
+struct Paces {
+    began: Instant,
+    of: Mutex<BTreeMap<RegionId, Pace>>,
+}
+
+impl Paces {
+    fn of(regions: impl Iterator<Item = RegionId>) -> Self {
+        let pace = |region| (region, Pace::new(Duration::ZERO));
+        Self {
+            began: Instant::now(),
+            of: Mutex::new(regions.map(pace).collect()),
+        }
+    }
+
+    /// Tells the engine what may be read now.
+    fn tell(&self, engine: &mut Source) {
+        let now = self.began.elapsed();
+        for (region, pace) in lock(&self.of).iter_mut() {
+            engine.hold_back(*region, !pace.may_read(now));
+        }
+    }
+
+    /// These blocks are read.
+    fn read(&self, blocks: &[BlockId]) {
+        let mut paces = lock(&self.of);
+        for of_one in blocks.chunk_by(|one, next| one.region == next.region) {
+            let pace = of_one.first().and_then(|id| paces.get_mut(&id.region));
+            if let Some(pace) = pace {
+                pace.read(of_one.len() as u64 * BLOCK_SIZE as u64);
+            }
+        }
+    }
 }
 
 /// Writes to disks that the guest waits for, by the engine's names.
@@ -169,6 +208,7 @@ impl Sending {
         content: Box<dyn Content>,
         encoding: Encoding,
         memory_regions: usize,
+        checked: Checked,
     ) -> Arc<Self> {
         // Until there is one: nobody waits for a destination that hears nothing.
         engine.connection_lost();
@@ -186,6 +226,8 @@ impl Sending {
             encoded: Mutex::new(Encoded::default()),
             replies: Mutex::default(),
             unreadable: Mutex::default(),
+            paces: Paces::of(checked.regions().into_iter()),
+            checked,
         })
     }
 
@@ -319,6 +361,32 @@ impl Sending {
         block_in_place(read).is_ok()
     }
 
+    /// The guest's own requests to a disk took so long together.
+    pub(super) fn guest_waited(&self, region: RegionId, requests: u64, together: Duration) {
+        let now = self.paces.began.elapsed();
+        if let Some(pace) = lock(&self.paces.of).get_mut(&region) {
+            pace.guest_waited(now, requests, together);
+        }
+    }
+
+    /// What of disks was found equal at both ends.
+    pub(super) fn checked(&self) -> &Checked {
+        &self.checked
+    }
+
+    /// What of a disk is to be compared next, from this block on, while the guest runs; and where that
+    /// goes on.
+    pub(super) fn ask_ahead(
+        &self,
+        region: RegionId,
+        from: u64,
+        most: u64,
+    ) -> (Option<BlockRange>, Option<u64>) {
+        let engine = self.engine();
+        let is_settled = |range| engine.is_settled(region, range);
+        self.checked.ask(region, from, most, is_settled)
+    }
+
     /// Bytes of frames that were sent and not acknowledged.
     pub(super) fn queued_bytes(&self) -> u64 {
         self.engine().in_flight_bytes()
@@ -421,9 +489,12 @@ impl Sending {
         let ready_frames = line.bulk.frames_in_hand().saturating_sub(1);
         let link = engine.link_now();
         let compression = self.compression(link, engine.in_flight_bytes(), ready_frames);
+        self.paces.tell(&mut engine);
         let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
         };
+        self.paces.read(&batch.blocks);
+        self.checked.sent(&batch.blocks);
         drop(engine);
         let began = Instant::now();
         let count = batch.blocks.len();
@@ -453,6 +524,7 @@ impl Sending {
         )?;
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
         let (preparing, encoding) = (prepared - began, prepared.elapsed());
+        self.engine().made(&batch, preparing + encoding);
         // What was not made as asked, and not stored raw either, went on at another level.
         let made = match frame.compression {
             Compression::Raw => compression,
@@ -461,9 +533,11 @@ impl Sending {
         lock(&self.policy).observe(made, payload, stored, preparing, encoding);
         let mut encoded = lock(&self.encoded);
         encoded.add(&frame);
-        // A frame of both kinds counts by what has content.
-        let of_disks = worker.content_of_disks(&batch.blocks, self.memory_regions);
-        encoded.disk_bytes += (frame.bytes.len() as f64 * of_disks) as u64;
+        // A frame is of one kind.
+        let first = batch.blocks.first();
+        if first.is_some_and(|id| usize::from(id.region.0) >= self.memory_regions) {
+            encoded.disk_bytes += frame.bytes.len() as u64;
+        }
         drop(encoded);
         if frame.blocks == 0 {
             let mut engine = self.engine();
@@ -496,22 +570,6 @@ struct Worker {
 }
 
 impl Worker {
-    /// The share of a frame that is of disks.
-    fn content_of_disks(&self, blocks: &[BlockId], memory_regions: usize) -> f64 {
-        let weight = |staged: &longhaul_codec::Staged| match staged {
-            longhaul_codec::Staged::Zero => 1,
-            longhaul_codec::Staged::Content(_) => 256,
-        };
-        let (mut disks, mut all) = (0, 0);
-        for (id, staged) in blocks.iter().zip(&self.staged) {
-            all += weight(staged);
-            if usize::from(id.region.0) >= memory_regions {
-                disks += weight(staged);
-            }
-        }
-        f64::from(disks) / f64::from(all.max(1))
-    }
-
     fn new(key: DigestKey, encoding: Encoding) -> Self {
         Self {
             hasher: Hasher::new(key),

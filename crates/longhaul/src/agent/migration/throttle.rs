@@ -1,22 +1,29 @@
-//! How fast this host may send: moves that are under way share one limit equally, beside the limits of
-//! their own.
+//! How fast this host may send: moves that are under way share one limit equally, those of a group another
+//! one, beside the limits of their own.
 
-use std::sync::Arc;
+use super::lock;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 
-/// The limit of all moves from this host together.
+/// The limit of all moves from this host together, and who shares those of groups.
 #[derive(Debug, Clone)]
 pub(super) struct Throttle {
     total_bps: Option<u64>,
-    moves: Arc<watch::Sender<u64>>,
+    all: Count,
+    groups: Arc<Mutex<HashMap<String, Count>>>,
 }
+
+/// Moves that share a limit.
+type Count = Arc<watch::Sender<u64>>;
 
 impl Throttle {
     /// All moves together send at most so many bits per second.
     pub(super) fn new(total_bps: Option<u64>) -> Self {
         Self {
             total_bps,
-            moves: Arc::new(watch::Sender::new(0)),
+            all: Count::default(),
+            groups: Arc::default(),
         }
     }
 
@@ -25,41 +32,92 @@ impl Throttle {
         at_most(own_bps, self.total_bps)
     }
 
-    /// One more move.
-    pub(super) fn join(&self) -> Share {
-        self.moves.send_modify(|moves| *moves += 1);
+    /// One more move, of a group if it is in one: then its own limit is that of the group.
+    pub(super) fn join(&self, group: Option<&str>) -> Share {
+        let group = group.map(|name| {
+            let mut groups = lock(&self.groups);
+            groups.retain(|_, count| *count.borrow() > 0);
+            Place::new(groups.entry(name.to_owned()).or_default())
+        });
         Share {
-            throttle: self.clone(),
-            moves: self.moves.subscribe(),
+            total_bps: self.total_bps,
+            all: Place::new(&self.all),
+            group,
         }
+    }
+}
+
+/// One of those that share a limit, until it is dropped.
+#[derive(Debug)]
+struct Place {
+    count: Count,
+    seen: watch::Receiver<u64>,
+}
+
+impl Place {
+    fn new(count: &Count) -> Self {
+        count.send_modify(|moves| *moves += 1);
+        Self {
+            count: count.clone(),
+            seen: count.subscribe(),
+        }
+    }
+
+    /// Its part of what they share.
+    fn part(&self, all_bps: Option<u64>) -> Option<u64> {
+        let moves = (*self.seen.borrow()).max(1);
+        all_bps.map(|all| all / moves)
+    }
+
+    async fn changed(&mut self) {
+        // The sender is kept here too.
+        if self.seen.changed().await.is_err() {
+            std::future::pending::<()>().await;
+        }
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.count.send_modify(|moves| *moves -= 1);
     }
 }
 
 /// The part of one move, until it is dropped.
 #[derive(Debug)]
 pub(super) struct Share {
-    throttle: Throttle,
-    moves: watch::Receiver<u64>,
+    total_bps: Option<u64>,
+    all: Place,
+    group: Option<Place>,
 }
 
 impl Share {
-    /// What the move may send that has a limit of its own.
+    /// What the move may send that has a limit of its own, or one with its group.
     pub(super) fn of(&self, own_bps: Option<u64>) -> Option<u64> {
-        let moves = (*self.moves.borrow()).max(1);
-        at_most(own_bps, self.throttle.total_bps.map(|total| total / moves))
+        let own_bps = match &self.group {
+            Some(group) => group.part(own_bps),
+            None => own_bps,
+        };
+        at_most(own_bps, self.all.part(self.total_bps))
     }
 
-    /// Waits until it is another. Safe to cancel.
+    /// Waits until it may be another. Safe to cancel.
     pub(super) async fn changed(&mut self) {
-        if self.throttle.total_bps.is_none() || self.moves.changed().await.is_err() {
-            std::future::pending::<()>().await;
+        let Self {
+            total_bps,
+            all,
+            group,
+        } = self;
+        let of_group = async {
+            match group {
+                Some(group) => group.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = all.changed(), if total_bps.is_some() => {}
+            () = of_group => {}
         }
-    }
-}
-
-impl Drop for Share {
-    fn drop(&mut self) {
-        self.throttle.moves.send_modify(|moves| *moves -= 1);
     }
 }
 
@@ -77,9 +135,9 @@ mod tests {
     #[tokio::test]
     async fn moves_share_what_there_is() {
         let throttle = Throttle::new(Some(90));
-        let mut first = throttle.join();
+        let mut first = throttle.join(None);
         assert_eq!((first.of(None), first.of(Some(50))), (Some(90), Some(50)));
-        let second = throttle.join();
+        let second = throttle.join(None);
         first.changed().await;
         assert_eq!((first.of(None), second.of(Some(50))), (Some(45), Some(45)));
         drop(second);
@@ -88,10 +146,32 @@ mod tests {
         assert_eq!(throttle.alone(Some(100)), Some(90));
     }
 
-    #[tokio::test]
-    async fn without_a_limit_there_is_nothing_to_share() {
+    #[test]
+    fn without_a_limit_there_is_nothing_to_share() {
         let throttle = Throttle::new(None);
-        let (first, _second) = (throttle.join(), throttle.join());
+        let (first, _second) = (throttle.join(None), throttle.join(None));
         assert_eq!((first.of(None), first.of(Some(7))), (None, Some(7)));
+    }
+
+    #[tokio::test]
+    async fn a_group_shares_its_limit_beside_others() {
+        let throttle = Throttle::new(Some(1000));
+        let mut first = throttle.join(Some("night"));
+        let other = throttle.join(Some("day"));
+        assert_eq!(
+            (first.of(Some(60)), other.of(Some(60))),
+            (Some(60), Some(60))
+        );
+        let second = throttle.join(Some("night"));
+        first.changed().await;
+        assert_eq!(
+            (first.of(Some(60)), second.of(Some(60))),
+            (Some(30), Some(30))
+        );
+        assert_eq!(first.of(None), Some(333), "of all three");
+        drop((first, second));
+        let again = throttle.join(Some("night"));
+        assert_eq!(again.of(Some(60)), Some(60));
+        assert_eq!(lock(&throttle.groups).len(), 2);
     }
 }

@@ -1,48 +1,102 @@
-//! Comparing a guest's RAM at both ends, as the two QEMUs hold it.
+//! Comparing a guest's RAM and disks at both ends: RAM as the two QEMUs hold it while the guest stands still,
+//! disks as the two images do. Of disks, what has settled is compared while the guest runs ([`checked`]),
+//! and only the rest afterwards.
 
+mod checked;
+
+use super::disks::LocalDisk;
 use super::outbound::Outbound;
+use super::send::Sending;
 use longhaul_api::VerifyResult;
 use longhaul_codec::{CHUNK_BLOCKS, DigestKey, Hasher};
+use longhaul_engine::strategy::Promise;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_storage::disk::{Disk as _, RawDisk};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
+
+pub(super) use checked::{Checked, PIECE_BLOCKS};
 
 /// Most bytes that one digest may cover.
 const DIGEST_BLOCKS_MAX: u32 = 4096;
 /// Most digests in one answer: they have to fit a message.
 const DIGESTS_MAX: u64 = 1 << 17;
+/// Most of a disk that is asked for at once: meanwhile the destination hears nothing else.
+const DISK_BLOCKS_MAX: u64 = 64 * PIECE_BLOCKS;
+const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Digests of consecutive pieces of a block of RAM, each of so many blocks.
-pub(super) fn digests(
-    memory: &GuestMemory,
-    place: usize,
-    range: BlockRange,
-    blocks_per_digest: u32,
-    key: DigestKey,
-) -> Result<Vec<[u8; 16]>, String> {
-    let piece = u64::from(blocks_per_digest);
-    if !(1..=DIGEST_BLOCKS_MAX).contains(&blocks_per_digest)
-        || range.count.div_ceil(piece) > DIGESTS_MAX
-    {
-        return Err(format!(
-            "{} blocks in digests of {piece} are too many",
-            range.count
-        ));
+/// What is compared.
+#[derive(Clone)]
+pub(super) enum Content {
+    /// A block of RAM, by its place.
+    Memory(Arc<GuestMemory>, usize),
+    /// A disk.
+    Disk(Arc<RawDisk>),
+}
+
+impl Content {
+    fn read(&self, range: BlockRange, into: &mut [u8]) -> Result<(), String> {
+        match self {
+            Self::Memory(memory, place) => {
+                let read = memory.read(*place, &[range], into);
+                read.map_err(|error| error.to_string())
+            }
+            Self::Disk(disk) => super::disks::read_blocks(disk, range, into),
+        }
     }
-    let hasher = Hasher::new(key);
-    let mut digests = Vec::new();
-    let mut content = vec![0; blocks_per_digest as usize * BLOCK_SIZE];
-    for start in (range.start..range.end()).step_by(blocks_per_digest as usize) {
-        let count = (range.end() - start).min(piece);
-        let content = &mut content[..count as usize * BLOCK_SIZE];
-        let read = memory.read(place, &[BlockRange::new(start, count)], content);
-        read.map_err(|error| error.to_string())?;
-        digests.push(hasher.digest(content).0);
+
+    /// Whether a range is known to be zeros without reading it.
+    fn is_hole(&self, range: BlockRange) -> bool {
+        let Self::Disk(disk) = self else { return false };
+        let bytes = range.start * BLOCK..range.end() * BLOCK;
+        let found = match bytes.end <= disk.size_bytes() {
+            true => disk.extents(bytes.clone(), 1).unwrap_or_default(),
+            false => Vec::new(),
+        };
+        let whole = bytes.end - bytes.start;
+        found
+            .first()
+            .is_some_and(|it| it.hole && it.length_bytes >= whole)
     }
-    Ok(digests)
+
+    /// Digests of consecutive pieces, each of so many blocks.
+    pub(super) fn digests(
+        &self,
+        range: BlockRange,
+        blocks_per_digest: u32,
+        key: DigestKey,
+    ) -> Result<Vec<[u8; 16]>, String> {
+        let piece = u64::from(blocks_per_digest);
+        if !(1..=DIGEST_BLOCKS_MAX).contains(&blocks_per_digest)
+            || range.count.div_ceil(piece) > DIGESTS_MAX
+        {
+            return Err(format!(
+                "{} blocks in digests of {piece} are too many",
+                range.count
+            ));
+        }
+        let hasher = Hasher::new(key);
+        let mut digests = Vec::new();
+        let mut content = vec![0; blocks_per_digest as usize * BLOCK_SIZE];
+        let mut of_zeros = None;
+        for start in (range.start..range.end()).step_by(blocks_per_digest as usize) {
+            let part = BlockRange::new(start, (range.end() - start).min(piece));
+            let content = &mut content[..part.count as usize * BLOCK_SIZE];
+            if part.count == piece && self.is_hole(part) {
+                digests.push(*of_zeros.get_or_insert_with(|| {
+                    content.fill(0);
+                    hasher.digest(content).0
+                }));
+                continue;
+            }
+            self.read(part, content)?;
+            digests.push(hasher.digest(content).0);
+        }
+        Ok(digests)
+    }
 }
 
 /// What was found.
@@ -50,6 +104,9 @@ pub(super) fn digests(
 pub(super) struct Compared {
     regions: u32,
     bytes: u64,
+    disks: u32,
+    disk_bytes: u64,
+    disk_bytes_stopped: u64,
     different_blocks: u64,
     first: Option<String>,
 }
@@ -60,14 +117,17 @@ impl Compared {
         VerifyResult {
             regions: self.regions,
             bytes: self.bytes,
+            disks: self.disks,
+            disk_bytes: self.disk_bytes,
+            disk_bytes_stopped: self.disk_bytes_stopped,
             different_blocks: self.different_blocks,
             first_difference: self.first.clone(),
         }
     }
 }
 
-/// A comparison under way at the source: it digests its own RAM while the destination loads, then
-/// asks for the destination's digests, coarse ones first.
+/// A comparison under way at the source. What the guest's end of it needs is digested beside the
+/// destination's, coarse pieces first.
 pub(super) struct Comparison {
     questions: mpsc::Receiver<ToDestination>,
     answers: mpsc::Sender<Answer>,
@@ -90,15 +150,36 @@ pub(super) enum Next {
 }
 
 impl Comparison {
-    /// Begins; the guest must be stopped at the source.
-    pub(super) fn begin(outbound: &Outbound, key: DigestKey) -> Self {
+    /// Compares everything that is not known to be equal; the guest must be stopped at the source.
+    pub(super) fn begin(outbound: &Outbound, sending: &Arc<Sending>, key: DigestKey) -> Self {
+        Self::start(outbound, sending, key, Worker::run)
+    }
+
+    /// Compares what has settled of disks, once, while the guest runs.
+    pub(super) fn ahead(outbound: &Outbound, sending: &Arc<Sending>, key: DigestKey) -> Self {
+        Self::start(outbound, sending, key, Worker::run_ahead)
+    }
+
+    fn start<F>(
+        outbound: &Outbound,
+        sending: &Arc<Sending>,
+        key: DigestKey,
+        run: impl FnOnce(Worker) -> F,
+    ) -> Self
+    where
+        F: Future<Output = Result<Compared, String>> + Send + 'static,
+    {
         let (ask, questions) = mpsc::channel(1);
         let (answers, answered) = mpsc::channel(1);
         let (memory, places) = outbound.memory();
+        let regions = outbound.regions().iter().cloned();
         let worker = Worker {
-            memory,
-            places,
-            regions: outbound.regions().to_vec(),
+            memory: regions
+                .zip(places)
+                .map(|(spec, place)| (spec, Content::Memory(memory.clone(), place)))
+                .collect(),
+            disks: compared_disks(outbound).cloned().collect(),
+            sending: sending.clone(),
             key,
             ask,
             answered,
@@ -106,7 +187,7 @@ impl Comparison {
         Self {
             questions,
             answers,
-            task: tokio::spawn(worker.run()),
+            task: tokio::spawn(run(worker)),
             last: None,
         }
     }
@@ -147,54 +228,110 @@ impl Comparison {
     }
 }
 
+/// Whether disks are compared.
+pub(super) fn compares_disks(outbound: &Outbound) -> bool {
+    compared_disks(outbound).next().is_some()
+}
+
+/// The disks of which all is at the destination before the guest runs there.
+fn compared_disks(outbound: &Outbound) -> impl Iterator<Item = &LocalDisk> {
+    let disks = outbound.disks().iter();
+    disks.filter(|disk| disk.strategy.promise == Promise::Everything)
+}
+
 struct Worker {
-    memory: Arc<GuestMemory>,
-    places: Vec<usize>,
-    regions: Vec<RegionSpec>,
+    memory: Vec<(RegionSpec, Content)>,
+    disks: Vec<LocalDisk>,
+    sending: Arc<Sending>,
     key: DigestKey,
     ask: mpsc::Sender<ToDestination>,
     answered: mpsc::Receiver<Answer>,
 }
 
 impl Worker {
+    async fn run_ahead(mut self) -> Result<Compared, String> {
+        for disk in self.disks.clone() {
+            let content = Content::Disk(disk.disk.clone());
+            let mut next = Some(0);
+            while let Some(from) = next {
+                let asked = self.sending.ask_ahead(disk.spec.id, from, DISK_BLOCKS_MAX);
+                let (range, behind) = asked;
+                next = behind;
+                let Some(range) = range else { continue };
+                let piece = PIECE_BLOCKS as u32;
+                let different = self.differences(&disk.spec, &content, range, piece).await?;
+                let checked = self.sending.checked();
+                checked.answered(disk.spec.id, range, &different);
+            }
+        }
+        Ok(Compared::default())
+    }
+
     async fn run(mut self) -> Result<Compared, String> {
         let mut compared = Compared::default();
-        for spec in self.regions.clone() {
+        for (spec, content) in self.memory.clone() {
             compared.regions += 1;
-            compared.bytes += spec.blocks * BLOCK_SIZE as u64;
+            compared.bytes += spec.blocks * BLOCK;
             let most = DIGESTS_MAX * CHUNK_BLOCKS;
             for start in (0..spec.blocks).step_by(most as usize) {
                 let range = BlockRange::new(start, (spec.blocks - start).min(most));
-                let chunks = self.differences(&spec, range, CHUNK_BLOCKS as u32).await?;
-                for chunk in chunks {
-                    let start = start + chunk * CHUNK_BLOCKS;
-                    let range = BlockRange::new(start, (spec.blocks - start).min(CHUNK_BLOCKS));
-                    for block in self.differences(&spec, range, 1).await? {
-                        compared.different_blocks += 1;
-                        let offset = (start + block) * BLOCK_SIZE as u64;
-                        compared.first.get_or_insert_with(|| {
-                            format!("RAM block {} at offset {offset:#x}", spec.name)
-                        });
-                    }
-                }
+                let name = format!("RAM block {}", spec.name);
+                self.compare(&spec, &content, &name, range, &mut compared)
+                    .await?;
+            }
+        }
+        for disk in self.disks.clone() {
+            compared.disks += 1;
+            compared.disk_bytes += disk.spec.blocks * BLOCK;
+            let content = Content::Disk(disk.disk.clone());
+            let left = self
+                .sending
+                .checked()
+                .unequal(disk.spec.id, DISK_BLOCKS_MAX);
+            for range in left {
+                compared.disk_bytes_stopped += range.count * BLOCK;
+                let name = format!("disk {}", disk.spec.name);
+                self.compare(&disk.spec, &content, &name, range, &mut compared)
+                    .await?;
             }
         }
         Ok(compared)
+    }
+
+    /// Compares a range, and looks closer where it differs.
+    async fn compare(
+        &mut self,
+        spec: &RegionSpec,
+        content: &Content,
+        name: &str,
+        range: BlockRange,
+        compared: &mut Compared,
+    ) -> Result<(), String> {
+        let chunks = self.differences(spec, content, range, CHUNK_BLOCKS as u32);
+        for chunk in chunks.await? {
+            let start = range.start + chunk * CHUNK_BLOCKS;
+            let part = BlockRange::new(start, (range.end() - start).min(CHUNK_BLOCKS));
+            for block in self.differences(spec, content, part, 1).await? {
+                compared.different_blocks += 1;
+                let offset = (start + block) * BLOCK;
+                let first = || format!("{name} at offset {offset:#x}");
+                compared.first.get_or_insert_with(first);
+            }
+        }
+        Ok(())
     }
 
     /// The pieces of a range that are not the same at both ends, counted from its start.
     async fn differences(
         &mut self,
         spec: &RegionSpec,
+        content: &Content,
         range: BlockRange,
         blocks_per_digest: u32,
     ) -> Result<Vec<u64>, String> {
-        let place = self.places.get(usize::from(spec.id.0)).copied();
-        let place = place.ok_or_else(|| format!("there is no region {}", spec.name))?;
-        let (memory, key) = (self.memory.clone(), self.key);
-        let ours = tokio::task::spawn_blocking(move || {
-            digests(&memory, place, range, blocks_per_digest, key)
-        });
+        let (content, key) = (content.clone(), self.key);
+        let ours =
+            tokio::task::spawn_blocking(move || content.digests(range, blocks_per_digest, key));
         let question = ToDestination::VerifyRegion {
             region: spec.id,
             range,

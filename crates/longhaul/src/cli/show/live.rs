@@ -33,7 +33,7 @@ pub(crate) fn frame(
     if total > 0 {
         lines.push(memory(progress, total, settled, width));
         let disks = progress.regions.iter().filter(|region| region.disk);
-        lines.extend(disks.map(|disk| self::disk(disk, width)));
+        lines.extend(disks.flat_map(|disk| self::disk(disk, width)));
         lines.push(link(migration, progress));
     }
     if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
@@ -84,9 +84,26 @@ fn memory(progress: &Progress, total: u64, settled: u64, width: usize) -> Line {
 }
 
 /// A disk is shown by the name that the guest's description has for it.
-fn disk(disk: &RegionProgress, width: usize) -> Line {
-    let name = &disk.name;
-    bar(name, disk.blocks_total, disk.blocks_settled, "", width)
+fn disk(disk: &RegionProgress, width: usize) -> Vec<Line> {
+    let (name, strategy) = (&disk.name, disk.strategy);
+    let how = strategy.map_or_else(String::new, |strategy| format!(" · {strategy}"));
+    let mut lines = vec![bar(
+        name,
+        disk.blocks_total,
+        disk.blocks_settled,
+        &how,
+        width,
+    )];
+    if let (Some(strategy), Some(why)) = (strategy, &disk.why) {
+        let room = width.saturating_sub(INDENT).max(20);
+        let pieces = wrap(&format!("{strategy}, since {why}"), room);
+        lines.extend(
+            pieces
+                .into_iter()
+                .map(|piece| row("").tone(Tone::Faint, piece)),
+        );
+    }
+    lines
 }
 
 fn bar(name: &str, total: u64, settled: u64, more: &str, width: usize) -> Line {
@@ -194,7 +211,7 @@ fn doing(migration: &Migration, progress: &Progress) -> String {
         Phase::Precopy => precopy(progress),
         Phase::Stopping => format!("{guest} stands still: last pages and device state"),
         Phase::Loading => format!("{guest} stands still: {destination} loads it"),
-        Phase::Verifying => format!("{guest} stands still: both sides compare all memory"),
+        Phase::Verifying => format!("{guest} stands still: both sides compare what they have"),
         Phase::HandingOver => format!("handing {guest} over to {destination}"),
         Phase::Finishing => match left_bytes(progress) {
             0 => format!("{guest} runs on {destination}; {source} cleans up"),
@@ -283,9 +300,15 @@ pub(crate) fn completed(
     }
     if let Some(bytes) = report.link_bytes {
         let memory = blocks(progress).0.saturating_mul(BLOCK_SIZE as u64);
-        let of = match memory {
-            0 => String::new(),
-            memory => format!(" (of {} of memory)", show_bytes(memory)),
+        let disks: u64 = report.disks.iter().map(|disk| disk.allocated_bytes).sum();
+        let of = match (memory, disks) {
+            (0, _) => String::new(),
+            (memory, 0) => format!(" (of {} of memory)", show_bytes(memory)),
+            (memory, disks) => format!(
+                " (of {} of memory and {} of disks)",
+                show_bytes(memory),
+                show_bytes(disks)
+            ),
         };
         parts.push(format!("{} sent{of}", show_bytes(bytes)));
     }

@@ -2,6 +2,7 @@
 
 pub(crate) mod doubt;
 pub(crate) mod figure;
+pub(crate) mod group;
 pub(crate) mod image;
 pub(crate) mod journal;
 pub(crate) mod list;

@@ -222,13 +222,23 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
             1 => "1 RAM block".to_owned(),
             count => format!("{count} RAM blocks"),
         };
-        let what = format!("{} in {blocks}", show_bytes(verify.bytes));
+        let mut what = format!("{} in {blocks}", show_bytes(verify.bytes));
+        if verify.disks > 0 {
+            let disks = match verify.disks {
+                1 => "1 disk".to_owned(),
+                count => format!("{count} disks"),
+            };
+            let [all, stopped] = [verify.disk_bytes, verify.disk_bytes_stopped].map(show_bytes);
+            what.push_str(&format!(
+                ", {all} in {disks} ({stopped} of it while the guest stood still)"
+            ));
+        }
         line(
             "verified",
             match (&verify.first_difference, verify.different_blocks) {
                 (None, 0) => format!("{what}: both sides equal"),
                 (first, count) => format!(
-                    "{what}: {count} pages differ, the first at {}",
+                    "{what}: {count} blocks differ, the first at {}",
                     first.as_deref().unwrap_or("an unknown place")
                 ),
             },
@@ -263,7 +273,9 @@ fn disk(disk: &DiskReport) -> String {
         show_bytes(disk.image_bytes),
         show_bytes(disk.allocated_bytes),
     );
-    format!("{image}, {allocated} of it allocated · {how}")
+    let why = disk.why.as_ref();
+    let why = why.map_or_else(String::new, |why| format!(", since {why}"));
+    format!("{image}, {allocated} of it allocated · {how}{why}")
 }
 
 fn stop(stop: &StopChoice, asked_ms: u64) -> String {
@@ -373,6 +385,9 @@ mod tests {
         failed.verify = Some(VerifyResult {
             regions: 6,
             bytes: 4 << 30,
+            disks: 0,
+            disk_bytes: 0,
+            disk_bytes_stopped: 0,
             different_blocks: 3,
             first_difference: Some("pc.ram, offset 0x1f3000".to_owned()),
         });

@@ -16,6 +16,7 @@ fn asked() -> Asked {
         early_release: false,
         encoding: Encoding::default(),
         convergence: Default::default(),
+        group: None,
     }
 }
 
@@ -148,6 +149,9 @@ pub(crate) fn in_doubt() -> Migration {
     }
 }
 
+const WHY: &str = "the guest's writes take 4 % of the link, so all of the disk can be there before the guest \
+                   is stopped";
+
 pub(crate) fn progress() -> Progress {
     Progress {
         id: "7f3a0c11d2e3f405".into(),
@@ -161,6 +165,8 @@ pub(crate) fn progress() -> Progress {
                 blocks_settled: 2970 * MIB / 4096,
                 blocks_pending: 1126 * MIB / 4096,
                 disk: false,
+                strategy: None,
+                why: None,
             },
             RegionProgress {
                 name: "vga.vram".into(),
@@ -168,6 +174,8 @@ pub(crate) fn progress() -> Progress {
                 blocks_settled: 16 * MIB / 4096,
                 blocks_pending: 0,
                 disk: false,
+                strategy: None,
+                why: None,
             },
             RegionProgress {
                 name: "vda".into(),
@@ -175,6 +183,8 @@ pub(crate) fn progress() -> Progress {
                 blocks_settled: 19 * GIB / 4096,
                 blocks_pending: GIB / 4096,
                 disk: true,
+                strategy: Some(DiskChoice::Precopy),
+                why: Some(WHY.into()),
             },
         ],
         link: LinkProgress {
@@ -216,6 +226,7 @@ pub(crate) fn report() -> Report {
         disks: vec![DiskReport {
             name: "vda".into(),
             strategy: DiskChoice::Precopy,
+            why: Some(WHY.into()),
             image_bytes: 20 * GIB,
             allocated_bytes: 6554 * MIB,
         }],
@@ -276,6 +287,9 @@ pub(crate) fn report() -> Report {
         verify: Some(VerifyResult {
             regions: 6,
             bytes: 4 * GIB,
+            disks: 1,
+            disk_bytes: 20 * GIB,
+            disk_bytes_stopped: 12 * MIB,
             different_blocks: 0,
             first_difference: None,
         }),

@@ -6,7 +6,7 @@ use super::pump::Pump;
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
 use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
 use crate::front::server::ServeError;
-use crate::nbd::connection::client_is_gone;
+use crate::nbd::{client_is_gone, others_go_on};
 use crate::pulse::elsewhere;
 use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch};
@@ -222,15 +222,12 @@ impl ArrivingDisk {
         work: impl FnOnce(Range<u64>) -> io::Result<()>,
     ) -> io::Result<()> {
         let mut state = self.lock();
-        while state.known.is_none() {
+        if state.known.is_none() {
             if operation == Operation::Read {
                 drop(state);
                 return work(range);
             }
-            if client_is_gone() {
-                return Err(Errno::ECANCELED.into());
-            }
-            state = self.wait(state);
+            state = others_go_on(|| self.until_known(state))?;
         }
         let id = RequestId(state.next);
         state.next += 1;
@@ -245,7 +242,7 @@ impl ArrivingDisk {
             Begin::Wait => {
                 state.tell_state();
                 let verdict;
-                (state, verdict) = self.verdict(state, id)?;
+                (state, verdict) = others_go_on(|| self.verdict(state, id))?;
                 match verdict {
                     Verdict::Go(bytes) => bytes,
                     _ => return Err(Errno::EIO.into()),
@@ -266,6 +263,20 @@ impl ArrivingDisk {
     fn wait<'a>(&'a self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
         let waited = elsewhere(|| self.changed.wait_timeout(state, LOOK_EVERY));
         waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Waits until the source has said what it still has.
+    fn until_known<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+    ) -> io::Result<MutexGuard<'a, State>> {
+        while state.known.is_none() {
+            if client_is_gone() {
+                return Err(Errno::ECANCELED.into());
+            }
+            state = self.wait(state);
+        }
+        Ok(state)
     }
 
     /// Waits until it is known what becomes of a request.
@@ -479,14 +490,6 @@ impl Disk for ArrivingDisk {
             length_bytes: range.end - range.start,
             hole: false,
         }])
-    }
-
-    fn may_wait(&self, range: Range<u64>) -> bool {
-        let state = self.lock();
-        match &state.known {
-            Some(known) => known.presence.lacks_of(range),
-            None => true,
-        }
     }
 }
 

@@ -129,6 +129,7 @@ pub(super) async fn prepare(
             early_release: offer.early_release,
             encoding: Default::default(),
             convergence: Default::default(),
+            group: None,
         },
     }));
     let next = Generation(offer.generation.0 + 1);

@@ -50,16 +50,22 @@ impl Departure {
         let regions: Vec<RegionProgress> = engine
             .pending_by_region()
             .into_iter()
-            .map(|(spec, pending)| RegionProgress {
-                name: spec.name,
-                blocks_total: spec.blocks,
-                blocks_settled: spec.blocks - pending,
-                blocks_pending: pending,
-                disk: spec.durable,
+            .map(|(spec, pending)| {
+                let disks = self.task.outbound.disks().iter();
+                let disk = disks.clone().find(|disk| disk.spec.id == spec.id);
+                RegionProgress {
+                    name: spec.name,
+                    blocks_total: spec.blocks,
+                    blocks_settled: spec.blocks - pending,
+                    blocks_pending: pending,
+                    disk: spec.durable,
+                    strategy: disk.map(LocalDisk::choice),
+                    why: disk.and_then(LocalDisk::why),
+                }
             })
             .collect();
         let pass = engine.pass_number();
-        let dirty = engine.dirty_blocks_per_s();
+        let (dirty, _) = engine.reported_blocks_per_s();
         let predicted = engine.predicted_downtime(now).likely;
         let asked = self.entry().migration().asked.convergence;
         let guest = &self.task.offer.guest.name;
@@ -154,7 +160,7 @@ impl Departure {
         let (sent, pass, dirty) = (
             engine.sent(),
             engine.pass_number(),
-            engine.dirty_blocks_per_s(),
+            engine.reported_blocks_per_s().1,
         );
         drop(engine);
         let encoded = self.task.sending.encoded();

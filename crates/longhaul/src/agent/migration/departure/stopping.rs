@@ -1,6 +1,6 @@
 //! Stopping the guest of a departure, and sending what only a guest that stands still can give.
 
-use super::{Departure, StoppedAt};
+use super::{Departure, StoppedAt, Task};
 use crate::agent::hooks::Step;
 use crate::agent::migration::failure;
 use crate::agent::migration::verify::Comparison;
@@ -86,9 +86,22 @@ impl Departure {
 
     /// Stops the guest, if there is somebody who waits for it.
     pub(super) async fn stop_if_it_may(&mut self, reason: StopReason) {
-        if self.session.is_some() && self.launching.is_none() {
+        if self.session.is_some() && self.launching.is_none() && !self.compares_disks() {
             self.stop(reason).await;
         }
+    }
+
+    /// Whether disks are still to be compared before the guest is stopped. That begins when they are there
+    /// but for what the guest has written lately.
+    fn compares_disks(&mut self) -> bool {
+        if self.compares_ahead && self.comparing.is_none() {
+            let Task {
+                outbound, sending, ..
+            } = &self.task;
+            let key = DigestKey(self.task.offer.digest_key);
+            self.comparing = Some(Comparison::ahead(outbound, sending, key));
+        }
+        self.compares_ahead
     }
 
     /// Stops the guest, and sends what is left.
@@ -98,14 +111,14 @@ impl Departure {
         }
         self.predict(true);
         self.entry().enter(Phase::Stopping);
+        let now = self.now();
         let (predicted, left) = {
             let engine = self.task.sending.engine();
-            (engine.predicted_downtime(self.now()), engine.left())
+            (engine.predicted_downtime(now), engine.left(now))
         };
         let progress = self.task.outbound.progress();
         self.note_stop(reason, predicted);
         tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
-        let now = self.now();
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
         let what = match stopped {
             Ok(Some(what)) => what,
@@ -116,7 +129,7 @@ impl Departure {
         self.entry()
             .report_with(|report| report.downtime.stop_ms = Some(stop_ms));
         let at = what.stopped_at;
-        let left = self.task.sending.engine().left();
+        let left = self.task.sending.engine().left(self.now());
         tracing::info!(migration = %self.task.offer.migration, ?left, "stopped");
         self.stopped = Some(StoppedAt {
             at,
@@ -126,10 +139,11 @@ impl Departure {
         });
         self.task.sending.wake();
         if self.task.offer.verify {
-            self.comparing = Some(Comparison::begin(
-                &self.task.outbound,
-                DigestKey(self.task.offer.digest_key),
-            ));
+            let Task {
+                outbound, sending, ..
+            } = &self.task;
+            let key = DigestKey(self.task.offer.digest_key);
+            self.comparing = Some(Comparison::begin(outbound, sending, key));
         }
         // QEMU has let go of the disks.
         if let Err(error) = self.task.outbound.disks_caught_up().await {

@@ -514,6 +514,12 @@ impl Disks {
         self.disks.get_mut(n)
     }
 
+    /// The image of a region that is one of these disks.
+    pub(in crate::agent::migration) fn image(&self, region: RegionId) -> Option<Arc<RawDisk>> {
+        let n = usize::from(region.0).checked_sub(self.first)?;
+        self.disks.get(n).map(|arriving| arriving.disk.clone())
+    }
+
     /// Whether a region is one of these disks.
     pub(in crate::agent::migration) fn has(&self, region: RegionId) -> bool {
         usize::from(region.0) >= self.first && !self.disks.is_empty()

@@ -4,6 +4,7 @@
 use super::{LocalDisk, fronts};
 use crate::agent::migration::convergence;
 use crate::agent::migration::send::{Content, Encoding, Line, Sending};
+use crate::agent::migration::verify::Checked;
 use longhaul_api::Convergence;
 use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
@@ -105,7 +106,10 @@ pub(in crate::agent::migration) fn left(
     let first = usize::from(first.0);
     let content = Box::new(Images { first, disks });
     let encoding = Encoding::new(&Default::default(), 0);
-    let sending = Sending::new(engine, (migration, key), content, encoding, first);
+    // Nothing of it is compared, and no guest's reads and writes are in the way.
+    let checked = Checked::default();
+    let of = (migration, key);
+    let sending = Sending::new(engine, of, content, encoding, first, checked);
     Ok(Some(Draining::begin(&sending, specs.iter())))
 }
 

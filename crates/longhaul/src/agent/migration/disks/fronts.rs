@@ -350,7 +350,7 @@ fn own_program() -> io::Result<PathBuf> {
 }
 
 /// The path of a disk's device in QEMU.
-fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
+pub(super) fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
     let Some(hardware) = &guest.hardware else {
         return Ok(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
     };

@@ -13,18 +13,23 @@ use super::Context;
 use super::send::Sending;
 use longhaul_api::{ApiError, DiskChoice, DiskReport, ErrorCode};
 use longhaul_codec::BlockId;
+use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
-use longhaul_engine::strategy::{Before, Promise, Strategy};
+use longhaul_engine::strategy::{Promise, Strategy};
 use longhaul_hypervisor::config::{Image, ImageFormat};
+use longhaul_hypervisor::disk_rate;
+use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
+use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// Holes are looked for in pieces of so many bytes: meanwhile the guest's writes wait to be reported.
@@ -39,6 +44,8 @@ const HOLES_MAX: usize = 4096;
 pub(super) struct LocalDisk {
     pub(super) spec: RegionSpec,
     pub(super) strategy: Strategy,
+    /// Why it was chosen, where the agent has chosen it.
+    pub(super) why: Option<Why>,
     pub(super) offered: OfferedDisk,
     pub(super) image: PathBuf,
     pub(super) disk: Arc<RawDisk>,
@@ -62,32 +69,104 @@ pub(super) fn blocks_of(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK)
 }
 
+/// What is known of a link and of what a guest writes, for the choice of strategies.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Known {
+    pub(super) link_bytes_per_s: Option<f64>,
+    pub(super) rtt: Duration,
+    /// Bytes per second, by the disk's name.
+    pub(super) written: BTreeMap<String, f64>,
+}
+
+impl Known {
+    /// Looks at what a guest writes, where anything depends on it. What cannot be told is nothing.
+    pub(super) async fn of(guest: &GuestDescription, choice: DiskChoice, qmp: &Qmp) -> Self {
+        let mut known = Self::default();
+        if choice == DiskChoice::Auto && guest.disks.iter().any(is_local) {
+            match disk_rate::measure(qmp).await {
+                Ok(written) => known.written = by_disk(guest, &written),
+                Err(error) => {
+                    tracing::warn!(%error, "cannot tell what a guest writes to its disks")
+                }
+            }
+        }
+        known
+    }
+
+    /// What the link is known to carry, within a limit in bits per second, and its round trip.
+    pub(super) fn limit(&mut self, rate: Option<f64>, limit_bps: Option<u64>, rtt: Duration) {
+        let limit = limit_bps.map(|limit| limit as f64 / 8.0);
+        self.link_bytes_per_s = match (rate, limit) {
+            (Some(rate), Some(limit)) => Some(rate.min(limit)),
+            (rate, limit) => rate.or(limit),
+        };
+        self.rtt = rtt;
+    }
+
+    fn seen(&self, disk: &Described) -> Seen {
+        let written = self.written.get(&disk.name);
+        Seen {
+            shared: false,
+            written_bytes_per_s: written.copied().unwrap_or(0.0),
+            // QEMU does not count by place.
+            again_share: 0.0,
+            link_bytes_per_s: self.link_bytes_per_s,
+            rtt: self.rtt,
+        }
+    }
+}
+
+/// What is known by the paths of devices, by the names of their disks.
+fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
+    let written = |disk: &Described| {
+        let device = fronts::device(guest, &disk.name).ok()?;
+        Some((disk.name.clone(), *of_device.get(&device)?))
+    };
+    guest.disks.iter().filter_map(written).collect()
+}
+
 /// The disks of a guest that move with it, after so many regions of memory.
 pub(super) fn local(
     context: &Context,
     guest: &GuestDescription,
-    choice: DiskChoice,
+    asked: DiskChoice,
+    known: &Known,
     memory_regions: usize,
 ) -> Result<Vec<LocalDisk>, ApiError> {
-    let Some(strategy) = strategy(choice) else {
+    if asked == DiskChoice::Shared {
         return Ok(Vec::new());
-    };
+    }
     let disks = guest.disks.iter().filter(|disk| is_local(disk));
     let local = disks.enumerate().map(|(n, described)| {
         let region = RegionId((memory_regions + n) as u16);
-        open(context, described, region, strategy)
+        let (strategy, why) = match strategy(asked) {
+            Some(strategy) => (strategy, None),
+            None => {
+                let Choice { strategy, why } = choose(&known.seen(described), &can());
+                (strategy, Some(why))
+            }
+        };
+        open(context, described, region, strategy, why)
     });
     local.collect()
 }
 
+/// The strategy that was asked for, if that is one.
 fn strategy(choice: DiskChoice) -> Option<Strategy> {
     match choice {
-        DiskChoice::Auto | DiskChoice::Precopy => Some(Strategy::PRECOPY),
+        DiskChoice::Auto | DiskChoice::Shared => None,
+        DiskChoice::Precopy => Some(Strategy::PRECOPY),
         DiskChoice::Mirror => Some(Strategy::MIRROR),
         DiskChoice::Hybrid => Some(Strategy::HYBRID),
         DiskChoice::Postcopy => Some(Strategy::POSTCOPY),
-        DiskChoice::Shared => None,
     }
+}
+
+/// The strategies that agents choose from. With all others the guest needs both hosts for a while after it
+/// has moved: who wants that says so.
+fn can() -> Vec<Strategy> {
+    let all = DiskChoice::ALL.into_iter().filter_map(strategy);
+    all.filter(|it| it.promise == Promise::Everything).collect()
 }
 
 fn open(
@@ -95,6 +174,7 @@ fn open(
     described: &Described,
     region: RegionId,
     strategy: Strategy,
+    why: Option<Why>,
 ) -> Result<LocalDisk, ApiError> {
     let name = &described.name;
     let refused = |text: String| ApiError::new(ErrorCode::Refused, text);
@@ -143,6 +223,7 @@ fn open(
         },
         spec,
         strategy,
+        why,
         image: image.path.clone(),
         disk: Arc::new(disk),
     })
@@ -166,16 +247,23 @@ impl LocalDisk {
         (self.offered.allocated_bytes as f64 * share) as u64
     }
 
+    /// How it moves, as people choose it.
+    pub(super) fn choice(&self) -> DiskChoice {
+        let is_it = |choice: &DiskChoice| choice.name() == self.strategy.name;
+        DiskChoice::ALL.into_iter().find(is_it).unwrap_or_default()
+    }
+
+    /// Why so, where the agent has chosen it.
+    pub(super) fn why(&self) -> Option<String> {
+        self.why.map(|why| why.to_string())
+    }
+
     /// As a report has it.
     pub(super) fn report(&self) -> DiskReport {
         DiskReport {
             name: self.spec.name.clone(),
-            strategy: match self.strategy.before {
-                Before::InStep => DiskChoice::Mirror,
-                Before::BelowThreshold(_) => DiskChoice::Hybrid,
-                Before::Nothing => DiskChoice::Postcopy,
-                Before::UntilStopRule => DiskChoice::Precopy,
-            },
+            strategy: self.choice(),
+            why: self.why(),
             image_bytes: self.offered.image_bytes,
             allocated_bytes: self.offered.allocated_bytes,
         }

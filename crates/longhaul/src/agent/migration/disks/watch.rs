@@ -251,6 +251,10 @@ impl Shared {
                 let written = self.sending.written(self.region, range, reply);
                 written.map_err(|error| error.to_string())
             }
+            ToOwner::Waited { requests, together } => {
+                self.sending.guest_waited(self.region, requests, together);
+                Ok(())
+            }
             ToOwner::Reached(mark) => {
                 self.lock().reached = Some((number, mark));
                 self.changed.notify_waiters();

@@ -1,0 +1,58 @@
+//! How much a guest writes to its disks, as QEMU counts it.
+
+use crate::qmp::{Qmp, QmpError};
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How long the guest is watched.
+const WATCHED: Duration = Duration::from_millis(500);
+
+/// Bytes per second that a guest writes to each of its disks, by the path of the disk's device in QEMU.
+pub async fn measure(qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
+    let began = Instant::now();
+    let before = written(&qmp.query("query-blockstats").await?);
+    tokio::time::sleep(WATCHED).await;
+    let after = written(&qmp.query("query-blockstats").await?);
+    let seconds = began.elapsed().as_secs_f64();
+    let rate = |(device, bytes): (String, u64)| {
+        let since = bytes.saturating_sub(*before.get(&device)?);
+        Some((device, since as f64 / seconds))
+    };
+    Ok(after.into_iter().filter_map(rate).collect())
+}
+
+/// Bytes that were written to each device so far.
+fn written(stats: &Value) -> BTreeMap<String, u64> {
+    let stats = stats.as_array().map(Vec::as_slice).unwrap_or_default();
+    let of_one = |one: &Value| {
+        let device = one["qdev"].as_str()?;
+        Some((device.to_owned(), one["stats"]["wr_bytes"].as_u64()?))
+    };
+    stats.iter().filter_map(of_one).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn devices_are_told_apart_and_nodes_alone_are_no_devices() {
+        let stats = json!([
+            {"qdev": "/machine/peripheral/blk-data/virtio-backend", "device": "",
+             "node-name": "format-data", "stats": {"wr_bytes": 4096, "rd_bytes": 1}},
+            {"device": "floppy0", "stats": {"wr_bytes": 7}},
+            {"qdev": "/machine/peripheral/blk-log/virtio-backend", "stats": {"wr_bytes": 0}},
+        ]);
+        let written = written(&stats);
+        let device = |name: &str| format!("/machine/peripheral/blk-{name}/virtio-backend");
+        assert_eq!(written.len(), 2);
+        assert_eq!(
+            (written[&device("data")], written[&device("log")]),
+            (4096, 0)
+        );
+        assert!(super::written(&json!({})).is_empty());
+    }
+}
