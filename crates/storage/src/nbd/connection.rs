@@ -183,7 +183,10 @@ impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
                 };
                 let bytes = request.bytes();
                 let (answered, back) = mine.during(bytes, || self.answer(&mut worker, request));
-                if let Err(error) = answered {
+                // A client that has said goodbye hears no more answers.
+                if let Err(error) = answered
+                    && !self.turns.is_over()
+                {
                     self.fail(error.into());
                 }
                 turn = back;
