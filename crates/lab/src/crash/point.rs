@@ -240,6 +240,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "s:after-receipt:want",
             "d:before-send:superseded",
             "s:after-receipt:superseded",
+            "s:before-send:unreadable",
+            "d:after-receipt:unreadable",
         ],
     ),
 ];
