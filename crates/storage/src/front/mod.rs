@@ -16,6 +16,7 @@ pub mod arriving;
 mod control;
 mod folder;
 mod heart;
+mod message;
 mod processes;
 mod server;
 mod supervisor;

@@ -13,6 +13,7 @@
 //! from then on nothing is told any more.
 
 use super::folder::FrontFolder;
+use super::message::{message, not_understood, words};
 use super::server::{ServeError, serve};
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
 use crate::nbd::{Export, Notice, others_go_on};
@@ -26,8 +27,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Bytes of every message, in both directions.
-pub const MESSAGE_BYTES: usize = 32;
+pub use super::message::MESSAGE_BYTES;
+
 /// Time for an owner to take what it is told, or to say how it wants to be told.
 const OWNER_PATIENCE: Duration = Duration::from_secs(5);
 /// A request that is quicker was answered from memory, and says nothing of the disk.
@@ -70,29 +71,6 @@ pub enum ToServer {
     Answered(u64),
     /// Say when this was reached.
     Mark(u64),
-}
-
-fn message(words: [u64; 4]) -> [u8; MESSAGE_BYTES] {
-    let mut bytes = [0; MESSAGE_BYTES];
-    for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
-        to.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
-}
-
-fn words(bytes: &[u8; MESSAGE_BYTES]) -> [u64; 4] {
-    let mut words = [0; 4];
-    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = bytes
-            .iter()
-            .rev()
-            .fold(0, |word, byte| word << 8 | u64::from(*byte));
-    }
-    words
-}
-
-fn not_understood() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "not a message of this version")
 }
 
 impl ToOwner {

@@ -9,12 +9,13 @@
 //!      ◀──State, Want, Superseded, Failed, Whole──
 //! ```
 
+use crate::front::message::{message, not_understood, words};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::io;
 
-/// Bytes of every message, without content.
-pub const MESSAGE_BYTES: usize = 32;
+pub use crate::front::message::MESSAGE_BYTES;
+
 /// Blocks that one message brings, at most.
 pub const BLOCKS_MAX: u64 = CHUNK_BLOCKS;
 /// Blocks that one message names, at most: as many as an engine counts.
@@ -55,30 +56,6 @@ pub enum ToPump {
     Failed(i32),
     /// Nothing is missing any more, durably.
     Whole,
-}
-
-/// A message as its numbers.
-fn message(words: [u64; 4]) -> [u8; MESSAGE_BYTES] {
-    let mut bytes = [0; MESSAGE_BYTES];
-    for (to, word) in bytes.chunks_exact_mut(8).zip(words) {
-        to.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
-}
-
-fn words(bytes: &[u8; MESSAGE_BYTES]) -> [u64; 4] {
-    let mut words = [0; 4];
-    for (word, bytes) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = bytes
-            .iter()
-            .rev()
-            .fold(0, |word, byte| word << 8 | u64::from(*byte));
-    }
-    words
-}
-
-fn not_understood() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, "not a message of this version")
 }
 
 fn range(start: u64, count: u64, count_max: u64) -> io::Result<BlockRange> {
