@@ -2,8 +2,8 @@
 //! holds that the [content index](Held) knows. Blocks are taken from there only where they have the digest that the
 //! source names, so it does not matter whose they were, or who has changed them since.
 
-use super::disks::arriving::Place;
 use super::disks::fronts;
+use super::disks::making::Place;
 use crate::agent::content::Held;
 use longhaul_codec::{BlockId, Digest, DigestKey};
 use longhaul_protocol::message::Keeps;

@@ -43,7 +43,7 @@ use crate::agent::state::{Parts, StartError};
 use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
-use disks::arriving::look_for_room;
+use disks::making::look_for_room;
 use fence::Marks;
 use gang::Gangs;
 use longhaul_api::{
@@ -324,7 +324,7 @@ impl Manager {
             .hint("nothing was changed: mend what the message names, and start the agent again")
         })?;
         context.sweep_marks();
-        tokio::task::block_in_place(|| disks::arriving::sweep(&context));
+        tokio::task::block_in_place(|| disks::making::sweep(&context));
         context.keep_sweeping_fronts();
         let accepting = tokio::spawn(peer::accept(context.clone()));
         Ok(Arc::new(Self { context, accepting }))

@@ -13,8 +13,9 @@
 use super::Context;
 use super::allowance::Means;
 use super::arrival::{Arrival, BulkEnd, Present, join, next_message, receive_from};
-use super::disks::arriving::{self, Disks, NEWS_MAX};
+use super::disks::arriving::{Disks, NEWS_MAX};
 use super::disks::fronts::{self, FrontError, Incomplete};
+use super::disks::making;
 use super::disks::puller::{News, Puller};
 use super::entry::Entry;
 use super::kept::Kept;
@@ -549,7 +550,7 @@ impl Pulling {
             entry.end(Outcome::Completed, None);
             context.archive.keep(entry);
         }
-        block_in_place(|| arriving::sweep(&context));
+        block_in_place(|| making::sweep(&context));
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);

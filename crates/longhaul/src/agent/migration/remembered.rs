@@ -6,7 +6,7 @@
 
 use super::Context;
 use super::arrival::{self, Arrival, Present};
-use super::disks::{arriving, fronts};
+use super::disks::{fronts, making};
 use super::doubt;
 use super::entry::Entry;
 use super::ledger::{
@@ -405,7 +405,7 @@ impl Remembered {
             _ => return,
         }
         if self.handover.state.is_settled() {
-            tokio::task::block_in_place(|| arriving::sweep(&ledger.context));
+            tokio::task::block_in_place(|| making::sweep(&ledger.context));
             ledger.context.archive.keep(entry);
             self.entry = None;
         }

@@ -2,7 +2,7 @@
 
 use super::{Task, short};
 use crate::agent::hooks::Step;
-use crate::agent::migration::disks::{arriving, fronts};
+use crate::agent::migration::disks::{fronts, making};
 use crate::agent::migration::inbound::InboundError;
 use crate::agent::migration::ledger::{DestinationHandover, DestinationOwner, feed_destination};
 use crate::agent::migration::left::abort_reason;
@@ -148,7 +148,7 @@ impl Task {
             let state = &context.parts.config.state;
             fronts::ended(state, &offer.guest.name, false).await;
         }
-        block_in_place(|| arriving::sweep(&context));
+        block_in_place(|| making::sweep(&context));
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);

@@ -6,8 +6,9 @@ use crate::agent::fail_point;
 use crate::agent::hooks::Step;
 use crate::agent::migration::Context;
 use crate::agent::migration::allowance::{self, Admission};
-use crate::agent::migration::disks::arriving::{self, Disks, Place};
+use crate::agent::migration::disks::arriving::Disks;
 use crate::agent::migration::disks::fronts::{self, Comes};
+use crate::agent::migration::disks::making::{self, Place};
 use crate::agent::migration::entry::{Entry, Facts};
 use crate::agent::migration::inbound::{Inbound, InboundError};
 use crate::agent::migration::kept::Kept;
@@ -104,7 +105,7 @@ pub(super) async fn prepare(
             format!("{host} cannot take part: {error}"),
         )
     };
-    let places = block_in_place(|| arriving::places(context, &offer, disks))?;
+    let places = block_in_place(|| making::places(context, &offer, disks))?;
     let (calls, called) = mpsc::channel(4);
     let arrival = Arc::new(Arrival {
         migration: offer.migration,
@@ -154,7 +155,7 @@ pub(super) async fn prepare(
         paused: offer.paused,
     };
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let made = block_in_place(|| arriving::make(context, &offer, &places));
+    let made = block_in_place(|| making::make(context, &offer, &places));
     let launched = match made {
         Ok(made) => {
             let held = context.parts.held.clone();
@@ -178,7 +179,7 @@ pub(super) async fn prepare(
             if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
             }
-            block_in_place(|| arriving::sweep(context));
+            block_in_place(|| making::sweep(context));
             return Err(error.into_refusal(host));
         }
     };

@@ -1,11 +1,13 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
 //! stands below them at the source while they do ([`fronts`]), how their writes are heard of
-//! ([`watch`]), what is made of them at the destination ([`arriving`]), and what becomes of what is left
-//! when the guest runs there: sent here ([`draining`]), and given there to whoever answers the guest ([`puller`]).
+//! ([`watch`]), what is made for them at the destination ([`making`]) and comes there ([`arriving`]), and
+//! what becomes of what is left when the guest runs there: sent here ([`draining`]), and given there to
+//! whoever answers the guest ([`puller`]).
 
 pub(super) mod arriving;
 pub(super) mod draining;
 pub(super) mod fronts;
+pub(super) mod making;
 pub(super) mod puller;
 pub(super) mod watch;
 
