@@ -13,6 +13,19 @@ pub enum DiskFormat {
     Qcow2,
 }
 
+/// What QEMU goes by when it opens a qcow2 image whose content has yet to come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Qcow2 {
+    /// 2 or 3.
+    pub version: u8,
+    /// A cluster has 2 to the power of so many bytes.
+    pub cluster_bits: u8,
+    /// Whether parts of clusters are allocated by themselves (extended L2 entries).
+    pub extended_l2: bool,
+    /// What the guest sees, in bytes.
+    pub disk_bytes: u64,
+}
+
 /// A disk whose image travels with its guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedDisk {

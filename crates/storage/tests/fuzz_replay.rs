@@ -9,6 +9,8 @@ mod content_index;
 mod journal;
 #[path = "../../../fuzz/src/nbd.rs"]
 mod nbd;
+#[path = "../../../fuzz/src/qcow2_header.rs"]
+mod qcow2_header;
 
 use std::path::Path;
 
@@ -40,4 +42,9 @@ fn seeds_of_journals_are_answered() {
 #[test]
 fn seeds_of_nbd_clients_are_answered() {
     replay("nbd", 10, nbd::run);
+}
+
+#[test]
+fn seeds_of_qcow2_headers_are_answered() {
+    replay("qcow2_header", 8, qcow2_header::run);
 }

@@ -1,6 +1,7 @@
 //! The neutral core beneath every front end of a disk: what can be done to a range of its bytes.
 
 mod lock;
+pub mod qcow2;
 mod raw;
 
 pub use lock::{ImageLock, ImageUse, LockError, Permission};

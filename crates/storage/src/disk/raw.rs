@@ -154,6 +154,23 @@ impl RawDisk {
         &self.file
     }
 
+    /// How long the file is now: of an image that grows that is not the disk's size.
+    pub fn file_bytes(&self) -> io::Result<u64> {
+        match self.kind {
+            Kind::Whole | Kind::Device => Ok(self.size_bytes),
+            Kind::Grows => Ok(self.file.metadata()?.len()),
+        }
+    }
+
+    /// Gives the file of an image that grows this length, durably. What lay behind is gone.
+    pub fn set_file_bytes(&self, bytes: u64) -> io::Result<()> {
+        if self.kind != Kind::Grows || bytes > self.size_bytes {
+            return Err(Errno::EINVAL.into());
+        }
+        self.file.set_len(bytes)?;
+        self.file.sync_all()
+    }
+
     fn check(&self, range: &Range<u64>) -> io::Result<()> {
         if range.start <= range.end && range.end <= self.size_bytes {
             return Ok(());
@@ -421,6 +438,22 @@ mod tests {
         assert_eq!(std::fs::metadata(&path).unwrap().len(), 4 * MIB);
         let extents = disk.extents(0..4 * MIB, 100).unwrap();
         assert_eq!(extents.iter().map(|e| e.length_bytes).sum::<u64>(), 4 * MIB);
+    }
+
+    #[test]
+    fn only_the_file_of_an_image_that_grows_is_given_another_length() {
+        let (_folder, path, disk) = image(1000, ExportSize::Bytes(4 * MIB));
+        disk.write(MIB, &[1; 10]).unwrap();
+        assert_eq!(disk.file_bytes().unwrap(), MIB + 10);
+        disk.set_file_bytes(MIB + 3).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), MIB + 3);
+        let mut buffer = [7; 10];
+        disk.read(MIB, &mut buffer).unwrap();
+        assert_eq!(buffer, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]);
+        disk.set_file_bytes(4 * MIB + 1).unwrap_err();
+        let (_folder, _, whole) = image(1000, ExportSize::OfFile);
+        whole.set_file_bytes(10).unwrap_err();
+        assert_eq!(whole.file_bytes().unwrap(), 1000);
     }
 
     #[test]

@@ -1,0 +1,7 @@
+//! The header of an image, as a guest's owner could give it: `cargo +nightly fuzz run qcow2_header`.
+#![no_main]
+
+#[path = "../src/qcow2_header.rs"]
+mod qcow2_header;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| qcow2_header::run(data));
