@@ -8,7 +8,7 @@
 )]
 
 use longhaul_api::{Outcome, Phase, Report};
-use longhaul_lab::guest::disks::{Cache, LocalDisk, local_disks};
+use longhaul_lab::guest::disks::{Cache, Format, LocalDisk, local_disks};
 use longhaul_lab::guest::{KernelFiles, Tiny};
 use longhaul_lab::history::task::{History, Task, description};
 use longhaul_lab::history::workload::Work;
@@ -39,6 +39,8 @@ struct Stage {
     lab: Lab,
     product: Product,
     history: History,
+    /// The files of its disks' images.
+    disks: Vec<String>,
     /// Where each host has the images.
     folders: Vec<PathBuf>,
     seed: u64,
@@ -73,6 +75,7 @@ impl Stage {
         let kinds: Vec<_> = kinds.iter().map(|kind| kind.parse().unwrap()).collect();
         let disks = local_disks(&folders[0], DISK_BYTES, &kinds);
         disks.iter().for_each(|disk| disk.create().unwrap());
+        disks.iter().for_each(furnish);
         let files = KernelFiles::make_with_history(&folders[0]).unwrap();
         let settings = Settings {
             qemus: vec![version.to_owned()],
@@ -116,6 +119,7 @@ impl Stage {
             lab,
             product,
             history,
+            disks: disks.iter().map(file_name).collect(),
             folders,
             seed,
             _room: room,
@@ -124,7 +128,11 @@ impl Stage {
     }
 
     fn image(&self, host: usize) -> PathBuf {
-        self.folders[host].join("disk0.raw")
+        self.image_of(host, 0)
+    }
+
+    fn image_of(&self, host: usize, disk: usize) -> PathBuf {
+        self.folders[host].join(&self.disks[disk])
     }
 
     /// The ends of both agents' logs.
@@ -181,7 +189,7 @@ impl Stage {
         let mut moving = self.product.migrate(0, GUEST, to, &words).unwrap();
         let began = moving.wait_for_phase(Phase::Precopy, LIMIT);
         assert!(began, "{}\n{}", moving.so_far().why(), self.logs());
-        assert_eq!(self.fronts("tell").len(), 1);
+        assert_eq!(self.fronts("tell").len(), self.disks.len());
         moving
     }
 
@@ -192,7 +200,10 @@ impl Stage {
         self.nothing_is_left(1);
         assert!(self.fronts("tell").is_empty());
         assert!(self.fronts("supervise").is_empty());
-        assert!(self.image(0).exists() && !self.image(1).exists());
+        for disk in 0..self.disks.len() {
+            let image = |host: usize| self.image_of(host, disk).exists();
+            assert!(image(0) && !image(1), "disk {disk}");
+        }
     }
 
     /// The processes of front ends that do this part.
@@ -235,12 +246,55 @@ impl Stage {
         let judgement = record.judge(folder).unwrap();
         assert_eq!(judgement.findings, [], "seed {}, {record:?}", self.seed);
         assert!(judgement.newest.is_some(), "{judgement:?}");
+        let qcow2 = record.disks.iter().filter(|it| it.format == Format::Qcow2);
+        qcow2.for_each(|disk| what_else_is_in_it_is_there(&folder.join(&disk.image)));
         // The judge is not blind.
         let image = folder.join(&record.disks[0].image);
         let content = fs::read(&image).unwrap();
         fs::write(&image, vec![0; content.len()]).unwrap();
         assert!(record.judge(folder).unwrap().wrong_sectors > 100);
     }
+}
+
+fn run(program: &str, words: &[&str], image: &Path) -> String {
+    let output = Command::new(program)
+        .args(words)
+        .arg(image)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{words:?}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Gives an image in qcow2 what no raw one has: a snapshot with other content, and a bitmap.
+fn furnish(disk: &LocalDisk) {
+    if disk.kind.format == Format::Qcow2 {
+        let write = |command: &str| run("qemu-io", &["-f", "qcow2", "-c", command], &disk.path);
+        write("write -q -P 0x55 0 24M");
+        run("qemu-img", &["snapshot", "-c", "before"], &disk.path);
+        write("write -q -z -u 0 24M");
+        let mut command = Command::new("qemu-img");
+        let bitmap = command.args(["bitmap", "--add"]).arg(&disk.path);
+        assert!(bitmap.arg("kept").status().unwrap().success());
+    }
+}
+
+fn what_else_is_in_it_is_there(image: &Path) {
+    run("qemu-img", &["check", "-q", "-f", "qcow2"], image);
+    let info = run("qemu-img", &["info", "-f", "qcow2", "--output=json"], image);
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
+    assert_eq!(bitmap["name"], "kept", "{info}");
+    assert_eq!(
+        bitmap["flags"],
+        serde_json::json!(["auto"]),
+        "it is not to be used"
+    );
+    let raw = image.with_extension("snapshot");
+    let mut command = Command::new("qemu-img");
+    let convert = command.args(["convert", "-l", "before", "-O", "raw"]);
+    assert!(convert.arg(image).arg(&raw).status().unwrap().success());
+    assert!(fs::read(raw).unwrap() == vec![0x55; DISK_BYTES as usize]);
 }
 
 /// A file system of a size of its own.
@@ -270,10 +324,15 @@ fn is_empty(folder: &Path) -> bool {
     fs::read_dir(folder).map_or(true, |mut all| all.next().is_none())
 }
 
+fn file_name(disk: &LocalDisk) -> String {
+    let name = disk.path.file_name().unwrap();
+    name.to_string_lossy().into_owned()
+}
+
 /// How a host's configuration names the images of the guest.
 fn images(disks: &[LocalDisk], folder: &Path) -> toml::Table {
     let image = |disk: &LocalDisk| {
-        let path = folder.join(disk.path.file_name().unwrap());
+        let path = folder.join(file_name(disk));
         let table = toml::Table::from_iter([
             ("path".to_owned(), path.display().to_string().into()),
             ("format".to_owned(), disk.kind.format.name().into()),
@@ -417,10 +476,18 @@ fn a_cut_while_something_is_left_is_a_pause() {
 /// An agent's death leaves the disk to the front end, which the next agent takes out. The front end's
 /// own deaths are not noticed.
 #[test]
-fn a_guest_keeps_its_disk_whatever_becomes_of_its_move() {
-    let Some(mut stage) = Stage::new("10.0", "400mbit,2ms") else {
+fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
+    let kinds = ["raw,writeback", "qcow2,none"];
+    let Some(mut stage) = Stage::with("10.0", "400mbit,2ms", &kinds, None) else {
         return;
     };
+    // Of an image that grows all has to be there before the guest is.
+    let to = stage.lab.host(1).unwrap();
+    let words = ["--disks", "hybrid"];
+    let moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
+    let refused = moving.finish(LIMIT).unwrap();
+    assert!(refused.why().contains("not by hybrid"), "{}", refused.why());
+    stage.stays();
     for how in ["precopy", "mirror"] {
         let moving = stage.begins(how);
         stage.product.agent_mut(0).unwrap().kill().unwrap();
@@ -462,7 +529,21 @@ fn a_guest_keeps_its_disk_whatever_becomes_of_its_move() {
         );
         stage.stays();
     }
-    let words = ["--disks", "precopy", "--bandwidth", "40mbit"];
+    let moving = stage.begins("precopy");
+    let growing = fs::File::options().write(true).open(stage.image_of(0, 1));
+    let growing = growing.unwrap();
+    growing
+        .set_len(growing.metadata().unwrap().len() + (1 << 30))
+        .unwrap();
+    let failed = moving.finish(LIMIT).unwrap();
+    assert!(
+        failed.why().contains("has grown by more"),
+        "{}",
+        failed.why()
+    );
+    stage.stays();
+
+    let words = ["--disks", "precopy", "--bandwidth", "40mbit", "--verify"];
     let mut moving = stage
         .product
         .migrate(0, GUEST, stage.lab.host(1).unwrap(), &words)
@@ -470,12 +551,19 @@ fn a_guest_keeps_its_disk_whatever_becomes_of_its_move() {
     assert!(moving.wait_for_phase(Phase::Precopy, LIMIT));
     for part in ["tell", "supervise"] {
         let killed = stage.fronts(part);
-        assert_eq!(killed.len(), 1, "{part}");
-        kill(Pid::from_raw(killed[0]), Signal::SIGKILL).unwrap();
+        assert_eq!(killed.len(), stage.disks.len(), "{part}");
+        for pid in killed {
+            kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap();
+        }
         stage.goes_on();
     }
     let finished = moving.finish(LIMIT).unwrap();
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
+    let verified = finished.report.unwrap().verify.unwrap();
+    assert_eq!(
+        (verified.disks as usize, verified.different_blocks),
+        (stage.disks.len(), 0)
+    );
     stage.goes_on();
     stage.nothing_is_left(0);
     stage.judge(1);
@@ -531,7 +619,8 @@ fn a_destination_without_room_is_refused_or_gives_the_move_up() {
 /// aside.
 #[test]
 fn a_disk_is_where_its_guest_is_whichever_agent_dies_in_the_hand_over() {
-    let Some(mut stage) = Stage::new("10.0", "400mbit,2ms") else {
+    let kinds = ["raw,writeback", "qcow2,writeback"];
+    let Some(mut stage) = Stage::with("10.0", "400mbit,2ms", &kinds, None) else {
         return;
     };
     let mut from = 0;
@@ -560,6 +649,8 @@ fn a_disk_is_where_its_guest_is_whichever_agent_dies_in_the_hand_over() {
         stage.nothing_is_left(1);
         let here = [0, 1].map(|host| stage.image(host).exists());
         assert_ne!(here[0], here[1], "{point}: {here:?}\n{}", stage.logs());
+        let other = [0, 1].map(|host| stage.image_of(host, 1).exists());
+        assert_eq!(here, other, "{point}\n{}", stage.logs());
         from = usize::from(here[1]);
     }
     stage.judge(from);
@@ -567,11 +658,12 @@ fn a_disk_is_where_its_guest_is_whichever_agent_dies_in_the_hand_over() {
 
 #[test]
 fn a_mirrored_guest_does_not_wait_for_a_link_that_is_cut() {
-    let Some(stage) = Stage::new("10.0", "400mbit,2ms") else {
+    let kinds = ["raw,writeback", "qcow2,writeback"];
+    let Some(stage) = Stage::with("7.2", "400mbit,2ms", &kinds, None) else {
         return;
     };
     let to = stage.lab.host(1).unwrap();
-    let words = ["--disks", "mirror", "--bandwidth", "30mbit"];
+    let words = ["--disks", "mirror", "--bandwidth", "30mbit", "--verify"];
     let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
     assert!(moving.wait_for_phase(Phase::Precopy, LIMIT));
     let link = stage.lab.link(0, 1).unwrap();

@@ -9,8 +9,8 @@ use serde::{Deserialize, Serialize};
 pub enum DiskFormat {
     /// Byte for byte.
     Raw,
-    /// As QEMU's qcow2.
-    Qcow2,
+    /// As QEMU's qcow2, in a file that grows.
+    Qcow2(Qcow2),
 }
 
 /// What QEMU goes by when it opens a qcow2 image whose content has yet to come.
@@ -33,7 +33,8 @@ pub struct OfferedDisk {
     pub region: RegionId,
     /// Its name in the guest's description.
     pub name: String,
-    /// The length of its image, in bytes: within the region's last block.
+    /// The length of its image, in bytes, or the most that one which grows may have when the guest
+    /// goes on: within the region's last block.
     pub image_bytes: u64,
     /// What of the image takes space at the source, in bytes.
     pub allocated_bytes: u64,

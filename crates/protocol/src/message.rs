@@ -28,10 +28,10 @@
 //! With an early release, RELEASED is written and `Commit` sent when the guest is stopped; Ready is
 //! left out, and the guest runs as soon as everything is there.
 //!
-//! A guest whose disks move with it is offered by `OfferDisks`, and parts of `List` come before each
-//! `Complete`. From `Committed` on frames bring what the lists name, and the destination says `Missing`,
-//! `Want` and `Superseded`, until `AllPresent`; the source says `Unreadable`. That is over connections of
-//! their own, which begin with `Resume`.
+//! A guest whose disks move with it is offered by `OfferDisks`; `Length` of images that grow, and parts of
+//! `List`, come before each `Complete`. From `Committed` on frames bring what the lists name, and the
+//! destination says `Missing`, `Want` and `Superseded`, until `AllPresent`; the source says `Unreadable`. That
+//! is over connections of their own, which begin with `Resume`.
 //!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
@@ -123,6 +123,13 @@ pub enum ToDestination {
         region: RegionId,
         /// The blocks.
         ranges: Vec<BlockRange>,
+    },
+    /// How long the image of a disk is that grows; before each Complete.
+    Length {
+        /// The disk's region.
+        region: RegionId,
+        /// In bytes: what lies behind is no part of the image.
+        bytes: u64,
     },
 }
 

@@ -143,12 +143,16 @@ impl DisksOffer {
         self.offer.check()?;
         let disks = self.disks.len() as u64;
         limit("the number of disks", disks, REGIONS_MAX as u64)?;
-        let bytes_max = REGION_BLOCKS_MAX * BLOCK_SIZE as u64;
         self.disks.iter().try_for_each(|disk| {
             name("a disk's name", &disk.name)?;
-            limit("a disk's length in bytes", disk.image_bytes, bytes_max)
+            check_length(disk.image_bytes)
         })
     }
+}
+
+fn check_length(image_bytes: u64) -> Result<(), WireError> {
+    let bytes_max = REGION_BLOCKS_MAX * BLOCK_SIZE as u64;
+    limit("a disk's length in bytes", image_bytes, bytes_max)
 }
 
 fn check_remaining(remaining: &[Remaining]) -> Result<(), WireError> {
@@ -182,6 +186,7 @@ impl Message for ToDestination {
             Self::OfferDisks(offer) => offer.check(),
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
+            Self::Length { bytes, .. } => check_length(*bytes),
             Self::Resume { .. }
             | Self::Ask { .. }
             | Self::Verified
@@ -272,11 +277,16 @@ mod tests {
             }],
             next_chunk: None,
         });
+        let length = ToDestination::Length {
+            region: RegionId(5),
+            bytes: 3 << 16,
+        };
         let examples = [
             encode(&commit),
             encode(&complete),
             encode(&acknowledgement),
             encode(&list),
+            encode(&length),
         ];
         for bytes in examples.map(Result::unwrap) {
             let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -343,6 +353,11 @@ mod tests {
             for message in [want, superseded] {
                 assert_eq!(encode(&message).is_ok(), count == RANGES_MAX);
             }
+        }
+        for (bytes, right) in [(1 << 44, true), ((1 << 44) + 1, false)] {
+            let region = RegionId(4);
+            let length = ToDestination::Length { region, bytes };
+            assert_eq!(encode(&length).is_ok(), right);
         }
         let far = ToSource::Want {
             region: RegionId(4),

@@ -242,6 +242,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "s:after-receipt:superseded",
             "s:before-send:unreadable",
             "d:after-receipt:unreadable",
+            "s:before-send:length",
+            "d:after-receipt:length",
         ],
     ),
 ];

@@ -78,6 +78,7 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     OfferDisks "offer-disks" [Source],
     List "list" [Source],
     Unreadable "unreadable" [Source],
+    Length "length" [Source],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:

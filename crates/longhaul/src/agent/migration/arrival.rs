@@ -497,10 +497,12 @@ impl Task {
                 self.step(DestinationEvent::PeerOverruled(generation)).await;
             }
             ToDestination::List(list) => {
-                if let Err(why) = self.inbound.receiving().listed(&list) {
-                    self.abort(format!("the source breaks the protocol: {why}"))
-                        .await;
-                }
+                let listed = self.inbound.receiving().listed(&list);
+                self.keeps_to_the_protocol(listed).await;
+            }
+            ToDestination::Length { region, bytes } => {
+                let taken = self.inbound.receiving().has_length(region, bytes);
+                self.keeps_to_the_protocol(taken).await;
             }
             ToDestination::Query(_)
             | ToDestination::Offer(_)
@@ -511,6 +513,14 @@ impl Task {
                 self.abort("the source breaks the protocol: a second beginning".to_owned())
                     .await;
             }
+        }
+    }
+
+    /// Gives the attempt up if the source does not.
+    async fn keeps_to_the_protocol(&mut self, kept: Result<(), String>) {
+        if let Err(why) = kept {
+            self.abort(format!("the source breaks the protocol: {why}"))
+                .await;
         }
     }
 
@@ -538,7 +548,8 @@ impl Task {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
         self.sealed = true;
-        self.inbound.receiving().seal();
+        let receiving = self.inbound.receiving();
+        block_in_place(|| receiving.seal());
         match self.tail() {
             Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
             Err(reason) => {

@@ -139,12 +139,20 @@ impl Outbound {
 
     /// Whether what was copied of its disks can be trusted.
     pub(super) fn check_disks(&self) -> Result<(), ApiError> {
-        self.fronts.check()
+        self.fronts.check()?;
+        for disk in &self.disks {
+            disk.image_bytes().map_err(|error| {
+                let text = format!("disk {}: {error}", disk.spec.name);
+                ApiError::new(ErrorCode::Internal, text)
+            })?;
+        }
+        Ok(())
     }
 
     /// Waits until every write to its disks was reported, with the guest stopped for good.
     pub(super) async fn disks_caught_up(&self) -> Result<(), ApiError> {
-        self.fronts.caught_up().await
+        self.fronts.caught_up().await?;
+        self.check_disks()
     }
 
     /// What of its memory travels in frames.

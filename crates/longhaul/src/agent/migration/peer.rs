@@ -258,5 +258,6 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::OfferDisks(_) => "OfferDisks",
         ToDestination::List(_) => "List",
         ToDestination::Unreadable { .. } => "Unreadable",
+        ToDestination::Length { .. } => "Length",
     }
 }

@@ -112,7 +112,7 @@ fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: 
                 let text = format!(
                     "disk {} moves along: {}, {} of it allocated; by {}{}",
                     offered.name,
-                    show_bytes(offered.image_bytes),
+                    show_bytes(disk.shown_bytes()),
                     show_bytes(offered.allocated_bytes),
                     disk.choice(),
                     why.unwrap_or_default()

@@ -385,7 +385,8 @@ impl Pulling {
             | ToDestination::Complete { .. }
             | ToDestination::VerifyRegion { .. }
             | ToDestination::Verified
-            | ToDestination::List(_) => {}
+            | ToDestination::List(_)
+            | ToDestination::Length { .. } => {}
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)

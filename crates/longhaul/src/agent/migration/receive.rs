@@ -151,6 +151,11 @@ impl Receiving {
         disks.listed(list, destination)
     }
 
+    /// The source says how long the image of a disk is.
+    pub(super) fn has_length(&self, region: RegionId, bytes: u64) -> Result<(), String> {
+        self.lock().disks.has_length(region, bytes)
+    }
+
     /// The source says how many frames it has sent over this connection in all, and whether its
     /// early pieces count.
     pub(super) fn announced(&self, epoch: Epoch, frames: u64, needs_early: bool) {

@@ -253,7 +253,7 @@ impl Worker {
         for disk in self.disks.clone() {
             let content = Content::Disk(disk.disk.clone());
             let mut next = Some(0);
-            while let Some(from) = next {
+            while let Some(from) = next.filter(|from| *from < disk.image_blocks()) {
                 let asked = self.sending.ask_ahead(disk.spec.id, from, DISK_BLOCKS_MAX);
                 let (range, behind) = asked;
                 next = behind;
@@ -282,13 +282,19 @@ impl Worker {
         }
         for disk in self.disks.clone() {
             compared.disks += 1;
-            compared.disk_bytes += disk.spec.blocks * BLOCK;
+            // The destination has nothing behind the image's end.
+            let blocks = disk.image_blocks();
+            compared.disk_bytes += blocks * BLOCK;
             let content = Content::Disk(disk.disk.clone());
             let left = self
                 .sending
                 .checked()
                 .unequal(disk.spec.id, DISK_BLOCKS_MAX);
-            for range in left {
+            for mut range in left {
+                range.count = range.count.min(blocks.saturating_sub(range.start));
+                if range.count == 0 {
+                    continue;
+                }
                 compared.disk_bytes_stopped += range.count * BLOCK;
                 let name = format!("disk {}", disk.spec.name);
                 self.compare(&disk.spec, &content, &name, range, &mut compared)

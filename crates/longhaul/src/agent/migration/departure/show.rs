@@ -53,10 +53,12 @@ impl Departure {
             .map(|(spec, pending)| {
                 let disks = self.task.outbound.disks().iter();
                 let disk = disks.clone().find(|disk| disk.spec.id == spec.id);
+                let image = disk.map(LocalDisk::image_blocks);
+                let blocks = image.unwrap_or(spec.blocks).max(pending);
                 RegionProgress {
                     name: spec.name,
-                    blocks_total: spec.blocks,
-                    blocks_settled: spec.blocks - pending,
+                    blocks_total: blocks,
+                    blocks_settled: blocks - pending,
                     blocks_pending: pending,
                     disk: spec.durable,
                     strategy: disk.map(LocalDisk::choice),

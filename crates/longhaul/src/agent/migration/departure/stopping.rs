@@ -177,6 +177,23 @@ impl Departure {
             .count()
     }
 
+    /// Says how long images are that grow: nobody writes to them any more.
+    async fn send_lengths(&mut self) {
+        let disks = self.task.outbound.disks().iter();
+        let growing = disks.filter(|disk| disk.grows());
+        let lengths: Vec<_> = growing
+            .map(|disk| (disk.spec.id, disk.image_bytes()))
+            .collect();
+        for (region, bytes) in lengths {
+            match bytes {
+                Ok(bytes) => self.send(ToDestination::Length { region, bytes }).await,
+                Err(error) => {
+                    return self.fail(failure::internal(&error.to_string())).await;
+                }
+            }
+        }
+    }
+
     /// Says what is left of the disks.
     async fn send_lists(&mut self) {
         let regions: Vec<RegionId> = self
@@ -225,6 +242,7 @@ impl Departure {
         if self.entry().phase() == Phase::Stopping {
             self.entry().enter(Phase::Loading);
         }
+        self.send_lengths().await;
         self.send_lists().await;
         let (epoch, frames) = announcement;
         self.send(ToDestination::Complete {

@@ -5,9 +5,10 @@ use super::{blocks_of, write_blocks};
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
-use longhaul_protocol::disk::{List, OfferedDisk};
+use longhaul_protocol::disk::{DiskFormat, List, OfferedDisk, Qcow2};
 use longhaul_protocol::message::Offer;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
+use longhaul_storage::disk::qcow2::{self, HEADER_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::arriving::masks::Masks;
@@ -34,12 +35,40 @@ struct Arriving {
     disk: Arc<RawDisk>,
     /// A part of it may come when the guest runs here.
     pulled: bool,
+    growing: Option<Growing>,
     /// Where its front end is, which answers the guest until all of it is here.
     folder: Option<FrontFolder>,
     /// It runs here: what comes is for whoever answers it.
     puller: Option<Arc<Puller>>,
     /// Something was brought, and is not known to be there.
     brought: bool,
+}
+
+/// An image that grows.
+#[derive(Debug)]
+struct Growing {
+    /// As it was offered.
+    image: Qcow2,
+    /// How long it is in the end, once the source has said so.
+    bytes: Option<u64>,
+}
+
+impl Growing {
+    /// Cuts the image at its end, durably, and looks whether it is what was offered. QEMU goes by what it says
+    /// of itself, and would open any file of this host that it names.
+    fn end(&self, disk: &RawDisk) -> Result<(), String> {
+        let bytes = self.bytes.ok_or("its length is not known")?;
+        let cut = disk.set_file_bytes(bytes);
+        cut.map_err(|error| error.to_string())?;
+        let mut header = [0; HEADER_BYTES];
+        let read = disk.read(0, &mut header);
+        read.map_err(|error| error.to_string())?;
+        match qcow2::read(&header) {
+            Ok(image) if image == self.image => Ok(()),
+            Ok(_) => Err("its image is another one than was offered".to_owned()),
+            Err(error) => Err(error.to_string()),
+        }
+    }
 }
 
 impl Disks {
@@ -50,15 +79,19 @@ impl Disks {
         disks: &[Arc<RawDisk>],
     ) -> Self {
         let durable = offer.regions.iter().filter(|region| region.durable);
-        let pulled = |region: &RegionSpec| {
+        let offer_of = |region: &RegionSpec| {
             let mut offered = offered.iter();
-            offered.any(|disk| disk.region == region.id && disk.pulled)
+            offered.find(|disk| disk.region == region.id)
         };
         let arriving = durable.zip(disks).map(|(region, disk)| Arriving {
             name: region.name.clone(),
             presence: Presence::new(region.id, region.blocks),
             disk: disk.clone(),
-            pulled: pulled(region),
+            pulled: offer_of(region).is_some_and(|disk| disk.pulled),
+            growing: match offer_of(region).map(|disk| disk.format) {
+                Some(DiskFormat::Qcow2(image)) => Some(Growing { image, bytes: None }),
+                Some(DiskFormat::Raw) | None => None,
+            },
             folder: None,
             puller: None,
             brought: false,
@@ -85,6 +118,7 @@ impl Disks {
                 presence: Presence::new(RegionId(region as u16), blocks),
                 disk,
                 pulled: true,
+                growing: None,
                 folder: None,
                 puller: Some(puller),
                 brought: false,
@@ -263,13 +297,42 @@ impl Disks {
         Ok(())
     }
 
+    /// The source says how long an image is that grows.
+    pub(in crate::agent::migration) fn has_length(
+        &mut self,
+        region: RegionId,
+        bytes: u64,
+    ) -> Result<(), String> {
+        let Some(arriving) = self.of(region) else {
+            return Err(format!("region {} is no disk", region.0));
+        };
+        let longest = arriving.disk.size_bytes();
+        match &mut arriving.growing {
+            Some(growing) if bytes <= longest => {
+                growing.bytes = Some(bytes);
+                Ok(())
+            }
+            Some(_) => Err(format!("an image of {bytes} bytes is too long")),
+            None => Err("the length of an image that does not grow".to_owned()),
+        }
+    }
+
     pub(in crate::agent::migration) fn is_listed(&self) -> bool {
-        self.disks.iter().all(|disk| disk.presence.is_listed())
+        let has_length =
+            |disk: &Arriving| disk.growing.as_ref().is_none_or(|it| it.bytes.is_some());
+        let mut disks = self.disks.iter();
+        disks.all(|disk| disk.presence.is_listed() && has_length(disk))
     }
 
     /// Nothing is written any more, and everything is made durable.
     pub(in crate::agent::migration) fn seal(&mut self) {
         for disk in &mut self.disks {
+            if let Some(growing) = &disk.growing
+                && let Err(why) = growing.end(&disk.disk)
+            {
+                let text = format!("disk {}: {why}", disk.name);
+                self.failure.get_or_insert(text);
+            }
             disk.presence.seal();
             disk.presence.settle();
         }
@@ -320,5 +383,97 @@ impl Disks {
             Some(why) => Err(why.clone()),
             None => Ok(self.disks.iter().all(|disk| disk.presence.is_settled())),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_storage::disk::ExportSize;
+    use std::fs::{self, File};
+    use tempfile::TempDir;
+
+    const REGION: RegionId = RegionId(2);
+    const IMAGE: Qcow2 = Qcow2 {
+        version: 3,
+        cluster_bits: 16,
+        extended_l2: false,
+        disk_bytes: 8 << 20,
+    };
+
+    /// A disk that all has come of, but for its length.
+    fn arriving(header: &[u8]) -> (TempDir, Disks) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        fs::write(&path, header).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let disk = RawDisk::open(&path, ExportSize::Bytes(1 << 20)).unwrap();
+        let mut arriving = Arriving {
+            name: "vda".to_owned(),
+            presence: Presence::new(REGION, 256),
+            disk: Arc::new(disk),
+            pulled: false,
+            growing: Some(Growing {
+                image: IMAGE,
+                bytes: None,
+            }),
+            folder: None,
+            puller: None,
+            brought: false,
+        };
+        arriving.presence.listed(&List::nothing(REGION)).unwrap();
+        let disks = Disks {
+            first: 2,
+            epoch: Epoch(1),
+            disks: vec![arriving],
+            failure: None,
+        };
+        (folder, disks)
+    }
+
+    fn sealed(disks: &mut Disks) -> Result<bool, String> {
+        disks.seal();
+        while let Some((n, disk)) = disks.poll_sync() {
+            disks.synced(n, disk.flush());
+        }
+        disks.is_settled()
+    }
+
+    #[test]
+    fn an_image_that_grew_is_as_long_as_the_source_says() {
+        let (folder, mut disks) = arriving(&qcow2::header_alone(&IMAGE).unwrap());
+        assert!(!disks.is_listed(), "its length is not known");
+        disks.has_length(RegionId(1), 5).unwrap_err();
+        disks.has_length(REGION, (1 << 20) + 1).unwrap_err();
+        disks.has_length(REGION, 300_007).unwrap();
+        assert!(disks.is_listed());
+        assert_eq!(sealed(&mut disks), Ok(true));
+        let image = fs::metadata(folder.path().join("image")).unwrap();
+        assert_eq!(image.len(), 300_007);
+        disks.disks[0].growing = None;
+        disks.has_length(REGION, 300_007).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_that_is_not_what_was_offered_is_not_given_to_qemu() {
+        let header = qcow2::header_alone(&IMAGE).unwrap();
+        // A backing file, an external data file, another size, no image.
+        for (at, byte, why) in [
+            (15, 0x80, "stands on another one"),
+            (79, 4, "a second file"),
+            (27, 1, "another one than was offered"),
+            (0, 0, "not in qcow2"),
+        ] {
+            let mut header = header.clone();
+            header[at] = byte;
+            let (_folder, mut disks) = arriving(&header);
+            disks.has_length(REGION, 300_007).unwrap();
+            let refusal = sealed(&mut disks).unwrap_err();
+            assert!(refusal.contains(why), "{refusal}");
+        }
+        let (_folder, mut disks) = arriving(&header);
+        disks.has_length(REGION, 20).unwrap();
+        sealed(&mut disks).unwrap_err();
     }
 }

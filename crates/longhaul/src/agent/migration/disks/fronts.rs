@@ -6,9 +6,9 @@
 //! STATE/fronts/GUEST.N.note   what was put in where, for whoever has to take it out: durable before that
 //! ```
 
-use super::LocalDisk;
 use super::draining::may_be_left;
 use super::watch::Watch;
+use super::{LocalDisk, growing};
 use crate::agent::migration::Context;
 use crate::agent::migration::registry::Taken;
 use crate::agent::migration::send::Sending;
@@ -98,6 +98,8 @@ struct Below<'a> {
     image: &'a Path,
     /// The path of its device in QEMU.
     device: String,
+    size: ExportSize,
+    image_use: ImageUse,
     arriving: Option<Coming>,
     left: Option<LeftDisk>,
 }
@@ -295,10 +297,16 @@ impl Fronts {
                 blocks: disk.spec.blocks,
                 digest_key: sending.digest_key().0,
             });
+            let (size, image_use) = match disk.grows() {
+                true => (growing::SHOWN, ImageUse::Growing),
+                false => (ExportSize::OfFile, ImageUse::Raw),
+            };
             let of = Below {
                 disk: &disk.spec.name,
                 image: &disk.image,
                 device,
+                size,
+                image_use,
                 arriving: None,
                 left,
             };
@@ -432,8 +440,8 @@ fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<N
         .map_err(io::Error::other)?;
     let spec = FrontSpec {
         image: below.image.to_owned(),
-        size: ExportSize::OfFile,
-        locks: Some(ImageUse::Raw),
+        size: below.size,
+        locks: Some(below.image_use),
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
         arriving: below.arriving.is_some(),
@@ -518,6 +526,9 @@ pub(in crate::agent::migration) async fn put_in_for(
             device,
             disk: &disk.name,
             image: &disk.image,
+            // Of an image that grows nothing comes later.
+            size: ExportSize::OfFile,
+            image_use: ImageUse::Raw,
             arriving: Some(coming),
             left: None,
         };

@@ -7,16 +7,16 @@
 //! Whether they stay is decided by the journal alone: they do when it says that the guest is this
 //! host's, and go when it says that it will never be.
 
-use super::{blocks_of, format_of, is_local, write_durably};
+use super::{blocks_of, has_format, is_local, write_durably};
 use crate::agent::migration::Context;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId};
-use longhaul_storage::disk::{ExportSize, RawDisk};
+use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::{Holder, file_name, read_journal};
 use nix::sys::statvfs::statvfs;
@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -46,6 +46,27 @@ impl Place {
     pub(in crate::agent::migration) fn path(&self) -> &Path {
         &self.path
     }
+
+    /// What its QEMU has to find in the image to open it. Less than a block, which no image of the
+    /// format has all zero: so it is always written over.
+    fn beginning(&self) -> Result<Vec<u8>, qcow2::Qcow2Error> {
+        match &self.offered.format {
+            DiskFormat::Raw => Ok(Vec::new()),
+            DiskFormat::Qcow2(image) => qcow2::header_alone(image),
+        }
+    }
+
+    fn size(&self) -> ExportSize {
+        match grows(&self.offered) {
+            true => ExportSize::Bytes(self.offered.image_bytes),
+            false => ExportSize::OfFile,
+        }
+    }
+}
+
+/// Whether the image of a disk grows: how long it is in the end is said when the guest has stopped.
+fn grows(disk: &OfferedDisk) -> bool {
+    matches!(disk.format, DiskFormat::Qcow2(_))
 }
 
 fn refused(text: String, hint: impl Into<String>) -> Refusal {
@@ -144,7 +165,7 @@ pub(in crate::agent::migration) fn places(
         let described = offer.guest.disks.iter().find(|one| one.name == disk.name);
         let images = &context.parts.config.hypervisor.images;
         let image = described.and_then(|described| images.get(&described.image));
-        if image.is_some_and(|image| format_of(image) != disk.format) {
+        if image.is_some_and(|image| !has_format(image, &disk.format)) {
             let text = format!(
                 "{here} has another format for disk {} than it has now",
                 disk.name
@@ -154,10 +175,17 @@ pub(in crate::agent::migration) fn places(
                 "give its image the same `format` on both hosts",
             ));
         }
-        places.push(Place {
+        if grows(disk) && disk.pulled {
+            let text = format!("{here} cannot fetch what is left of disk {}", disk.name);
+            return Err(invalid(text));
+        }
+        let place = Place {
             offered: disk.clone(),
             path,
-        });
+        };
+        let beginning = place.beginning();
+        beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
+        places.push(place);
     }
     enough_room(here, &places)?;
     Ok(places)
@@ -254,6 +282,8 @@ pub(in crate::agent::migration) fn make(
         let mut options = OpenOptions::new();
         let file = options.write(true).create_new(true).mode(0o600);
         let file = file.open(&made.fresh)?;
+        let beginning = place.beginning().map_err(io::Error::other)?;
+        file.write_all_at(&beginning, 0)?;
         file.set_len(place.offered.image_bytes)?;
         if let Some(account) = &account {
             nix::unistd::fchown(&file, Some(account.uid), Some(account.gid))?;
@@ -264,12 +294,12 @@ pub(in crate::agent::migration) fn make(
     }
     write(&note)?;
     let mut disks = Vec::new();
-    for made in &note.images {
+    for (made, place) in note.images.iter().zip(places) {
         // Unlike a renaming it does not replace what somebody else has put there.
         fs::hard_link(&made.fresh, &made.path)?;
         fs::remove_file(&made.fresh)?;
         File::open(made.path.parent().unwrap_or(Path::new("/")))?.sync_all()?;
-        let disk = RawDisk::open(&made.path, ExportSize::OfFile).map_err(io::Error::other)?;
+        let disk = RawDisk::open(&made.path, place.size()).map_err(io::Error::other)?;
         disks.push(Arc::new(disk));
     }
     Ok(disks)

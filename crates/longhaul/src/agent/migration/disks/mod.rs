@@ -1,12 +1,13 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
-//! stands below them at the source while they do ([`fronts`]), how their writes are heard of
-//! ([`watch`]), what is made for them at the destination ([`making`]) and comes there ([`arriving`]), and
-//! what becomes of what is left when the guest runs there: sent here ([`draining`]), and given there to
-//! whoever answers the guest ([`puller`]).
+//! stands below them at the source while they do ([`fronts`]), what is different where images grow
+//! ([`growing`]), how their writes are heard of ([`watch`]), what is made for them at the destination
+//! ([`making`]) and comes there ([`arriving`]), and what becomes of what is left when the guest runs there:
+//! sent here ([`draining`]), and given there to whoever answers the guest ([`puller`]).
 
 pub(super) mod arriving;
 pub(super) mod draining;
 pub(super) mod fronts;
+mod growing;
 pub(super) mod making;
 pub(super) mod puller;
 pub(super) mod watch;
@@ -58,11 +59,11 @@ pub(super) fn is_local(disk: &Described) -> bool {
     !disk.shared && !disk.read_only
 }
 
-/// How an image's format is called between hosts.
-pub(super) fn format_of(image: &Image) -> DiskFormat {
-    match image.format {
-        ImageFormat::Raw => DiskFormat::Raw,
-        ImageFormat::Qcow2 => DiskFormat::Qcow2,
+/// Whether an image has the format that one between hosts is said to have.
+pub(super) fn has_format(image: &Image, format: &DiskFormat) -> bool {
+    match format {
+        DiskFormat::Raw => image.format == ImageFormat::Raw,
+        DiskFormat::Qcow2(_) => image.format == ImageFormat::Qcow2,
     }
 }
 
@@ -70,6 +71,14 @@ pub(super) fn format_of(image: &Image) -> DiskFormat {
 pub(super) fn blocks_of(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK)
 }
+
+/// The file of an image has become longer than its region.
+#[derive(Debug, Clone, Copy, thiserror::Error)]
+#[error(
+    "its image has grown by more than was to be expected while it moves: was a snapshot made of it, or did \
+     it get larger? The next move begins with its new size"
+)]
+pub(super) struct Outgrown;
 
 /// What is known of a link and of what a guest writes, for the choice of strategies.
 #[derive(Debug, Clone, Default)]
@@ -188,11 +197,14 @@ fn open(
         );
         refused(text).hint("name it under [images] in the agent's configuration")
     })?;
-    if image.format != ImageFormat::Raw {
-        let text = format!("disk {name} is a qcow2 image, and only raw ones move with their guest");
-        return Err(refused(text).hint("put it where both hosts see it, or make it a raw one"));
-    }
-    let disk = RawDisk::open(&image.path, ExportSize::OfFile)
+    let (format, size) = match image.format {
+        ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile),
+        ImageFormat::Qcow2 => {
+            let (format, longest) = growing::look(name, &image.path, strategy)?;
+            (format, ExportSize::Bytes(longest))
+        }
+    };
+    let disk = RawDisk::open(&image.path, size)
         .map_err(|error| refused(format!("disk {name}: {error}")))?;
     let looked = disk.file().metadata();
     let file = looked.map_err(|error| refused(format!("disk {name}: {error}")))?;
@@ -220,7 +232,7 @@ fn open(
             name: name.clone(),
             image_bytes,
             allocated_bytes,
-            format: format_of(image),
+            format,
             pulled: strategy.promise == Promise::List,
         },
         spec,
@@ -232,11 +244,31 @@ fn open(
 }
 
 impl LocalDisk {
+    /// Whether its image grows.
+    pub(super) fn grows(&self) -> bool {
+        matches!(self.offered.format, DiskFormat::Qcow2(_))
+    }
+
+    /// How long its image is now; an error when it has become longer than its region.
+    pub(super) fn image_bytes(&self) -> io::Result<u64> {
+        let bytes = self.disk.file_bytes()?;
+        match bytes <= self.offered.image_bytes {
+            true => Ok(bytes),
+            false => Err(io::Error::other(Outgrown)),
+        }
+    }
+
+    /// How many blocks its image has now: behind them are zeros.
+    pub(super) fn image_blocks(&self) -> u64 {
+        self.image_bytes().map_or(self.spec.blocks, blocks_of)
+    }
+
     /// What of it will probably travel, in bytes: as a few of its blocks look.
     pub(super) fn probable_bytes(&self) -> u64 {
-        let step = (self.spec.blocks / SAMPLES).max(1);
+        let blocks = self.image_blocks();
+        let step = (blocks / SAMPLES).max(1);
         let (mut content, mut block) = (Vec::new(), [0; BLOCK_SIZE]);
-        for at in (0..self.spec.blocks).step_by(step as usize) {
+        for at in (0..blocks).step_by(step as usize) {
             let read = read_blocks(&self.disk, BlockRange::new(at, 1), &mut block);
             if read.is_ok() && !longhaul_codec::is_zero(&block) {
                 content.extend_from_slice(&block);
@@ -266,9 +298,14 @@ impl LocalDisk {
             name: self.spec.name.clone(),
             strategy: self.choice(),
             why: self.why(),
-            image_bytes: self.offered.image_bytes,
+            image_bytes: self.shown_bytes(),
             allocated_bytes: self.offered.allocated_bytes,
         }
+    }
+
+    /// How long its image is, for people.
+    pub(super) fn shown_bytes(&self) -> u64 {
+        self.image_bytes().unwrap_or(self.offered.image_bytes)
     }
 
     /// Tells the engine of holes, which need not travel. Writes must be reported by now: what is a hole
