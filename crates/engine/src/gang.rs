@@ -9,8 +9,10 @@ use longhaul_codec::{BlockId, Digest};
 use longhaul_protocol::{MigrationId, RegionId};
 
 const WAYS: usize = 4;
-/// Slots at most: 4 MiB.
-const SLOTS_MAX: usize = 1 << 18;
+/// Slots at most: 16 MiB.
+const SLOTS_MAX: usize = 1 << 20;
+/// And for a guest that is alone, which notes what it brings for those that may come: 4 MiB.
+const SLOTS_ALONE_MAX: usize = 1 << 18;
 /// Members that may be noted for the same content: one may leave before the others have need of it.
 const COPIES_MAX: usize = 2;
 
@@ -61,22 +63,38 @@ impl Member {
 pub struct GangIndex {
     slots: Vec<Slot>,
     members: Vec<Option<MigrationId>>,
+    /// Of the largest member so far.
+    blocks: u64,
 }
 
 impl GangIndex {
     /// One more guest, of so many blocks, moves to the destination. None when there are too many.
     pub fn join(&mut self, migration: MigrationId, blocks: u64) -> Option<Member> {
+        let is_alone = self.members.iter().all(Option::is_none);
+        let slots_max = if is_alone { SLOTS_ALONE_MAX } else { SLOTS_MAX };
+        self.blocks = self.blocks.max(blocks);
         // Buckets fill unevenly, and the others bring content of their own.
-        let wanted = usize::try_from(blocks.saturating_mul(2)).unwrap_or(usize::MAX);
-        let slots = wanted.clamp(WAYS, SLOTS_MAX).next_power_of_two();
-        if self.slots.len() < slots {
-            // Where the old ones belong is not known any more without the whole digests.
-            self.slots = vec![EMPTY; slots];
-        }
+        let wanted = usize::try_from(self.blocks.saturating_mul(2)).unwrap_or(usize::MAX);
+        self.grow(wanted.clamp(WAYS, slots_max).next_power_of_two());
         // Never the number of one that has left: what is noted of that is nobody's.
         let member = u16::try_from(self.members.len() + 1).ok()?;
         self.members.push(Some(migration));
         Some(Member(member))
+    }
+
+    /// Has at least so many slots from now on, a power of two.
+    fn grow(&mut self, slots: usize) {
+        if self.slots.len() >= slots {
+            return;
+        }
+        let old = std::mem::replace(&mut self.slots, vec![EMPTY; slots]);
+        for slot in old.into_iter().filter(|slot| slot.member != 0) {
+            let bucket = self.bucket(slot.tag);
+            let new = &mut self.slots[bucket..bucket + WAYS];
+            if let Some(free) = new.iter_mut().find(|slot| slot.member == 0) {
+                *free = slot;
+            }
+        }
     }
 
     /// A guest has gone its way: what it brought may change without anybody's noticing.
@@ -124,7 +142,7 @@ impl GangIndex {
             return;
         }
         let free = slots.iter().position(|slot| !used(slot));
-        self.slots[bucket + free.unwrap_or(usize::from(digest.0[7]) % WAYS)] = Slot {
+        self.slots[bucket + free.unwrap_or(usize::from(digest.0[8]) % WAYS)] = Slot {
             tag,
             block,
             region: id.region.0,
@@ -148,12 +166,16 @@ impl GangIndex {
 
     /// The first slot of a digest's bucket, and what tells it from others there.
     fn place(&self, digest: &Digest) -> (usize, u64) {
-        let [low, high] = *digest.0.as_chunks().0 else {
+        let [tag, _] = *digest.0.as_chunks().0 else {
             return (0, 0);
         };
+        let tag = u64::from_le_bytes(tag);
+        (self.bucket(tag), tag)
+    }
+
+    fn bucket(&self, tag: u64) -> usize {
         let buckets = (self.slots.len() / WAYS).max(1);
-        let bucket = u64::from_le_bytes(low) as usize & (buckets - 1);
-        (bucket * WAYS, u64::from_le_bytes(high))
+        (tag as usize & (buckets - 1)) * WAYS
     }
 }
 
@@ -222,9 +244,22 @@ mod tests {
         };
         (0..5000).for_each(|n| index.arrived(first, &digest(n), id(n)));
         assert_eq!(index.slots.len(), size);
-        let found = (0..5000).filter(|n| index.find(second, &digest(*n)).is_some());
-        assert_eq!(found.count(), size);
+        let found = |index: &GangIndex| {
+            let found = (0..5000).filter(|n| index.find(second, &digest(*n)).is_some());
+            found.count()
+        };
+        assert_eq!(found(&index), size);
         index.join(MigrationId([3; 8]), u64::MAX).unwrap();
+        assert_eq!(index.slots.len(), SLOTS_MAX);
+        assert_eq!(found(&index), size, "all was taken along");
+    }
+
+    #[test]
+    fn an_index_for_one_guest_stays_small() {
+        let mut index = GangIndex::default();
+        index.join(MigrationId([1; 8]), u64::MAX).unwrap();
+        assert_eq!(index.slots.len(), SLOTS_ALONE_MAX);
+        index.join(MigrationId([2; 8]), 1).unwrap();
         assert_eq!(index.slots.len(), SLOTS_MAX);
     }
 

@@ -2,12 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
+use longhaul_engine::gang::Gang;
 use longhaul_engine::remaining::Remaining;
 use longhaul_engine::source::{Advice, Answer, Batch, Link, Source, SourceError, Unseen, WriteId};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::message::Acknowledgement;
-use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
+use longhaul_protocol::{BlockRange, MigrationId, RegionId, RegionSpec};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 const MEMORY: RegionId = RegionId(0);
@@ -590,6 +592,45 @@ fn disks_are_left_out_where_nobody_wants_them_read_back() {
     }
     let (_, decisions) = take_with(&mut source, |id| id.block + 5);
     assert!(decisions.iter().all(|decision| means(decision).is_none()));
+}
+
+/// What guests that move at once have brought.
+#[derive(Clone, Default)]
+struct Brought(Arc<Mutex<Vec<(Digest, BlockId)>>>);
+
+impl Gang for Brought {
+    fn find(&self, digest: &Digest) -> Option<(MigrationId, BlockId)> {
+        let brought = self.0.lock().unwrap();
+        let found = brought.iter().find(|(one, _)| one == digest);
+        found.map(|(_, id)| (MigrationId([1; 8]), *id))
+    }
+
+    fn arrived(&mut self, digest: &Digest, block: BlockId) {
+        self.0.lock().unwrap().push((*digest, block));
+    }
+
+    fn changed(&mut self, _: &Digest, _: BlockId) {}
+}
+
+#[test]
+fn what_another_guest_has_brought_of_its_disk_is_not_sent_again() {
+    let brought = Brought::default();
+    let mut first = source(Strategy::PRECOPY, 128);
+    first.join(Box::new(brought.clone()), 0.0);
+    for _ in 0..8 {
+        let (batch, _) = take_with(&mut first, |id| id.block + 1);
+        acknowledge(&mut first, &batch);
+    }
+    let mut second = source(Strategy::PRECOPY, 128);
+    second.join(Box::new(brought), 0.0);
+    // In another place of its own disk.
+    let (batch, decisions) = take_with(&mut second, |id| (id.block + 3) % 128 + 1);
+    for (id, decision) in batch.blocks.iter().zip(&decisions) {
+        let Decision::Shared { source, .. } = decision else {
+            panic!("{id:?} is brought again");
+        };
+        assert_eq!(*source, of_disk((id.block + 3) % 128));
+    }
 }
 
 /// Sends all there is, of which a digest alone is enough for those blocks; how many were named that way, and

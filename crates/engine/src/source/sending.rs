@@ -347,11 +347,7 @@ impl Source {
                 })
             })
         })?;
-        let (region, block) = locate(&self.regions, found)?;
-        Some(BlockId {
-            region: region.spec.id,
-            block,
-        })
+        block_of(&self.regions, found)
     }
 
     /// Where another guest has brought this content.
@@ -396,6 +392,9 @@ impl Source {
         if !self.references || !self.disk_references || self.draining {
             return;
         }
+        if let (Some(gang), Some(id)) = (&mut self.gang, block_of(&self.regions, global)) {
+            gang.arrived(digest, id);
+        }
         if !self.tagged.is_open() {
             let disks = self.regions.iter().filter(|it| !it.map.keeps_digests());
             let left: u64 = disks.map(|it| it.map.pending_total()).sum();
@@ -434,6 +433,15 @@ fn locate(regions: &[Region], global: u32) -> Option<(&Region, u64)> {
     let after = regions.partition_point(|region| region.first <= global);
     let region = regions.get(after.checked_sub(1)?)?;
     Some((region, u64::from(global - region.first)))
+}
+
+/// The block that a number over all regions means.
+fn block_of(regions: &[Region], global: u32) -> Option<BlockId> {
+    let (region, block) = locate(regions, global)?;
+    Some(BlockId {
+        region: region.spec.id,
+        block,
+    })
 }
 
 fn holds(regions: &[Region], global: u32, digest: &Digest) -> bool {

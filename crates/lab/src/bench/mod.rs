@@ -108,6 +108,7 @@ pub const BENCHES: &[Bench] = &[
     agents::BENCH,
     codec::BENCH,
     disk::BENCH,
+    memory::group::BENCH,
     handover::BENCH,
     link::BENCH,
     memory::BENCH,

@@ -180,6 +180,27 @@ impl SystemGuest {
         })
     }
 
+    /// What its disk is, as a file.
+    ///
+    /// # Errors
+    /// When it is not there any more.
+    pub fn disk(&self) -> Result<fs::Metadata, LabError> {
+        fs::metadata(&self.disk).during(|| format!("look at {}", self.disk.display()))
+    }
+
+    /// Puts a copy of its disk somewhere, in the place of what is there.
+    ///
+    /// # Errors
+    /// When it cannot be copied.
+    pub fn lay_out(&self, place: &Path) -> Result<(), LabError> {
+        copy(&self.disk, place)
+    }
+
+    /// What its arena does.
+    pub fn arena(&self) -> &Workload {
+        &self.arena
+    }
+
     /// The workloads that it has.
     pub fn workloads(&self) -> impl Iterator<Item = &str> {
         let names = self.programs.iter().map(|(name, _)| name.as_str());

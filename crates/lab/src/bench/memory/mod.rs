@@ -1,6 +1,7 @@
 //! `lab bench memory`: Longhaul and QEMU's own ways move the same guest over the same link.
 
 pub(super) mod back;
+pub(super) mod group;
 mod rates;
 mod systems;
 
@@ -383,7 +384,7 @@ fn show(row: &MoveRow) -> String {
 }
 
 /// Only moves that went through, of guests that found nothing wrong, are compared.
-fn counts(row: &MoveRow) -> bool {
+fn counts<P>(row: &MoveRow<P>) -> bool {
     row.is_completed() && row.verify_errors == Some(0)
 }
 

@@ -4,6 +4,7 @@ use super::Context;
 use super::allowance::Admission;
 use super::disks::arriving::Disks;
 use super::disks::fronts::{self, Comes, Coming, FrontError};
+use super::disks::read_blocks;
 use super::gang::{Look, Shown};
 use super::kept::Kept;
 use super::meter::{Meter, Usage};
@@ -22,7 +23,8 @@ use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionSpec};
-use std::collections::BTreeSet;
+use longhaul_storage::disk::RawDisk;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
@@ -213,9 +215,11 @@ impl Inbound {
             places: places.clone(),
         };
         let key = DigestKey(offer.digest_key);
-        let shown = admission
-            .others()
-            .show(offer.migration, Arc::new(store.clone()));
+        let arrived = Arrived {
+            memory: store.clone(),
+            disks: arriving.0.images().collect(),
+        };
+        let shown = admission.others().show(offer.migration, Arc::new(arrived));
         let receiving = Receiving::new(
             &offer.regions,
             Box::new(store),
@@ -410,9 +414,19 @@ impl GuestStore {
     }
 }
 
-impl Look for GuestStore {
+/// What others may look at of an arriving guest: its memory and its disks.
+struct Arrived {
+    memory: GuestStore,
+    disks: BTreeMap<RegionId, Arc<RawDisk>>,
+}
+
+impl Look for Arrived {
     fn look(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {
-        self.read_block(id, into).is_ok()
+        let range = BlockRange::new(id.block, 1);
+        match self.disks.get(&id.region) {
+            Some(disk) => read_blocks(disk, range, into).is_ok(),
+            None => self.memory.read_block(id, into).is_ok(),
+        }
     }
 }
 

@@ -177,6 +177,15 @@ impl Disks {
         self.disks.get(n).map(|arriving| arriving.disk.clone())
     }
 
+    /// The images of all of them, by their regions.
+    pub(in crate::agent::migration) fn images(
+        &self,
+    ) -> impl Iterator<Item = (RegionId, Arc<RawDisk>)> {
+        let region = |n: usize| RegionId((self.first + n) as u16);
+        let disks = self.disks.iter().enumerate();
+        disks.map(move |(n, arriving)| (region(n), arriving.disk.clone()))
+    }
+
     /// Whether a region is one of these disks.
     pub(in crate::agent::migration) fn has(&self, region: RegionId) -> bool {
         usize::from(region.0) >= self.first && !self.disks.is_empty()
