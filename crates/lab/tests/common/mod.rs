@@ -7,7 +7,7 @@
     clippy::print_stderr
 )]
 
-use longhaul_api::{GuestState, Outcome};
+use longhaul_api::GuestState;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};
 use longhaul_lab::installed;
@@ -261,24 +261,6 @@ impl Running {
     /// The channel's socket on a host.
     pub(crate) fn socket(&self, stage: &Stage, host: usize) -> PathBuf {
         channel_socket(stage.lab.host(host).unwrap(), &self.name, CHANNEL_NAME)
-    }
-
-    /// Waits until neither host has a migration of it under way; how the latest ended, by host.
-    pub(crate) fn settled(&self, stage: &Stage) -> [Option<Outcome>; 2] {
-        let mut outcomes = [None, None];
-        let settled = wait_until(LIMIT, || {
-            (0..2).all(|host| {
-                let latest = stage.product.latest_migration(host, &self.name).unwrap();
-                outcomes[host] = latest.as_ref().and_then(|migration| migration.outcome);
-                latest.is_none() || outcomes[host].is_some()
-            })
-        });
-        assert!(
-            settled,
-            "a migration of {} does not end: {outcomes:?}",
-            self.name
-        );
-        outcomes
     }
 
     /// Ends it, wherever it is.
