@@ -230,6 +230,7 @@ impl Destination {
         Some(Acknowledgement {
             applied,
             rejected: rejected.collect(),
+            ..Acknowledgement::default()
         })
     }
 

@@ -60,6 +60,7 @@ fn acknowledge(source: &mut Source, batch: &Batch) {
     let message = Acknowledgement {
         applied: vec![(batch.seq, 1)],
         rejected: Vec::new(),
+        ..Acknowledgement::default()
     };
     source.acknowledged(&message).unwrap();
 }
@@ -399,6 +400,51 @@ fn a_region_that_is_held_back_leaves_the_link_to_others() {
     assert_eq!(settle(&mut source), (0, 1), "nobody is disturbed any more");
 }
 
+/// The destination says how long its disks take.
+fn sync_takes(source: &mut Source, ms: u32) {
+    let message = Acknowledgement {
+        sync_us: ms * 1000,
+        ..Acknowledgement::default()
+    };
+    source.acknowledged(&message).unwrap();
+}
+
+#[test]
+fn the_stop_waits_for_the_destinations_disks_but_not_for_ever() {
+    let passes = |source: &mut Source, from_s: u64, to_s: u64| {
+        for second in from_s..to_s {
+            let now = Duration::from_secs(second);
+            assert_eq!(source.advise(now), Advice::ReadPass, "{now:?}");
+            source.pass_started(now, false);
+            source.pass_read();
+        }
+    };
+    for recovers in [true, false] {
+        let mut source = source(Strategy::PRECOPY, 16);
+        settle(&mut source);
+        sync_takes(&mut source, 2000);
+        let predicted = source.predicted_downtime(MS * 50);
+        assert!(predicted.likely >= MS * 2000, "{predicted:?}");
+        assert!(predicted.at_most >= MS * 4000, "{predicted:?}");
+        passes(&mut source, 1, 40);
+        if recovers {
+            sync_takes(&mut source, 20);
+            let stop = Advice::Stop(StopReason::WithinLimit);
+            assert_eq!(source.advise(Duration::from_secs(41)), stop);
+            continue;
+        }
+        passes(&mut source, 40, 61);
+        let stopped = (61..80).any(|second| {
+            let now = Duration::from_secs(second);
+            let stops = matches!(source.advise(now), Advice::Stop(StopReason::LocalMinimum));
+            source.pass_started(now, false);
+            source.pass_read();
+            stops
+        });
+        assert!(stopped, "it waits for ever");
+    }
+}
+
 #[test]
 fn what_is_wanted_suspends_the_drain() {
     let mut source = source(Strategy::POSTCOPY, 640);
@@ -651,6 +697,7 @@ fn send_kept(source: &mut Source, keeps: impl Fn(BlockId) -> bool) -> (usize, us
         let message = Acknowledgement {
             applied: vec![(batch.seq, 1)],
             rejected,
+            ..Acknowledgement::default()
         };
         source.acknowledged(&message).unwrap();
     }

@@ -385,4 +385,7 @@ pub struct Acknowledgement {
     pub applied: Vec<(u64, u32)>,
     /// Blocks of those frames whose reference did not hold: they must be sent again.
     pub rejected: Vec<(RegionId, BlockRange)>,
+    /// How long the destination takes to make durable what has come of disks, in microseconds: the
+    /// last time, or the time that is under way where that is longer; 0 without disks.
+    pub sync_us: u32,
 }

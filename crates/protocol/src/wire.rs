@@ -264,6 +264,7 @@ mod tests {
         let acknowledgement = Acknowledgement {
             applied: vec![(7, 3)],
             rejected,
+            sync_us: 300,
         };
         let list = ToDestination::List(List {
             region: RegionId(5),
@@ -387,11 +388,12 @@ mod tests {
         #[test]
         fn acknowledgements_survive(
             applied in proptest::collection::vec((any::<u64>(), any::<u32>()), 0..20),
-            start in 0u64..1 << 31, count in 0u64..1 << 31,
+            start in 0u64..1 << 31, count in 0u64..1 << 31, sync_us in any::<u32>(),
         ) {
             let message = Acknowledgement {
                 applied,
                 rejected: vec![(RegionId(3), BlockRange { start, count })],
+                sync_us,
             };
             prop_assert_eq!(decode(&encode(&message).unwrap()), Ok(message));
         }

@@ -122,6 +122,10 @@ pub struct Source {
     written: Written,
     link: Option<Link>,
     switch_overhead: Duration,
+    /// How long the destination takes to make durable what came of disks.
+    sync: Duration,
+    /// Since when that alone is what the stop waits for.
+    sync_waited_since: Option<Duration>,
     hot_allowed: bool,
 }
 
@@ -188,6 +192,8 @@ impl Source {
             written: Written::default(),
             link: None,
             switch_overhead,
+            sync: Duration::ZERO,
+            sync_waited_since: None,
             hot_allowed: false,
         };
         let mut first = 0;
@@ -369,6 +375,7 @@ impl Source {
                 .blocks()
                 .for_each(|block| region.map.rejected(block as usize));
         }
+        self.sync = Duration::from_micros(message.sync_us.into());
         Ok(())
     }
 

@@ -25,6 +25,9 @@ pub enum Advice {
 /// written pages.
 const PASS_MIN: Duration = Duration::from_millis(20);
 
+/// So long the stop waits for a destination whose disks are slow to take what has come.
+const SYNC_PATIENCE: Duration = Duration::from_secs(60);
+
 /// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
 const WAIT_WRITE_SHARE: f64 = 0.8;
 
@@ -101,7 +104,8 @@ impl Source {
                 false => Advice::Stop(StopReason::WithinLimit),
             };
         }
-        if known && !self.pass.judged {
+        let waits = known && self.waits_for_disks(now, predicted, limit);
+        if known && !waits && !self.pass.judged {
             self.pass.judged = true;
             let after = self.after_pass(now, predicted);
             if let Some(reason) = self.stop.pass(&after) {
@@ -114,6 +118,24 @@ impl Source {
         } else {
             Advice::ReadPass
         }
+    }
+
+    /// Whether nothing keeps the guest from being stopped but the destination's disks. That passes: what
+    /// it takes is mostly what came before.
+    fn waits_for_disks(&mut self, now: Duration, predicted: Duration, limit: Duration) -> bool {
+        let by_rule = self.stop.wish().rule == Rule::Predicted;
+        let without = predicted.saturating_sub(self.sync_at_most());
+        if !by_rule || self.sync.is_zero() || without > limit {
+            self.sync_waited_since = None;
+            return false;
+        }
+        let since = *self.sync_waited_since.get_or_insert(now);
+        now.saturating_sub(since) < SYNC_PATIENCE
+    }
+
+    /// One sync may have just begun when the last one is asked for.
+    fn sync_at_most(&self) -> Duration {
+        self.sync * 2
     }
 
     /// What the stop rule is told.
@@ -168,13 +190,13 @@ impl Source {
         let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
         // Frames are made while others travel: the slower of both counts.
         let work = self.costs.work(blocks);
-        let time = |bytes: f64| {
+        let time = |bytes: f64, sync: Duration| {
             let travels = travel_time(bytes + queued_bytes as f64, link);
-            travels.max(work).saturating_add(overhead)
+            travels.max(work).saturating_add(overhead + sync)
         };
         Downtime {
-            likely: time(self.costs.likely(blocks)),
-            at_most: time(self.costs.at_most(blocks)),
+            likely: time(self.costs.likely(blocks), self.sync),
+            at_most: time(self.costs.at_most(blocks), self.sync_at_most()),
         }
     }
 

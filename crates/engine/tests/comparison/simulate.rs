@@ -196,6 +196,7 @@ impl Move {
             let message = Acknowledgement {
                 applied,
                 rejected: Vec::new(),
+                ..Acknowledgement::default()
             };
             self.source.acknowledged(&message).unwrap();
         }

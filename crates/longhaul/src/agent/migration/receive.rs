@@ -26,6 +26,8 @@ use tokio::time::{Instant, timeout_at};
 /// Acknowledgements follow each other no faster than this; the first one goes at once, since a write
 /// may wait for it.
 const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
+/// How long a source does not hear how long disks take here, where that has changed.
+const TELL_EVERY: Duration = Duration::from_millis(100);
 /// How often it is looked whether what came of disks is to be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
 
@@ -81,6 +83,8 @@ struct Inner {
     kept: Kept,
     early: Assembly,
     device_state: Assembly,
+    /// What the source has heard of how long disks take.
+    told_sync: Duration,
     /// Whether early pieces are needed for what follows.
     needs_early: bool,
     error: Option<String>,
@@ -104,6 +108,7 @@ impl Receiving {
             kept,
             early: Assembly::default(),
             device_state: Assembly::default(),
+            told_sync: Duration::ZERO,
             needs_early: false,
             error: None,
             fresh: Vec::new(),
@@ -255,10 +260,10 @@ impl Receiving {
         let mut decoder = Decoder::new(self.key);
         let mut in_order = InOrder::default();
         loop {
-            let frame = match acknowledge_at {
-                None => Some(bulk.recv().await?),
-                Some(at) if at <= Instant::now() => None,
-                Some(at) => timeout_at(at, bulk.recv()).await.ok().transpose()?,
+            let wake_at = acknowledge_at.unwrap_or_else(|| Instant::now() + TELL_EVERY);
+            let frame = match wake_at <= Instant::now() {
+                true => None,
+                false => timeout_at(wake_at, bulk.recv()).await.ok().transpose()?,
             };
             match frame {
                 Some(Some(frame)) => {
@@ -302,7 +307,15 @@ impl Receiving {
     }
 
     fn poll_acknowledgement(&self) -> Option<Acknowledgement> {
-        self.lock().destination.poll_acknowledgement()
+        let mut inner = self.lock();
+        let sync = inner.disks.sync_time();
+        let news = has_changed(inner.told_sync, sync).then(Acknowledgement::default);
+        let message = inner.destination.poll_acknowledgement().or(news)?;
+        inner.told_sync = sync;
+        Some(Acknowledgement {
+            sync_us: u32::try_from(sync.as_micros()).unwrap_or(u32::MAX),
+            ..message
+        })
     }
 }
 
@@ -381,6 +394,11 @@ impl Inner {
             .applied(epoch, outcome.seq, &outcome.rejected)?;
         Ok(blocks)
     }
+}
+
+/// Whether a time has changed so that somebody else should hear of it.
+fn has_changed(told: Duration, now: Duration) -> bool {
+    told.abs_diff(now) > Duration::from_millis(1).max(told / 8)
 }
 
 /// Makes durable what comes of disks, as long as something may come.

@@ -14,7 +14,7 @@ use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::arriving::masks::Masks;
 use std::io;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 /// News of a server that wait for the agent, at most.
@@ -42,6 +42,9 @@ struct Arriving {
     puller: Option<Arc<Puller>>,
     /// Something was brought, and is not known to be there.
     brought: bool,
+    /// When it was begun to be made durable, where it is; and how long that took the last time.
+    sync_began: Option<Instant>,
+    sync_took: Duration,
 }
 
 /// An image that grows.
@@ -95,6 +98,8 @@ impl Disks {
             folder: None,
             puller: None,
             brought: false,
+            sync_began: None,
+            sync_took: Duration::ZERO,
         });
         let disks: Vec<Arriving> = arriving.collect();
         Self {
@@ -122,6 +127,8 @@ impl Disks {
                 folder: None,
                 puller: Some(puller),
                 brought: false,
+                sync_began: None,
+                sync_took: Duration::ZERO,
             }
         });
         Self {
@@ -359,7 +366,10 @@ impl Disks {
         for (n, disk) in self.disks.iter_mut().enumerate() {
             while let Some(output) = disk.presence.poll() {
                 match output {
-                    Output::SyncData => return Some((n, disk.disk.clone())),
+                    Output::SyncData => {
+                        disk.sync_began = Some(Instant::now());
+                        return Some((n, disk.disk.clone()));
+                    }
                     // They are stored when all is here that comes before the guest runs.
                     Output::StoreMasks(_) => disk.presence.masks_stored(true),
                     Output::Go(..)
@@ -379,11 +389,24 @@ impl Disks {
         let Some(disk) = self.disks.get_mut(n) else {
             return;
         };
+        disk.sync_took = disk
+            .sync_began
+            .take()
+            .map_or(disk.sync_took, |it| it.elapsed());
         disk.presence.data_synced(done.is_ok());
         if let Err(error) = done {
             let text = format!("disk {} cannot be made durable: {error}", disk.name);
             self.failure.get_or_insert(text);
         }
+    }
+
+    /// How long it takes to make them durable: the last time, or the time that is under way where that is longer.
+    pub(in crate::agent::migration) fn sync_time(&self) -> Duration {
+        let of_disk = |disk: &Arriving| {
+            let now = disk.sync_began.map(|it| it.elapsed());
+            now.unwrap_or_default().max(disk.sync_took)
+        };
+        self.disks.iter().map(of_disk).max().unwrap_or_default()
     }
 
     /// Whether all of it is durable; an error when it cannot be made so.
@@ -430,6 +453,8 @@ mod tests {
             folder: None,
             puller: None,
             brought: false,
+            sync_began: None,
+            sync_took: Duration::ZERO,
         };
         arriving.presence.listed(&List::nothing(REGION)).unwrap();
         let disks = Disks {
