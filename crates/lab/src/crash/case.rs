@@ -16,6 +16,14 @@ pub enum Victim {
     SourceQemu,
     /// The guest's QEMU at the destination is killed.
     DestinationQemu,
+    /// What answers the guest for its disk at the source is killed.
+    SourceFront,
+    /// The same at the destination, while a part of the disk may be missing there.
+    DestinationFront,
+    /// What keeps the source's front end answering is killed.
+    SourceSupervisor,
+    /// The same at the destination.
+    DestinationSupervisor,
     /// The connection between the agents is closed.
     Connection,
     /// The link is cut for a while.
@@ -26,12 +34,16 @@ pub enum Victim {
 
 impl Victim {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 12] = [
         Self::SourceAgent,
         Self::DestinationAgent,
         Self::BothAgents,
         Self::SourceQemu,
         Self::DestinationQemu,
+        Self::SourceFront,
+        Self::DestinationFront,
+        Self::SourceSupervisor,
+        Self::DestinationSupervisor,
         Self::Connection,
         Self::Link,
         Self::Record,
@@ -44,6 +56,10 @@ impl Victim {
             Self::BothAgents => "both-agents",
             Self::SourceQemu => "source-qemu",
             Self::DestinationQemu => "destination-qemu",
+            Self::SourceFront => "source-front",
+            Self::DestinationFront => "destination-front",
+            Self::SourceSupervisor => "source-supervisor",
+            Self::DestinationSupervisor => "destination-supervisor",
             Self::Connection => "connection",
             Self::Link => "link",
             Self::Record => "record",
@@ -65,6 +81,17 @@ impl Victim {
         match self {
             Self::SourceQemu => Some(Side::Source),
             Self::DestinationQemu => Some(Side::Destination),
+            _ => None,
+        }
+    }
+
+    /// Whose front end is killed, and which of its processes, by its part.
+    pub fn front(self) -> Option<(Side, &'static str)> {
+        match self {
+            Self::SourceFront => Some((Side::Source, "tell")),
+            Self::DestinationFront => Some((Side::Destination, "arrive")),
+            Self::SourceSupervisor => Some((Side::Source, "supervise")),
+            Self::DestinationSupervisor => Some((Side::Destination, "supervise")),
             _ => None,
         }
     }
@@ -130,11 +157,26 @@ pub enum Disks {
     Precopy,
     /// Each host has its own; the guest's writes wait for both.
     Mirror,
+    /// Each host has its own; what the guest writes often comes when it runs at the destination.
+    Hybrid,
+    /// Each host has its own; all of it comes then.
+    Postcopy,
 }
 
 impl Disks {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::Shared, Self::Precopy, Self::Mirror];
+    pub const ALL: [Self; 5] = [
+        Self::Shared,
+        Self::Precopy,
+        Self::Mirror,
+        Self::Hybrid,
+        Self::Postcopy,
+    ];
+
+    /// Whether something may be left at the source when the guest runs at the destination.
+    pub fn leaves(self) -> bool {
+        matches!(self, Self::Hybrid | Self::Postcopy)
+    }
 
     /// The word for it, as moves are asked for it.
     pub fn name(self) -> &'static str {
@@ -142,6 +184,8 @@ impl Disks {
             Self::Shared => "shared",
             Self::Precopy => "precopy",
             Self::Mirror => "mirror",
+            Self::Hybrid => "hybrid",
+            Self::Postcopy => "postcopy",
         }
     }
 }
@@ -276,6 +320,13 @@ impl Case {
         } = self.kind;
         let fits = match victim {
             Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
+            // There are front ends from the offer on, and at the destination only where something is left.
+            Victim::SourceFront | Victim::SourceSupervisor => {
+                disks != Disks::Shared && has_fronts(step)
+            }
+            Victim::DestinationFront | Victim::DestinationSupervisor => {
+                disks.leaves() && has_fronts(step)
+            }
             Victim::SourceQemu => !matches!(step, Step::Asking | Step::Done),
             Victim::DestinationQemu => !matches!(
                 step,
@@ -288,7 +339,10 @@ impl Case {
         // What stays away longer is noticed where somebody waits for it.
         let waits = match victim {
             Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
-            Victim::Link => matches!(step, Step::Ready | Step::Released | Step::Committed),
+            Victim::Link => matches!(
+                step,
+                Step::Ready | Step::Released | Step::Committed | Step::Pulling
+            ),
             _ => false,
         };
         // A lock held by somebody else is what makes QEMU refuse.
@@ -299,12 +353,23 @@ impl Case {
             Release::Early => {
                 matches!(
                     step,
-                    Step::Stopped | Step::Ready | Step::Released | Step::Committed | Step::Done
+                    Step::Stopped
+                        | Step::Ready
+                        | Step::Released
+                        | Step::Committed
+                        | Step::Pulling
+                        | Step::Done
                 ) && !self.point.name.ends_with(":ready")
             }
         };
         let told = disks != Disks::Shared || !self.point.needs_local_disks();
-        let met = passes && told && step != Step::Elsewhere;
+        // Little is left of a disk that moves with hybrid: the guest need not come across it.
+        let left = match step {
+            Step::Pulling if self.point.needs_the_guest() => disks == Disks::Postcopy,
+            Step::Pulling => disks.leaves(),
+            _ => true,
+        };
+        let met = passes && told && left && step != Step::Elsewhere;
         met && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
@@ -323,6 +388,28 @@ pub fn universe(points: &[Point]) -> Vec<Case> {
     cases
 }
 
+/// Whether a move of local disks has front ends all through this part of it.
+fn has_fronts(step: Step) -> bool {
+    matches!(
+        step,
+        Step::Sending
+            | Step::Stopped
+            | Step::Ready
+            | Step::Released
+            | Step::Committed
+            | Step::Pulling
+    )
+}
+
+/// In which part of a move a point lies when disks move in this way: what is left comes over a connection
+/// that is made again.
+fn step_of(point: &Point, disks: Disks) -> Step {
+    match point.step {
+        Step::Resuming if disks.leaves() => Step::Pulling,
+        step => step,
+    }
+}
+
 /// A victim at a point with a pair of QEMUs, in every way.
 fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
     let mut cases = Vec::new();
@@ -332,7 +419,7 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
                 for disks in Disks::ALL {
                     let kind = Kind {
                         victim,
-                        step: point.step,
+                        step: step_of(point, disks),
                         release,
                         pair,
                         locks,

@@ -7,6 +7,7 @@ use crate::guest::disks::{DiskKind, LocalDisk};
 use crate::history::task::{History, Task, description};
 use crate::history::workload::Work;
 use crate::process::wait_until;
+use longhaul_history::plan::{Kind, Plan, SECTOR_BYTES};
 use longhaul_protocol::guest::GuestDescription;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -17,6 +18,12 @@ use std::time::Duration;
 /// Room for what a history scatters, and so little that a move takes a second.
 const BYTES: u64 = 8 << 20;
 const OPERATIONS_PER_S: u64 = 40;
+/// How many of them are under way at a time.
+const DEPTH: u32 = 4;
+/// Disks move in chunks.
+const CHUNK_BYTES: u64 = 256 << 10;
+/// `hybrid` leaves a chunk to which so much was written.
+const HOT_BYTES: u64 = 2 * CHUNK_BYTES;
 /// How long what was told before the guest stood still may be on its way.
 const TOLD_WITHIN: Duration = Duration::from_secs(20);
 
@@ -72,6 +79,27 @@ impl GuestDisk {
     pub(super) fn begin(&self, arena: &mut Arena) -> Result<(), LabError> {
         let task = task(std::slice::from_ref(&self.disk), self.seed);
         self.history.begin_beside(arena, &task)
+    }
+
+    /// Waits until the guest has written so much to some chunk, from now on, that `hybrid` leaves it.
+    pub(super) fn wait_for_a_hot_place(&self, limit: Duration) -> Result<(), LabError> {
+        let sectors = BYTES / SECTOR_BYTES as u64;
+        let plan = Plan::new(self.seed, vec![sectors]);
+        let plan = plan.map_err(|error| LabError::Which(error.to_string()))?;
+        let mut written = vec![0; BYTES.div_ceil(CHUNK_BYTES) as usize];
+        // Those that are under way may have been written already.
+        let mut number = self.history.heard().told.done + 2 * u64::from(DEPTH);
+        while written.iter().all(|bytes| *bytes < HOT_BYTES) {
+            let operation = plan.operation(number);
+            if matches!(operation.kind, Kind::Write | Kind::Zero) {
+                for sector in operation.range() {
+                    written[(sector * SECTOR_BYTES as u64 / CHUNK_BYTES) as usize] +=
+                        SECTOR_BYTES as u64;
+                }
+            }
+            number += 1;
+        }
+        self.history.wait_for(number, limit)
     }
 
     /// Judges it at a host, on which these are the guest's QEMUs: none where the guest has died.
@@ -162,7 +190,7 @@ fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
     Task {
         disks,
         seed,
-        depth: 4,
+        depth: DEPTH,
         work,
     }
 }

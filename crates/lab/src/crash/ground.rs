@@ -162,6 +162,18 @@ impl Ground {
         Ok(self.processes(host)?.into_iter().filter(is_one).collect())
     }
 
+    /// The processes of front ends on a host that do this part.
+    pub(super) fn fronts(&self, host: usize, part: &str) -> Result<Vec<i32>, LabError> {
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            words
+                .windows(2)
+                .any(|two| two == [b"disk-front".as_slice(), part.as_bytes()])
+        };
+        Ok(self.processes(host)?.into_iter().filter(is_one).collect())
+    }
+
     fn processes(&self, host: usize) -> Result<Vec<i32>, LabError> {
         processes(&self.lab, host)
     }

@@ -3,7 +3,8 @@
 
 use crate::error::LabError;
 
-/// The part of a move in which a point lies. The first eight follow each other in every move.
+/// The part of a move in which a point lies. The first nine follow each other, the eighth only where something of a
+/// disk is left at the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Step {
     /// `longhaul plan` asks; nothing moves.
@@ -20,6 +21,8 @@ pub enum Step {
     Released,
     /// The destination has COMMITTED in its journal.
     Committed,
+    /// The guest runs at the destination, which fetches what is left of its disks.
+    Pulling,
     /// The source has DONE in its journal.
     Done,
     /// The move is cancelled while memory is sent.
@@ -32,13 +35,14 @@ pub enum Step {
     Recovering,
     /// The destination's QEMU refuses to run the guest after COMMITTED.
     Returning,
-    /// A person's word, or a question while blocks are missing: no move of the matrix passes here.
+    /// A person's word, a disk that cannot be read, or a question at the wrong moment: no move of the matrix passes
+    /// here.
     Elsewhere,
 }
 
 impl Step {
     /// All of them.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Asking,
         Self::Offering,
         Self::Sending,
@@ -46,6 +50,7 @@ impl Step {
         Self::Ready,
         Self::Released,
         Self::Committed,
+        Self::Pulling,
         Self::Done,
         Self::Cancelling,
         Self::Refusing,
@@ -168,6 +173,17 @@ const PLACES: &[(Step, &[&str])] = &[
         ],
     ),
     (
+        Step::Pulling,
+        &[
+            "d:before-send:missing",
+            "s:after-receipt:missing",
+            "d:before-send:want",
+            "s:after-receipt:want",
+            "d:before-send:superseded",
+            "s:after-receipt:superseded",
+        ],
+    ),
+    (
         Step::Done,
         &[
             "d:before-send:summary",
@@ -234,12 +250,6 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:overruled",
             "d:before-send:status",
             "s:after-receipt:status",
-            "d:before-send:missing",
-            "s:after-receipt:missing",
-            "d:before-send:want",
-            "s:after-receipt:want",
-            "d:before-send:superseded",
-            "s:after-receipt:superseded",
             "s:before-send:unreadable",
             "d:after-receipt:unreadable",
             "s:before-send:length",
@@ -292,16 +302,22 @@ impl Point {
 
     /// Whether it is passed only when disks move too.
     pub fn needs_local_disks(&self) -> bool {
-        ["offer-disks", "list"]
-            .iter()
-            .any(|what| self.name.ends_with(&format!(":{what}")))
+        ["offer-disks", "list"].contains(&self.what())
+    }
+
+    /// The message that it is at, or the record.
+    pub fn what(&self) -> &str {
+        self.name.rsplit(':').next().unwrap_or_default()
+    }
+
+    /// Whether it is passed only when the guest does something with what is left at the source.
+    pub fn needs_the_guest(&self) -> bool {
+        ["want", "superseded"].contains(&self.what())
     }
 
     /// Whether it is passed only when both copies are compared.
     pub fn needs_verify(&self) -> bool {
-        ["verify-region", "digests", "verified"]
-            .iter()
-            .any(|what| self.name.ends_with(what))
+        ["verify-region", "digests", "verified"].contains(&self.what())
     }
 }
 

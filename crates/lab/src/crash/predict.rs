@@ -6,7 +6,7 @@
 //! is gone. Where the guest stands still before that, chance may decide whether a move is given up
 //! or goes through: then both are right.
 
-use super::case::{Back, Case, Release, Victim};
+use super::case::{Back, Case, Disks, Release, Victim};
 use super::point::{Side, Step};
 use std::fmt;
 
@@ -85,6 +85,10 @@ fn early(case: &Case) -> Places {
         },
         Victim::SourceQemu => DESTINATION_OR_NOWHERE,
         Victim::DestinationQemu => SOURCE_OR_NOWHERE,
+        Victim::SourceFront
+        | Victim::DestinationFront
+        | Victim::SourceSupervisor
+        | Victim::DestinationSupervisor => EITHER,
         Victim::Record => late(case),
     }
 }
@@ -99,7 +103,9 @@ fn late(case: &Case) -> Places {
     match case.kind.victim {
         Victim::SourceAgent => match step {
             // Back again it asks, hears READY or more, and sends COMMIT.
-            Step::Released | Step::Committed | Step::Done | Step::Recovering => DESTINATION,
+            Step::Released | Step::Committed | Step::Pulling | Step::Done | Step::Recovering => {
+                DESTINATION
+            }
             _ => SOURCE,
         },
         Victim::DestinationAgent => match step {
@@ -108,21 +114,26 @@ fn late(case: &Case) -> Places {
             // Its loaded QEMU outlives it; a source that has not released the guest may give up.
             Step::Ready if side == Side::Destination => EITHER,
             Step::Stopped if may_be_ready(case) => EITHER,
-            Step::Ready | Step::Released | Step::Committed | Step::Done | Step::Recovering => {
-                DESTINATION
-            }
+            Step::Ready
+            | Step::Released
+            | Step::Committed
+            | Step::Pulling
+            | Step::Done
+            | Step::Recovering => DESTINATION,
             Step::Returning => returning(case),
             _ => SOURCE,
         },
         Victim::BothAgents => match step {
-            Step::Released | Step::Committed | Step::Done | Step::Recovering => DESTINATION,
+            Step::Released | Step::Committed | Step::Pulling | Step::Done | Step::Recovering => {
+                DESTINATION
+            }
             Step::Returning => returning(case),
             _ => SOURCE,
         },
         Victim::SourceQemu => match step {
             // It is not missed once the destination has everything.
             Step::Stopped | Step::Ready | Step::Recovering => DESTINATION_OR_NOWHERE,
-            Step::Released | Step::Committed | Step::Done => DESTINATION,
+            Step::Released | Step::Committed | Step::Pulling | Step::Done => DESTINATION,
             _ => NOWHERE,
         },
         Victim::DestinationQemu => match step {
@@ -133,12 +144,20 @@ fn late(case: &Case) -> Places {
             {
                 SOURCE_OR_NOWHERE
             }
-            Step::Committed | Step::Done => NOWHERE,
+            Step::Committed | Step::Pulling | Step::Done => NOWHERE,
             _ => SOURCE,
         },
         Victim::Connection | Victim::Link => match step {
             Step::Asking | Step::Cancelling | Step::Refusing | Step::Returning => SOURCE,
-            Step::Released | Step::Committed | Step::Done => DESTINATION,
+            Step::Released | Step::Committed | Step::Pulling | Step::Done => DESTINATION,
+            _ => EITHER,
+        },
+        // Another one answers; a move that may have missed a write of the guest's is given up, if it still can be.
+        Victim::SourceFront
+        | Victim::DestinationFront
+        | Victim::SourceSupervisor
+        | Victim::DestinationSupervisor => match step {
+            Step::Released | Step::Committed | Step::Pulling => DESTINATION,
             _ => EITHER,
         },
         Victim::Record => match step {
@@ -167,6 +186,8 @@ pub enum Meanwhile {
     InDoubt,
     /// It is released, and not committed: no copy runs.
     Silent,
+    /// It runs at the destination, which says that something of its disks is left.
+    Fetches,
 }
 
 /// What must be seen while somebody stays away; nothing where the rules leave it open.
@@ -175,6 +196,11 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
         return None;
     }
     let side = case.point.side;
+    // All of what is left with hybrid the guest may have written anew.
+    if case.kind.step == Step::Pulling {
+        let alone = matches!(case.kind.victim, Victim::SourceAgent | Victim::Link);
+        return (alone && case.kind.disks == Disks::Postcopy).then_some(Meanwhile::Fetches);
+    }
     if case.kind.release == Release::Early {
         return meanwhile_early(case);
     }
@@ -213,7 +239,7 @@ fn meanwhile_early(case: &Case) -> Option<Meanwhile> {
 
 #[cfg(test)]
 mod tests {
-    use super::super::case::{Disks, Kind, Pair};
+    use super::super::case::{Kind, Pair};
     use super::super::point::Point;
     use super::*;
 

@@ -6,13 +6,14 @@
 
 use super::case::{Back, Case, Release, Victim};
 use super::ground::{Ground, LIMIT};
+use super::left;
 use super::point::{Side, Step};
 use super::predict::{Meanwhile, Place, meanwhile, places};
 use crate::error::{During, LabError};
 use crate::interrupt;
 use crate::process::{kill_all, wait_until};
 use crate::product::Move;
-use longhaul_api::{GuestState, Outcome, Phase};
+use longhaul_api::{GuestState, Outcome, Phase, Progress};
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 use std::fs::{self, File};
@@ -121,7 +122,7 @@ impl Trial<'_> {
         if self.converged && side == Side::Source {
             arms.push("source:stopping:converged=pass".to_owned());
         }
-        match (point.step, side) {
+        match (self.case.kind.step, side) {
             (Step::Refusing, Side::Destination) => {
                 arms.push("destination:before-record:began=fail".to_owned());
             }
@@ -136,6 +137,7 @@ impl Trial<'_> {
             }
             _ => {}
         }
+        arms.extend(left::arm(self.case, side, self.ground)?);
         if side == point.side {
             let action = match self.case.kind.victim {
                 Victim::Record => "fail",
@@ -150,6 +152,7 @@ impl Trial<'_> {
 
     fn arm(&mut self) -> Result<(), LabError> {
         remove(&self.ground.marker()?)?;
+        remove(&left::marker(self.ground)?)?;
         for side in [Side::Source, Side::Destination] {
             let arms = self.arms(side, false)?;
             if !arms.is_empty() {
@@ -162,14 +165,14 @@ impl Trial<'_> {
     fn ask(&self) -> Result<Asked, LabError> {
         let ground = &self.ground;
         let to = ground.lab.host(1 - self.source)?;
-        if self.case.point.step == Step::Asking {
+        if self.case.kind.step == Step::Asking {
             let mut command = ground.product.agent(self.source)?.command()?;
             command.args(["plan", &ground.guest, "--to", to.name()]);
             command.stdout(Stdio::null()).stderr(Stdio::null());
             let child = command.spawn().during(|| "ask for a plan".to_owned())?;
             return Ok(Asked::Plan(child));
         }
-        let patience = match self.case.point.step {
+        let patience = match self.case.kind.step {
             Step::Resuming => "20s",
             _ => "2s",
         };
@@ -182,7 +185,7 @@ impl Trial<'_> {
         if self.case.kind.release == Release::Early {
             more.push("--early-release");
         }
-        if self.case.point.step == Step::Cancelling {
+        if self.case.kind.step == Step::Cancelling {
             more.extend(["--bandwidth", "20mbit"]);
         }
         let moving = ground
@@ -196,7 +199,7 @@ impl Trial<'_> {
         let Asked::Move(moving) = asked else {
             return Ok(());
         };
-        match self.case.point.step {
+        match self.case.kind.step {
             Step::Cancelling => {
                 if !moving.wait_for_phase(Phase::Precopy, LIMIT) {
                     return Err(format!("nothing to cancel: {}", moving.so_far().why()));
@@ -230,6 +233,7 @@ impl Trial<'_> {
                 self.lock = Some(self.take_disk().map_err(words)?);
                 remove(&marker).map_err(words)
             }
+            Step::Pulling => left::lead_up(self.case, self.ground, self.source).map_err(words),
             _ => Ok(()),
         }
     }
@@ -317,6 +321,21 @@ impl Trial<'_> {
             }
             kill_all(&pids)?;
         }
+        if let Some((side, part)) = victim.front() {
+            let host = self.host(side);
+            let mut found = Ok(Vec::new());
+            // It may be just being put in.
+            wait_until(LIMIT, || {
+                found = self.ground.fronts(host, part);
+                !matches!(&found, Ok(pids) if pids.is_empty())
+            });
+            let pids = found?;
+            if pids.is_empty() {
+                let what = format!("no front end at host {host} has the part `{part}`");
+                return Err(LabError::Which(what));
+            }
+            kill_all(&pids)?;
+        }
         if victim == Victim::Link {
             let time = match self.case.kind.back {
                 Back::AtOnce => SHORT_CUT,
@@ -333,6 +352,7 @@ impl Trial<'_> {
             Meanwhile::Runs => GuestState::Running,
             Meanwhile::InDoubt => GuestState::InDoubt,
             Meanwhile::Silent => return self.judge_silence(),
+            Meanwhile::Fetches => return self.judge_fetching(),
         };
         let mut said = None;
         let as_expected = wait_until(LIMIT, || {
@@ -363,7 +383,30 @@ impl Trial<'_> {
         ))
     }
 
+    /// As long as something is left at a source that is away, the destination says so.
+    fn judge_fetching(&self) -> Result<(), Fault> {
+        interrupt::sleep(AWAY).map_err(words)?;
+        let (product, guest) = (&self.ground.product, &self.ground.guest);
+        let latest = product.latest_migration(1 - self.source, guest);
+        let latest = latest.map_err(words)?;
+        let left = |progress: &Progress| -> u64 {
+            let disks = progress.regions.iter().filter(|region| region.disk);
+            disks.map(|disk| disk.blocks_pending).sum()
+        };
+        match &latest {
+            Some(moving)
+                if moving.outcome.is_none() && moving.progress.as_ref().map_or(0, left) > 0 =>
+            {
+                Ok(())
+            }
+            other => Err(format!(
+                "while the source is away the destination does not say that something is left: {other:?}"
+            )),
+        }
+    }
+
     fn mend(&mut self) -> Result<(), LabError> {
+        left::mend(self.case, self.ground, self.source);
         if self.case.kind.victim == Victim::Link && self.case.kind.back == Back::Later {
             self.ground.lab.link(0, 1)?.heal()?;
         }
@@ -521,7 +564,8 @@ fn finish(asked: Asked) -> Result<(), LabError> {
     }
 }
 
-fn remove(marker: &Path) -> Result<(), LabError> {
+/// Removes the file by which an agent is held.
+pub(super) fn remove(marker: &Path) -> Result<(), LabError> {
     match fs::remove_file(marker) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             Err(error).during(|| format!("remove {}", marker.display()))

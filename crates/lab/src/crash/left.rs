@@ -1,0 +1,95 @@
+//! Sees to it that something of the guest's disk is left at the source when the guest runs at the destination, and
+//! that it comes slowly enough for the guest to come across it.
+//!
+//! An agent is held on the way, by a file of its own, until that is so.
+
+use super::case::{Case, Disks};
+use super::ground::{Ground, LIMIT};
+use super::point::{Side, Step};
+use crate::error::LabError;
+use crate::interrupt;
+use crate::process::wait_until;
+use longhaul_api::Phase;
+use std::path::PathBuf;
+
+/// As slow as what is left comes, as long as the guest has to come across it.
+const SLOW: &str = "2mbit";
+
+/// What has to happen before something is left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Need {
+    /// The guest writes to one place so often that it is left there.
+    Hot,
+    /// What is left comes slowly.
+    Slow,
+}
+
+fn need(case: &Case) -> Option<Need> {
+    match case.kind.disks {
+        _ if case.kind.step != Step::Pulling => None,
+        Disks::Hybrid => Some(Need::Hot),
+        _ if case.point.needs_the_guest() => Some(Need::Slow),
+        _ => None,
+    }
+}
+
+/// The file by which an agent says that it is held for this.
+pub(super) fn marker(ground: &Ground) -> Result<PathBuf, LabError> {
+    Ok(ground.lab.shared_folder()?.join("held-for-what-is-left"))
+}
+
+/// What the agent of a side is armed with for this.
+pub(super) fn arm(case: &Case, side: Side, ground: &Ground) -> Result<Option<String>, LabError> {
+    let point = match (need(case), side) {
+        // The guest runs at the source, and blocks come.
+        (Some(Need::Hot), Side::Destination) => "destination:before-send:accepted",
+        // It runs at the destination, and none has come.
+        (Some(Need::Slow), Side::Source) => "source:after-receipt:missing",
+        _ => return Ok(None),
+    };
+    Ok(Some(format!("{point}=hold:{}", marker(ground)?.display())))
+}
+
+/// Waits until something is left, or comes slowly.
+pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(), LabError> {
+    let Some(need) = need(case) else {
+        return Ok(());
+    };
+    let marker = marker(ground)?;
+    let held = wait_until(LIMIT, || marker.exists() || interrupt::check().is_err());
+    interrupt::check()?;
+    if !held {
+        return Err(LabError::Which(format!(
+            "the move does not come to where {need:?} is seen to"
+        )));
+    }
+    match need {
+        Need::Hot => {
+            let mut watched = false;
+            wait_until(LIMIT, || {
+                let latest = ground.product.latest_migration(source, &ground.guest);
+                watched = matches!(latest, Ok(Some(moving)) if moving.phase == Phase::Precopy);
+                watched
+            });
+            if !watched {
+                return Err(LabError::Which("the guest's writes are not watched".into()));
+            }
+            ground.disk.wait_for_a_hot_place(LIMIT)?;
+        }
+        Need::Slow => limit(ground, source, SLOW)?,
+    }
+    super::run::remove(&marker)
+}
+
+/// What is left comes as fast as it can again.
+pub(super) fn mend(case: &Case, ground: &Ground, source: usize) {
+    if need(case) == Some(Need::Slow) {
+        // The move may be over, and an agent that was started since has no limit.
+        let _ = limit(ground, source, "none");
+    }
+}
+
+fn limit(ground: &Ground, source: usize, rate: &str) -> Result<(), LabError> {
+    let agent = ground.product.agent(source)?;
+    agent.run(&["limit", &ground.guest, rate]).map(drop)
+}
