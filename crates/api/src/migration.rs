@@ -266,6 +266,10 @@ pub struct Progress {
     /// Where the guest writes faster than the link carries: what becomes of that; null otherwise.
     #[serde(default)]
     pub outpaced: Option<Outpaced>,
+    /// What keeps what is left of the guest's disks from being taken at the destination, where it runs; null where
+    /// nothing does.
+    #[serde(default)]
+    pub trouble: Option<String>,
     /// Time until the guest runs at the destination, in milliseconds.
     pub remaining_ms: Option<u64>,
     /// How it ended; null while it is under way.
@@ -294,6 +298,14 @@ pub struct RegionProgress {
     /// Why so, where the agent has chosen it; null otherwise.
     #[serde(default)]
     pub why: Option<String>,
+    /// Requests of the guest that wait for a part of a disk that is yet to come; null where this side does not
+    /// see them.
+    #[serde(default)]
+    pub waiting: Option<u64>,
+    /// Where the source cannot read what is left of a disk: the first byte of the first such block; null where it
+    /// can.
+    #[serde(default)]
+    pub unreadable_byte: Option<u64>,
 }
 
 /// How the link is used.

@@ -213,7 +213,7 @@ pub struct HostCost {
     pub qemu_cpu_s: Option<f64>,
 }
 
-/// What comparing all memory and all disks that moved found.
+/// What comparing all memory, and all disks that were at the destination before the guest ran there, found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyResult {
     /// RAM blocks compared.
@@ -230,6 +230,10 @@ pub struct VerifyResult {
     /// changed since.
     #[serde(default)]
     pub disk_bytes_stopped: u64,
+    /// Disks that moved and were not compared: the guest writes at the destination before all of them is there, so that
+    /// the ends are never the same.
+    #[serde(default)]
+    pub disks_not_compared: u32,
     /// Blocks of 4096 bytes that differed.
     pub different_blocks: u64,
     /// The first difference: region, offset and count.

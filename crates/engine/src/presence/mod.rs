@@ -24,6 +24,7 @@
 //! 3. Steps of durability are done in the order in which [`Presence::poll`] gives them: data is synced,
 //!    then masks are stored and synced, then a flush is answered. After a power cut the stored masks
 //!    are what is known.
+//! 4. That a step has failed outlives the owner as long as the host runs ([`Presence::give_up_durability`]).
 
 mod guest;
 mod rounds;
@@ -357,6 +358,13 @@ impl Presence {
     pub fn masks_stored(&mut self, ok: bool) {
         self.rounds.masks_stored(ok, &mut self.outputs);
         self.begin_round();
+    }
+
+    /// Something could not be made durable before this agent was started, and nobody knows what: a system tells of
+    /// lost data once. No flush succeeds any more, and nothing is ever whole, until the host is started anew and
+    /// only what was stored counts.
+    pub fn give_up_durability(&mut self) {
+        self.rounds.give_up(&mut self.outputs);
     }
 
     fn begin_round(&mut self) {

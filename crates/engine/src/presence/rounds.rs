@@ -128,14 +128,22 @@ impl Rounds {
     }
 
     fn end(&mut self, ok: bool, outputs: &mut VecDeque<Output>) {
+        if !ok {
+            return self.give_up(outputs);
+        }
         self.step = Step::Idle;
         let flushes = std::mem::take(&mut self.in_round);
-        if ok {
-            outputs.extend(flushes.into_iter().map(Output::Flushed));
-            return;
-        }
+        outputs.extend(flushes.into_iter().map(Output::Flushed));
+    }
+
+    /// Something could not be made durable.
+    pub(super) fn give_up(&mut self, outputs: &mut VecDeque<Output>) {
+        self.step = Step::Idle;
         self.broken = true;
-        let all = flushes.into_iter().chain(std::mem::take(&mut self.waiting));
+        let in_round = std::mem::take(&mut self.in_round);
+        let all = in_round
+            .into_iter()
+            .chain(std::mem::take(&mut self.waiting));
         outputs.extend(all.map(Output::FlushFailed));
     }
 }

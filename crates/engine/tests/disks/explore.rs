@@ -13,14 +13,23 @@ fn is_adverse(step: Step) -> bool {
             | Step::Straggler(_)
             | Step::Cut
             | Step::Die
+            | Step::DieInFrame(_)
             | Step::PowerCut(_)
+            | Step::FailSync
+            | Step::FailStore
             | Step::Restart
+            | Step::SourcePowerCut(_)
     )
 }
 
-fn end(world: &World) {
+fn end(world: &mut World) {
     let blocks = world.setting.blocks;
     world.check(&world.there.live, 0..blocks * 8, "in the end");
+    // Nobody needs the source any more, whatever happens next.
+    let durable = world.there.durable.clone();
+    let power_cut = std::mem::replace(&mut world.power_cut, true);
+    world.check(&durable, 0..blocks * 8, "durable in the end");
+    world.power_cut = power_cut;
 }
 
 /// One run in which at these steps something else happens than usual: which of what may happen.
@@ -31,7 +40,7 @@ fn run(setting: &Setting, choices: &[(usize, usize)]) -> Vec<usize> {
     let mut choices = choices.iter().peekable();
     for at in 0..STEPS_MAX {
         if world.is_over() {
-            end(&world);
+            end(&mut world);
             return alternatives;
         }
         let steps = world.steps();
@@ -75,7 +84,7 @@ pub(crate) fn random(setting: Setting, seed: u64) {
     let mut world = World::new(setting, seed);
     for _ in 0..STEPS_MAX {
         if world.is_over() {
-            return end(&world);
+            return end(&mut world);
         }
         let steps = world.steps();
         let (adverse, usual): (Vec<Step>, Vec<Step>) =

@@ -1,8 +1,11 @@
 //! The source's agent, as whoever drives the engine has to write it.
 
 use crate::model::Block;
+use crate::there::keep_some;
 use crate::variant::Variant;
-use crate::world::{DISK, Frame, Item, MEMORY, Phase, ToHere, ToThere, World, digest, new_source};
+use crate::world::{
+    DISK, Frame, Item, Kept, MEMORY, Phase, ToHere, ToThere, World, digest, new_source,
+};
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_engine::source::Advice;
 use longhaul_engine::strategy::Strategy;
@@ -170,9 +173,15 @@ impl World {
         self.to_here.push_back(ToHere::Ready);
     }
 
+    /// The source's host loses power: its QEMU is gone, its disk stays, and another agent is started.
+    pub(crate) fn lose_power_at_source(&mut self, kept: Kept) {
+        keep_some(&mut self.random, kept, &mut self.disk_durable, &self.disk);
+        self.disk = self.disk_durable.clone();
+        self.restart_source();
+    }
+
     /// The source's agent ends and is started again.
     pub(crate) fn restart_source(&mut self) {
-        self.adverse.source_restarts -= 1;
         if self.connected {
             self.cut();
         }

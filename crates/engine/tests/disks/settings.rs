@@ -38,6 +38,8 @@ pub(crate) fn small(variant: Variant) -> Vec<Setting> {
             power_cuts: 1,
             source_restarts: 1,
             failed_writes: 1,
+            failed_syncs: 1,
+            source_power_cuts: 1,
             misreads: 0,
         },
     };
@@ -106,6 +108,8 @@ impl Setting {
             source_restarts: upto(1),
             failed_writes: upto(1),
             misreads: upto(3),
+            failed_syncs: upto(1),
+            source_power_cuts: upto(1),
         };
         if upto(2) == 0 {
             self.late = vec![Op::Write(1..20, false), Op::Flush];

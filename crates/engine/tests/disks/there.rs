@@ -1,7 +1,7 @@
 //! The destination: its agent as whoever drives the engine has to write it, and storage that a power cut
 //! can hit.
 
-use crate::model::{Block, Random, SECTOR_BYTES};
+use crate::model::{Block, Random, SECTOR_BYTES, SECTORS};
 use crate::variant::Variant;
 use crate::world::{
     DISK, Frame, Item, Kept, MEMORY, Op, Stage, ToHere, ToThere, World, digest, put,
@@ -11,7 +11,7 @@ use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
 use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::{BlockRange, Epoch, RegionSpec};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// What a fresh file holds where nothing was written.
 const FRESH: u16 = 0;
@@ -30,6 +30,13 @@ pub(crate) struct There {
     /// Masks that survive a power cut, and those that survive the agent.
     pub(crate) stored: BTreeMap<u32, u64>,
     pub(crate) noted: BTreeMap<u32, u64>,
+    /// Those of the stored ones that a process reads: what could not be made durable is among them.
+    stored_seen: BTreeMap<u32, u64>,
+    /// Blocks that the system believes to be on the disk, and that are not.
+    lost: BTreeSet<u64>,
+    /// Something could not be made durable since the host was started: noted, and known to this agent.
+    broken: bool,
+    pub(crate) gave_up: bool,
     pub(crate) acknowledges: bool,
     pub(crate) complete: bool,
     pub(crate) ready: bool,
@@ -51,6 +58,10 @@ impl There {
             storing: None,
             stored: BTreeMap::new(),
             noted: BTreeMap::new(),
+            stored_seen: BTreeMap::new(),
+            lost: BTreeSet::new(),
+            broken: false,
+            gave_up: false,
             acknowledges: false,
             complete: false,
             ready: false,
@@ -61,7 +72,7 @@ impl There {
 
     /// Whether somebody waits for everything to be durable.
     pub(crate) fn should_settle(&self) -> bool {
-        let idle = self.syncing.is_none() && self.storing.is_none();
+        let idle = self.syncing.is_none() && self.storing.is_none() && !self.gave_up;
         let waited_for = self.complete || self.committed && self.presence.missing_blocks() == 0;
         idle && waited_for && self.presence.is_listed() && !self.presence.is_settled()
     }
@@ -69,6 +80,25 @@ impl There {
     fn note(&mut self, masks: &[ChunkMask]) {
         for mask in masks {
             self.noted.insert(mask.chunk, mask.missing);
+        }
+    }
+}
+
+fn keeps(random: &mut Random, kept: Kept) -> bool {
+    match kept {
+        Kept::Nothing => false,
+        Kept::Everything => true,
+        Kept::Some => random.below(2) == 0,
+    }
+}
+
+/// After a power cut whatever was not synced may be there, or not.
+pub(crate) fn keep_some(random: &mut Random, kept: Kept, durable: &mut [Block], live: &[Block]) {
+    for (durable, live) in durable.iter_mut().zip(live) {
+        for (durable, live) in durable.iter_mut().zip(live) {
+            if keeps(random, kept) {
+                *durable = *live;
+            }
         }
     }
 }
@@ -169,6 +199,7 @@ impl World {
                 continue;
             }
             there.live[block as usize] = content;
+            there.lost.remove(&block);
             let masks = there.presence.arrived(range, seq);
             if counts != Variant::ArrivalsNotNoted {
                 there.note(&masks);
@@ -244,7 +275,7 @@ impl World {
         let sectors = bytes.start / SECTOR_BYTES..bytes.end / SECTOR_BYTES;
         match running.op {
             Op::Read(_) => self.check(&self.there.live, sectors, "read at the destination"),
-            _ => put(&mut self.there.live, sectors, running.value.unwrap_or(0)),
+            _ => self.put_there(sectors, running.value.unwrap_or(0)),
         }
         self.stage(id, Stage::Data);
     }
@@ -264,7 +295,7 @@ impl World {
             if !ok {
                 // Some of it may have been written.
                 let half = bytes.start / SECTOR_BYTES..(bytes.start + bytes.end) / 2 / SECTOR_BYTES;
-                put(&mut self.there.live, half, running.value.unwrap_or(0));
+                self.put_there(half, running.value.unwrap_or(0));
             }
         }
         let masks = self.there.presence.done(RequestId(id), ok);
@@ -305,7 +336,8 @@ impl World {
                 }
                 Output::StoreMasks(masks) => self.there.storing = Some(masks),
                 Output::Flushed(RequestId(id)) => self.flushed(id),
-                Output::FlushFailed(_) => panic!("nothing fails to be durable here"),
+                // The guest hears that nobody knows what is durable.
+                Output::FlushFailed(RequestId(id)) => self.answered(id),
                 Output::Unreadable(_) => panic!("the source can read everything"),
             }
         }
@@ -326,7 +358,11 @@ impl World {
 
     pub(crate) fn synced(&mut self) {
         if let Some(snapshot) = self.there.syncing.take() {
-            self.there.durable = snapshot;
+            for (block, content) in snapshot.into_iter().enumerate() {
+                if !self.there.lost.contains(&(block as u64)) {
+                    self.there.durable[block] = content;
+                }
+            }
         }
         if self.is(Variant::MasksFirst) {
             return;
@@ -346,8 +382,37 @@ impl World {
     pub(crate) fn stored(&mut self) {
         for mask in self.there.storing.take().unwrap_or_default() {
             self.there.stored.insert(mask.chunk, mask.missing);
+            self.there.stored_seen.insert(mask.chunk, mask.missing);
         }
         self.there.presence.masks_stored(true);
+    }
+
+    fn put_there(&mut self, sectors: std::ops::Range<u64>, value: u16) {
+        for sector in sectors.clone() {
+            self.there.lost.remove(&(sector / SECTORS));
+        }
+        put(&mut self.there.live, sectors, value);
+    }
+
+    /// A sync fails: the system forgets that what it could not write is to be written.
+    pub(crate) fn fail_sync(&mut self) {
+        let there = &mut self.there;
+        there.syncing = None;
+        let both = there.live.iter().zip(&there.durable).enumerate();
+        let lost = both.filter(|(_, (live, durable))| live != durable);
+        there.lost.extend(lost.map(|(block, _)| block as u64));
+        (there.broken, there.gave_up) = (true, true);
+        there.presence.data_synced(false);
+    }
+
+    /// Masks are written, and are not durable.
+    pub(crate) fn fail_store(&mut self) {
+        let there = &mut self.there;
+        for mask in there.storing.take().unwrap_or_default() {
+            there.stored_seen.insert(mask.chunk, mask.missing);
+        }
+        (there.broken, there.gave_up) = (true, true);
+        there.presence.masks_stored(false);
     }
 
     // Trouble.
@@ -355,7 +420,12 @@ impl World {
     /// The agent is killed and started again. The guest's QEMU repeats what it had no answer to.
     pub(crate) fn die(&mut self) {
         let masks = self.there.noted.clone();
-        self.begin_anew(&masks);
+        let seen = self.there.stored_seen.clone();
+        self.begin_anew(&masks, &seen);
+        if self.there.broken && !self.is(Variant::FailureForgotten) {
+            self.there.gave_up = true;
+            self.there.presence.give_up_durability();
+        }
         for running in self.running.values_mut() {
             running.stage = Stage::Fresh;
         }
@@ -365,36 +435,31 @@ impl World {
     pub(crate) fn lose_power(&mut self, kept: Kept) {
         self.power_cut = true;
         self.running.clear();
-        // Whatever was not synced may be there, or not.
-        let keeps = |random: &mut Random| match kept {
-            Kept::Nothing => false,
-            Kept::Everything => true,
-            Kept::Some => random.below(2) == 0,
-        };
-        for (durable, live) in self.there.durable.iter_mut().zip(&self.there.live) {
-            for (durable, live) in durable.iter_mut().zip(live) {
-                if keeps(&mut self.random) {
-                    *durable = *live;
-                }
-            }
+        let there = &mut self.there;
+        for lost in std::mem::take(&mut there.lost) {
+            there.live[lost as usize] = there.durable[lost as usize];
         }
-        self.there.live = self.there.durable.clone();
+        keep_some(&mut self.random, kept, &mut there.durable, &there.live);
+        there.live = there.durable.clone();
         // The same of masks that were being stored: their data is durable.
-        for mask in self.there.storing.take().unwrap_or_default() {
-            if keeps(&mut self.random) {
-                self.there.stored.insert(mask.chunk, mask.missing);
+        for mask in there.storing.take().unwrap_or_default() {
+            if keeps(&mut self.random, kept) {
+                there.stored.insert(mask.chunk, mask.missing);
             }
         }
-        let masks = self.there.stored.clone();
-        self.there.noted = masks.clone();
-        self.begin_anew(&masks);
+        there.broken = false;
+        let masks = there.stored.clone();
+        there.noted = masks.clone();
+        there.stored_seen = masks.clone();
+        self.begin_anew(&masks, &masks);
     }
 
-    fn begin_anew(&mut self, masks: &BTreeMap<u32, u64>) {
+    fn begin_anew(&mut self, masks: &BTreeMap<u32, u64>, stored: &BTreeMap<u32, u64>) {
         if self.connected {
             self.cut();
         }
         let there = &mut self.there;
+        there.gave_up = false;
         there.syncing = None;
         there.storing = None;
         there.go.clear();
@@ -403,7 +468,7 @@ impl World {
             DISK,
             self.setting.blocks,
             &remaining(masks),
-            &remaining(&there.stored),
+            &remaining(stored),
         )
         .unwrap();
         let specs = crate::world::specs(&self.setting);

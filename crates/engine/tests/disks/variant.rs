@@ -38,10 +38,14 @@ pub(crate) enum Variant {
     ArrivalsNotNoted,
     /// Destination: what is missing is not told on a new connection.
     MissingNotTold,
+    /// Source: QEMU has let go of a disk before all of it is durable.
+    ClosedUnflushed,
+    /// Destination: an agent that is started anew does not know that a disk has failed.
+    FailureForgotten,
 }
 
 impl Variant {
-    pub(crate) const BROKEN: [Variant; 17] = [
+    pub(crate) const BROKEN: [Variant; 19] = [
         Variant::ReadBeforeTake,
         Variant::ReportBeforeData,
         Variant::ClosedAtStop,
@@ -59,5 +63,7 @@ impl Variant {
         Variant::WritesNotNoted,
         Variant::ArrivalsNotNoted,
         Variant::MissingNotTold,
+        Variant::ClosedUnflushed,
+        Variant::FailureForgotten,
     ];
 }

@@ -37,6 +37,10 @@ pub(crate) struct Adverse {
     pub(crate) power_cuts: u32,
     pub(crate) source_restarts: u32,
     pub(crate) failed_writes: u32,
+    /// Data or masks cannot be made durable at the destination.
+    pub(crate) failed_syncs: u32,
+    /// The source's host loses power when it has handed over.
+    pub(crate) source_power_cuts: u32,
     /// References that do not hold at the destination, though they should.
     pub(crate) misreads: u32,
 }
@@ -140,8 +144,16 @@ pub(crate) enum Step {
     Straggler(usize),
     Cut,
     Die,
+    /// The agent dies when a frame's content is written and before that is noted.
+    DieInFrame(usize),
     PowerCut(Kept),
+    /// What is being synced, or stored, may not be durable.
+    FailSync,
+    FailStore,
+    /// The destination's host is started anew, since a disk there has failed.
+    Reboot,
     Restart,
+    SourcePowerCut(Kept),
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd)]
@@ -158,6 +170,8 @@ pub(crate) struct World {
     pub(crate) random: Random,
     pub(crate) source: Source,
     pub(crate) disk: Vec<Block>,
+    /// What of it survives a power cut, at least.
+    pub(crate) disk_durable: Vec<Block>,
     /// The disk before the guest's last write.
     pub(crate) disk_before: Vec<Block>,
     pub(crate) memory: Vec<Block>,
@@ -235,6 +249,7 @@ impl World {
             memory: (0..setting.memory_blocks)
                 .map(|block| [first_value(block); 8])
                 .collect(),
+            disk_durable: disk.clone(),
             disk,
             dirty: BTreeSet::new(),
             batches: VecDeque::new(),
@@ -340,6 +355,10 @@ impl World {
         may(Step::Announce, self.can_announce());
         may(Step::Ready, self.connected && self.can_be_ready());
         may(Step::Reconnect, !self.connected);
+        may(
+            Step::Reboot,
+            self.there.gave_up && self.script.is_empty() && idle,
+        );
         // What nobody hopes for.
         let adverse = &self.adverse;
         for (id, running) in &self.running {
@@ -352,11 +371,20 @@ impl World {
         may(Step::Cut, self.connected && adverse.cuts > 0);
         let there = self.there.committed && !self.is_over();
         may(Step::Die, there && adverse.deaths > 0);
+        let frames = self.frames.len().min(2);
+        (0..frames).for_each(|n| may(Step::DieInFrame(n), there && adverse.deaths > 0));
+        let fails = there && adverse.failed_syncs > 0;
+        may(Step::FailSync, fails && self.there.syncing.is_some());
+        may(Step::FailStore, fails && self.there.storing.is_some());
         for kept in [Kept::Nothing, Kept::Everything, Kept::Some] {
             may(Step::PowerCut(kept), there && adverse.power_cuts > 0);
         }
         let released = self.phase == Phase::HandedOver && self.is_listed();
         may(Step::Restart, released && adverse.source_restarts > 0);
+        for kept in [Kept::Nothing, Kept::Everything, Kept::Some] {
+            let cut = released && adverse.source_power_cuts > 0;
+            may(Step::SourcePowerCut(kept), cut);
+        }
         steps
     }
 
@@ -423,6 +451,10 @@ impl World {
             Step::Close => {
                 self.source.closed();
                 self.phase = Phase::Closed;
+                // QEMU flushes what it lets go of.
+                if !self.is(Variant::ClosedUnflushed) {
+                    self.disk_durable = self.disk.clone();
+                }
             }
             Step::Announce => self.announce(),
             Step::Ready => {
@@ -450,12 +482,36 @@ impl World {
                 self.adverse.deaths -= 1;
                 self.die();
             }
+            Step::DieInFrame(n) => {
+                self.adverse.deaths -= 1;
+                let frame = self.frames.remove(n);
+                let noted = self.there.noted.clone();
+                self.arrive(self.epoch, &frame);
+                self.there.noted = noted;
+                self.die();
+            }
             Step::PowerCut(kept) => {
                 self.adverse.power_cuts -= 1;
                 self.script.clear();
                 self.lose_power(kept);
             }
-            Step::Restart => self.restart_source(),
+            Step::FailSync => {
+                self.adverse.failed_syncs -= 1;
+                self.fail_sync();
+            }
+            Step::FailStore => {
+                self.adverse.failed_syncs -= 1;
+                self.fail_store();
+            }
+            Step::Reboot => self.lose_power(Kept::Some),
+            Step::Restart => {
+                self.adverse.source_restarts -= 1;
+                self.restart_source();
+            }
+            Step::SourcePowerCut(kept) => {
+                self.adverse.source_power_cuts -= 1;
+                self.lose_power_at_source(kept);
+            }
         }
         self.answers();
         self.outputs();
@@ -551,6 +607,7 @@ impl World {
                 return self.answered(id);
             }
             Op::Flush | Op::Memory(_) => {
+                self.disk_durable = self.disk.clone();
                 self.model.flushed(running.asked_at);
                 return self.answered(id);
             }

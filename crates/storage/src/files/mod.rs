@@ -1,4 +1,4 @@
-//! The file layer: what journals and rights ask of a file system, and no more, so that tests can
+//! The file layer: what journals, rights and masks ask of a file system, and no more, so that tests can
 //! put one beneath them whose power is cut.
 
 mod real;
@@ -57,6 +57,10 @@ pub trait OpenFile: Debug + Send + Sync {
     fn reserve(&self, length: u64) -> io::Result<()>;
     /// Makes what it holds durable.
     fn sync(&self, what: &'static str) -> io::Result<()>;
+    /// The same of a file whose length and space have not changed.
+    fn sync_content(&self, what: &'static str) -> io::Result<()> {
+        self.sync(what)
+    }
 }
 
 /// Reads a whole file; `None` when it is longer than that.

@@ -75,6 +75,10 @@ impl OpenFile for File {
     fn sync(&self, _what: &'static str) -> io::Result<()> {
         self.sync_all()
     }
+
+    fn sync_content(&self, _what: &'static str) -> io::Result<()> {
+        self.sync_data()
+    }
 }
 
 #[cfg(test)]

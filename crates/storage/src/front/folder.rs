@@ -154,6 +154,11 @@ impl FrontFolder {
         self.own().join("noted")
     }
 
+    /// That an arriving disk could not be made durable, and in which boot of the host.
+    pub fn failed_mark(&self) -> PathBuf {
+        self.own().join("failed")
+    }
+
     /// Removes the folder, once nobody supervises.
     pub fn remove(&self) -> Result<(), FolderError> {
         match fs::remove_dir_all(&self.0) {

@@ -1,4 +1,4 @@
-//! Cuts the power beneath journals and rights, 100000 times: what was acknowledged must be there
+//! Cuts the power beneath journals, rights and masks of arriving disks, 100000 times: what was acknowledged must be there
 //! afterwards. Then leaves out one sync after the other: each must be missed.
 //!
 //! `LONGHAUL_SEED=N` begins with the script of that seed.
@@ -11,6 +11,7 @@
     unreachable_pub
 )]
 
+mod masks;
 mod random;
 mod script;
 mod simulated;
@@ -21,7 +22,7 @@ use std::time::Instant;
 const CUTS: u64 = 100_000;
 const SEED: u64 = 20_260_801;
 /// Every sync that the code asks for.
-const SYNCS: [&str; 8] = [
+const SYNCS: [&str; 11] = [
     "the folder's name",
     "the journal's name",
     "the name that was found",
@@ -30,6 +31,9 @@ const SYNCS: [&str; 8] = [
     "the right",
     "the right's name",
     "the rights that were found",
+    "the masks",
+    "the masks' name",
+    "the masks that changed",
 ];
 
 #[derive(Default)]
@@ -45,7 +49,10 @@ fn run(seed: u64, suppressed: Option<&'static str>, wrong_max: usize) -> Run {
     let mut run = Run::default();
     while run.cuts < CUTS && run.wrong.len() < wrong_max {
         let seed = seed.wrapping_add(run.scripts);
-        let outcome = script::run(seed, suppressed);
+        let outcome = match run.scripts % 4 {
+            3 => masks::run(seed, suppressed),
+            _ => script::run(seed, suppressed),
+        };
         run.scripts += 1;
         run.cuts += outcome.cuts;
         run.syncs.extend(outcome.syncs);
@@ -67,7 +74,7 @@ fn main() {
     let began = Instant::now();
     let all = run(seed, None, 5);
     println!(
-        "power cuts beneath journals and rights: {} in {} scripts from seed {seed}, {:.1} s",
+        "power cuts beneath journals, rights and masks: {} in {} scripts from seed {seed}, {:.1} s",
         all.cuts,
         all.scripts,
         began.elapsed().as_secs_f64()

@@ -62,6 +62,7 @@ impl Entry {
             dirty_rate_bytes_per_s: None,
             predicted_downtime_ms: None,
             outpaced: None,
+            trouble: None,
             remaining_ms: None,
             outcome: None,
             reason: None,
@@ -231,6 +232,20 @@ impl Entry {
             progress.elapsed_ms = now.as_millis() as u64;
             progress.outcome = Some(outcome);
             progress.reason = reason;
+        });
+    }
+
+    /// It is not in doubt any more, and has not ended either.
+    pub(super) fn goes_on(&self) {
+        let mut state = self.lock();
+        if state.migration.outcome != Some(Outcome::InDoubt) {
+            return;
+        }
+        (state.migration.outcome, state.migration.reason) = (None, None);
+        (state.report.outcome, state.report.reason) = (None, None);
+        drop(state);
+        self.progress.send_modify(|progress| {
+            (progress.outcome, progress.reason) = (None, None);
         });
     }
 

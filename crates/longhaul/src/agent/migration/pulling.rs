@@ -10,6 +10,8 @@
 //! A connection that is lost, a server that dies, a disk without room: the source is let go, comes again,
 //! and is told anew what is missing. The guest waits for nothing but that.
 
+mod show;
+
 use super::Context;
 use super::allowance::Means;
 use super::arrival::{Arrival, BulkEnd, Present, join, next_message, receive_from};
@@ -25,7 +27,7 @@ use super::peer::{Call, attempt_state};
 use super::receive::{Receiving, Store};
 use super::registry::Reservation;
 use super::{clock, talk::TalkError};
-use longhaul_api::{Outcome, Phase, RegionProgress};
+use longhaul_api::{Outcome, Phase};
 use longhaul_codec::{BlockId, BlockWrite, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
@@ -37,7 +39,7 @@ use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::arriving::line::ToPump;
 use longhaul_storage::front::arriving::masks::Masks;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 use std::time::Duration;
@@ -81,6 +83,10 @@ pub(super) struct Pulling {
     retry_at: Instant,
     taken_out: bool,
     whole_at: Option<Instant>,
+    /// Since when the source is not there.
+    lost_at: Option<Instant>,
+    /// What has kept blocks from being taken here, since the last one was.
+    trouble: Option<String>,
 }
 
 struct Fetched {
@@ -88,6 +94,10 @@ struct Fetched {
     puller: Option<Arc<Puller>>,
     missing_blocks: u64,
     waiting: u64,
+    /// Why what is here cannot be whole.
+    broken: Option<String>,
+    /// Blocks that the source has said it cannot read.
+    unreadable: BTreeSet<u64>,
     whole: bool,
 }
 
@@ -113,6 +123,8 @@ impl Pulling {
             retry_at: now,
             taken_out: false,
             whole_at: None,
+            lost_at: None,
+            trouble: None,
         }
     }
 
@@ -194,6 +206,8 @@ impl Pulling {
                 puller: None,
                 missing_blocks: disk.masks.missing_blocks(),
                 waiting: 0,
+                broken: None,
+                unreadable: BTreeSet::new(),
                 whole: false,
                 disk,
             };
@@ -215,6 +229,7 @@ impl Pulling {
         for (region, fetched) in &mut self.disks {
             fetched.puller = None;
             fetched.whole = false;
+            fetched.broken = None;
             let (folder, news) = (&fetched.disk.folder, self.news.0.clone());
             match block_in_place(|| Puller::connect(folder, (*region, number), news)) {
                 Ok(puller) => fetched.puller = Some(puller),
@@ -245,6 +260,10 @@ impl Pulling {
             .values_mut()
             .for_each(|fetched| fetched.puller = None);
         self.paused_until = Instant::now() + PAUSE;
+        self.trouble = Some(format!(
+            "what comes cannot be taken, and is tried again every 2 s: {why}"
+        ));
+        self.show();
     }
 
     // The source.
@@ -290,9 +309,10 @@ impl Pulling {
         let bulk = bulk.map_err(|error| error.to_string())?;
         self.begun.call = Some(call);
         self.step(DestinationEvent::Asked).await;
-        for fetched in self.disks.values() {
+        for fetched in self.disks.values_mut() {
             let noted = Masks::read(&fetched.disk.folder.noted_masks());
             let noted = noted.map_err(|error| error.to_string())?;
+            fetched.unreadable.clear();
             let masks = noted.as_ref().unwrap_or(&fetched.disk.masks);
             for missing in missing(masks) {
                 send(&mut self.begun.call, &ToSource::Missing(missing)).await;
@@ -366,8 +386,13 @@ impl Pulling {
                 self.step(DestinationEvent::PeerOverruled(generation)).await;
             }
             ToDestination::Unreadable { region, ranges } => {
-                let puller = self.disks.get(&region).and_then(|disk| disk.puller.clone());
-                let Some(puller) = puller else { return };
+                let Some(fetched) = self.disks.get_mut(&region) else {
+                    return;
+                };
+                let Some(puller) = fetched.puller.clone() else {
+                    return;
+                };
+                ranges.iter().for_each(|it| fetched.note_unreadable(*it));
                 for range in ranges {
                     let byte = range.start * BLOCK_SIZE as u64;
                     tracing::error!(
@@ -414,6 +439,9 @@ impl Pulling {
                 missing_blocks,
                 waiting,
             }) => {
+                if missing_blocks < fetched.missing_blocks {
+                    self.trouble = None;
+                }
                 (fetched.missing_blocks, fetched.waiting) = (missing_blocks, waiting);
                 self.show();
             }
@@ -433,6 +461,17 @@ impl Pulling {
                 let error = io::Error::from_raw_os_error(errno);
                 let why = format!("disk {}: {error}", fetched.disk.name);
                 self.pause(&why);
+            }
+            Some(ToPump::Broken(errno)) => {
+                let error = io::Error::from_raw_os_error(errno);
+                let why = format!(
+                    "disk {} cannot be made durable: {error}; what is here of it counts only once its host was \
+                     started anew, and the source's image is needed until then",
+                    fetched.disk.name
+                );
+                tracing::error!(guest = self.begun.handover.ledger.guest, "{why}");
+                fetched.broken = Some(why);
+                self.show();
             }
             Some(ToPump::Whole) => {
                 fetched.whole = true;
@@ -464,6 +503,7 @@ impl Pulling {
 
     async fn retry(&mut self) {
         self.retry_at = Instant::now();
+        self.look_and_show();
         retry_destination(self).await;
         self.whole().await;
         if self.disks.is_empty() {
@@ -500,27 +540,6 @@ impl Pulling {
             .for_each(|fetched| fetched.puller = None);
         let guest = self.guest();
         self.context.sweep_fronts_of(guest).await
-    }
-
-    fn show(&self) {
-        let Some(entry) = &self.begun.entry else {
-            return;
-        };
-        let region = |fetched: &Fetched| RegionProgress {
-            name: fetched.disk.name.clone(),
-            blocks_total: fetched.disk.masks.blocks,
-            blocks_settled: fetched
-                .disk
-                .masks
-                .blocks
-                .saturating_sub(fetched.missing_blocks),
-            blocks_pending: fetched.missing_blocks,
-            disk: true,
-            strategy: None,
-            why: None,
-        };
-        let regions = self.disks.values().map(region).collect();
-        entry.progress(|progress| progress.regions = regions);
     }
 
     async fn end(self) {

@@ -20,15 +20,15 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory;
-use longhaul_protocol::Epoch;
 use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
+use longhaul_protocol::{Epoch, MigrationId};
 use longhaul_storage::Journal;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 /// Between two tries to reach the other host, at first.
 const ASK_EVERY: Duration = Duration::from_secs(1);
@@ -54,6 +54,10 @@ pub(super) struct Settling {
     ended: Option<Arc<Entry>>,
     /// What is left here of the guest's disks, once it runs at the destination.
     left: Option<LeftHere>,
+    /// Whether something of them may be left then.
+    leaves: bool,
+    /// Since when the destination cannot be asked.
+    lost_at: Option<Instant>,
 }
 
 /// What sends the rest of a guest's disks.
@@ -122,6 +126,7 @@ impl Settling {
                 .inspect_err(|error| tracing::error!(migration = %entry.id(), %error, "not kept"))
                 .ok()
         });
+        let leaves = leaves(context, &left.guest, left.migration);
         let mut settling = Self {
             paused: left.paused,
             handover: SourceHandover {
@@ -136,6 +141,8 @@ impl Settling {
             reason: None,
             ended: None,
             left: None,
+            leaves,
+            lost_at: None,
         };
         begin_source(&mut settling, actions).await;
         settling.show();
@@ -156,9 +163,13 @@ impl Settling {
 
     /// Goes on with what a task has brought to its end, for the destination to hear of it.
     pub(super) fn hand_on(handover: SourceHandover, paused: bool) -> Self {
+        let ledger = &handover.ledger;
+        let leaves = leaves(&ledger.context, &ledger.guest, ledger.migration);
         Self {
             handover,
             paused,
+            leaves,
+            lost_at: None,
             entry: None,
             reservation: None,
             conversation: None,
@@ -197,6 +208,7 @@ impl Settling {
                 Err(error) => {
                     let guest = &self.handover.ledger.guest;
                     tracing::debug!(guest, %error, "the other host cannot be asked");
+                    self.lost_at.get_or_insert_with(Instant::now);
                     if let Some(entry) = &self.entry {
                         entry.silent(&error.to_string());
                     }
@@ -216,8 +228,8 @@ impl Settling {
                 feed_source(&mut self, SourceEvent::Overrule(because)).await;
                 self.show();
             }
-            // A guest in doubt has somebody waiting for it.
-            if !self.handover.state.in_doubt() {
+            // A guest in doubt has somebody waiting for it, and one of whose disks something is left may wait itself.
+            if !self.handover.state.in_doubt() && !self.is_needed() {
                 pause = (pause * 2).min(ASK_EVERY_MAX);
             }
         }
@@ -273,6 +285,7 @@ impl Settling {
         };
         let conversation = session::ask(&ledger.context, &attempted).await?;
         self.conversation = Some(conversation);
+        self.lost_at = None;
         feed_source(self, SourceEvent::Connected).await;
         while let Some(conversation) = &mut self.conversation {
             let message = conversation.receiver.recv_within(ANSWER_WITHIN).await;
@@ -297,9 +310,17 @@ impl Settling {
         Ok(())
     }
 
+    /// Whether the guest may need what is left here, where it runs.
+    fn is_needed(&self) -> bool {
+        self.leaves && self.handover.state == SourceState::Done
+    }
+
     /// Whether something of the disks of a guest that runs at the destination may be left here.
     async fn look_for_left(&mut self) -> Result<bool, SessionError> {
         if self.handover.state != SourceState::Done {
+            return Ok(false);
+        }
+        if !self.leaves {
             return Ok(false);
         }
         if self.left.is_none() {
@@ -496,6 +517,20 @@ impl Settling {
             self.ended = self.entry.take();
             return;
         }
+        if self.is_needed() {
+            if entry.phase() != Phase::Finishing {
+                entry.enter(Phase::Finishing);
+            }
+            entry.goes_on();
+            let left = self.left.as_ref();
+            let regions = left.map_or_else(Vec::new, |left| left.draining.progress());
+            let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+            entry.progress(|progress| {
+                progress.regions = regions;
+                progress.link.interrupted_ms = silent;
+            });
+            return;
+        }
         if there && entry.outcome() != Some(Outcome::Completed) {
             entry.end(Outcome::Completed, None);
         }
@@ -507,6 +542,13 @@ impl Settling {
             self.ended = self.entry.take();
         }
     }
+}
+
+/// Whether something of a guest's disks may be left here when it has gone: its front ends stay until all is there.
+fn leaves(context: &Context, guest: &str, migration: MigrationId) -> bool {
+    let left = block_in_place(|| fronts::left(&context.parts.config.state, guest, migration));
+    // What cannot be read is looked for again, where it is sent from.
+    left.map_or(true, |left| !left.is_empty())
 }
 
 /// The destination may have seen any number of connections of an earlier agent: later ones count on from the

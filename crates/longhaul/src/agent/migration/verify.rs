@@ -107,6 +107,7 @@ pub(super) struct Compared {
     disks: u32,
     disk_bytes: u64,
     disk_bytes_stopped: u64,
+    disks_not_compared: u32,
     different_blocks: u64,
     first: Option<String>,
 }
@@ -120,6 +121,7 @@ impl Compared {
             disks: self.disks,
             disk_bytes: self.disk_bytes,
             disk_bytes_stopped: self.disk_bytes_stopped,
+            disks_not_compared: self.disks_not_compared,
             different_blocks: self.different_blocks,
             first_difference: self.first.clone(),
         }
@@ -179,6 +181,7 @@ impl Comparison {
                 .map(|(spec, place)| (spec, Content::Memory(memory.clone(), place)))
                 .collect(),
             disks: compared_disks(outbound).cloned().collect(),
+            other_disks: (outbound.disks().len() - compared_disks(outbound).count()) as u32,
             sending: sending.clone(),
             key,
             ask,
@@ -242,6 +245,8 @@ fn compared_disks(outbound: &Outbound) -> impl Iterator<Item = &LocalDisk> {
 struct Worker {
     memory: Vec<(RegionSpec, Content)>,
     disks: Vec<LocalDisk>,
+    /// Disks of which a part comes when the guest writes to them there.
+    other_disks: u32,
     sending: Arc<Sending>,
     key: DigestKey,
     ask: mpsc::Sender<ToDestination>,
@@ -268,7 +273,10 @@ impl Worker {
     }
 
     async fn run(mut self) -> Result<Compared, String> {
-        let mut compared = Compared::default();
+        let mut compared = Compared {
+            disks_not_compared: self.other_disks,
+            ..Compared::default()
+        };
         for (spec, content) in self.memory.clone() {
             compared.regions += 1;
             compared.bytes += spec.blocks * BLOCK;

@@ -1,6 +1,7 @@
 //! Hosts, guests and migrations as people see them.
 
 use super::doubt;
+use super::fetching;
 use super::figure::{self, UNKNOWN};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_api::{
@@ -166,7 +167,7 @@ pub(crate) fn guest_state(guest: &Guest) -> Line {
     }
 }
 
-/// The migrations, and what is known of those in doubt.
+/// The migrations, what is known of those in doubt, and what is yet to come.
 pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usize) -> Vec<Line> {
     if migrations.is_empty() {
         return vec![Line::text("No guest was moved from or to this host.")];
@@ -211,6 +212,11 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
             let id = short_id(&migration.id, &ids);
             lines.push(Line::default());
             lines.extend(doubt::block(migration, known, id, now_unix_ms, width));
+        }
+        let left = fetching::block(migration, width);
+        if !left.is_empty() {
+            lines.push(Line::default());
+            lines.extend(left);
         }
     }
     lines

@@ -1,5 +1,6 @@
 //! A migration under way as people see it, and the lines that are said when it has ended.
 
+use super::fetching;
 use super::figure::{self, byte_rate, part_of, percent};
 use crate::cli::paint::{Line, Tone, wrap};
 use longhaul_api::{Migration, Outcome, Outpaced, Phase, Progress, RegionProgress, Report};
@@ -38,6 +39,11 @@ pub(crate) fn frame(
     }
     if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
         lines.extend(too_fast(migration, outpaced, width));
+    }
+    for text in fetching::unreadable(migration, progress) {
+        let room = width.saturating_sub(INDENT).max(20);
+        let pieces = wrap(&text, room).into_iter();
+        lines.extend(pieces.map(|piece| row("disk").tone(Tone::Bad, piece)));
     }
     lines.push(now(migration, progress, mood, width));
     if mood == Mood::Asked {
@@ -275,6 +281,7 @@ pub(crate) fn plain(migration: &Migration, progress: &Progress) -> Line {
         parts.push(show_bit_rate(rate));
     }
     parts.push(doing(migration, progress));
+    parts.extend(fetching::unreadable(migration, progress));
     if let (Some(outpaced), Phase::Precopy) = (&progress.outpaced, progress.phase) {
         parts.push(format!("writes too fast: {}", outpaced.then));
     }

@@ -1,6 +1,7 @@
 //! What people see: pure functions from the API's types to lines.
 
 pub(crate) mod doubt;
+pub(crate) mod fetching;
 pub(crate) mod figure;
 pub(crate) mod group;
 pub(crate) mod image;

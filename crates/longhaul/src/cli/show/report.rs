@@ -233,6 +233,15 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
                 ", {all} in {disks} ({stopped} of it while the guest stood still)"
             ));
         }
+        match verify.disks_not_compared {
+            0 => {}
+            1 => {
+                what.push_str(", 1 disk not compared (the guest wrote before all of it was there)")
+            }
+            count => what.push_str(&format!(
+                ", {count} disks not compared (the guest wrote before all of them was there)"
+            )),
+        }
         line(
             "verified",
             match (&verify.first_difference, verify.different_blocks) {
@@ -388,6 +397,7 @@ mod tests {
             disks: 0,
             disk_bytes: 0,
             disk_bytes_stopped: 0,
+            disks_not_compared: 1,
             different_blocks: 3,
             first_difference: Some("pc.ram, offset 0x1f3000".to_owned()),
         });

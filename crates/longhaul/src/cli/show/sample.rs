@@ -149,6 +149,24 @@ pub(crate) fn in_doubt() -> Migration {
     }
 }
 
+/// A guest that runs at its destination, which fetches the rest of a disk.
+pub(crate) fn fetching() -> Migration {
+    let mut progress = progress();
+    progress.phase = Phase::Finishing;
+    progress.regions.drain(..2);
+    let disk = &mut progress.regions[0];
+    disk.blocks_pending = 18 * MIB / 4096;
+    disk.blocks_settled = disk.blocks_total - disk.blocks_pending;
+    (disk.strategy, disk.why, disk.waiting) = (None, None, Some(2));
+    progress.trouble = Some("what comes cannot be taken, and is tried again every 2 s: disk vda: No space left on device".into());
+    Migration {
+        side: Side::Destination,
+        phase: Phase::Finishing,
+        progress: Some(progress),
+        ..migration()
+    }
+}
+
 const WHY: &str = "the guest's writes take 4 % of the link, so all of the disk can be there before the guest \
                    is stopped";
 
@@ -167,6 +185,8 @@ pub(crate) fn progress() -> Progress {
                 disk: false,
                 strategy: None,
                 why: None,
+                waiting: None,
+                unreadable_byte: None,
             },
             RegionProgress {
                 name: "vga.vram".into(),
@@ -176,6 +196,8 @@ pub(crate) fn progress() -> Progress {
                 disk: false,
                 strategy: None,
                 why: None,
+                waiting: None,
+                unreadable_byte: None,
             },
             RegionProgress {
                 name: "vda".into(),
@@ -185,6 +207,8 @@ pub(crate) fn progress() -> Progress {
                 disk: true,
                 strategy: Some(DiskChoice::Precopy),
                 why: Some(WHY.into()),
+                waiting: None,
+                unreadable_byte: None,
             },
         ],
         link: LinkProgress {
@@ -198,6 +222,7 @@ pub(crate) fn progress() -> Progress {
         dirty_rate_bytes_per_s: Some(12 * MIB),
         predicted_downtime_ms: Some(80),
         outpaced: None,
+        trouble: None,
         remaining_ms: Some(13_200),
         outcome: None,
         reason: None,
@@ -290,6 +315,7 @@ pub(crate) fn report() -> Report {
             disks: 1,
             disk_bytes: 20 * GIB,
             disk_bytes_stopped: 12 * MIB,
+            disks_not_compared: 0,
             different_blocks: 0,
             first_difference: None,
         }),

@@ -1,7 +1,7 @@
 //! The disk itself: the guest's requests, what arrives, and what becomes durable when.
 
 use super::line::ToPump;
-use super::masks::{MaskFile, Masks, this_boot};
+use super::masks::{MaskFile, Masks, is_marked_failed, mark_failed, this_boot};
 use super::pump::Pump;
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
 use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
@@ -46,6 +46,8 @@ struct State {
     pump: Option<Arc<Pump>>,
     epoch: u32,
     told_whole: bool,
+    /// Something could not be made durable since the host was started.
+    broken: Option<i32>,
 }
 
 #[derive(Debug)]
@@ -121,6 +123,12 @@ impl ArrivingDisk {
             &stored.missing,
         );
         let mut presence = presence.map_err(|error| wrong(error.to_string()))?;
+        let failed_at = self.folder.failed_mark();
+        let marked = is_marked_failed(&failed_at).map_err(|error| failed(&failed_at, error))?;
+        if marked {
+            presence.give_up_durability();
+            state.broken = Some(Errno::EIO as i32);
+        }
         // There may be a pump: it says so.
         presence.connected(Epoch(state.epoch));
         state.known = Some(Known {
@@ -147,6 +155,7 @@ impl ArrivingDisk {
             known.presence.connected(epoch);
         }
         state.tell_state();
+        state.tell_broken();
         self.outputs(&mut state);
         self.changed.notify_all();
     }
@@ -332,12 +341,11 @@ impl ArrivingDisk {
         if std::mem::take(&mut held.sync) {
             *state = None;
             let done = self.disk.flush();
-            let mut held = self.lock();
-            if let Err(error) = &done {
-                held.tell(ToPump::Failed(
-                    error.raw_os_error().unwrap_or(Errno::EIO as i32),
-                ));
+            if done.is_err() {
+                self.mark_failed();
             }
+            let mut held = self.lock();
+            held.note_broken(&done);
             if let Some(known) = &mut held.known {
                 known.presence.data_synced(done.is_ok());
             }
@@ -350,12 +358,23 @@ impl ArrivingDisk {
         };
         *state = None;
         let done = stored.set(&masks).and_then(|()| stored.sync());
+        if done.is_err() {
+            self.mark_failed();
+        }
         let mut held = self.lock();
+        held.note_broken(&done);
         if let Some(known) = &mut held.known {
             known.presence.masks_stored(done.is_ok());
         }
         self.outputs(&mut held);
         true
+    }
+
+    /// The system tells of lost data once, and the next server must know: what it was told then is not told again.
+    fn mark_failed(&self) {
+        while mark_failed(&self.folder.failed_mark()).is_err() {
+            elsewhere(|| thread::sleep(NOTE_AGAIN));
+        }
     }
 
     /// Looks whether something is to be made durable, or all of it is here.
@@ -387,6 +406,19 @@ impl State {
     fn tell(&mut self, message: ToPump) {
         if let Some(pump) = &self.pump {
             pump.tell(message);
+        }
+    }
+
+    fn note_broken(&mut self, done: &io::Result<()>) {
+        if let Err(error) = done {
+            self.broken = Some(error.raw_os_error().unwrap_or(Errno::EIO as i32));
+            self.tell_broken();
+        }
+    }
+
+    fn tell_broken(&mut self) {
+        if let Some(errno) = self.broken {
+            self.tell(ToPump::Broken(errno));
         }
     }
 

@@ -6,7 +6,7 @@
 //!      ──Blocks, Zeros──▶            what was missing
 //!      ──Barrier──▶ ... ◀──Reached── all that came before is on the disk, and noted
 //!      ──Unreadable──▶               the source cannot read these
-//!      ◀──State, Want, Superseded, Failed, Whole──
+//!      ◀──State, Want, Superseded, Failed, Whole, Broken──
 //! ```
 
 use crate::front::message::{message, not_understood, words};
@@ -52,16 +52,23 @@ pub enum ToPump {
     Want(BlockRange),
     /// These blocks need not come any more.
     Superseded(BlockRange),
-    /// What came cannot be written, or not be made durable: an error of the system, by its number.
+    /// What came cannot be written: an error of the system, by its number.
     Failed(i32),
     /// Nothing is missing any more, durably.
     Whole,
+    /// Something could not be made durable, for this error of the system: nothing will be whole until the host is
+    /// started anew.
+    Broken(i32),
 }
 
 fn range(start: u64, count: u64, count_max: u64) -> io::Result<BlockRange> {
     let fits = count > 0 && count <= count_max && start <= NAMED_MAX - count;
     fits.then(|| BlockRange::new(start, count))
         .ok_or_else(not_understood)
+}
+
+fn errno_of(word: u64) -> io::Result<i32> {
+    i32::try_from(word).map_err(|_| not_understood())
 }
 
 impl ToServer {
@@ -110,6 +117,7 @@ impl ToPump {
             Self::Superseded(range) => message([4, range.start, range.count, 0]),
             Self::Failed(errno) => message([5, u64::from(errno.unsigned_abs()), 0, 0]),
             Self::Whole => message([6, 0, 0, 0]),
+            Self::Broken(errno) => message([7, u64::from(errno.unsigned_abs()), 0, 0]),
         }
     }
 
@@ -123,11 +131,9 @@ impl ToPump {
             [2, number, 0, 0] => Ok(Self::Reached(number)),
             [3, start, count, 0] => Ok(Self::Want(range(start, count, NAMED_MAX)?)),
             [4, start, count, 0] => Ok(Self::Superseded(range(start, count, NAMED_MAX)?)),
-            [5, errno, 0, 0] => {
-                let errno = i32::try_from(errno).map_err(|_| not_understood())?;
-                Ok(Self::Failed(errno))
-            }
+            [5, errno, 0, 0] => Ok(Self::Failed(errno_of(errno)?)),
             [6, 0, 0, 0] => Ok(Self::Whole),
+            [7, errno, 0, 0] => Ok(Self::Broken(errno_of(errno)?)),
             _ => Err(not_understood()),
         }
     }
@@ -159,6 +165,7 @@ mod tests {
             ToPump::Superseded(range),
             ToPump::Failed(28),
             ToPump::Whole,
+            ToPump::Broken(5),
         ] {
             assert_eq!(ToPump::from_bytes(&message.to_bytes()).unwrap(), message);
         }
@@ -177,7 +184,8 @@ mod tests {
             [3, 0, 0, 0],
             [5, u64::MAX, 0, 0],
             [6, 1, 0, 0],
-            [7, 0, 0, 0],
+            [7, 1 << 40, 0, 0],
+            [8, 0, 0, 0],
         ] {
             ToPump::from_bytes(&message(wrong)).unwrap_err();
         }

@@ -11,13 +11,13 @@
 //! power cut makes of a word that was being written, no block is called present that is not.
 
 use super::super::folder::{FolderError, failed};
+use crate::files::{Access, Files, OpenFile, RealFiles, parent, read_whole};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::presence::ChunkMask;
 use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::RegionId;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Read, Write};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::fs;
+use std::io;
 use std::path::Path;
 
 const MAGIC: &[u8; 8] = b"LHMASKS1";
@@ -147,6 +147,16 @@ impl Masks {
         })
     }
 
+    /// Whether a block is missing.
+    pub fn is_missing(&self, block: u64) -> bool {
+        let Ok(chunk) = u32::try_from(block / CHUNK_BLOCKS) else {
+            return false;
+        };
+        let of_it = |part: &&Remaining| (part.chunk..part.chunk + part.chunks).contains(&chunk);
+        let part = self.missing.iter().find(of_it);
+        part.is_some_and(|part| part.mask & 1 << (block % CHUNK_BLOCKS) != 0)
+    }
+
     /// How many blocks are missing.
     pub fn missing_blocks(&self) -> u64 {
         let blocks = |part: &Remaining| u64::from(part.mask.count_ones()) * u64::from(part.chunks);
@@ -155,31 +165,40 @@ impl Masks {
 
     /// Reads a file; none where there is no such file.
     pub fn read(path: &Path) -> Result<Option<Self>, FolderError> {
-        let file = match File::open(path) {
+        Self::read_in(&RealFiles, path)
+    }
+
+    /// The same of a file system.
+    pub fn read_in(files: &dyn Files, path: &Path) -> Result<Option<Self>, FolderError> {
+        let file = match files.open(path, Access::Read) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(|error| failed(path, error))?,
         };
-        let mut bytes = Vec::new();
-        let longest = length(chunks(BLOCKS_MAX)) as u64 + 1;
-        let read = file.take(longest).read_to_end(&mut bytes);
-        read.map_err(|error| failed(path, error))?;
-        Self::parse(&bytes)
-            .map(Some)
-            .map_err(|error| failed(path, error))
+        let longest = length(chunks(BLOCKS_MAX)) as u64;
+        let read = || {
+            let bytes = read_whole(&*file, longest)?;
+            Self::parse(&bytes.ok_or(wrong("it is too long"))?).map(Some)
+        };
+        read().map_err(|error| failed(path, error))
     }
 
     /// Makes the file, durably, or replaces it.
     pub fn write(&self, path: &Path) -> Result<(), FolderError> {
+        self.write_in(&RealFiles, path)
+    }
+
+    /// The same in a file system.
+    pub fn write_in(&self, files: &dyn Files, path: &Path) -> Result<(), FolderError> {
         let mut new = path.as_os_str().to_owned();
         new.push(".new");
+        let new = Path::new(&new);
         let write = || {
-            let mut options = OpenOptions::new();
-            let options = options.create(true).write(true).truncate(true).mode(0o600);
-            let mut file = options.open(&new)?;
-            file.write_all(&self.to_bytes())?;
-            file.sync_all()?;
-            fs::rename(&new, path)?;
-            File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+            let file = files.open(new, Access::Create)?;
+            file.set_length(0)?;
+            file.write_at(0, &self.to_bytes())?;
+            file.sync("the masks")?;
+            files.rename(new, path)?;
+            files.sync_folder(parent(path), "the masks' name")
         };
         write().map_err(|error| failed(path, error))
     }
@@ -197,26 +216,48 @@ pub(super) fn this_boot() -> io::Result<Boot> {
     Ok(number.to_le_bytes())
 }
 
+/// Notes that something of a disk could not be made durable. It need not be durable itself: after a power
+/// cut nothing is believed but what was stored.
+pub(super) fn mark_failed(path: &Path) -> io::Result<()> {
+    fs::write(path, this_boot()?)
+}
+
+/// Whether it was noted since the host was started.
+pub(super) fn is_marked_failed(path: &Path) -> io::Result<bool> {
+    match fs::read(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+        Ok(bytes) => Ok(bytes == this_boot()?),
+    }
+}
+
 /// A file of masks that is changed in its place.
 #[derive(Debug)]
-pub(super) struct MaskFile(File);
+pub struct MaskFile(Box<dyn OpenFile>);
 
 impl MaskFile {
-    pub(super) fn open(path: &Path) -> Result<Self, FolderError> {
-        let opened = OpenOptions::new().write(true).open(path);
+    /// One that is there.
+    pub fn open(path: &Path) -> Result<Self, FolderError> {
+        Self::open_in(&RealFiles, path)
+    }
+
+    /// The same in a file system.
+    pub fn open_in(files: &dyn Files, path: &Path) -> Result<Self, FolderError> {
+        let opened = files.open(path, Access::Write);
         opened.map(Self).map_err(|error| failed(path, error))
     }
 
     /// Sets masks; they need not be durable.
-    pub(super) fn set(&self, masks: &[ChunkMask]) -> io::Result<()> {
+    pub fn set(&self, masks: &[ChunkMask]) -> io::Result<()> {
         masks.iter().try_for_each(|mask| {
             let at = HEADER_BYTES as u64 + u64::from(mask.chunk) * MASK_BYTES as u64;
-            self.0.write_all_at(&mask.missing.to_le_bytes(), at)
+            self.0.write_at(at, &mask.missing.to_le_bytes())
         })
     }
 
-    pub(super) fn sync(&self) -> io::Result<()> {
-        self.0.sync_data()
+    /// Makes durable what was set.
+    pub fn sync(&self) -> io::Result<()> {
+        self.0.sync_content("the masks that changed")
     }
 }
 
@@ -247,6 +288,9 @@ mod tests {
         masks.write(&path).unwrap();
         assert_eq!(Masks::read(&path).unwrap(), Some(masks.clone()));
         assert_eq!(masks.missing_blocks(), 3 * 64 + 1 + 2);
+        let missing = |block| masks.is_missing(block);
+        assert!(missing(0) && missing(3 * 64) && missing(9 * 64 + 1));
+        assert!(!missing(3 * 64 + 1) && !missing(4 * 64) && !missing(1 << 40));
         let file = MaskFile::open(&path).unwrap();
         let (chunk, missing) = (1, 0);
         file.set(&[ChunkMask { chunk, missing }]).unwrap();

@@ -2,7 +2,7 @@
 
 use super::disk::{ArrivingDisk, keep_durable};
 use super::line::{MESSAGE_BYTES, ToPump, ToServer};
-use super::masks::Masks;
+use super::masks::{Masks, mark_failed};
 use super::pump::listen;
 use crate::disk::{Disk, ExportSize, Zeros};
 use crate::front::{FrontFolder, FrontSpec};
@@ -125,6 +125,14 @@ impl TestPump {
     }
 }
 
+/// The machine has been started anew.
+fn forget_boot(fixture: &Fixture) {
+    let noted = fixture.folder.noted_masks();
+    let mut bytes = fs::read(&noted).unwrap();
+    bytes[24] ^= 1;
+    fs::write(&noted, bytes).unwrap();
+}
+
 fn read(disk: &ArrivingDisk, block: u64) -> u8 {
     let mut byte = [0];
     disk.read(block * BLOCK, &mut byte).unwrap();
@@ -192,11 +200,7 @@ fn the_next_server_knows_what_the_last_one_answered_and_after_a_power_cut_what_i
         .disk
         .zero(2 * BLOCK..3 * BLOCK, Zeros::MayBeHole)
         .unwrap();
-    // The machine has been started anew.
-    let noted = fixture.folder.noted_masks();
-    let mut bytes = fs::read(&noted).unwrap();
-    bytes[24] ^= 1;
-    fs::write(&noted, bytes).unwrap();
+    forget_boot(&fixture);
     let stored = Masks::read(&fixture.folder.stored_masks())
         .unwrap()
         .unwrap();
@@ -207,6 +211,32 @@ fn the_next_server_knows_what_the_last_one_answered_and_after_a_power_cut_what_i
     };
     assert_eq!(missing_blocks, stored.missing_blocks());
     assert!(missing_blocks <= 6);
+}
+
+#[test]
+fn a_disk_that_could_not_be_made_durable_is_whole_only_after_the_host_was_started_anew() {
+    let mut fixture = Fixture::new();
+    drop(fixture.list());
+    mark_failed(&fixture.folder.failed_mark()).unwrap();
+    // The system tells of lost data once: the next server has not heard it.
+    fixture.restart();
+    let mut pump = fixture.pump();
+    pump.wait_for(ToPump::Broken(nix::libc::EIO));
+    pump.bring(BlockRange::new(0, 8), 9);
+    pump.barrier();
+    assert_eq!(read(&fixture.disk, 3), 9);
+    let error = fixture.disk.flush().unwrap_err();
+    assert_eq!(error.raw_os_error(), Some(nix::libc::EIO));
+    let stored = Masks::read(&fixture.folder.stored_masks());
+    assert_eq!(stored.unwrap().unwrap().missing_blocks(), 8);
+    // What is of another boot says nothing, and only what is durable counts.
+    fs::write(fixture.folder.failed_mark(), [0; 16]).unwrap();
+    forget_boot(&fixture);
+    fixture.restart();
+    let mut pump = fixture.pump();
+    pump.bring(BlockRange::new(0, 8), 7);
+    pump.wait_for(ToPump::Whole);
+    assert_eq!(read(&fixture.disk, 3), 7);
 }
 
 #[test]

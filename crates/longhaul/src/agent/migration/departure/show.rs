@@ -4,6 +4,7 @@ use super::{Departure, StoppedAt, Task};
 use crate::agent::migration::clock;
 use crate::agent::migration::convergence;
 use crate::agent::migration::disks::LocalDisk;
+use crate::agent::migration::disks::draining::Draining;
 use crate::agent::migration::failure;
 use crate::agent::migration::plan::{self, Asking};
 use crate::agent::migration::session::Session;
@@ -46,6 +47,8 @@ impl Departure {
         self.shown_at = Instant::now();
         self.predict(false);
         let now = self.now();
+        let unreadable = self.draining.as_ref().map(Draining::unreadable_bytes);
+        let unreadable = unreadable.unwrap_or_default();
         let engine = self.task.sending.engine();
         let regions: Vec<RegionProgress> = engine
             .pending_by_region()
@@ -55,6 +58,7 @@ impl Departure {
                 let disk = disks.clone().find(|disk| disk.spec.id == spec.id);
                 let image = disk.map(LocalDisk::image_blocks);
                 let blocks = image.unwrap_or(spec.blocks).max(pending);
+                let id = spec.id;
                 RegionProgress {
                     name: spec.name,
                     blocks_total: blocks,
@@ -63,6 +67,8 @@ impl Departure {
                     disk: spec.durable,
                     strategy: disk.map(LocalDisk::choice),
                     why: disk.and_then(LocalDisk::why),
+                    waiting: None,
+                    unreadable_byte: unreadable.get(&id).copied(),
                 }
             })
             .collect();

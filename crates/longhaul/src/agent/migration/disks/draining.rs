@@ -5,7 +5,7 @@ use super::{LocalDisk, fronts};
 use crate::agent::migration::convergence;
 use crate::agent::migration::send::{Content, Encoding, Line, Sending};
 use crate::agent::migration::verify::Checked;
-use longhaul_api::Convergence;
+use longhaul_api::{Convergence, RegionProgress};
 use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError};
@@ -146,6 +146,8 @@ impl Draining {
         self.sending.disconnect();
         self.disks.values_mut().for_each(|disk| disk.heard = 0);
         self.line = Some(line);
+        // What is still missing is tried again.
+        self.unreadable.clear();
         self.unsaid.clear();
     }
 
@@ -177,6 +179,11 @@ impl Draining {
                 let mut engine = self.sending.engine();
                 for range in ranges {
                     engine.superseded(*region, *range)?;
+                    // Nobody needs to read it here any more.
+                    let within = |block: &BlockId| {
+                        block.region == *region && (range.start..range.end()).contains(&block.block)
+                    };
+                    self.unreadable.retain(|block| !within(block));
                 }
             }
             _ => return Ok(false),
@@ -205,6 +212,37 @@ impl Draining {
             self.sending.connect(line);
             self.sending.wake();
         }
+    }
+
+    /// Where disks cannot be read: the first byte of each that has such a place.
+    pub(in crate::agent::migration) fn unreadable_bytes(&self) -> BTreeMap<RegionId, u64> {
+        let mut first = BTreeMap::new();
+        for block in &self.unreadable {
+            let byte = block.block * BLOCK_SIZE as u64;
+            first.entry(block.region).or_insert(byte);
+        }
+        first
+    }
+
+    /// How far a disk's rest has gone, as people see it.
+    pub(in crate::agent::migration) fn progress(&self) -> Vec<RegionProgress> {
+        let unreadable = self.unreadable_bytes();
+        let pending = self.sending.engine().pending_by_region();
+        let disks = pending
+            .into_iter()
+            .filter(|(spec, _)| self.disks.contains_key(&spec.id));
+        let region = |(spec, pending): (RegionSpec, u64)| RegionProgress {
+            blocks_total: spec.blocks,
+            blocks_settled: spec.blocks.saturating_sub(pending),
+            blocks_pending: pending,
+            disk: true,
+            strategy: None,
+            why: None,
+            waiting: None,
+            unreadable_byte: unreadable.get(&spec.id).copied(),
+            name: spec.name,
+        };
+        disks.map(region).collect()
     }
 
     /// What is to be said of blocks that cannot be read.
