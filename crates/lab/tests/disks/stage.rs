@@ -1,0 +1,340 @@
+//! Two hosts, a guest that writes to disks of its own, and what must hold of them.
+
+use longhaul_api::{Phase, Report};
+use longhaul_lab::guest::disks::{Cache, Format, LocalDisk, local_disks};
+use longhaul_lab::guest::{KernelFiles, Tiny};
+use longhaul_lab::history::task::{History, Task, description};
+use longhaul_lab::history::workload::Work;
+use longhaul_lab::installed;
+use longhaul_lab::lab::{Lab, Plan};
+use longhaul_lab::process::wait_until;
+use longhaul_lab::product::{Move, Product, Settings, channel_socket};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+pub(crate) const LIMIT: Duration = Duration::from_secs(180);
+pub(crate) const DISK_BYTES: u64 = 24 << 20;
+pub(crate) const GUEST: &str = "writer";
+
+/// Guests under TCG share two cores badly: one at a time.
+static TURN: Mutex<()> = Mutex::new(());
+
+/// Two hosts that share nothing, and a guest that writes to a disk of its own.
+pub(crate) struct Stage {
+    // Its file system goes before the laboratory's folder.
+    _room: Option<Room>,
+    pub(crate) lab: Lab,
+    pub(crate) product: Product,
+    pub(crate) history: History,
+    /// The files of its disks' images.
+    pub(crate) disks: Vec<String>,
+    /// Where each host has the images.
+    pub(crate) folders: Vec<PathBuf>,
+    seed: u64,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Stage {
+    pub(crate) fn new(version: &str, link: &str) -> Option<Self> {
+        Self::with(version, link, &["raw,writeback"], None)
+    }
+
+    /// With disks of these kinds, for which paris has only so much room.
+    pub(crate) fn with(
+        version: &str,
+        link: &str,
+        kinds: &[&str],
+        room: Option<&str>,
+    ) -> Option<Self> {
+        if let Err(error) = installed::qemu(version) {
+            assert!(!installed::all_required(), "{error}");
+            eprintln!("SKIPPED disks: {error}");
+            return None;
+        }
+        let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lab = Lab::create(&Plan {
+            purpose: "test: disks that move".to_owned(),
+            hosts: 2,
+            link: link.parse().unwrap(),
+            seed: 1,
+        })
+        .unwrap();
+        let mut folders: Vec<PathBuf> = lab.hosts().iter().map(|h| h.folder().to_owned()).collect();
+        let room = room.map(|size| Room::make(&folders[1].join("room"), size));
+        if let Some(room) = &room {
+            folders[1].clone_from(&room.0);
+        }
+        let kinds: Vec<_> = kinds.iter().map(|kind| kind.parse().unwrap()).collect();
+        let disks = local_disks(&folders[0], DISK_BYTES, &kinds);
+        disks.iter().for_each(|disk| disk.create().unwrap());
+        disks.iter().for_each(furnish);
+        let files = KernelFiles::make_with_history(&folders[0]).unwrap();
+        let settings = Settings {
+            qemus: vec![version.to_owned()],
+            accelerator: "tcg".to_owned(),
+        };
+        let tables = |index: usize| {
+            let mut tables = images(&disks, &folders[index]);
+            let held = folders[index].join("held").display().to_string();
+            let files = ("files".to_owned(), vec![held].into());
+            let content = toml::Table::from_iter([files]);
+            tables.insert("content".to_owned(), content.into());
+            tables
+        };
+        let product = Product::start_each_with(&mut lab, &files, &settings, tables).unwrap();
+        let mut tiny = Tiny::new(GUEST);
+        tiny.machine_version = version.to_owned();
+        let guest = description(&tiny, &disks);
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let seed = now.as_nanos() as u64 >> 8;
+        eprintln!("history of seed {seed}");
+        // Slow enough for its memory to be moved by a busy machine.
+        let work = Work {
+            operations_per_s: 60,
+            ..Work::default()
+        };
+        let task = Task {
+            disks: &disks,
+            seed,
+            depth: 4,
+            work,
+        };
+        let mut history = History::new(&task);
+        for host in lab.hosts() {
+            let socket = |channel: &str| channel_socket(host, GUEST, channel);
+            history.listen(socket).unwrap();
+        }
+        product.start_guest(&lab, 0, &guest).unwrap();
+        history.begin(&task).unwrap();
+        history.wait_for(60, LIMIT).unwrap();
+        Some(Self {
+            lab,
+            product,
+            history,
+            disks: disks.iter().map(file_name).collect(),
+            folders,
+            seed,
+            _room: room,
+            _turn: turn,
+        })
+    }
+
+    pub(crate) fn image(&self, host: usize) -> PathBuf {
+        self.image_of(host, 0)
+    }
+
+    pub(crate) fn image_of(&self, host: usize, disk: usize) -> PathBuf {
+        self.folders[host].join(&self.disks[disk])
+    }
+
+    /// The ends of both agents' logs.
+    pub(crate) fn logs(&self) -> String {
+        let log = |host| {
+            let text = fs::read_to_string(self.product.agent(host).unwrap().log()).unwrap();
+            let mut last: Vec<&str> = text.lines().rev().take(25).collect();
+            last.reverse();
+            last.join("\n")
+        };
+        format!("{}\n\n{}", log(0), log(1))
+    }
+
+    /// It goes on where it is now.
+    pub(crate) fn goes_on(&self) {
+        let done = self.history.heard().told.done;
+        self.history.wait_for(done + 30, LIMIT).unwrap();
+        let heard = self.history.heard();
+        assert_eq!((heard.errors, heard.first_error), (0, None));
+    }
+
+    pub(crate) fn moves(&self, from: usize, how: &str) -> Report {
+        let to = self.lab.host(1 - from).unwrap();
+        let words = ["--disks", how, "--verify"];
+        let moving = self.product.migrate(from, GUEST, to, &words).unwrap();
+        let finished = moving.finish(LIMIT).unwrap();
+        assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
+        let report = *finished.report.unwrap();
+        let verified = report.verify.clone().unwrap();
+        let compared = match how {
+            "hybrid" | "postcopy" => 0,
+            _ => report.disks.len(),
+        };
+        assert_eq!(verified.disks as usize, compared);
+        assert_eq!(verified.disk_bytes, verified.disks as u64 * DISK_BYTES);
+        assert!(verified.disk_bytes_stopped <= verified.disk_bytes);
+        assert_eq!(report.disks[0].why.is_some(), how == "auto");
+        self.goes_on();
+        self.nothing_is_left(from);
+        self.nothing_is_left(1 - from);
+        assert!(!self.image(from).exists(), "{:?}", self.image(from));
+        report
+    }
+
+    /// What was set aside when the guest left a host.
+    pub(crate) fn set_aside(&self, host: usize) -> PathBuf {
+        self.folders[host].join("disk0.raw.moved")
+    }
+
+    /// Begins a move that takes so long that something can happen meanwhile.
+    pub(crate) fn begins(&self, how: &str) -> Move {
+        let words = ["--disks", how, "--bandwidth", "4mbit", "--patience", "3s"];
+        let to = self.lab.host(1).unwrap();
+        let mut moving = self.product.migrate(0, GUEST, to, &words).unwrap();
+        let began = moving.wait_for_phase(Phase::Precopy, LIMIT);
+        assert!(began, "{}\n{}", moving.so_far().why(), self.logs());
+        assert_eq!(self.fronts("tell").len(), self.disks.len());
+        moving
+    }
+
+    /// The guest goes on where it was, and nothing tells of the move.
+    pub(crate) fn stays(&self) {
+        self.goes_on();
+        self.nothing_is_left(0);
+        self.nothing_is_left(1);
+        assert!(self.fronts("tell").is_empty());
+        assert!(self.fronts("supervise").is_empty());
+        for disk in 0..self.disks.len() {
+            let image = |host: usize| self.image_of(host, disk).exists();
+            assert!(image(0) && !image(1), "disk {disk}");
+        }
+    }
+
+    /// The processes of front ends that do this part.
+    pub(crate) fn fronts(&self, part: &str) -> Vec<i32> {
+        self.fronts_of(0, part)
+    }
+
+    pub(crate) fn fronts_of(&self, host: usize, part: &str) -> Vec<i32> {
+        let folder = self.lab.host(host).unwrap().folder().to_owned();
+        let all = fs::read_dir("/proc").unwrap().flatten();
+        let pids = all.filter_map(|entry| entry.file_name().to_str()?.parse().ok());
+        let is_one = |pid: &i32| {
+            let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let words: Vec<&[u8]> = line.split(|byte| *byte == 0).collect();
+            let ours =
+                |word: &&[u8]| String::from_utf8_lossy(word).contains(folder.to_str().unwrap());
+            words.contains(&part.as_bytes()) && words.iter().any(ours)
+        };
+        pids.filter(is_one).collect()
+    }
+
+    /// No front end, and nothing to be removed later.
+    pub(crate) fn nothing_is_left(&self, host: usize) {
+        let state = self.lab.host(host).unwrap().folder().join("state");
+        for folder in ["fronts", "arriving"] {
+            let empty = wait_until(LIMIT, || is_empty(&state.join(folder)));
+            let found =
+                fs::read_dir(state.join(folder)).map(|all| all.flatten().collect::<Vec<_>>());
+            assert!(empty, "{found:?}");
+        }
+    }
+
+    /// Ends the guest on this host, and judges its disk.
+    pub(crate) fn judge(mut self, host: usize) {
+        self.history.stop().unwrap();
+        self.product.stop_guest(host, GUEST).unwrap();
+        let record = self.history.finish().unwrap();
+        assert!(record.quiet && record.errors == 0, "{record:?}");
+        let folder = &self.folders[host];
+        let judgement = record.judge(folder).unwrap();
+        assert_eq!(judgement.findings, [], "seed {}, {record:?}", self.seed);
+        assert!(judgement.newest.is_some(), "{judgement:?}");
+        let qcow2 = record.disks.iter().filter(|it| it.format == Format::Qcow2);
+        qcow2.for_each(|disk| what_else_is_in_it_is_there(&folder.join(&disk.image)));
+        // The judge is not blind.
+        let image = folder.join(&record.disks[0].image);
+        let content = fs::read(&image).unwrap();
+        fs::write(&image, vec![0; content.len()]).unwrap();
+        assert!(record.judge(folder).unwrap().wrong_sectors > 100);
+    }
+}
+
+fn run(program: &str, words: &[&str], image: &Path) -> String {
+    let output = Command::new(program)
+        .args(words)
+        .arg(image)
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{words:?}: {output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// Gives an image in qcow2 what no raw one has: a snapshot with other content, and a bitmap.
+fn furnish(disk: &LocalDisk) {
+    if disk.kind.format == Format::Qcow2 {
+        let write = |command: &str| run("qemu-io", &["-f", "qcow2", "-c", command], &disk.path);
+        write("write -q -P 0x55 0 24M");
+        run("qemu-img", &["snapshot", "-c", "before"], &disk.path);
+        write("write -q -z -u 0 24M");
+        let mut command = Command::new("qemu-img");
+        let bitmap = command.args(["bitmap", "--add"]).arg(&disk.path);
+        assert!(bitmap.arg("kept").status().unwrap().success());
+    }
+}
+
+fn what_else_is_in_it_is_there(image: &Path) {
+    run("qemu-img", &["check", "-q", "-f", "qcow2"], image);
+    let info = run("qemu-img", &["info", "-f", "qcow2", "--output=json"], image);
+    let info: serde_json::Value = serde_json::from_str(&info).unwrap();
+    let bitmap = &info["format-specific"]["data"]["bitmaps"][0];
+    assert_eq!(bitmap["name"], "kept", "{info}");
+    assert_eq!(
+        bitmap["flags"],
+        serde_json::json!(["auto"]),
+        "it is not to be used"
+    );
+    let raw = image.with_extension("snapshot");
+    let mut command = Command::new("qemu-img");
+    let convert = command.args(["convert", "-l", "before", "-O", "raw"]);
+    assert!(convert.arg(image).arg(&raw).status().unwrap().success());
+    assert!(fs::read(raw).unwrap() == vec![0x55; DISK_BYTES as usize]);
+}
+
+/// A file system of a size of its own.
+struct Room(PathBuf);
+
+impl Room {
+    fn make(at: &Path, size: &str) -> Self {
+        fs::create_dir(at).unwrap();
+        let size = format!("size={size}");
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", &size, "none"])
+            .arg(at)
+            .status();
+        assert!(mount.unwrap().success());
+        Self(at.to_owned())
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        // A guest that a failed test left may have a file there open.
+        let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+fn is_empty(folder: &Path) -> bool {
+    fs::read_dir(folder).map_or(true, |mut all| all.next().is_none())
+}
+
+fn file_name(disk: &LocalDisk) -> String {
+    let name = disk.path.file_name().unwrap();
+    name.to_string_lossy().into_owned()
+}
+
+/// How a host's configuration names the images of the guest.
+fn images(disks: &[LocalDisk], folder: &Path) -> toml::Table {
+    let image = |disk: &LocalDisk| {
+        let path = folder.join(file_name(disk));
+        let table = toml::Table::from_iter([
+            ("path".to_owned(), path.display().to_string().into()),
+            ("format".to_owned(), disk.kind.format.name().into()),
+            ("direct".to_owned(), (disk.kind.cache == Cache::None).into()),
+        ]);
+        (disk.image.clone(), toml::Value::from(table))
+    };
+    let images: toml::Table = disks.iter().map(image).collect();
+    toml::Table::from_iter([("images".to_owned(), images.into())])
+}
