@@ -8,6 +8,7 @@
 
 mod common;
 
+use common::monitor::Monitor;
 use common::{LIMIT, Running, Stage};
 use longhaul_api::{GuestState, Outcome, Phase};
 use longhaul_lab::arena::{Arena, Workload};
@@ -16,9 +17,7 @@ use longhaul_lab::installed;
 use longhaul_lab::process::wait_until;
 use serde_json::{Value, json};
 use std::fs;
-use std::io::{BufRead, BufReader, Write};
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
 
 const LINK: &str = "400mbit,4ms";
@@ -141,38 +140,6 @@ impl Script {
             chardevs,
             nodes.into(),
         ]
-    }
-}
-
-/// A client of QEMU's control socket that waits for each answer.
-struct Monitor(BufReader<UnixStream>);
-
-impl Monitor {
-    fn connect(path: &Path) -> Self {
-        let socket = UnixStream::connect(path).unwrap();
-        socket.set_read_timeout(Some(LIMIT)).unwrap();
-        let mut monitor = Self(BufReader::new(socket));
-        monitor.read();
-        monitor.ask("qmp_capabilities");
-        monitor
-    }
-
-    fn read(&mut self) -> Value {
-        let mut line = String::new();
-        self.0.read_line(&mut line).unwrap();
-        serde_json::from_str(&line).unwrap()
-    }
-
-    fn ask(&mut self, command: &str) -> Value {
-        let line = json!({ "execute": command }).to_string() + "\n";
-        self.0.get_mut().write_all(line.as_bytes()).unwrap();
-        loop {
-            let mut answer = self.read();
-            if answer.get("event").is_none() {
-                assert!(answer.get("return").is_some(), "{command}: {answer}");
-                return answer["return"].take();
-            }
-        }
     }
 }
 

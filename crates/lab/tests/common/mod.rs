@@ -7,6 +7,8 @@
     clippy::print_stderr
 )]
 
+pub(crate) mod monitor;
+
 use longhaul_api::GuestState;
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::{CHANNEL_NAME, Chipset, KernelFiles, Tiny};

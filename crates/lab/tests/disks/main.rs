@@ -7,6 +7,8 @@
     clippy::print_stderr
 )]
 
+#[path = "../common/monitor.rs"]
+mod monitor;
 mod rest;
 mod stage;
 

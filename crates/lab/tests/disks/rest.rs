@@ -1,11 +1,17 @@
 //! What is left of a disk when its guest runs at the destination, and trouble while it comes.
 
-use crate::stage::{GUEST, LIMIT, Stage};
-use longhaul_api::Phase;
+use crate::monitor::Monitor;
+use crate::stage::{Failing, GUEST, LIMIT, Stage};
+use longhaul_api::{Phase, Progress, RegionProgress};
 use longhaul_lab::process::wait_until;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::json;
+use std::fs;
+use std::thread;
 use std::time::Duration;
+
+const BLOCK: u64 = 4096;
 
 /// What is left of a disk comes whatever is cut and dies meanwhile, on both hosts, and the guest loses
 /// nothing.
@@ -49,6 +55,22 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
         "nothing was left: {}",
         stage.logs()
     );
+    // An agent that was started since knows it as well, and for how long the source has been away.
+    let silent = || {
+        stage
+            .said(1)
+            .is_some_and(|said| said.link.interrupted_ms >= Some(1000))
+    };
+    assert!(wait_until(LIMIT, silent), "{:?}", stage.said(1));
+    let shown = stage
+        .product
+        .agent(1)
+        .unwrap()
+        .run(&["migrations"])
+        .unwrap();
+    for words in ["yet to come from lyon", "nothing heard from lyon"] {
+        assert!(shown.contains(words), "{shown}");
+    }
     let host = stage.lab.host(0).unwrap();
     let agent = stage.product.agent_mut(0).unwrap();
     agent.kill().unwrap();
@@ -71,7 +93,7 @@ fn a_cut_while_something_is_left_is_a_pause() {
         return;
     };
     let to = stage.lab.host(1).unwrap();
-    let words = ["--disks", "hybrid"];
+    let words = ["--disks", "postcopy"];
     let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
     assert!(
         moving.wait_for_phase(Phase::Finishing, LIMIT),
@@ -80,7 +102,17 @@ fn a_cut_while_something_is_left_is_a_pause() {
     );
     let link = stage.lab.link(0, 1).unwrap();
     link.cut(Duration::from_secs(600)).unwrap();
-    std::thread::sleep(Duration::from_secs(2));
+    // It comes across what is missing, all that it has under way.
+    let stalls = || sum(stage.said(1), |disk| disk.waiting.unwrap_or(0)) > 0;
+    assert!(wait_until(LIMIT, stalls), "{}", stage.logs());
+    assert!(
+        wait_until(LIMIT, || stands_still(&stage)),
+        "{}",
+        stage.logs()
+    );
+    let left = left(stage.said(1));
+    assert!(left > 0 && stage.image(0).exists());
+    assert!(stalls(), "what waits does not fail");
     link.heal().unwrap();
     let finished = moving.finish(LIMIT).unwrap();
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
@@ -88,4 +120,153 @@ fn a_cut_while_something_is_left_is_a_pause() {
     stage.nothing_is_left(0);
     stage.nothing_is_left(1);
     stage.judge(1);
+}
+
+/// What is left waits for room at the destination, and for a source that can read its disk. The guest gets what it
+/// would have got from these disks, and loses nothing.
+#[test]
+fn what_is_left_comes_when_there_is_room_and_can_be_read() {
+    let Some(mut stage) = Stage::failing("10.0", "20mbit,2ms", "100m") else {
+        return;
+    };
+    let failing = stage.failing.take().unwrap();
+    failing.break_end();
+    let to = stage.lab.host(1).unwrap();
+    let words = ["--disks", "postcopy"];
+    let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
+    assert!(
+        moving.wait_for_phase(Phase::Finishing, LIMIT),
+        "{}",
+        stage.logs()
+    );
+    let link = stage.lab.link(0, 1).unwrap();
+    link.cut(Duration::from_secs(600)).unwrap();
+    let filling = stage.folders[1].join("filling");
+    // As much as there is room for.
+    fs::write(&filling, vec![1; 200 << 20]).unwrap_err();
+    link.heal().unwrap();
+    let full = || trouble(&stage).contains("No space left");
+    assert!(wait_until(LIMIT, full), "{}", stage.logs());
+    assert!(stage.image(0).exists() && left(stage.said(1)) > 0);
+    fs::remove_file(&filling).unwrap();
+    goes_on_after_a_full_disk(&stage);
+
+    // All else comes. What cannot be read fails where it is needed, with its place told.
+    let broken = (Failing::BYTES - Failing::FROM) as u64 / BLOCK;
+    let rest = || left(stage.said(1)) == broken;
+    assert!(
+        wait_until(LIMIT, rest),
+        "{:?}\n{}",
+        stage.said(1),
+        stage.logs()
+    );
+    let place = Failing::FROM as u64;
+    let told = || {
+        let disks = stage.said(1).map(|said| said.regions).unwrap_or_default();
+        disks.iter().any(|disk| disk.unreadable_byte == Some(place))
+    };
+    assert!(
+        wait_until(LIMIT, told),
+        "{:?}\n{}",
+        stage.said(1),
+        stage.logs()
+    );
+    let shown = stage
+        .product
+        .agent(1)
+        .unwrap()
+        .run(&["migrations"])
+        .unwrap();
+    assert!(
+        shown.contains("cannot read its disk vdb at byte"),
+        "{shown}"
+    );
+    assert_eq!(trouble(&stage), "");
+    let said = io_of_guest(&stage, &format!("read {place} 512"));
+    assert!(said.contains("read failed: Input/output error"), "{said}");
+    // What the guest writes over need not be read.
+    let said = io_of_guest(&stage, &format!("write -P 7 {place} 32k"));
+    assert!(said.contains("wrote 32768/32768"), "{said}");
+    let rest = || left(stage.said(1)) == broken - 8;
+    assert!(wait_until(LIMIT, rest), "{:?}", stage.said(1));
+    stage.goes_on();
+    assert!(stage.image(0).exists());
+
+    // The next agent tries again.
+    failing.mend();
+    let host = stage.lab.host(0).unwrap();
+    let agent = stage.product.agent_mut(0).unwrap();
+    agent.kill().unwrap();
+    // It has lost its agent.
+    let _ = moving.finish(LIMIT);
+    agent.restart(host).unwrap();
+    let gone = wait_until(LIMIT, || !stage.image(0).exists());
+    assert!(gone, "{:?}\n{}", stage.said(1), stage.logs());
+    stage.nothing_is_left(0);
+    stage.nothing_is_left(1);
+    stage.goes_on();
+    let mut expected = failing.content.clone();
+    expected[Failing::FROM..][..32 << 10].fill(7);
+    let arrived = fs::read(stage.folders[1].join("disk1.raw")).unwrap();
+    assert!(arrived == expected, "the disk that failed is another one");
+    stage.judge(1);
+}
+
+fn sum(said: Option<Progress>, of: impl Fn(&RegionProgress) -> u64) -> u64 {
+    let regions = said.map(|said| said.regions).unwrap_or_default();
+    regions.iter().filter(|region| region.disk).map(of).sum()
+}
+
+/// Blocks that are yet to come.
+fn left(said: Option<Progress>) -> u64 {
+    sum(said, |disk| disk.blocks_pending)
+}
+
+/// What keeps them from being taken.
+fn trouble(stage: &Stage) -> String {
+    let said = stage.said(1).and_then(|said| said.trouble);
+    said.unwrap_or_default()
+}
+
+/// Whether the guest ends nothing for a while.
+fn stands_still(stage: &Stage) -> bool {
+    let done = || stage.history.heard().told.done;
+    let before = done();
+    thread::sleep(Duration::from_millis(500));
+    done() == before
+}
+
+fn monitor(stage: &Stage) -> Monitor {
+    let state = stage.lab.host(1).unwrap().folder().join("state/guests");
+    Monitor::connect(&state.join(GUEST).join("run/qmp"))
+}
+
+/// QEMU stops a guest whose write finds no room, until somebody has made some and says so.
+fn goes_on_after_a_full_disk(stage: &Stage) {
+    let done = stage.history.heard().told.done;
+    let goes_on = || {
+        let mut monitor = monitor(stage);
+        if monitor.ask("query-status")["status"] == "io-error" {
+            monitor.ask("cont");
+        }
+        stage.history.heard().told.done >= done + 30
+    };
+    assert!(wait_until(LIMIT, goes_on), "{}", stage.logs());
+}
+
+/// Has QEMU read or write as the guest's device does; what it said.
+fn io_of_guest(stage: &Stage, words: &str) -> String {
+    let state = stage.lab.host(1).unwrap().folder().join("state/guests");
+    let log = state.join(GUEST).join("qemu.log");
+    let before = fs::read_to_string(&log).unwrap().len();
+    let device = "/machine/peripheral/blk-vdb/virtio-backend";
+    let line = format!("qemu-io -d {device} \"{words}\"");
+    let arguments = json!({ "command-line": line });
+    monitor(stage).ask_with("human-monitor-command", &arguments);
+    let mut said = String::new();
+    wait_until(LIMIT, || {
+        said = fs::read_to_string(&log).unwrap().split_off(before);
+        said.contains('\n')
+    });
+    said
 }

@@ -1,6 +1,6 @@
 //! Two hosts, a guest that writes to disks of its own, and what must hold of them.
 
-use longhaul_api::{Phase, Report};
+use longhaul_api::{Phase, Progress, Report};
 use longhaul_lab::guest::disks::{Cache, Format, LocalDisk, local_disks};
 use longhaul_lab::guest::{KernelFiles, Tiny};
 use longhaul_lab::history::task::{History, Task, description};
@@ -9,7 +9,8 @@ use longhaul_lab::installed;
 use longhaul_lab::lab::{Lab, Plan};
 use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Move, Product, Settings, channel_socket};
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -24,8 +25,9 @@ static TURN: Mutex<()> = Mutex::new(());
 
 /// Two hosts that share nothing, and a guest that writes to a disk of its own.
 pub(crate) struct Stage {
-    // Its file system goes before the laboratory's folder.
+    // They go before the laboratory's folder.
     _room: Option<Room>,
+    pub(crate) failing: Option<Failing>,
     pub(crate) lab: Lab,
     pub(crate) product: Product,
     pub(crate) history: History,
@@ -49,6 +51,20 @@ impl Stage {
         kinds: &[&str],
         room: Option<&str>,
     ) -> Option<Self> {
+        Self::build(version, link, kinds, (room, false))
+    }
+
+    /// The same with another disk, to which the guest does nothing, and which can fail at its source.
+    pub(crate) fn failing(version: &str, link: &str, room: &str) -> Option<Self> {
+        Self::build(version, link, &["raw,writeback"], (Some(room), true))
+    }
+
+    fn build(
+        version: &str,
+        link: &str,
+        kinds: &[&str],
+        (room, fails): (Option<&str>, bool),
+    ) -> Option<Self> {
         if let Err(error) = installed::qemu(version) {
             assert!(!installed::all_required(), "{error}");
             eprintln!("SKIPPED disks: {error}");
@@ -71,13 +87,20 @@ impl Stage {
         let disks = local_disks(&folders[0], DISK_BYTES, &kinds);
         disks.iter().for_each(|disk| disk.create().unwrap());
         disks.iter().for_each(furnish);
+        let mut all = disks.clone();
+        let mut failing = None;
+        if fails {
+            let (disk, device) = Failing::make(&folders[0], disks.len());
+            all.push(disk);
+            failing = Some(device);
+        }
         let files = KernelFiles::make_with_history(&folders[0]).unwrap();
         let settings = Settings {
             qemus: vec![version.to_owned()],
             accelerator: "tcg".to_owned(),
         };
         let tables = |index: usize| {
-            let mut tables = images(&disks, &folders[index]);
+            let mut tables = images(&all, &folders[index]);
             let held = folders[index].join("held").display().to_string();
             let files = ("files".to_owned(), vec![held].into());
             let content = toml::Table::from_iter([files]);
@@ -87,7 +110,7 @@ impl Stage {
         let product = Product::start_each_with(&mut lab, &files, &settings, tables).unwrap();
         let mut tiny = Tiny::new(GUEST);
         tiny.machine_version = version.to_owned();
-        let guest = description(&tiny, &disks);
+        let guest = description(&tiny, &all);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let seed = now.as_nanos() as u64 >> 8;
         eprintln!("history of seed {seed}");
@@ -118,6 +141,7 @@ impl Stage {
             folders,
             seed,
             _room: room,
+            failing,
             _turn: turn,
         })
     }
@@ -128,6 +152,12 @@ impl Stage {
 
     pub(crate) fn image_of(&self, host: usize, disk: usize) -> PathBuf {
         self.folders[host].join(&self.disks[disk])
+    }
+
+    /// What a host says of the guest's latest move.
+    pub(crate) fn said(&self, host: usize) -> Option<Progress> {
+        let latest = self.product.latest_migration(host, GUEST).unwrap();
+        latest?.progress
     }
 
     /// The ends of both agents' logs.
@@ -312,6 +342,84 @@ impl Drop for Room {
     fn drop(&mut self) {
         // A guest that a failed test left may have a file there open.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
+    }
+}
+
+/// A block device of the first host's whose last blocks cannot be read as long as the file behind it ends before
+/// them.
+pub(crate) struct Failing {
+    device: PathBuf,
+    file: PathBuf,
+    pub(crate) content: Vec<u8>,
+}
+
+impl Failing {
+    pub(crate) const BYTES: usize = 1 << 20;
+    /// From here on it can fail.
+    pub(crate) const FROM: usize = Self::BYTES - (64 << 10);
+
+    /// Makes the disk of that number.
+    fn make(folder: &Path, number: usize) -> (LocalDisk, Self) {
+        let file = folder.join("behind-the-device");
+        // Nothing that compresses, and no zeros.
+        let mut word = 1_u64;
+        let mut next = || {
+            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (word >> 56) as u8 | 1
+        };
+        let content: Vec<u8> = (0..Self::BYTES).map(|_| next()).collect();
+        fs::write(&file, &content).unwrap();
+        let made = Command::new("losetup")
+            .args(["--find", "--show"])
+            .arg(&file)
+            .output()
+            .unwrap();
+        assert!(made.status.success(), "{made:?}");
+        let device = PathBuf::from(String::from_utf8(made.stdout).unwrap().trim());
+        let image = format!("disk{number}");
+        let path = folder.join(format!("{image}.raw"));
+        symlink(&device, &path).unwrap();
+        let disk = LocalDisk {
+            image,
+            path,
+            bytes: Self::BYTES as u64,
+            kind: "raw,writeback".parse().unwrap(),
+        };
+        let failing = Self {
+            device,
+            file,
+            content,
+        };
+        (disk, failing)
+    }
+
+    /// Its end cannot be read any more.
+    pub(crate) fn break_end(&self) {
+        let file = File::options().write(true).open(&self.file).unwrap();
+        file.set_len(Self::FROM as u64).unwrap();
+        let mut flush = Command::new("blockdev");
+        let flushed = flush.arg("--flushbufs").arg(&self.device).status();
+        assert!(flushed.unwrap().success());
+        let device = File::open(&self.device).unwrap();
+        let read = device.read_exact_at(&mut [0; 512], Self::FROM as u64);
+        assert_eq!(read.unwrap_err().raw_os_error(), Some(nix::libc::EIO));
+    }
+
+    /// It can again, and holds what it held.
+    pub(crate) fn mend(&self) {
+        let file = File::options().write(true).open(&self.file).unwrap();
+        let end = &self.content[Self::FROM..];
+        file.write_all_at(end, Self::FROM as u64).unwrap();
+    }
+}
+
+impl Drop for Failing {
+    fn drop(&mut self) {
+        // It goes when nobody has it open any more.
+        let _ = Command::new("losetup")
+            .arg("--detach")
+            .arg(&self.device)
+            .status();
     }
 }
 
