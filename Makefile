@@ -88,17 +88,19 @@ model: tests ## explore the hand-over in every order of events (half a minute; d
 	target/tests/model
 
 # Guests wait for most of their time, so two lanes of tests run at once: these tests, and all others. What the
-# first lane says is shown when both have ended.
+# first lane says is shown when both have ended. Before that, what follows a guest's memory as it is written.
+ALONE := memory
 BESIDE := disks moves trouble
 TESTS := $(wildcard $(addsuffix /tests/*.rs,crates/* crates/lab/* checks model))
 TESTS += $(patsubst %/main.rs,%.rs,$(wildcard $(addsuffix /tests/*/main.rs,crates/*)))
-TESTS := $(filter-out $(BESIDE),$(sort $(basename $(notdir $(TESTS)))))
+TESTS := $(filter-out $(ALONE) $(BESIDE),$(sort $(basename $(notdir $(TESTS)))))
 
 e2e: tests ## integration tests, and moves of real guests between emulated hosts (needs root)
 	@echo "== integration and end-to-end tests, in two lanes"
 	@[ "$$(id -u)" = 0 ] || { echo "The end-to-end tests make network namespaces: sudo make e2e" >&2; exit 1; }
 	@run() { $(CARGO) test --profile tests --workspace --locked --no-fail-fast "$$@"; }; \
+	status=0; run $(ALONE:%=--test %) || status=$$?; \
 	run $(BESIDE:%=--test %) > target/tests/beside.log 2>&1 & beside=$$!; \
-	status=0; run $(TESTS:%=--test %) || status=$$?; \
+	run $(TESTS:%=--test %) || status=$$?; \
 	wait $$beside || status=$$?; \
 	echo "== the other lane: $(BESIDE)"; cat target/tests/beside.log; exit $$status
