@@ -23,7 +23,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 /// Everything that is waited for gets this long, on however slow a machine.
-pub(crate) const LIMIT: Duration = Duration::from_secs(120);
+pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 /// How much of the agents' logs is shown when a test fails.
 const LOG_LINES: usize = 30;
 /// A second guest, or silence, is looked for over this time.
