@@ -30,7 +30,7 @@ bench: install build ## all benches, and the page docs/benchmarks (hours; quickl
 	run memory-debian memory --guest debian; \
 	echo "== docs/benchmarks/README.md"; $(LAB) results docs/benchmarks || status=$$?; exit $$status
 
-crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (1 to 2 hours)
+crash-matrix: install build ## every failure at every step of a move, with every pair of QEMUs (hours)
 	$(LAB) crash-matrix --all --jobs $$(nproc)
 
 CHAOS_SECONDS := 3600
