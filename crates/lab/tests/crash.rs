@@ -10,7 +10,7 @@ use longhaul_lab::crash::{self, Options, soak};
 use longhaul_lab::installed::{self, QEMU_VERSIONS};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What `make test` has time for: about three minutes on two cores.
+/// What `make test` has time for: about five minutes on two cores that test something else beside.
 const CASES: usize = 24;
 /// Moves to and fro; `lab soak` makes more.
 const MOVES: u32 = 6;
