@@ -45,7 +45,7 @@ pub struct Options {
     /// Every victim at every point with every pair of QEMUs (hours)
     #[arg(long, conflicts_with_all = ["cases", "within"])]
     pub all: bool,
-    /// At most so many cases, which cover as many pairs of properties as they can
+    /// At most so many cases, which bring as many kinds of failures, parts of a move and circumstances together as they can
     #[arg(long, value_name = "N")]
     pub cases: Option<usize>,
     /// As many cases as take about this long
@@ -145,12 +145,14 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     };
     let cover = cover::pairwise(&universe, seed(options), most.max(1));
     say(&format!(
-        "crash matrix: seed {}, {} of {} cases, {} of {} pairs of properties",
+        "crash matrix: seed {}, {} of {} cases, {} of {} pairs of traits, {} of {} of all properties",
         seed(options),
         cover.cases.len(),
         universe.len(),
-        cover.covered,
-        cover.pairs
+        cover.traits.pairs,
+        cover.traits.of,
+        cover.properties.pairs,
+        cover.properties.of
     ));
     Ok(cover.cases)
 }

@@ -259,32 +259,29 @@ const PLACES: &[(Step, &[&str])] = &[
 ];
 
 impl Point {
+    /// Every point that the matrix has a place for.
+    pub fn all() -> impl Iterator<Item = Self> {
+        let places = PLACES
+            .iter()
+            .flat_map(|(step, places)| places.iter().map(|place| (*step, *place)));
+        places.filter_map(|(step, place)| {
+            let (side, name) = match place.split_once(':')? {
+                ("s", rest) => (Side::Source, format!("source:{rest}")),
+                (_, rest) => (Side::Destination, format!("destination:{rest}")),
+            };
+            Some(Self { name, step, side })
+        })
+    }
+
     /// The point of that name.
     ///
     /// # Errors
     /// When the matrix does not know how to reach it: a new record or message needs a place here.
     pub fn named(name: &str) -> Result<Self, LabError> {
-        let side = match name.split(':').next() {
-            Some("source") => Side::Source,
-            _ => Side::Destination,
-        };
-        let short = |place: &str| match place.split_once(':') {
-            Some(("s", rest)) => format!("source:{rest}") == name,
-            Some((_, rest)) => format!("destination:{rest}") == name,
-            None => false,
-        };
-        let found = PLACES
-            .iter()
-            .find(|(_, places)| places.iter().any(|place| short(place)));
-        let (step, _) = found.ok_or_else(|| {
+        Self::all().find(|point| point.name == name).ok_or_else(|| {
             LabError::Which(format!(
                 "the crash matrix has no place for the fail point `{name}` (hint: crash/point.rs)"
             ))
-        })?;
-        Ok(Self {
-            name: name.to_owned(),
-            step: *step,
-            side,
         })
     }
 
