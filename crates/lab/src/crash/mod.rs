@@ -27,6 +27,7 @@ use std::collections::VecDeque;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
+use std::str::FromStr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
@@ -45,6 +46,9 @@ pub struct Options {
     /// Every victim at every point with every pair of QEMUs (hours)
     #[arg(long, conflicts_with_all = ["cases", "within"])]
     pub all: bool,
+    /// Only one of so many parts of these cases, as `2/4`: all parts together are all of them
+    #[arg(long, value_name = "K/N", requires = "all")]
+    pub part: Option<Share>,
     /// At most so many cases, which bring as many kinds of failures, parts of a move and circumstances together as they can
     #[arg(long, value_name = "N")]
     pub cases: Option<usize>,
@@ -66,6 +70,34 @@ pub struct Options {
     /// Print the cases and run none
     #[arg(long)]
     pub list: bool,
+}
+
+/// One of several parts of a choice of cases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Share {
+    /// Which of them, from 1.
+    number: usize,
+    of: usize,
+}
+
+impl FromStr for Share {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let parsed = text.split_once('/').and_then(|(number, of)| {
+            let (number, of) = (number.parse().ok()?, of.parse().ok()?);
+            (1..=of).contains(&number).then_some(Self { number, of })
+        });
+        parsed.ok_or_else(|| format!("`{text}` is no part like 2/4, the second of four"))
+    }
+}
+
+impl Share {
+    /// Its cases; every part has some of everything.
+    fn of(self, cases: Vec<Case>) -> Vec<Case> {
+        let from = self.number - 1;
+        cases.into_iter().skip(from).step_by(self.of).collect()
+    }
 }
 
 /// How a matrix went.
@@ -136,7 +168,11 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
         return Ok(cases);
     }
     if options.all {
-        return Ok(case::all(universe));
+        let all = case::all(universe);
+        return Ok(match options.part {
+            Some(share) => share.of(all),
+            None => all,
+        });
     }
     let most = match (options.cases, options.within) {
         (Some(cases), _) => cases,
@@ -376,4 +412,26 @@ fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, La
         }
     }
     Ok(folder)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_are_the_whole() {
+        let cases = case::universe(&Point::all().take(12).collect::<Vec<_>>());
+        let mut together = Vec::new();
+        for text in ["1/3", "2/3", "3/3"] {
+            let part = text.parse::<Share>().unwrap().of(cases.clone());
+            assert!(part.len() >= cases.len() / 3);
+            together.extend(part);
+        }
+        assert_eq!(together.len(), cases.len());
+        assert!(cases.iter().all(|case| together.contains(case)));
+        for wrong in ["0/3", "4/3", "1", "1/0", "/", "a/b"] {
+            let error = wrong.parse::<Share>().unwrap_err();
+            assert!(error.contains(wrong), "{error}");
+        }
+    }
 }
