@@ -35,6 +35,8 @@ pub struct Workload {
     pub write_bytes: u64,
     /// Threads that write.
     pub writers: u32,
+    /// Pages verified per second.
+    pub verify_pages_per_s: u64,
     /// Makes the content differ from that of another seed.
     pub seed: u64,
 }
@@ -428,6 +430,7 @@ fn start_command(workload: &Workload) -> Value {
         "pages_per_s": workload.pages_per_s,
         "write_bytes": workload.write_bytes,
         "writers": workload.writers,
+            "verify_pages_per_s": workload.verify_pages_per_s,
         "seed": workload.seed,
     })
 }

@@ -151,6 +151,7 @@ fn case(link: LinkSpec) -> Result<Case, LabError> {
         pages_per_s: Case::pages_per_s(link, DIRTY_SHARE),
         write_bytes: 512,
         writers: 1,
+        verify_pages_per_s: 1000,
         seed: 1,
     };
     Ok(Case {

@@ -95,6 +95,7 @@ impl Script {
             pages_per_s: 500,
             write_bytes: 512,
             writers: 2,
+            verify_pages_per_s: 100,
             seed: 7,
         };
         guest.arena.start(&workload, LIMIT).unwrap();

@@ -181,7 +181,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
         accelerator: "tcg".to_owned(),
     };
     let product = Product::start_with(&mut lab, &files, &settings, &images(&disks)).unwrap();
-    let mut guest = description(&Tiny::new("moved"), &disks);
+    let mut guest = description(&Tiny::calm("moved"), &disks);
     guest.disks.iter_mut().for_each(|disk| disk.shared = true);
     let seed = seed();
     // Slow enough for its memory to be moved by a busy machine.

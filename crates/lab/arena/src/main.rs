@@ -1,6 +1,6 @@
 //! The arena: the workload inside the laboratory's guests, which rewrites pages and verifies them.
 //!
-//! It speaks lines of JSON over the virtio-serial port `arena` and sends a heartbeat every 5 ms.
+//! It speaks lines of JSON over the virtio-serial port `arena` and sends heartbeats.
 //! Run as process 1 it is the whole of the `tiny` guest; in other guests it is a service.
 
 mod content;
@@ -24,7 +24,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 use work::{Answer, Plan, Shared, Work};
 
-const HEARTBEAT: Duration = Duration::from_millis(5);
+/// Time between two heartbeats in milliseconds, where nothing else is asked for.
+const BEAT_MS: u64 = 5;
+const BEAT_MS_MAX: u64 = 1000;
 const RETRY: Duration = Duration::from_millis(20);
 const PORT_NAME: &str = "arena";
 /// What tells a workload to stop and to check itself.
@@ -59,6 +61,8 @@ struct Options {
     root: Option<String>,
     /// Where programs lie that can run beside the arena.
     workloads: Option<PathBuf>,
+    /// From one heartbeat to the next.
+    beat: Duration,
 }
 
 impl Options {
@@ -68,6 +72,7 @@ impl Options {
             plan: None,
             root: None,
             workloads: None,
+            beat: Duration::from_millis(BEAT_MS),
         };
         for pair in arguments.chunks(2) {
             let [name, value] = pair else {
@@ -80,6 +85,7 @@ impl Options {
                 "--port" => options.port = Some(PathBuf::from(value)),
                 "--root" => options.root = Some(value.clone()),
                 "--workloads" => options.workloads = Some(PathBuf::from(value)),
+                "--beat-ms" => options.beat = beat(value)?,
                 _ => options.plan(name, value)?,
             }
         }
@@ -97,6 +103,13 @@ impl Options {
         let plan = self.plan.take().unwrap_or_default();
         self.plan = Some(planned(plan, &object)?);
         Ok(())
+    }
+}
+
+fn beat(value: &str) -> Result<Duration, String> {
+    match value.parse() {
+        Ok(ms @ 1..=BEAT_MS_MAX) => Ok(Duration::from_millis(ms)),
+        _ => Err(format!("beat-ms is 1 to {BEAT_MS_MAX}, not {value}")),
     }
 }
 
@@ -193,7 +206,7 @@ impl Arena {
             self.beat += 1;
             port.send_or_drop(&self.heartbeat())?;
             // After a pause of the guest the rhythm starts anew instead of catching up.
-            next = (next + HEARTBEAT).max(Instant::now());
+            next = (next + self.options.beat).max(Instant::now());
             thread::sleep(next.saturating_duration_since(Instant::now()));
         }
     }
@@ -332,6 +345,7 @@ mod tests {
             plan: None,
             root: None,
             workloads: None,
+            beat: Duration::from_millis(BEAT_MS),
         })
     }
 

@@ -10,6 +10,8 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(2);
+/// How long something that was asked for may wait where nothing else is to do.
+const TICK_IDLE: Duration = Duration::from_millis(20);
 /// Work that could not be done in time is forgotten beyond this, so that no burst follows a pause.
 const LONGEST_DEBT: Duration = Duration::from_millis(50);
 const FAULTS_KEPT: usize = 64;
@@ -178,7 +180,7 @@ fn write(pages: &Pages, plan: &Plan, number: u64, shared: &Shared) {
                 break;
             }
         }
-        thread::sleep(TICK);
+        pace.pause(rate / plan.writers.max(1) as f64);
     }
 }
 
@@ -201,7 +203,7 @@ fn verify(pages: &Pages, plan: &Plan, shared: &Shared, verify_id: &AtomicU64) {
             verify_one(pages, next, shared);
             next = (next + 1) % pages.count();
         }
-        thread::sleep(TICK);
+        pace.pause(plan.verify_pages_per_s as f64);
     }
 }
 
@@ -270,6 +272,14 @@ impl Pace {
         let due = self.debt.floor();
         self.debt -= due;
         due as u64
+    }
+
+    /// Waits until something may be due; an idle arena shall cost its host little.
+    fn pause(&self, rate: f64) {
+        let until_due = (1.0 - self.debt) / rate.max(1.0);
+        let longest = TICK_IDLE.as_secs_f64();
+        let pause = Duration::from_secs_f64(until_due.clamp(0.0, longest));
+        thread::sleep(pause.max(TICK));
     }
 }
 

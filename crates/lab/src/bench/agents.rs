@@ -175,6 +175,7 @@ impl Moving {
             pages_per_s: 50,
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 1000,
             seed,
         };
         settle(&mut arena, &workload)?;

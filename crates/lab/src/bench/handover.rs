@@ -151,6 +151,7 @@ impl Moving {
             pages_per_s: 0,
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 1000,
             seed: 1,
         };
         settle(&mut arena, &idle)?;

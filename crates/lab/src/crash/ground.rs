@@ -108,7 +108,7 @@ impl Ground {
     fn boot_next(&mut self) -> Result<(), LabError> {
         self.boots += 1;
         self.at = 0;
-        let mut tiny = Tiny::new(&format!("crash-{}", self.boots));
+        let mut tiny = Tiny::calm(&format!("crash-{}", self.boots));
         tiny.memory_mib = MEMORY_MIB;
         tiny.machine_version = self.site.pair.versions()[0].to_owned();
         self.guest.clone_from(&tiny.name);
@@ -131,6 +131,7 @@ impl Ground {
             pages_per_s: PAGES_PER_S,
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 100,
             seed: u64::from(self.boots),
         };
         self.arena

@@ -32,7 +32,7 @@ const SHORT_CUT: Duration = Duration::from_millis(800);
 /// A cut that lasts until it is healed.
 const LONG_CUT: Duration = Duration::from_secs(3600);
 /// How long the guest must be heard from one host only.
-const WINDOW: Duration = Duration::from_millis(60);
+const WINDOW: Duration = Duration::from_millis(150);
 /// How often the agents are asked whether all is over.
 const ASK_EVERY: Duration = Duration::from_millis(40);
 

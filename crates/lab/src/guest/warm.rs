@@ -457,6 +457,7 @@ fn arena(arena_bytes: u64, pages_per_s: u64) -> Workload {
         pages_per_s,
         write_bytes: 512,
         writers: 1,
+        verify_pages_per_s: 1000,
         seed: 1,
     }
 }

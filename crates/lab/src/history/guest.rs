@@ -40,7 +40,7 @@ impl HistoryGuest {
     /// # Errors
     /// When it does not come up.
     pub fn start(setup: &Setup<'_>, task: &Task<'_>) -> Result<Self, LabError> {
-        let mut tiny = Tiny::new(HISTORY_NAME);
+        let mut tiny = Tiny::calm(HISTORY_NAME);
         tiny.machine_version = setup.machine_version.to_owned();
         let host = PeerHost {
             host: setup.host,

@@ -52,7 +52,7 @@ pub fn description(tiny: &Tiny, disks: &[LocalDisk]) -> GuestDescription {
         name: HISTORY_NAME.to_owned(),
     });
     if let Some(kernel) = &mut guest.kernel {
-        kernel.command_line += &format!(" -- --workloads {WORKLOADS}");
+        kernel.command_line += &format!(" --workloads {WORKLOADS}");
     }
     guest
 }

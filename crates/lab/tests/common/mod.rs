@@ -82,6 +82,7 @@ impl Stage {
             pages_per_s,
             write_bytes: 512,
             writers: tiny.vcpus,
+            verify_pages_per_s: 100,
             seed: 7,
         };
         running.arena.start(&workload, LIMIT).unwrap();
@@ -163,7 +164,7 @@ fn accelerator() -> &'static str {
 
 /// The smallest guest, of a chipset and a QEMU version's machine.
 pub(crate) fn tiny(name: &str, chipset: Chipset, version: &str, vcpus: u32) -> Tiny {
-    let mut tiny = Tiny::new(name);
+    let mut tiny = Tiny::calm(name);
     tiny.chipset = chipset;
     tiny.machine_version = version.to_owned();
     tiny.vcpus = vcpus;

@@ -141,7 +141,7 @@ fn round(seed: u64, time: Duration) {
 impl Chaos {
     fn start(lab: &Lab, version: &'static str, disks: &[LocalDisk], mut random: Random) -> Self {
         let host = lab.host(0).unwrap();
-        let mut tiny = Tiny::new("chaos");
+        let mut tiny = Tiny::calm("chaos");
         tiny.machine_version = version.to_owned();
         let emulator = installed::qemu(version).unwrap();
         let peer = PeerHost {

@@ -295,6 +295,7 @@ impl Subject {
             pages_per_s: PAGES_PER_S,
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 1000,
             seed: task.seed,
         };
         let started = self.history.arena_mut().start(&pages, COMMAND_LIMIT);

@@ -80,6 +80,7 @@ fn cases(asked: &Asked<'_>) -> Vec<Case> {
                 pages_per_s: Case::pages_per_s(asked.link, *share),
                 write_bytes: 512,
                 writers: 1,
+                verify_pages_per_s: 1000,
                 seed: options.seed.wrapping_add(u64::from(repeat)),
             };
             cases.push(Case {
@@ -165,6 +166,7 @@ mod tests {
             pages_per_s: Case::pages_per_s(link, share),
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 1000,
             seed: 1,
         };
         let case = Case {

@@ -319,6 +319,7 @@ mod tests {
             pages_per_s: 0,
             write_bytes: 512,
             writers: 1,
+            verify_pages_per_s: 1000,
             seed: 1,
         };
         let case = Case {
