@@ -446,6 +446,33 @@ fn the_stop_waits_for_the_destinations_disks_but_not_for_ever() {
 }
 
 #[test]
+fn what_need_not_be_there_waits_while_the_destination_makes_durable_what_it_has() {
+    for recovers in [true, false] {
+        let mut source = source(Strategy::HYBRID, 6400);
+        while source.pending_by_region()[0].1 > 0 {
+            let batch = take(&mut source).unwrap();
+            acknowledge(&mut source, &batch);
+        }
+        sync_takes(&mut source, 200);
+        for second in 1..5 {
+            let now = Duration::from_secs(second);
+            assert_eq!(source.advise(now), Advice::ReadPass, "{now:?}");
+            assert!(take(&mut source).is_none(), "{now:?}");
+            source.pass_started(now, false);
+            source.pass_read();
+        }
+        if recovers {
+            sync_takes(&mut source, 20);
+            let stop = Advice::Stop(StopReason::WithinLimit);
+            assert_eq!(source.advise(Duration::from_secs(5)), stop);
+        } else {
+            source.advise(Duration::from_secs(7));
+            assert!(take(&mut source).is_some(), "it waits for ever");
+        }
+    }
+}
+
+#[test]
 fn what_is_wanted_suspends_the_drain() {
     let mut source = source(Strategy::POSTCOPY, 640);
     stop(&mut source);

@@ -322,6 +322,11 @@ impl Presence {
         self.phase == Phase::Listed
     }
 
+    /// Whether all content that came is durable.
+    pub fn is_durable(&self) -> bool {
+        self.rounds.is_durable()
+    }
+
     /// Whether everything that came is durable, and so is the list: READY asks for it.
     pub fn is_settled(&self) -> bool {
         self.is_listed() && self.rounds.is_settled()

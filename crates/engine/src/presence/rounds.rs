@@ -68,6 +68,11 @@ impl Rounds {
         old || self.unsynced_bytes >= UNSYNCED_BYTES_MAX
     }
 
+    /// Whether nothing waits to be made durable but masks.
+    pub(super) fn is_durable(&self) -> bool {
+        self.unsynced_bytes == 0 && self.step == Step::Idle
+    }
+
     pub(super) fn is_settled(&self) -> bool {
         let nothing = self.changed.is_empty() && self.unsynced_bytes == 0 && !self.asked;
         nothing && self.step == Step::Idle && !self.broken

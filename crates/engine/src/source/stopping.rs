@@ -28,6 +28,9 @@ const PASS_MIN: Duration = Duration::from_millis(20);
 /// So long the stop waits for a destination whose disks are slow to take what has come.
 const SYNC_PATIENCE: Duration = Duration::from_secs(60);
 
+/// So long nothing is sent meanwhile of what need not be there at the stop.
+const HELD_FOR_SYNC: Duration = Duration::from_secs(5);
+
 /// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
 const WAIT_WRITE_SHARE: f64 = 0.8;
 
@@ -81,10 +84,16 @@ impl Source {
         let hot = self.promised(|region| region.map.pending(Class::Hot));
         let fits = rule == Rule::Predicted && predicted <= limit;
         if self.regions.iter().any(Region::is_listed) {
-            // What they have on the link counts, and can be waited for.
+            // What they have on the link counts, and can be waited for; for a while also what the destination has
+            // to make durable of it.
             let left = self.left_blocks(now);
             let alone = self.switchover_time(left, 0).at_most;
-            self.background_held = rule == Rule::Predicted && alone <= limit;
+            let durable = alone.saturating_sub(self.sync_at_most());
+            let waited = self
+                .sync_waited_since
+                .map_or(Duration::ZERO, |since| now.saturating_sub(since));
+            let short = alone <= limit || (durable <= limit && waited < HELD_FOR_SYNC);
+            self.background_held = rule == Rule::Predicted && short;
             if self.background_held && !fits && !self.flights.is_empty() {
                 return Advice::Wait;
             }

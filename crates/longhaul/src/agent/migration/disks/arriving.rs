@@ -42,9 +42,35 @@ struct Arriving {
     puller: Option<Arc<Puller>>,
     /// Something was brought, and is not known to be there.
     brought: bool,
-    /// When it was begun to be made durable, where it is; and how long that took the last time.
-    sync_began: Option<Instant>,
-    sync_took: Duration,
+    syncs: Syncs,
+}
+
+/// How long it takes to make a disk durable.
+#[derive(Debug, Default)]
+struct Syncs {
+    /// When that was begun, where it is under way.
+    began: Option<Instant>,
+    last: Duration,
+    shortest: Option<Duration>,
+}
+
+impl Syncs {
+    fn ended(&mut self) {
+        let Some(began) = self.began.take() else {
+            return;
+        };
+        self.last = began.elapsed();
+        self.shortest = Some(self.shortest.map_or(self.last, |it| it.min(self.last)));
+    }
+
+    /// What the next one will take: where nothing waits for it, what comes until then is little.
+    fn next(&self, something_waits: bool) -> Duration {
+        match (self.began, something_waits) {
+            (Some(began), _) => began.elapsed().max(self.last),
+            (None, true) => self.last,
+            (None, false) => self.shortest.unwrap_or_default(),
+        }
+    }
 }
 
 /// An image that grows.
@@ -98,8 +124,7 @@ impl Disks {
             folder: None,
             puller: None,
             brought: false,
-            sync_began: None,
-            sync_took: Duration::ZERO,
+            syncs: Syncs::default(),
         });
         let disks: Vec<Arriving> = arriving.collect();
         Self {
@@ -127,8 +152,7 @@ impl Disks {
                 folder: None,
                 puller: Some(puller),
                 brought: false,
-                sync_began: None,
-                sync_took: Duration::ZERO,
+                syncs: Syncs::default(),
             }
         });
         Self {
@@ -367,7 +391,7 @@ impl Disks {
             while let Some(output) = disk.presence.poll() {
                 match output {
                     Output::SyncData => {
-                        disk.sync_began = Some(Instant::now());
+                        disk.syncs.began = Some(Instant::now());
                         return Some((n, disk.disk.clone()));
                     }
                     // They are stored when all is here that comes before the guest runs.
@@ -389,10 +413,7 @@ impl Disks {
         let Some(disk) = self.disks.get_mut(n) else {
             return;
         };
-        disk.sync_took = disk
-            .sync_began
-            .take()
-            .map_or(disk.sync_took, |it| it.elapsed());
+        disk.syncs.ended();
         disk.presence.data_synced(done.is_ok());
         if let Err(error) = done {
             let text = format!("disk {} cannot be made durable: {error}", disk.name);
@@ -400,12 +421,9 @@ impl Disks {
         }
     }
 
-    /// How long it takes to make them durable: the last time, or the time that is under way where that is longer.
+    /// How long it takes to make them durable, as far as is known.
     pub(in crate::agent::migration) fn sync_time(&self) -> Duration {
-        let of_disk = |disk: &Arriving| {
-            let now = disk.sync_began.map(|it| it.elapsed());
-            now.unwrap_or_default().max(disk.sync_took)
-        };
+        let of_disk = |disk: &Arriving| disk.syncs.next(!disk.presence.is_durable());
         self.disks.iter().map(of_disk).max().unwrap_or_default()
     }
 
@@ -453,8 +471,7 @@ mod tests {
             folder: None,
             puller: None,
             brought: false,
-            sync_began: None,
-            sync_took: Duration::ZERO,
+            syncs: Syncs::default(),
         };
         arriving.presence.listed(&List::nothing(REGION)).unwrap();
         let disks = Disks {
