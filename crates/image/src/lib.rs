@@ -1,8 +1,9 @@
 //! Base images: what one is ([`Manifest`]), the repositories that hold them ([`Repository`]), and
-//! disks that read them while their content is still coming ([`ImageDisk`]).
+//! disks that read them while their content is still coming ([`ImageDisk`]), and their files on a host ([`Bases`]).
 //!
 //! The format is described in docs/image-repository.md.
 
+mod bases;
 mod disk;
 mod import;
 mod manifest;
@@ -15,6 +16,7 @@ pub mod store;
 mod stripe;
 mod verify;
 
+pub use bases::{Bases, BringError, Bringing};
 pub use disk::{Fetched, ImageDisk, ImageNotice, OpenImageError};
 pub use import::{ImportError, ImportOptions, ImportProgress, Imported, import};
 pub use manifest::{Manifest, ManifestError, SIZE_BYTES_MAX, STRIPE_BYTES, Stripe};

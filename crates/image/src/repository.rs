@@ -231,8 +231,8 @@ impl Repository {
     }
 
     /// Fills a buffer, as long as the stripe, with a stripe's content; what is in it after an error
-    /// means nothing.
-    pub fn stripe(&self, digest: Digest, content: &mut [u8]) -> Result<(), StripeError> {
+    /// means nothing. How many bytes were read for it is returned.
+    pub fn stripe(&self, digest: Digest, content: &mut [u8]) -> Result<u64, StripeError> {
         let damaged = |fault| StripeError::Damaged {
             digest,
             store: self.place(),
@@ -240,7 +240,11 @@ impl Repository {
         };
         match self.store.get(&Key::Stripe(digest), STORED_BYTES_MAX) {
             Err(StoreError::TooLong { .. }) => Err(damaged(StripeFault::Compressed)),
-            stored => decode_stripe(&stored?, digest, content).map_err(damaged),
+            stored => {
+                let stored = stored?;
+                decode_stripe(&stored, digest, content).map_err(damaged)?;
+                Ok(stored.len() as u64)
+            }
         }
     }
 }

@@ -113,7 +113,7 @@ fn look(
 ) -> Result<Found, StoreError> {
     let bytes = length(&manifest.range(index)) as usize;
     match repository.stripe(digest, &mut buffer[..bytes]) {
-        Ok(()) => Ok(Found::Good),
+        Ok(_) => Ok(Found::Good),
         Err(StripeError::Damaged { .. }) => Ok(Found::Damaged),
         Err(StripeError::Store(StoreError::Missing { .. })) => Ok(Found::Missing),
         Err(StripeError::Store(error)) => Err(error),

@@ -1,9 +1,12 @@
 //! Getting what has not come of an image, in the background.
 
 use super::ImageDisk;
+use crate::bases::sealed;
 use crate::manifest::Stripe;
 use nix::errno::Errno;
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::Duration;
@@ -67,6 +70,13 @@ impl ImageDisk {
             return Ok(Fetched::Ended);
         }
         Ok(Fetched::Failed(self.missing()))
+    }
+
+    /// Has the file, all of which is here, say so, durably.
+    pub(crate) fn seal(&self) -> io::Result<()> {
+        self.file.set_permissions(Permissions::from_mode(0o444))?;
+        self.file.set_modified(sealed())?;
+        self.file.sync_all()
     }
 
     fn let_reads_go_first(&self) {

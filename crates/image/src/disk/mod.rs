@@ -94,6 +94,7 @@ pub struct ImageDisk {
     away: AtomicBool,
     ended: AtomicBool,
     fetched_bytes: AtomicU64,
+    read_bytes: AtomicU64,
     notify: Box<dyn Fn(ImageNotice) + Send + Sync>,
 }
 
@@ -125,6 +126,11 @@ impl ImageDisk {
     /// How many bytes of content have come from the store since the disk was opened.
     pub fn fetched_bytes(&self) -> u64 {
         self.fetched_bytes.load(Ordering::Relaxed)
+    }
+
+    /// How many bytes were read from the store for that, and for the manifest.
+    pub fn read_bytes(&self) -> u64 {
+        self.read_bytes.load(Ordering::Relaxed)
     }
 
     /// Ends what waits for the store: such reads fail with `EIO`, and [`Self::fetch`] returns.
@@ -257,7 +263,8 @@ impl ImageDisk {
         let mut damaged = false;
         loop {
             match elsewhere(|| self.repository.stripe(digest, content)) {
-                Ok(()) => {
+                Ok(bytes) => {
+                    self.read_bytes.fetch_add(bytes, Ordering::Relaxed);
                     if self.away.swap(false, Ordering::AcqRel) {
                         (self.notify)(ImageNotice::Back);
                     }

@@ -47,12 +47,12 @@ impl ImageDisk {
         };
         create_folder(&RealFiles, folder).map_err(failed(folder))?;
         let kept = folder.join(format!("{id}.manifest"));
-        let manifest = match kept_manifest(id, &kept) {
-            Some(manifest) => manifest,
+        let (manifest, read_bytes) = match kept_manifest(id, &kept) {
+            Some(manifest) => (manifest, 0),
             None => {
                 let (manifest, bytes) = repository.manifest_bytes(id)?;
                 keep(&kept, &bytes).map_err(failed(&kept))?;
-                manifest
+                (manifest, bytes.len() as u64)
             }
         };
         let path = folder.join(format!("{id}.raw"));
@@ -80,6 +80,7 @@ impl ImageDisk {
             away: AtomicBool::new(false),
             ended: AtomicBool::new(false),
             fetched_bytes: AtomicU64::new(0),
+            read_bytes: AtomicU64::new(read_bytes),
             notify: Box::new(notify),
         })
     }

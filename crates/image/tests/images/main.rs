@@ -6,6 +6,7 @@
     clippy::print_stderr
 )]
 
+mod bases;
 mod common;
 mod disk;
 mod folder;
