@@ -266,6 +266,10 @@ pub struct Progress {
     /// Where the guest writes faster than the link carries: what becomes of that; null otherwise.
     #[serde(default)]
     pub outpaced: Option<Outpaced>,
+    /// Whether the destination may still have to get the base images that the guest's disks stand on: the guest is not
+    /// stopped before it has them.
+    #[serde(default)]
+    pub awaits_bases: bool,
     /// What keeps what is left of the guest's disks from being taken at the destination, where it runs; null where
     /// nothing does.
     #[serde(default)]

@@ -44,6 +44,10 @@ pub struct Report {
     /// What of that carried the guest's disks; null where none moved.
     #[serde(default)]
     pub disk_bytes: Option<u64>,
+    /// Bytes that the destination read from its repository for the base images that disks stand on, which did not
+    /// come over the link from the source; null where none stands on one.
+    #[serde(default)]
+    pub repository_bytes: Option<u64>,
     /// The disks that moved.
     #[serde(default)]
     pub disks: Vec<DiskReport>,
@@ -117,6 +121,9 @@ pub struct DiskReport {
     pub image_bytes: u64,
     /// What of that took space when the move began.
     pub allocated_bytes: u64,
+    /// The id of the base image that it stands on, which did not move; null where it stands on none.
+    #[serde(default)]
+    pub base: Option<String>,
 }
 
 /// A hook that was run.

@@ -13,7 +13,7 @@ use longhaul_protocol::guest::{Disk, GuestDescription};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 /// Slot of the controller of the channels.
 const CHANNELS_SLOT: usize = 0x03;
@@ -53,6 +53,8 @@ pub(crate) struct Surroundings<'a> {
     pub(crate) folder: &'a GuestFolder,
     /// The TAP device of each network card that has one, by the card's index.
     pub(crate) taps: &'a BTreeMap<usize, String>,
+    /// What the images of disks stand on, by the disks' names: raw, and never written.
+    pub(crate) bases: &'a BTreeMap<String, PathBuf>,
     pub(crate) incoming: bool,
 }
 
@@ -78,7 +80,7 @@ pub(crate) fn arguments(
     let bus = chipset.bus();
     channels(&mut line, description, around.folder, bus);
     for (index, disk) in description.disks.iter().enumerate() {
-        self::disk(&mut line, disk, around.config, bus, index)?;
+        self::disk(&mut line, disk, around, bus, index)?;
     }
     for (index, nic) in description.nics.iter().enumerate() {
         let netdev = match backend(&mut line, description, around, index)? {
@@ -232,11 +234,11 @@ fn channels(line: &mut Line, description: &GuestDescription, folder: &GuestFolde
 fn disk(
     line: &mut Line,
     disk: &Disk,
-    config: &HostConfig,
+    around: &Surroundings<'_>,
     bus: &str,
     index: usize,
 ) -> Result<(), ResolveError> {
-    let drive = disk_nodes(line, disk, config)?;
+    let drive = disk_nodes(line, disk, around)?;
     line.option(
         "-device",
         format!(
@@ -252,24 +254,50 @@ fn disk(
 pub(crate) fn disk_nodes(
     line: &mut Line,
     disk: &Disk,
-    config: &HostConfig,
+    around: &Surroundings<'_>,
 ) -> Result<String, ResolveError> {
-    let image = image_called(config, &disk.image)?;
-    let (file, format) = (format!("file-{}", disk.name), format!("disk-{}", disk.name));
-    nodes(line, &file, &format, image, disk.shared, disk.read_only);
+    let name = &disk.name;
+    let image = image_called(around.config, &disk.image)?;
+    let (file, format) = (format!("file-{name}"), format!("disk-{name}"));
+    let base = around.bases.get(name).map(|path| {
+        let base = format!("base-{name}");
+        base_nodes(line, &format!("base-file-{name}"), &base, path);
+        base
+    });
+    let used = Used {
+        shared: disk.shared,
+        read_only: disk.read_only,
+        base: base.as_deref(),
+    };
+    nodes(line, &file, &format, image, &used);
     Ok(format)
 }
 
+/// The nodes of what an image stands on. Guests that stand on the same one share this host's page cache.
+fn base_nodes(line: &mut Line, file: &str, format: &str, path: &Path) {
+    let file_node = json!({
+        "driver": "file", "node-name": file, "filename": text(path), "read-only": true,
+    });
+    let format_node = json!({
+        "driver": "raw", "node-name": format, "file": file, "read-only": true,
+    });
+    line.option("-blockdev", file_node.to_string());
+    line.option("-blockdev", format_node.to_string());
+}
+
+/// How an image is used.
+#[derive(Default)]
+pub(crate) struct Used<'a> {
+    pub(crate) shared: bool,
+    pub(crate) read_only: bool,
+    /// The node that it stands on; where it is left out, the image says so itself.
+    pub(crate) base: Option<&'a str>,
+}
+
 /// The nodes of an image.
-pub(crate) fn nodes(
-    line: &mut Line,
-    file: &str,
-    format: &str,
-    image: &Image,
-    shared: bool,
-    read_only: bool,
-) {
-    let direct = image.direct.unwrap_or(shared);
+pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, used: &Used<'_>) {
+    let read_only = used.read_only;
+    let direct = image.direct.unwrap_or(used.shared);
     // QEMU's own lock stands beside the journal: it stops a person who starts a second QEMU.
     let file_node = json!({
         "driver": file_driver(&image.path), "node-name": file, "filename": text(&image.path),
@@ -280,10 +308,13 @@ pub(crate) fn nodes(
         ImageFormat::Raw => "raw",
         ImageFormat::Qcow2 => "qcow2",
     };
-    let format_node = json!({
+    let mut format_node = json!({
         "driver": driver, "node-name": format, "file": file,
         "cache": {"direct": direct}, "read-only": read_only, "discard": "unmap",
     });
+    if let Some(base) = used.base {
+        format_node["backing"] = base.into();
+    }
     line.option("-blockdev", file_node.to_string());
     line.option("-blockdev", format_node.to_string());
 }
@@ -366,6 +397,15 @@ mod tests {
     }
 
     fn line(description: &GuestDescription, config: &HostConfig, incoming: bool) -> String {
+        line_with(description, config, incoming, &BTreeMap::new())
+    }
+
+    fn line_with(
+        description: &GuestDescription,
+        config: &HostConfig,
+        incoming: bool,
+        bases: &BTreeMap<String, PathBuf>,
+    ) -> String {
         let folder = GuestFolder::new(Path::new("/s,t"), &description.name).unwrap();
         let taps = BTreeMap::from([(0, "lh0".to_owned())]);
         let around = Surroundings {
@@ -373,6 +413,7 @@ mod tests {
             accelerator: Accelerator::Tcg,
             folder: &folder,
             taps: &taps,
+            bases,
             incoming,
         };
         arguments(description, &around).unwrap().join(" ")
@@ -411,6 +452,22 @@ mod tests {
         let source = line(&sample(), &config(), false);
         let destination = line(&sample(), &config(), true);
         assert_eq!(destination.replace(" -incoming defer", ""), source);
+    }
+
+    #[test]
+    fn what_an_image_stands_on_is_named_whatever_the_image_says() {
+        let base = PathBuf::from("/state/bases/4f.raw");
+        let bases = BTreeMap::from([("vda".to_owned(), base)]);
+        let line = line_with(&sample(), &config(), true, &bases);
+        let base = "-blockdev {\"driver\":\"file\",\"filename\":\"/state/bases/4f.raw\",\
+            \"node-name\":\"base-file-vda\",\"read-only\":true} \
+            -blockdev {\"driver\":\"raw\",\"file\":\"base-file-vda\",\
+            \"node-name\":\"base-vda\",\"read-only\":true} -blockdev";
+        assert!(line.contains(base), "{line}");
+        assert!(
+            line.contains("{\"backing\":\"base-vda\",\"cache\""),
+            "{line}"
+        );
     }
 
     #[test]

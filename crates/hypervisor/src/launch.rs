@@ -54,6 +54,9 @@ pub struct Launch<'a> {
     pub accelerator: Accelerator,
     /// The generation that is written into the record.
     pub generation: u64,
+    /// What the images of its disks stand on, by the disks' names; what other images stand on, they say
+    /// themselves.
+    pub bases: &'a BTreeMap<String, PathBuf>,
 }
 
 /// Why a guest was not launched; nothing of it is left over, unless said otherwise.
@@ -150,6 +153,7 @@ impl Launch<'_> {
             accelerator: self.accelerator,
             folder: &folder,
             taps: &taps,
+            bases: self.bases,
             incoming: self.role == Role::Destination,
         };
         let arguments = arguments(self.description, &around)?;

@@ -96,6 +96,11 @@ fn images_are_imported_listed_verified_and_removed() {
     setting.check("list", &["list"]);
     setting.check("verify", &["verify"]);
     setting.check("unknown", &["verify", "fedora"]);
+    setting.check("fetch", &["fetch", "debian-12"]);
+    setting.check("fetch_again", &["fetch", "debian-12"]);
+    let fetched = setting.json(&["fetch", "debian-12"]);
+    let base = PathBuf::from(fetched["path"].as_str().unwrap());
+    assert!(fs::read(&base).unwrap() == fs::read(&disk).unwrap());
     let list = setting.json(&["list"]);
     assert_eq!(list["images"][0]["names"][0], "debian-12");
     assert_eq!(list["images"][0]["size_bytes"], 8 << 20);
@@ -106,6 +111,8 @@ fn images_are_imported_listed_verified_and_removed() {
     setting.check("verify_damaged", &["verify", "debian-12"]);
     let verified = setting.json(&["verify", "debian-12"]);
     assert_eq!(verified["images"][0]["good"], false);
+    fs::remove_file(&base).unwrap();
+    setting.check("fetch_damaged", &["fetch", "debian-12"]);
     setting.check("import_rewrite", &["import", "--rewrite", &disk]);
     setting.check("verify_mended", &["verify", "debian-12"]);
 

@@ -26,6 +26,15 @@ pub struct Qcow2 {
     pub disk_bytes: u64,
 }
 
+/// A base image, which is a raw disk: the destination has it from its own repository.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Base {
+    /// Its id: the digest of its manifest.
+    pub image: [u8; 32],
+    /// Its length, in bytes.
+    pub bytes: u64,
+}
+
 /// A disk whose image travels with its guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OfferedDisk {
@@ -42,6 +51,8 @@ pub struct OfferedDisk {
     pub format: DiskFormat,
     /// Whether a part of it may still be at the source when the guest goes on at the destination.
     pub pulled: bool,
+    /// What the image stands on, which does not travel.
+    pub base: Option<Base>,
 }
 
 /// The same blocks of consecutive chunks (of 64 blocks), which are still at the source.

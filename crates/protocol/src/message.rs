@@ -363,6 +363,8 @@ pub struct Summary {
     pub qemu_cpu_us: u64,
     /// Peak of what the agent held for this migration, in bytes.
     pub agent_peak_bytes: u64,
+    /// What was read from the repository of base images, in bytes.
+    pub repository_bytes: u64,
 }
 
 /// The clock of a guest that runs again, against the destination's; negative: behind it.

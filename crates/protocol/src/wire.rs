@@ -145,7 +145,10 @@ impl DisksOffer {
         limit("the number of disks", disks, REGIONS_MAX as u64)?;
         self.disks.iter().try_for_each(|disk| {
             name("a disk's name", &disk.name)?;
-            check_length(disk.image_bytes)
+            check_length(disk.image_bytes)?;
+            disk.base
+                .iter()
+                .try_for_each(|base| check_length(base.bytes))
         })
     }
 }

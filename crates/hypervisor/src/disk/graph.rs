@@ -28,6 +28,16 @@ impl Known {
         })
     }
 
+    /// The driver of a node.
+    pub(super) fn driver(&self, name: &str) -> Option<String> {
+        self.value(name, |node| node["drv"].as_str().map(str::to_owned))
+    }
+
+    /// What a node stands for: of a file's node, the file's path.
+    pub(super) fn file(&self, name: &str) -> Option<String> {
+        self.value(name, |node| node["file"].as_str().map(str::to_owned))
+    }
+
     /// QEMU 7.2 does not say.
     pub(super) fn is_active(&self, name: &str) -> Option<bool> {
         self.value(name, |node| node["active"].as_bool())

@@ -4,10 +4,12 @@
 //! Both are one command: QEMU lets the disk's requests end, exchanges what is below, and goes on. Both
 //! may be asked for again when it is not known whether they were done.
 
+mod backing;
 mod find;
 mod graph;
 mod nodes;
 
+pub use backing::{Backing, backing};
 pub use find::{FindError, find};
 pub use nodes::{DiskNodes, NodesError};
 

@@ -3,7 +3,9 @@
 use super::nic;
 use super::tables::{Bus, Model, Serves};
 use crate::balloon::FREE_PAGE_HINT;
-use crate::command_line::{Line, ResolveError, Surroundings, backend, disk_nodes, nodes, server};
+use crate::command_line::{
+    Line, ResolveError, Surroundings, Used, backend, disk_nodes, nodes, server,
+};
 use crate::command_line::{image_called, look_up};
 use crate::config::{Image, ImageFormat};
 use longhaul_protocol::guest::GuestDescription;
@@ -126,10 +128,18 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
         locks: true,
         local: false,
     };
-    nodes(line, "file-flash0", "flash0", &code, false, true);
+    let used = Used {
+        read_only: true,
+        ..Used::default()
+    };
+    nodes(line, "file-flash0", "flash0", &code, &used);
     if let Some(variables) = &flash.variables {
         let image = image_called(config, variables)?;
-        nodes(line, "file-flash1", "flash1", image, true, false);
+        let used = Used {
+            shared: true,
+            ..Used::default()
+        };
+        nodes(line, "file-flash1", "flash1", image, &used);
     }
     Ok(())
 }
@@ -165,7 +175,7 @@ fn device(
         Serves::Disk | Serves::Medium => {
             let disk = description.disks.iter().find(|disk| disk.name == served);
             if let Some(disk) = disk {
-                add("drive", &disk_nodes(line, disk, host.config)?);
+                add("drive", &disk_nodes(line, disk, host)?);
             }
         }
         Serves::Nic => {

@@ -74,6 +74,7 @@ impl Host {
             emulator,
             accelerator: Accelerator::Tcg,
             generation: 1,
+            bases: &Default::default(),
         };
         launch.run(&self.config).await
     }

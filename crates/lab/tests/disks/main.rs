@@ -7,6 +7,7 @@
     clippy::print_stderr
 )]
 
+mod base;
 #[path = "../common/monitor.rs"]
 mod monitor;
 mod rest;

@@ -1,12 +1,10 @@
 //! What is left of a disk when its guest runs at the destination, and trouble while it comes.
 
-use crate::monitor::Monitor;
 use crate::stage::{Failing, GUEST, LIMIT, Stage};
 use longhaul_api::{Phase, Progress, RegionProgress};
 use longhaul_lab::process::wait_until;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use serde_json::json;
 use std::fs;
 use std::thread;
 use std::time::Duration;
@@ -182,10 +180,10 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
         "{shown}"
     );
     assert_eq!(trouble(&stage), "");
-    let said = io_of_guest(&stage, &format!("read {place} 512"));
+    let said = stage.io_of_guest(1, &format!("read {place} 512"));
     assert!(said.contains("read failed: Input/output error"), "{said}");
     // What the guest writes over need not be read.
-    let said = io_of_guest(&stage, &format!("write -P 7 {place} 32k"));
+    let said = stage.io_of_guest(1, &format!("write -P 7 {place} 32k"));
     assert!(said.contains("wrote 32768/32768"), "{said}");
     let rest = || left(stage.said(1)) == broken - 8;
     assert!(wait_until(LIMIT, rest), "{:?}", stage.said(1));
@@ -236,37 +234,15 @@ fn stands_still(stage: &Stage) -> bool {
     done() == before
 }
 
-fn monitor(stage: &Stage) -> Monitor {
-    let state = stage.lab.host(1).unwrap().folder().join("state/guests");
-    Monitor::connect(&state.join(GUEST).join("run/qmp"))
-}
-
 /// QEMU stops a guest whose write finds no room, until somebody has made some and says so.
 fn goes_on_after_a_full_disk(stage: &Stage) {
     let done = stage.history.heard().told.done;
     let goes_on = || {
-        let mut monitor = monitor(stage);
+        let mut monitor = stage.monitor(1);
         if monitor.ask("query-status")["status"] == "io-error" {
             monitor.ask("cont");
         }
         stage.history.heard().told.done >= done + 30
     };
     assert!(wait_until(LIMIT, goes_on), "{}", stage.logs());
-}
-
-/// Has QEMU read or write as the guest's device does; what it said.
-fn io_of_guest(stage: &Stage, words: &str) -> String {
-    let state = stage.lab.host(1).unwrap().folder().join("state/guests");
-    let log = state.join(GUEST).join("qemu.log");
-    let before = fs::read_to_string(&log).unwrap().len();
-    let device = "/machine/peripheral/blk-vdb/virtio-backend";
-    let line = format!("qemu-io -d {device} \"{words}\"");
-    let arguments = json!({ "command-line": line });
-    monitor(stage).ask_with("human-monitor-command", &arguments);
-    let mut said = String::new();
-    wait_until(LIMIT, || {
-        said = fs::read_to_string(&log).unwrap().split_off(before);
-        said.contains('\n')
-    });
-    said
 }

@@ -1,5 +1,6 @@
 //! Two hosts, a guest that writes to disks of its own, and what must hold of them.
 
+use crate::monitor::Monitor;
 use longhaul_api::{Phase, Progress, Report};
 use longhaul_lab::guest::disks::{Cache, Format, LocalDisk, local_disks};
 use longhaul_lab::guest::{KernelFiles, Tiny};
@@ -11,6 +12,7 @@ use longhaul_lab::process::wait_until;
 use longhaul_lab::product::{Move, Product, Settings, channel_socket};
 use nix::errno::Errno;
 use nix::sys::stat::{Mode, SFlag, makedev, mknod};
+use serde_json::json;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, symlink};
 use std::path::{Path, PathBuf};
@@ -30,6 +32,7 @@ pub(crate) struct Stage {
     // They go before the laboratory's folder.
     _room: Option<Room>,
     pub(crate) failing: Option<Failing>,
+    pub(crate) on_base: Option<OnBase>,
     pub(crate) lab: Lab,
     pub(crate) product: Product,
     pub(crate) history: History,
@@ -53,20 +56,33 @@ impl Stage {
         kinds: &[&str],
         room: Option<&str>,
     ) -> Option<Self> {
-        Self::build(version, link, kinds, (room, false))
+        let more = More {
+            room,
+            ..More::default()
+        };
+        Self::build(version, link, kinds, more)
     }
 
     /// The same with another disk, to which the guest does nothing, and which can fail at its source.
     pub(crate) fn failing(version: &str, link: &str, room: &str) -> Option<Self> {
-        Self::build(version, link, &["raw,writeback"], (Some(room), true))
+        let more = More {
+            room: Some(room),
+            fails: true,
+            ..More::default()
+        };
+        Self::build(version, link, &["raw,writeback"], more)
     }
 
-    fn build(
-        version: &str,
-        link: &str,
-        kinds: &[&str],
-        (room, fails): (Option<&str>, bool),
-    ) -> Option<Self> {
+    /// With another disk, to which the guest does nothing, and which stands on a base image.
+    pub(crate) fn on_a_base(version: &str, link: &str) -> Option<Self> {
+        let more = More {
+            on_a_base: true,
+            ..More::default()
+        };
+        Self::build(version, link, &["raw,writeback"], more)
+    }
+
+    fn build(version: &str, link: &str, kinds: &[&str], more: More<'_>) -> Option<Self> {
         if let Err(error) = installed::qemu(version) {
             assert!(!installed::all_required(), "{error}");
             eprintln!("SKIPPED disks: {error}");
@@ -81,7 +97,9 @@ impl Stage {
         })
         .unwrap();
         let mut folders: Vec<PathBuf> = lab.hosts().iter().map(|h| h.folder().to_owned()).collect();
-        let room = room.map(|size| Room::make(&folders[1].join("room"), size));
+        let room = more
+            .room
+            .map(|size| Room::make(&folders[1].join("room"), size));
         if let Some(room) = &room {
             folders[1].clone_from(&room.0);
         }
@@ -91,10 +109,13 @@ impl Stage {
         disks.iter().for_each(furnish);
         let mut all = disks.clone();
         let mut failing = None;
-        if fails {
+        if more.fails {
             let (disk, device) = Failing::make(&folders[0], disks.len());
             all.push(disk);
             failing = Some(device);
+        }
+        if more.on_a_base {
+            all.push(OnBase::disk(&folders[0], disks.len()));
         }
         let files = KernelFiles::make_with_history(&folders[0]).unwrap();
         let settings = Settings {
@@ -107,9 +128,14 @@ impl Stage {
             let files = ("files".to_owned(), vec![held].into());
             let content = toml::Table::from_iter([files]);
             tables.insert("content".to_owned(), content.into());
+            let repository = folders[0].join("repository").display().to_string();
+            tables.insert("repository".to_owned(), repository.into());
             tables
         };
         let product = Product::start_each_with(&mut lab, &files, &settings, tables).unwrap();
+        let on_base = more
+            .on_a_base
+            .then(|| OnBase::make(&lab, &product, &all[disks.len()]));
         let mut tiny = Tiny::calm(GUEST);
         tiny.machine_version = version.to_owned();
         let guest = description(&tiny, &all);
@@ -133,13 +159,18 @@ impl Stage {
             history.listen(socket).unwrap();
         }
         product.start_guest(&lab, 0, &guest).unwrap();
+        let used = match failing {
+            Some(_) => &disks,
+            None => &all,
+        };
         history.begin(&task).unwrap();
         history.wait_for(60, LIMIT).unwrap();
         Some(Self {
             lab,
             product,
             history,
-            disks: disks.iter().map(file_name).collect(),
+            disks: used.iter().map(file_name).collect(),
+            on_base,
             folders,
             seed,
             _room: room,
@@ -263,10 +294,46 @@ impl Stage {
         }
     }
 
+    pub(crate) fn state(&self, host: usize) -> PathBuf {
+        self.lab.host(host).unwrap().folder().join("state")
+    }
+
+    pub(crate) fn monitor(&self, host: usize) -> Monitor {
+        let guest = self.state(host).join("guests").join(GUEST);
+        Monitor::connect(&guest.join("run/qmp"))
+    }
+
+    /// Has QEMU read or write as the guest's second device does; what it said.
+    pub(crate) fn io_of_guest(&self, host: usize, words: &str) -> String {
+        let log = self.state(host).join("guests").join(GUEST).join("qemu.log");
+        let before = fs::read_to_string(&log).unwrap().len();
+        let device = "/machine/peripheral/blk-vdb/virtio-backend";
+        let line = format!("qemu-io -d {device} \"{words}\"");
+        let arguments = json!({ "command-line": line });
+        let monitor = &mut self.monitor(host);
+        monitor.ask_with("human-monitor-command", &arguments);
+        let mut said = String::new();
+        wait_until(LIMIT, || {
+            said = fs::read_to_string(&log).unwrap().split_off(before);
+            said.contains('\n')
+        });
+        said
+    }
+
     /// Ends the guest on this host, and judges its disk.
     pub(crate) fn judge(mut self, host: usize) {
+        self.halt(host);
+        self.judge_halted(host);
+    }
+
+    /// Ends the guest on this host.
+    pub(crate) fn halt(&mut self, host: usize) {
         self.history.stop().unwrap();
         self.product.stop_guest(host, GUEST).unwrap();
+    }
+
+    /// Judges the disk of a guest that was ended on this host.
+    pub(crate) fn judge_halted(self, host: usize) {
         let record = self.history.finish().unwrap();
         assert!(record.quiet && record.errors == 0, "{record:?}");
         let folder = &self.folders[host];
@@ -325,10 +392,10 @@ fn what_else_is_in_it_is_there(image: &Path) {
 }
 
 /// A file system of a size of its own.
-struct Room(PathBuf);
+pub(crate) struct Room(PathBuf);
 
 impl Room {
-    fn make(at: &Path, size: &str) -> Self {
+    pub(crate) fn make(at: &Path, size: &str) -> Self {
         fs::create_dir(at).unwrap();
         let size = format!("size={size}");
         let mount = Command::new("mount")
@@ -381,13 +448,7 @@ impl Failing {
     /// Makes the disk of that number.
     fn make(folder: &Path, number: usize) -> (LocalDisk, Self) {
         let file = folder.join("behind-the-device");
-        // Nothing that compresses, and no zeros.
-        let mut word = 1_u64;
-        let mut next = || {
-            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            (word >> 56) as u8 | 1
-        };
-        let content: Vec<u8> = (0..Self::BYTES).map(|_| next()).collect();
+        let content = noise(Self::BYTES);
         fs::write(&file, &content).unwrap();
         make_loop_nodes();
         let made = Command::new("losetup")
@@ -442,6 +503,81 @@ impl Drop for Failing {
             .arg(&self.device)
             .status();
     }
+}
+
+/// What else there is.
+#[derive(Default)]
+struct More<'a> {
+    /// So much room at paris.
+    room: Option<&'a str>,
+    /// A disk that can fail.
+    fails: bool,
+    on_a_base: bool,
+}
+
+/// A base image in a repository of both hosts, with a disk that stands on it.
+pub(crate) struct OnBase {
+    /// Its id.
+    pub(crate) id: String,
+    pub(crate) content: Vec<u8>,
+    pub(crate) repository: PathBuf,
+}
+
+impl OnBase {
+    const BYTES: usize = 4 << 20;
+    /// The disk is larger.
+    pub(crate) const DISK_BYTES: u64 = 6 << 20;
+    /// It begins with so many bytes of one kind.
+    pub(crate) const PATTERN: (u8, usize) = (0x5a, 64 << 10);
+
+    fn disk(folder: &Path, number: usize) -> LocalDisk {
+        let image = format!("disk{number}");
+        LocalDisk {
+            path: folder.join(format!("{image}.qcow2")),
+            image,
+            bytes: Self::DISK_BYTES,
+            kind: "qcow2,writeback".parse().unwrap(),
+        }
+    }
+
+    /// Imports the base image, fetches it to the first host, and makes the disk there.
+    fn make(lab: &Lab, product: &Product, disk: &LocalDisk) -> Self {
+        let folder = lab.host(0).unwrap().folder();
+        let mut content = noise(Self::BYTES);
+        let (byte, bytes) = Self::PATTERN;
+        content[..bytes].fill(byte);
+        let file = folder.join("base.raw");
+        fs::write(&file, &content).unwrap();
+        let config = folder.join("agent.toml").display().to_string();
+        let run = |words: &[&str]| -> serde_json::Value {
+            let words = [&["image", "--config", &config, "--json"], words].concat();
+            let said = product.agent(0).unwrap().run(&words).unwrap();
+            serde_json::from_str(&said).unwrap()
+        };
+        let imported = run(&["import", file.to_str().unwrap(), "--name", "debian"]);
+        let fetched = run(&["fetch", "debian"]);
+        assert_eq!(fetched["id"], imported["id"]);
+        let mut create = Command::new("qemu-img");
+        create.args(["create", "-q", "-f", "qcow2", "-F", "raw", "-b"]);
+        create.arg(fetched["path"].as_str().unwrap());
+        let made = create.arg(&disk.path).arg(disk.bytes.to_string());
+        assert!(made.status().unwrap().success());
+        Self {
+            id: imported["id"].as_str().unwrap().to_owned(),
+            content,
+            repository: folder.join("repository"),
+        }
+    }
+}
+
+/// Nothing that compresses, and no zeros.
+fn noise(bytes: usize) -> Vec<u8> {
+    let mut word = 1_u64;
+    let mut next = || {
+        word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+        (word >> 56) as u8 | 1
+    };
+    (0..bytes).map(|_| next()).collect()
 }
 
 fn is_empty(folder: &Path) -> bool {

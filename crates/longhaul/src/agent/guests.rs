@@ -3,9 +3,9 @@
 //! A guest is known here while its QEMU has a folder in the state folder, and from its
 //! description, which stays in `descriptions/` when its QEMU has ended.
 
-use crate::agent::attach;
 use crate::agent::migration::{Holder, Manager, Right};
 use crate::agent::state::Parts;
+use crate::agent::{attach, bases};
 use futures_util::future::join_all;
 use longhaul_api::{
     ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, Side, StartGuest, StopGuest,
@@ -23,6 +23,7 @@ use std::fmt::Display;
 use std::io;
 use std::path::PathBuf;
 use std::time::Duration;
+use tokio::task::block_in_place;
 use tokio::time::timeout;
 
 /// How long a guest's QEMU may take to say how it is.
@@ -368,12 +369,14 @@ async fn launch(
     let emulator = capabilities
         .emulator_for(&description.machine)
         .unwrap_or(&capabilities.default);
+    let bases = block_in_place(|| bases::for_launch(config, description))?;
     let launch = Launch {
         description,
         role: Role::Fresh,
         emulator,
         accelerator: capabilities.accelerator,
         generation: generation.unwrap_or(0),
+        bases: &bases,
     };
     keep_description(parts, description)?;
     launch.run(config).await.map_err(|error| {

@@ -417,6 +417,7 @@ mod tests {
             dirty_rate_bytes_per_s: None,
             predicted_downtime_ms: None,
             outpaced: None,
+            awaits_bases: false,
             trouble: None,
             remaining_ms: None,
             outcome,

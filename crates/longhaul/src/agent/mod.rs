@@ -2,6 +2,7 @@
 
 mod allocator;
 mod attach;
+pub(crate) mod bases;
 pub(crate) mod config;
 mod content;
 pub(crate) mod fail_point;

@@ -510,6 +510,12 @@ pub(crate) enum ImageCommand {
         #[arg(value_name = "IMAGE")]
         images: Vec<String>,
     },
+    /// Bring an image to this host, for guests whose disks stand on it
+    Fetch {
+        /// Its name or id, or the beginning of its id
+        #[arg(value_name = "IMAGE")]
+        image: String,
+    },
     /// Remove images, and the content that no other image has
     Remove(RemoveArgs),
 }

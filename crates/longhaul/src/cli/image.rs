@@ -1,5 +1,6 @@
 //! `longhaul image`: works on the repository itself, so it needs no agent.
 
+use crate::agent::bases;
 use crate::agent::config::Config;
 use crate::cli::args::{DiskFormat, ImageArgs, ImageCommand, ImportArgs, RemoveArgs};
 use crate::cli::error::CliError;
@@ -8,17 +9,21 @@ use crate::cli::paint::Line;
 use crate::cli::show::image as shown;
 use longhaul_image::store::{Place, PlaceError, StoreError};
 use longhaul_image::{
-    FindError, ImageId, ImportError, ImportOptions, Imported, RemoveError, Repository,
-    RepositoryError, Source, SourceError, SourceFormat, Verified, VerifyError,
+    Bases, BringError, FindError, ImageId, ImportError, ImportOptions, Imported, OpenImageError,
+    RemoveError, Repository, RepositoryError, Source, SourceError, SourceFormat, Verified,
+    VerifyError,
 };
 use serde::Serialize;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Time between two pictures of what is done.
 const PICTURE_EVERY: Duration = Duration::from_millis(100);
+/// How long a repository that does not answer is waited for while an image comes.
+const FETCH_PATIENCE: Duration = Duration::from_secs(60);
 /// Where disks are unpacked when nothing else is said: /tmp is memory on many systems.
 const SCRATCH: &str = "/var/tmp";
 
@@ -81,17 +86,32 @@ pub(crate) struct RemoveDocument {
     pub(crate) kept_bytes: u64,
 }
 
+/// An image that was brought to this host.
+#[derive(Debug, Serialize)]
+pub(crate) struct FetchDocument {
+    pub(crate) id: String,
+    pub(crate) path: PathBuf,
+    pub(crate) size_bytes: u64,
+    /// What was read from the repository; 0 where all of it was here.
+    pub(crate) read_bytes: u64,
+}
+
 /// Runs the command.
 pub(crate) fn run(output: &Output, args: ImageArgs) -> Result<u8, CliError> {
+    let config = args.config;
     let place = match args.repository {
         Some(Place::Folder(folder)) => Place::Folder(std::path::absolute(folder)?),
         Some(place) => place,
-        None => Config::read(args.config.as_deref())?.repository,
+        None => Config::read(config.as_deref())?.repository,
     };
     match args.command {
         ImageCommand::Import(args) => import(output, &place, args),
         ImageCommand::List => list(output, &open(&place)?),
         ImageCommand::Verify { images } => verify(output, &open(&place)?, &images),
+        ImageCommand::Fetch { image } => {
+            let bases = bases::of_host(&Config::read(config.as_deref())?.state);
+            fetch(output, open(&place)?, &bases, &image)
+        }
         ImageCommand::Remove(args) => remove(output, &open(&place)?, &args),
     }
 }
@@ -231,6 +251,46 @@ fn verify(output: &Output, repository: &Repository, images: &[String]) -> Result
     Ok(u8::from(bad))
 }
 
+fn fetch(
+    output: &Output,
+    repository: Repository,
+    bases: &Bases,
+    image: &str,
+) -> Result<u8, CliError> {
+    let id = repository.find(image)?;
+    let failed = |error| BringError::Files { id, error };
+    let mut document = FetchDocument {
+        id: id.to_string(),
+        path: bases.path(id),
+        size_bytes: 0,
+        read_bytes: 0,
+    };
+    if let Some(bytes) = bases.whole(id).map_err(failed)? {
+        document.size_bytes = bytes;
+    } else {
+        let bringing = bases.bring(repository, id, FETCH_PATIENCE)?;
+        let picture = Picture::new(output);
+        thread::scope(|scope| {
+            let finishing = scope.spawn(|| bringing.finish());
+            while !finishing.is_finished() {
+                let (here, all) = (bringing.here_bytes(), bringing.content_bytes());
+                picture.draw(|width| shown::fetching(image, here, all, width));
+                thread::sleep(PICTURE_EVERY);
+            }
+            let broke = || BringError::Files {
+                id,
+                error: io::Error::other("a thread broke"),
+            };
+            finishing.join().unwrap_or_else(|_| Err(broke()))
+        })?;
+        picture.clear();
+        document.size_bytes = bringing.size_bytes();
+        document.read_bytes = bringing.read_bytes();
+    }
+    super::show(output, &document, || shown::fetched(image, &document))?;
+    Ok(0)
+}
+
 fn remove(output: &Output, repository: &Repository, args: &RemoveArgs) -> Result<u8, CliError> {
     let wanted = wanted(repository, &args.images)?;
     let ids: Vec<ImageId> = wanted.iter().map(|(id, _)| *id).collect();
@@ -366,6 +426,19 @@ impl From<ImportError> for CliError {
                 Some("the content is stored already: importing it again is quick".to_owned()),
                 3,
             ),
+            other => Self::image(other.to_string(), None, 1),
+        }
+    }
+}
+
+impl From<BringError> for CliError {
+    fn from(error: BringError) -> Self {
+        match error {
+            BringError::Open(OpenImageError::Repository(error)) => error.into(),
+            BringError::Failed { id, .. } => {
+                let hint = format!("longhaul image verify {} looks at all of it", id.short());
+                Self::image(error.to_string(), Some(hint), 1)
+            }
             other => Self::image(other.to_string(), None, 1),
         }
     }

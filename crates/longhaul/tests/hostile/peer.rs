@@ -124,6 +124,7 @@ impl Victim {
             emulator: "qemu",
             accelerator: longhaul_hypervisor::Accelerator::Tcg,
             generation: 0,
+            bases: &Default::default(),
         };
         let (guest, qmp) = launch.run(&config).await.unwrap();
         let machine = observe(&qmp).await.unwrap();

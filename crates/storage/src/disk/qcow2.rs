@@ -3,8 +3,10 @@
 
 use longhaul_protocol::disk::Qcow2;
 
-/// What is read of an image: its header, without what versions after 3 may add.
+/// The header of an image, without what versions after 3 may add.
 pub const HEADER_BYTES: usize = 104;
+/// What is read of an image at most: its header, and what QEMU writes right behind it.
+pub const HEAD_BYTES: usize = 4096;
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
 /// QEMU opens no image whose first table is longer.
@@ -15,6 +17,10 @@ const CORRUPT: u64 = 1 << 1;
 const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
+/// The format of the image that one stands on (*backing file format name*), among what follows the header.
+const BACKING_FORMAT: u32 = 0xE279_2ACA;
+/// QEMU takes no longer name of an image that one stands on.
+const NAME_BYTES_MAX: usize = 1023;
 /// Smallest cluster whose parts may be allocated by themselves.
 const EXTENDED_CLUSTER_BITS_MIN: u8 = 14;
 /// What is expected beside what follows from the size of a disk.
@@ -28,9 +34,6 @@ pub enum Qcow2Error {
     /// It has another format.
     #[error("its image is not in qcow2, though the configuration says so")]
     Other,
-    /// It stands on another image.
-    #[error("its image stands on another one (a backing file), which would stay behind")]
-    Backing,
     /// It is not all of the disk.
     #[error("its content stands in a second file (an external data file), which would stay behind")]
     DataFile,
@@ -50,7 +53,7 @@ impl Qcow2Error {
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Other => "give the image its real `format` in the agent's configuration",
-            Self::Backing | Self::DataFile | Self::Encrypted => {
+            Self::DataFile | Self::Encrypted => {
                 "put it where both hosts see it, or make one plain image of it: \
                  qemu-img convert -O qcow2 OLD NEW"
             }
@@ -60,21 +63,40 @@ impl Qcow2Error {
     }
 }
 
+/// What an image says of itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Head {
+    /// The image.
+    pub image: Qcow2,
+    /// The image that it stands on (*backing file*).
+    pub backing: Option<Backing>,
+}
+
+/// The image that another one stands on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Backing {
+    /// Its name, mostly a path: any file of any host.
+    pub name: String,
+    /// Its format; where it does not say so, QEMU guesses it by the content.
+    pub format: Option<String>,
+}
+
 fn unknown<T>(why: impl Into<String>) -> Result<T, Qcow2Error> {
     Err(Qcow2Error::Unknown(why.into()))
 }
 
-/// Reads a header: an image that is in use says this of itself as well.
-pub fn read(header: &[u8]) -> Result<Qcow2, Qcow2Error> {
-    let Some((header, _)) = header.split_first_chunk::<HEADER_BYTES>() else {
+fn word_at(bytes: &[u8], at: usize) -> Option<u32> {
+    let bytes = bytes.get(at..)?.first_chunk::<4>()?;
+    Some(u32::from_be_bytes(*bytes))
+}
+
+/// Reads the beginning of an image, [`HEAD_BYTES`] of it or all that it has: an image that is in use says
+/// this of itself as well.
+pub fn read(head: &[u8]) -> Result<Head, Qcow2Error> {
+    let Some((header, _)) = head.split_first_chunk::<HEADER_BYTES>() else {
         return Err(Qcow2Error::Other);
     };
-    let word = |at: usize| {
-        let bytes = &header[at..at + 4];
-        bytes
-            .iter()
-            .fold(0, |number: u32, byte| number << 8 | u32::from(*byte))
-    };
+    let word = |at: usize| word_at(header, at).unwrap_or(0);
     let long = |at: usize| u64::from(word(at)) << 32 | u64::from(word(at + 4));
     if header[..4] != MAGIC {
         return Err(Qcow2Error::Other);
@@ -87,9 +109,6 @@ pub fn read(header: &[u8]) -> Result<Qcow2, Qcow2Error> {
         3 => long(72),
         _ => 0,
     };
-    if long(8) != 0 {
-        return Err(Qcow2Error::Backing);
-    }
     if incompatible & DATA_FILE != 0 {
         return Err(Qcow2Error::DataFile);
     }
@@ -111,7 +130,66 @@ pub fn read(header: &[u8]) -> Result<Qcow2, Qcow2Error> {
         disk_bytes: long(24),
     };
     l1_entries(&image)?;
-    Ok(image)
+    let backing = match long(8) {
+        0 => None,
+        name_at => Some(backing(head, &image, name_at, word(16))?),
+    };
+    Ok(Head { image, backing })
+}
+
+/// What an image says of the one that it stands on.
+fn backing(
+    head: &[u8],
+    image: &Qcow2,
+    name_at: u64,
+    name_bytes: u32,
+) -> Result<Backing, Qcow2Error> {
+    let elsewhere = || Qcow2Error::Unknown("the name of its backing file is out of place".into());
+    // QEMU keeps all of this in the first cluster.
+    let cluster_bytes = 1_usize << image.cluster_bits;
+    let head = &head[..head.len().min(cluster_bytes).min(HEAD_BYTES)];
+    let begins = usize::try_from(name_at).map_err(|_| elsewhere())?;
+    let length = usize::try_from(name_bytes).map_err(|_| elsewhere())?;
+    let ends = begins.checked_add(length).ok_or_else(elsewhere)?;
+    let name = head.get(begins..ends).ok_or_else(elsewhere)?;
+    let name = match text(name) {
+        Some(name) if (1..=NAME_BYTES_MAX).contains(&length) => name,
+        _ => return unknown("its backing file has no proper name"),
+    };
+    let mut at = match image.version {
+        2 => 72,
+        _ => word_at(head, 100).map_or(usize::MAX, |bytes| bytes as usize),
+    };
+    if at < 72 || at > begins {
+        return Err(elsewhere());
+    }
+    let mut format = None;
+    while at < begins {
+        let field = |place: usize| word_at(&head[..begins], place);
+        let (Some(kind), Some(length)) = (field(at), field(at + 4)) else {
+            break;
+        };
+        if kind == 0 {
+            break;
+        }
+        let content = at + 8..(at + 8).saturating_add(length as usize);
+        let Some(content) = head[..begins].get(content) else {
+            return unknown("what follows its header is damaged");
+        };
+        if kind == BACKING_FORMAT {
+            let Some(text) = text(content) else {
+                return unknown("the format of its backing file has no proper name");
+            };
+            format = Some(text);
+        }
+        at += 8 + content.len().next_multiple_of(8);
+    }
+    Ok(Backing { name, format })
+}
+
+fn text(bytes: &[u8]) -> Option<String> {
+    let text = std::str::from_utf8(bytes).ok()?;
+    (!text.contains(char::is_control)).then(|| text.to_owned())
 }
 
 /// How many entries the first table of an image has, at least.
@@ -187,7 +265,7 @@ mod tests {
 
     fn header(path: &Path) -> Vec<u8> {
         let mut header = std::fs::read(path).unwrap();
-        header.truncate(HEADER_BYTES);
+        header.truncate(HEAD_BYTES);
         header
     }
 
@@ -207,9 +285,10 @@ mod tests {
             let mut command = Command::new("qemu-img");
             let made = command.args(create).arg(&theirs).arg(size).status();
             assert!(made.unwrap().success());
-            let image = read(&header(&theirs)).unwrap();
+            let Head { image, backing } = read(&header(&theirs)).unwrap();
+            assert_eq!(backing, None);
             let alone = header_alone(&image).unwrap();
-            assert_eq!(read(&alone), Ok(image));
+            assert_eq!(read(&alone).map(|head| head.image), Ok(image));
             std::fs::write(&ours, alone).unwrap();
             let file = std::fs::File::options().write(true).open(&ours).unwrap();
             file.set_len(64 << 20).unwrap();
@@ -243,11 +322,11 @@ mod tests {
             read(&header)
         };
         assert_eq!(with(0, b'q'), Err(Qcow2Error::Other));
-        assert_eq!(with(15, 104), Err(Qcow2Error::Backing));
         assert_eq!(with(35, 1), Err(Qcow2Error::Encrypted));
         assert_eq!(with(79, 4), Err(Qcow2Error::DataFile));
         assert_eq!(with(79, 2), Err(Qcow2Error::Corrupt));
-        assert_eq!(with(79, 1), Ok(plain), "lazy refcounts");
+        let lazy = with(79, 1).map(|head| head.image);
+        assert_eq!(lazy, Ok(plain), "lazy refcounts");
         for (at, byte) in [
             (7, 1),
             (7, 4),
@@ -264,7 +343,7 @@ mod tests {
         // The features of version 3 are no part of version 2.
         let mut second = header.clone();
         (second[7], second[79]) = (2, 4);
-        assert_eq!(read(&second).map(|image| image.version), Ok(2));
+        assert_eq!(read(&second).map(|head| head.image.version), Ok(2));
         for wrong in [
             Qcow2 {
                 disk_bytes: 0,
@@ -294,6 +373,57 @@ mod tests {
             },
         ] {
             header_alone(&wrong).unwrap_err();
+        }
+    }
+
+    #[test]
+    fn what_an_image_stands_on_is_read_as_qemu_writes_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let (below, image) = (folder.path().join("below.raw"), folder.path().join("image"));
+        std::fs::write(&below, vec![1; 1 << 20]).unwrap();
+        for options in ["compat=1.1", "compat=0.10", "cluster_size=4k"] {
+            let words = [
+                "create", "-q", "-f", "qcow2", "-F", "raw", "-o", options, "-b",
+            ];
+            let mut command = Command::new("qemu-img");
+            let made = command.args(words).args([&below, &image]).status();
+            assert!(made.unwrap().success());
+            let head = header(&image);
+            let expected = Backing {
+                name: below.to_str().unwrap().to_owned(),
+                format: Some("raw".to_owned()),
+            };
+            assert_eq!(read(&head).unwrap().backing, Some(expected), "{options}");
+            // Whatever bytes are wrong, it is refused, or says something else.
+            for at in 0..256 {
+                for byte in [0, 0x0a, 0xff] {
+                    let mut wrong = head.clone();
+                    wrong[at] = byte;
+                    let _ = read(&wrong);
+                }
+            }
+            let with = |at: usize, bytes: &[u8]| {
+                let mut wrong = head.clone();
+                wrong[at..at + bytes.len()].copy_from_slice(bytes);
+                read(&wrong).map(|head| head.backing)
+            };
+            for (at, bytes) in [
+                (8, &[0xff; 8][..]),
+                (8, &[0, 0, 0, 0, 0, 0, 0xff, 0]),
+                (8, &[0, 0, 0, 0, 0, 0, 0, 8]),
+                (16, &[0, 0, 0, 0]),
+                (16, &[0, 0, 8, 0]),
+                (16, &[0xff; 4]),
+            ] {
+                let refusal = with(at, bytes).unwrap_err();
+                assert!(matches!(refusal, Qcow2Error::Unknown(_)), "{refusal}");
+            }
+            let mut unsafe_name = head.clone();
+            let at = word_at(&head, 12).unwrap() as usize;
+            unsafe_name[at] = b'\n';
+            read(&unsafe_name).unwrap_err();
+            // Cut off in the middle of the name.
+            read(&head[..at + 3]).unwrap_err();
         }
     }
 

@@ -14,6 +14,7 @@ mod prepare;
 
 use super::Context;
 use super::allowance::{Admission, Pace};
+use super::disks::base::ComingBases;
 use super::entry::Entry;
 use super::inbound::{Inbound, InboundError};
 use super::ledger::{DestinationHandover, retry_destination};
@@ -154,6 +155,8 @@ struct Task {
     offer: Offer,
     handover: DestinationHandover,
     inbound: Inbound,
+    /// What the guest's disks stand on; it is not stopped before that is here.
+    bases: ComingBases,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
     resolutions: watch::Receiver<Option<Resolve>>,
     retry_at: Instant,
@@ -205,6 +208,7 @@ enum Happened {
     Everything,
     Loaded(Result<(), InboundError>),
     Settled(Result<(), String>),
+    Bases(Result<(), String>),
     QemuEnded,
     PatienceOver,
     Retry,
@@ -215,7 +219,7 @@ enum Happened {
 impl Task {
     async fn run(mut self, call: Call, bulk: BulkOffer) {
         self.connected(call, FIRST_EPOCH, bulk);
-        self.accept().await;
+        self.accept_if_so().await;
         while !self.over() {
             let happened = self.wait().await;
             self.handle(happened).await;
@@ -230,8 +234,12 @@ impl Task {
         }
     }
 
-    /// Says that the guest's QEMU waits.
-    async fn accept(&mut self) {
+    /// Says that the guest's QEMU waits, once it has all that it needs for that.
+    async fn accept_if_so(&mut self) {
+        let receiving = matches!(self.state(), DestinationState::Receiving { .. });
+        if !receiving || !self.bases.are_here() {
+            return;
+        }
         let machine = Box::new(self.inbound.machine().clone());
         self.send(ToSource::Accepted { machine }).await;
     }
@@ -295,6 +303,7 @@ impl Task {
         let mut cancelled = self.entry.cancelled();
         let may_abort = self.state().may_abort();
         let resolutions = &mut self.resolutions;
+        let here = &self.context.parts.config.name;
         tokio::select! {
             message = next_message(&mut self.call) => Happened::Message(message),
             call = self.called.recv() => Happened::Call(call.map(Box::new)),
@@ -312,6 +321,7 @@ impl Task {
             settled = receiving.settled(), if self.sealed && !self.settled => {
                 Happened::Settled(settled)
             }
+            brought = self.bases.brought(here) => Happened::Bases(brought),
             () = self.inbound.ended() => Happened::QemuEnded,
             () = sleep_until(deadline) => Happened::PatienceOver,
             () = sleep_until(self.retry_at + RETRY_EVERY) => Happened::Retry,
@@ -387,10 +397,19 @@ impl Task {
                 self.settled = true;
                 self.abort(reason).await;
             }
+            Happened::Bases(Ok(())) => {
+                self.accept_if_so().await;
+                self.ready_if_so().await;
+            }
+            Happened::Bases(Err(reason)) => self.abort(reason).await,
             Happened::QemuEnded => self.qemu_ended().await,
             Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Retry => {
                 self.retry_at = Instant::now();
+                if !self.bases.are_here() {
+                    // The source can only wait.
+                    self.pace.stepped(Instant::now());
+                }
                 retry_destination(self).await;
                 self.arrival.set_state(&self.handover.state);
             }
@@ -433,9 +452,7 @@ impl Task {
             return;
         }
         self.reconnect(call, epoch).await;
-        if matches!(self.state(), DestinationState::Receiving { .. }) {
-            self.accept().await;
-        }
+        self.accept_if_so().await;
         if self.loaded && self.is_waiting() {
             self.send(ToSource::Loaded).await;
         }
@@ -572,7 +589,7 @@ impl Task {
 
     async fn ready_if_so(&mut self) {
         let compared = self.verified || !self.offer.verify;
-        let here = self.loaded && self.settled;
+        let here = self.loaded && self.settled && self.bases.are_here();
         if here && compared && matches!(self.state(), DestinationState::Receiving { .. }) {
             self.entry.enter(Phase::HandingOver);
             match self.hook(Step::Ready).await {

@@ -26,6 +26,7 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionI
 use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Why an arriving guest's QEMU could not do its part.
@@ -145,6 +146,7 @@ impl Inbound {
         context: &Context,
         offer: &Offer,
         arriving: (Disks, Kept),
+        bases: BTreeMap<String, PathBuf>,
         admission: &Admission,
     ) -> Result<Self, InboundError> {
         let meter = Meter::start();
@@ -163,6 +165,7 @@ impl Inbound {
                 emulator: &emulator,
                 accelerator,
                 generation,
+                bases: &bases,
             };
             launch.run(&config).await
         });

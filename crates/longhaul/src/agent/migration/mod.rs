@@ -66,6 +66,7 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 pub(crate) use disks::fronts::set_aside_as;
+pub(crate) use disks::is_local;
 pub(crate) use registry::Reservation;
 
 /// What one more look at a filled link weighs.

@@ -109,9 +109,12 @@ fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: 
             plan.checks.extend(disks.iter().map(|disk| {
                 let offered = &disk.offered;
                 let why = disk.why.map(|why| format!(", since {why}"));
+                let base = disk.base();
+                let base = base.map(|id| format!(", without its base image {}", id.short()));
                 let text = format!(
-                    "disk {} moves along: {}, {} of it allocated; by {}{}",
+                    "disk {} moves along{}: {}, {} of it allocated; by {}{}",
                     offered.name,
+                    base.unwrap_or_default(),
                     show_bytes(disk.shown_bytes()),
                     show_bytes(offered.allocated_bytes),
                     disk.choice(),
@@ -184,7 +187,7 @@ async fn look_here(
         .connect()
         .await
         .map_err(|error| qemu(&error))?;
-    let known = Known::of(candidate.guest.description(), DiskChoice::Auto, &qmp);
+    let known = Known::of(&candidate.guest, DiskChoice::Auto, &qmp);
     let (examined, known) = tokio::join!(examine(context, &candidate.guest, &qmp), known);
     let (machine, blockers) = examined?;
     plan.qemu = Some(machine.qemu.clone());

@@ -1,7 +1,9 @@
 //! Base images as people see them.
 
 use super::figure::{self, bar, part_of, percent};
-use crate::cli::image::{ImportDocument, ListDocument, Listed, RemoveDocument, VerifyDocument};
+use crate::cli::image::{
+    FetchDocument, ImportDocument, ListDocument, Listed, RemoveDocument, VerifyDocument,
+};
 use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_image::ImportProgress;
 use longhaul_protocol::units::show_bytes;
@@ -11,7 +13,7 @@ const SHORT_DIGITS: usize = 12;
 /// Columns that the figures beside a bar take.
 const FIGURES: usize = 58;
 
-fn short(id: &str) -> &str {
+pub(super) fn short(id: &str) -> &str {
     id.get(..SHORT_DIGITS).unwrap_or(id)
 }
 
@@ -37,6 +39,28 @@ pub(crate) fn importing(called: &str, progress: &ImportProgress, width: usize) -
         show_bytes(progress.stored_bytes)
     );
     under_way(format!("importing {called}"), done, all, figures, width)
+}
+
+/// How far an image has come.
+pub(crate) fn fetching(called: &str, here: u64, all: u64, width: usize) -> Line {
+    let figures = part_of(here, all);
+    under_way(format!("fetching {called}"), here, all, figures, width)
+}
+
+/// An image that was brought.
+pub(crate) fn fetched(called: &str, image: &FetchDocument) -> Vec<Line> {
+    let what = match image.read_bytes {
+        0 => "it was here already".to_owned(),
+        bytes => format!("{} read", show_bytes(bytes)),
+    };
+    let (id, size) = (short(&image.id), show_bytes(image.size_bytes));
+    let called = match id.starts_with(called) || image.id.starts_with(called) {
+        true => format!("image {id}"),
+        false => format!("{called} is image {id}"),
+    };
+    let mut lines = super::super::done(format!("{called} · {size} · {what}"));
+    lines.push(Line::text(format!("  {}", image.path.display())));
+    lines
 }
 
 /// How far a verification is.

@@ -214,6 +214,9 @@ fn doing(migration: &Migration, progress: &Progress) -> String {
     } = migration;
     match progress.phase {
         Phase::Preparing => format!("preparing {destination}"),
+        Phase::Precopy if progress.awaits_bases => {
+            format!("{guest} runs on until {destination} has what its disks stand on")
+        }
         Phase::Precopy => precopy(progress),
         Phase::Stopping => format!("{guest} stands still: last pages and device state"),
         Phase::Loading => format!("{guest} stands still: {destination} loads it"),
@@ -431,6 +434,9 @@ mod tests {
         lines.push(Line::default());
         progress.link.interrupted_ms = Some(12_300);
         lines.extend(frame(&migration, &progress, Mood::Stopping, 72));
+        lines.push(Line::default());
+        progress.awaits_bases = true;
+        lines.extend(frame(&migration, &progress, Mood::Asked, 72));
         golden::check_lines("live_narrow", &lines, 72);
     }
 

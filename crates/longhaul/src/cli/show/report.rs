@@ -1,6 +1,7 @@
 //! A report as people see it: what was predicted beside what was.
 
 use super::figure::{self, bare_ms, byte_rate};
+use super::image;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
     BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
@@ -209,6 +210,11 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if let Some(sent) = report.disk_bytes {
         line("disks", format!("{} sent", show_bytes(sent)));
     }
+    if let Some(read) = report.repository_bytes {
+        let from = &report.destination;
+        let text = format!("{} read by {from} from its repository", show_bytes(read));
+        line("base images", text);
+    }
     if let Some(stop) = &report.stop {
         line("stop", self::stop(stop, report.asked.downtime_ms));
     }
@@ -278,13 +284,20 @@ fn disk(disk: &DiskReport) -> String {
         DiskChoice::Postcopy => "fetched afterwards",
         DiskChoice::Shared => "both hosts see it",
     };
-    let (image, allocated) = (
+    let (image_bytes, allocated) = (
         show_bytes(disk.image_bytes),
         show_bytes(disk.allocated_bytes),
     );
     let why = disk.why.as_ref();
     let why = why.map_or_else(String::new, |why| format!(", since {why}"));
-    format!("{image}, {allocated} of it allocated · {how}{why}")
+    let base = disk.base.as_ref();
+    let base = base.map_or_else(String::new, |base| {
+        format!(
+            " · stands on base image {}, which stayed",
+            image::short(base)
+        )
+    });
+    format!("{image_bytes}, {allocated} of it allocated · {how}{why}{base}")
 }
 
 fn stop(stop: &StopChoice, asked_ms: u64) -> String {

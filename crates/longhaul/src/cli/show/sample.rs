@@ -170,6 +170,8 @@ pub(crate) fn fetching() -> Migration {
 const WHY: &str = "the guest's writes take 4 % of the link, so all of the disk can be there before the guest \
                    is stopped";
 
+const BASE: &str = "4f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a";
+
 pub(crate) fn progress() -> Progress {
     Progress {
         id: "7f3a0c11d2e3f405".into(),
@@ -222,6 +224,7 @@ pub(crate) fn progress() -> Progress {
         dirty_rate_bytes_per_s: Some(12 * MIB),
         predicted_downtime_ms: Some(80),
         outpaced: None,
+        awaits_bases: false,
         trouble: None,
         remaining_ms: Some(13_200),
         outcome: None,
@@ -248,12 +251,14 @@ pub(crate) fn report() -> Report {
         link_bytes_back: Some(2 * MIB),
         memory_bytes: Some(571 * MIB),
         disk_bytes: Some(212 * MIB),
+        repository_bytes: Some(412 * MIB),
         disks: vec![DiskReport {
             name: "vda".into(),
             strategy: DiskChoice::Precopy,
             why: Some(WHY.into()),
             image_bytes: 20 * GIB,
             allocated_bytes: 6554 * MIB,
+            base: Some(BASE.into()),
         }],
         bytes: BytesByKind {
             zero_bytes: Some(922 * MIB),

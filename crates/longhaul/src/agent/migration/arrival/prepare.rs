@@ -7,6 +7,7 @@ use crate::agent::hooks::Step;
 use crate::agent::migration::Context;
 use crate::agent::migration::allowance::{self, Admission};
 use crate::agent::migration::disks::arriving::Disks;
+use crate::agent::migration::disks::base::ComingBases;
 use crate::agent::migration::disks::fronts::{self, Comes};
 use crate::agent::migration::disks::making::{self, Place};
 use crate::agent::migration::entry::{Entry, Facts};
@@ -106,6 +107,7 @@ pub(super) async fn prepare(
         )
     };
     let places = block_in_place(|| making::places(context, &offer, disks))?;
+    let mut bases = block_in_place(|| ComingBases::begin(context, &places))?;
     let (calls, called) = mpsc::channel(4);
     let arrival = Arc::new(Arrival {
         migration: offer.migration,
@@ -184,6 +186,7 @@ pub(super) async fn prepare(
         }
     };
     context.registry.add(entry.clone());
+    bases.go_on();
     let terms = Terms {
         attempt: offer.attempt,
         generation: offer.generation,
@@ -210,6 +213,7 @@ pub(super) async fn prepare(
         offer,
         handover: DestinationHandover { state, ledger },
         inbound,
+        bases,
         called,
         retry_at: Instant::now(),
         settled_at: None,
@@ -256,7 +260,9 @@ async fn launch(
     let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await?;
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
     let arriving = (Disks::new(offer, &offered, disks), kept);
-    let mut inbound = Inbound::launch(context, offer, arriving, admission).await?;
+    let base = |place: &Place| Some((place.offered.name.clone(), place.base.clone()?));
+    let bases = places.iter().filter_map(base).collect();
+    let mut inbound = Inbound::launch(context, offer, arriving, bases, admission).await?;
     let pulled = places.iter().filter(|place| place.offered.pulled);
     let pulled = pulled.map(|place| Comes {
         name: place.offered.name.clone(),

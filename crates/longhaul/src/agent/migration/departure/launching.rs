@@ -24,6 +24,12 @@ impl Departure {
         }
     }
 
+    /// Whether the guest's disks stand on base images, which the destination gets by itself.
+    pub(super) fn is_on_bases(&self) -> bool {
+        let mut disks = self.task.outbound.disks().iter();
+        disks.any(|disk| disk.base().is_some())
+    }
+
     /// The destination could not launch its QEMU, and has ended the attempt.
     pub(super) async fn refused(&mut self, refusal: Refusal) {
         let refused = SessionError::Refused(refusal);
@@ -33,8 +39,12 @@ impl Departure {
         self.step(SourceEvent::PeerAborted(attempt)).await;
     }
 
-    /// A destination that does not get its QEMU launched is not waited for without end.
+    /// A destination that does not get its QEMU launched is not waited for without end. Base images take the
+    /// time that they take: it says when one does not come.
     pub(super) async fn watch_launch(&mut self) {
+        if self.is_on_bases() {
+            return;
+        }
         let late = |since: &tokio::time::Instant| since.elapsed() > OFFER_WITHIN;
         if self.session.is_some() && self.launching.as_ref().is_some_and(late) {
             let silent = SessionError::Talk(TalkError::Silent(OFFER_WITHIN));

@@ -88,6 +88,7 @@ impl Departure {
             .map(|line| line.bulk.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks = sent.blocks();
+        let awaits_bases = self.launching.is_some() && self.is_on_bases();
         let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
         self.entry().progress(|progress| {
             progress.pass = Some(pass);
@@ -101,6 +102,7 @@ impl Departure {
                 dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
             progress.predicted_downtime_ms = convergence::known_ms(predicted);
             progress.outpaced = outpaced;
+            progress.awaits_bases = awaits_bases;
             progress.remaining_ms = stats
                 .filter(|stats| stats.delivery_rate_bps > 0)
                 .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
@@ -184,6 +186,7 @@ impl Departure {
             report.link_bytes_back = Some(received_bytes);
             report.memory_bytes = Some(sent.frame_bytes.saturating_sub(encoded.disk_bytes));
             report.disk_bytes = (!disks.is_empty()).then_some(encoded.disk_bytes);
+            let on_bases = disks.iter().any(|disk| disk.base.is_some());
             report.disks = disks;
             report.bytes.zero_bytes = blocks(sent.zero_blocks);
             report.bytes.same_bytes = blocks(sent.same_blocks);
@@ -208,6 +211,7 @@ impl Departure {
                 report.cost.destination.agent_cpu_s = seconds(summary.agent_cpu_us);
                 report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
                 report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
+                report.repository_bytes = on_bases.then_some(summary.repository_bytes);
             }
             if let Some(stopped) = stopped {
                 stopped.report(report, committed_at, rtt, summary, verify);

@@ -1,14 +1,16 @@
 //! The disks of a guest that arrives: what of them is here. Their images are [made](super::making) before.
 
+use super::base::id_of;
 use super::puller::Puller;
 use super::{blocks_of, write_blocks};
+use crate::agent::bases;
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
-use longhaul_protocol::disk::{DiskFormat, List, OfferedDisk, Qcow2};
+use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Qcow2};
 use longhaul_protocol::message::Offer;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
-use longhaul_storage::disk::qcow2::{self, HEADER_BYTES};
+use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::arriving::masks::Masks;
@@ -78,6 +80,7 @@ impl Syncs {
 struct Growing {
     /// As it was offered.
     image: Qcow2,
+    base: Option<Base>,
     /// How long it is in the end, once the source has said so.
     bytes: Option<u64>,
 }
@@ -89,14 +92,16 @@ impl Growing {
         let bytes = self.bytes.ok_or("its length is not known")?;
         let cut = disk.set_file_bytes(bytes);
         cut.map_err(|error| error.to_string())?;
-        let mut header = [0; HEADER_BYTES];
-        let read = disk.read(0, &mut header);
+        let mut head = [0; HEAD_BYTES];
+        let read = disk.read(0, &mut head);
         read.map_err(|error| error.to_string())?;
-        match qcow2::read(&header) {
-            Ok(image) if image == self.image => Ok(()),
-            Ok(_) => Err("its image is another one than was offered".to_owned()),
-            Err(error) => Err(error.to_string()),
+        let head = qcow2::read(&head).map_err(|error| error.to_string())?;
+        let named = head.backing.as_ref().map(bases::named).transpose();
+        let named = named.map_err(|unfit| unfit.to_string())?;
+        if head.image != self.image || named != self.base.as_ref().map(id_of) {
+            return Err("its image is another one than was offered".to_owned());
         }
+        Ok(())
     }
 }
 
@@ -117,10 +122,14 @@ impl Disks {
             presence: Presence::new(region.id, region.blocks),
             disk: disk.clone(),
             pulled: offer_of(region).is_some_and(|disk| disk.pulled),
-            growing: match offer_of(region).map(|disk| disk.format) {
-                Some(DiskFormat::Qcow2(image)) => Some(Growing { image, bytes: None }),
-                Some(DiskFormat::Raw) | None => None,
-            },
+            growing: offer_of(region).and_then(|disk| match disk.format {
+                DiskFormat::Qcow2(image) => Some(Growing {
+                    image,
+                    base: disk.base,
+                    bytes: None,
+                }),
+                DiskFormat::Raw => None,
+            }),
             folder: None,
             puller: None,
             brought: false,
@@ -466,6 +475,7 @@ mod tests {
             pulled: false,
             growing: Some(Growing {
                 image: IMAGE,
+                base: None,
                 bytes: None,
             }),
             folder: None,
@@ -511,7 +521,7 @@ mod tests {
         let header = qcow2::header_alone(&IMAGE).unwrap();
         // A backing file, an external data file, another size, no image.
         for (at, byte, why) in [
-            (15, 0x80, "stands on another one"),
+            (15, 0x80, "backing file"),
             (79, 4, "a second file"),
             (27, 1, "another one than was offered"),
             (0, 0, "not in qcow2"),
@@ -526,5 +536,42 @@ mod tests {
         let (_folder, mut disks) = arriving(&header);
         disks.has_length(REGION, 20).unwrap();
         sealed(&mut disks).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_stands_on_the_base_image_that_was_offered_or_is_not_given_to_qemu() {
+        let base = |byte: u8| Base {
+            image: [byte; 32],
+            bytes: 1 << 20,
+        };
+        // As an image that stands on that one says it, by a path of its own host.
+        let named = |byte: u8| format!("/of/the/source/{}.raw", id_of(&base(byte)));
+        let standing = |name: &str| {
+            let mut head = qcow2::header_alone(&IMAGE).unwrap();
+            head.extend([0xe2, 0x79, 0x2a, 0xca, 0, 0, 0, 3]);
+            head.extend(b"raw\0\0\0\0\0");
+            head.extend([0; 8]);
+            let (at, length) = (head.len() as u64, name.len() as u32);
+            head[8..16].copy_from_slice(&at.to_be_bytes());
+            head[16..20].copy_from_slice(&length.to_be_bytes());
+            head.extend(name.as_bytes());
+            head
+        };
+        let plain = qcow2::header_alone(&IMAGE).unwrap();
+        for (head, offered, fits) in [
+            (standing(&named(1)), Some(base(1)), true),
+            (standing(&named(2)), Some(base(1)), false),
+            (standing("/etc/shadow"), Some(base(1)), false),
+            (standing("/etc/shadow"), None, false),
+            (standing(&named(1)), None, false),
+            (plain, Some(base(1)), false),
+        ] {
+            let (_folder, mut disks) = arriving(&head);
+            if let Some(growing) = &mut disks.disks[0].growing {
+                growing.base = offered;
+            }
+            disks.has_length(REGION, 300_007).unwrap();
+            assert_eq!(sealed(&mut disks).is_ok(), fits, "{offered:?}");
+        }
     }
 }

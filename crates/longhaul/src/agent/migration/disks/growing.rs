@@ -5,12 +5,13 @@
 //! - What is shown to QEMU is larger still, so that its guest never comes to the end.
 //! - How long the file is in the end is said beside what is left of it, and the destination cuts its own there.
 
+use crate::agent::bases;
 use longhaul_api::{ApiError, DiskChoice, ErrorCode};
 use longhaul_engine::strategy::{Promise, Strategy};
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::disk::DiskFormat;
-use longhaul_storage::disk::qcow2::{self, HEADER_BYTES};
-use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
+use longhaul_storage::disk::ExportSize;
+use longhaul_storage::disk::qcow2::{self, Backing};
 use std::fs;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
@@ -18,12 +19,18 @@ use std::path::Path;
 /// The size that QEMU sees below its format node.
 pub(super) const SHOWN: ExportSize = ExportSize::Bytes(1 << 60);
 
-/// What kind of image it is, and how long it may become while it moves.
-pub(super) fn look(
-    name: &str,
-    image: &Path,
-    strategy: Strategy,
-) -> Result<(DiskFormat, u64), ApiError> {
+/// An image that grows.
+#[derive(Debug)]
+pub(super) struct Growing {
+    pub(super) format: DiskFormat,
+    /// How long it may become while it moves.
+    pub(super) longest: u64,
+    /// What it says that it stands on.
+    pub(super) backing: Option<Backing>,
+}
+
+/// What kind of image it is.
+pub(super) fn look(name: &str, image: &Path, strategy: Strategy) -> Result<Growing, ApiError> {
     let refused = |why: String| {
         let text = format!("disk {name}: {why}");
         ApiError::new(ErrorCode::Refused, text)
@@ -43,18 +50,14 @@ pub(super) fn look(
         );
         return Err(refused(why).hint("leave `--disks` out, or choose one of those"));
     }
-    let file = RawDisk::open_to_read(image).map_err(|error| failed(&error))?;
-    let mut header = [0; HEADER_BYTES];
-    let length = file.size_bytes().min(HEADER_BYTES as u64) as usize;
-    let read = file.read(0, &mut header[..length]);
-    read.map_err(|error| failed(&error))?;
-    let qcow2 = qcow2::read(&header[..length])
-        .map_err(|error| failed(&error).hint(error.hint().to_owned()))?;
-    let longest = file
-        .size_bytes()
-        .saturating_add(qcow2::growth_bytes(&qcow2));
-    let longest = longest.next_multiple_of(BLOCK_SIZE as u64);
-    Ok((DiskFormat::Qcow2(qcow2), longest))
+    let head = bases::head(image).map_err(|error| failed(&error))?;
+    let head = qcow2::read(&head).map_err(|error| failed(&error).hint(error.hint().to_owned()))?;
+    let longest = about.len().saturating_add(qcow2::growth_bytes(&head.image));
+    Ok(Growing {
+        format: DiskFormat::Qcow2(head.image),
+        longest: longest.next_multiple_of(BLOCK_SIZE as u64),
+        backing: head.backing,
+    })
 }
 
 #[cfg(test)]
@@ -76,9 +79,11 @@ mod tests {
         let mut bytes = qcow2::header_alone(&IMAGE).unwrap();
         bytes.resize(200_000, 0);
         fs::write(&path, &bytes).unwrap();
-        let (format, longest) = look("vda", &path, Strategy::MIRROR).unwrap();
-        assert_eq!(format, DiskFormat::Qcow2(IMAGE));
-        assert!(longest > 200_000 + (8 << 20) && longest % 4096 == 0);
+        let growing = look("vda", &path, Strategy::MIRROR).unwrap();
+        let longest = growing.longest;
+        assert_eq!(growing.format, DiskFormat::Qcow2(IMAGE));
+        assert_eq!(growing.backing, None);
+        assert!(longest > 200_000 + (8 << 20) && longest.is_multiple_of(4096));
         let refusal = |strategy| {
             let error = look("vda", &path, strategy).unwrap_err();
             assert_eq!(error.code, ErrorCode::Refused);
@@ -87,12 +92,12 @@ mod tests {
         };
         let by = refusal(Strategy::HYBRID);
         assert!(by.contains("disk vda: it is a qcow2 image") && by.ends_with("not by hybrid"));
-        // The offset of a backing file's name.
-        bytes[14] = 1;
+        // An external data file.
+        bytes[79] = 4;
         fs::write(&path, &bytes).unwrap();
         let stands = refusal(Strategy::PRECOPY);
         assert!(
-            stands.starts_with("disk vda: its image stands on another one"),
+            stands.starts_with("disk vda: its content stands in a second file"),
             "{stands}"
         );
         fs::write(&path, [0; 60]).unwrap();

@@ -7,6 +7,7 @@
 //! Whether they stay is decided by the journal alone: they do when it says that the guest is this
 //! host's, and go when it says that it will never be.
 
+use super::base::path_of;
 use super::{blocks_of, has_format, is_local, write_durably};
 use crate::agent::migration::Context;
 use longhaul_engine::handover::Record;
@@ -36,6 +37,8 @@ const SPARE_BYTES: u64 = 64 << 20;
 pub(in crate::agent::migration) struct Place {
     pub(in crate::agent::migration) offered: OfferedDisk,
     pub(in crate::agent::migration) path: PathBuf,
+    /// What its image stands on.
+    pub(in crate::agent::migration) base: Option<PathBuf>,
 }
 
 impl Place {
@@ -69,7 +72,7 @@ fn grows(disk: &OfferedDisk) -> bool {
     matches!(disk.format, DiskFormat::Qcow2(_))
 }
 
-fn refused(text: String, hint: impl Into<String>) -> Refusal {
+pub(super) fn refused(text: String, hint: impl Into<String>) -> Refusal {
     Refusal {
         code: RefusalCode::Unsuitable,
         text,
@@ -77,7 +80,7 @@ fn refused(text: String, hint: impl Into<String>) -> Refusal {
     }
 }
 
-fn invalid(text: impl Into<String>) -> Refusal {
+pub(super) fn invalid(text: impl Into<String>) -> Refusal {
     Refusal {
         code: RefusalCode::Invalid,
         text: text.into(),
@@ -179,9 +182,14 @@ pub(in crate::agent::migration) fn places(
             let text = format!("{here} cannot fetch what is left of disk {}", disk.name);
             return Err(invalid(text));
         }
+        if !grows(disk) && disk.base.is_some() {
+            let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);
+            return Err(invalid(text));
+        }
         let place = Place {
             offered: disk.clone(),
             path,
+            base: disk.base.as_ref().map(|base| path_of(context, base)),
         };
         let beginning = place.beginning();
         beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
@@ -191,18 +199,29 @@ pub(in crate::agent::migration) fn places(
     Ok(places)
 }
 
+/// What is free in a folder, in bytes, where that can be told.
+pub(super) fn free_bytes(folder: &Path) -> Option<u64> {
+    let free = statvfs(folder).ok()?;
+    Some(free.blocks_available() * free.fragment_size())
+}
+
+pub(super) fn is_too_little(free: u64, needed: u64) -> bool {
+    needed.saturating_add(SPARE_BYTES) > free
+}
+
 /// Whether file systems have the space that disks take at the source.
 fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
     let folder = |place: &Place| place.path.parent().map(Path::to_owned);
     for place in places {
         let Some(above) = folder(place) else { continue };
-        let Ok(free) = statvfs(&above) else { continue };
-        let free = free.blocks_available() * free.fragment_size();
+        let Some(free) = free_bytes(&above) else {
+            continue;
+        };
         let same = places
             .iter()
             .filter(|other| folder(other) == Some(above.clone()));
         let needed: u64 = same.map(|other| other.offered.allocated_bytes).sum();
-        if needed.saturating_add(SPARE_BYTES) > free {
+        if is_too_little(free, needed) {
             let text = format!(
                 "{here} has {} free for the guest's disks, and they take {}",
                 show_bytes(free),

@@ -1,10 +1,11 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
 //! stands below them at the source while they do ([`fronts`]), what is different where images grow
 //! ([`growing`]), how their writes are heard of ([`watch`]), what is made for them at the destination
-//! ([`making`]) and comes there ([`arriving`]), and what becomes of what is left when the guest runs there:
+//! ([`making`]), comes there ([`arriving`]) and is there already ([`base`]), and what becomes of what is left when the guest runs there:
 //! sent here ([`draining`]), and given there to whoever answers the guest ([`puller`]).
 
 pub(super) mod arriving;
+pub(super) mod base;
 pub(super) mod draining;
 pub(super) mod fronts;
 mod growing;
@@ -21,7 +22,9 @@ use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::{Promise, Strategy};
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
+use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
@@ -55,7 +58,7 @@ pub(super) struct LocalDisk {
 }
 
 /// Whether a disk of a description is on this host alone.
-pub(super) fn is_local(disk: &Described) -> bool {
+pub(crate) fn is_local(disk: &Described) -> bool {
     !disk.shared && !disk.read_only
 }
 
@@ -87,12 +90,28 @@ pub(super) struct Known {
     pub(super) rtt: Duration,
     /// Bytes per second, by the disk's name.
     pub(super) written: BTreeMap<String, f64>,
+    /// The process of the guest's QEMU.
+    pid: i32,
+    /// What disks stand on in it, by their names.
+    stands_on: BTreeMap<String, base::Seen>,
 }
 
 impl Known {
-    /// Looks at what a guest writes, where anything depends on it. What cannot be told is nothing.
-    pub(super) async fn of(guest: &GuestDescription, choice: DiskChoice, qmp: &Qmp) -> Self {
-        let mut known = Self::default();
+    /// Looks at what a guest's disks stand on, and at what it writes, where anything depends on it. What
+    /// it writes is nothing where that cannot be told.
+    pub(super) async fn of(running: &Guest, choice: DiskChoice, qmp: &Qmp) -> Self {
+        let guest = running.description();
+        let mut known = Self {
+            pid: running.pid().unwrap_or(-1),
+            ..Self::default()
+        };
+        if choice == DiskChoice::Shared {
+            return known;
+        }
+        for disk in guest.disks.iter().filter(|disk| is_local(disk)) {
+            let seen = base::ask(running, qmp, &disk.name).await;
+            known.stands_on.insert(disk.name.clone(), seen);
+        }
         if choice == DiskChoice::Auto && guest.disks.iter().any(is_local) {
             match disk_rate::measure(qmp).await {
                 Ok(written) => known.written = by_disk(guest, &written),
@@ -157,7 +176,7 @@ pub(super) fn local(
                 (strategy, Some(why))
             }
         };
-        open(context, described, region, strategy, why)
+        open(context, described, region, (strategy, why), known)
     });
     local.collect()
 }
@@ -184,8 +203,8 @@ fn open(
     context: &Context,
     described: &Described,
     region: RegionId,
-    strategy: Strategy,
-    why: Option<Why>,
+    (strategy, why): (Strategy, Option<Why>),
+    known: &Known,
 ) -> Result<LocalDisk, ApiError> {
     let name = &described.name;
     let refused = |text: String| ApiError::new(ErrorCode::Refused, text);
@@ -197,11 +216,15 @@ fn open(
         );
         refused(text).hint("name it under [images] in the agent's configuration")
     })?;
-    let (format, size) = match image.format {
-        ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile),
+    let (format, size, base) = match image.format {
+        ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),
         ImageFormat::Qcow2 => {
-            let (format, longest) = growing::look(name, &image.path, strategy)?;
-            (format, ExportSize::Bytes(longest))
+            let growing = growing::look(name, &image.path, strategy)?;
+            let unknown = Err("what it stands on in its QEMU is not known".to_owned());
+            let seen = known.stands_on.get(name).unwrap_or(&unknown);
+            let state = &context.parts.config.state;
+            let base = base::look(state, name, growing.backing.as_ref(), (seen, known.pid))?;
+            (growing.format, ExportSize::Bytes(growing.longest), base)
         }
     };
     let disk = RawDisk::open(&image.path, size)
@@ -234,6 +257,7 @@ fn open(
             allocated_bytes,
             format,
             pulled: strategy.promise == Promise::List,
+            base,
         },
         spec,
         strategy,
@@ -300,7 +324,13 @@ impl LocalDisk {
             why: self.why(),
             image_bytes: self.shown_bytes(),
             allocated_bytes: self.offered.allocated_bytes,
+            base: self.base().map(|id| id.to_string()),
         }
+    }
+
+    /// The base image that it stands on.
+    pub(super) fn base(&self) -> Option<ImageId> {
+        self.offered.base.as_ref().map(base::id_of)
     }
 
     /// How long its image is, for people.

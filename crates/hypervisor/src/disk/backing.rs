@@ -1,0 +1,103 @@
+//! What the image of a disk stands on, as its running QEMU has it.
+
+use super::graph::{Graph, Known};
+use crate::open_files::open_files;
+use crate::qmp::{Qmp, QmpError};
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// What a disk's image stands on in a QEMU.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Backing {
+    /// Its format, or what else it is, in QEMU's words.
+    pub driver: String,
+    /// Its file, as the process names it; none where it is something else.
+    pub file: Option<String>,
+}
+
+/// What the image of a device's disk stands on, by the device's path in QEMU's tree of objects; none where
+/// it stands on nothing.
+pub async fn backing(qmp: &Qmp, device: &str) -> Result<Option<Backing>, QmpError> {
+    let graph = Graph::ask(qmp).await?;
+    let top = graph.child(device, "root");
+    let Some(node) = top.and_then(|top| graph.child(top, "backing")) else {
+        return Ok(None);
+    };
+    let known = Known::ask(qmp).await?;
+    let driver = known.driver(node).unwrap_or_default();
+    let below = graph.child(node, "file").unwrap_or(node);
+    let is_file = known.driver(below).is_some_and(|driver| driver == "file");
+    // Where a part of the file is all that is used, QEMU calls the node above by another name.
+    let all_of_it = known.file(node) == known.file(below);
+    let file = known.file(below).filter(|_| is_file && all_of_it);
+    Ok(Some(Backing { driver, file }))
+}
+
+impl Backing {
+    /// Whether it is this file of ours, byte for byte, which the process has open.
+    pub fn is(&self, ours: &Path, pid: i32) -> io::Result<bool> {
+        let Some(path) = self
+            .file
+            .as_deref()
+            .filter(|_| self.driver == "raw" || self.driver == "file")
+        else {
+            return Ok(false);
+        };
+        let ours = fs::metadata(ours)?;
+        let ours = (ours.dev(), ours.ino());
+        let process = Path::new("/proc").join(pid.to_string());
+        let theirs = match path.strip_prefix('/') {
+            Some(rest) => process.join("root").join(rest),
+            None => process.join("cwd").join(path),
+        };
+        // Its name may be another file's by now.
+        let theirs = fs::metadata(theirs).map(|file| (file.dev(), file.ino()));
+        if !theirs.is_ok_and(|theirs| theirs == ours) {
+            return Ok(false);
+        }
+        for file in open_files(pid)? {
+            let about = file?;
+            let about = about.metadata();
+            if (about.dev(), about.ino()) == ours {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_file_that_the_process_has_open_is_the_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let (ours, other) = (folder.path().join("ours"), folder.path().join("other"));
+        fs::write(&ours, "a").unwrap();
+        fs::write(&other, "b").unwrap();
+        let pid = std::process::id() as i32;
+        let is = |driver: &str, file: Option<&Path>| {
+            let backing = Backing {
+                driver: driver.to_owned(),
+                file: file.map(|file| file.to_str().unwrap().to_owned()),
+            };
+            backing.is(&ours, pid).unwrap()
+        };
+        assert!(!is("raw", Some(&ours)), "nobody has it open");
+        let open = fs::File::open(&ours).unwrap();
+        assert!(is("raw", Some(&ours)));
+        assert!(is("file", Some(&ours)));
+        for (driver, file) in [
+            ("qcow2", Some(&*ours)),
+            ("raw", Some(&*other)),
+            ("raw", Some(&*folder.path().join("none"))),
+            ("raw", None),
+        ] {
+            assert!(!is(driver, file), "{driver} {file:?}");
+        }
+        drop(open);
+    }
+}

@@ -1,0 +1,307 @@
+//! Base images below disks that move. The source names them by their ids, and sends only what its guest wrote;
+//! the destination has them from its own repository. All of one is there before the guest is stopped.
+
+use super::making::{self, Place, refused};
+use crate::agent::bases;
+use crate::agent::migration::Context;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::disk::{self, Backing};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_image::store::Place as Repositories;
+use longhaul_image::{Bases, BringError, Bringing, Digest, ImageId, Repository};
+use longhaul_protocol::disk::Base;
+use longhaul_protocol::message::Refusal;
+use longhaul_protocol::units::show_bytes;
+use longhaul_storage::disk::qcow2;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::{JoinHandle, spawn_blocking};
+
+/// How long a repository that does not answer is waited for while a base image comes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(super) fn id_of(base: &Base) -> ImageId {
+    ImageId(Digest(base.image))
+}
+
+/// What a disk stands on in a guest's QEMU, or why that is not known.
+pub(super) type Seen = Result<Option<Backing>, String>;
+
+/// Asks a guest's QEMU what a disk stands on.
+pub(super) async fn ask(guest: &Guest, qmp: &Qmp, disk: &str) -> Seen {
+    let device = super::fronts::device(guest.description(), disk)?;
+    let backing = disk::backing(qmp, &device).await;
+    backing.map_err(|error| error.to_string())
+}
+
+/// The base image that a disk of this host stands on: as its image says, and as its QEMU has it.
+pub(super) fn look(
+    state: &Path,
+    name: &str,
+    says: Option<&qcow2::Backing>,
+    (seen, pid): (&Seen, i32),
+) -> Result<Option<Base>, ApiError> {
+    let refused = |why: String| {
+        let text = format!("disk {name}: {why}");
+        ApiError::new(ErrorCode::Refused, text)
+    };
+    let other = |has: String| {
+        refused(format!("{has}: what it reads there cannot be told")).hint(
+            "have its QEMU started anew with what the image says, or rebase the image with its guest \
+             shut down",
+        )
+    };
+    let seen = seen.as_ref().map_err(|why| refused(why.clone()))?;
+    let (says, seen) = match (says, seen) {
+        (None, None) => return Ok(None),
+        (Some(says), Some(seen)) => (says, seen),
+        (None, Some(_)) => {
+            let has = "its QEMU has it stand on another image, of which its own says nothing";
+            return Err(other(has.to_owned()));
+        }
+        (Some(says), None) => {
+            let has = format!(
+                "its image stands on {:?}, and in its QEMU on nothing",
+                says.name
+            );
+            return Err(other(has));
+        }
+    };
+    let id = bases::named(says).map_err(|unfit| refused(unfit.to_string()).hint(unfit.hint()))?;
+    let bases = bases::of_host(state);
+    let failed = |error: std::io::Error| refused(error.to_string());
+    let bytes = bases.whole(id).map_err(failed)?;
+    let bytes = bytes.ok_or_else(|| bases::not_here(name, id))?;
+    if !seen.is(&bases.path(id), pid).map_err(failed)? {
+        let short = id.short();
+        let on = seen.file.as_deref().unwrap_or(&seen.driver);
+        let has = format!("its image stands on base image {short}, and in its QEMU on {on:?}");
+        return Err(other(has));
+    }
+    let image = id.0.0;
+    Ok(Some(Base { image, bytes }))
+}
+
+/// The base images that are coming for a guest. They stop coming when this goes.
+pub(in crate::agent::migration) struct ComingBases {
+    coming: Vec<Arc<Bringing>>,
+    task: Option<JoinHandle<Result<(), Lacking>>>,
+    /// One cannot be had.
+    lacking: bool,
+}
+
+/// A base image that cannot be had.
+struct Lacking(ImageId);
+
+/// What whoever sends the guest is told to do; why is for this host's log.
+fn hint(here: &str, id: ImageId) -> String {
+    format!("on {here}: longhaul image fetch {} says why", id.short())
+}
+
+impl ComingBases {
+    /// Looks for the base images of disks, and begins to bring what is not here. Their files are there
+    /// then, for QEMU to open.
+    pub(in crate::agent::migration) fn begin(
+        context: &Context,
+        places: &[Place],
+    ) -> Result<Self, Refusal> {
+        let config = &context.parts.config;
+        let here = &config.name;
+        let bases = bases::of_host(&config.state);
+        let mut coming: Vec<Arc<Bringing>> = Vec::new();
+        for place in places {
+            let Some(base) = &place.offered.base else {
+                continue;
+            };
+            let (name, id) = (&place.offered.name, id_of(base));
+            if coming.iter().any(|one| one.id() == id) {
+                continue;
+            }
+            let lacks = |error: &dyn std::fmt::Display| {
+                tracing::warn!(image = %id, %error, "a base image cannot be had");
+                let short = id.short();
+                let text = format!("{here} cannot have the base image {short} of disk {name}");
+                refused(text, hint(here, id))
+            };
+            let bytes = match bases.whole(id).map_err(|error| lacks(&error))? {
+                Some(bytes) => bytes,
+                None => {
+                    let bringing = bring(&config.repository, &bases, id);
+                    let bringing = bringing.map_err(|error| lacks(&error))?;
+                    let bytes = bringing.size_bytes();
+                    coming.push(Arc::new(bringing));
+                    bytes
+                }
+            };
+            if bytes != base.bytes {
+                let short = id.short();
+                let text =
+                    format!("{here} knows base image {short} of disk {name} in another size");
+                return Err(making::invalid(text));
+            }
+        }
+        let needed = |one: &Arc<Bringing>| {
+            // A part of it may be here from earlier.
+            let file = std::fs::metadata(bases.path(one.id()));
+            let here = file.map_or(0, |file| file.blocks() * 512);
+            one.content_bytes().saturating_sub(here)
+        };
+        let needed = coming.iter().map(needed).sum();
+        let first = coming.first().map(|one| bases.path(one.id()));
+        if let Some(free) = first.and_then(|path| making::free_bytes(path.parent()?))
+            && making::is_too_little(free, needed)
+        {
+            let text = format!(
+                "{here} has {} free for base images, and the guest's take {}",
+                show_bytes(free),
+                show_bytes(needed)
+            );
+            return Err(refused(text, "make room in the state folder there"));
+        }
+        Ok(Self {
+            coming,
+            task: None,
+            lacking: false,
+        })
+    }
+
+    /// Brings them, while other things go on.
+    pub(in crate::agent::migration) fn go_on(&mut self) {
+        let coming = self.coming.clone();
+        if coming.is_empty() || self.task.is_some() {
+            return;
+        }
+        self.task = Some(spawn_blocking(move || {
+            for one in coming {
+                one.finish().map_err(|error| {
+                    tracing::error!(%error, "a base image does not come");
+                    Lacking(one.id())
+                })?;
+            }
+            Ok(())
+        }));
+    }
+
+    /// Whether all of them are here, once they were told to come.
+    pub(in crate::agent::migration) fn are_here(&self) -> bool {
+        self.task.is_none() && !self.lacking
+    }
+
+    /// Waits until all of them are here, or one cannot be had.
+    pub(in crate::agent::migration) async fn brought(&mut self, here: &str) -> Result<(), String> {
+        let Some(task) = &mut self.task else {
+            return std::future::pending().await;
+        };
+        let brought = task.await;
+        self.task = None;
+        self.lacking = !matches!(brought, Ok(Ok(())));
+        match brought {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(Lacking(id))) => {
+                let short = id.short();
+                Err(format!(
+                    "base image {short} does not come: {}",
+                    hint(here, id)
+                ))
+            }
+            Err(error) => Err(format!("a part of the agent broke: {error}")),
+        }
+    }
+
+    /// What was read from the repository for them, in bytes.
+    pub(in crate::agent::migration) fn read_bytes(&self) -> u64 {
+        self.coming.iter().map(|one| one.read_bytes()).sum()
+    }
+}
+
+impl Drop for ComingBases {
+    fn drop(&mut self) {
+        self.coming.iter().for_each(|one| one.end());
+    }
+}
+
+/// Begins to bring a base image from a repository.
+fn bring(from: &Repositories, bases: &Bases, id: ImageId) -> Result<Bringing, String> {
+    let store = from.store().map_err(|error| error.to_string())?;
+    let repository = Repository::open(store).map_err(|error| error.to_string())?;
+    let bringing = bases.bring(repository, id, PATIENCE);
+    bringing.map_err(|error: BringError| error.to_string())
+}
+
+/// The file of the base image that a disk stands on, on this host.
+pub(in crate::agent::migration) fn path_of(context: &Context, base: &Base) -> PathBuf {
+    bases::of_host(&context.parts.config.state).path(id_of(base))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn only_a_base_image_of_this_host_that_its_qemu_reads_is_named() {
+        let state = tempfile::tempdir().unwrap();
+        let id = ImageId(Digest([7; 32]));
+        let path = bases::of_host(state.path()).path(id);
+        fs::create_dir(path.parent().unwrap()).unwrap();
+        fs::write(&path, "base").unwrap();
+        let read = File::open(&path).unwrap();
+        let says = |name: String| qcow2::Backing {
+            name,
+            format: Some("raw".to_owned()),
+        };
+        let says_so = says(format!("/elsewhere/{id}.raw"));
+        let in_qemu = |file: &Path| -> Seen {
+            Ok(Some(Backing {
+                driver: "raw".to_owned(),
+                file: Some(file.to_str().unwrap().to_owned()),
+            }))
+        };
+        let pid = std::process::id() as i32;
+        let look = |says: Option<&qcow2::Backing>, seen: &Seen| {
+            look(state.path(), "vda", says, (seen, pid)).map_err(|error| {
+                assert_eq!(error.code, ErrorCode::Refused);
+                error.message
+            })
+        };
+        let seal = || {
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_permissions(Permissions::from_mode(0o444)).unwrap();
+            let then = std::time::UNIX_EPOCH + Duration::from_secs(1);
+            file.set_modified(then).unwrap();
+        };
+        let why = look(Some(&says_so), &in_qemu(&path)).unwrap_err();
+        assert!(why.contains("does not have as a whole"), "{why}");
+        seal();
+        let base = Base {
+            image: [7; 32],
+            bytes: 4,
+        };
+        assert_eq!(look(Some(&says_so), &in_qemu(&path)), Ok(Some(base)));
+        assert_eq!(look(None, &Ok(None)), Ok(None));
+
+        let other = state.path().join("other.raw");
+        fs::write(&other, "base").unwrap();
+        let is_other = says(other.to_str().unwrap().to_owned());
+        for (says, seen, expected) in [
+            (Some(&says_so), in_qemu(&other), "and in its QEMU on"),
+            (Some(&says_so), Ok(None), "and in its QEMU on nothing"),
+            (None, in_qemu(&path), "of which its own says nothing"),
+            (Some(&is_other), in_qemu(&other), "which is no base image"),
+            (Some(&says_so), Err("it is mute".to_owned()), "it is mute"),
+        ] {
+            let why = look(says, &seen).unwrap_err();
+            assert!(
+                why.starts_with("disk vda: ") && why.contains(expected),
+                "{why}"
+            );
+        }
+        drop(read);
+        let closed = look(Some(&says_so), &in_qemu(&path)).unwrap_err();
+        assert!(closed.contains("and in its QEMU on"), "{closed}");
+    }
+}
