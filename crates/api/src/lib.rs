@@ -35,7 +35,7 @@ pub use operation::{Method, Operation};
 pub use plan::{Check, Plan, PlanRequest, Prediction, Verdict};
 pub use report::{
     BytesByKind, ClockTeller, Cost, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
-    PhaseTime, Report, VerifyResult,
+    KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
 
 /// Largest body of a request that an agent reads, in bytes.

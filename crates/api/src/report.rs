@@ -81,6 +81,18 @@ pub struct Report {
     /// The hooks that were run on this host, in their order.
     #[serde(default)]
     pub hooks: Vec<HookRun>,
+    /// What the guest's memory held when it left this host, as far as that is kept here for when it comes back.
+    #[serde(default)]
+    pub kept_memory: Option<KeptMemoryReport>,
+}
+
+/// What was written to disk of a guest's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct KeptMemoryReport {
+    /// What is not zero, in bytes.
+    pub bytes: u64,
+    /// Whether that is all of it.
+    pub whole: bool,
 }
 
 /// The clock of a guest that runs again, against that of the host that it moved to. Negative: it is

@@ -4,22 +4,70 @@
 mod common;
 
 use common::{LIMIT, Stage, tiny};
+use longhaul_api::{GuestState, Report};
 use longhaul_lab::guest::Chipset;
 use longhaul_lab::process::wait_until;
-use std::fs;
+use std::fs::{self, File};
+use std::os::unix::fs::{FileExt, MetadataExt};
 
 const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that there are later passes.
 const BUSY: u64 = 500;
 
+/// What a guest's memory held stays where it was, and is found there when it comes back: as far as it got in
+/// its file, and as far as nobody has changed that.
 #[test]
-fn qemu_10_moves_there_and_back() {
-    let Some(stage) = Stage::new("10.0 to 10.0", ["10.0", "10.0"], LINK) else {
+fn qemu_10_moves_there_and_back_to_what_was_kept() {
+    let kept = ("kept_memory".to_owned(), toml::Table::new().into());
+    let kept = toml::Table::from_iter([kept]);
+    let Some(mut stage) = Stage::with("10.0 to 10.0", ["10.0", "10.0"], LINK, &kept) else {
         return;
     };
-    let mut guest = stage.boot(&tiny("q35-1", Chipset::Q35, "10.0", 1), BUSY);
+    let name = "q35-1";
+    let mut guest = stage.boot(&tiny(name, Chipset::Q35, "10.0", 1), BUSY);
+    let state = stage.lab.host(0).unwrap().folder().join("state");
+    let file = state.join(format!("memory/{name}.memory"));
+
+    // The agent dies in the middle, and the next one ends what it let stand.
+    let held = stage.lab.host(0).unwrap().folder().join("held");
+    let host = stage.lab.host(0).unwrap();
+    let fails = format!("source:keeping:memory=hold:{}", held.display());
+    let agent = stage.product.agent_mut(0).unwrap();
+    agent.restart_to_fail(host, &fails).unwrap();
+    let there = guest.migrate(&stage, 0, &[]).finish(LIMIT).unwrap();
+    assert!(there.completed(), "{}", there.why());
+    assert!(wait_until(LIMIT, || held.exists()));
+    assert_eq!(stage.qemus(0, name).len(), 1);
+    let seen = stage.product.guest(0, name).unwrap().unwrap();
+    assert_eq!(seen.state, GuestState::Elsewhere);
+    stage.product.agent_mut(0).unwrap().kill().unwrap();
+    assert!(file.exists());
+    stage.restart(&[0]);
+    guest.assert_nothing_on(&stage, 0);
+    let back = guest
+        .migrate(&stage, 1, &["--verify"])
+        .finish(LIMIT)
+        .unwrap();
+    assert!(back.completed(), "{}", back.why());
+    assert!(wait_until(LIMIT, || !file.exists()), "it is here again");
+
+    // It comes back to a host that may still write down what it held there.
     guest.move_verified(&stage, 0);
-    guest.move_verified(&stage, 1);
+    let says = || stage.product.ask::<Report>(0, &["report"]).unwrap();
+    assert!(wait_until(LIMIT, || says().kept_memory.is_some()));
+    let said = says().kept_memory.unwrap();
+    assert!(said.whole && said.bytes > 16 << 20, "{said:?}");
+    let found = fs::metadata(&file).unwrap();
+    assert_eq!(found.mode() & 0o777, 0o600);
+    assert!(found.blocks() * 512 < said.bytes + said.bytes / 4);
+    let damaged = File::options().write(true).open(&file).unwrap();
+    for block in (0..found.len() / 4096).step_by(3) {
+        damaged.write_all_at(&[0x55; 4096], block * 4096).unwrap();
+    }
+    let back = guest.move_verified(&stage, 1).report.unwrap().bytes;
+    assert!(back.kept_bytes > Some(said.bytes / 3), "{back:?}, {said:?}");
+    assert!(back.rejected_bytes > Some(1 << 20), "{back:?}");
+    assert!(wait_until(LIMIT, || !file.exists()), "it is here again");
     guest.end(&stage);
     let mut guest = stage.boot(&tiny("pc-2", Chipset::Pc, "10.0", 2), BUSY);
     guest.move_verified(&stage, 0);

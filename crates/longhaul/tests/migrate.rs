@@ -247,6 +247,7 @@ fn report() -> Report {
         }),
         clock: None,
         hooks: Vec::new(),
+        kept_memory: None,
     }
 }
 

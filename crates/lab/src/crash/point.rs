@@ -35,8 +35,8 @@ pub enum Step {
     Recovering,
     /// The destination's QEMU refuses to run the guest after COMMITTED.
     Returning,
-    /// A person's word, a disk that cannot be read, or a question at the wrong moment: no move of the matrix passes
-    /// here.
+    /// A person's word, a disk that cannot be read, a question at the wrong moment, or what is kept after a move: no
+    /// move of the matrix passes here.
     Elsewhere,
 }
 
@@ -254,6 +254,7 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:unreadable",
             "s:before-send:length",
             "d:after-receipt:length",
+            "s:keeping:memory",
         ],
     ),
 ];

@@ -62,7 +62,8 @@ impl LonghaulMover<'_> {
         Ok(row)
     }
 
-    /// As [`Self::run_attached`], lets the guest work for so long where it has come, and moves it back.
+    /// As [`Self::run_attached`], lets the guest work for so long where it has come, and moves it back, which
+    /// is called so.
     ///
     /// # Errors
     /// When there is nothing to move, or an agent dies; a move that fails is a row, the last one.
@@ -70,7 +71,7 @@ impl LonghaulMover<'_> {
         &self,
         case: &Case,
         launcher: &Launcher<'_>,
-        (words, work_for): (&[&str], Duration),
+        (words, work_for, back): (&[&str], Duration, &str),
     ) -> Result<Vec<MoveRow>, LabError> {
         let (arena, source) = self.attach(case, launcher)?;
         let mut guest = launcher.watch(case, arena)?;
@@ -85,7 +86,7 @@ impl LonghaulMover<'_> {
             interrupt::sleep(work_for)?;
             let socket = channel_socket(self.lab.host(0)?, &case.guest.name, CHANNEL_NAME);
             attach(&guest.arena, &socket)?;
-            let back = MoveRow::of(case, "longhaul-back", "precopy");
+            let back = MoveRow::of(case, back, "precopy");
             let back = self.move_as(back, case, &mut guest, [1, 0], words, Show::Nothing)?;
             host = usize::from(!back.is_completed());
             Ok(vec![there, back])

@@ -45,6 +45,16 @@ impl Stage {
     /// Makes it, with a QEMU for each host; nothing where one of them is not installed and need
     /// not be.
     pub(crate) fn new(purpose: &str, qemus: [&str; 2], link: &str) -> Option<Self> {
+        Self::with(purpose, qemus, link, &toml::Table::new())
+    }
+
+    /// With more tables in the agents' configuration.
+    pub(crate) fn with(
+        purpose: &str,
+        qemus: [&str; 2],
+        link: &str,
+        more: &toml::Table,
+    ) -> Option<Self> {
         for version in qemus {
             if let Err(error) = installed::qemu(version) {
                 assert!(!installed::all_required(), "{error}");
@@ -54,7 +64,7 @@ impl Stage {
         }
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         let accelerator = ACCELERATOR.get_or_init(accelerator);
-        let (lab, product) = laboratory(purpose, &qemus, link, accelerator);
+        let (lab, product) = laboratory(purpose, &qemus, link, accelerator, more);
         Some(Self {
             product,
             lab,
@@ -138,7 +148,13 @@ impl Drop for Stage {
     }
 }
 
-fn laboratory(purpose: &str, qemus: &[&str], link: &str, accelerator: &str) -> (Lab, Product) {
+fn laboratory(
+    purpose: &str,
+    qemus: &[&str],
+    link: &str,
+    accelerator: &str,
+    more: &toml::Table,
+) -> (Lab, Product) {
     let plan = Plan {
         purpose: format!("test: {purpose}"),
         hosts: 2,
@@ -151,13 +167,19 @@ fn laboratory(purpose: &str, qemus: &[&str], link: &str, accelerator: &str) -> (
         qemus: qemus.iter().map(|version| (*version).to_owned()).collect(),
         accelerator: accelerator.to_owned(),
     };
-    let product = Product::start(&mut lab, &files, &settings).unwrap();
+    let product = Product::start_with(&mut lab, &files, &settings, more).unwrap();
     (lab, product)
 }
 
 /// What guests run with on this machine.
 fn accelerator() -> &'static str {
-    let (_lab, product) = laboratory("accelerator", &["10.0"], "1gbit,0ms", "auto");
+    let (_lab, product) = laboratory(
+        "accelerator",
+        &["10.0"],
+        "1gbit,0ms",
+        "auto",
+        &toml::Table::new(),
+    );
     let kvm = product.has_kvm(0).unwrap();
     if kvm { "kvm" } else { "tcg" }
 }

@@ -2,6 +2,7 @@
 
 use crate::agent::content::ContentConfig;
 use crate::agent::hooks::Hooks;
+use crate::agent::kept_memory::KeptMemoryConfig;
 use crate::agent::limits::{HostTable, Limits, LimitsTable};
 use crate::agent::state::StartError;
 use longhaul_api::Encoding;
@@ -50,6 +51,8 @@ pub(crate) struct Config {
     pub(crate) hooks: Hooks,
     /// Which files guests that come here may find their blocks in.
     pub(crate) content: Option<ContentConfig>,
+    /// Where what the memory of guests that left held is kept, if it is.
+    pub(crate) kept_memory: Option<KeptMemoryConfig>,
 }
 
 /// Limits that can be kept, in bits per second.
@@ -86,6 +89,7 @@ struct Document {
     #[serde(default)]
     hooks: Hooks,
     content: Option<ContentConfig>,
+    kept_memory: Option<KeptMemoryConfig>,
 }
 
 fn default_state() -> PathBuf {
@@ -234,10 +238,14 @@ impl Config {
             }),
             hooks: document.hooks,
             content: document.content,
+            kept_memory: document.kept_memory,
         };
         config.hooks.check()?;
         if let Some(content) = &config.content {
             content.check()?;
+        }
+        if let Some(kept_memory) = &config.kept_memory {
+            kept_memory.check()?;
         }
         if !is_name(&config.name) {
             return Err(format!(

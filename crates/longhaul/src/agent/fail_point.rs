@@ -1,5 +1,6 @@
 //! Points at which an agent can be made to fail on purpose: before and after each record, before
-//! each message goes out and after each has come in, and when QEMU has converged by itself.
+//! each message goes out and after each has come in, when QEMU has converged by itself, and while a
+//! guest's memory is kept.
 //!
 //! They are armed by the environment alone, which is read once when the agent starts:
 //! `LONGHAUL_FAIL_POINT=POINT=ACTION[,POINT=ACTION...]`. `longhaul agent --list-fail-points` prints
@@ -24,6 +25,8 @@ const VARIABLE: &str = "LONGHAUL_FAIL_POINT";
 /// The guest's QEMU has completed its migration by itself, before it was told to stop the guest. An
 /// agent whose point this is makes QEMU do so.
 const CONVERGED: &str = "converged";
+/// A part of what the memory of a guest that has left held is in its file.
+const MEMORY: &str = "memory";
 /// How often a held agent looks whether it may go on.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
@@ -126,6 +129,7 @@ enum When {
     BeforeSend,
     AfterReceipt,
     Stopping,
+    Keeping,
 }
 
 impl When {
@@ -136,6 +140,7 @@ impl When {
             Self::BeforeSend => "before-send",
             Self::AfterReceipt => "after-receipt",
             Self::Stopping => "stopping",
+            Self::Keeping => "keeping",
         }
     }
 }
@@ -174,6 +179,7 @@ pub(crate) fn all() -> Vec<String> {
         }
     }
     points.push(point(Side::Source, When::Stopping, CONVERGED));
+    points.push(point(Side::Source, When::Keeping, MEMORY));
     points
 }
 
@@ -327,6 +333,11 @@ pub(super) fn is_armed_at_convergence() -> bool {
 /// QEMU has completed by itself.
 pub(super) fn after_convergence() {
     pass(Side::Source, When::Stopping, CONVERGED);
+}
+
+/// What a guest's memory held is being written.
+pub(super) fn keeping() {
+    pass(Side::Source, When::Keeping, MEMORY);
 }
 
 /// A message is about to go out; true where the connection is to be closed.

@@ -114,6 +114,7 @@ impl Guests {
         let name = description.name.clone();
         let reservation = manager.reserve(&name).await?;
         manager.may_use_disks(&description)?;
+        manager.make_way_for(&description).await;
         let right = manager.right(&name).await;
         // Launching must come to its end even when nobody waits for the answer any more.
         let parts = self.parts.clone();

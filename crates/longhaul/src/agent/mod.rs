@@ -10,6 +10,7 @@ mod guests;
 mod hooks;
 mod hosts;
 mod http;
+mod kept_memory;
 mod limits;
 mod migration;
 mod serve;

@@ -2,6 +2,7 @@
 
 use crate::agent::config::Config;
 use crate::agent::content::Held;
+use crate::agent::kept_memory::KeptMemory;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
@@ -28,6 +29,8 @@ pub(crate) struct Parts {
     pub(crate) prober: Prober,
     /// What its files hold, where that is to be known.
     pub(crate) held: Option<Arc<Held>>,
+    /// What the memory of guests that left held, where that is to be kept.
+    pub(crate) kept_memory: Option<Arc<KeptMemory>>,
 }
 
 impl Parts {
@@ -42,8 +45,10 @@ impl Parts {
         })?;
         let prober = Prober::new(config.hypervisor.clone());
         let held = Held::start(&config)?;
+        let kept_memory = KeptMemory::open(&config)?;
         Ok(Self {
             held,
+            kept_memory,
             config,
             identity,
             trust,

@@ -17,6 +17,8 @@ pub(in crate::bench) const BENCH: Bench = Bench {
     run,
 };
 
+/// What the way back is called, where what the memory held is kept, and where only the disk is.
+const BACK: [&str; 2] = ["longhaul-back", "longhaul-back-disk-alone"];
 const WORKLOADS: [&str; 1] = ["compile"];
 /// How long the guest works where it has come.
 const WORKS_FOR: Duration = Duration::from_secs(60);
@@ -32,7 +34,26 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         None => SystemGuest::debian()?,
     };
     let ours = [System::WithDisk { index: true }];
-    on_ground(options, LINK, Some(&guest), &ours, document, measure)
+    let mut more = toml::Table::new();
+    if way_back(options)? == BACK[0] {
+        more.insert("kept_memory".to_owned(), toml::Table::new().into());
+    }
+    on_ground(options, LINK, Some(&guest), &ours, more, document, measure)
+}
+
+/// The one that was asked for.
+fn way_back(options: &Options) -> Result<&'static str, LabError> {
+    let one = || {
+        let ways = BACK.join(" or ");
+        LabError::Which(format!(
+            "this bench goes back one way at a time: --system {ways}"
+        ))
+    };
+    match options.system.as_slice() {
+        [] => Ok(BACK[0]),
+        [asked] => BACK.into_iter().find(|way| way == asked).ok_or_else(one),
+        _ => Err(one()),
+    }
 }
 
 fn measure(
@@ -65,10 +86,11 @@ fn measure(
                 limit: LIMIT,
                 repeat,
             };
-            rows.extend(movers.there_and_back(&case, WORKS_FOR, document)?);
+            let how = (WORKS_FOR, way_back(asked.options)?);
+            rows.extend(movers.there_and_back(&case, how, document)?);
         }
     }
-    judge(&rows, document);
+    judge(&rows, way_back(asked.options)?, document);
     Ok(())
 }
 
@@ -80,7 +102,7 @@ pub(super) fn workloads(options: &Options) -> Vec<String> {
     }
 }
 
-fn judge(rows: &[MoveRow], document: &mut Document) {
+fn judge(rows: &[MoveRow], back: &str, document: &mut Document) {
     let mut workloads: Vec<&str> = rows.iter().map(|row| row.workload.as_str()).collect();
     workloads.sort_unstable();
     workloads.dedup();
@@ -90,14 +112,14 @@ fn judge(rows: &[MoveRow], document: &mut Document) {
             let done = of_workload.filter(|row| row.system == system && row.is_completed());
             median(done.filter_map(|row| row.link_bytes.map(|bytes| bytes as f64)))
         };
-        let value = bytes("longhaul-back").zip(bytes("longhaul-there"));
-        let value = value.map(|(back, there)| back / there);
+        let value = bytes(back).zip(bytes("longhaul-there"));
+        let value = value.map(|(again, there)| again / there);
         let name = format!("bytes_back_vs_there.{workload}");
         document.add_check(&name, value, Sense::AtMost, BYTES_OF_THERE);
     }
     // The guest looks at all it has when it is back.
-    let back = || rows.iter().filter(|row| row.system == "longhaul-back");
-    let errors = back()
+    let errors = rows.iter().filter(|row| row.system == back);
+    let errors = errors
         .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))
         .sum();
     document.add_check("verify_errors.longhaul", Some(errors), Sense::AtMost, 0.0);

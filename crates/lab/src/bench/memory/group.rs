@@ -92,7 +92,12 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     document.add_link(link, lab.measure_link(link)?);
     let files = KernelFiles::make(lab.host(0)?.folder())?;
     let images = local_images(GUESTS * options.repeats() as usize);
-    let product = product(&mut lab, &files, (&[], &images), options)?;
+    let product = product(
+        &mut lab,
+        &files,
+        (&[], &images),
+        (options, toml::Table::new()),
+    )?;
     let qemu = installed::qemu(&options.qemu)?;
     let version = installed::qemu_version(&qemu)?;
     let accelerator = if product.has_kvm(0)? { "kvm" } else { "tcg" };

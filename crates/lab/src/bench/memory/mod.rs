@@ -42,6 +42,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         LINK,
         guest.as_ref(),
         &systems,
+        toml::Table::new(),
         document,
         |asked, movers, document| match &guest {
             None => rates::measure(asked, &systems, movers, document),
@@ -56,6 +57,7 @@ fn on_ground(
     link: &str,
     guest: Option<&SystemGuest>,
     systems: &[System],
+    more: toml::Table,
     document: &mut Document,
     measure: impl FnOnce(&Asked<'_>, &Movers<'_>, &mut Document) -> Result<(), LabError>,
 ) -> Result<(), LabError> {
@@ -82,7 +84,12 @@ fn on_ground(
     let files = KernelFiles::make(lab.host(0)?.folder())?;
     let ours = |system: &System| !matches!(system, System::Peer(_));
     let product = match systems.iter().any(ours) {
-        true => Some(product(&mut lab, &files, (&disks, &local), options)?),
+        true => Some(product(
+            &mut lab,
+            &files,
+            (&disks, &local),
+            (options, more),
+        )?),
         false => None,
     };
     // Peers run as Longhaul's guests do.
@@ -143,7 +150,7 @@ fn product(
     lab: &mut Lab,
     files: &KernelFiles,
     (disks, local): (&[(String, PathBuf)], &[String]),
-    options: &Options,
+    (options, mut more): (&Options, toml::Table),
 ) -> Result<Product, LabError> {
     let settings = Settings {
         qemus: vec![options.qemu.clone()],
@@ -179,7 +186,6 @@ fn product(
             .chain(of_host)
             .collect::<toml::Table>()
     };
-    let mut more = toml::Table::new();
     if lab.clients().is_ok() {
         let bridge = [("bridge".to_owned(), network::BRIDGE.into())];
         let networks = [(
@@ -240,16 +246,16 @@ impl Movers<'_> {
         Ok(row)
     }
 
-    /// Lets Longhaul move a case's guest with its disk, there and back.
+    /// Lets Longhaul move a case's guest with its disk, there and back; the way back is called so.
     fn there_and_back(
         &self,
         case: &Case,
-        work_for: Duration,
+        (work_for, back): (Duration, &str),
         document: &mut Document,
     ) -> Result<Vec<MoveRow>, LabError> {
         let none = || LabError::Which("no agents were started".to_owned());
         let longhaul = self.longhaul.as_ref().ok_or_else(none)?;
-        let how = (&["--disks", "precopy"][..], work_for);
+        let how = (&["--disks", "precopy"][..], work_for, back);
         let rows = longhaul.run_there_and_back(case, self.of_host, how);
         self.remove_disk(case)?;
         let rows = rows?;

@@ -440,9 +440,9 @@ fn room(
         vcpus += one.vcpus;
     }
     let is_arriving = |name: &str| arriving.iter().any(|one| one.guest == name);
+    let counts = |name: &str| !is_arriving(name) && !context.standing.has(name);
     let folders = GuestFolder::all(&context.parts.config.state).unwrap_or_default();
-    let sent =
-        |folder: &&GuestFolder| sender(folder) == Some(new.peer) && !is_arriving(&folder.name());
+    let sent = |folder: &&GuestFolder| sender(folder) == Some(new.peer) && counts(&folder.name());
     for folder in folders.iter().filter(sent) {
         if let Ok(description) = folder.description() {
             guests += 1;

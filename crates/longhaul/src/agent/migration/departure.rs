@@ -17,6 +17,7 @@ mod stopping;
 use stopping::Disks;
 
 use super::acknowledge::{AcknowledgeError, Acknowledging};
+use super::departed::Departed;
 use super::disks::draining::{Draining, may_be_left};
 use super::doubt::record_of;
 use super::entry::Entry;
@@ -79,7 +80,7 @@ pub(super) struct Task {
     pub(super) known_rate: Option<f64>,
     /// Its part of what all moves may send.
     pub(super) share: Share,
-    pub(super) _reservation: Reservation,
+    pub(super) reservation: Reservation,
 }
 
 /// A task at work.
@@ -117,6 +118,8 @@ pub(super) struct Departure {
     /// The guest runs at the destination, which fetches what is left of its disks.
     draining: Option<Draining>,
     committed_at: Option<Instant>,
+    /// Its QEMU, where that stands for what its memory held.
+    departed: Option<Departed>,
     finished: bool,
 }
 
@@ -180,6 +183,7 @@ impl Departure {
             predicted: false,
             draining: None,
             committed_at: None,
+            departed: None,
             finished: false,
             task,
         }

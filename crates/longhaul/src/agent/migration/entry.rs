@@ -116,6 +116,7 @@ impl Entry {
             verify: None,
             clock: None,
             hooks: Vec::new(),
+            kept_memory: None,
         };
         Self {
             id: facts.id,

@@ -1,36 +1,46 @@
-//! What this host has already of a guest that comes: its disks as they were when it left, and what any file
+//! What this host has already of a guest that comes: its memory and disks as they were when it left, and what any file
 //! holds that the [content index](Held) knows. Blocks are taken from there only where they have the digest that the
 //! source names, so it does not matter whose they were, or who has changed them since.
 
 use super::disks::fronts;
 use super::disks::making::Place;
 use crate::agent::content::Held;
+use crate::agent::kept_memory::{KeptMemory, open_plain};
 use longhaul_codec::{BlockId, Digest, DigestKey};
 use longhaul_protocol::message::Keeps;
 use longhaul_protocol::{BLOCK_SIZE, RegionId, RegionSpec};
 use std::collections::BTreeMap;
-use std::fs::{File, OpenOptions};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 /// What blocks of an arriving guest are looked for in.
 #[derive(Default)]
 pub(super) struct Kept {
     regions: Vec<RegionId>,
-    /// Files that have what blocks of regions may have had, each in the same place.
-    files: BTreeMap<RegionId, File>,
+    /// Files that have what blocks of regions may have had, in the same order, and the block that is the region's first.
+    files: BTreeMap<RegionId, (Arc<File>, u64)>,
     held: Option<Arc<Held>>,
 }
 
 impl Kept {
-    /// Looks for what was set aside when a guest with these disks left.
-    pub(super) fn look(regions: &[RegionSpec], places: &[Place], held: Option<Arc<Held>>) -> Self {
-        let found = places.iter().filter_map(|place| {
+    /// Looks for what was kept when this guest, or one with these disks, left.
+    pub(super) fn look(
+        regions: &[RegionSpec],
+        places: &[Place],
+        memory: Option<(&KeptMemory, &str)>,
+        held: Option<Arc<Held>>,
+    ) -> Self {
+        let disks = places.iter().filter_map(|place| {
             let path = fronts::set_aside_as(place.path());
-            Some((place.region(), open(&path)?))
+            Some((place.region(), (Arc::new(open_plain(&path)?), 0)))
         });
-        let files: BTreeMap<RegionId, File> = found.collect();
+        let mut files: BTreeMap<RegionId, (Arc<File>, u64)> = disks.collect();
+        files.extend(
+            memory
+                .into_iter()
+                .flat_map(|(kept, guest)| of_memory(regions, kept, guest)),
+        );
         let held = held.filter(|held| held.has_content());
         let regions = match held {
             Some(_) => regions.iter().map(|region| region.id).collect(),
@@ -67,21 +77,34 @@ impl Kept {
     }
 
     fn read_in_place(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {
-        let Some(file) = self.files.get(&id.region) else {
+        let Some((file, first)) = self.files.get(&id.region) else {
             return false;
         };
-        let at = id.block.checked_mul(BLOCK_SIZE as u64);
+        let block = first.checked_add(id.block);
+        let at = block.and_then(|block| block.checked_mul(BLOCK_SIZE as u64));
         at.is_some_and(|at| file.read_exact_at(into, at).is_ok())
     }
 }
 
-fn open(path: &Path) -> Option<File> {
-    let mut options = OpenOptions::new();
-    // Neither a link to somewhere else nor a pipe that nobody writes to.
-    let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
-    let file = options.read(true).custom_flags(flags).open(path).ok()?;
-    let is_file = file.metadata().is_ok_and(|about| about.is_file());
-    is_file.then_some(file)
+/// Where each region of a guest's memory is in the file of what was kept of it.
+fn of_memory(
+    regions: &[RegionSpec],
+    kept: &KeptMemory,
+    guest: &str,
+) -> Vec<(RegionId, (Arc<File>, u64))> {
+    let mut blocks: u64 = 0;
+    let mut places = Vec::new();
+    for region in regions.iter().filter(|region| !region.durable) {
+        places.push((region.id, blocks));
+        blocks = blocks.saturating_add(region.blocks);
+    }
+    let Some(file) = kept.look(guest, blocks).map(Arc::new) else {
+        return Vec::new();
+    };
+    let places = places.into_iter();
+    places
+        .map(|(region, first)| (region, (file.clone(), first)))
+        .collect()
 }
 
 #[cfg(test)]
@@ -93,23 +116,37 @@ mod tests {
     fn only_whole_blocks_of_plain_files_are_read() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("disk.moved");
-        assert!(open(&path).is_none());
-        fs::write(&path, vec![7; BLOCK_SIZE + 100]).unwrap();
+        assert!(open_plain(&path).is_none());
+        let content = [vec![7; BLOCK_SIZE], vec![8; BLOCK_SIZE + 100]].concat();
+        fs::write(&path, content).unwrap();
         let link = folder.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        assert!(open(&link).is_none() && open(folder.path()).is_none());
-        let region = RegionId(3);
+        assert!(open_plain(&link).is_none() && open_plain(folder.path()).is_none());
+        let [first, second] = [RegionId(3), RegionId(4)];
+        let file = Arc::new(open_plain(&path).unwrap());
         let kept = Kept {
-            regions: vec![region],
-            files: [(region, open(&path).unwrap())].into(),
+            regions: vec![first, second],
+            files: [(first, (file.clone(), 0)), (second, (file, 1))].into(),
             held: None,
         };
-        assert_eq!(kept.told().regions, [region]);
-        let (mut content, digest) = ([0; BLOCK_SIZE], Digest([0; 16]));
-        let mut read = |region, block| kept.read(BlockId { region, block }, &digest, &mut content);
-        assert!(read(region, 0));
-        assert!(!read(region, 1), "a part is no block");
-        assert!(!read(region, u64::MAX) && !read(RegionId(2), 0));
-        assert_eq!(content, [7; BLOCK_SIZE]);
+        assert_eq!(kept.told().regions, [first, second]);
+        let digest = Digest([0; 16]);
+        let read = |region, block| {
+            let mut content = [0; BLOCK_SIZE];
+            let read = kept.read(BlockId { region, block }, &digest, &mut content);
+            read.then_some(content)
+        };
+        assert_eq!(read(first, 0), Some([7; BLOCK_SIZE]));
+        assert_eq!(read(first, 1), Some([8; BLOCK_SIZE]));
+        assert_eq!(read(second, 0), Some([8; BLOCK_SIZE]));
+        for (region, block) in [
+            (first, 2),
+            (second, 1),
+            (first, u64::MAX),
+            (second, u64::MAX),
+        ] {
+            assert!(read(region, block).is_none(), "a part is no block");
+        }
+        assert!(read(RegionId(2), 0).is_none());
     }
 }

@@ -10,6 +10,7 @@ mod archive;
 mod arrival;
 mod clock;
 mod convergence;
+mod departed;
 mod departure;
 mod disks;
 mod doubt;
@@ -43,6 +44,7 @@ use crate::agent::state::{Parts, StartError};
 use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
+use departed::Standing;
 use disks::making::look_for_room;
 use fence::Marks;
 use gang::Gangs;
@@ -50,6 +52,7 @@ use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Plan, PlanRequest, Probe, ProbeResult, Progress, Report,
     Resolve, Side, StartMigration,
 };
+use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
@@ -126,6 +129,7 @@ struct Context {
     throttle: Throttle,
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
     attempts: Attempts,
+    standing: Standing,
     /// What the link to a host was seen to carry, in bytes per second.
     rates: Mutex<HashMap<String, f64>>,
 }
@@ -168,7 +172,7 @@ impl Context {
     fn right(&self, guest: &str) -> Right {
         let moving = match self.registry.taken(guest) {
             Some(Taken::Moving(id, side)) => Some((id, side)),
-            Some(Taken::Locally) | None => None,
+            Some(Taken::Locally | Taken::Departed) | None => None,
         };
         match self.rights.get(guest) {
             Ok(None) => Right {
@@ -208,6 +212,22 @@ impl Context {
         machine: &Machine,
         without_disks: bool,
     ) -> Answer {
+        let answer = self.checks_now(guest, machine, without_disks).await;
+        let mut verdicts = answer.checks.iter().map(|check| check.verdict);
+        let refused = verdicts.any(|verdict| verdict == Verdict::Refused);
+        // What is kept of others that left is no reason.
+        if refused && self.standing.make_way().await {
+            return self.checks_now(guest, machine, without_disks).await;
+        }
+        answer
+    }
+
+    async fn checks_now(
+        &self,
+        guest: &GuestDescription,
+        machine: &Machine,
+        without_disks: bool,
+    ) -> Answer {
         let host = self.parts.config.name.clone();
         let refused = |text: String, hint: Option<String>| Check {
             verdict: Verdict::Refused,
@@ -215,12 +235,7 @@ impl Context {
             hint,
         };
         let mut checks = match self.parts.prober.capabilities().await {
-            Ok(capabilities) => longhaul_hypervisor::capabilities::can_run(
-                &host,
-                guest,
-                Some(machine),
-                &capabilities,
-            ),
+            Ok(capabilities) => can_run(&host, guest, Some(machine), &capabilities),
             Err(error) => vec![refused(format!("{host}: {error}"), None)],
         };
         let unshared = guest.disks.iter().find(|disk| disks::is_local(disk));
@@ -316,8 +331,15 @@ impl Manager {
             throttle,
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
+            standing: Standing::default(),
             rates: Mutex::default(),
         });
+        context.end_all_departed().await.map_err(|error| {
+            cannot(
+                "end what an earlier agent let stand of guests that left",
+                &error,
+            )
+        })?;
         recovery::take_up(&context).await.map_err(|error| {
             StartError::new(format!(
                 "cannot take up what an earlier agent left: {error}"
@@ -327,6 +349,7 @@ impl Manager {
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::making::sweep(&context));
         context.keep_sweeping_fronts();
+        context.keep_sweeping_kept_memory();
         let accepting = tokio::spawn(peer::accept(context.clone()));
         Ok(Arc::new(Self { context, accepting }))
     }
@@ -347,6 +370,7 @@ impl Manager {
         while !under_way().is_empty() {
             tokio::time::sleep(SHUT_DOWN_STEP).await;
         }
+        self.context.standing.make_way().await;
         self.context.endpoint.close("the agent was stopped").await;
     }
 
@@ -450,6 +474,20 @@ impl Manager {
     /// What the journal says of a guest.
     pub(crate) async fn right(&self, guest: &str) -> Right {
         self.context.right(guest)
+    }
+
+    /// Makes room for a guest that is to be started, where it could not be beside what is kept of others
+    /// that left.
+    pub(crate) async fn make_way_for(&self, guest: &GuestDescription) {
+        let Parts { prober, config, .. } = &self.context.parts;
+        // Whoever starts it is told what is wrong with the host.
+        let Ok(capabilities) = prober.capabilities().await else {
+            return;
+        };
+        let checks = can_run(&config.name, guest, None, &capabilities);
+        if checks.iter().any(|check| check.verdict == Verdict::Refused) {
+            self.context.standing.make_way().await;
+        }
     }
 
     /// Keeps migrations off a guest; refuses while one is under way, and where the right to run

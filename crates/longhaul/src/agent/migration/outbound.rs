@@ -1,5 +1,7 @@
 //! The QEMU of a departing guest: its migration, its RAM, and its end - or its going on.
 
+use super::Context;
+use super::departed::Departed;
 use super::disks::fronts::{self, FrontError, Fronts};
 use super::disks::{self, LocalDisk};
 use super::meter::{Meter, Usage};
@@ -371,12 +373,19 @@ impl Outbound {
         self.outgoing = None;
     }
 
-    /// Ends QEMU: the guest runs elsewhere.
-    pub(super) async fn quit(&mut self) {
-        self.gone = true;
+    /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs elsewhere.
+    pub(super) async fn quit(&mut self, context: &Context) -> Option<Departed> {
+        let was_gone = std::mem::replace(&mut self.gone, true);
         self.outgoing = None;
+        if !was_gone {
+            let departed = Departed::stand(context, &self.guest, &self.memory, &self.places);
+            if departed.is_some() {
+                return departed;
+            }
+        }
         super::inbound::stop(&self.guest, &self.qmp).await;
         fronts::ended(&self.state, self.guest.name(), true).await;
+        None
     }
 
     /// The end of QEMU's log.

@@ -329,7 +329,7 @@ impl Preparing {
             disk_bytes,
             known_rate,
             share: self.share,
-            _reservation: reservation,
+            reservation,
         };
         Ok((task, session))
     }

@@ -23,6 +23,8 @@ pub(super) enum Taken {
     Locally,
     /// It is moving.
     Moving(MigrationId, Side),
+    /// It has left, and what its memory held is written down.
+    Departed,
 }
 
 /// Keeps others off a guest until it is dropped.
@@ -30,6 +32,13 @@ pub(super) enum Taken {
 pub(crate) struct Reservation {
     taken: Arc<Mutex<HashMap<String, Taken>>>,
     guest: String,
+}
+
+impl Reservation {
+    /// Keeps others off for another reason from now on.
+    pub(super) fn now(&self, what: Taken) {
+        lock(&self.taken).insert(self.guest.clone(), what);
+    }
 }
 
 impl Drop for Reservation {
@@ -83,9 +92,10 @@ impl Registry {
             let error = match holder {
                 Taken::Locally => format!("{guest} is being started or stopped"),
                 Taken::Moving(id, _) => format!("{guest} is moving already (migration {id})"),
+                Taken::Departed => format!("what the memory of {guest} held is being kept"),
             };
             let hint = match holder {
-                Taken::Locally => "try again when that is done".to_owned(),
+                Taken::Locally | Taken::Departed => "try again when that is done".to_owned(),
                 Taken::Moving(id, _) => format!("wait for it, or stop it: longhaul cancel {id}"),
             };
             return Err(ApiError::new(ErrorCode::GuestBusy, error).hint(hint));

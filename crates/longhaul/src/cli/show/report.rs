@@ -265,6 +265,17 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     if !report.hooks.is_empty() {
         line("hooks", hooks(&report.hooks));
     }
+    if let Some(kept) = &report.kept_memory {
+        let part = match kept.whole {
+            true => "",
+            false => ", a part of it",
+        };
+        let (bytes, host) = (show_bytes(kept.bytes), &report.source);
+        line(
+            "kept",
+            format!("{bytes} of its memory{part} at {host}, for when it comes back"),
+        );
+    }
     let costs = [
         cost(&report.cost.source, &report.source),
         cost(&report.cost.destination, &report.destination),

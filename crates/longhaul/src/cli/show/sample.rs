@@ -336,6 +336,10 @@ pub(crate) fn report() -> Report {
             guest_stood_still: true,
             error: None,
         }],
+        kept_memory: Some(KeptMemoryReport {
+            bytes: 3174 * MIB,
+            whole: true,
+        }),
     }
 }
 

@@ -97,6 +97,7 @@ impl Task {
             admission,
             ..
         } = self;
+        context.forget_kept_memory();
         // Its memory is there, and its monitor is for whoever takes the front ends out.
         drop((inbound, admission));
         let begun = Begun {
@@ -149,6 +150,7 @@ impl Task {
             fronts::ended(state, &offer.guest.name, false).await;
         }
         block_in_place(|| making::sweep(&context));
+        context.forget_kept_memory();
         let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);

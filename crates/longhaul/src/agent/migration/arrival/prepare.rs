@@ -60,6 +60,8 @@ pub(super) async fn prepare(
             hint: Some(hint),
         });
     }
+    // Should it have left, and what its memory held be written down yet: it comes first.
+    context.standing.give_way(&offer.guest.name).await;
     let peer = call.control.peer().host.clone();
     let admission = allowance::admit(context, &peer, &offer).await?;
     let guest = offer.guest.name.clone();
@@ -161,7 +163,9 @@ pub(super) async fn prepare(
     let launched = match made {
         Ok(made) => {
             let held = context.parts.held.clone();
-            let kept = block_in_place(|| Kept::look(&offer.regions, &places, held));
+            let memory = context.parts.kept_memory.as_ref();
+            let memory = memory.map(|memory| (memory.as_ref(), guest.as_str()));
+            let kept = block_in_place(|| Kept::look(&offer.regions, &places, memory, held));
             if let Some(key) = kept.key() {
                 offer.digest_key = key.0;
             }

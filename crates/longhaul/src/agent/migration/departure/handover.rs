@@ -143,7 +143,7 @@ impl SourceOwner for Departure {
             SourceAction::Quit => {
                 self.entry().enter(Phase::Finishing);
                 self.collect_summary().await;
-                self.task.outbound.quit().await;
+                self.departed = self.task.outbound.quit(&self.task.context).await;
             }
             // A new session begins with the question; the rest is the ledger's.
             SourceAction::Ask

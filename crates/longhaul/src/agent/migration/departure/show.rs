@@ -232,8 +232,19 @@ impl Departure {
         }
         self.task.context.archive.keep(&self.task.entry);
         let Task {
-            handover, offer, ..
+            context,
+            entry,
+            outbound,
+            reservation,
+            handover,
+            offer,
+            ..
         } = self.task;
+        // It has QEMU's only control connection.
+        drop(outbound);
+        if let Some(departed) = self.departed {
+            departed.keep(&context, entry, reservation);
+        }
         if both_closed {
             handover.ledger.remove_journal();
         } else {
