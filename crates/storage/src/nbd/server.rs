@@ -10,6 +10,7 @@ use std::io::{self, BufReader, Read};
 use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
@@ -66,6 +67,14 @@ pub enum Notice {
     /// A connection was closed at once: there are as many as there may be.
     #[error("an NBD client was turned away: {0} are connected, which is the limit")]
     Full(usize),
+    /// What has to be noted before clients are answered cannot be; it is tried again.
+    #[error("cannot write {}: {error}; requests wait until it can be written", path.display())]
+    NotNoted {
+        /// The file.
+        path: PathBuf,
+        /// What the system said.
+        error: io::Error,
+    },
     /// The system could not give us a connection.
     #[error("cannot take a connection of an NBD client: {0}; it may try again")]
     System(io::Error),

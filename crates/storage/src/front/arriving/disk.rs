@@ -6,14 +6,16 @@ use super::pump::Pump;
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
 use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
 use crate::front::server::ServeError;
-use crate::nbd::{client_is_gone, others_go_on};
+use crate::nbd::{Notice, client_is_gone, others_go_on};
 use crate::pulse::elsewhere;
 use longhaul_engine::presence::{Begin, ChunkMask, Operation, Output, Presence, RequestId};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch};
 use nix::errno::Errno;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::io;
 use std::ops::Range;
+use std::path::Path;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -64,15 +66,30 @@ pub(super) struct ArrivingDisk {
     folder: FrontFolder,
     state: Mutex<State>,
     changed: Condvar,
+    notify: Notify,
+}
+
+/// Who hears of what no client is told.
+struct Notify(Box<dyn Fn(Notice) + Send + Sync>);
+
+impl fmt::Debug for Notify {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Notify")
+    }
 }
 
 impl ArrivingDisk {
-    pub(super) fn open(folder: &FrontFolder, spec: &FrontSpec) -> Result<Self, ServeError> {
+    pub(super) fn open(
+        folder: &FrontFolder,
+        spec: &FrontSpec,
+        notify: impl Fn(Notice) + Send + Sync + 'static,
+    ) -> Result<Self, ServeError> {
         let arriving = Self {
             disk: RawDisk::open(&spec.image, spec.size)?,
             folder: folder.clone(),
             state: Mutex::default(),
             changed: Condvar::new(),
+            notify: Notify(Box::new(notify)),
         };
         arriving.listed()?;
         Ok(arriving)
@@ -192,7 +209,7 @@ impl ArrivingDisk {
             let done = elsewhere(|| self.put(range.start, run, content));
             done?;
             let masks = known.presence.arrived(run, SEQ);
-            note(&known.noted, &masks);
+            self.note(&known.noted, &masks);
         }
         self.outputs(state);
         Ok(())
@@ -263,7 +280,7 @@ impl ArrivingDisk {
         let mut state = self.lock();
         if let Some(known) = &mut state.known {
             let masks = known.presence.done(id, done.is_ok());
-            note(&known.noted, &masks);
+            self.note(&known.noted, &masks);
         }
         self.outputs(&mut state);
         done
@@ -341,11 +358,8 @@ impl ArrivingDisk {
         if std::mem::take(&mut held.sync) {
             *state = None;
             let done = self.disk.flush();
-            if done.is_err() {
-                self.mark_failed();
-            }
+            self.note_broken(&done);
             let mut held = self.lock();
-            held.note_broken(&done);
             if let Some(known) = &mut held.known {
                 known.presence.data_synced(done.is_ok());
             }
@@ -358,11 +372,8 @@ impl ArrivingDisk {
         };
         *state = None;
         let done = stored.set(&masks).and_then(|()| stored.sync());
-        if done.is_err() {
-            self.mark_failed();
-        }
+        self.note_broken(&done);
         let mut held = self.lock();
-        held.note_broken(&done);
         if let Some(known) = &mut held.known {
             known.presence.masks_stored(done.is_ok());
         }
@@ -370,9 +381,36 @@ impl ArrivingDisk {
         true
     }
 
+    /// The pump hears of what could not be made durable whatever becomes of the mark, and no client before it is there.
+    fn note_broken(&self, done: &io::Result<()>) {
+        if let Err(error) = done {
+            let mut state = self.lock();
+            state.broken = Some(error.raw_os_error().unwrap_or(Errno::EIO as i32));
+            state.tell_broken();
+            drop(state);
+            self.mark_failed();
+        }
+    }
+
     /// The system tells of lost data once, and the next server must know: what it was told then is not told again.
-    fn mark_failed(&self) {
-        while mark_failed(&self.folder.failed_mark()).is_err() {
+    pub(super) fn mark_failed(&self) {
+        let path = self.folder.failed_mark();
+        self.until_noted(&path, || mark_failed(&path));
+    }
+
+    /// Notes what is here before anybody hears of it: until then nobody else is answered either.
+    fn note(&self, noted: &MaskFile, masks: &[ChunkMask]) {
+        self.until_noted(&self.folder.noted_masks(), || noted.set(masks));
+    }
+
+    /// Tries until it is noted. That it cannot be is told once.
+    fn until_noted(&self, path: &Path, write: impl Fn() -> io::Result<()>) {
+        let mut told = false;
+        while let Err(error) = write() {
+            if !std::mem::replace(&mut told, true) {
+                let path = path.to_owned();
+                self.notify.0(Notice::NotNoted { path, error });
+            }
             elsewhere(|| thread::sleep(NOTE_AGAIN));
         }
     }
@@ -395,24 +433,10 @@ impl ArrivingDisk {
     }
 }
 
-/// Notes what is here before anybody hears of it: until then nobody else is answered either.
-fn note(noted: &MaskFile, masks: &[ChunkMask]) {
-    while noted.set(masks).is_err() {
-        elsewhere(|| thread::sleep(NOTE_AGAIN));
-    }
-}
-
 impl State {
     fn tell(&mut self, message: ToPump) {
         if let Some(pump) = &self.pump {
             pump.tell(message);
-        }
-    }
-
-    fn note_broken(&mut self, done: &io::Result<()>) {
-        if let Err(error) = done {
-            self.broken = Some(error.raw_os_error().unwrap_or(Errno::EIO as i32));
-            self.tell_broken();
         }
     }
 

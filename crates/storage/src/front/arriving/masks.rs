@@ -189,19 +189,28 @@ impl Masks {
 
     /// The same in a file system.
     pub fn write_in(&self, files: &dyn Files, path: &Path) -> Result<(), FolderError> {
-        let mut new = path.as_os_str().to_owned();
-        new.push(".new");
-        let new = Path::new(&new);
-        let write = || {
-            let file = files.open(new, Access::Create)?;
-            file.set_length(0)?;
-            file.write_at(0, &self.to_bytes())?;
-            file.sync("the masks")?;
-            files.rename(new, path)?;
-            files.sync_folder(parent(path), "the masks' name")
-        };
-        write().map_err(|error| failed(path, error))
+        let what = ["the masks", "the masks' name"];
+        let written = replace(files, path, &self.to_bytes(), what);
+        written.map_err(|error| failed(path, error))
     }
+}
+
+/// Makes a file, durably, or replaces it as a whole.
+fn replace(
+    files: &dyn Files,
+    path: &Path,
+    bytes: &[u8],
+    [content, name]: [&'static str; 2],
+) -> io::Result<()> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    let new = Path::new(&new);
+    let file = files.open(new, Access::Create)?;
+    file.set_length(0)?;
+    file.write_at(0, bytes)?;
+    file.sync(content)?;
+    files.rename(new, path)?;
+    files.sync_folder(parent(path), name)
 }
 
 fn length(chunks: usize) -> usize {
@@ -216,10 +225,10 @@ pub(super) fn this_boot() -> io::Result<Boot> {
     Ok(number.to_le_bytes())
 }
 
-/// Notes that something of a disk could not be made durable. It need not be durable itself: after a power
-/// cut nothing is believed but what was stored.
+/// Notes that something of a disk could not be made durable: all of the note is there, or none.
 pub(super) fn mark_failed(path: &Path) -> io::Result<()> {
-    fs::write(path, this_boot()?)
+    let what = ["the mark", "the mark's name"];
+    replace(&RealFiles, path, &this_boot()?, what)
 }
 
 /// Whether it was noted since the host was started.

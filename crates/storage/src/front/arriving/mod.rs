@@ -31,12 +31,16 @@ pub fn arriving(
     notify: impl Fn(Notice) + Send + Sync + 'static,
 ) -> Result<(), ServeError> {
     let spec = folder.spec()?;
+    let notify = Arc::new(notify);
     let open = || {
-        let disk = Arc::new(ArrivingDisk::open(folder, &spec)?);
+        let notify = notify.clone();
+        let disk = ArrivingDisk::open(folder, &spec, move |notice| notify(notice))?;
+        let disk = Arc::new(disk);
         disk::keep_durable(&disk).map_err(ServeError::NotStarted)?;
         pump::listen(folder, &disk).map_err(ServeError::NotStarted)?;
         let name = spec.name.clone();
         Ok(Export { name, disk })
     };
-    serve(folder, open, notify)
+    let notify = notify.clone();
+    serve(folder, open, move |notice| notify(notice))
 }

@@ -2,19 +2,20 @@
 
 use super::disk::{ArrivingDisk, keep_durable};
 use super::line::{MESSAGE_BYTES, ToPump, ToServer};
-use super::masks::{Masks, mark_failed};
+use super::masks::{Masks, is_marked_failed, mark_failed};
 use super::pump::listen;
 use crate::disk::{Disk, ExportSize, Zeros};
 use crate::front::{FrontFolder, FrontSpec};
 use crate::nbd::connection::transmit;
 use crate::nbd::handshake::Session;
-use crate::nbd::{Export, ExportName};
+use crate::nbd::{Export, ExportName, Notice};
 use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::fs::{self, File};
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::thread;
 use std::time::Duration;
 
@@ -59,7 +60,8 @@ impl Fixture {
     }
 
     fn start(folder: &FrontFolder, spec: &FrontSpec) -> Arc<ArrivingDisk> {
-        let disk = Arc::new(ArrivingDisk::open(folder, spec).unwrap());
+        let disk = ArrivingDisk::open(folder, spec, |notice| panic!("{notice}"));
+        let disk = Arc::new(disk.unwrap());
         keep_durable(&disk).unwrap();
         listen(folder, &disk).unwrap();
         disk
@@ -237,6 +239,29 @@ fn a_disk_that_could_not_be_made_durable_is_whole_only_after_the_host_was_starte
     pump.bring(BlockRange::new(0, 8), 7);
     pump.wait_for(ToPump::Whole);
     assert_eq!(read(&fixture.disk, 3), 7);
+}
+
+#[test]
+fn that_a_disk_failed_is_noted_as_soon_as_it_can_be_and_told_once_before() {
+    let fixture = Fixture::new();
+    let mark = fixture.folder.failed_mark();
+    // The mark is written under this name first.
+    let in_the_way = mark.with_extension("new");
+    fs::create_dir(&in_the_way).unwrap();
+    let (notify, notices) = channel();
+    let notify = move |notice: Notice| notify.send(notice.to_string()).unwrap();
+    let disk = ArrivingDisk::open(&fixture.folder, &fixture.spec, notify).unwrap();
+    thread::scope(|scope| {
+        let marks = scope.spawn(|| disk.mark_failed());
+        let told = notices.recv_timeout(PATIENCE).unwrap();
+        assert!(told.contains(mark.to_str().unwrap()), "{told}");
+        // It is tried again several times.
+        let again = notices.recv_timeout(Duration::from_secs(1));
+        assert!(again.is_err(), "{again:?}");
+        assert!(!marks.is_finished() && !is_marked_failed(&mark).unwrap());
+        fs::remove_dir(&in_the_way).unwrap();
+    });
+    assert!(is_marked_failed(&mark).unwrap());
 }
 
 #[test]
