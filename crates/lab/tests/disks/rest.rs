@@ -3,6 +3,7 @@
 use crate::stage::{Failing, GUEST, LIMIT, Stage};
 use longhaul_api::{Phase, Progress, RegionProgress};
 use longhaul_lab::process::wait_until;
+use longhaul_lab::product::Move;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::fs;
@@ -18,16 +19,7 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
     let Some(mut stage) = Stage::new("10.0", "20mbit,2ms") else {
         return;
     };
-    let to = stage.lab.host(1).unwrap();
-    let words = ["--disks", "postcopy"];
-    let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
-    assert!(
-        moving.wait_for_phase(Phase::Finishing, LIMIT),
-        "{}",
-        stage.logs()
-    );
-    let link = stage.lab.link(0, 1).unwrap();
-    link.cut(Duration::from_secs(600)).unwrap();
+    let moving = cut_with_something_left(&stage);
     for part in ["arrive", "supervise", "arrive"] {
         // One that was taken over is being started again.
         let one = wait_until(LIMIT, || stage.fronts_of(1, part).len() == 1);
@@ -90,16 +82,7 @@ fn a_cut_while_something_is_left_is_a_pause() {
     let Some(stage) = Stage::new("7.2", "20mbit,2ms") else {
         return;
     };
-    let to = stage.lab.host(1).unwrap();
-    let words = ["--disks", "postcopy"];
-    let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
-    assert!(
-        moving.wait_for_phase(Phase::Finishing, LIMIT),
-        "{}",
-        stage.logs()
-    );
-    let link = stage.lab.link(0, 1).unwrap();
-    link.cut(Duration::from_secs(600)).unwrap();
+    let moving = cut_with_something_left(&stage);
     // It comes across what is missing, all that it has under way.
     let stalls = || sum(stage.said(1), |disk| disk.waiting.unwrap_or(0)) > 0;
     assert!(wait_until(LIMIT, stalls), "{}", stage.logs());
@@ -111,7 +94,7 @@ fn a_cut_while_something_is_left_is_a_pause() {
     let left = left(stage.said(1));
     assert!(left > 0 && stage.image(0).exists());
     assert!(stalls(), "what waits does not fail");
-    link.heal().unwrap();
+    stage.lab.link(0, 1).unwrap().heal().unwrap();
     let finished = moving.finish(LIMIT).unwrap();
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
     stage.goes_on();
@@ -129,20 +112,11 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     };
     let failing = stage.failing.take().unwrap();
     failing.break_end();
-    let to = stage.lab.host(1).unwrap();
-    let words = ["--disks", "postcopy"];
-    let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
-    assert!(
-        moving.wait_for_phase(Phase::Finishing, LIMIT),
-        "{}",
-        stage.logs()
-    );
-    let link = stage.lab.link(0, 1).unwrap();
-    link.cut(Duration::from_secs(600)).unwrap();
+    let moving = cut_with_something_left(&stage);
     let filling = stage.folders[1].join("filling");
     // As much as there is room for.
     fs::write(&filling, vec![1; 200 << 20]).unwrap_err();
-    link.heal().unwrap();
+    stage.lab.link(0, 1).unwrap().heal().unwrap();
     let full = || trouble(&stage).contains("No space left");
     assert!(wait_until(LIMIT, full), "{}", stage.logs());
     assert!(stage.image(0).exists() && left(stage.said(1)) > 0);
@@ -208,6 +182,18 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     let arrived = fs::read(stage.folders[1].join("disk1.raw")).unwrap();
     assert!(arrived == expected, "the disk that failed is another one");
     stage.judge(1);
+}
+
+/// The guest has been handed over, something of its disks is at the source, and the link is cut.
+fn cut_with_something_left(stage: &Stage) -> Move {
+    let to = stage.lab.host(1).unwrap();
+    let words = ["--disks", "postcopy"];
+    let mut moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
+    let handed_over = moving.wait_for_phase(Phase::Finishing, LIMIT);
+    assert!(handed_over, "{}", stage.logs());
+    let link = stage.lab.link(0, 1).unwrap();
+    link.cut(Duration::from_secs(600)).unwrap();
+    moving
 }
 
 fn sum(said: Option<Progress>, of: impl Fn(&RegionProgress) -> u64) -> u64 {
