@@ -94,6 +94,20 @@ fn a_cut_while_something_is_left_is_a_pause() {
     let left = left(stage.said(1));
     assert!(left > 0 && stage.image(0).exists());
     assert!(stalls(), "what waits does not fail");
+    for (host, words, said) in [
+        (
+            1,
+            &["guests", "stop", "--force", GUEST][..],
+            "still being fetched",
+        ),
+        (1, &["cancel", GUEST], "cannot be cancelled"),
+        (0, &["cancel", GUEST], "cannot be cancelled"),
+    ] {
+        let refused = stage.product.agent(host).unwrap().run(words);
+        let refused = refused.unwrap_err().to_string();
+        let refused = refused.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(refused.contains(said), "{words:?}: {refused}");
+    }
     stage.lab.link(0, 1).unwrap().heal().unwrap();
     let finished = moving.finish(LIMIT).unwrap();
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());

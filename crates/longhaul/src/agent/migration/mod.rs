@@ -49,8 +49,8 @@ use disks::making::look_for_room;
 use fence::Marks;
 use gang::Gangs;
 use longhaul_api::{
-    ApiError, ErrorCode, Limit, Migration, Plan, PlanRequest, Probe, ProbeResult, Progress, Report,
-    Resolve, Side, StartMigration,
+    ApiError, ErrorCode, Limit, Migration, Phase, Plan, PlanRequest, Probe, ProbeResult, Progress,
+    Report, Resolve, Side, StartMigration,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
@@ -391,6 +391,16 @@ impl Manager {
         if entry.outcome().is_some() {
             let text = format!("migration {id} has ended: there is nothing to cancel");
             return Err(ApiError::new(ErrorCode::TooLate, text));
+        }
+        if entry.phase() == Phase::Finishing {
+            let Migration {
+                guest, destination, ..
+            } = entry.migration();
+            let text = format!(
+                "{guest} runs on {destination} for good: migration {id} cannot be cancelled"
+            );
+            let hint = "wait for what is left of it: `longhaul migrations` says how much that is";
+            return Err(ApiError::new(ErrorCode::TooLate, text).hint(hint));
         }
         entry.cancel("it was cancelled");
         Ok(entry.migration())

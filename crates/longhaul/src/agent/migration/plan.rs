@@ -69,13 +69,10 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         checks: Vec::new(),
         predictions: Vec::new(),
     };
-    if let Some(Taken::Moving(id, _)) = context.registry.taken(&request.guest) {
-        let text = format!("{} is moving already (migration {id})", request.guest);
-        plan.checks.push(Check::refuse(
-            "guest",
-            text,
-            format!("wait for it, or: longhaul cancel {id}"),
-        ));
+    if let Some(moving @ Taken::Moving(..)) = context.registry.taken(&request.guest) {
+        let busy = context.registry.busy(&request.guest, moving);
+        let hint = busy.hint.unwrap_or_default();
+        plan.checks.push(Check::refuse("guest", busy.message, hint));
         return Ok(plan);
     }
     // Nobody else talks to this QEMU meanwhile.

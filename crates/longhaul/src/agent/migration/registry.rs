@@ -1,7 +1,7 @@
 //! Which migrations there are, and which guests they keep to themselves.
 
 use super::entry::Entry;
-use longhaul_api::{ApiError, ErrorCode, Outcome, Side};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
 use longhaul_protocol::MigrationId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -88,23 +88,47 @@ impl Registry {
     /// Keeps others off a guest.
     pub(super) fn take(&self, guest: &str, what: Taken) -> Result<Reservation, ApiError> {
         let mut taken = lock(&self.taken);
-        if let Some(holder) = taken.get(guest) {
-            let error = match holder {
-                Taken::Locally => format!("{guest} is being started or stopped"),
-                Taken::Moving(id, _) => format!("{guest} is moving already (migration {id})"),
-                Taken::Departed => format!("what the memory of {guest} held is being kept"),
-            };
-            let hint = match holder {
-                Taken::Locally | Taken::Departed => "try again when that is done".to_owned(),
-                Taken::Moving(id, _) => format!("wait for it, or stop it: longhaul cancel {id}"),
-            };
-            return Err(ApiError::new(ErrorCode::GuestBusy, error).hint(hint));
+        if let Some(holder) = taken.get(guest).copied() {
+            drop(taken);
+            return Err(self.busy(guest, holder));
         }
         taken.insert(guest.to_owned(), what);
         Ok(Reservation {
             taken: self.taken.clone(),
             guest: guest.to_owned(),
         })
+    }
+
+    /// Why nothing can be done with a guest now, and what can.
+    pub(super) fn busy(&self, guest: &str, holder: Taken) -> ApiError {
+        let (text, hint) = match holder {
+            Taken::Locally => (
+                format!("{guest} is being started or stopped"),
+                "try again when that is done".to_owned(),
+            ),
+            Taken::Departed => (
+                format!("what the memory of {guest} held is being kept"),
+                "try again when that is done".to_owned(),
+            ),
+            Taken::Moving(id, Side::Destination) if self.is_finishing(id) => (
+                format!("the rest of the disks of {guest} is still being fetched (migration {id})"),
+                format!(
+                    "it runs here for good, and this cannot be cancelled: wait for it (`longhaul \
+                     migrations` says how much is missing), or shut {guest} down from inside"
+                ),
+            ),
+            Taken::Moving(id, _) => (
+                format!("{guest} is moving already (migration {id})"),
+                format!("wait for it, or stop it: longhaul cancel {id}"),
+            ),
+        };
+        ApiError::new(ErrorCode::GuestBusy, text).hint(hint)
+    }
+
+    /// Whether a guest has been handed over, and its move has yet to end.
+    fn is_finishing(&self, id: MigrationId) -> bool {
+        let entry = lock(&self.entries).get(&id).cloned();
+        entry.is_some_and(|entry| entry.phase() == Phase::Finishing)
     }
 
     /// What keeps a guest.
@@ -119,7 +143,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::entry::Facts;
     use super::*;
+    use longhaul_api::Asked;
 
     #[test]
     fn a_guest_is_taken_once_and_given_back() {
@@ -137,5 +163,40 @@ mod tests {
         );
         drop(first);
         assert!(registry.take("web", Taken::Locally).is_ok());
+    }
+
+    #[test]
+    fn what_is_still_fetched_is_not_said_to_be_cancelled() {
+        let registry = Registry::default();
+        let id = MigrationId([1; 8]);
+        let entry = Arc::new(Entry::new(Facts {
+            id,
+            guest: "web".to_owned(),
+            side: Side::Destination,
+            source: "lyon".to_owned(),
+            destination: "paris".to_owned(),
+            asked: Asked {
+                downtime_ms: 0,
+                bandwidth_bps: None,
+                verify: false,
+                patience_ms: 0,
+                early_release: false,
+                encoding: Default::default(),
+                convergence: Default::default(),
+                group: None,
+            },
+        }));
+        registry.add(entry.clone());
+        let _moving = registry
+            .take("web", Taken::Moving(id, Side::Destination))
+            .unwrap();
+        let hint = || {
+            let refused = registry.take("web", Taken::Locally).unwrap_err();
+            refused.hint.unwrap()
+        };
+        assert!(hint().contains("longhaul cancel"), "{}", hint());
+        entry.enter(Phase::Finishing);
+        assert!(hint().contains("cannot be cancelled"), "{}", hint());
+        assert!(!hint().contains("longhaul cancel"), "{}", hint());
     }
 }
