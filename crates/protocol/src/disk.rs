@@ -49,10 +49,22 @@ pub struct OfferedDisk {
     pub allocated_bytes: u64,
     /// What the image holds.
     pub format: DiskFormat,
-    /// Whether a part of it may still be at the source when the guest goes on at the destination.
-    pub pulled: bool,
+    /// What of it may still be at the source when the guest goes on at the destination.
+    pub pulled: Pulled,
     /// What the image stands on, which does not travel.
     pub base: Option<Base>,
+}
+
+/// What of a disk is fetched when its guest runs at the destination.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Pulled {
+    /// Nothing.
+    #[default]
+    Nothing,
+    /// What the guest wrote often.
+    Often,
+    /// All of it.
+    All,
 }
 
 /// The same blocks of consecutive chunks (of 64 blocks), which are still at the source.

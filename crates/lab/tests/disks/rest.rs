@@ -58,7 +58,10 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
         .unwrap()
         .run(&["migrations"])
         .unwrap();
-    for words in ["yet to come from lyon", "nothing heard from lyon"] {
+    for words in [
+        "(postcopy) are yet to come from lyon",
+        "nothing heard from lyon",
+    ] {
         assert!(shown.contains(words), "{shown}");
     }
     let host = stage.lab.host(0).unwrap();

@@ -20,6 +20,7 @@ use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
 use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
 use longhaul_hypervisor::observe::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::machine::{Difference, Machine};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionSpec};
@@ -245,6 +246,7 @@ impl Inbound {
         let coming = Coming {
             migration,
             digest_key: self.key.0,
+            pulled: Pulled::Nothing,
         };
         let put_in = fronts::put_in_for(state, &self.guest, &self.qmp, coming, disks);
         self.receiving.below(put_in.await?);

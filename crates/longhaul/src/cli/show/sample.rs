@@ -157,7 +157,7 @@ pub(crate) fn fetching() -> Migration {
     let disk = &mut progress.regions[0];
     disk.blocks_pending = 18 * MIB / 4096;
     disk.blocks_settled = disk.blocks_total - disk.blocks_pending;
-    (disk.strategy, disk.why, disk.waiting) = (None, None, Some(2));
+    (disk.strategy, disk.why, disk.waiting) = (Some(DiskChoice::Hybrid), None, Some(2));
     progress.trouble = Some("what comes cannot be taken, and is tried again every 2 s: disk vda: No space left on device".into());
     Migration {
         side: Side::Destination,

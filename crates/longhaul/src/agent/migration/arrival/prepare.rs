@@ -19,7 +19,7 @@ use crate::agent::migration::registry::Taken;
 use longhaul_api::{Asked, Side};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_protocol::Generation;
-use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
 use longhaul_storage::Journal;
 use longhaul_storage::disk::RawDisk;
@@ -232,7 +232,7 @@ pub(super) async fn prepare(
         loaded: false,
         sealed: false,
         settled: false,
-        pulls: disks.iter().any(|disk| disk.pulled),
+        pulls: disks.iter().any(|disk| disk.pulled != Pulled::Nothing),
         verified: false,
         complete_at: None,
         load_time: Duration::ZERO,
@@ -267,8 +267,10 @@ async fn launch(
     let base = |place: &Place| Some((place.offered.name.clone(), place.base.clone()?));
     let bases = places.iter().filter_map(base).collect();
     let mut inbound = Inbound::launch(context, offer, arriving, bases, admission).await?;
-    let pulled = places.iter().filter(|place| place.offered.pulled);
-    let pulled = pulled.map(|place| Comes {
+    let comes = places.iter().map(|place| (place, place.offered.pulled));
+    let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);
+    let pulled = pulled.map(|(place, pulled)| Comes {
+        pulled,
         name: place.offered.name.clone(),
         image: place.path.clone(),
     });

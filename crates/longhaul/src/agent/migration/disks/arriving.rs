@@ -7,7 +7,7 @@ use crate::agent::bases;
 use longhaul_codec::{BlockId, BlockWrite, Content};
 use longhaul_engine::destination::Destination;
 use longhaul_engine::presence::{Output, Presence};
-use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Qcow2};
+use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Pulled, Qcow2};
 use longhaul_protocol::message::Offer;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
@@ -121,7 +121,7 @@ impl Disks {
             name: region.name.clone(),
             presence: Presence::new(region.id, region.blocks),
             disk: disk.clone(),
-            pulled: offer_of(region).is_some_and(|disk| disk.pulled),
+            pulled: offer_of(region).is_some_and(|disk| disk.pulled != Pulled::Nothing),
             growing: offer_of(region).and_then(|disk| match disk.format {
                 DiskFormat::Qcow2(image) => Some(Growing {
                     image,

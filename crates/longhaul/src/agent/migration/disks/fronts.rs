@@ -17,6 +17,7 @@ use longhaul_hypervisor::disk::{self, DiskNodes, Front};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, ImageUse};
@@ -80,6 +81,8 @@ struct Note {
 pub(in crate::agent::migration) struct Coming {
     pub(in crate::agent::migration) migration: MigrationId,
     pub(in crate::agent::migration) digest_key: [u8; 32],
+    #[serde(default)]
+    pub(in crate::agent::migration) pulled: Pulled,
 }
 
 /// A disk of which something may be left here when its guest has gone.
@@ -501,6 +504,7 @@ pub(in crate::agent::migration) async fn take_out(
 
 /// A disk that comes, and where its image was made.
 pub(in crate::agent::migration) struct Comes {
+    pub(in crate::agent::migration) pulled: Pulled,
     pub(in crate::agent::migration) name: String,
     pub(in crate::agent::migration) image: PathBuf,
 }
@@ -529,7 +533,10 @@ pub(in crate::agent::migration) async fn put_in_for(
             // Of an image that grows nothing comes later.
             size: ExportSize::OfFile,
             image_use: ImageUse::Raw,
-            arriving: Some(coming),
+            arriving: Some(Coming {
+                pulled: disk.pulled,
+                ..coming
+            }),
             left: None,
         };
         let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
@@ -547,6 +554,7 @@ pub(in crate::agent::migration) async fn put_in_for(
 pub(in crate::agent::migration) struct Incomplete {
     pub(in crate::agent::migration) name: String,
     pub(in crate::agent::migration) image: PathBuf,
+    pub(in crate::agent::migration) pulled: Pulled,
     pub(in crate::agent::migration) folder: FrontFolder,
     pub(in crate::agent::migration) masks: Masks,
     pub(in crate::agent::migration) digest_key: [u8; 32],
@@ -569,6 +577,7 @@ pub(in crate::agent::migration) fn incomplete(
             found.push(Incomplete {
                 name: noted.note.disk,
                 image: noted.note.image,
+                pulled: coming.pulled,
                 folder,
                 masks,
                 digest_key: coming.digest_key,

@@ -12,7 +12,7 @@ use super::{blocks_of, has_format, is_local, write_durably};
 use crate::agent::migration::Context;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
@@ -178,7 +178,7 @@ pub(in crate::agent::migration) fn places(
                 "give its image the same `format` on both hosts",
             ));
         }
-        if grows(disk) && disk.pulled {
+        if grows(disk) && disk.pulled != Pulled::Nothing {
             let text = format!("{here} cannot fetch what is left of disk {}", disk.name);
             return Err(invalid(text));
         }

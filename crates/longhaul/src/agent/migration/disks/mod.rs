@@ -19,13 +19,13 @@ use longhaul_api::{ApiError, DiskChoice, DiskReport, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
-use longhaul_engine::strategy::{Promise, Strategy};
+use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_image::ImageId;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
@@ -256,7 +256,7 @@ fn open(
             image_bytes,
             allocated_bytes,
             format,
-            pulled: strategy.promise == Promise::List,
+            pulled: pulled(strategy),
             base,
         },
         spec,
@@ -265,6 +265,15 @@ fn open(
         image: image.path.clone(),
         disk: Arc::new(disk),
     })
+}
+
+/// What a strategy leaves at the source.
+fn pulled(strategy: Strategy) -> Pulled {
+    match (strategy.promise, strategy.before) {
+        (Promise::Everything | Promise::Nothing, _) => Pulled::Nothing,
+        (Promise::List, Before::Nothing) => Pulled::All,
+        (Promise::List, _) => Pulled::Often,
+    }
 }
 
 impl LocalDisk {

@@ -1,7 +1,8 @@
 //! What people see of a guest that runs here while a part of its disks is yet to come.
 
 use super::{Fetched, Pulling};
-use longhaul_api::RegionProgress;
+use longhaul_api::{DiskChoice, RegionProgress};
+use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_storage::front::arriving::masks::Masks;
 use std::collections::BTreeSet;
@@ -38,11 +39,20 @@ impl Fetched {
             blocks_settled: blocks.saturating_sub(self.missing_blocks),
             blocks_pending: self.missing_blocks,
             disk: true,
-            strategy: None,
+            strategy: strategy(self.disk.pulled),
             why: None,
             waiting: Some(self.waiting),
             unreadable_byte: first_byte(&self.unreadable),
         }
+    }
+}
+
+/// How a disk moves of which so much is fetched.
+fn strategy(pulled: Pulled) -> Option<DiskChoice> {
+    match pulled {
+        Pulled::Nothing => None,
+        Pulled::Often => Some(DiskChoice::Hybrid),
+        Pulled::All => Some(DiskChoice::Postcopy),
     }
 }
 
