@@ -362,7 +362,10 @@ impl Case {
                 ) && !self.point.name.ends_with(":ready")
             }
         };
-        let told = disks != Disks::Shared || !self.point.needs_local_disks();
+        let told = match disks {
+            Disks::Shared => !self.point.needs_local_disks(),
+            _ => !self.point.needs_shared_disks(),
+        };
         // Little is left of a disk that moves with hybrid: the guest need not come across it.
         let left = match step {
             Step::Pulling if self.point.needs_the_guest() => disks == Disks::Postcopy,

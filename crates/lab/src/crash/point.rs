@@ -303,6 +303,11 @@ impl Point {
         ["offer-disks", "list"].contains(&self.what())
     }
 
+    /// Whether it is passed only when no disks move: another message offers a guest with its disks.
+    pub fn needs_shared_disks(&self) -> bool {
+        self.what() == "offer"
+    }
+
     /// The message that it is at, or the record.
     pub fn what(&self) -> &str {
         self.name.rsplit(':').next().unwrap_or_default()
