@@ -15,7 +15,7 @@ demo: INSTALL := demo
 demo: install build ## move a running guest between two emulated hosts, and back (6 minutes)
 	$(LAB) demo
 
-test: install format checks clippy unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (40 minutes from nothing, half of that later)
+test: install format checks clippy unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
 
 BENCH_OPTIONS :=
 
