@@ -60,6 +60,7 @@ impl ControllerFactory for LimitedFactory {
             limit: self.limit.clone(),
             header_bytes: self.header_bytes,
             mtu,
+            rtt_min: Duration::MAX,
         })
     }
 }
@@ -72,9 +73,19 @@ struct Limited {
     limit: RateLimit,
     header_bytes: u64,
     mtu: u16,
+    rtt_min: Duration,
 }
 
 impl Limited {
+    /// When an acknowledgement came. The library reads the clock, then the socket until that is empty: what came in
+    /// between is said to have come before, even before what it acknowledges was sent. BBR would believe
+    /// in a road without length, and keep four packets under way for ten seconds.
+    fn acked_at(&mut self, said: Instant, sent: Instant) -> Instant {
+        let at = said.max(Instant::now());
+        self.rtt_min = self.rtt_min.min(at.saturating_duration_since(sent));
+        at
+    }
+
     /// The limit in bytes of UDP payload per second, which is what the pacer counts.
     fn payload_rate(&self, limit_bps: u64) -> u64 {
         let mtu = u64::from(self.mtu);
@@ -92,8 +103,8 @@ impl Limited {
 
     /// Notes an acknowledgement; whether the rate was held down by the limit, which says as little
     /// about the road as a rate held down by the application.
-    fn note_ack(&mut self, now: Instant, bytes: u64, rtt: Duration, rtt_min: Duration) -> bool {
-        self.road.on_ack(now, bytes, rtt, rtt_min);
+    fn note_ack(&mut self, now: Instant, bytes: u64, rtt: Duration) -> bool {
+        self.road.on_ack(now, bytes, rtt, self.rtt_min);
         self.in_force(&self.inner.metrics()).is_some()
     }
 
@@ -139,7 +150,8 @@ impl Controller for Limited {
         app_limited: bool,
         rtt: &RttEstimator,
     ) {
-        let app_limited = self.note_ack(now, bytes, rtt.get(), rtt.min()) || app_limited;
+        let now = self.acked_at(now, sent);
+        let app_limited = self.note_ack(now, bytes, rtt.get()) || app_limited;
         self.inner.on_ack(now, sent, bytes, pn, app_limited, rtt);
     }
 
@@ -213,6 +225,7 @@ impl Controller for Limited {
             limit: self.limit.clone(),
             header_bytes: self.header_bytes,
             mtu: self.mtu,
+            rtt_min: self.rtt_min,
         })
     }
 
@@ -304,6 +317,7 @@ mod tests {
             limit: RateLimit::new(Some(limit_bps)),
             header_bytes: 28,
             mtu: 1452,
+            rtt_min: Duration::from_millis(80),
         };
         (limited, known)
     }
@@ -313,9 +327,22 @@ mod tests {
         let rtt = Duration::from_millis(80);
         for (bandwidth_bps, held_down) in [(19_500_000, true), (10_000_000, false)] {
             let (mut limited, _) = known(bandwidth_bps, 20_000_000);
-            let noted = limited.note_ack(Instant::now(), 1400, rtt, rtt);
+            let noted = limited.note_ack(Instant::now(), 1400, rtt);
             assert_eq!(noted, held_down);
         }
+    }
+
+    #[test]
+    fn what_the_clock_said_too_early_makes_no_road_shorter() {
+        let (mut limited, _) = known(10_000_000, 20_000_000);
+        let rtt = Duration::from_millis(20);
+        let sent = Instant::now().checked_sub(rtt).unwrap();
+        let said = sent.checked_sub(Duration::from_millis(1)).unwrap();
+        assert!(limited.acked_at(said, sent) >= sent + rtt);
+        assert!(limited.rtt_min >= rtt);
+        // Where it was right, it is taken.
+        let said = sent + Duration::from_secs(60);
+        assert_eq!(limited.acked_at(said, sent), said);
     }
 
     #[test]
@@ -324,7 +351,7 @@ mod tests {
         let (mut limited, known) = known(10_000_000, 20_000_000);
         let now = Instant::now();
         for _ in 0..99 {
-            limited.note_ack(now, 1400, rtt, rtt);
+            limited.note_ack(now, 1400, rtt);
         }
         let losses = || known.losses.load(Ordering::Relaxed);
         limited.on_packet_lost(1400, 99, now);
