@@ -195,39 +195,50 @@ fn show(found: &Found) -> String {
 /// When there is none such, or more than one, or it does not go away.
 pub fn down(id: Option<&str>, all: bool) -> Result<(), LabError> {
     let registry = Registry::of_this_machine();
-    for id in registry.sweep()? {
+    let swept = registry.sweep()?;
+    for id in &swept {
         say(&format!("removed what laboratory {id} had left"));
-        if all {
-            continue;
-        }
     }
     let in_use: Vec<Found> = registry
         .list()?
         .into_iter()
         .filter(|it| it.in_use)
         .collect();
-    for found in choose(in_use, id, all)? {
+    for found in choose(in_use, &swept, id, all)? {
         end(&registry, &found)?;
         say(&format!("removed laboratory {}", found.id));
     }
     Ok(())
 }
 
-fn choose(in_use: Vec<Found>, id: Option<&str>, all: bool) -> Result<Vec<Found>, LabError> {
+/// Those that are to be removed, of which what earlier ones had left is away already.
+fn choose(
+    in_use: Vec<Found>,
+    swept: &[String],
+    id: Option<&str>,
+    all: bool,
+) -> Result<Vec<Found>, LabError> {
     let to_play_with =
         |found: &Found| matches!(&found.record, Some(record) if record.purpose == TO_PLAY_WITH);
     let chosen: Vec<Found> = match id {
         Some(id) => in_use.into_iter().filter(|found| found.id == id).collect(),
         None => in_use.into_iter().filter(to_play_with).collect(),
     };
-    if id.is_none() && chosen.len() > 1 && !all {
-        let ids: Vec<&str> = chosen.iter().map(|found| found.id.as_str()).collect();
-        return Err(LabError::Which(format!(
-            "there are several laboratories; name one of {}, or say --all",
-            ids.join(", ")
-        )));
+    match id {
+        Some(id) if chosen.is_empty() && !swept.iter().any(|swept| swept == id) => {
+            Err(LabError::Which(format!(
+                "there is no laboratory {id} (hint: lab ls lists them)"
+            )))
+        }
+        None if chosen.len() > 1 && !all => {
+            let ids: Vec<&str> = chosen.iter().map(|found| found.id.as_str()).collect();
+            Err(LabError::Which(format!(
+                "there are several laboratories; name one of {}, or say --all",
+                ids.join(", ")
+            )))
+        }
+        _ => Ok(chosen),
     }
-    Ok(chosen)
 }
 
 /// Asks a laboratory's owner to end and waits until it has put everything away.
@@ -295,4 +306,56 @@ pub fn change_links(id: &str, change: LinkChange) -> Result<(), LabError> {
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A laboratory in use, made for this.
+    fn found(id: &str, purpose: &str) -> Found {
+        let record = Record {
+            id: id.to_owned(),
+            purpose: purpose.to_owned(),
+            owner: None,
+            created_unix_s: 0,
+            data: std::path::PathBuf::new(),
+            hosts: Vec::new(),
+            links: Vec::new(),
+            clients: None,
+        };
+        Found {
+            record: Some(record),
+            id: id.to_owned(),
+            in_use: true,
+        }
+    }
+
+    #[test]
+    fn a_laboratory_is_chosen_by_its_name_or_as_the_only_one_to_play_with() {
+        let chosen = |to_play_with: &[&str], id: Option<&str>, all: bool| {
+            let made = to_play_with.iter().map(|id| found(id, TO_PLAY_WITH));
+            let in_use = made.chain([found("bench", "bench: disk")]).collect();
+            let chosen = choose(in_use, &["swept".to_owned()], id, all);
+            let ids = |chosen: Vec<Found>| chosen.into_iter().map(|one| one.id).collect::<Vec<_>>();
+            chosen.map(ids).map_err(|error| error.to_string())
+        };
+        assert_eq!(chosen(&["a"], None, false).unwrap(), ["a"]);
+        assert_eq!(chosen(&["a", "b"], None, true).unwrap(), ["a", "b"]);
+        assert_eq!(chosen(&["a", "b"], Some("b"), false).unwrap(), ["b"]);
+        assert_eq!(chosen(&["a"], Some("bench"), false).unwrap(), ["bench"]);
+        for none in [
+            chosen(&[], None, false),
+            chosen(&["a"], Some("swept"), false),
+        ] {
+            assert_eq!(none.unwrap(), [""; 0]);
+        }
+        let several = chosen(&["a", "b"], None, false).unwrap_err();
+        assert!(
+            several.contains("name one of a, b, or say --all"),
+            "{several}"
+        );
+        let unknown = chosen(&["a"], Some("c"), false).unwrap_err();
+        assert!(unknown.contains("there is no laboratory c"), "{unknown}");
+    }
 }
