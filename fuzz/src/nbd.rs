@@ -3,11 +3,12 @@
 
 use longhaul_storage::disk::{Disk, Extent, Zeros};
 use longhaul_storage::nbd::ExportName;
-use longhaul_storage::nbd::connection::{negotiate, transmit};
+use longhaul_storage::nbd::connection::{HangUp, negotiate, transmit};
 use longhaul_storage::nbd::handshake::{Offer, Session};
 use std::io;
 use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
 
 /// The export that seeds ask for.
 const NAME: &str = "00000000000000000000000000000000";
@@ -42,7 +43,11 @@ pub(crate) fn run(data: &[u8]) {
     said.clear();
     let requests = data;
     // Whatever ends the connection, what was said until then is whole.
-    let _ = transmit(&mut data, &mut said, &disk, session, &|_| ());
+    let never = HangUp {
+        after: Duration::MAX,
+        close: Box::new(|| ()),
+    };
+    let _ = transmit(&mut data, &mut said, &disk, session, &|_| (), never);
     check_replies(requests, &said, session);
 }
 

@@ -71,6 +71,51 @@ impl FromStr for DiskChoice {
     }
 }
 
+/// When the guest goes on at a destination that does not have all of a base image that its disks stand on.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum BaseChoice {
+    /// When all of it is there: it needs no repository then.
+    #[default]
+    Whole,
+    /// At once: what it reads that is missing is fetched then, and all else behind it. While the repository is away it waits
+    /// for that.
+    Lazy,
+}
+
+impl BaseChoice {
+    /// Every choice.
+    pub const ALL: [Self; 2] = [Self::Whole, Self::Lazy];
+
+    /// Its name, as in JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Whole => "whole",
+            Self::Lazy => "lazy",
+        }
+    }
+
+    /// Whether nothing was chosen.
+    pub fn is_default(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl fmt::Display for BaseChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for BaseChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|choice| choice.name() == text);
+        found.ok_or_else(|| "it is one of whole, lazy".to_owned())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -78,6 +123,11 @@ mod tests {
     #[test]
     fn names_are_those_of_json() {
         for choice in DiskChoice::ALL {
+            let json = serde_json::to_string(&choice).unwrap();
+            assert_eq!(json, format!("\"{choice}\""));
+            assert_eq!(choice.name().parse(), Ok(choice));
+        }
+        for choice in BaseChoice::ALL {
             let json = serde_json::to_string(&choice).unwrap();
             assert_eq!(json, format!("\"{choice}\""));
             assert_eq!(choice.name().parse(), Ok(choice));

@@ -20,7 +20,7 @@ pub mod report;
 
 pub use client::{Client, ClientError, Watch};
 pub use convergence::{Convergence, Outpaced, StopChoice, StopReason, StopRule, TooFast};
-pub use disks::DiskChoice;
+pub use disks::{BaseChoice, DiskChoice};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};

@@ -1,7 +1,7 @@
 //! Migrations: asking for one, watching it, changing its mind.
 
 use crate::convergence::{Convergence, Outpaced};
-use crate::disks::DiskChoice;
+use crate::disks::{BaseChoice, DiskChoice};
 use crate::doubt::Doubt;
 use crate::encoding::Encoding;
 use crate::error::ApiError;
@@ -140,6 +140,9 @@ pub struct StartMigration {
     /// How the disks move that are on the source host alone.
     #[serde(default, skip_serializing_if = "DiskChoice::is_default")]
     pub disks: DiskChoice,
+    /// When the guest goes on at a destination that does not have all of the base images that its disks stand on.
+    #[serde(default, skip_serializing_if = "BaseChoice::is_default")]
+    pub bases: BaseChoice,
     /// The name of a group, of up to 64 letters, digits, `-`, `_` and `.`: moves of one name that are under
     /// way at the same time share `bandwidth_bps` equally.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -154,8 +157,8 @@ fn patience_default() -> u64 {
     60_000
 }
 
-/// What was asked of a migration.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+/// What was asked of a migration; by default, what is said of one of which that is not known.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Asked {
     /// The downtime to aim for, in milliseconds.
     pub downtime_ms: u64,
@@ -270,8 +273,8 @@ pub struct Progress {
     /// stopped before it has them.
     #[serde(default)]
     pub awaits_bases: bool,
-    /// What keeps what is left of the guest's disks from being taken at the destination, where it runs; null where
-    /// nothing does.
+    /// What keeps what is left of the guest's disks from being taken at the destination, where it runs, or what is wrong
+    /// with what came; null where nothing is.
     #[serde(default)]
     pub trouble: Option<String>,
     /// Time until the guest runs at the destination, in milliseconds.

@@ -1,7 +1,7 @@
 //! What a migration was predicted to cost, and what it did cost.
 
 use crate::convergence::StopChoice;
-use crate::disks::DiskChoice;
+use crate::disks::{BaseChoice, DiskChoice};
 use crate::error::ApiError;
 use crate::migration::{Asked, Outcome, Phase, Side, Strategy};
 use crate::plan::Prediction;
@@ -136,6 +136,9 @@ pub struct DiskReport {
     /// The id of the base image that it stands on, which did not move; null where it stands on none.
     #[serde(default)]
     pub base: Option<String>,
+    /// When the guest went on, where not all of that was at the destination; null where it stands on none.
+    #[serde(default)]
+    pub base_choice: Option<BaseChoice>,
 }
 
 /// A hook that was run.
@@ -242,15 +245,15 @@ pub struct VerifyResult {
     /// Disks compared.
     #[serde(default)]
     pub disks: u32,
-    /// Bytes of them.
+    /// Bytes of them; without what the guest had written at the destination before it could be compared.
     #[serde(default)]
     pub disk_bytes: u64,
     /// What of those was compared while the guest stood still; the rest had been before, and had not
     /// changed since.
     #[serde(default)]
     pub disk_bytes_stopped: u64,
-    /// Disks that moved and were not compared: the guest writes at the destination before all of them is there, so that
-    /// the ends are never the same.
+    /// Disks that moved and are not compared yet: a part of them comes when the guest runs at the destination. All of them
+    /// is compared then, but for what the guest has written there.
     #[serde(default)]
     pub disks_not_compared: u32,
     /// Blocks of 4096 bytes that differed.

@@ -27,7 +27,7 @@ pub(crate) fn whole(chunk: usize, blocks: u64) -> u64 {
 }
 
 /// The chunks that a range touches, each with the mask of what it touches of it.
-pub(crate) fn pieces(range: BlockRange) -> impl Iterator<Item = (usize, u64)> {
+pub fn pieces(range: BlockRange) -> impl Iterator<Item = (usize, u64)> {
     let first = range.start / CHUNK_BLOCKS;
     let last = range.end().div_ceil(CHUNK_BLOCKS);
     let parts = (first..last).map(move |chunk| {

@@ -1,6 +1,7 @@
 //! What a switchover would cost: what is left, what a block of it takes on the link, and how sure
 //! that is.
 
+pub use crate::rhythm::Rhythm;
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
 
@@ -50,6 +51,8 @@ pub struct Left {
     pub work: Duration,
     /// The link.
     pub link: Option<Link>,
+    /// The guest's bursts of writes, where they are looked for.
+    pub rhythm: Rhythm,
 }
 
 /// How long the guest would stand still if it were stopped now.
@@ -110,6 +113,11 @@ impl Costs {
     /// What blocks take, in bytes, probably.
     pub(crate) fn likely(&self, blocks: Blocks) -> f64 {
         blocks.by_passes * self.by_passes.likely() + blocks.by_writes * self.by_writes.likely()
+    }
+
+    /// How long so many blocks travel, probably, whose writes are reported one by one.
+    pub(crate) fn fetch_time(&self, blocks: u64, link: Link) -> Duration {
+        travel_time(blocks as f64 * self.by_writes.likely(), link)
     }
 
     /// What they take at most.

@@ -7,13 +7,14 @@
 use crate::capabilities::Accelerator;
 use crate::config::{HostConfig, Image, ImageFormat, Network};
 use crate::description::Chipset;
+use crate::disk::base::{self, Base};
 use crate::folder::GuestFolder;
 use crate::hardware;
 use longhaul_protocol::guest::{Disk, GuestDescription};
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// Slot of the controller of the channels.
 const CHANNELS_SLOT: usize = 0x03;
@@ -54,7 +55,7 @@ pub(crate) struct Surroundings<'a> {
     /// The TAP device of each network card that has one, by the card's index.
     pub(crate) taps: &'a BTreeMap<usize, String>,
     /// What the images of disks stand on, by the disks' names: raw, and never written.
-    pub(crate) bases: &'a BTreeMap<String, PathBuf>,
+    pub(crate) bases: &'a BTreeMap<String, Base>,
     pub(crate) incoming: bool,
 }
 
@@ -259,9 +260,10 @@ pub(crate) fn disk_nodes(
     let name = &disk.name;
     let image = image_called(around.config, &disk.image)?;
     let (file, format) = (format!("file-{name}"), format!("disk-{name}"));
-    let base = around.bases.get(name).map(|path| {
-        let base = format!("base-{name}");
-        base_nodes(line, &format!("base-file-{name}"), &base, path);
+    let base = around.bases.get(name).map(|base| {
+        let (nodes, base) = base::nodes(name, base);
+        let nodes = nodes.iter().map(ToString::to_string);
+        nodes.for_each(|node| line.option("-blockdev", node));
         base
     });
     let used = Used {
@@ -271,18 +273,6 @@ pub(crate) fn disk_nodes(
     };
     nodes(line, &file, &format, image, &used);
     Ok(format)
-}
-
-/// The nodes of what an image stands on. Guests that stand on the same one share this host's page cache.
-fn base_nodes(line: &mut Line, file: &str, format: &str, path: &Path) {
-    let file_node = json!({
-        "driver": "file", "node-name": file, "filename": text(path), "read-only": true,
-    });
-    let format_node = json!({
-        "driver": "raw", "node-name": format, "file": file, "read-only": true,
-    });
-    line.option("-blockdev", file_node.to_string());
-    line.option("-blockdev", format_node.to_string());
 }
 
 /// How an image is used.
@@ -404,7 +394,7 @@ mod tests {
         description: &GuestDescription,
         config: &HostConfig,
         incoming: bool,
-        bases: &BTreeMap<String, PathBuf>,
+        bases: &BTreeMap<String, Base>,
     ) -> String {
         let folder = GuestFolder::new(Path::new("/s,t"), &description.name).unwrap();
         let taps = BTreeMap::from([(0, "lh0".to_owned())]);
@@ -455,8 +445,24 @@ mod tests {
     }
 
     #[test]
+    fn what_is_still_coming_is_read_through_its_front_end() {
+        let base = Base::Coming {
+            socket: "/state/coming/4f/nbd".into(),
+            export: "x".to_owned(),
+        };
+        let bases = BTreeMap::from([("vda".to_owned(), base)]);
+        let line = line_with(&sample(), &config(), true, &bases);
+        let base = "-blockdev {\"driver\":\"nbd\",\"export\":\"x\",\
+            \"node-name\":\"base-coming-vda\",\"read-only\":true,\"reconnect-delay\":3600,\
+            \"server\":{\"path\":\"/state/coming/4f/nbd\",\"type\":\"unix\"}} \
+            -blockdev {\"driver\":\"raw\",\"file\":\"base-coming-vda\",\
+            \"node-name\":\"base-vda\",\"read-only\":true} -blockdev";
+        assert!(line.contains(base), "{line}");
+    }
+
+    #[test]
     fn what_an_image_stands_on_is_named_whatever_the_image_says() {
-        let base = PathBuf::from("/state/bases/4f.raw");
+        let base = Base::File("/state/bases/4f.raw".into());
         let bases = BTreeMap::from([("vda".to_owned(), base)]);
         let line = line_with(&sample(), &config(), true, &bases);
         let base = "-blockdev {\"driver\":\"file\",\"filename\":\"/state/bases/4f.raw\",\

@@ -16,7 +16,7 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 /// Time that a QEMU gets to end by itself, and again after SIGTERM.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
@@ -245,9 +245,6 @@ impl Guest {
                 .await
                 .map_err(self.failed("ending its process"))?;
         }
-        self.reaped()
-            .await
-            .map_err(self.failed("waiting for its process"))?;
         self.clean_up().await
     }
 
@@ -286,22 +283,6 @@ impl Guest {
             Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
             Err(error) => Err(error),
         }
-    }
-
-    /// Waits until the parent has taken notice, so that not even an entry in `/proc` is left.
-    async fn reaped(&self) -> io::Result<()> {
-        let Some(id) = &self.record.process else {
-            return Ok(());
-        };
-        let deadline = Instant::now() + END_TIMEOUT;
-        while id.is_unreaped()? {
-            if Instant::now() > deadline {
-                tracing::warn!(guest = self.name(), pid = id.pid, "nobody reaps this QEMU");
-                break;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        Ok(())
     }
 
     async fn clean_up(&self) -> Result<(), StopError> {

@@ -12,6 +12,7 @@ use crate::capabilities::Accelerator;
 use crate::command_line::{ResolveError, Surroundings, arguments, bridges};
 use crate::config::HostConfig;
 use crate::description::{self, DescriptionError};
+use crate::disk::base::Base;
 use crate::folder::{GuestFolder, PathTooLong, Record};
 use crate::guest::{Guest, StopError, account, scope_name, unique};
 use crate::process::{Process, ProcessId};
@@ -56,7 +57,7 @@ pub struct Launch<'a> {
     pub generation: u64,
     /// What the images of its disks stand on, by the disks' names; what other images stand on, they say
     /// themselves.
-    pub bases: &'a BTreeMap<String, PathBuf>,
+    pub bases: &'a BTreeMap<String, Base>,
 }
 
 /// Why a guest was not launched; nothing of it is left over, unless said otherwise.

@@ -33,4 +33,5 @@ mod tap;
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;
 pub use guest::Guest;
+pub use open_files::has_open;
 pub use qmp::Qmp;

@@ -3,7 +3,7 @@
 use nix::sys::stat::{major, minor};
 use std::fs::{self, DirEntry, File, Metadata};
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 /// More open files of one process than this are not looked at.
@@ -25,6 +25,21 @@ pub(crate) struct OpenFile {
 pub(crate) fn open_files(pid: i32) -> io::Result<impl Iterator<Item = io::Result<OpenFile>>> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd"))?.take(FILES_MAX);
     Ok(entries.filter_map(|entry| entry.map(OpenFile::of).transpose()))
+}
+
+/// Whether a process has this very file, or block device, open. That may be for reading only: QEMU does so
+/// while its guest cannot write.
+pub fn has_open(pid: i32, file: &Metadata) -> io::Result<bool> {
+    let is_it = |open: &Metadata| match file.file_type().is_block_device() {
+        true => open.file_type().is_block_device() && open.rdev() == file.rdev(),
+        false => (open.dev(), open.ino()) == (file.dev(), file.ino()),
+    };
+    for open in open_files(pid)? {
+        if is_it(open?.metadata()) {
+            return Ok(true);
+        }
+    }
+    Ok(false)
 }
 
 impl OpenFile {
@@ -85,6 +100,11 @@ mod tests {
         assert_eq!(ours.iter().filter(|file| file.is_written()).count(), 1);
         assert!(ours.iter().all(|file| file.open().is_ok()));
         assert!(open_files(-1).is_err());
-        drop((written, read));
+        let about = written.metadata().unwrap();
+        let pid = std::process::id() as i32;
+        drop(written);
+        assert!(has_open(pid, &about).unwrap());
+        drop(read);
+        assert!(!has_open(pid, &about).unwrap());
     }
 }

@@ -57,12 +57,6 @@ impl ProcessId {
     pub fn is_alive(&self) -> io::Result<bool> {
         Ok(Self::of(self.pid)?.as_ref() == Some(self))
     }
-
-    /// Whether the process has ended and its parent has not taken notice.
-    pub(crate) fn is_unreaped(&self) -> io::Result<bool> {
-        let stat = Stat::read(self.pid)?;
-        Ok(stat.is_some_and(|stat| stat.ended && stat.start_ticks == self.start_ticks))
-    }
 }
 
 impl Process {

@@ -5,12 +5,14 @@
 //! FOLDER/ID.manifest  what it is compared with while it comes
 //! ```
 
-use crate::disk::{Fetched, ImageDisk, ImageNotice, OpenImageError};
+use crate::disk::{Fetched, ImageDisk, ImageNotice, OpenImageError, Order};
+use crate::heat::pages_in_memory;
+use crate::manifest::STRIPE_BYTES;
 use crate::name::ImageId;
 use crate::repository::Repository;
 use longhaul_storage::disk::Disk as _;
 use longhaul_storage::files::{RealFiles, create_folder};
-use std::fs::{self, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
@@ -88,6 +90,21 @@ impl Bases {
         }
     }
 
+    /// The files of all images that are here as a whole. What cannot be looked at is not among them.
+    pub fn all_whole(&self) -> Vec<PathBuf> {
+        let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
+        let ids = entries.filter_map(|entry| Self::named(&entry.path()));
+        let whole = ids.filter(|id| matches!(self.whole(*id), Ok(Some(_))));
+        let mut paths: Vec<PathBuf> = whole.map(|id| self.path(id)).collect();
+        paths.sort();
+        paths
+    }
+
+    /// What of an image this host's guests use: stripes, and how many of their pages (of 4096 bytes) are in memory.
+    pub fn hot(&self, id: ImageId) -> io::Result<Vec<(u32, u32)>> {
+        pages_in_memory(&File::open(self.path(id))?, STRIPE_BYTES)
+    }
+
     /// Begins to bring an image: its file is there then, as long as it will be. Several may do so at
     /// once. While the store is away it is waited for so long.
     pub fn bring(
@@ -96,18 +113,29 @@ impl Bases {
         id: ImageId,
         patience: Duration,
     ) -> Result<Bringing, BringError> {
+        let trouble = Arc::new(Trouble::default());
+        let heard = trouble.clone();
+        let notify = move |notice| heard.hear(notice);
+        let disk = Arc::new(self.open(repository, id, patience, notify)?);
+        // It is new, so nothing is there.
+        let _ = trouble.disk.set(Arc::downgrade(&disk));
+        Ok(Bringing { disk, trouble })
+    }
+
+    /// Opens an image as a disk whose content comes.
+    pub(crate) fn open(
+        &self,
+        repository: Repository,
+        id: ImageId,
+        patience: Duration,
+        notify: impl Fn(ImageNotice) + Send + Sync + 'static,
+    ) -> Result<ImageDisk, BringError> {
         let files = |error| BringError::Files { id, error };
         create_folder(&RealFiles, &self.folder).map_err(files)?;
         // QEMU's account reads there.
         fs::set_permissions(&self.folder, Permissions::from_mode(0o755)).map_err(files)?;
-        let trouble = Arc::new(Trouble::default());
-        let heard = trouble.clone();
-        let notify = move |notice| heard.hear(notice);
         let disk = ImageDisk::open(repository, id, &self.folder, patience, notify)?;
-        let disk = Arc::new(disk);
-        // It is new, so nothing is there.
-        let _ = trouble.disk.set(Arc::downgrade(&disk));
-        Ok(Bringing { disk, trouble })
+        Ok(disk)
     }
 }
 
@@ -157,7 +185,7 @@ impl Bringing {
 
     /// What of that is known to be here, in bytes.
     pub fn here_bytes(&self) -> u64 {
-        let missing = u64::from(self.disk.missing()) * crate::STRIPE_BYTES;
+        let missing = u64::from(self.disk.missing()) * STRIPE_BYTES;
         self.content_bytes().saturating_sub(missing)
     }
 
@@ -166,11 +194,11 @@ impl Bringing {
         self.disk.read_bytes()
     }
 
-    /// Brings the rest. When it returns without an error all of the image is here, durably, was compared, and
+    /// Brings the rest, in this order. When it returns without an error all of the image is here, durably, was compared, and
     /// nobody writes to its file any more.
-    pub fn finish(&self) -> Result<(), BringError> {
+    pub fn finish(&self, order: &Order) -> Result<(), BringError> {
         let id = self.id();
-        let fetched = self.disk.fetch(&[]);
+        let fetched = self.disk.fetch(order);
         let files = |error| BringError::Files { id, error };
         if fetched.map_err(files)? == Fetched::All {
             return self.disk.seal().map_err(files);

@@ -5,6 +5,8 @@
 
 mod bases;
 mod disk;
+pub mod front;
+mod heat;
 mod import;
 mod manifest;
 mod marker;
@@ -17,7 +19,7 @@ mod stripe;
 mod verify;
 
 pub use bases::{Bases, BringError, Bringing};
-pub use disk::{Fetched, ImageDisk, ImageNotice, OpenImageError};
+pub use disk::{Fetched, ImageDisk, ImageNotice, OpenImageError, Order};
 pub use import::{ImportError, ImportOptions, ImportProgress, Imported, import};
 pub use manifest::{Manifest, ManifestError, SIZE_BYTES_MAX, STRIPE_BYTES, Stripe};
 pub use marker::Owner;

@@ -1,5 +1,6 @@
 //! How images and stripes are called: digests, and the names that people give to images.
 
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -59,8 +60,9 @@ impl FromStr for Digest {
     }
 }
 
-/// An image: the digest of its manifest.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+/// An image: the digest of its manifest. In files it is its text.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct ImageId(pub Digest);
 
 impl ImageId {
@@ -83,6 +85,20 @@ impl FromStr for ImageId {
 
     fn from_str(text: &str) -> Result<Self, NotADigest> {
         text.parse().map(Self)
+    }
+}
+
+impl TryFrom<String> for ImageId {
+    type Error = NotADigest;
+
+    fn try_from(text: String) -> Result<Self, NotADigest> {
+        text.parse()
+    }
+}
+
+impl From<ImageId> for String {
+    fn from(id: ImageId) -> Self {
+        id.to_string()
     }
 }
 

@@ -126,7 +126,12 @@ impl Repository {
         }
     }
 
-    /// The same, and makes it where there is none.
+    /// The repository in a store that was opened before: nothing is asked of it yet.
+    pub(crate) fn known(store: Arc<dyn Store>) -> Self {
+        Self { store }
+    }
+
+    /// Opens it, and makes it where there is none.
     pub fn open_or_make(store: Arc<dyn Store>) -> Result<Self, RepositoryError> {
         match Self::open(store.clone()) {
             Err(RepositoryError::None { .. }) => {

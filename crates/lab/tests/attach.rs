@@ -90,12 +90,12 @@ impl Script {
         guest.arena.wait_for_beat(LIMIT).unwrap();
         let workload = Workload {
             content: "mix".to_owned(),
-            arena_bytes: 32 << 20,
-            working_set_bytes: 8 << 20,
-            pages_per_s: 500,
+            arena_bytes: 16 << 20,
+            working_set_bytes: 4 << 20,
+            pages_per_s: 200,
             write_bytes: 512,
             writers: 2,
-            verify_pages_per_s: 100,
+            verify_pages_per_s: 50,
             seed: 7,
         };
         guest.arena.start(&workload, LIMIT).unwrap();

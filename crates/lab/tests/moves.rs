@@ -139,6 +139,7 @@ fn memory_above_4_gib_arrives() {
     let Some(stage) = Stage::new("above 4 GiB", ["10.0", "10.0"], LINK) else {
         return;
     };
+    // Linux takes the highest memory first: that is where the arena is.
     let mut large = tiny("large", Chipset::Q35, "10.0", 1);
     large.memory_mib = 5 * 1024;
     let mut guest = stage.boot(&large, BUSY);

@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{Agent, LIMIT};
+use common::{Agent, LIMIT, free_address};
 use longhaul_api::{Client, ClientError, ErrorCode, Operation, REQUEST_BYTES_MAX};
 use serde_json::Value;
 use std::io::{Read, Write};
@@ -242,12 +242,6 @@ fn too_much_and_garbage_end_the_connection_and_nothing_else() {
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-/// A port that is free now; the agent says so when somebody took it meanwhile.
-fn free_port() -> u16 {
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    listener.local_addr().unwrap().port()
-}
-
 #[test]
 fn over_tcp_there_is_tls_and_a_token() {
     use std::os::unix::fs::PermissionsExt;
@@ -255,11 +249,10 @@ fn over_tcp_there_is_tls_and_a_token() {
     let token = folder.path().join("token");
     std::fs::write(&token, format!("{TOKEN}\n")).unwrap();
     std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
-    let port = free_port();
+    let address = free_address();
     let agent = Agent::start_with(&format!(
-        "api.tcp = {{ listen = \"127.0.0.1:{port}\", token_file = {token:?} }}"
+        "api.tcp = {{ listen = {address:?}, token_file = {token:?} }}"
     ));
-    let address = format!("127.0.0.1:{port}");
     let certificate = agent.folder.path().join("state/api-certificate.pem");
     let ask = |address: &str, certificate: &std::path::Path, token: &std::path::Path| {
         common::command(std::path::Path::new("/nonexistent"))
@@ -288,8 +281,8 @@ fn over_tcp_there_is_tls_and_a_token() {
 
     // Another certificate than the one that was copied: nothing is sent.
     let other = Agent::start_with(&format!(
-        "api.tcp = {{ listen = \"127.0.0.1:{}\", token_file = {token:?} }}",
-        free_port()
+        "api.tcp = {{ listen = {:?}, token_file = {token:?} }}",
+        free_address()
     ));
     let others = other.folder.path().join("state/api-certificate.pem");
     let output = ask(&address, &others, &token);

@@ -3,7 +3,7 @@
 
 mod common;
 
-use common::{check, longhaul};
+use common::{check, free_address, longhaul};
 use longhaul_storage::disk::{ImageLock, ImageUse};
 use serde_json::Value;
 use std::fs::{self, File};
@@ -175,13 +175,12 @@ fn service(folder: &Path) -> Option<Service> {
         );
         return None;
     }
-    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
+    let address = free_address();
+    let (host, _) = address.split_once(':').unwrap();
+    let made = rcgen::generate_simple_self_signed([host.to_owned()]).unwrap();
     fs::write(folder.join("cert.pem"), made.cert.pem()).unwrap();
     fs::write(folder.join("key.pem"), made.signing_key.serialize_pem()).unwrap();
     fs::create_dir_all(folder.join("service/images")).unwrap();
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
-    let address = listener.local_addr().unwrap().to_string();
-    drop(listener);
     let child = Command::new(program)
         .args(["--config", "/dev/null", "serve", "s3"])
         .args(["--auth-key", "longhaul,0123456789", "--addr", &address])

@@ -27,12 +27,30 @@ pub struct Qcow2 {
 }
 
 /// A base image, which is a raw disk: the destination has it from its own repository.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
     /// Its id: the digest of its manifest.
     pub image: [u8; 32],
     /// Its length, in bytes.
     pub bytes: u64,
+    /// Whether the guest may run at the destination before all of it is there.
+    pub lazily: bool,
+    /// What of it the source's guests use: that comes first.
+    pub hot: Vec<Hot>,
+}
+
+/// Bytes of a stripe of a base image, of which the last one may be shorter.
+pub const STRIPE_BYTES: u64 = 256 << 10;
+/// Most pages (of 4096 bytes) that a stripe has.
+pub const STRIPE_PAGES: u8 = 64;
+
+/// A stripe of a base image that is used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hot {
+    /// Which one.
+    pub stripe: u32,
+    /// How many of its pages the source has in memory.
+    pub pages: u8,
 }
 
 /// A disk whose image travels with its guest.

@@ -27,5 +27,7 @@ pub const CPU_PROPERTIES_MAX: usize = 4096;
 pub const ACKNOWLEDGED_MAX: usize = 4096;
 /// Most entries of one part of the list of what is left of a disk.
 pub const REMAINING_MAX: usize = 1 << 16;
+/// Most stripes of base images that one offer names as hot, of all of its disks together.
+pub const HOT_STRIPES_MAX: usize = 1 << 16;
 /// Most ranges of blocks that one message says are wanted, or need not come.
 pub const RANGES_MAX: usize = 4096;

@@ -31,7 +31,8 @@
 //! A guest whose disks move with it is offered by `OfferDisks`; `Length` of images that grow, and parts of
 //! `List`, come before each `Complete`. From `Committed` on frames bring what the lists name, and the
 //! destination says `Missing`, `Want` and `Superseded`, until `AllPresent`; the source says `Unreadable`. That
-//! is over connections of their own, which begin with `Resume`.
+//! is over connections of their own, which begin with `Resume`. Where it was asked for, what came is compared before
+//! `AllPresent`: `VerifyRegion`, which is answered when all is there, and `Verified` once more.
 //!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
@@ -83,7 +84,7 @@ pub enum ToDestination {
         /// Length of the rest of QEMU's stream, in bytes, the early ones included.
         device_state_bytes: u32,
     },
-    /// Hash these chunks of a region as QEMU's RAM holds it.
+    /// Hash these chunks of a region as QEMU's RAM holds it, or the image of a disk.
     VerifyRegion {
         /// The region.
         region: RegionId,
@@ -92,7 +93,7 @@ pub enum ToDestination {
         /// Blocks per digest.
         blocks_per_digest: u32,
     },
-    /// Both copies are equal (or nobody asked): Ready may follow.
+    /// Both copies are equal: Ready may follow, or AllPresent.
     Verified,
     /// The source has released the guest for good: run it.
     Commit {
@@ -164,7 +165,7 @@ pub enum ToSource {
     },
     /// QEMU has loaded everything, and waits.
     Loaded,
-    /// The digests that were asked for.
+    /// The digests that were asked for; zeros for what the guest has written since it runs here.
     Digests {
         /// The region.
         region: RegionId,

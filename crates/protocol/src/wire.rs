@@ -3,11 +3,11 @@
 //! The version of what may be said is agreed in the Hello of a connection; [`VERSION`] is the
 //! newest that this code speaks.
 
-use crate::disk::Remaining;
+use crate::disk::{Base, Remaining, STRIPE_BYTES, STRIPE_PAGES};
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
-    DEVICES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX,
-    REMAINING_MAX,
+    DEVICES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, RANGES_MAX, REGION_BLOCKS_MAX,
+    REGIONS_MAX, REMAINING_MAX,
 };
 use crate::machine::Machine;
 use crate::message::{Acknowledgement, DisksOffer, Offer, ToDestination, ToSource};
@@ -143,14 +143,28 @@ impl DisksOffer {
         self.offer.check()?;
         let disks = self.disks.len() as u64;
         limit("the number of disks", disks, REGIONS_MAX as u64)?;
+        let bases = self.disks.iter().filter_map(|disk| disk.base.as_ref());
+        let hot = bases.map(|base| base.hot.len() as u64).sum();
+        limit("the number of hot stripes", hot, HOT_STRIPES_MAX as u64)?;
         self.disks.iter().try_for_each(|disk| {
             name("a disk's name", &disk.name)?;
             check_length(disk.image_bytes)?;
-            disk.base
-                .iter()
-                .try_for_each(|base| check_length(base.bytes))
+            disk.base.iter().try_for_each(check_base)
         })
     }
+}
+
+fn check_base(base: &Base) -> Result<(), WireError> {
+    check_length(base.bytes)?;
+    base.hot.iter().try_for_each(|hot| {
+        let behind = base.bytes.div_ceil(STRIPE_BYTES);
+        limit("a hot stripe", u64::from(hot.stripe) + 1, behind)?;
+        limit(
+            "the pages of a stripe",
+            hot.pages.into(),
+            STRIPE_PAGES.into(),
+        )
+    })
 }
 
 fn check_length(image_bytes: u64) -> Result<(), WireError> {
@@ -235,7 +249,8 @@ impl Message for Acknowledgement {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::disk::{List, Missing};
+    use crate::disk::{DiskFormat, Hot, List, Missing, OfferedDisk, Pulled};
+    use crate::guest::GuestDescription;
     use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
     use proptest::prelude::*;
 
@@ -368,6 +383,86 @@ mod tests {
             ranges: vec![BlockRange::new(REGION_BLOCKS_MAX, 1)],
         };
         assert!(matches!(encode(&far), Err(WireError::Limit { .. })));
+    }
+
+    /// An offer of a guest with disks on base images of 8 stripes and a bit, of which these are hot.
+    fn on_bases(hot: &[Vec<Hot>]) -> ToDestination {
+        let base = |hot: &Vec<Hot>| Base {
+            image: [7; 32],
+            bytes: 8 * STRIPE_BYTES + 1,
+            lazily: true,
+            hot: hot.clone(),
+        };
+        let disk = |hot| OfferedDisk {
+            region: RegionId(1),
+            name: "vda".to_owned(),
+            image_bytes: 1 << 20,
+            allocated_bytes: 1 << 16,
+            format: DiskFormat::Raw,
+            pulled: Pulled::Nothing,
+            base: Some(base(hot)),
+        };
+        let guest = GuestDescription {
+            name: "web".to_owned(),
+            machine: String::new(),
+            cpu: String::new(),
+            vcpus: 1,
+            memory_mib: 64,
+            firmware: None,
+            kernel: None,
+            disks: Vec::new(),
+            nics: Vec::new(),
+            channels: Vec::new(),
+            hardware: None,
+        };
+        let machine = Machine {
+            qemu: String::new(),
+            machine_type: String::new(),
+            accelerator: String::new(),
+            vcpus: 1,
+            ram_blocks: Default::default(),
+            devices: Default::default(),
+            cpu_properties: Default::default(),
+        };
+        let offer = Offer {
+            migration: MigrationId([1; 8]),
+            attempt: Attempt(1),
+            generation: Generation(0),
+            guest,
+            machine,
+            regions: Vec::new(),
+            digest_key: [5; 32],
+            paused: false,
+            verify: false,
+            patience_ms: 1,
+            early_release: false,
+        };
+        let disks = hot.iter().map(disk).collect();
+        ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks }))
+    }
+
+    #[test]
+    fn what_is_hot_of_base_images_keeps_to_its_limits() {
+        let hot = |stripe, pages| Hot { stripe, pages };
+        let good = on_bases(&[vec![hot(8, 64), hot(0, 1)]]);
+        let bytes = encode(&good).unwrap();
+        assert_eq!(decode(&bytes), Ok(good));
+        let seed = include_bytes!("../../../fuzz/seeds/message/offer-on-a-base");
+        assert_eq!(bytes, seed);
+        for over in [
+            vec![vec![hot(9, 1)]],
+            vec![vec![hot(1, 65)]],
+            // Of all disks together.
+            vec![vec![hot(1, 1); HOT_STRIPES_MAX / 2 + 1]; 2],
+        ] {
+            let over = on_bases(&over);
+            assert!(matches!(encode(&over), Err(WireError::Limit { .. })));
+            let bytes = postcard::to_stdvec(&over).unwrap();
+            let read = decode::<ToDestination>(&bytes);
+            assert!(matches!(read, Err(WireError::Limit { .. })));
+        }
+        let most = on_bases(&vec![vec![hot(8, 64); HOT_STRIPES_MAX / 2]; 2]);
+        assert!(encode(&most).is_ok());
     }
 
     #[test]

@@ -3,7 +3,7 @@
 
 use longhaul_codec::{Digest, Hasher};
 use longhaul_protocol::BLOCK_SIZE;
-use longhaul_storage::content::{ContentError, ContentIndex, PAGE_BYTES, Step};
+use longhaul_storage::content::{ContentError, ContentIndex, PAGE_BYTES, Step, Writes};
 use std::fs::{self, File, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -56,7 +56,11 @@ impl Setting {
 }
 
 fn index_all(index: &ContentIndex, path: &Path) {
-    let indexing = index.index(path).unwrap();
+    index_as(index, path, Writes::Seldom);
+}
+
+fn index_as(index: &ContentIndex, path: &Path, writes: Writes) {
+    let indexing = index.index(path, writes).unwrap();
     let done = indexing.run(100, &AtomicBool::new(false)).unwrap();
     assert_eq!(done, Step::Done);
 }
@@ -152,7 +156,7 @@ fn a_file_that_changed_is_thrown_away_and_never_gives_wrong_bytes() {
         assert_eq!(find(&index, number), None);
     }
     // A file that is cut off while it is read is no trouble.
-    let mut indexing = index.index(&path).unwrap();
+    let mut indexing = index.index(&path, Writes::Seldom).unwrap();
     OpenOptions::new()
         .write(true)
         .open(&path)
@@ -163,12 +167,56 @@ fn a_file_that_changed_is_thrown_away_and_never_gives_wrong_bytes() {
 }
 
 #[test]
+fn of_a_file_that_is_written_all_the_time_what_is_left_is_found() {
+    let setting = Setting::new();
+    let path = setting.file("disk", &[1, 2, 3, 0, 4]);
+    let index = setting.open();
+    index_as(&index, &path, Writes::Always);
+    // What it is to be taken for decides, not what it was taken for.
+    index_all(&index, &path);
+    index_as(&index, &path, Writes::Always);
+    let file = OpenOptions::new().write(true).open(&path).unwrap();
+    file.write_all_at(&block(7), BLOCK_SIZE as u64).unwrap();
+    file.write_all_at(&block(8), 5 * BLOCK_SIZE as u64).unwrap();
+    // It has grown, too.
+    assert!(!index.is_current(&path, Writes::Seldom));
+    assert!(index.is_current(&path, Writes::Always));
+    let is_found = |index: &ContentIndex| {
+        assert_eq!(find(index, 1), Some((path.clone(), 0)));
+        assert_eq!(find(index, 2), None);
+        assert_eq!(find(index, 3), Some((path.clone(), 2)));
+        assert_eq!(find(index, 7), None);
+    };
+    is_found(&index);
+    drop(index);
+    is_found(&setting.open());
+    // What was written since is found when it was read again; what has not changed, in between as well.
+    let index = setting.open();
+    index.read_again(&path).unwrap();
+    assert!(!index.is_current(&path, Writes::Always));
+    assert_eq!(find(&index, 3), Some((path.clone(), 2)));
+    index_as(&index, &path, Writes::Always);
+    assert!(index.is_current(&path, Writes::Always));
+    for (number, place) in [(1, 0), (7, 1), (3, 2), (4, 4), (8, 5)] {
+        assert_eq!(find(&index, number), Some((path.clone(), place)));
+    }
+    // Another file in its place is another file.
+    let other = setting.file("other", &[1, 9]);
+    fs::rename(&other, &path).unwrap();
+    assert!(!index.is_current(&path, Writes::Always));
+    drop(index);
+    let index = setting.open();
+    assert!(index.files().is_empty());
+    assert_eq!(find(&index, 1), None);
+}
+
+#[test]
 fn indexing_goes_on_where_it_was_left() {
     let setting = Setting::new();
     let numbers: Vec<u64> = (1..300).collect();
     let path = setting.file("disk", &numbers);
     let index = setting.open();
-    let mut indexing = index.index(&path).unwrap();
+    let mut indexing = index.index(&path, Writes::Seldom).unwrap();
     assert_eq!(indexing.step().unwrap(), Step::More);
     // Told to stop, it notes how far it is.
     assert_eq!(
@@ -180,7 +228,7 @@ fn indexing_goes_on_where_it_was_left() {
     assert_eq!(find(&index, 65), None);
     drop(index);
     let index = setting.open();
-    let mut indexing = index.index(&path).unwrap();
+    let mut indexing = index.index(&path, Writes::Seldom).unwrap();
     let mut steps = 0;
     while indexing.step().unwrap() == Step::More {
         steps += 1;
@@ -300,8 +348,12 @@ fn a_catalogue_that_is_torn_or_newer_begins_all_anew() {
 fn what_cannot_be_indexed_is_refused() {
     let setting = Setting::new();
     let index = setting.open();
-    let error = index.index(setting.folder.path()).unwrap_err();
+    let error = index
+        .index(setting.folder.path(), Writes::Seldom)
+        .unwrap_err();
     assert!(error.to_string().contains("not a plain file"), "{error}");
-    let error = index.index(Path::new("/nonexistent/disk")).unwrap_err();
+    let error = index
+        .index(Path::new("/nonexistent/disk"), Writes::Seldom)
+        .unwrap_err();
     assert!(error.to_string().contains("/nonexistent/disk"), "{error}");
 }

@@ -1,5 +1,7 @@
 //! The order in which what is left travels when the guest runs at the destination already: what was
-//! written most comes first, since it will be needed again soonest (paper 001, algorithm 3).
+//! written most comes first, since it will be needed again soonest (paper 001, algorithm 3). Of what was written as
+//! often the latest comes first: a guest that passes over its data again and again writes that over last, and what it
+//! writes over has come for nothing.
 
 use super::{BlockMap, Class, Heat};
 use crate::chunk;
@@ -16,7 +18,7 @@ const PAGES_MAX: usize = 1 << 14;
 pub(super) struct Drain {
     /// The rest of chunks that somebody waited for a part of.
     soon: VecDeque<u32>,
-    /// Chunks by decreasing count.
+    /// Chunks by decreasing count, then by the time of their last write, the latest first.
     order: Vec<u32>,
     next: usize,
 }
@@ -26,7 +28,8 @@ impl BlockMap {
     pub(crate) fn drain(&mut self) {
         let left = (0..self.pending.len()).filter(|chunk| self.pending[*chunk] != 0);
         let mut order: Vec<u32> = left.map(|chunk| chunk as u32).collect();
-        order.sort_by_key(|chunk| Reverse(self.written_blocks(*chunk as usize)));
+        let heat = |chunk: usize| (self.written_blocks(chunk), self.last_write(chunk));
+        order.sort_by_key(|chunk| Reverse(heat(*chunk as usize)));
         let soon = self.drain.take().unwrap_or_default().soon;
         self.drain = Some(Drain {
             soon,
@@ -40,6 +43,14 @@ impl BlockMap {
         match &self.heat {
             Heat::Passes => 0,
             Heat::Written { blocks, .. } => blocks.get(chunk).copied().unwrap_or(0),
+        }
+    }
+
+    /// Which write to the region was the last to a chunk; 0: none.
+    fn last_write(&self, chunk: usize) -> u32 {
+        match &self.heat {
+            Heat::Passes => 0,
+            Heat::Written { last, .. } => last.get(chunk).copied().unwrap_or(0),
         }
     }
 

@@ -59,6 +59,7 @@ impl Source {
     /// wanted first.
     pub fn handed_over(&mut self) {
         self.draining = true;
+        self.overwriting.begin(self.rhythm.is_in_next_burst());
         for region in self.regions.iter_mut().filter(|region| region.is_listed()) {
             region.map.drain();
         }
@@ -105,8 +106,27 @@ impl Source {
 
     /// These blocks need not come any more: the destination's guest has written or discarded them.
     pub fn superseded(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
-        self.region(region, range)?.map.superseded(range, false);
+        let map = &mut self.region(region, range)?.map;
+        let before = map.pending_total();
+        map.superseded(range, false);
+        let blocks = before - map.pending_total();
+        if self.draining {
+            self.overwriting.overwritten(blocks);
+        }
         Ok(())
+    }
+
+    /// Looks whether the guest overwrites what is left faster than it would come. To be told the time before
+    /// each [`Source::take`] of the drain.
+    pub fn look_at_drain(&mut self, now: Duration) {
+        let Some(link) = self.link.filter(|_| self.draining) else {
+            self.left_to_guest = false;
+            return;
+        };
+        let left = self.regions.iter().map(|it| it.map.pending_total()).sum();
+        let costs = &self.costs;
+        let fetch = |blocks| costs.fetch_time(blocks, link);
+        self.left_to_guest = self.overwriting.holds(now, left, fetch);
     }
 
     /// These blocks are holes: they are zero here, and need not travel where the region starts so.
@@ -129,7 +149,12 @@ impl Source {
         self.draining && !left && self.flights.is_empty()
     }
 
-    /// Whether what nobody waits for may go on: what somebody waits for should not wait long.
+    /// Whether what nobody waits for may go on.
+    pub(super) fn may_send_left(&self) -> bool {
+        !self.left_to_guest && self.has_room()
+    }
+
+    /// Whether there is room for what nobody waits for: what somebody waits for should not wait long.
     pub(super) fn has_room(&self) -> bool {
         let Some(link) = self.link else { return true };
         let fills = link.rate_bytes_per_s * (link.rtt + QUEUE).as_secs_f64();
@@ -139,7 +164,7 @@ impl Source {
     /// Takes what is left: what is wanted, or as much as there is room for of the rest.
     pub(super) fn take_left(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
         let wanted = self.pending(Class::Wanted) > 0;
-        if !wanted && !self.has_room() {
+        if !wanted && !self.may_send_left() {
             return;
         }
         for region in &mut self.regions {

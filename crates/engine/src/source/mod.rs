@@ -20,6 +20,7 @@ mod stopping;
 
 use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
+use crate::overwriting::Overwriting;
 use crate::predict::{Blocks, Costs, Written};
 use crate::share::Share;
 use crate::stop::{StopRule, Wish};
@@ -33,7 +34,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 pub use crate::block_map::Class;
-pub use crate::predict::{Downtime, Left, Link, Outpaced, Unseen};
+pub use crate::predict::{Downtime, Left, Link, Outpaced, Rhythm, Unseen};
 pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
@@ -126,6 +127,11 @@ pub struct Source {
     sync: Duration,
     /// Since when that alone is what the stop waits for.
     sync_waited_since: Option<Duration>,
+    /// How the guest writes what may be left behind, and overwrites what was.
+    rhythm: Rhythm,
+    overwriting: Overwriting,
+    /// What is left is left to the guest, which overwrites it.
+    left_to_guest: bool,
     hot_allowed: bool,
 }
 
@@ -145,6 +151,8 @@ struct Pass {
     read: bool,
     /// Whether the stop rule has judged it.
     judged: bool,
+    /// Whether the stop that it asked for was put off.
+    put_off: bool,
     started_at: Duration,
 }
 
@@ -194,6 +202,9 @@ impl Source {
             switch_overhead,
             sync: Duration::ZERO,
             sync_waited_since: None,
+            rhythm: Rhythm::default(),
+            overwriting: Overwriting::default(),
+            left_to_guest: false,
             hot_allowed: false,
         };
         let mut first = 0;
@@ -421,6 +432,7 @@ impl Source {
             bytes: self.costs.likely(left),
             work: self.costs.work(left),
             link: self.link,
+            rhythm: self.rhythm,
         }
     }
 

@@ -35,6 +35,8 @@ pub(super) struct Region {
     pub(super) taken_blocks: u64,
     /// Only what somebody waits for is read.
     pub(super) held_back: bool,
+    /// Blocks that writes were reported of, one by one; as often as that was.
+    pub(super) written_blocks: u64,
     reports: Reports,
 }
 
@@ -85,6 +87,7 @@ impl Region {
             strategy,
             taken_blocks: 0,
             held_back: false,
+            written_blocks: 0,
             reports,
         }
     }
@@ -148,6 +151,9 @@ impl Region {
     pub(super) fn written(&mut self, range: BlockRange, pass: Option<u32>, still: bool) -> u64 {
         if self.strategy.promise == Promise::Nothing {
             return 0;
+        }
+        if self.is_written_late() {
+            self.written_blocks += range.count;
         }
         let waits = self.strategy.before == Before::UntilStopRule && !still;
         match &mut self.reports {

@@ -24,6 +24,11 @@ pub enum Advice {
 /// Passes do not follow each other faster than this: each costs the source's QEMU a search for
 /// written pages.
 const PASS_MIN: Duration = Duration::from_millis(20);
+/// Nor while something else is waited for than what they report.
+const PASS_WAITING: Duration = Duration::from_millis(100);
+/// Nor while the guest is to write its disks first, which may take a while: what each pass finds is sent. It is found sooner
+/// when the stop would take too long without.
+const PASS_BEFORE_BURST: Duration = Duration::from_secs(1);
 
 /// So long the stop waits for a destination whose disks are slow to take what has come.
 const SYNC_PATIENCE: Duration = Duration::from_secs(60);
@@ -38,8 +43,12 @@ impl Source {
     /// What should happen next.
     pub fn advise(&mut self, now: Duration) -> Advice {
         if self.frozen {
+            self.look_at_drain(now);
             return self.advise_frozen();
         }
+        let listed = self.regions.iter().filter(|region| region.is_listed());
+        let written = listed.map(|region| region.written_blocks).sum();
+        self.rhythm.look(now, written);
         let in_step = self.follow_mirrors();
         if self.sendable() {
             self.background_held = false;
@@ -61,7 +70,7 @@ impl Source {
         let open = !self.closed && self.regions.iter().any(late);
         if self.draining {
             let wanted = self.pending(Class::Wanted) > 0;
-            let left = self.pending_blocks() > 0 && self.has_room();
+            let left = self.pending_blocks() > 0 && self.may_send_left();
             return match wanted || left {
                 true => Advice::Send,
                 false => Advice::Wait,
@@ -107,26 +116,45 @@ impl Source {
         }
         self.hot_allowed = false;
         let known = self.pass.unseen.is_some() || self.written.lately().is_some();
-        if known && fits {
+        let before_burst = known && fits && self.waits_for_burst(now);
+        if known && fits && !before_burst {
             return match self.waiting_helps() {
                 true => Advice::Wait,
                 false => Advice::Stop(StopReason::WithinLimit),
             };
         }
-        let waits = known && self.waits_for_disks(now, predicted, limit);
-        if known && !waits && !self.pass.judged {
+        let waits = known && !before_burst && self.waits_for_disks(now, predicted, limit);
+        if known && !before_burst && !waits && !self.pass.judged {
             self.pass.judged = true;
             let after = self.after_pass(now, predicted);
             if let Some(reason) = self.stop.pass(&after) {
-                return Advice::Stop(reason);
+                self.pass.put_off = rule == Rule::Predicted && self.waits_for_burst(now);
+                if !self.pass.put_off {
+                    return Advice::Stop(reason);
+                }
             }
         }
-        let young = now.saturating_sub(self.pass.started_at) < PASS_MIN;
+        let pause = match before_burst {
+            true => PASS_BEFORE_BURST,
+            false if waits || self.pass.put_off => PASS_WAITING,
+            false => PASS_MIN,
+        };
+        let young = now.saturating_sub(self.pass.started_at) < pause;
         if young {
             Advice::Wait
         } else {
             Advice::ReadPass
         }
+    }
+
+    /// Whether the guest is about to write anew what it would have to fetch if it went now.
+    fn waits_for_burst(&mut self, now: Duration) -> bool {
+        let Some(link) = self.link else { return false };
+        let listed = self.regions.iter().filter(|region| region.is_listed());
+        let left: u64 = listed.map(|region| region.map.pending_total()).sum();
+        let costs = &self.costs;
+        let fetch = |written: u64| costs.fetch_time(written.min(left), link);
+        self.rhythm.waits(now, fetch)
     }
 
     /// Whether nothing keeps the guest from being stopped but the destination's disks. That passes: what

@@ -5,6 +5,7 @@
 //! may be asked for again when it is not known whether they were done.
 
 mod backing;
+pub mod base;
 mod find;
 mod graph;
 mod nodes;

@@ -67,6 +67,7 @@ impl Processes {
             name: ExportName::new(NAME.to_owned()).unwrap(),
             qemu_uid: None,
             arriving: false,
+            fetched: None,
         };
         let folder = FrontFolder::create(&path, &spec).unwrap();
         let front = Front {

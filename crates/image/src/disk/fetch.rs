@@ -1,13 +1,14 @@
 //! Getting what has not come of an image, in the background.
 
 use super::ImageDisk;
+use super::order::{Order, Round};
 use crate::bases::sealed;
 use crate::manifest::Stripe;
 use nix::errno::Errno;
 use std::fs::Permissions;
 use std::io;
 use std::os::unix::fs::PermissionsExt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
@@ -28,24 +29,22 @@ pub enum Fetched {
 }
 
 impl ImageDisk {
-    /// Fetches all that has not come: first these stripes, in this order, then the others. It
+    /// Fetches all that has not come, in this order, and then what it does not name. It
     /// returns when all has come or was tried, and lets reads go first.
-    ///
-    /// The order says what is likely to be read soon. What it holds that is not a stripe of the
-    /// image is left out.
-    pub fn fetch(&self, hot: &[u32]) -> io::Result<Fetched> {
-        let count = self.manifest.stripe_count();
-        let next = AtomicUsize::new(0);
-        let work = || {
-            while !self.has_ended() {
-                let place = next.fetch_add(1, Ordering::Relaxed);
-                let index = match hot.get(place) {
-                    Some(index) => *index,
-                    None => match u32::try_from(place - hot.len()) {
-                        Ok(index) if index < count => index,
-                        Ok(_) | Err(_) => break,
-                    },
-                };
+    pub fn fetch(&self, order: &Order) -> io::Result<Fetched> {
+        self.fetch_while(order, || true)
+    }
+
+    /// The same as long as there is a point in it.
+    pub(crate) fn fetch_while(
+        &self,
+        order: &Order,
+        go_on: impl Fn() -> bool + Sync,
+    ) -> io::Result<Fetched> {
+        let round = Round::new(order, self.manifest.stripe_count());
+        let work = &|| {
+            while !self.has_ended() && go_on() {
+                let Some(index) = round.next() else { break };
                 let Stripe::Stored(digest) = self.manifest.stripe(index) else {
                     continue;
                 };

@@ -7,9 +7,11 @@
 mod claim;
 mod fetch;
 mod open;
+mod order;
 
 pub use fetch::Fetched;
 pub use open::OpenImageError;
+pub use order::Order;
 
 use crate::manifest::{Manifest, STRIPE_BYTES, Stripe, length};
 use crate::name::{Digest, ImageId};
@@ -32,6 +34,9 @@ use std::time::{Duration, Instant};
 /// Time between the first two tries of a store that is away; it doubles up to the second.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LAST: Duration = Duration::from_secs(5);
+
+/// How long another process is waited for that is fetching the same.
+const CLAIM_PATIENCE: Duration = Duration::from_secs(60);
 
 /// What whoever owns such a disk should know.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,6 +138,19 @@ impl ImageDisk {
         self.read_bytes.load(Ordering::Relaxed)
     }
 
+    /// Whether all of a range is known to be here.
+    pub fn has(&self, range: Range<u64>) -> bool {
+        // An image is at most 4 Mi stripes long.
+        let stripes = (range.start / STRIPE_BYTES) as u32..range.end.div_ceil(STRIPE_BYTES) as u32;
+        let mut stripes = stripes.take_while(|index| *index < self.manifest.stripe_count());
+        stripes.all(|index| self.manifest.stripe(index) == Stripe::Hole || self.is_here(index))
+    }
+
+    /// What waits for stripes that have not come, but for the background.
+    pub fn waiting(&self) -> usize {
+        self.waiting.load(Ordering::Acquire)
+    }
+
     /// Ends what waits for the store: such reads fail with `EIO`, and [`Self::fetch`] returns.
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
@@ -225,8 +243,8 @@ impl ImageDisk {
             return Ok(Arc::new(content));
         }
         // Another process may be fetching it into the same file, or have done so just now.
-        let _claim =
-            elsewhere(|| Claim::wait(&self.file, index, self.patience, || self.has_ended()));
+        let patience = self.patience.min(CLAIM_PATIENCE);
+        let _claim = elsewhere(|| Claim::wait(&self.file, index, patience, || self.has_ended()));
         if self.kept(&range, digest, &mut content) {
             self.note_here(index);
             return Ok(Arc::new(content));

@@ -63,8 +63,11 @@ impl ImageDisk {
             .truncate(false)
             .open(&path);
         let file = file.map_err(failed(&path))?;
-        // One that was cut off, or is new, is all hole behind its end.
-        file.set_len(manifest.size_bytes()).map_err(failed(&path))?;
+        let length = file.metadata().map_err(failed(&path))?.len();
+        // One that was cut off, or is new, is all hole behind its end. One that is whole must not look written to.
+        if length != manifest.size_bytes() {
+            file.set_len(manifest.size_bytes()).map_err(failed(&path))?;
+        }
         let states = (0..manifest.stripe_count()).map(|_| AtomicU8::new(UNKNOWN));
         Ok(Self {
             id,

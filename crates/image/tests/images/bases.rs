@@ -2,7 +2,7 @@
 
 use crate::common::{PATIENCE, STRIPE, Told, stripe, wait_until};
 use longhaul_image::store::{Key, Store};
-use longhaul_image::{Bases, BringError, Digest, ImageId};
+use longhaul_image::{Bases, BringError, Digest, ImageId, Order};
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
@@ -22,7 +22,7 @@ fn content() -> Vec<u8> {
 
 fn bring(told: &Told, id: ImageId, patience: Duration) -> Result<u64, BringError> {
     let bringing = bases(told).bring(told.repository.clone(), id, patience)?;
-    bringing.finish()?;
+    bringing.finish(&Order::default())?;
     Ok(bringing.read_bytes())
 }
 
@@ -42,7 +42,7 @@ fn an_image_that_was_brought_is_whole_and_is_written_by_nobody() {
     assert_eq!(bringing.size_bytes(), length);
     assert_eq!(fs::metadata(&path).unwrap().len(), length);
     assert_eq!(bases.whole(id).unwrap(), None, "nothing of it is here");
-    bringing.finish().unwrap();
+    bringing.finish(&Order::default()).unwrap();
     assert_eq!(bases.whole(id).unwrap(), Some(length));
     assert!(fs::read(&path).unwrap() == content());
     assert_eq!(bringing.here_bytes(), bringing.content_bytes());
@@ -114,7 +114,7 @@ fn two_who_bring_the_same_image_fetch_it_once_and_one_can_be_ended() {
     told.store.set(|mood| mood.held = true);
     let waits = thread::spawn({
         let ended = ended.clone();
-        move || ended.finish().unwrap_err().to_string()
+        move || ended.finish(&Order::default()).unwrap_err().to_string()
     });
     told.store.wait_for_waiting(3);
     ended.end();
@@ -124,7 +124,9 @@ fn two_who_bring_the_same_image_fetch_it_once_and_one_can_be_ended() {
 
     told.store.set(|mood| mood.asked.clear());
     fs::remove_file(bases.path(id)).unwrap();
-    let finish = |one: Arc<longhaul_image::Bringing>| thread::spawn(move || one.finish().unwrap());
+    let finish = |one: Arc<longhaul_image::Bringing>| {
+        thread::spawn(move || one.finish(&Order::default()).unwrap())
+    };
     let both = [begin(), begin()].map(finish);
     both.into_iter().for_each(|one| one.join().unwrap());
     wait_until(|| bases.whole(id).unwrap().is_some());

@@ -2,7 +2,7 @@
 
 use crate::common::{PATIENCE, STRIPE, Told, stripe, wait_until};
 use longhaul_image::store::Key;
-use longhaul_image::{Digest, Fetched, ImageDisk, ImageId, ImageNotice, STRIPE_BYTES};
+use longhaul_image::{Digest, Fetched, ImageDisk, ImageId, ImageNotice, Order, STRIPE_BYTES};
 use longhaul_storage::disk::{Disk, Extent};
 use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -130,9 +130,11 @@ fn the_background_goes_by_the_hints_and_lets_reads_go_first() {
     let opened = open(&told, id);
     let disk = &opened.disk;
     told.store.set(|mood| mood.held = true);
+    // One does not exist.
+    let order = Order::default();
+    order.add([(9, 6), (7, 5), (1 << 30, 4), (5, 3), (11, 2), (0, 1)]);
     thread::scope(|scope| {
-        // Some are named twice, or do not exist.
-        let background = scope.spawn(|| disk.fetch(&[9, 7, 1 << 30, 5, 11, 9, 0]).unwrap());
+        let background = scope.spawn(|| disk.fetch(&order).unwrap());
         let mut first = told.store.wait_for_waiting(3);
         first.truncate(3);
         assert!(
@@ -163,7 +165,7 @@ fn a_whole_file_is_the_disk_and_its_holes_are_holes() {
     let text = format!("a{}b", " ".repeat(100));
     let id = told.import(&text);
     let opened = open(&told, id);
-    assert_eq!(opened.disk.fetch(&[]).unwrap(), Fetched::All);
+    assert_eq!(opened.disk.fetch(&Order::default()).unwrap(), Fetched::All);
     let path = cache(&told).join(format!("{id}.raw"));
     assert_eq!(fs::read(&path).unwrap(), content(&text));
     assert!(fs::metadata(&path).unwrap().blocks() * 512 <= 3 * STRIPE_BYTES);
@@ -173,7 +175,10 @@ fn a_whole_file_is_the_disk_and_its_holes_are_holes() {
 fn a_file_that_was_damaged_costs_a_fetch_and_gives_no_wrong_bytes() {
     let told = Told::new();
     let id = told.import("abcde");
-    assert_eq!(open(&told, id).disk.fetch(&[]).unwrap(), Fetched::All);
+    assert_eq!(
+        open(&told, id).disk.fetch(&Order::default()).unwrap(),
+        Fetched::All
+    );
     let path = cache(&told).join(format!("{id}.raw"));
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     // One is torn, one is gone, the last one is cut off.
@@ -244,7 +249,10 @@ fn when_patience_ends_or_the_disk_a_read_fails_and_can_be_tried_again() {
             ImageNotice::Failed { offset: 0, .. }
         ]
     ));
-    assert_eq!(opened.disk.fetch(&[]).unwrap(), Fetched::Failed(2));
+    assert_eq!(
+        opened.disk.fetch(&Order::default()).unwrap(),
+        Fetched::Failed(2)
+    );
     told.store.set(|mood| mood.away = false);
     assert_eq!(read(&opened.disk, 0, 1).unwrap(), b"a");
 
@@ -253,7 +261,7 @@ fn when_patience_ends_or_the_disk_a_read_fails_and_can_be_tried_again() {
     let begin = Instant::now();
     thread::scope(|scope| {
         let reader = scope.spawn(|| read(&opened.disk, STRIPE, 1).unwrap_err());
-        let background = scope.spawn(|| opened.disk.fetch(&[]).unwrap());
+        let background = scope.spawn(|| opened.disk.fetch(&Order::default()).unwrap());
         wait_until(|| !opened.notices().is_empty());
         opened.disk.end();
         assert_eq!(reader.join().unwrap().raw_os_error(), Some(EIO));
@@ -286,5 +294,8 @@ fn a_stripe_that_is_damaged_or_missing_fails_at_once_by_itself() {
         })
         .collect();
     assert_eq!(offsets, [0, STRIPE_BYTES]);
-    assert_eq!(opened.disk.fetch(&[]).unwrap(), Fetched::Failed(2));
+    assert_eq!(
+        opened.disk.fetch(&Order::default()).unwrap(),
+        Fetched::Failed(2)
+    );
 }

@@ -6,9 +6,10 @@ use longhaul_image::store::{Key, S3Store, Store, StoreError};
 use longhaul_image::{ImageDisk, ImageNotice, Repository, RepositoryError};
 use longhaul_storage::disk::Disk;
 use std::fs;
-use std::net::{TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpStream};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread;
 use tempfile::TempDir;
@@ -32,9 +33,17 @@ fn program() -> Option<PathBuf> {
     None
 }
 
+/// An address on this machine that is the caller's alone, also while nobody listens there.
+fn free_address() -> SocketAddr {
+    static NEXT: AtomicU16 = AtomicU16::new(20_000);
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    let host = Ipv4Addr::new(127, high, middle, low);
+    (host, NEXT.fetch_add(1, Ordering::Relaxed)).into()
+}
+
 struct Server {
     child: Child,
-    port: u16,
+    address: SocketAddr,
     folder: TempDir,
 }
 
@@ -43,27 +52,22 @@ impl Server {
         let program = program()?;
         let folder = tempfile::tempdir().unwrap();
         fs::create_dir(folder.path().join("images")).unwrap();
-        // Somebody else may take it before the server does.
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let child = Self::spawn(&program, port, &folder);
+        let address = free_address();
+        let child = Self::spawn(&program, address, &folder);
         let mut server = Self {
             child,
-            port,
+            address,
             folder,
         };
         server.wait();
         Some(server)
     }
 
-    fn spawn(program: &PathBuf, port: u16, folder: &TempDir) -> Child {
+    fn spawn(program: &PathBuf, address: SocketAddr, folder: &TempDir) -> Child {
         Command::new(program)
             .args(["--config", "/dev/null", "serve", "s3"])
             .args(["--auth-key", &format!("{ACCESS},{SECRET}")])
-            .args(["--addr", &format!("127.0.0.1:{port}")])
+            .args(["--addr", &address.to_string()])
             .arg(folder.path())
             .stdout(Stdio::null())
             .stderr(Stdio::null())
@@ -72,7 +76,7 @@ impl Server {
     }
 
     fn wait(&mut self) {
-        wait_until(|| TcpStream::connect(("127.0.0.1", self.port)).is_ok());
+        wait_until(|| TcpStream::connect(self.address).is_ok());
         assert!(self.child.try_wait().unwrap().is_none(), "it has ended");
     }
 
@@ -82,12 +86,12 @@ impl Server {
     }
 
     fn restart(&mut self) {
-        self.child = Self::spawn(&program().unwrap(), self.port, &self.folder);
+        self.child = Self::spawn(&program().unwrap(), self.address, &self.folder);
         self.wait();
     }
 
     fn store_with(&self, place: &str, secret: &str) -> Arc<dyn Store> {
-        let endpoint = format!("http://127.0.0.1:{}", self.port);
+        let endpoint = format!("http://{}", self.address);
         let store = S3Store::at(place.parse().unwrap(), &endpoint, ACCESS, secret);
         Arc::new(store.unwrap())
     }

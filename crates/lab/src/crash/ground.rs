@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 /// What is waited for gets this long, on however slow a machine.
-pub(super) const LIMIT: Duration = Duration::from_secs(120);
+pub(super) const LIMIT: Duration = Duration::from_secs(300);
 const LINK: &str = "400mbit,4ms";
 /// So small that a move takes a second.
 const MEMORY_MIB: u64 = 128;

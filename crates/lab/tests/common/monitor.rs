@@ -8,7 +8,7 @@ use std::path::Path;
 use std::time::Duration;
 
 /// An answer comes within this, on however slow a machine.
-const LIMIT: Duration = Duration::from_secs(120);
+const LIMIT: Duration = Duration::from_secs(300);
 
 /// A client of QEMU's control socket that waits for each answer.
 pub(crate) struct Monitor(BufReader<UnixStream>);

@@ -1,13 +1,22 @@
 //! A disk that stands on a base image, which both hosts have from a repository.
 
 use crate::stage::{GUEST, LIMIT, OnBase, Room, Stage};
-use longhaul_api::Report;
+use longhaul_api::{BaseChoice, DiskReport, Report};
 use longhaul_lab::process::wait_until;
+use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use serde_json::{Value, json};
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::io::Write;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
+use std::time::Duration;
 
+/// Bytes of a stripe of a base image.
+const STRIPE: usize = 256 << 10;
 /// What the guest has written to that disk: a byte, where, and how much.
 const WRITTEN: (u8, u64, u64) = (9, 1 << 20, 100 << 10);
 
@@ -17,8 +26,12 @@ fn base_of(stage: &Stage, host: usize) -> PathBuf {
 }
 
 fn moves(stage: &Stage, from: usize, how: &str) -> Report {
+    moves_with(stage, from, how, "whole")
+}
+
+fn moves_with(stage: &Stage, from: usize, how: &str, base: &str) -> Report {
     let to = stage.lab.host(1 - from).unwrap();
-    let words = ["--disks", how, "--verify"];
+    let words = ["--disks", how, "--base", base, "--verify"];
     let moving = stage.product.migrate(from, GUEST, to, &words).unwrap();
     let finished = moving.finish(LIMIT).unwrap();
     assert!(finished.completed(), "{}\n{}", finished.why(), stage.logs());
@@ -90,9 +103,65 @@ impl Drop for Away {
     }
 }
 
+/// Does something while the first host has nothing of its base image in memory but these stripes, which the guest has read.
+fn while_used<T>(stage: &Stage, stripes: &[usize], does: impl FnOnce() -> T) -> T {
+    let file = File::open(base_of(stage, 0)).unwrap();
+    posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+    for stripe in stripes {
+        let said = stage.io_of_guest(0, &format!("read {} 65536", stripe * STRIPE));
+        assert!(said.contains("read 65536/65536"), "{said}");
+    }
+    // A host may take back what is seldom used.
+    let (done, is_done) = mpsc::channel::<()>();
+    let keep = move || {
+        while is_done.recv_timeout(Duration::from_millis(20)) == Err(RecvTimeoutError::Timeout) {
+            for stripe in stripes {
+                let mut read = vec![0; 64 << 10];
+                let at = (stripe * STRIPE) as u64;
+                file.read_exact_at(&mut read, at).unwrap();
+            }
+        }
+    };
+    thread::scope(|scope| {
+        scope.spawn(keep);
+        let result = does();
+        drop(done);
+        result
+    })
+}
+
+/// Stripes of a repository that are something else, by their places in it, and what they were.
+struct Damage(Vec<(PathBuf, Vec<u8>)>);
+
+impl Damage {
+    /// Of an image without holes.
+    fn all_but(repository: &Path, id: &str, but: &[usize]) -> Self {
+        let manifest = fs::read(repository.join("images").join(id)).unwrap();
+        let stripes = OnBase::BYTES / STRIPE;
+        let digests = manifest[16 + stripes.div_ceil(8)..].chunks(32).enumerate();
+        let wrong = digests.filter(|(n, _)| !but.contains(n));
+        let good = wrong.map(|(_, digest)| {
+            let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+            let place = Path::new("stripes").join(&digest[..2]).join(digest);
+            let path = repository.join(&place);
+            let good = fs::read(&path).unwrap();
+            fs::write(&path, "something else").unwrap();
+            (place, good)
+        });
+        Self(good.collect())
+    }
+
+    /// Puts back what was there, wherever the repository is now.
+    fn mend(self, repository: &Path) {
+        for (place, good) in self.0 {
+            fs::write(repository.join(place), good).unwrap();
+        }
+    }
+}
+
 #[test]
 fn a_disk_on_a_base_image_moves_without_it() {
-    let Some(stage) = Stage::on_a_base("10.0", "400mbit,2ms") else {
+    let Some(mut stage) = Stage::on_a_base("10.0", "400mbit,2ms") else {
         return;
     };
     let (byte, at, bytes) = WRITTEN;
@@ -119,25 +188,21 @@ fn a_disk_on_a_base_image_moves_without_it() {
     let away = Away::take(repository.join("images").join(&id));
     assert!(does_not(&stage).contains("cannot have the base image"));
     drop(away);
-    // A stripe of it is something else.
-    let stripes = fs::read_dir(repository.join("stripes")).unwrap();
-    let folder = stripes.map(|folder| folder.unwrap().path()).max().unwrap();
-    let stripe = fs::read_dir(folder)
-        .unwrap()
-        .next()
-        .unwrap()
-        .unwrap()
-        .path();
-    let good = fs::read(&stripe).unwrap();
-    fs::write(&stripe, "something else").unwrap();
-    let why = does_not(&stage);
+    // All of it is something else but what the guest has read.
+    let hot = [0, 9];
+    let damage = Damage::all_but(&repository, &id, &hot);
+    let why = while_used(&stage, &hot, || does_not(&stage));
     assert!(
         why.contains("does not come") && why.contains(&fetch),
         "{why}"
     );
     let log = fs::read_to_string(stage.product.agent(1).unwrap().log()).unwrap();
     assert!(log.contains("is damaged"), "{log}");
-    fs::write(&stripe, good).unwrap();
+    damage.mend(&repository);
+    let came = fs::read(base_of(&stage, 1)).unwrap();
+    for (n, (came, good)) in came.chunks(STRIPE).zip(content.chunks(STRIPE)).enumerate() {
+        assert_eq!(came == good, hot.contains(&n), "stripe {n}");
+    }
     // Lyon's own is not what it was, or may not be.
     let base = base_of(&stage, 0);
     fs::set_permissions(&base, fs::Permissions::from_mode(0o644)).unwrap();
@@ -148,7 +213,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     let there = moves(&stage, 0, "precopy");
     let base = there.disks.iter().find_map(|disk| disk.base.clone());
     assert_eq!(base, Some(id));
-    // What came before the bad stripe was found is not fetched again.
+    // What came before a bad stripe was found is not fetched again.
     let read = there.repository_bytes.unwrap();
     assert!((100 << 10..4 << 20).contains(&read), "{read}");
     let travelled = there.disks.iter().find(|disk| disk.name == "vdb").unwrap();
@@ -156,7 +221,111 @@ fn a_disk_on_a_base_image_moves_without_it() {
     assert!(fs::read(base_of(&stage, 1)).unwrap() == content);
     stands_on_its_own(&stage, 1);
     reads_right(&stage, 1);
-    stage.judge(1);
+    comes_behind_the_guest(&mut stage);
+    stage.judge(0);
+}
+
+/// What this host says of how far the guest's base image has come.
+fn coming(stage: &Stage, host: usize) -> String {
+    let guest = stage.product.guest(host, GUEST).unwrap();
+    guest.unwrap().coming.unwrap_or_default()
+}
+
+/// All of the base image has come, and nothing stands between it and the guest any more.
+fn is_settled(stage: &Stage, host: usize) {
+    let folder = stage.state(host).join("coming");
+    let left = || fs::read_dir(&folder).map_or(0, Iterator::count);
+    assert!(wait_until(LIMIT, || left() == 0), "{}", stage.logs());
+    assert_eq!(coming(stage, host), "");
+    let mode = fs::metadata(base_of(stage, host)).unwrap().permissions();
+    assert_eq!(mode.mode() & 0o777, 0o444);
+    for part in ["base", "supervise"] {
+        assert!(stage.fronts_of(host, part).is_empty(), "{part}");
+    }
+    stands_on_its_own(stage, host);
+}
+
+/// The guest goes back to the first host, which has nothing of the base image any more, and is not given most of it.
+fn comes_behind_the_guest(stage: &mut Stage) {
+    let OnBase {
+        id,
+        content,
+        repository,
+    } = stage.on_base.clone().unwrap();
+    // Once it is here, there is no room for it.
+    let bases = stage.state(0).join("bases");
+    fs::rename(&bases, bases.with_extension("gone")).unwrap();
+    let room = Room::make(&bases, "72m");
+    let damage = Damage::all_but(&repository, &id, &[0, 9]);
+    let moved = moves_with(stage, 1, "precopy", "lazy");
+    let lazy = |disk: &DiskReport| disk.base_choice == Some(BaseChoice::Lazy);
+    assert!(moved.disks.iter().any(lazy), "{:?}", moved.disks);
+    says(stage, &["is damaged"]);
+    reads_pattern(stage);
+    // What cannot be had is refused, and nothing else.
+    let said = stage.io_of_guest(0, &format!("read {} 4096", 3 * STRIPE));
+    assert!(said.contains("Input/output error"), "{said}");
+    stage.goes_on();
+    // Its server is killed, and then the agent and both.
+    kill_parts(stage, &["base"]);
+    reads_pattern(stage);
+    stage.product.agent_mut(0).unwrap().kill().unwrap();
+    kill_parts(stage, &["supervise", "base"]);
+    let host = stage.lab.host(0).unwrap();
+    stage.product.agent_mut(0).unwrap().restart(host).unwrap();
+    reads_pattern(stage);
+    // The repository is away: who reads what is missing waits, and goes on by himself.
+    let away = Away::take(repository);
+    damage.mend(&away.1);
+    thread::scope(|scope| {
+        let at = 5 * STRIPE + 4096;
+        let stage = &*stage;
+        let waits = scope.spawn(move || stage.io_of_guest(0, &format!("read {at} 4096")));
+        says(stage, &["1 read waits", "cannot be reached"]);
+        assert!(!waits.is_finished());
+        let full = fill(&bases);
+        drop(away);
+        // What cannot be kept is given to the guest all the same.
+        let said = waits.join().unwrap();
+        assert!(said.contains("read 4096/4096"), "{said}");
+        says(stage, &["cannot be kept"]);
+        fs::remove_file(full).unwrap();
+    });
+    is_settled(stage, 0);
+    assert!(fs::read(base_of(stage, 0)).unwrap() == content);
+    reads_right(stage, 0);
+    stage.goes_on();
+    drop(room);
+}
+
+/// The first host says all of this of the base image that comes there.
+fn says(stage: &Stage, what: &[&str]) {
+    let said = || what.iter().all(|what| coming(stage, 0).contains(what));
+    assert!(wait_until(LIMIT, said), "{}", coming(stage, 0));
+}
+
+/// Leaves no room in a folder; the file that takes it.
+fn fill(folder: &Path) -> PathBuf {
+    let path = folder.join("full");
+    let mut file = File::create(&path).unwrap();
+    let piece = vec![1; 4096];
+    while file.write_all(&piece).is_ok() {}
+    path
+}
+
+fn reads_pattern(stage: &Stage) {
+    let (byte, bytes) = OnBase::PATTERN;
+    let said = stage.io_of_guest(0, &format!("read -P {byte} 0 {bytes}"));
+    assert!(said.contains(&format!("read {bytes}/{bytes}")), "{said}");
+}
+
+/// Kills the processes of front ends on the first host that do these parts.
+fn kill_parts(stage: &Stage, parts: &[&str]) {
+    for part in parts {
+        let found = stage.fronts_of(0, part);
+        assert_eq!(found.len(), 1, "{part}");
+        kill(Pid::from_raw(found[0]), Signal::SIGKILL).unwrap();
+    }
 }
 
 #[test]
@@ -166,8 +335,8 @@ fn a_disk_on_a_base_image_comes_back_and_starts_anew() {
     };
     let (byte, at, bytes) = WRITTEN;
     stage.io_of_guest(0, &format!("write -P {byte} {at} {bytes}"));
-    moves(&stage, 0, "mirror");
-    stands_on_its_own(&stage, 1);
+    moves_with(&stage, 0, "mirror", "lazy");
+    is_settled(&stage, 1);
     let back = moves(&stage, 1, "auto");
     assert_eq!(back.repository_bytes, Some(0), "it is there already");
     stands_on_its_own(&stage, 0);

@@ -29,7 +29,8 @@ fn there_and_back(version: &str) {
         return;
     };
     let allocated = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
-    // Some file of the destination's has most of what the guest has written so far.
+    // Some file of the destination's has most of what the guest has written so far; with QEMU 10 it is another
+    // guest's disk.
     let new = stage.folders[1].join("new");
     fs::create_dir(&new).unwrap();
     fs::copy(stage.image(0), new.join("copy")).unwrap();
@@ -83,6 +84,16 @@ fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
     let moving = stage.product.migrate(0, GUEST, to, &words).unwrap();
     let refused = moving.finish(LIMIT).unwrap();
     assert!(refused.why().contains("not by hybrid"), "{}", refused.why());
+    stage.stays();
+    // Somebody has put another file in the place of a disk.
+    let used = stage.image(0).with_extension("used");
+    fs::rename(stage.image(0), &used).unwrap();
+    fs::copy(&used, stage.image(0)).unwrap();
+    let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
+    let refused = moving.finish(LIMIT).unwrap();
+    let why = refused.why();
+    assert!(why.contains("is not the file that its QEMU uses"), "{why}");
+    fs::rename(used, stage.image(0)).unwrap();
     stage.stays();
     for how in ["precopy", "mirror"] {
         let moving = stage.begins(how);

@@ -7,13 +7,14 @@
 use super::migration::is_local;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+use longhaul_hypervisor::disk::base::Base;
 use longhaul_image::{Bases, ImageId};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_storage::disk::qcow2::{self, Backing, HEAD_BYTES};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::io::{self, Read};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 /// The base images of this host.
 pub(crate) fn of_host(state: &Path) -> Bases {
@@ -77,7 +78,7 @@ pub(crate) fn head(image: &Path) -> io::Result<Vec<u8>> {
 pub(crate) fn for_launch(
     config: &HostConfig,
     guest: &GuestDescription,
-) -> Result<BTreeMap<String, PathBuf>, ApiError> {
+) -> Result<BTreeMap<String, Base>, ApiError> {
     let bases = of_host(&config.state);
     let mut found = BTreeMap::new();
     for disk in guest.disks.iter().filter(|disk| is_local(disk)) {
@@ -100,7 +101,7 @@ pub(crate) fn for_launch(
         if whole.is_none() {
             return Err(not_here(&disk.name, id));
         }
-        found.insert(disk.name.clone(), bases.path(id));
+        found.insert(disk.name.clone(), Base::File(bases.path(id)));
     }
     Ok(found)
 }

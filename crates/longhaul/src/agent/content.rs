@@ -1,20 +1,23 @@
 //! What the files of this host hold, for guests that come here: the content index, which a thread of its own
 //! keeps up to date for a small share of the time.
 
+use crate::agent::bases;
 use crate::agent::config::Config;
 use crate::agent::migration::set_aside_as;
 use crate::agent::state::StartError;
 use longhaul_codec::{Digest, DigestKey, Hasher};
+use longhaul_image::Bases;
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::parse_bytes;
-use longhaul_storage::content::{ContentIndex, Step};
+use longhaul_storage::content::{ContentIndex, Step, Writes};
 use serde::Deserialize;
+use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// The index's folder in the state folder.
 const FOLDER: &str = "content";
@@ -22,6 +25,8 @@ const FOLDER: &str = "content";
 const SHARE_PERCENT: u32 = 10;
 /// How often it is looked whether files have come or changed.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
+/// A file that is written all the time is read again so long after it was read.
+const READ_AGAIN_AFTER: Duration = Duration::from_secs(3600);
 /// Content that is remembered where nothing is said: some 330 MB of disk.
 const CAPACITY_DEFAULT: u64 = 64 << 30;
 const CAPACITY_MIN: u64 = 1 << 20;
@@ -32,7 +37,11 @@ const CAPACITY_MAX: u64 = 1 << 50;
 #[serde(deny_unknown_fields)]
 pub(crate) struct ContentConfig {
     /// Files, and folders of files.
+    #[serde(default)]
     files: Vec<PathBuf>,
+    /// Whether the images of the configuration count too: the disks of guests that run here.
+    #[serde(default)]
+    disks: bool,
     /// How much content is remembered.
     capacity: Option<String>,
 }
@@ -66,9 +75,45 @@ impl ContentConfig {
 pub(crate) struct Held {
     index: ContentIndex,
     hasher: Hasher,
-    /// Files, and folders of files.
-    paths: Vec<PathBuf>,
+    sources: Sources,
     stop: AtomicBool,
+}
+
+/// Where content is looked for.
+struct Sources {
+    /// Files that change seldom, and folders of them.
+    paths: Vec<PathBuf>,
+    /// The disks of guests that run here.
+    disks: Vec<PathBuf>,
+    bases: Bases,
+}
+
+impl Sources {
+    fn new(content: &ContentConfig, config: &Config) -> Self {
+        let images = config.hypervisor.images.values();
+        let left = images.clone().map(|image| set_aside_as(&image.path));
+        let disks = images.filter(|_| content.disks);
+        Self {
+            paths: content.files.iter().cloned().chain(left).collect(),
+            disks: disks.map(|image| image.path.clone()).collect(),
+            bases: bases::of_host(&config.state),
+        }
+    }
+
+    /// The files that are there now.
+    fn files(&self) -> Vec<(PathBuf, Writes)> {
+        let seldom = self.paths.iter().flat_map(|path| files_of(path));
+        let seldom = seldom.chain(self.bases.all_whole());
+        let always = self.disks.iter().flat_map(|path| files_of(path));
+        // A guest's disk is one, whatever else names it.
+        let mut files: Vec<_> = always.map(|path| (path, Writes::Always)).collect();
+        for path in seldom {
+            if !files.iter().any(|(known, _)| *known == path) {
+                files.push((path, Writes::Seldom));
+            }
+        }
+        files
+    }
 }
 
 impl Held {
@@ -84,14 +129,13 @@ impl Held {
                 "remove the folder: it is a cache; or remove [content] from the configuration",
             )
         })?;
-        let images = config.hypervisor.images.values();
-        let left = images.map(|image| set_aside_as(&image.path));
         let held = Arc::new(Self {
             hasher: Hasher::new(index.key()),
             index,
-            paths: content.files.iter().cloned().chain(left).collect(),
+            sources: Sources::new(content, config),
             stop: AtomicBool::new(false),
         });
+        held.forget_others();
         let builder = held.clone();
         let thread = thread::Builder::new().name("content".to_owned());
         let started = thread.spawn(move || builder.keep_up());
@@ -124,25 +168,56 @@ impl Held {
         self.stop.store(true, Ordering::Relaxed);
     }
 
+    /// What is known of files that are no longer to be looked into is forgotten.
+    fn forget_others(&self) {
+        let wanted = self.sources.files();
+        let known = self.index.files().into_iter().map(|(path, _)| path);
+        for path in known.filter(|known| !wanted.iter().any(|(path, _)| path == known)) {
+            if let Err(error) = self.index.forget(&path) {
+                tracing::warn!(path = %path.display(), %error, "it may still be looked into");
+            }
+        }
+    }
+
     fn keep_up(&self) {
+        let mut readings = Readings::default();
         while !self.stop.load(Ordering::Relaxed) {
-            for path in self.paths.iter().flat_map(|path| files_of(path)) {
-                if !self.index.is_current(&path) {
-                    self.add(&path);
+            for (path, writes) in self.sources.files() {
+                let old = readings.is_old(&path, Instant::now());
+                if old && let Err(error) = self.index.read_again(&path) {
+                    tracing::debug!(%error, "not read again");
+                }
+                if !self.index.is_current(&path, writes) {
+                    self.add(&path, writes);
+                }
+                if writes == Writes::Always && (old || !readings.0.contains_key(&path)) {
+                    readings.0.insert(path, Instant::now());
                 }
             }
             thread::sleep(LOOK_EVERY);
         }
     }
 
-    fn add(&self, path: &Path) {
-        let indexed = self.index.index(path);
+    fn add(&self, path: &Path, writes: Writes) {
+        let indexed = self.index.index(path, writes);
         let done = indexed.and_then(|indexing| indexing.run(SHARE_PERCENT, &self.stop));
         match done {
             Ok(Step::Done) => tracing::info!(path = %path.display(), "its content is known"),
             Ok(Step::More) => {}
             Err(error) => tracing::debug!(%error, "not indexed"),
         }
+    }
+}
+
+/// When each file was read that is written all the time.
+#[derive(Debug, Default)]
+struct Readings(HashMap<PathBuf, Instant>);
+
+impl Readings {
+    /// Whether the last reading of a file was so long ago that it is to be read again.
+    fn is_old(&self, path: &Path, now: Instant) -> bool {
+        let at = self.0.get(path);
+        at.is_some_and(|at| now.saturating_duration_since(*at) >= READ_AGAIN_AFTER)
     }
 }
 
@@ -163,6 +238,9 @@ fn files_of(path: &Path) -> Vec<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use longhaul_image::ImageId;
+    use std::os::unix::fs::PermissionsExt;
+    use std::time::UNIX_EPOCH;
 
     #[test]
     fn folders_are_looked_into_and_links_are_not_followed() {
@@ -178,9 +256,78 @@ mod tests {
     }
 
     #[test]
+    fn files_disks_and_whole_base_images_are_looked_into() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let bases = Bases::new(path("bases"));
+        fs::create_dir(path("bases")).unwrap();
+        let id = |name: &[u8]| ImageId(longhaul_image::Digest::of(name));
+        for name in ["vda.raw", "copy", "bases/other"] {
+            fs::write(path(name), name).unwrap();
+        }
+        let whole = bases.path(id(b"whole"));
+        for base in [&whole, &bases.path(id(b"coming"))] {
+            fs::write(base, "base").unwrap();
+        }
+        let sources = Sources {
+            paths: vec![path("copy"), path("vda.raw"), path("vda.raw.moved")],
+            disks: vec![path("vda.raw"), path("vdb.raw")],
+            bases,
+        };
+        let disk = (path("vda.raw"), Writes::Always);
+        let copy = (path("copy"), Writes::Seldom);
+        assert_eq!(sources.files(), [disk.clone(), copy.clone()]);
+        // As it is when it has come.
+        let mut mode = fs::metadata(&whole).unwrap().permissions();
+        mode.set_mode(0o444);
+        let file = fs::File::open(&whole).unwrap();
+        file.set_modified(UNIX_EPOCH + Duration::from_secs(1))
+            .unwrap();
+        fs::set_permissions(&whole, mode).unwrap();
+        assert_eq!(sources.files(), [disk, copy, (whole, Writes::Seldom)]);
+    }
+
+    #[test]
+    fn what_is_no_longer_named_is_forgotten() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = |name: &str| folder.path().join(name);
+        let index = ContentIndex::open(&path("index"), 1024).unwrap();
+        let stop = AtomicBool::new(false);
+        for name in ["kept", "other"] {
+            fs::write(path(name), vec![name.len() as u8; 2 * BLOCK_SIZE]).unwrap();
+            let indexing = index.index(&path(name), Writes::Seldom).unwrap();
+            assert_eq!(indexing.run(100, &stop).unwrap(), Step::Done);
+        }
+        let held = Held {
+            hasher: Hasher::new(index.key()),
+            index,
+            sources: Sources {
+                paths: vec![path("kept")],
+                disks: Vec::new(),
+                bases: Bases::new(path("bases")),
+            },
+            stop,
+        };
+        let known = || held.index.files().into_iter().map(|(path, _)| path);
+        assert_eq!(known().count(), 2);
+        held.forget_others();
+        assert_eq!(known().collect::<Vec<_>>(), [path("kept")]);
+    }
+
+    #[test]
+    fn a_file_that_is_written_all_the_time_is_read_again_after_a_while() {
+        let (path, began) = (Path::new("/a"), Instant::now());
+        let readings = Readings(HashMap::from([(path.to_owned(), began)]));
+        let is_old = |path, seconds| readings.is_old(path, began + Duration::from_secs(seconds));
+        assert!(!is_old(path, 3599) && is_old(path, 3600));
+        assert!(!is_old(Path::new("/b"), 3600), "it has not been read yet");
+    }
+
+    #[test]
     fn sizes_and_paths_are_checked() {
         let config = |files: &str, capacity: Option<&str>| ContentConfig {
             files: vec![files.into()],
+            disks: false,
             capacity: capacity.map(str::to_owned),
         };
         assert!(config("/srv", None).check().is_ok());

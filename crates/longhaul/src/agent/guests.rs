@@ -3,7 +3,7 @@
 //! A guest is known here while its QEMU has a folder in the state folder, and from its
 //! description, which stays in `descriptions/` when its QEMU has ended.
 
-use crate::agent::migration::{Holder, Manager, Right};
+use crate::agent::migration::{Holder, Manager, Right, coming_bases};
 use crate::agent::state::Parts;
 use crate::agent::{attach, bases};
 use futures_util::future::join_all;
@@ -302,6 +302,8 @@ impl Guests {
                 fill_in(&mut guest, ask(found).await);
             }
         }
+        let state = &self.parts.config.state;
+        guest.coming = block_in_place(|| coming_bases(state, &guest.name));
         apply_right(&mut guest, right);
         guest
     }
@@ -481,6 +483,7 @@ fn empty(name: &str, state: GuestState) -> Guest {
         attached: false,
         generation: None,
         migration: None,
+        coming: None,
         channels: BTreeMap::new(),
     }
 }

@@ -4,7 +4,7 @@ use crate::cli::whole_ms;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use clap_complete::Shell;
 use longhaul_api::{
-    CompressionChoice, Convergence, DeltaCache, DiskChoice, Scope, StopRule, TooFast,
+    BaseChoice, CompressionChoice, Convergence, DeltaCache, DiskChoice, Scope, StopRule, TooFast,
 };
 use longhaul_image::ImageName;
 use longhaul_image::store::Place;
@@ -119,6 +119,8 @@ pub(crate) enum FrontPart {
     Arrive,
     /// Answers.
     PassThrough,
+    /// Answers for a base image, and brings it.
+    Base,
 }
 
 #[derive(Debug, Args)]
@@ -364,6 +366,10 @@ pub(crate) struct MigrateArgs {
     /// all (`shared`)
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) disks: DiskChoice,
+    /// Where disks stand on a base image that is not all there: move when it is (`whole`), or have it come while the guest
+    /// runs there (`lazy`), which needs the repository until then
+    #[arg(long, value_name = "HOW", default_value_t)]
+    pub(crate) base: BaseChoice,
     /// Move all of these guests: --bandwidth is for all of them together, and there is one report
     #[arg(long)]
     pub(crate) group: bool,

@@ -3,6 +3,8 @@
 
 use crate::cli::args::{DiskFrontArgs, FrontPart};
 use clap::ValueEnum;
+use longhaul_image::ImageNotice;
+use longhaul_image::front::base;
 use longhaul_storage::front::{
     FrontFolder, Policy, Programs, Supervisor, SupervisorError, arriving, pass_through, telling,
 };
@@ -21,6 +23,7 @@ pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
         FrontPart::Supervise => supervise(&args.folder, folder).map_err(|e| e.to_string()),
         FrontPart::Tell => telling(&folder, notice).map_err(|e| e.to_string()),
         FrontPart::Arrive => arriving(&folder, notice).map_err(|e| e.to_string()),
+        FrontPart::Base => base(&folder, notice, image_notice).map_err(|e| e.to_string()),
         FrontPart::PassThrough => pass_through(&folder, notice).map_err(|e| e.to_string()),
     };
     match error {
@@ -32,18 +35,40 @@ pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
     }
 }
 
+/// What becomes of a base image, in the log of its front end.
+fn image_notice(notice: &ImageNotice) {
+    match notice {
+        ImageNotice::Away { reason } => tracing::warn!("what is missing waits: {reason}"),
+        ImageNotice::Back => tracing::info!("the repository answers again"),
+        ImageNotice::Failed { offset, reason } => {
+            tracing::error!("the stripe at byte {offset} cannot be had: {reason}");
+        }
+        ImageNotice::NotKept { reason } => tracing::error!("what comes cannot be kept: {reason}"),
+    }
+}
+
 fn supervise(path: &Path, folder: FrontFolder) -> Result<(), SupervisorError> {
-    let program = |part: FrontPart| {
+    let program = |part: FrontPart| -> Box<dyn Fn() -> Command> {
         let path = path.to_owned();
         Box::new(move || command(part, &path))
     };
-    let programs = match folder.spec()?.arriving {
-        // Only it knows what is missing: it is started again and again.
-        true => Programs {
-            server: program(FrontPart::Arrive),
-            fallback: None,
-        },
-        false => Programs {
+    // Who alone knows what is missing is started again and again.
+    let alone = |server: Box<dyn Fn() -> Command>| Programs {
+        server,
+        fallback: None,
+    };
+    let spec = folder.spec()?;
+    let programs = match spec.fetched {
+        Some(fetched) => {
+            let server = program(FrontPart::Base);
+            alone(Box::new(move || {
+                let mut command = server();
+                command.envs(&fetched.environment);
+                command
+            }))
+        }
+        None if spec.arriving => alone(program(FrontPart::Arrive)),
+        None => Programs {
             server: program(FrontPart::Tell),
             fallback: Some(program(FrontPart::PassThrough)),
         },

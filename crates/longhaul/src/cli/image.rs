@@ -10,13 +10,14 @@ use crate::cli::show::image as shown;
 use longhaul_image::store::{Place, PlaceError, StoreError};
 use longhaul_image::{
     Bases, BringError, FindError, ImageId, ImportError, ImportOptions, Imported, OpenImageError,
-    RemoveError, Repository, RepositoryError, Source, SourceError, SourceFormat, Verified,
+    Order, RemoveError, Repository, RepositoryError, Source, SourceError, SourceFormat, Verified,
     VerifyError,
 };
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::PathBuf;
 use std::sync::Mutex;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -271,17 +272,22 @@ fn fetch(
         let bringing = bases.bring(repository, id, FETCH_PATIENCE)?;
         let picture = Picture::new(output);
         thread::scope(|scope| {
-            let finishing = scope.spawn(|| bringing.finish());
-            while !finishing.is_finished() {
+            let (done, finished) = mpsc::channel();
+            let bringing = &bringing;
+            // Whoever waits for it waits to the end.
+            scope.spawn(move || drop(done.send(bringing.finish(&Order::default()))));
+            loop {
+                match finished.recv_timeout(PICTURE_EVERY) {
+                    Ok(finished) => return finished,
+                    Err(RecvTimeoutError::Timeout) => {}
+                    Err(RecvTimeoutError::Disconnected) => {
+                        let error = io::Error::other("a thread broke");
+                        return Err(BringError::Files { id, error });
+                    }
+                }
                 let (here, all) = (bringing.here_bytes(), bringing.content_bytes());
                 picture.draw(|width| shown::fetching(image, here, all, width));
-                thread::sleep(PICTURE_EVERY);
             }
-            let broke = || BringError::Files {
-                id,
-                error: io::Error::other("a thread broke"),
-            };
-            finishing.join().unwrap_or_else(|_| Err(broke()))
         })?;
         picture.clear();
         document.size_bytes = bringing.size_bytes();

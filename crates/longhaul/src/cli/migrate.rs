@@ -66,6 +66,7 @@ pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) ->
         },
         convergence: args.wishes.ending.convergence(),
         disks: args.disks,
+        bases: args.base,
         group,
     }
 }

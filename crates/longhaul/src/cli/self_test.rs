@@ -326,6 +326,7 @@ impl Agent {
             encoding: Default::default(),
             convergence: Default::default(),
             disks: Default::default(),
+            bases: Default::default(),
             group: None,
         };
         let id = self.begin(&start).await?;

@@ -8,8 +8,10 @@
 )]
 #![allow(unreachable_pub)]
 
+use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 /// Generous: it is only reached when something is broken.
@@ -125,10 +127,13 @@ pub fn qemu() -> PathBuf {
     found.expect("no QEMU here: scripts/install lab")
 }
 
-/// An address on this machine where nobody listens.
+/// An address on this machine that is the caller's alone, also while nobody listens there: this process has
+/// the host's part for itself, and the system gives nobody such a port who asks for any.
 pub fn free_address() -> String {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
-    socket.local_addr().unwrap().to_string()
+    static NEXT: AtomicU16 = AtomicU16::new(20_000);
+    let [_, high, middle, low] = std::process::id().to_be_bytes();
+    let host = Ipv4Addr::new(127, high, middle, low);
+    SocketAddr::from((host, NEXT.fetch_add(1, Ordering::Relaxed))).to_string()
 }
 
 /// The configuration of a host that runs guests; tables may follow.

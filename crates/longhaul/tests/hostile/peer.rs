@@ -1,6 +1,6 @@
 //! A trusted peer that speaks the protocol itself, and the agent that it speaks to.
 
-use crate::common::{Agent, LIMIT, qemu};
+use crate::common::{Agent, LIMIT, free_address, qemu};
 use longhaul_codec::DigestKey;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::launch::{Launch, Role};
@@ -15,7 +15,7 @@ use longhaul_transport::{
     BulkBinding, BulkConfig, BulkSender, BulkToken, ChannelReceiver, ChannelSender, Control,
     Endpoint, EndpointConfig, Hello, Identity, Scope, TrustStore, TrustedHost,
 };
-use std::net::{SocketAddr, UdpSocket};
+use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -44,10 +44,7 @@ pub struct Uses {
 impl Victim {
     /// Starts an agent with more tables in its configuration.
     pub fn start(tables: &str) -> Self {
-        let address = UdpSocket::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap();
+        let address = free_address().parse().unwrap();
         let agent = Agent::start_configured(|folder| {
             format!(
                 "name = \"victim\"\nstate = {:?}\nlisten = \"{address}\"\napi.socket = {:?}\n\

@@ -51,6 +51,22 @@ impl Identity {
     pub(super) fn of_path(path: &Path) -> io::Result<Self> {
         Ok(Self::of(&fs::metadata(path)?))
     }
+
+    /// Whether it is one file, whatever was written to it meanwhile.
+    fn is_same_file(&self, other: &Self) -> bool {
+        (self.device, self.inode) == (other.device, other.inode)
+    }
+}
+
+/// Whether a file is being written.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Writes {
+    /// It changes seldom: once it has, nothing is known of it any more.
+    #[default]
+    Seldom,
+    /// It changes all the time: most of what is known of it is believed to be there still.
+    Always,
 }
 
 /// A file that is indexed, or was: its place in the catalogue is its slot.
@@ -63,9 +79,24 @@ pub(super) struct Known {
     /// How far it is indexed.
     pub(super) indexed_bytes: u64,
     live: bool,
+    #[serde(default)]
+    writes: Writes,
 }
 
 impl Known {
+    /// Whether a file that is like this now is still the one that is known.
+    pub(super) fn is_still(&self, now: &Identity) -> bool {
+        match self.writes {
+            Writes::Seldom => self.identity == *now,
+            Writes::Always => self.identity.is_same_file(now),
+        }
+    }
+
+    /// Whether it was said to be written like this.
+    pub(super) fn has_writes(&self, writes: Writes) -> bool {
+        self.writes == writes
+    }
+
     pub(super) fn is_live(&self) -> bool {
         self.live
     }
@@ -196,9 +227,13 @@ impl Catalogue {
 
     /// The slot of a file; a new generation where it is not the same as before. None where there
     /// is no slot left.
-    pub(super) fn enter(&mut self, path: &Path, identity: Identity) -> Option<u16> {
-        let same = |known: &Known| known.live && known.path == path && known.identity == identity;
+    pub(super) fn enter(&mut self, path: &Path, identity: Identity, writes: Writes) -> Option<u16> {
+        let same = |known: &Known| {
+            let is_it = known.live && known.path == path && known.has_writes(writes);
+            is_it && known.is_still(&identity)
+        };
         if let Some(slot) = self.files.iter().position(same) {
+            self.files[slot].identity = identity;
             return u16::try_from(slot).ok();
         }
         self.retire(|known| known.path == path);
@@ -208,6 +243,7 @@ impl Catalogue {
             generation,
             indexed_bytes: 0,
             live: true,
+            writes,
         };
         let free = |known: &Known| !known.live && known.generation < GENERATION_LAST;
         let slot = match self.files.iter().position(free) {

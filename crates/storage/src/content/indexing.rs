@@ -1,15 +1,16 @@
 //! Reading a file into the content index, a little at a time.
 
-use super::catalogue::{Identity, PATH_BYTES_MAX};
+use super::catalogue::{Identity, PATH_BYTES_MAX, Writes};
 use super::table::{BLOCKS_MAX, PageEntry};
 use super::{BLOCK_BYTES, ContentError, ContentIndex, failed};
 use longhaul_codec::{Digest, Staged};
 use longhaul_protocol::BLOCK_SIZE;
 use nix::errno::Errno;
+use nix::libc;
 use nix::unistd::{Whence, lseek};
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -42,14 +43,15 @@ pub struct Indexing<'a> {
     generation: u16,
     size_bytes: u64,
     next: u64,
-    buffer: Vec<[u8; BLOCK_SIZE]>,
+    /// One block more than a step, so that a step begins at a multiple of a block.
+    buffer: Vec<u8>,
     pending: Vec<(Digest, PageEntry)>,
 }
 
 impl ContentIndex {
     /// Begins to index a file, or goes on where it was left. Where the file has changed since, what
     /// is known of it is thrown away first.
-    pub fn index(&self, path: &Path) -> Result<Indexing<'_>, ContentError> {
+    pub fn index(&self, path: &Path, writes: Writes) -> Result<Indexing<'_>, ContentError> {
         let path = std::path::absolute(path).map_err(failed("find", path))?;
         let unfit = |reason| ContentError::Unfit {
             path: path.clone(),
@@ -58,7 +60,7 @@ impl ContentIndex {
         if path.as_os_str().len() > PATH_BYTES_MAX || path.to_str().is_none() {
             return Err(unfit("its name is too long, or not UTF-8"));
         }
-        let file = File::open(&path).map_err(failed("open", &path))?;
+        let file = open(&path).map_err(failed("open", &path))?;
         let metadata = file.metadata().map_err(failed("look at", &path))?;
         if !metadata.is_file() {
             return Err(unfit("it is not a plain file"));
@@ -68,7 +70,7 @@ impl ContentIndex {
             return Err(unfit("it is too large"));
         }
         let mut state = self.state();
-        let slot = state.catalogue.enter(&path, identity);
+        let slot = state.catalogue.enter(&path, identity, writes);
         let slot = slot.ok_or(ContentError::Full)?;
         let (generation, next) = state
             .catalogue
@@ -85,9 +87,20 @@ impl ContentIndex {
             generation,
             size_bytes: identity.size_bytes,
             next,
-            buffer: vec![[0; BLOCK_SIZE]; STEP_BLOCKS],
+            buffer: vec![0; (STEP_BLOCKS + 1) * BLOCK_SIZE],
             pending: Vec::new(),
         })
+    }
+}
+
+/// Opens a file so that reading it leaves the page cache as it is, where its file system can: what is there is
+/// what guests use, and says which parts of a base image are hot.
+fn open(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(libc::O_DIRECT);
+    match options.open(path) {
+        Err(error) if error.kind() == io::ErrorKind::InvalidInput => File::open(path),
+        opened => opened,
     }
 }
 
@@ -103,8 +116,15 @@ impl Indexing<'_> {
         let count = usize::try_from(blocks)
             .unwrap_or(STEP_BLOCKS)
             .min(STEP_BLOCKS);
-        let buffer = &mut self.buffer[..count];
-        match self.file.read_exact_at(buffer.as_flattened_mut(), from) {
+        let aligned = self.buffer.as_ptr().align_offset(BLOCK_SIZE);
+        let buffer = &mut self.buffer[aligned..][..count * BLOCK_SIZE];
+        let mut read = self.file.read_exact_at(buffer, from);
+        if matches!(&read, Err(error) if error.kind() == io::ErrorKind::InvalidInput) {
+            // Its file system cannot read past the page cache after all.
+            self.file = File::open(&self.path).map_err(failed("open", &self.path))?;
+            read = self.file.read_exact_at(buffer, from);
+        }
+        match read {
             // It was cut off meanwhile: it is not what it was.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 self.next = self.size_bytes;
@@ -113,7 +133,8 @@ impl Indexing<'_> {
             read => read.map_err(failed("read", &self.path))?,
         }
         let mut staged = Vec::with_capacity(count);
-        self.index.hasher.stage(buffer, &mut staged);
+        let (blocks, _) = buffer.as_chunks::<BLOCK_SIZE>();
+        self.index.hasher.stage(blocks, &mut staged);
         for (place, staged) in staged.iter().enumerate() {
             if let Staged::Content(digest) = staged {
                 let block = from / BLOCK_BYTES + place as u64;

@@ -9,12 +9,12 @@ mod catalogue;
 mod indexing;
 mod table;
 
-pub use catalogue::{Catalogue, CatalogueFault, FILES_MAX};
+pub use catalogue::{Catalogue, CatalogueFault, FILES_MAX, Writes};
 pub use indexing::{Indexing, Step};
 pub use table::{PAGE_BYTES, PAGE_ENTRIES, Page, PageEntry};
 
 use crate::files::{RealFiles, create_folder};
-use catalogue::Identity;
+use catalogue::{Identity, Known};
 use longhaul_codec::{Digest, DigestKey, Hasher};
 use longhaul_protocol::BLOCK_SIZE;
 use nix::fcntl::{Flock, FlockArg};
@@ -104,8 +104,7 @@ impl ContentIndex {
         let catalogue = match catalogue {
             Ok(mut catalogue) if catalogue.pages == pages && path.exists() => {
                 // What a file holds now is as good as unknown when it is not the same any more.
-                catalogue
-                    .retire(|known| Identity::of_path(&known.path).ok() != Some(known.identity));
+                catalogue.retire(has_changed);
                 catalogue
             }
             // Damaged, of another version or size, or none: all is begun anew, with a key that no
@@ -151,16 +150,17 @@ impl ContentIndex {
             .collect()
     }
 
-    /// Whether all of a file is in the index, as the file is now.
-    pub fn is_current(&self, path: &Path) -> bool {
+    /// Whether all of a file is in the index: as the file is now, or, where it is written all the time, as it
+    /// was when it was read.
+    pub fn is_current(&self, path: &Path, writes: Writes) -> bool {
         let Ok(identity) = Identity::of_path(path) else {
             return false;
         };
         let state = self.state();
         let mut files = state.catalogue.files.iter();
         files.any(|known| {
-            let is_it = known.is_live() && known.path == path && known.identity == identity;
-            is_it && known.indexed_bytes >= identity.size_bytes
+            let is_it = known.is_live() && known.path == path && known.has_writes(writes);
+            is_it && known.is_still(&identity) && known.indexed_bytes >= known.identity.size_bytes
         })
     }
 
@@ -180,6 +180,16 @@ impl ContentIndex {
             self.doubt(entry.slot, entry.generation);
         }
         None
+    }
+
+    /// A file is to be read again from its beginning: what is known of it stays until then.
+    pub fn read_again(&self, path: &Path) -> Result<(), ContentError> {
+        let mut state = self.state();
+        let files = state.catalogue.files.iter_mut();
+        for known in files.filter(|known| known.path == path) {
+            known.indexed_bytes = 0;
+        }
+        self.write(&mut state)
     }
 
     /// Forgets a file: nothing of it is found any more.
@@ -226,12 +236,17 @@ impl ContentIndex {
             return;
         };
         let path = known.path.clone();
-        if known.generation == generation && Identity::of_path(&path).ok() != Some(known.identity) {
+        if known.generation == generation && has_changed(known) {
             state.catalogue.retire(|known| known.path == path);
             // Where it cannot be noted now, it is found out again when the index is opened.
             let _ = self.write(&mut state);
         }
     }
+}
+
+/// Whether a file is no longer what is known.
+fn has_changed(known: &Known) -> bool {
+    !Identity::of_path(&known.path).is_ok_and(|now| known.is_still(&now))
 }
 
 fn lock(folder: &Path) -> Result<Flock<File>, ContentError> {

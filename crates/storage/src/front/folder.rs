@@ -3,6 +3,8 @@
 use crate::disk::{ExportSize, ImageUse};
 use crate::nbd::ExportName;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::{self, DirBuilder, File, OpenOptions, Permissions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
@@ -29,6 +31,27 @@ pub struct FrontSpec {
     /// Whether a part of the disk may still be at another host ([`super::arriving`]).
     #[serde(default)]
     pub arriving: bool,
+    /// Where what is missing of a base image comes from; none of any other disk.
+    #[serde(default)]
+    pub fetched: Option<Fetched>,
+}
+
+/// Where a base image comes from while a guest uses it. This crate only keeps it.
+#[derive(Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Fetched {
+    /// Its repository, as a configuration names it.
+    pub repository: String,
+    /// What of the environment the repository needs: secrets, too.
+    pub environment: BTreeMap<String, String>,
+}
+
+impl fmt::Debug for Fetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fetched")
+            .field("repository", &self.repository)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Why a front end's folder cannot be used.
@@ -79,6 +102,11 @@ impl FrontFolder {
     /// A folder that was made before.
     pub fn open(path: &Path) -> Self {
         Self(path.to_owned())
+    }
+
+    /// Whether all of it was made: what is to be shown can be read.
+    pub fn is_made(&self) -> bool {
+        self.spec().is_ok()
     }
 
     /// What is to be shown.
@@ -154,9 +182,25 @@ impl FrontFolder {
         self.own().join("noted")
     }
 
+    /// What of an arriving disk its guest has not written since it runs here, where that is to be compared
+    /// ([`super::arriving::unwritten`]).
+    pub fn unwritten_masks(&self) -> PathBuf {
+        self.own().join("unwritten")
+    }
+
     /// That an arriving disk could not be made durable, and in which boot of the host.
     pub fn failed_mark(&self) -> PathBuf {
         self.own().join("failed")
+    }
+
+    /// In which order what is missing of a base image is to come.
+    pub fn order(&self) -> PathBuf {
+        self.own().join("order")
+    }
+
+    /// What the server of a base image says of how far that has come.
+    pub fn told(&self) -> PathBuf {
+        self.own().join("told")
     }
 
     /// Removes the folder, once nobody supervises.
@@ -219,10 +263,12 @@ mod tests {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            fetched: None,
         };
         FrontFolder::create(&path, &spec).unwrap();
         FrontFolder::create(&path, &spec).unwrap_err();
         let folder = FrontFolder::open(&path);
+        assert!(folder.is_made());
         let read = folder.spec().unwrap();
         assert_eq!((read.size, read.locks), (spec.size, spec.locks));
         assert_eq!(read.name, spec.name);
@@ -246,5 +292,7 @@ mod tests {
         assert!(matches!(refusal, FolderError::Spec { .. }), "{refusal}");
         fs::write(folder.spec_file(), vec![b' '; 100 << 10]).unwrap();
         folder.spec().unwrap_err();
+        fs::write(folder.spec_file(), b"").unwrap();
+        assert!(!folder.is_made());
     }
 }

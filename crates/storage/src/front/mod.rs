@@ -25,7 +25,7 @@ mod turn;
 
 pub use arriving::arriving;
 pub use control::{Control, ControlError, Status};
-pub use folder::{FolderError, FrontFolder, FrontSpec};
+pub use folder::{Fetched, FolderError, FrontFolder, FrontSpec};
 pub use heart::INTERVAL as BEAT_INTERVAL;
 pub use server::{ServeError, pass_through, serve};
 pub use supervisor::{Event, Policy, Programs, Supervisor, SupervisorError};

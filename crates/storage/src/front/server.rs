@@ -37,6 +37,9 @@ pub enum ServeError {
     /// The image cannot be shown.
     #[error(transparent)]
     Open(#[from] OpenError),
+    /// What is to be shown is not a file alone, and cannot be shown.
+    #[error("{0}")]
+    Disk(Box<dyn std::error::Error + Send + Sync>),
     /// The server cannot be started.
     #[error(transparent)]
     Server(#[from] ServerError),

@@ -433,6 +433,7 @@ mod tests {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: false,
+            fetched: None,
         };
         let front = FrontFolder::create(&folder.path().join("f"), &spec).unwrap();
         let listener = UnixListener::bind(front.owner()).unwrap();

@@ -8,6 +8,7 @@ use super::handshake::{
 };
 use super::request::{NbdErrno, READ_HEADER_BYTES_MAX, REQUEST_BYTES, Replies, Request};
 use super::request::{RequestError, Task};
+pub use super::turns::HangUp;
 use super::turns::Turns;
 use crate::disk::Disk;
 use crate::pulse;
@@ -113,14 +114,15 @@ pub fn negotiate(
     }
 }
 
-/// Answers requests until the client goes away. What the disk cannot do is reported, and answered
-/// with an error.
+/// Answers requests until the client goes away, or its connection is hung up. What the disk cannot do is
+/// reported, and answered with an error.
 pub fn transmit(
     reader: &mut (impl Read + Send),
     writer: &mut (impl Write + Send),
     disk: &dyn Disk,
     session: Session,
     report: &(dyn Fn(Failure) + Sync),
+    hang_up: HangUp,
 ) -> Result<(), ConnectionError> {
     let conversation = Conversation {
         reader: Mutex::new(reader),
@@ -128,7 +130,7 @@ pub fn transmit(
         disk,
         session,
         report,
-        turns: Arc::default(),
+        turns: Arc::new(Turns::new(hang_up)),
         error: Mutex::new(None),
     };
     conversation.turns.needs_another();
@@ -182,7 +184,10 @@ impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
                     Err(error) => return self.fail(error),
                 };
                 let bytes = request.bytes();
-                let (answered, back) = mine.during(bytes, || self.answer(&mut worker, request));
+                let done = mine.during(bytes, || self.answer(&mut worker, request));
+                let Some((answered, back)) = done else {
+                    return;
+                };
                 // A client that has said goodbye hears no more answers.
                 if let Err(error) = answered
                     && !self.turns.is_over()

@@ -1,6 +1,6 @@
 //! The server: a listening socket, and a thread for each connection.
 
-use super::connection::{ConnectionError, Failure, negotiate, transmit};
+use super::connection::{ConnectionError, Failure, HangUp, negotiate, transmit};
 use super::handshake::{ExportName, Offer};
 use crate::disk::Disk;
 use nix::errno::Errno;
@@ -22,6 +22,10 @@ const ACCEPT_AGAIN: u16 = 100;
 
 /// Time for connections that are cut to end.
 const CUT_PATIENCE: Duration = Duration::from_secs(5);
+
+/// Time without a request or an answer, after which a connection is hung up whose client may keep an answer
+/// back: longer than most waits for something from another host, and shorter than people notice.
+const QUIET: Duration = Duration::from_secs(1);
 
 /// A disk that is shown under a name.
 #[derive(Debug, Clone)]
@@ -295,11 +299,11 @@ impl Shared {
         }
     }
 
-    fn serve(&self, stream: &UnixStream) -> Result<(), ConnectionError> {
+    fn serve(&self, stream: &Arc<UnixStream>) -> Result<(), ConnectionError> {
         let until = Instant::now().checked_add(self.limits.handshake);
         stream.set_write_timeout(Some(self.limits.handshake))?;
         let mut reader = BufReader::with_capacity(READ_BYTES, Socket { stream, until });
-        let mut writer = stream;
+        let mut writer = &**stream;
         let Some(session) = negotiate(&mut reader, &mut writer, &self.offers)? else {
             return Ok(());
         };
@@ -312,7 +316,13 @@ impl Shared {
             (self.notify)(Notice::Disk { export, failure });
         };
         let disk = &*self.disks[session.export];
-        transmit(&mut reader, &mut writer, disk, session, &report)
+        let closing = stream.clone();
+        let hang_up = HangUp {
+            after: QUIET,
+            // One that is closed already needs no closing.
+            close: Box::new(move || drop(closing.shutdown(Shutdown::Both))),
+        };
+        transmit(&mut reader, &mut writer, disk, session, &report, hang_up)
     }
 }
 

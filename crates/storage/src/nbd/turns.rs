@@ -1,9 +1,15 @@
 //! Which of a connection's threads reads its requests. One reads and does them, one after the other:
 //! to hand each to another thread costs more than most of them take. Only a request that waits for
 //! somebody else ([`others_go_on`]) lets another thread read what comes behind it.
+//!
+//! QEMU (10.0 at least) may not pass on an answer while another request waits, until the next answer
+//! comes (docs/decisions/0030). So a connection on which something waits, something else was answered,
+//! and nothing happens any more is hung up: its client comes again, and repeats what was not answered.
 
 use std::cell::RefCell;
+use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Requests of a connection that may wait while others go on, and the bytes of their payloads.
 const WAITING_MAX: usize = 16;
@@ -17,9 +23,10 @@ thread_local! {
 }
 
 /// Whether nobody waits any more for the request that this thread does: of its connection nothing more is
-/// read. Only seen while others go on.
+/// read. Only seen while others go on, and to be asked there from time to time, and once more when the
+/// wait has ended: a request whose client is gone must not be done then, since the client repeats it.
 pub(crate) fn client_is_gone() -> bool {
-    CONNECTION.with_borrow(|of| of.as_ref().is_some_and(|turns| turns.is_over()))
+    CONNECTION.with_borrow(|of| of.as_ref().is_some_and(|turns| turns.is_over_by_now()))
 }
 
 /// Waits for something that may take long. Meanwhile another thread reads the requests behind this
@@ -41,13 +48,30 @@ pub fn others_go_on<T>(wait: impl FnOnce() -> T) -> T {
 }
 
 /// The turns of one connection.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Turns {
     state: Mutex<State>,
     changed: Condvar,
+    hang_up: HangUp,
 }
 
-#[derive(Debug, Default)]
+/// How a connection is hung up whose client may keep an answer back.
+pub struct HangUp {
+    /// After this time without a request or an answer.
+    pub after: Duration,
+    /// Closes it at once, for both sides.
+    pub close: Box<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for HangUp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HangUp")
+            .field("after", &self.after)
+            .finish_non_exhaustive()
+    }
+}
+
+#[derive(Debug)]
 struct State {
     taken: bool,
     ended: bool,
@@ -56,6 +80,19 @@ struct State {
     busy: usize,
     waiting: usize,
     waiting_bytes: usize,
+    /// Requests that are being done, and do not wait.
+    doing: usize,
+    /// One was answered while another waited.
+    answered_beside: bool,
+    /// When the last one came or was answered.
+    at: Instant,
+}
+
+impl State {
+    /// Whether the client may have an answer that it keeps back.
+    fn may_be_kept_back(&self, quiet: Duration) -> bool {
+        self.waiting > 0 && self.doing == 0 && self.answered_beside && self.at.elapsed() >= quiet
+    }
 }
 
 /// The turn to read requests, until it is dropped.
@@ -63,6 +100,24 @@ struct State {
 pub(super) struct Turn(Arc<Turns>);
 
 impl Turns {
+    pub(super) fn new(hang_up: HangUp) -> Self {
+        Self {
+            state: Mutex::new(State {
+                taken: false,
+                ended: false,
+                threads: 0,
+                busy: 0,
+                waiting: 0,
+                waiting_bytes: 0,
+                doing: 0,
+                answered_beside: false,
+                at: Instant::now(),
+            }),
+            changed: Condvar::new(),
+            hang_up,
+        }
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         // Nothing is done under it that could leave it half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
@@ -105,6 +160,18 @@ impl Turns {
         self.lock().ended
     }
 
+    /// The same; a connection whose client may keep an answer back is hung up. Nothing of it is done at that
+    /// moment, and nothing afterwards, so what the client repeats is not overtaken by the first try.
+    fn is_over_by_now(&self) -> bool {
+        let mut state = self.lock();
+        if !state.ended && state.may_be_kept_back(self.hang_up.after) {
+            (self.hang_up.close)();
+            state.ended = true;
+            self.changed.notify_all();
+        }
+        state.ended
+    }
+
     /// Ends the connection should this thread panic: nobody would answer its request.
     pub(super) fn end_in_panic(&self) -> impl Drop {
         struct Ending<'a>(&'a Turns);
@@ -128,19 +195,39 @@ impl Turns {
             state.waiting += 1;
             state.waiting_bytes += bytes;
             state.busy += 1;
+            state.doing -= 1;
         }
         may
     }
 }
 
 impl Turn {
-    /// Does a request with a payload of so many bytes; the turn is back unless it was given up.
-    pub(super) fn during<T>(self, bytes: usize, work: impl FnOnce() -> T) -> (T, Option<Self>) {
-        CONNECTION.set(Some(self.0.clone()));
+    /// Does a request with a payload of so many bytes, and answers it; the turn is back unless it was given up.
+    /// `None` when the connection has ended since the request was read: its client repeats it.
+    pub(super) fn during<T>(
+        self,
+        bytes: usize,
+        work: impl FnOnce() -> T,
+    ) -> Option<(T, Option<Self>)> {
+        let turns = self.0.clone();
+        {
+            let mut state = turns.lock();
+            if state.ended {
+                return None;
+            }
+            state.doing += 1;
+            state.at = Instant::now();
+        }
+        CONNECTION.set(Some(turns.clone()));
         OWN.set(Some((self, bytes)));
         let done = work();
         CONNECTION.set(None);
-        (done, OWN.take().map(|(turn, _)| turn))
+        let mut state = turns.lock();
+        state.doing -= 1;
+        state.at = Instant::now();
+        state.answered_beside |= state.waiting > 0;
+        drop(state);
+        Some((done, OWN.take().map(|(turn, _)| turn)))
     }
 }
 
@@ -165,5 +252,25 @@ impl Drop for Waiting {
         state.waiting -= 1;
         state.waiting_bytes -= self.1;
         state.busy -= 1;
+        state.doing += 1;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_read_before_the_end_is_not_done_after_it() {
+        let turns = Arc::new(Turns::new(HangUp {
+            after: Duration::MAX,
+            close: Box::new(|| ()),
+        }));
+        let turn = turns.take().unwrap();
+        let (done, back) = turn.during(512, || 7).unwrap();
+        assert_eq!(done, 7);
+        turns.end();
+        assert!(back.unwrap().during(512, || 8).is_none());
+        assert!(turns.take().is_none());
     }
 }

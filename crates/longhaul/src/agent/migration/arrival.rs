@@ -385,7 +385,7 @@ impl Task {
             Happened::Settled(Ok(())) => {
                 let receiving = self.inbound.receiving();
                 // READY promises that whoever answers the guest knows what is missing, durably.
-                let handed_on = block_in_place(|| receiving.hand_on());
+                let handed_on = block_in_place(|| receiving.hand_on(self.offer.verify));
                 self.settled = true;
                 match handed_on {
                     Ok(()) => self.ready_if_so().await,

@@ -11,14 +11,16 @@
 
 mod handover;
 mod launching;
+mod left;
 mod show;
 mod stopping;
 
+use left::next_of_rest;
 use stopping::Disks;
 
 use super::acknowledge::{AcknowledgeError, Acknowledging};
 use super::departed::Departed;
-use super::disks::draining::{Draining, may_be_left};
+use super::disks::draining::Draining;
 use super::doubt::record_of;
 use super::entry::Entry;
 use super::ledger::{SourceHandover, retry_source};
@@ -29,7 +31,7 @@ use super::send::{Line, SendError, Sending};
 use super::session::{self, Attempted, Session, SessionError};
 use super::talk::TalkError;
 use super::throttle::Share;
-use super::verify::{Comparison, Next, compares_disks};
+use super::verify::{Comparison, Next};
 use super::{Context, Holder, failure};
 use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
 use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
@@ -137,6 +139,7 @@ enum Happened {
     Worker(SendError),
     Redialled(Box<Result<(Session, AttemptState), SessionError>>),
     Compared(Next),
+    Rest(ToDestination),
     Cancelled(String),
     Limit,
     Resolved(Option<Resolve>),
@@ -176,7 +179,7 @@ impl Departure {
             disks: Disks::default(),
             early: None,
             comparing: None,
-            compares_ahead: task.offer.verify && compares_disks(&task.outbound),
+            compares_ahead: task.offer.verify && !task.outbound.disks().is_empty(),
             verified: false,
             failure: None,
             summary: None,
@@ -249,6 +252,9 @@ impl Departure {
             next = next_comparison(&mut self.comparing), if self.may_compare() => {
                 Happened::Compared(next)
             }
+            message = next_of_rest(&mut self.draining), if self.session.is_some() => {
+                Happened::Rest(message)
+            }
             () = self.task.outbound.qemu_ended() => Happened::QemuEnded,
             () = sleep_until(next) => Happened::Tick,
         }
@@ -284,6 +290,7 @@ impl Departure {
             }
             Happened::Redialled(result) => self.redialled(*result).await,
             Happened::Compared(next) => self.compare(next).await,
+            Happened::Rest(message) => self.tell_of_rest(message).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
             Happened::Resolved(resolve) => self.resolved(resolve).await,
             Happened::Limit => {
@@ -402,6 +409,7 @@ impl Departure {
             ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {
                 self.hear_of_left(&message);
             }
+            ToSource::Digests { .. } if self.draining.is_some() => self.hear_of_left(&message),
             ToSource::Loaded => {
                 if let Some(stopped) = &mut self.stopped {
                     stopped.loaded_at.get_or_insert_with(Instant::now);
@@ -502,53 +510,6 @@ impl Departure {
                 self.fail(failure::internal(&error)).await;
             }
         }
-    }
-
-    // What is left of the disks.
-
-    /// The guest runs at the destination: what is left of its disks here is the destination's to ask for.
-    fn begin_draining(&mut self) {
-        let left = self.task.outbound.disks().iter();
-        let left = left.filter(|disk| may_be_left(disk)).map(|disk| &disk.spec);
-        if self.draining.is_none() && left.clone().next().is_some() {
-            self.draining = Some(Draining::begin(&self.task.sending, left));
-            self.entry().enter(Phase::Finishing);
-        }
-    }
-
-    /// Connects anew: what is left travels over a connection that begins with what is missing.
-    fn come_again(&mut self) {
-        if let Some(session) = self.session.take() {
-            self.keep_wire_bytes(&session);
-        }
-        self.acknowledging = None;
-        self.task.sending.disconnect();
-        let resume = session::resume(
-            self.task.context.clone(),
-            self.attempted(),
-            self.epoch,
-            self.limit_bps(),
-        );
-        if let Some(before) = self.redial.replace(tokio::spawn(resume)) {
-            before.abort();
-        }
-    }
-
-    fn hear_of_left(&mut self, message: &ToSource) {
-        let Some(draining) = &mut self.draining else {
-            return;
-        };
-        if let Err(error) = draining.hear(message) {
-            self.lost(&format!("what it lacks makes no sense: {error}"));
-        }
-    }
-
-    async fn drain(&mut self) {
-        let said = self.draining.as_mut().map(Draining::unreadable);
-        for message in said.unwrap_or_default() {
-            self.send(message).await;
-        }
-        self.task.sending.wake();
     }
 
     // The connection.

@@ -14,6 +14,7 @@ use super::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
 use longhaul_hypervisor::capabilities::CapabilitiesError;
+use longhaul_hypervisor::disk::base::Base;
 use longhaul_hypervisor::folder::PathTooLong;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
@@ -27,7 +28,6 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionI
 use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Why an arriving guest's QEMU could not do its part.
@@ -147,7 +147,7 @@ impl Inbound {
         context: &Context,
         offer: &Offer,
         arriving: (Disks, Kept),
-        bases: BTreeMap<String, PathBuf>,
+        bases: BTreeMap<String, Base>,
         admission: &Admission,
     ) -> Result<Self, InboundError> {
         let meter = Meter::start();

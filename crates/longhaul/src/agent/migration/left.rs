@@ -83,23 +83,13 @@ impl Left {
             handover::Side::Source => (Side::Source, here, self.peer_name.clone()),
             handover::Side::Destination => (Side::Destination, self.peer_name.clone(), here),
         };
-        let asked = Asked {
-            downtime_ms: 0,
-            bandwidth_bps: None,
-            verify: false,
-            patience_ms: 0,
-            early_release: false,
-            encoding: Default::default(),
-            convergence: Default::default(),
-            group: None,
-        };
         let facts = Facts {
             id: self.migration,
             guest: self.guest.clone(),
             side,
             source,
             destination,
-            asked,
+            asked: Asked::default(),
         };
         let entry = Arc::new(Entry::new(facts));
         entry.enter(phase);

@@ -45,6 +45,8 @@ use allowance::Allowances;
 use archive::Archive;
 use arrival::Arrival;
 use departed::Standing;
+use disks::base::Orders;
+use disks::coming::ComingFronts;
 use disks::making::look_for_room;
 use fence::Marks;
 use gang::Gangs;
@@ -68,6 +70,7 @@ use throttle::Throttle;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
+pub(crate) use disks::coming::of_guest as coming_bases;
 pub(crate) use disks::fronts::set_aside_as;
 pub(crate) use disks::is_local;
 pub(crate) use registry::Reservation;
@@ -130,6 +133,8 @@ struct Context {
     arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
     attempts: Attempts,
     standing: Standing,
+    orders: Orders,
+    coming: ComingFronts,
     /// What the link to a host was seen to carry, in bytes per second.
     rates: Mutex<HashMap<String, f64>>,
 }
@@ -288,6 +293,8 @@ impl Manager {
         let cannot = |what: &str, error: &dyn std::fmt::Display| {
             StartError::new(format!("cannot {what}: {error}"))
         };
+        disks::remove_unfinished_notes(state)
+            .map_err(|error| cannot("remove what an earlier agent was noting of disks", &error))?;
         let journals = Journals::open(&state.join("journal"))
             .map_err(|error| cannot("use the journals", &error))?;
         let rights = Rights::open(&state.join("rights"))
@@ -332,6 +339,8 @@ impl Manager {
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
             standing: Standing::default(),
+            orders: Orders::default(),
+            coming: ComingFronts::default(),
             rates: Mutex::default(),
         });
         context.end_all_departed().await.map_err(|error| {
@@ -349,6 +358,7 @@ impl Manager {
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::making::sweep(&context));
         context.keep_sweeping_fronts();
+        context.keep_sweeping_coming();
         context.keep_sweeping_kept_memory();
         let accepting = tokio::spawn(peer::accept(context.clone()));
         Ok(Arc::new(Self { context, accepting }))

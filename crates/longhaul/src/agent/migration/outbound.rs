@@ -128,13 +128,18 @@ impl Outbound {
         &self.disks
     }
 
-    /// Reports every write to its disks from here on.
-    pub(super) async fn watch_disks(&mut self, sending: &Arc<Sending>) -> Result<(), FrontError> {
+    /// Reports every write to its disks from here on. What is left of them when it goes may have to be compared.
+    pub(super) async fn watch_disks(
+        &mut self,
+        sending: &Arc<Sending>,
+        verify: bool,
+    ) -> Result<(), FrontError> {
         if !self.disks.is_empty() {
             let Self {
                 guest, qmp, disks, ..
             } = self;
-            self.fronts = Fronts::put_in(&self.state, guest, qmp, disks, sending).await?;
+            let moves = (sending, verify);
+            self.fronts = Fronts::put_in(&self.state, guest, qmp, disks, moves).await?;
         }
         Ok(())
     }

@@ -48,12 +48,9 @@ pub(super) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         asked: Asked {
             downtime_ms: request.downtime_ms,
             bandwidth_bps: context.throttle.alone(request.bandwidth_bps),
-            verify: false,
-            patience_ms: 0,
             early_release: request.early_release,
-            encoding: Default::default(),
             convergence: request.convergence,
-            group: None,
+            ..Asked::default()
         },
         possible: false,
         qemu: None,

@@ -19,7 +19,7 @@ use super::verify::Checked;
 use super::{Context, Holder, convergence, disks, failure};
 use crate::agent::fail_point;
 use crate::agent::hooks::Step;
-use longhaul_api::{ApiError, Asked, ErrorCode, Side, StartMigration};
+use longhaul_api::{ApiError, Asked, BaseChoice, ErrorCode, Side, StartMigration};
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, SourceState, Terms};
 use longhaul_engine::source::{Source, SourceError};
@@ -230,7 +230,11 @@ impl Preparing {
             .await
             .map_err(super::outbound::OutboundError::into_api)?;
         let memory = outbound.regions().len();
-        let local = disks::local(&self.context, guest.description(), asked, &known, memory)?;
+        let mut local = disks::local(&self.context, guest.description(), asked, &known, memory)?;
+        let bases = local
+            .iter_mut()
+            .filter_map(|disk| disk.offered.base.as_mut());
+        bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
         outbound.take_along(&self.context.parts.config.state, local);
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
@@ -343,7 +347,7 @@ impl Preparing {
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let message = offered(offer, outbound);
+        let message = offered(&self.context, offer, outbound);
         let offered = session::offer(control, message, offer, limit);
         // The guest is looked at while the destination is asked, and nobody waits for that.
         let look = plan::look(outbound);
@@ -354,7 +358,7 @@ impl Preparing {
         }
         let sending = self.sending(offer, outbound, &keeps)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
-        let watched = outbound.watch_disks(&sending).await;
+        let watched = outbound.watch_disks(&sending, offer.verify).await;
         let started = match watched.map_err(FrontError::into_api) {
             Ok(()) => outbound
                 .start(slow_at_most)
@@ -411,7 +415,7 @@ impl Preparing {
         let memory_regions = outbound.regions().len();
         let content = outbound.content();
         let of = (offer.migration, key);
-        let checked = Checked::of(outbound.disks());
+        let checked = Checked::of(outbound.disks().iter().map(|disk| &disk.spec));
         Ok(Sending::new(
             engine,
             of,
@@ -435,12 +439,13 @@ impl Preparing {
 }
 
 /// The offer as it is said.
-fn offered(offer: &Offer, outbound: &Outbound) -> ToDestination {
-    let disks: Vec<_> = outbound
+fn offered(context: &Context, offer: &Offer, outbound: &Outbound) -> ToDestination {
+    let mut disks: Vec<_> = outbound
         .disks()
         .iter()
         .map(|disk| disk.offered.clone())
         .collect();
+    block_in_place(|| disks::base::say_what_is_hot(&context.parts.config.state, &mut disks));
     let offer = offer.clone();
     match disks.is_empty() {
         true => ToDestination::Offer(Box::new(offer)),

@@ -4,12 +4,14 @@
 //! ```text
 //! source comes (Resume) -> Resumed -> Committed, Missing for each disk -> frames, to whoever answers the guest
 //!    its words: Want, Superseded ->                    <- Unreadable
+//! [everything is here: compared with the source's, but for what the guest has written]
 //! everything is here, durably: journal ALL-PRESENT -> AllPresent -> the front ends go
 //! ```
 //!
 //! A connection that is lost, a server that dies, a disk without room: the source is let go, comes again,
 //! and is told anew what is missing. The guest waits for nothing but that.
 
+mod compare;
 mod show;
 
 use super::Context;
@@ -27,6 +29,7 @@ use super::peer::{Call, attempt_state};
 use super::receive::{Receiving, Store};
 use super::registry::Reservation;
 use super::{clock, talk::TalkError};
+use compare::Question;
 use longhaul_api::{Outcome, Phase};
 use longhaul_codec::{BlockId, BlockWrite, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
@@ -39,6 +42,7 @@ use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::arriving::line::ToPump;
 use longhaul_storage::front::arriving::masks::Masks;
+use longhaul_storage::front::arriving::unwritten::Unwritten;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
@@ -85,6 +89,8 @@ pub(super) struct Pulling {
     whole_at: Option<Instant>,
     /// Since when the source is not there.
     lost_at: Option<Instant>,
+    /// What the source asks for, to compare what has come.
+    question: Option<Question>,
     /// What has kept blocks from being taken here, since the last one was.
     trouble: Option<String>,
 }
@@ -99,6 +105,8 @@ struct Fetched {
     /// Blocks that the source has said it cannot read.
     unreadable: BTreeSet<u64>,
     whole: bool,
+    /// Where it is to be compared.
+    unwritten: Option<Unwritten>,
 }
 
 enum Happened {
@@ -124,6 +132,7 @@ impl Pulling {
             taken_out: false,
             whole_at: None,
             lost_at: None,
+            question: None,
             trouble: None,
         }
     }
@@ -209,12 +218,15 @@ impl Pulling {
                 broken: None,
                 unreadable: BTreeSet::new(),
                 whole: false,
+                unwritten: None,
                 disk,
             };
             (fetched.disk.masks.region, fetched)
         });
         self.disks = fetched.collect();
-        Ok(())
+        self.disks
+            .values_mut()
+            .try_for_each(Fetched::look_for_unwritten)
     }
 
     /// Connects to those who answer the guest, whose news are then heard; they are told anew.
@@ -245,6 +257,7 @@ impl Pulling {
         if let Some(bulk) = self.bulk.take() {
             bulk.abort();
         }
+        self.question = None;
         self.begun.call = None;
     }
 
@@ -405,11 +418,26 @@ impl Pulling {
                     }
                 }
             }
+            ToDestination::VerifyRegion {
+                region,
+                range,
+                blocks_per_digest,
+            } => {
+                self.question = Some(Question {
+                    region,
+                    range,
+                    blocks_per_digest,
+                });
+                self.answer().await;
+            }
+            ToDestination::Verified if self.is_whole() => {
+                self.compared();
+                self.whole().await;
+            }
+            ToDestination::Verified => {}
             // What a source says that has not heard yet that the guest runs here.
             ToDestination::Start { .. }
             | ToDestination::Complete { .. }
-            | ToDestination::VerifyRegion { .. }
-            | ToDestination::Verified
             | ToDestination::List(_)
             | ToDestination::Length { .. } => {}
             ToDestination::Query(_)
@@ -487,9 +515,14 @@ impl Pulling {
         }
     }
 
+    fn is_whole(&self) -> bool {
+        self.disks.values().all(|fetched| fetched.whole)
+    }
+
     /// Everything may be here.
     async fn whole(&mut self) {
-        let whole = self.disks.values().all(|fetched| fetched.whole);
+        self.answer().await;
+        let whole = self.is_whole() && !self.is_to_be_compared();
         if whole && *self.state() == (DestinationState::Running { all_present: false }) {
             tracing::info!(
                 guest = self.guest(),

@@ -176,9 +176,10 @@ impl Receiving {
         self.lock().disks.below(folders);
     }
 
-    /// Has those who will answer the guest know what is left at the source.
-    pub(super) fn hand_on(&self) -> Result<(), String> {
-        self.lock().disks.hand_on()
+    /// Has those who will answer the guest know what is left at the source, and whether what it does not write is to
+    /// be compared.
+    pub(super) fn hand_on(&self, verify: bool) -> Result<(), String> {
+        self.lock().disks.hand_on(verify)
     }
 
     /// Leaves the guest's memory and disks alone from now on, and makes the disks durable.

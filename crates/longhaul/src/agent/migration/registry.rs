@@ -175,16 +175,7 @@ mod tests {
             side: Side::Destination,
             source: "lyon".to_owned(),
             destination: "paris".to_owned(),
-            asked: Asked {
-                downtime_ms: 0,
-                bandwidth_bps: None,
-                verify: false,
-                patience_ms: 0,
-                early_release: false,
-                encoding: Default::default(),
-                convergence: Default::default(),
-                group: None,
-            },
+            asked: Asked::default(),
         }));
         registry.add(entry.clone());
         let _moving = registry

@@ -102,8 +102,8 @@ pub(super) trait Content: Send + Sync + 'static {
 /// Why sending ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum SendError {
-    /// The guest's RAM cannot be read.
-    #[error("cannot read the guest's memory: {0}")]
+    /// The guest's RAM, or a disk of its, cannot be read.
+    #[error("cannot read what is to be sent: {0}")]
     Content(String),
     /// A frame cannot be made.
     #[error("cannot encode memory: {0}")]
@@ -336,6 +336,23 @@ impl Sending {
         Ok(())
     }
 
+    /// Reads blocks. Those of disks that cannot be read are left out when the guest has gone, by their places.
+    fn read(
+        &self,
+        blocks: &[BlockId],
+        content: &mut [[u8; BLOCK_SIZE]],
+    ) -> Result<Vec<usize>, SendError> {
+        let Err(error) = self.content.read(blocks, content) else {
+            return Ok(Vec::new());
+        };
+        if self.engine().is_draining() {
+            return Ok(self.read_each(blocks, content));
+        }
+        let alone = |block: &BlockId| self.content.read(&[*block], &mut [[0; BLOCK_SIZE]]).err();
+        let first = blocks.iter().find_map(alone);
+        Err(SendError::Content(first.unwrap_or(error)))
+    }
+
     /// Reads blocks one by one, and keeps those that cannot be read. Returns their places.
     fn read_each(&self, blocks: &[BlockId], content: &mut [[u8; BLOCK_SIZE]]) -> Vec<usize> {
         let mut places = Vec::new();
@@ -490,6 +507,7 @@ impl Sending {
         let link = engine.link_now();
         let compression = self.compression(link, engine.in_flight_bytes(), ready_frames);
         self.paces.tell(&mut engine);
+        engine.look_at_drain(self.paces.began.elapsed());
         let Some(batch) = engine.take(compression.frame_blocks())? else {
             return Ok(Next::Nothing);
         };
@@ -502,11 +520,7 @@ impl Sending {
             worker.content.resize(count, [0; BLOCK_SIZE]);
         }
         let content = &mut worker.content[..count];
-        let unreadable = match self.content.read(&batch.blocks, content) {
-            Ok(()) => Vec::new(),
-            Err(_) if self.engine().is_draining() => self.read_each(&batch.blocks, content),
-            Err(error) => return Err(SendError::Content(error)),
-        };
+        let unreadable = self.read(&batch.blocks, content)?;
         worker.staged.clear();
         worker.hasher.stage(content, &mut worker.staged);
         let mut decisions = self.engine().decide(&batch, &worker.staged);

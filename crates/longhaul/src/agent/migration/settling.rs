@@ -58,6 +58,8 @@ pub(super) struct Settling {
     leaves: bool,
     /// Since when the destination cannot be asked.
     lost_at: Option<Instant>,
+    /// Why what is left cannot be sent from here.
+    trouble: Option<String>,
 }
 
 /// What sends the rest of a guest's disks.
@@ -143,6 +145,7 @@ impl Settling {
             left: None,
             leaves,
             lost_at: None,
+            trouble: None,
         };
         begin_source(&mut settling, actions).await;
         settling.show();
@@ -170,6 +173,7 @@ impl Settling {
             paused,
             leaves,
             lost_at: None,
+            trouble: None,
             entry: None,
             reservation: None,
             conversation: None,
@@ -207,8 +211,18 @@ impl Settling {
                 Ok(()) => pause = ASK_EVERY,
                 Err(error) => {
                     let guest = &self.handover.ledger.guest;
-                    tracing::debug!(guest, %error, "the other host cannot be asked");
-                    self.lost_at.get_or_insert_with(Instant::now);
+                    let trouble = match &error {
+                        SessionError::Left(_) => Some(error.to_string()),
+                        _ => None,
+                    };
+                    match &trouble {
+                        Some(why) if self.trouble != trouble => tracing::error!(guest, "{why}"),
+                        _ => tracing::debug!(guest, %error, "the other host cannot be asked"),
+                    }
+                    if trouble.is_none() {
+                        self.lost_at.get_or_insert_with(Instant::now);
+                    }
+                    self.trouble = trouble;
                     if let Some(entry) = &self.entry {
                         entry.silent(&error.to_string());
                     }
@@ -363,6 +377,7 @@ impl Settling {
         left.draining.connected(line.clone());
         let mut acknowledging = Acknowledging::begin(sending.clone(), line);
         self.conversation = Some(Conversation { sender, receiver });
+        self.trouble = None;
         let done = self.send_left(&mut acknowledging).await;
         sending.disconnect();
         self.conversation = None;
@@ -376,6 +391,11 @@ impl Settling {
                 error = acknowledging.ended() => {
                     tracing::info!(%error, "what is left cannot be sent now");
                     return Ok(());
+                }
+                message = next_of_rest(&mut self.left) => {
+                    self.report_rest();
+                    self.send(message).await;
+                    None
                 }
                 () = sleep(LOOK_EVERY) => None,
             };
@@ -404,6 +424,13 @@ impl Settling {
             self.last_hook().await;
         }
         Ok(())
+    }
+
+    /// Reports what was found in what has come.
+    fn report_rest(&self) {
+        if let (Some(entry), Some(left)) = (&self.entry, &self.left) {
+            entry.report_with(|report| left.draining.report(report));
+        }
     }
 
     async fn heard(&mut self, message: ToSource) {
@@ -524,9 +551,12 @@ impl Settling {
             entry.goes_on();
             let left = self.left.as_ref();
             let regions = left.map_or_else(Vec::new, |left| left.draining.progress());
+            let found = || left.and_then(|left| left.draining.trouble());
+            let trouble = self.trouble.clone().or_else(found);
             let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
             entry.progress(|progress| {
                 progress.regions = regions;
+                progress.trouble = trouble;
                 progress.link.interrupted_ms = silent;
             });
             return;
@@ -541,6 +571,14 @@ impl Settling {
             ledger.context.archive.keep(entry);
             self.ended = self.entry.take();
         }
+    }
+}
+
+/// Waits for what is to be said of what has come.
+async fn next_of_rest(left: &mut Option<LeftHere>) -> ToDestination {
+    match left {
+        Some(left) => left.draining.next().await,
+        None => std::future::pending().await,
     }
 }
 

@@ -1,10 +1,12 @@
 //! Comparing a guest's RAM and disks at both ends: RAM as the two QEMUs hold it while the guest stands still,
 //! disks as the two images do. Of disks, what has settled is compared while the guest runs ([`checked`]),
-//! and only the rest afterwards.
+//! and only the rest afterwards: of a disk of which a part comes when the guest has gone, when all of it has
+//! come ([`rest`]).
 
 mod checked;
+mod rest;
 
-use super::disks::LocalDisk;
+use super::disks::{LocalDisk, blocks_of};
 use super::outbound::Outbound;
 use super::send::Sending;
 use longhaul_api::VerifyResult;
@@ -19,6 +21,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
 pub(super) use checked::{Checked, PIECE_BLOCKS};
+pub(super) use rest::Rest;
 
 /// Most bytes that one digest may cover.
 const DIGEST_BLOCKS_MAX: u32 = 4096;
@@ -27,6 +30,8 @@ const DIGESTS_MAX: u64 = 1 << 17;
 /// Most of a disk that is asked for at once: meanwhile the destination hears nothing else.
 const DISK_BLOCKS_MAX: u64 = 64 * PIECE_BLOCKS;
 const BLOCK: u64 = BLOCK_SIZE as u64;
+/// In place of the digest of what the guest has written at the destination.
+pub(super) const WRITTEN: [u8; 16] = [0; 16];
 
 /// What is compared.
 #[derive(Clone)]
@@ -99,6 +104,30 @@ impl Content {
     }
 }
 
+/// A disk that is compared, at the source.
+#[derive(Clone)]
+pub(super) struct Image {
+    pub(super) spec: RegionSpec,
+    pub(super) disk: Arc<RawDisk>,
+}
+
+impl Image {
+    pub(super) fn of(disk: &LocalDisk) -> Self {
+        let (spec, disk) = (disk.spec.clone(), disk.disk.clone());
+        Self { spec, disk }
+    }
+
+    /// How many blocks it has now: the destination has nothing behind them.
+    fn blocks(&self) -> u64 {
+        let blocks = self.disk.file_bytes().map(blocks_of);
+        blocks.unwrap_or(self.spec.blocks).min(self.spec.blocks)
+    }
+
+    fn content(&self) -> Content {
+        Content::Disk(self.disk.clone())
+    }
+}
+
 /// What was found.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Compared {
@@ -113,6 +142,13 @@ pub(super) struct Compared {
 }
 
 impl Compared {
+    fn differs(&mut self, name: &str, block: u64) {
+        self.different_blocks += 1;
+        let offset = block * BLOCK;
+        let first = || format!("{name} at offset {offset:#x}");
+        self.first.get_or_insert_with(first);
+    }
+
     /// For the report.
     pub(super) fn result(&self) -> VerifyResult {
         VerifyResult {
@@ -137,10 +173,12 @@ pub(super) struct Comparison {
     last: Option<ToDestination>,
 }
 
+type Digests = Vec<[u8; 16]>;
+
 struct Answer {
     region: RegionId,
     range: BlockRange,
-    digests: Vec<[u8; 16]>,
+    digests: Digests,
 }
 
 /// What a comparison wants of its owner.
@@ -152,38 +190,39 @@ pub(super) enum Next {
 }
 
 impl Comparison {
-    /// Compares everything that is not known to be equal; the guest must be stopped at the source.
-    pub(super) fn begin(outbound: &Outbound, sending: &Arc<Sending>, key: DigestKey) -> Self {
-        Self::start(outbound, sending, key, Worker::run)
+    /// Compares everything that is not known to be equal, but for disks of which something may be left here when the
+    /// guest goes; it must be stopped at the source.
+    pub(super) fn begin(outbound: &Outbound, sending: &Arc<Sending>) -> Self {
+        let (memory, places) = outbound.memory();
+        let regions = outbound.regions().iter().cloned();
+        let memory = regions
+            .zip(places)
+            .map(|(spec, place)| (spec, Content::Memory(memory.clone(), place)))
+            .collect();
+        let is_all_there = |disk: &&LocalDisk| disk.strategy.promise == Promise::Everything;
+        let disks = outbound.disks().iter().filter(is_all_there);
+        let disks: Vec<Image> = disks.map(Image::of).collect();
+        let later = (outbound.disks().len() - disks.len()) as u32;
+        let run = |worker: Worker| worker.run(memory, later);
+        Self::start(disks, sending, run)
     }
 
     /// Compares what has settled of disks, once, while the guest runs.
-    pub(super) fn ahead(outbound: &Outbound, sending: &Arc<Sending>, key: DigestKey) -> Self {
-        Self::start(outbound, sending, key, Worker::run_ahead)
+    pub(super) fn ahead(outbound: &Outbound, sending: &Arc<Sending>) -> Self {
+        let disks = outbound.disks().iter().map(Image::of).collect();
+        Self::start(disks, sending, Worker::run_ahead)
     }
 
-    fn start<F>(
-        outbound: &Outbound,
-        sending: &Arc<Sending>,
-        key: DigestKey,
-        run: impl FnOnce(Worker) -> F,
-    ) -> Self
+    fn start<F>(disks: Vec<Image>, sending: &Arc<Sending>, run: impl FnOnce(Worker) -> F) -> Self
     where
         F: Future<Output = Result<Compared, String>> + Send + 'static,
     {
         let (ask, questions) = mpsc::channel(1);
         let (answers, answered) = mpsc::channel(1);
-        let (memory, places) = outbound.memory();
-        let regions = outbound.regions().iter().cloned();
         let worker = Worker {
-            memory: regions
-                .zip(places)
-                .map(|(spec, place)| (spec, Content::Memory(memory.clone(), place)))
-                .collect(),
-            disks: compared_disks(outbound).cloned().collect(),
-            other_disks: (outbound.disks().len() - compared_disks(outbound).count()) as u32,
+            disks,
             sending: sending.clone(),
-            key,
+            key: sending.digest_key(),
             ask,
             answered,
         };
@@ -231,22 +270,8 @@ impl Comparison {
     }
 }
 
-/// Whether disks are compared.
-pub(super) fn compares_disks(outbound: &Outbound) -> bool {
-    compared_disks(outbound).next().is_some()
-}
-
-/// The disks of which all is at the destination before the guest runs there.
-fn compared_disks(outbound: &Outbound) -> impl Iterator<Item = &LocalDisk> {
-    let disks = outbound.disks().iter();
-    disks.filter(|disk| disk.strategy.promise == Promise::Everything)
-}
-
 struct Worker {
-    memory: Vec<(RegionSpec, Content)>,
-    disks: Vec<LocalDisk>,
-    /// Disks of which a part comes when the guest writes to them there.
-    other_disks: u32,
+    disks: Vec<Image>,
     sending: Arc<Sending>,
     key: DigestKey,
     ask: mpsc::Sender<ToDestination>,
@@ -256,9 +281,9 @@ struct Worker {
 impl Worker {
     async fn run_ahead(mut self) -> Result<Compared, String> {
         for disk in self.disks.clone() {
-            let content = Content::Disk(disk.disk.clone());
+            let content = disk.content();
             let mut next = Some(0);
-            while let Some(from) = next.filter(|from| *from < disk.image_blocks()) {
+            while let Some(from) = next.filter(|from| *from < disk.blocks()) {
                 let asked = self.sending.ask_ahead(disk.spec.id, from, DISK_BLOCKS_MAX);
                 let (range, behind) = asked;
                 next = behind;
@@ -272,12 +297,16 @@ impl Worker {
         Ok(Compared::default())
     }
 
-    async fn run(mut self) -> Result<Compared, String> {
+    async fn run(
+        mut self,
+        memory: Vec<(RegionSpec, Content)>,
+        later: u32,
+    ) -> Result<Compared, String> {
         let mut compared = Compared {
-            disks_not_compared: self.other_disks,
+            disks_not_compared: later,
             ..Compared::default()
         };
-        for (spec, content) in self.memory.clone() {
+        for (spec, content) in memory {
             compared.regions += 1;
             compared.bytes += spec.blocks * BLOCK;
             let most = DIGESTS_MAX * CHUNK_BLOCKS;
@@ -290,10 +319,9 @@ impl Worker {
         }
         for disk in self.disks.clone() {
             compared.disks += 1;
-            // The destination has nothing behind the image's end.
-            let blocks = disk.image_blocks();
+            let blocks = disk.blocks();
             compared.disk_bytes += blocks * BLOCK;
-            let content = Content::Disk(disk.disk.clone());
+            let content = disk.content();
             let left = self
                 .sending
                 .checked()
@@ -326,10 +354,7 @@ impl Worker {
             let start = range.start + chunk * CHUNK_BLOCKS;
             let part = BlockRange::new(start, (range.end() - start).min(CHUNK_BLOCKS));
             for block in self.differences(spec, content, part, 1).await? {
-                compared.different_blocks += 1;
-                let offset = (start + block) * BLOCK;
-                let first = || format!("{name} at offset {offset:#x}");
-                compared.first.get_or_insert_with(first);
+                compared.differs(name, start + block);
             }
         }
         Ok(())
@@ -343,6 +368,24 @@ impl Worker {
         range: BlockRange,
         blocks_per_digest: u32,
     ) -> Result<Vec<u64>, String> {
+        let (ours, theirs) = self
+            .digests(spec, content, range, blocks_per_digest)
+            .await?;
+        let both = ours.iter().zip(&theirs).zip(0u64..);
+        Ok(both
+            .filter(|((ours, theirs), _)| ours != theirs)
+            .map(|(_, index)| index)
+            .collect())
+    }
+
+    /// The digests of the pieces of a range, here and there.
+    async fn digests(
+        &mut self,
+        spec: &RegionSpec,
+        content: &Content,
+        range: BlockRange,
+        blocks_per_digest: u32,
+    ) -> Result<(Digests, Digests), String> {
         let (content, key) = (content.clone(), self.key);
         let ours =
             tokio::task::spawn_blocking(move || content.digests(range, blocks_per_digest, key));
@@ -358,10 +401,6 @@ impl Worker {
         if answer.region != spec.id || answer.range != range || answer.digests.len() != ours.len() {
             return Err("the destination's digests are not those that were asked for".to_owned());
         }
-        let both = ours.iter().zip(&answer.digests).zip(0u64..);
-        Ok(both
-            .filter(|((ours, theirs), _)| ours != theirs)
-            .map(|(_, index)| index)
-            .collect())
+        Ok((ours, answer.digests))
     }
 }

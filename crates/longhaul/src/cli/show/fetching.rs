@@ -16,7 +16,8 @@ fn disks(progress: &Progress) -> impl Iterator<Item = &RegionProgress> {
 fn is_under_way(migration: &Migration, progress: &Progress) -> bool {
     let left =
         disks(progress).any(|disk| disk.blocks_pending > 0 || disk.unreadable_byte.is_some());
-    migration.outcome.is_none() && migration.phase == Phase::Finishing && left
+    let something = left || progress.trouble.is_some();
+    migration.outcome.is_none() && migration.phase == Phase::Finishing && something
 }
 
 /// What is yet to come, where something is, below the list of migrations.

@@ -145,7 +145,14 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
             text(guest.generation.map(|generation| generation.to_string())),
         ]);
     }
-    table(rows)
+    let mut lines = table(rows);
+    for guest in guests {
+        if let Some(coming) = &guest.coming {
+            let line = Line::default().tone(Tone::Strong, guest.name.clone());
+            lines.push(line.plain(format!(": {coming}")));
+        }
+    }
+    lines
 }
 
 /// What a guest is doing.

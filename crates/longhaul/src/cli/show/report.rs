@@ -4,8 +4,8 @@ use super::figure::{self, bare_ms, byte_rate};
 use super::image;
 use crate::cli::paint::{Line, Tone, columns, wrap};
 use longhaul_api::{
-    BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock, HookRun, HostCost,
-    Outcome, Phase, Report, StopChoice, StopReason, StopRule,
+    BaseChoice, BytesByKind, ClockTeller, DiskChoice, DiskReport, DowntimeParts, GuestClock,
+    HookRun, HostCost, Outcome, Phase, Report, StopChoice, StopReason, StopRule,
 };
 use longhaul_protocol::units::show_bytes;
 
@@ -224,11 +224,12 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         Some(times) => line("link", format!("interrupted {times} times, and ridden out")),
     }
     if let Some(verify) = &report.verify {
-        let blocks = match verify.regions {
-            1 => "1 RAM block".to_owned(),
-            count => format!("{count} RAM blocks"),
+        let mut what = match verify.regions {
+            // By an agent that was started since.
+            0 => "memory as it went".to_owned(),
+            1 => format!("{} in 1 RAM block", show_bytes(verify.bytes)),
+            count => format!("{} in {count} RAM blocks", show_bytes(verify.bytes)),
         };
-        let mut what = format!("{} in {blocks}", show_bytes(verify.bytes));
         if verify.disks > 0 {
             let disks = match verify.disks {
                 1 => "1 disk".to_owned(),
@@ -241,11 +242,9 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
         }
         match verify.disks_not_compared {
             0 => {}
-            1 => {
-                what.push_str(", 1 disk not compared (the guest wrote before all of it was there)")
-            }
+            1 => what.push_str(", 1 disk not compared yet (a part of it comes afterwards)"),
             count => what.push_str(&format!(
-                ", {count} disks not compared (the guest wrote before all of them was there)"
+                ", {count} disks not compared yet (a part of them comes afterwards)"
             )),
         }
         line(
@@ -303,10 +302,12 @@ fn disk(disk: &DiskReport) -> String {
     let why = why.map_or_else(String::new, |why| format!(", since {why}"));
     let base = disk.base.as_ref();
     let base = base.map_or_else(String::new, |base| {
-        format!(
-            " · stands on base image {}, which stayed",
-            image::short(base)
-        )
+        let lazily = match disk.base_choice {
+            Some(BaseChoice::Lazy) => " and may still be coming",
+            Some(BaseChoice::Whole) | None => "",
+        };
+        let base = image::short(base);
+        format!(" · stands on base image {base}, which stayed{lazily}")
     });
     format!("{image_bytes}, {allocated} of it allocated · {how}{why}{base}")
 }

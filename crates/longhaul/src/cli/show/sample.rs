@@ -259,6 +259,7 @@ pub(crate) fn report() -> Report {
             image_bytes: 20 * GIB,
             allocated_bytes: 6554 * MIB,
             base: Some(BASE.into()),
+            base_choice: Some(BaseChoice::Whole),
         }],
         bytes: BytesByKind {
             zero_bytes: Some(922 * MIB),
@@ -388,6 +389,7 @@ pub(crate) fn guests() -> Vec<Guest> {
         pid: Some(4711),
         generation: Some(3),
         migration: Some("7f3a0c11d2e3f405".into()),
+        coming: None,
         channels: Default::default(),
     };
     let mut stopped = running.clone();
@@ -398,7 +400,14 @@ pub(crate) fn guests() -> Vec<Guest> {
     stopped.accelerator = None;
     stopped.pid = None;
     stopped.generation = None;
-    vec![running, stopped]
+    let mut arrived = running.clone();
+    arrived.name = "ci-3".into();
+    (arrived.state, arrived.state_detail) = (GuestState::Running, None);
+    arrived.migration = None;
+    let coming = "its base image 3fa4c2900d17 comes: 310 MiB of 1002 MiB, 2 reads wait (the image repository \
+                  s3://images cannot be reached: no route to host)";
+    arrived.coming = Some(coming.into());
+    vec![running, stopped, arrived]
 }
 
 pub(crate) fn probe() -> ProbeResult {

@@ -3,6 +3,7 @@
 use super::line::ToPump;
 use super::masks::{MaskFile, Masks, is_marked_failed, mark_failed, this_boot};
 use super::pump::Pump;
+use super::unwritten::Noting;
 use crate::disk::{Disk, Extent, RawDisk, Zeros};
 use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
 use crate::front::server::ServeError;
@@ -57,6 +58,8 @@ struct Known {
     presence: Presence,
     noted: MaskFile,
     stored: Arc<MaskFile>,
+    /// Where what the guest has not written is to be compared with the source.
+    unwritten: Option<Noting>,
 }
 
 /// A disk of which a part may still be at the source.
@@ -152,6 +155,7 @@ impl ArrivingDisk {
             presence,
             noted: MaskFile::open(&noted_at)?,
             stored: Arc::new(MaskFile::open(&stored_at)?),
+            unwritten: Noting::open(&self.folder, stored.blocks)?,
         });
         self.changed.notify_all();
         Ok(true)
@@ -254,6 +258,9 @@ impl ArrivingDisk {
                 return work(range);
             }
             state = others_go_on(|| self.until_known(state))?;
+            if client_is_gone() {
+                return Err(Errno::ECANCELED.into());
+            }
         }
         let id = RequestId(state.next);
         state.next += 1;
@@ -269,12 +276,18 @@ impl ArrivingDisk {
                 state.tell_state();
                 let verdict;
                 (state, verdict) = others_go_on(|| self.verdict(state, id))?;
+                if client_is_gone() {
+                    return Err(self.forget(state, id, Some(verdict)));
+                }
                 match verdict {
                     Verdict::Go(bytes) => bytes,
                     _ => return Err(Errno::EIO.into()),
                 }
             }
         };
+        if operation != Operation::Read {
+            self.note_write(&mut state, &bytes);
+        }
         drop(state);
         let done = work(bytes);
         let mut state = self.lock();
@@ -314,21 +327,30 @@ impl ArrivingDisk {
         loop {
             let verdict = state.verdicts.remove(&id);
             if client_is_gone() {
-                // It says it to another server, or to this one again.
-                if let Some(known) = &mut state.known {
-                    match verdict {
-                        Some(Verdict::Go(_)) => drop(known.presence.done(id, false)),
-                        _ => known.presence.forget(id),
-                    }
-                }
-                self.outputs(&mut state);
-                return Err(Errno::ECANCELED.into());
+                return Err(self.forget(state, id, verdict));
             }
             match verdict {
                 Some(verdict) => return Ok((state, verdict)),
                 None => state = self.wait(state),
             }
         }
+    }
+
+    /// Nobody waits for a request any more: its client says it to another server, or to this one again.
+    fn forget(
+        &self,
+        mut state: MutexGuard<'_, State>,
+        id: RequestId,
+        verdict: Option<Verdict>,
+    ) -> io::Error {
+        if let Some(known) = &mut state.known {
+            match verdict {
+                Some(Verdict::Go(_)) => drop(known.presence.done(id, false)),
+                _ => known.presence.forget(id),
+            }
+        }
+        self.outputs(&mut state);
+        Errno::ECANCELED.into()
     }
 
     /// Does what the presence says, or has it done.
@@ -401,6 +423,16 @@ impl ArrivingDisk {
     /// Notes what is here before anybody hears of it: until then nobody else is answered either.
     fn note(&self, noted: &MaskFile, masks: &[ChunkMask]) {
         self.until_noted(&self.folder.noted_masks(), || noted.set(masks));
+    }
+
+    /// The guest is about to write: nobody compares that any more.
+    fn note_write(&self, state: &mut State, bytes: &Range<u64>) {
+        let known = state.known.as_mut();
+        if let Some(unwritten) = known.and_then(|known| known.unwritten.as_mut()) {
+            let masks = unwritten.writes(bytes);
+            let path = self.folder.unwritten_masks();
+            self.until_noted(&path, || unwritten.file().set(&masks));
+        }
     }
 
     /// Tries until it is noted. That it cannot be is told once.

@@ -18,6 +18,7 @@ use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::RegionId;
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 
 const MAGIC: &[u8; 8] = b"LHMASKS1";
@@ -108,16 +109,11 @@ impl Masks {
         let mut boot = [0; 16];
         boot.copy_from_slice(&header[24..40]);
         let (masks, written) = bytes[HEADER_BYTES..].split_at(chunks * MASK_BYTES);
-        let masks = masks.chunks_exact(MASK_BYTES).map(|mask| {
-            let mut word = [0; MASK_BYTES];
-            word.copy_from_slice(mask);
-            u64::from_le_bytes(word)
-        });
         let written = written
             .chunks_exact(WRITTEN_BYTES)
             .map(|count| u16::from_le_bytes([count[0], count[1]]));
         let mut missing: Vec<Remaining> = Vec::new();
-        for (chunk, (mask, written_blocks)) in (0..).zip(masks.zip(written)) {
+        for (chunk, (mask, written_blocks)) in (0..).zip(words(masks).zip(written)) {
             if mask & !whole(chunk as usize, blocks) != 0 {
                 return Err(wrong("it names blocks beyond the end"));
             }
@@ -195,6 +191,15 @@ impl Masks {
     }
 }
 
+/// Masks as they stand in a file.
+fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
+    bytes.chunks_exact(MASK_BYTES).map(|mask| {
+        let mut word = [0; MASK_BYTES];
+        word.copy_from_slice(mask);
+        u64::from_le_bytes(word)
+    })
+}
+
 /// Makes a file, durably, or replaces it as a whole.
 fn replace(
     files: &dyn Files,
@@ -262,6 +267,14 @@ impl MaskFile {
             let at = HEADER_BYTES as u64 + u64::from(mask.chunk) * MASK_BYTES as u64;
             self.0.write_at(at, &mask.missing.to_le_bytes())
         })
+    }
+
+    /// The masks of these chunks.
+    pub fn get(&self, chunks: Range<u32>) -> io::Result<Vec<u64>> {
+        let mut bytes = vec![0; chunks.len() * MASK_BYTES];
+        let at = HEADER_BYTES as u64 + u64::from(chunks.start) * MASK_BYTES as u64;
+        self.0.read_at(at, &mut bytes)?;
+        Ok(words(&bytes).collect())
     }
 
     /// Makes durable what was set.

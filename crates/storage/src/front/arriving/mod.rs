@@ -18,6 +18,7 @@ pub mod masks;
 mod pump;
 #[cfg(test)]
 mod tests;
+pub mod unwritten;
 
 use super::folder::FrontFolder;
 use super::server::{ServeError, serve};

@@ -4,15 +4,17 @@ use super::disk::{ArrivingDisk, keep_durable};
 use super::line::{MESSAGE_BYTES, ToPump, ToServer};
 use super::masks::{Masks, is_marked_failed, mark_failed};
 use super::pump::listen;
+use super::unwritten::{self, Unwritten};
 use crate::disk::{Disk, ExportSize, Zeros};
 use crate::front::{FrontFolder, FrontSpec};
-use crate::nbd::connection::transmit;
+use crate::nbd::connection::{ConnectionError, HangUp, transmit};
 use crate::nbd::handshake::Session;
-use crate::nbd::{Export, ExportName, Notice};
+use crate::nbd::{ExportName, Notice};
 use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::fs::{self, File};
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -48,6 +50,7 @@ impl Fixture {
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
             arriving: true,
+            fetched: None,
         };
         let folder = FrontFolder::create(&root.path().join("f"), &spec).unwrap();
         let disk = Self::start(&folder, &spec);
@@ -305,54 +308,166 @@ fn nobody_writes_before_the_list_and_what_breaks_the_line_changes_nothing() {
     pump.wait_for(ToPump::Whole);
 }
 
-#[test]
-fn a_request_that_waits_does_not_hold_up_those_behind_it_nor_outlives_its_client() {
-    let fixture = Fixture::new();
-    let mut pump = fixture.list();
-    let export = Export {
-        name: fixture.spec.name.clone(),
-        disk: fixture.disk.clone(),
-    };
-    let (mut client, server) = UnixStream::pair().unwrap();
-    client.set_read_timeout(Some(PATIENCE)).unwrap();
-    let serving = thread::spawn(move || {
-        let session = Session {
-            export: 0,
-            structured: false,
-            allocation: false,
-        };
-        let (mut reader, mut writer) = (&server, &server);
-        transmit(&mut reader, &mut writer, &*export.disk, session, &|_| ())
-    });
-    let request = |command: u16, cookie: u64, offset: u64, length: u32| {
+/// A client of the disk that speaks NBD, without a handshake.
+struct Client {
+    stream: UnixStream,
+    serving: thread::JoinHandle<Result<(), ConnectionError>>,
+}
+
+impl Client {
+    /// Its connection is hung up after so long, if it may keep an answer back.
+    fn new(fixture: &Fixture, after: Duration) -> Self {
+        let (stream, server) = UnixStream::pair().unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let disk = fixture.disk.clone();
+        let serving = thread::spawn(move || {
+            let session = Session {
+                export: 0,
+                structured: false,
+                allocation: false,
+            };
+            let closing = server.try_clone().unwrap();
+            let hang_up = HangUp {
+                after,
+                close: Box::new(move || closing.shutdown(Shutdown::Both).unwrap()),
+            };
+            let (mut reader, mut writer) = (&server, &server);
+            transmit(&mut reader, &mut writer, &*disk, session, &|_| (), hang_up)
+        });
+        Self { stream, serving }
+    }
+
+    fn ask(&mut self, command: u16, cookie: u64, offset: u64, payload: &[u8]) {
         let mut bytes = 0x2560_9513_u32.to_be_bytes().to_vec();
         bytes.extend(0_u16.to_be_bytes());
         bytes.extend(command.to_be_bytes());
         bytes.extend(cookie.to_be_bytes());
         bytes.extend(offset.to_be_bytes());
-        bytes.extend(length.to_be_bytes());
-        bytes
-    };
-    let cookie = |client: &mut UnixStream| {
+        bytes.extend(512_u32.to_be_bytes());
+        bytes.extend(payload);
+        self.stream.write_all(&bytes).unwrap();
+    }
+
+    fn read(&mut self, cookie: u64, block: u64) {
+        self.ask(0, cookie, block * BLOCK, &[]);
+    }
+
+    fn write(&mut self, cookie: u64, block: u64) {
+        self.ask(1, cookie, block * BLOCK, &[1; 512]);
+    }
+
+    /// Which write was done.
+    fn written(&mut self) -> u8 {
         let mut reply = [0; 16];
-        client.read_exact(&mut reply).unwrap();
+        self.stream.read_exact(&mut reply).unwrap();
         assert_eq!(reply[4..8], [0; 4]);
+        reply[15]
+    }
+
+    /// Which read was done, and what begins the content.
+    fn content(&mut self) -> (u8, u8) {
+        let cookie = self.written();
         let mut payload = [0; 512];
-        client.read_exact(&mut payload).unwrap();
-        (reply[15], payload[0])
-    };
-    client.write_all(&request(0, 1, 5 * BLOCK, 512)).unwrap();
-    client.write_all(&request(0, 2, 99 * BLOCK, 512)).unwrap();
-    assert_eq!(cookie(&mut client), (2, 0));
+        self.stream.read_exact(&mut payload).unwrap();
+        (cookie, payload[0])
+    }
+}
+
+#[test]
+fn a_request_that_waits_does_not_hold_up_those_behind_it_nor_outlives_its_client() {
+    let fixture = Fixture::new();
+    let mut pump = fixture.list();
+    let mut client = Client::new(&fixture, Duration::MAX);
+    client.read(1, 5);
+    client.read(2, 99);
+    assert_eq!(client.content(), (2, 0));
     pump.bring(BlockRange::new(5, 1), 4);
-    assert_eq!(cookie(&mut client), (1, 4));
+    assert_eq!(client.content(), (1, 4));
     // A part of a block, which waits; then its client goes away.
-    client.write_all(&request(1, 3, 6 * BLOCK, 512)).unwrap();
-    client.write_all(&[1; 512]).unwrap();
+    client.write(3, 6);
     pump.wait_for(ToPump::Want(BlockRange::new(6, 1)));
-    drop(client);
-    serving.join().unwrap().unwrap();
+    drop(client.stream);
+    client.serving.join().unwrap().unwrap();
     pump.bring(BlockRange::new(6, 1), 2);
     pump.barrier();
     assert_eq!(read(&fixture.disk, 6), 2);
+}
+
+#[test]
+fn a_client_that_may_keep_an_answer_back_is_hung_up_and_says_again_what_waited() {
+    let fixture = Fixture::new();
+    let mut pump = fixture.list();
+    let mut client = Client::new(&fixture, Duration::ZERO);
+    // Nothing can be kept back: nothing was answered while something waited.
+    client.read(1, 99);
+    assert_eq!(client.content(), (1, 0));
+    client.write(2, 5);
+    pump.wait_for(ToPump::Want(BlockRange::new(5, 1)));
+    pump.bring(BlockRange::new(5, 1), 4);
+    assert_eq!(client.written(), 2);
+    // Now there is.
+    client.write(3, 6);
+    pump.wait_for(ToPump::Want(BlockRange::new(6, 1)));
+    client.read(4, 99);
+    assert_eq!(client.content(), (4, 0));
+    let mut rest = Vec::new();
+    client.stream.read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty(), "what waited was not answered");
+    client.serving.join().unwrap().unwrap();
+
+    let mut again = Client::new(&fixture, Duration::ZERO);
+    again.write(3, 6);
+    pump.bring(BlockRange::new(6, 1), 2);
+    assert_eq!(again.written(), 3);
+    assert_eq!(read(&fixture.disk, 6), 1);
+}
+
+#[test]
+fn what_the_guest_has_not_written_is_known_as_long_as_the_host_runs() {
+    let mut fixture = Fixture::new();
+    let folder = fixture.folder.clone();
+    let open = || Unwritten::open(&folder, BLOCKS).unwrap();
+    assert!(open().is_none(), "nothing is to be compared");
+    unwritten::begin(&folder, RegionId(2), BLOCKS).unwrap();
+    let mut pump = fixture.list();
+    let all = BlockRange::new(0, BLOCKS);
+    let written = |blocks_per_piece: u64| {
+        let pieces = open().unwrap().pieces(all, blocks_per_piece).unwrap();
+        let pieces = pieces.iter().enumerate();
+        pieces
+            .filter_map(|(n, unwritten)| (!unwritten).then_some(n))
+            .collect::<Vec<_>>()
+    };
+    // What comes and what is read is not written; what is zeroed or discarded is.
+    pump.bring(BlockRange::new(0, 4), 9);
+    pump.barrier();
+    assert_eq!(read(&fixture.disk, 3), 9);
+    assert!(written(1).is_empty());
+    fixture.disk.write(0, &[5; BLOCK_SIZE]).unwrap();
+    fixture.disk.write(66 * BLOCK - 1, &[5; 2]).unwrap();
+    fixture
+        .disk
+        .zero(70 * BLOCK..71 * BLOCK, Zeros::MayBeHole)
+        .unwrap();
+    assert_eq!(written(1), [0, 65, 66, 70]);
+    fixture.restart();
+    fixture.disk.discard(200 * BLOCK..201 * BLOCK).unwrap();
+    fixture.disk.write(0, &[6; BLOCK_SIZE]).unwrap();
+    assert_eq!(written(1), [0, 65, 66, 70, 200]);
+    assert_eq!(written(64), [0, 1, 3]);
+    let end = open().unwrap().pieces(BlockRange::new(190, 40), 10);
+    assert_eq!(end.unwrap(), [true, false, true, true]);
+    let beyond = open().unwrap().pieces(BlockRange::new(BLOCKS - 1, 2), 1);
+    assert_eq!(beyond.unwrap(), [false, false]);
+    // After that nobody knows.
+    let path = folder.unwritten_masks();
+    let mut bytes = fs::read(&path).unwrap();
+    bytes[24] ^= 1;
+    fs::write(&path, bytes).unwrap();
+    fixture.restart();
+    fixture.disk.write(100 * BLOCK, &[7; BLOCK_SIZE]).unwrap();
+    assert_eq!(written(64), [0, 1, 2, 3]);
+    unwritten::end(&folder).unwrap();
+    unwritten::end(&folder).unwrap();
+    assert!(open().is_none());
 }

@@ -212,7 +212,7 @@ impl Task {
             agent_cpu_us: usage.agent_cpu.as_micros() as u64,
             qemu_cpu_us: usage.qemu_cpu.as_micros() as u64,
             agent_peak_bytes: usage.agent_peak_bytes,
-            repository_bytes: self.bases.read_bytes(),
+            repository_bytes: self.bases.read_bytes(&self.context),
         }
     }
 

@@ -18,12 +18,14 @@ use crate::agent::migration::peer::{Call, allows};
 use crate::agent::migration::registry::Taken;
 use longhaul_api::{Asked, Side};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
+use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
 use longhaul_storage::Journal;
 use longhaul_storage::disk::RawDisk;
 use longhaul_transport::{BulkOffer, Permission};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -127,14 +129,10 @@ pub(super) async fn prepare(
         source: peer.name.clone(),
         destination: host.clone(),
         asked: Asked {
-            downtime_ms: 0,
-            bandwidth_bps: None,
             verify: offer.verify,
             patience_ms: u64::from(offer.patience_ms),
             early_release: offer.early_release,
-            encoding: Default::default(),
-            convergence: Default::default(),
-            group: None,
+            ..Asked::default()
         },
     }));
     let next = Generation(offer.generation.0 + 1);
@@ -169,7 +167,17 @@ pub(super) async fn prepare(
             if let Some(key) = kept.key() {
                 offer.digest_key = key.0;
             }
-            launch(context, call, &offer, &places, (&made, kept), &admission).await
+            match bases.below(context, &guest, &places).await {
+                Ok(below) => {
+                    let there = There {
+                        disks: &made,
+                        kept,
+                        below,
+                    };
+                    launch(context, call, &offer, &places, there, &admission).await
+                }
+                Err(error) => Err(error.into()),
+            }
         }
         Err(error) => Err(InboundError::Images(error)),
     };
@@ -247,26 +255,34 @@ pub(super) async fn prepare(
     Ok((task, bulk))
 }
 
+/// What is there of a guest before it comes.
+struct There<'a> {
+    /// The images that were made.
+    disks: &'a [Arc<RawDisk>],
+    /// What its memory and disks held when it left.
+    kept: Kept,
+    /// What its disks stand on.
+    below: BTreeMap<String, Base>,
+}
+
 /// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
 async fn launch(
     context: &Context,
     call: &mut Call,
     offer: &Offer,
     places: &[Place],
-    (disks, kept): (&[Arc<RawDisk>], Kept),
+    there: There<'_>,
     admission: &Admission,
 ) -> Result<(Inbound, BulkOffer), InboundError> {
     let launching = |bulk_token| ToSource::Launching {
         bulk_token,
-        keeps: kept.told(),
+        keeps: there.kept.told(),
     };
     let attempt = (offer.migration, offer.attempt);
     let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await?;
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
-    let arriving = (Disks::new(offer, &offered, disks), kept);
-    let base = |place: &Place| Some((place.offered.name.clone(), place.base.clone()?));
-    let bases = places.iter().filter_map(base).collect();
-    let mut inbound = Inbound::launch(context, offer, arriving, bases, admission).await?;
+    let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
+    let mut inbound = Inbound::launch(context, offer, arriving, there.below, admission).await?;
     let comes = places.iter().map(|place| (place, place.offered.pulled));
     let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);
     let pulled = pulled.map(|(place, pulled)| Comes {

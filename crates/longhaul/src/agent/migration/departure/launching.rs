@@ -1,6 +1,7 @@
 //! While the destination launches its QEMU: blocks travel already, and what comes of it is heard.
 
 use super::Departure;
+use crate::agent::migration::disks::LocalDisk;
 use crate::agent::migration::failure;
 use crate::agent::migration::session::{OFFER_WITHIN, SessionError};
 use crate::agent::migration::talk::TalkError;
@@ -24,10 +25,10 @@ impl Departure {
         }
     }
 
-    /// Whether the guest's disks stand on base images, which the destination gets by itself.
-    pub(super) fn is_on_bases(&self) -> bool {
+    /// Whether the guest's disks stand on base images that the destination may have to get before it is stopped.
+    pub(super) fn awaits_bases(&self) -> bool {
         let mut disks = self.task.outbound.disks().iter();
-        disks.any(|disk| disk.base().is_some())
+        disks.any(LocalDisk::awaits_base)
     }
 
     /// The destination could not launch its QEMU, and has ended the attempt.
@@ -42,7 +43,7 @@ impl Departure {
     /// A destination that does not get its QEMU launched is not waited for without end. Base images take the
     /// time that they take: it says when one does not come.
     pub(super) async fn watch_launch(&mut self) {
-        if self.is_on_bases() {
+        if self.awaits_bases() {
             return;
         }
         let late = |since: &tokio::time::Instant| since.elapsed() > OFFER_WITHIN;

@@ -49,6 +49,7 @@ impl Departure {
         let now = self.now();
         let unreadable = self.draining.as_ref().map(Draining::unreadable_bytes);
         let unreadable = unreadable.unwrap_or_default();
+        let trouble = self.draining.as_ref().and_then(Draining::trouble);
         let engine = self.task.sending.engine();
         let regions: Vec<RegionProgress> = engine
             .pending_by_region()
@@ -88,7 +89,7 @@ impl Departure {
             .map(|line| line.bulk.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks = sent.blocks();
-        let awaits_bases = self.launching.is_some() && self.is_on_bases();
+        let awaits_bases = self.launching.is_some() && self.awaits_bases();
         let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
         self.entry().progress(|progress| {
             progress.pass = Some(pass);
@@ -103,6 +104,7 @@ impl Departure {
             progress.predicted_downtime_ms = convergence::known_ms(predicted);
             progress.outpaced = outpaced;
             progress.awaits_bases = awaits_bases;
+            progress.trouble = trouble;
             progress.remaining_ms = stats
                 .filter(|stats| stats.delivery_rate_bps > 0)
                 .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
@@ -212,6 +214,9 @@ impl Departure {
                 report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
                 report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
                 report.repository_bytes = on_bases.then_some(summary.repository_bytes);
+            }
+            if let Some(draining) = &self.draining {
+                draining.report(report);
             }
             if let Some(stopped) = stopped {
                 stopped.report(report, committed_at, rtt, summary, verify);

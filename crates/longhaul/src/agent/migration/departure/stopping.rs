@@ -5,7 +5,7 @@ use crate::agent::hooks::Step;
 use crate::agent::migration::failure;
 use crate::agent::migration::verify::Comparison;
 use longhaul_api::Phase;
-use longhaul_codec::{DigestKey, pack};
+use longhaul_codec::pack;
 use longhaul_engine::source::Advice;
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::disk_cache;
@@ -98,8 +98,7 @@ impl Departure {
             let Task {
                 outbound, sending, ..
             } = &self.task;
-            let key = DigestKey(self.task.offer.digest_key);
-            self.comparing = Some(Comparison::ahead(outbound, sending, key));
+            self.comparing = Some(Comparison::ahead(outbound, sending));
         }
         self.compares_ahead
     }
@@ -142,8 +141,7 @@ impl Departure {
             let Task {
                 outbound, sending, ..
             } = &self.task;
-            let key = DigestKey(self.task.offer.digest_key);
-            self.comparing = Some(Comparison::begin(outbound, sending, key));
+            self.comparing = Some(Comparison::begin(outbound, sending));
         }
         // QEMU has let go of the disks.
         if let Err(error) = self.task.outbound.disks_caught_up().await {

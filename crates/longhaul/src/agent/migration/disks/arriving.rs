@@ -14,6 +14,7 @@ use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
 use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
 use longhaul_storage::front::FrontFolder;
 use longhaul_storage::front::arriving::masks::Masks;
+use longhaul_storage::front::arriving::unwritten;
 use std::io;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -125,7 +126,7 @@ impl Disks {
             growing: offer_of(region).and_then(|disk| match disk.format {
                 DiskFormat::Qcow2(image) => Some(Growing {
                     image,
-                    base: disk.base,
+                    base: disk.base.clone(),
                     bytes: None,
                 }),
                 DiskFormat::Raw => None,
@@ -180,8 +181,9 @@ impl Disks {
         }
     }
 
-    /// Has those who will answer the guest know what is left at the source, durably. All else is here.
-    pub(in crate::agent::migration) fn hand_on(&self) -> Result<(), String> {
+    /// Has those who will answer the guest know what is left at the source, durably, and whether what the guest does
+    /// not write is to be compared. All else is here.
+    pub(in crate::agent::migration) fn hand_on(&self, verify: bool) -> Result<(), String> {
         for disk in &self.disks {
             let Some(folder) = &disk.folder else { continue };
             let failed = |error: &dyn std::fmt::Display| format!("disk {}: {error}", disk.name);
@@ -192,6 +194,10 @@ impl Disks {
                 boot: Default::default(),
                 missing,
             };
+            if verify {
+                let begun = unwritten::begin(folder, masks.region, masks.blocks);
+                begun.map_err(|error| failed(&error))?;
+            }
             let at = folder.stored_masks();
             masks.write(&at).map_err(|error| failed(&error))?;
             let (news, _heard) = tokio::sync::mpsc::channel(NEWS_MAX);
@@ -543,6 +549,8 @@ mod tests {
         let base = |byte: u8| Base {
             image: [byte; 32],
             bytes: 1 << 20,
+            lazily: false,
+            hot: Vec::new(),
         };
         // As an image that stands on that one says it, by a path of its own host.
         let named = |byte: u8| format!("/of/the/source/{}.raw", id_of(&base(byte)));
@@ -568,7 +576,7 @@ mod tests {
         ] {
             let (_folder, mut disks) = arriving(&head);
             if let Some(growing) = &mut disks.disks[0].growing {
-                growing.base = offered;
+                growing.base.clone_from(&offered);
             }
             disks.has_length(REGION, 300_007).unwrap();
             assert_eq!(sealed(&mut disks).is_ok(), fits, "{offered:?}");

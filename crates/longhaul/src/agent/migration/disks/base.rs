@@ -1,27 +1,37 @@
-//! Base images below disks that move. The source names them by their ids, and sends only what its guest wrote;
-//! the destination has them from its own repository. All of one is there before the guest is stopped.
+//! Base images below disks that move. The source names them by their ids, and what of them is used, and sends only
+//! what its guest wrote; the destination has them from its own repository. All of one is there before the guest is stopped,
+//! unless it is to come while that runs there ([`super::coming`]).
 
+use super::coming;
+use super::fronts::FrontError;
 use super::making::{self, Place, refused};
 use crate::agent::bases;
 use crate::agent::migration::Context;
 use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::disk::base::Base as Below;
 use longhaul_hypervisor::disk::{self, Backing};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_image::store::Place as Repositories;
-use longhaul_image::{Bases, BringError, Bringing, Digest, ImageId, Repository};
-use longhaul_protocol::disk::Base;
+use longhaul_image::{Bases, BringError, Bringing, Digest, ImageId, Order, Repository};
+use longhaul_protocol::disk::{Base, Hot, OfferedDisk, STRIPE_BYTES, STRIPE_PAGES};
+use longhaul_protocol::limits::HOT_STRIPES_MAX;
 use longhaul_protocol::message::Refusal;
 use longhaul_protocol::units::show_bytes;
 use longhaul_storage::disk::qcow2;
+use std::collections::{BTreeMap, HashMap};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
 
 /// How long a repository that does not answer is waited for while a base image comes.
 const PATIENCE: Duration = Duration::from_secs(60);
+
+// What is named as hot is what is fetched as a whole.
+const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
 
 pub(super) fn id_of(base: &Base) -> ImageId {
     ImageId(Digest(base.image))
@@ -82,12 +92,67 @@ pub(super) fn look(
         return Err(other(has));
     }
     let image = id.0.0;
-    Ok(Some(Base { image, bytes }))
+    Ok(Some(Base {
+        image,
+        bytes,
+        lazily: false,
+        hot: Vec::new(),
+    }))
 }
 
-/// The base images that are coming for a guest. They stop coming when this goes.
+/// Says of the base images of disks what this host's guests use of them.
+pub(in crate::agent::migration) fn say_what_is_hot(state: &Path, disks: &mut [OfferedDisk]) {
+    let bases = bases::of_host(state);
+    let on_bases = disks.iter_mut().filter_map(|disk| disk.base.as_mut());
+    let mut on_bases: Vec<&mut Base> = on_bases.collect();
+    let each = HOT_STRIPES_MAX / on_bases.len().max(1);
+    for base in &mut on_bases {
+        match bases.hot(id_of(base)) {
+            Ok(hot) => base.hot = hottest(hot, each),
+            // It only comes in another order.
+            Err(error) => tracing::warn!(%error, "cannot tell what of a base image is used"),
+        }
+    }
+}
+
+/// So many of the stripes that are used most, these first.
+fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
+    hot.sort_by_key(|(stripe, pages)| (std::cmp::Reverse(*pages), *stripe));
+    hot.truncate(count_max);
+    let hot = hot.into_iter().map(|(stripe, pages)| Hot {
+        stripe,
+        pages: pages.min(STRIPE_PAGES.into()) as u8,
+    });
+    hot.collect()
+}
+
+/// The orders in which base images come, each as long as somebody needs it: of guests that come at the same time
+/// the one's word counts for the other.
+#[derive(Debug, Default)]
+pub(in crate::agent::migration) struct Orders(Mutex<HashMap<ImageId, Weak<Order>>>);
+
+impl Orders {
+    /// Takes in what is hot of a base image; the order in which it comes.
+    fn with(&self, base: &Base) -> Arc<Order> {
+        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        orders.retain(|_, order| order.strong_count() > 0);
+        let known = orders.get(&id_of(base)).and_then(Weak::upgrade);
+        let order = known.unwrap_or_default();
+        orders.insert(id_of(base), Arc::downgrade(&order));
+        let hot = base.hot.iter();
+        order.add(hot.map(|hot| (hot.stripe, hot.pages.into())));
+        order
+    }
+}
+
+/// The base images that are coming for a guest. Those that are waited for stop coming when this goes.
 pub(in crate::agent::migration) struct ComingBases {
-    coming: Vec<Arc<Bringing>>,
+    /// Those that are here before the guest is stopped.
+    coming: Vec<(Arc<Bringing>, Arc<Order>)>,
+    /// Those that come while it runs.
+    behind: Vec<(Arc<Bringing>, Arc<Order>)>,
+    /// What was read for the latter, as far as this guest counts it, in bytes.
+    counted: AtomicU64,
     task: Option<JoinHandle<Result<(), Lacking>>>,
     /// One cannot be had.
     lacking: bool,
@@ -111,13 +176,14 @@ impl ComingBases {
         let config = &context.parts.config;
         let here = &config.name;
         let bases = bases::of_host(&config.state);
-        let mut coming: Vec<Arc<Bringing>> = Vec::new();
+        let mut coming: Vec<(Arc<Bringing>, Arc<Order>)> = Vec::new();
+        let mut behind: Vec<(Arc<Bringing>, Arc<Order>)> = Vec::new();
         for place in places {
             let Some(base) = &place.offered.base else {
                 continue;
             };
             let (name, id) = (&place.offered.name, id_of(base));
-            if coming.iter().any(|one| one.id() == id) {
+            if coming.iter().chain(&behind).any(|(one, _)| one.id() == id) {
                 continue;
             }
             let lacks = |error: &dyn std::fmt::Display| {
@@ -132,7 +198,12 @@ impl ComingBases {
                     let bringing = bring(&config.repository, &bases, id);
                     let bringing = bringing.map_err(|error| lacks(&error))?;
                     let bytes = bringing.size_bytes();
-                    coming.push(Arc::new(bringing));
+                    let one = (Arc::new(bringing), context.orders.with(base));
+                    let lazily = base.lazily && coming::has_room(&config.state, id, places.len());
+                    match lazily {
+                        true => behind.push(one),
+                        false => coming.push(one),
+                    }
                     bytes
                 }
             };
@@ -143,14 +214,15 @@ impl ComingBases {
                 return Err(making::invalid(text));
             }
         }
-        let needed = |one: &Arc<Bringing>| {
+        let needed = |(one, _): &(Arc<Bringing>, Arc<Order>)| {
             // A part of it may be here from earlier.
             let file = std::fs::metadata(bases.path(one.id()));
             let here = file.map_or(0, |file| file.blocks() * 512);
             one.content_bytes().saturating_sub(here)
         };
-        let needed = coming.iter().map(needed).sum();
-        let first = coming.first().map(|one| bases.path(one.id()));
+        let all = || coming.iter().chain(&behind);
+        let needed = all().map(needed).sum();
+        let first = all().next().map(|(one, _)| bases.path(one.id()));
         if let Some(free) = first.and_then(|path| making::free_bytes(path.parent()?))
             && making::is_too_little(free, needed)
         {
@@ -163,20 +235,47 @@ impl ComingBases {
         }
         Ok(Self {
             coming,
+            behind,
+            counted: AtomicU64::new(0),
             task: None,
             lacking: false,
         })
     }
 
-    /// Brings them, while other things go on.
+    /// What each disk's QEMU is to have below it. What comes while the guest runs is shown from here on, and begins to come.
+    pub(in crate::agent::migration) async fn below(
+        &self,
+        context: &Arc<Context>,
+        guest: &str,
+        places: &[Place],
+    ) -> Result<BTreeMap<String, Below>, FrontError> {
+        let mut below = BTreeMap::new();
+        for place in places {
+            let Some(base) = &place.offered.base else {
+                continue;
+            };
+            let (name, id) = (&place.offered.name, id_of(base));
+            let behind = self.behind.iter().find(|(one, _)| one.id() == id);
+            let found = match behind {
+                Some((_, order)) => context.show_coming((guest, name), id, order).await?,
+                None => Below::File(path_of(context, base)),
+            };
+            below.insert(name.clone(), found);
+        }
+        Ok(below)
+    }
+
+    /// Brings those that are waited for, while other things go on.
     pub(in crate::agent::migration) fn go_on(&mut self) {
         let coming = self.coming.clone();
         if coming.is_empty() || self.task.is_some() {
             return;
         }
         self.task = Some(spawn_blocking(move || {
-            for one in coming {
-                one.finish().map_err(|error| {
+            for (one, order) in coming {
+                let hot = order.hottest().len();
+                tracing::info!(image = %one.id(), hot, "a base image comes, first what is hot of it");
+                one.finish(&order).map_err(|error| {
                     tracing::error!(%error, "a base image does not come");
                     Lacking(one.id())
                 })?;
@@ -185,12 +284,12 @@ impl ComingBases {
         }));
     }
 
-    /// Whether all of them are here, once they were told to come.
+    /// Whether all that is waited for is here, once it was told to come.
     pub(in crate::agent::migration) fn are_here(&self) -> bool {
         self.task.is_none() && !self.lacking
     }
 
-    /// Waits until all of them are here, or one cannot be had.
+    /// Waits until all that is waited for is here, or one cannot be had.
     pub(in crate::agent::migration) async fn brought(&mut self, here: &str) -> Result<(), String> {
         let Some(task) = &mut self.task else {
             return std::future::pending().await;
@@ -211,15 +310,23 @@ impl ComingBases {
         }
     }
 
-    /// What was read from the repository for them, in bytes.
-    pub(in crate::agent::migration) fn read_bytes(&self) -> u64 {
-        self.coming.iter().map(|one| one.read_bytes()).sum()
+    /// What was read from the repository for them, in bytes: of what comes behind the guest as far as it has come. Guests that
+    /// come together count each byte once.
+    pub(in crate::agent::migration) fn read_bytes(&self, context: &Context) -> u64 {
+        let state = &context.parts.config.state;
+        let behind = self.behind.iter();
+        let more: u64 = behind
+            .map(|(one, _)| context.coming.count(state, one.id()))
+            .sum();
+        let before = self.counted.fetch_add(more, Ordering::AcqRel);
+        let own = self.coming.iter().chain(&self.behind);
+        own.map(|(one, _)| one.read_bytes()).sum::<u64>() + before + more
     }
 }
 
 impl Drop for ComingBases {
     fn drop(&mut self) {
-        self.coming.iter().for_each(|one| one.end());
+        self.coming.iter().for_each(|(one, _)| one.end());
     }
 }
 
@@ -241,6 +348,34 @@ mod tests {
     use super::*;
     use std::fs::{self, File, Permissions};
     use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn what_is_used_most_is_said_first_and_guests_that_come_together_are_heard_together() {
+        let hot = hottest(vec![(1, 3), (2, 64), (3, 64), (4, 1)], 3);
+        let pairs: Vec<(u32, u8)> = hot.iter().map(|hot| (hot.stripe, hot.pages)).collect();
+        assert_eq!(pairs, [(2, 64), (3, 64), (1, 3)]);
+        let base = |image: u8, hot: &[(u32, u8)]| Base {
+            image: [image; 32],
+            bytes: 1 << 30,
+            lazily: false,
+            hot: hot
+                .iter()
+                .map(|(stripe, pages)| Hot {
+                    stripe: *stripe,
+                    pages: *pages,
+                })
+                .collect(),
+        };
+        let orders = Orders::default();
+        let one = orders.with(&base(1, &[(9, 64), (4, 2)]));
+        let elsewhere = orders.with(&base(2, &[(5, 1)]));
+        let other = orders.with(&base(1, &[(4, 2), (7, 64)]));
+        assert!(Arc::ptr_eq(&one, &other));
+        assert_eq!(one.hottest(), [4, 7, 9]);
+        assert_eq!(elsewhere.hottest(), [5]);
+        drop((one, other));
+        assert_eq!(orders.with(&base(1, &[(3, 1)])).hottest(), [3]);
+    }
 
     #[test]
     fn only_a_base_image_of_this_host_that_its_qemu_reads_is_named() {
@@ -280,6 +415,8 @@ mod tests {
         let base = Base {
             image: [7; 32],
             bytes: 4,
+            lazily: false,
+            hot: Vec::new(),
         };
         assert_eq!(look(Some(&says_so), &in_qemu(&path)), Ok(Some(base)));
         assert_eq!(look(None, &Ok(None)), Ok(None));

@@ -1,11 +1,11 @@
 //! What of a departed guest's disks is still here: sent as the destination asks for it, until it has
 //! everything.
 
-use super::{LocalDisk, fronts};
+use super::{LocalDisk, blocks_of, fronts};
 use crate::agent::migration::convergence;
 use crate::agent::migration::send::{Content, Encoding, Line, Sending};
-use crate::agent::migration::verify::Checked;
-use longhaul_api::{Convergence, RegionProgress};
+use crate::agent::migration::verify::{Checked, Image, Rest};
+use longhaul_api::{Convergence, RegionProgress, Report};
 use longhaul_codec::{BlockId, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::source::{Source, SourceError};
@@ -13,7 +13,7 @@ use longhaul_engine::strategy::{Promise, Strategy};
 use longhaul_protocol::limits::RANGES_MAX;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionSpec};
-use longhaul_storage::disk::RawDisk;
+use longhaul_storage::disk::{Disk as _, RawDisk};
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -29,6 +29,8 @@ pub(in crate::agent::migration) struct Draining {
     unreadable: BTreeSet<BlockId>,
     /// What has to be said of those.
     unsaid: Vec<BlockId>,
+    /// What is compared when all of it is there, where that was asked for.
+    rest: Option<Rest>,
 }
 
 struct Disk {
@@ -46,7 +48,7 @@ pub(in crate::agent::migration) fn may_be_left(disk: &LocalDisk) -> bool {
 /// What is left of disks whose guest has gone, as an earlier agent has noted it.
 struct Images {
     first: usize,
-    disks: Vec<RawDisk>,
+    disks: Vec<Arc<RawDisk>>,
 }
 
 impl Content for Images {
@@ -90,7 +92,7 @@ pub(in crate::agent::migration) fn left(
         let other = engine.add(&spec(id, "", 0), Strategy::SHARED);
         other.map_err(io::Error::other)?;
     }
-    let (mut specs, mut disks) = (Vec::new(), Vec::new());
+    let mut images = Vec::new();
     for (n, (left, name, image)) in left.iter().enumerate() {
         let spec = spec(first.0 + n as u16, name, left.blocks);
         if spec.id != left.region {
@@ -99,18 +101,28 @@ pub(in crate::agent::migration) fn left(
         engine
             .add(&spec, Strategy::POSTCOPY)
             .map_err(io::Error::other)?;
-        specs.push(spec);
-        disks.push(RawDisk::open_to_read(image).map_err(io::Error::other)?);
+        let disk = RawDisk::open_to_read(image).map_err(io::Error::other)?;
+        if blocks_of(disk.size_bytes()) != left.blocks {
+            let text = format!(
+                "{} is not as long as the disk of the guest that has left: is it another one?",
+                image.display()
+            );
+            return Err(io::Error::other(text));
+        }
+        let disk = Arc::new(disk);
+        images.push(Image { spec, disk });
     }
     engine.closed();
     let first = usize::from(first.0);
+    let disks = images.iter().map(|image| image.disk.clone()).collect();
     let content = Box::new(Images { first, disks });
     let encoding = Encoding::new(&Default::default(), 0);
-    // Nothing of it is compared, and no guest's reads and writes are in the way.
-    let checked = Checked::default();
+    // Nothing is known to be equal, and no guest's reads and writes are in the way.
+    let checked = Checked::of(images.iter().map(|image| &image.spec));
     let of = (migration, key);
     let sending = Sending::new(engine, of, content, encoding, first, checked);
-    Ok(Some(Draining::begin(&sending, specs.iter())))
+    let verify = left.iter().all(|(left, ..)| left.verify);
+    Ok(Some(Draining::begin(&sending, images, verify)))
 }
 
 impl Draining {
@@ -120,9 +132,10 @@ impl Draining {
     }
 
     /// The guest runs at the destination: what these regions have yet to send follows.
-    pub(in crate::agent::migration) fn begin<'a>(
+    pub(in crate::agent::migration) fn begin(
         sending: &Arc<Sending>,
-        disks: impl Iterator<Item = &'a RegionSpec>,
+        images: Vec<Image>,
+        verify: bool,
     ) -> Self {
         // What follows goes over a connection that begins with what is missing.
         sending.disconnect();
@@ -132,12 +145,14 @@ impl Draining {
             chunks: spec.blocks.div_ceil(CHUNK_BLOCKS) as u32,
             heard: 0,
         };
+        let specs = images.iter().map(|image| &image.spec);
         Self {
             sending: sending.clone(),
-            disks: disks.map(|spec| (spec.id, disk(spec))).collect(),
+            disks: specs.map(|spec| (spec.id, disk(spec))).collect(),
             line: None,
             unreadable: BTreeSet::new(),
             unsaid: Vec::new(),
+            rest: verify.then(|| Rest::of(sending, images)),
         }
     }
 
@@ -149,6 +164,29 @@ impl Draining {
         // What is still missing is tried again.
         self.unreadable.clear();
         self.unsaid.clear();
+        if let Some(rest) = &mut self.rest {
+            rest.connected();
+        }
+    }
+
+    /// Waits for what is to be said of what has come. Safe to cancel.
+    pub(in crate::agent::migration) async fn next(&mut self) -> ToDestination {
+        match &mut self.rest {
+            Some(rest) => rest.next().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Why the images here are kept, where something is wrong with what has come.
+    pub(in crate::agent::migration) fn trouble(&self) -> Option<String> {
+        self.rest.as_ref().and_then(Rest::trouble)
+    }
+
+    /// Adds to a report what was found in what has come.
+    pub(in crate::agent::migration) fn report(&self, report: &mut Report) {
+        if let Some(rest) = &self.rest {
+            rest.report(report);
+        }
     }
 
     /// Takes in what the destination says; false where it is about something else.
@@ -184,6 +222,15 @@ impl Draining {
                         block.region == *region && (range.start..range.end()).contains(&block.block)
                     };
                     self.unreadable.retain(|block| !within(block));
+                }
+            }
+            ToSource::Digests {
+                region,
+                range,
+                digests,
+            } => {
+                if let Some(rest) = &mut self.rest {
+                    rest.answered(*region, *range, digests.clone());
                 }
             }
             _ => return Ok(false),

@@ -1,14 +1,11 @@
 //! The front ends below the disks of a guest that leaves: put in when its move begins, taken out when
 //! it ends, whichever way, also by an agent that was started since.
 //!
-//! ```text
-//! STATE/fronts/GUEST.N        the folder of the front end of one disk
-//! STATE/fronts/GUEST.N.note   what was put in where, for whoever has to take it out: durable before that
-//! ```
+//! What is noted of them is in STATE/fronts, by guest and number ([`super::noted`]).
 
 use super::draining::may_be_left;
 use super::watch::Watch;
-use super::{LocalDisk, growing};
+use super::{LocalDisk, growing, noted};
 use crate::agent::migration::Context;
 use crate::agent::migration::registry::Taken;
 use crate::agent::migration::send::Sending;
@@ -22,30 +19,26 @@ use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, ImageUse};
 use longhaul_storage::file_name;
-use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::front::arriving::masks::Masks;
-use longhaul_storage::front::{Control, FrontFolder, FrontSpec};
+use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
 use std::fmt::Display;
-use std::fs::{self, File, Permissions};
+use std::fs::{self, File};
 use std::io;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::block_in_place;
-use tokio::time::{Instant, sleep};
+use tokio::time::sleep;
 
-/// Time for a front end to answer for the first time.
-const START_WITHIN: Duration = Duration::from_secs(20);
-const LOOK_EVERY: Duration = Duration::from_millis(10);
+pub(in crate::agent::migration) use super::noted::FrontError;
+
 /// Between two tries to take a front end out.
 const AGAIN_EVERY: Duration = Duration::from_secs(2);
 /// Longest path of a unix socket, in bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// Largest note that is read, in bytes.
-const NOTE_BYTES_MAX: u64 = 64 << 10;
 /// What the image of a guest that has left is called.
 const MOVED: &str = "moved";
 
@@ -93,6 +86,9 @@ pub(in crate::agent::migration) struct LeftDisk {
     pub(in crate::agent::migration) region: RegionId,
     pub(in crate::agent::migration) blocks: u64,
     pub(in crate::agent::migration) digest_key: [u8; 32],
+    /// Whether it is compared when all of it is at the destination.
+    #[serde(default)]
+    pub(in crate::agent::migration) verify: bool,
 }
 
 /// The disk below a front end.
@@ -107,82 +103,35 @@ struct Below<'a> {
     left: Option<LeftDisk>,
 }
 
-/// A note and its places.
-struct Noted {
-    note: Note,
-    path: PathBuf,
-    folder: PathBuf,
-}
+type Noted = noted::Noted<Note>;
 
-/// Why a front end is not below a disk, or still is.
-#[derive(Debug, thiserror::Error)]
-#[error("disk {disk}: {why}")]
-pub(in crate::agent::migration) struct FrontError {
-    disk: String,
-    why: String,
-}
-
-impl FrontError {
-    fn new(disk: &str, why: &dyn Display) -> Self {
-        let (disk, why) = (disk.to_owned(), why.to_string());
-        Self { disk, why }
+impl noted::Note for Note {
+    fn helper_name(&self) -> String {
+        // Another agent of this machine may have a guest of the same name.
+        format!("front-{}", self.node)
     }
 
-    pub(in crate::agent::migration) fn into_api(self) -> ApiError {
-        ApiError::new(ErrorCode::Qemu, self.to_string())
+    fn helper(&mut self) -> &mut Option<Helper> {
+        &mut self.helper
+    }
+
+    fn disk(&self) -> String {
+        self.disk.clone()
     }
 }
 
-fn folder(state: &Path) -> PathBuf {
+pub(super) fn folder(state: &Path) -> PathBuf {
     state.join("fronts")
 }
 
 /// The notes of a guest, or of all guests.
 fn notes(state: &Path, guest: Option<&str>) -> io::Result<Vec<Noted>> {
-    let entries = match fs::read_dir(folder(state)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
-        other => other?,
-    };
-    let mut found = Vec::new();
-    for entry in entries {
-        let path = entry?.path();
-        if path.extension().is_none_or(|end| end != "note") {
-            continue;
-        }
-        let mut text = Vec::new();
-        io::Read::read_to_end(
-            &mut io::Read::take(File::open(&path)?, NOTE_BYTES_MAX),
-            &mut text,
-        )?;
-        let note: Note = serde_json::from_slice(&text)
-            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
-        if guest.is_none_or(|guest| note.guest == guest) {
-            let folder = path.with_extension("");
-            found.push(Noted { note, path, folder });
-        }
-    }
-    found.sort_by(|one, other| one.path.cmp(&other.path));
+    let mut found = noted::notes::<Note>(&folder(state))?;
+    found.retain(|noted| guest.is_none_or(|guest| noted.note.guest == guest));
     Ok(found)
 }
 
 impl Noted {
-    fn write(&self) -> io::Result<()> {
-        let text = serde_json::to_vec(&self.note).map_err(io::Error::other)?;
-        super::write_durably(&self.path, &text)
-    }
-
-    fn error(&self, why: &dyn Display) -> FrontError {
-        FrontError::new(&self.note.disk, why)
-    }
-
-    fn folder(&self) -> FrontFolder {
-        FrontFolder::open(&self.folder)
-    }
-
-    fn control(&self) -> Control {
-        Control::new(self.folder())
-    }
-
     fn front(&self) -> Front {
         Front {
             node: self.note.node.clone(),
@@ -191,76 +140,13 @@ impl Noted {
         }
     }
 
-    /// Starts a supervisor, and waits until somebody answers for the disk.
-    async fn supervise(&mut self) -> Result<(), FrontError> {
-        let program = own_program().map_err(|error| self.error(&error))?;
-        let words = ["disk-front", "supervise"].map(str::to_owned);
-        let mut words = Vec::from(words);
-        words.push(self.folder.to_string_lossy().into_owned());
-        let log = self.log();
-        // Another agent of this machine may have a guest of the same name.
-        let name = format!("front-{}", self.note.node);
-        let helper = Helper::start(&program, &words, &log, &name).await;
-        self.note.helper = Some(helper.map_err(|error| self.error(&error))?);
-        self.write().map_err(|error| self.error(&error))?;
-        let deadline = Instant::now() + START_WITHIN;
-        let control = self.control();
-        loop {
-            let status = block_in_place(|| control.status());
-            match status {
-                Ok(status) if status.server_pid.is_some() => return Ok(()),
-                Ok(_) | Err(_) if Instant::now() < deadline => sleep(LOOK_EVERY).await,
-                Ok(_) => return Err(self.error(&"its front end does not start")),
-                Err(error) => {
-                    let said = fs::read_to_string(&log).unwrap_or_default();
-                    return Err(self.error(&format!("{error}; {}", said.trim())));
-                }
-            }
-        }
-    }
-
-    /// Ends supervisor and server. The disk must not be used through them any more.
-    async fn stop(&mut self) -> Result<(), FrontError> {
-        let made = self.folder.exists();
-        if made && block_in_place(|| self.control().stop()).is_err() {
-            // Nobody supervises: whoever does next ends the server that is left.
-            self.supervise().await?;
-            let stopped = block_in_place(|| self.control().stop());
-            stopped.map_err(|error| self.error(&error))?;
-        }
-        if let Some(helper) = &self.note.helper {
-            helper.ended().await.map_err(|error| self.error(&error))?;
-        }
-        Ok(())
-    }
-
-    /// Ends them with their guest, and sets the image aside where that has moved away.
+    /// Ends supervisor and server with their guest, and sets the image aside where that has moved away.
     async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
         self.stop().await?;
         if moved && self.note.arriving.is_none() {
             set_aside(&self.note.image).map_err(|error| self.error(&error))?;
         }
         self.remove()
-    }
-
-    /// Removes what was made for them.
-    fn remove(&self) -> Result<(), FrontError> {
-        self.folder().remove().map_err(|error| self.error(&error))?;
-        for path in [self.log(), self.path.clone()] {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(self.error(&error));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
-    }
-
-    fn log(&self) -> PathBuf {
-        let mut log = self.folder.as_os_str().to_owned();
-        log.push(".log");
-        PathBuf::from(log)
     }
 }
 
@@ -284,7 +170,7 @@ impl Fronts {
         guest: &Guest,
         qmp: &Qmp,
         disks: &[LocalDisk],
-        sending: &Arc<Sending>,
+        (sending, verify): (&Arc<Sending>, bool),
     ) -> Result<Self, FrontError> {
         let mut fronts = Self::none();
         let mut below = Vec::new();
@@ -299,6 +185,7 @@ impl Fronts {
                 region: disk.spec.id,
                 blocks: disk.spec.blocks,
                 digest_key: sending.digest_key().0,
+                verify,
             });
             let (size, image_use) = match disk.grows() {
                 true => (growing::SHOWN, ImageUse::Growing),
@@ -351,15 +238,6 @@ impl Fronts {
     }
 }
 
-/// This very program, also when its file was replaced or removed since it was started.
-fn own_program() -> io::Result<PathBuf> {
-    let named = std::env::current_exe()?;
-    Ok(match named.exists() {
-        true => named,
-        false => PathBuf::from(format!("/proc/{}/exe", std::process::id())),
-    })
-}
-
 /// The path of a disk's device in QEMU.
 pub(super) fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
     let Some(hardware) = &guest.hardware else {
@@ -389,7 +267,7 @@ async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, Stri
     found.map_err(|error| error.to_string())
 }
 
-fn random_name() -> io::Result<String> {
+pub(super) fn random_name() -> io::Result<String> {
     let mut bytes = [0; 16];
     getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
@@ -398,11 +276,8 @@ fn random_name() -> io::Result<String> {
 /// Makes the folder of a front end, and notes that it is there.
 fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<Noted> {
     let above = folder(state);
-    create_folder(&RealFiles, &above)?;
-    // QEMU's account goes through it to its socket.
-    fs::set_permissions(&above, Permissions::from_mode(0o711))?;
+    noted::create_above(&above)?;
     let folder = above.join(format!("{}.{n}", guest.name()));
-    let path = above.join(format!("{}.{n}.note", guest.name()));
     let longest = FrontFolder::open(&folder).owner();
     if longest.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
         let text = format!(
@@ -412,7 +287,7 @@ fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<N
         );
         return Err(io::Error::other(text));
     }
-    if path.exists() {
+    if Noted::is_noted(&folder) {
         let text = "a front end from an earlier move is still below it: see the agent's log";
         return Err(io::Error::other(text));
     }
@@ -420,27 +295,22 @@ fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<N
     let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
     let ours = nix::unistd::geteuid().as_raw();
     let export = random_name()?;
-    let noted = Noted {
-        note: Note {
-            guest: guest.name().to_owned(),
-            disk: below.disk.to_owned(),
-            image: below.image.to_owned(),
-            device: below.device,
-            node: format!("lh-{}", &random_name()?[..16]),
-            export: export.clone(),
-            helper: None,
-            runs: false,
-            arriving: below.arriving,
-            left: below.left,
-        },
-        path,
-        folder: folder.clone(),
+    let note = Note {
+        guest: guest.name().to_owned(),
+        disk: below.disk.to_owned(),
+        image: below.image.to_owned(),
+        device: below.device,
+        node: format!("lh-{}", &random_name()?[..16]),
+        export: export.clone(),
+        helper: None,
+        runs: false,
+        arriving: below.arriving,
+        left: below.left,
     };
+    let noted = Noted::new(folder, note);
     noted.write()?;
     // What an agent left that died before it had noted anything.
-    FrontFolder::open(&folder)
-        .remove()
-        .map_err(io::Error::other)?;
+    noted.folder().remove().map_err(io::Error::other)?;
     let spec = FrontSpec {
         image: below.image.to_owned(),
         size: below.size,
@@ -448,8 +318,9 @@ fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<N
         name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
         qemu_uid: (uid != ours).then_some(uid),
         arriving: below.arriving.is_some(),
+        fetched: None,
     };
-    FrontFolder::create(&folder, &spec).map_err(io::Error::other)?;
+    FrontFolder::create(noted.path(), &spec).map_err(io::Error::other)?;
     Ok(noted)
 }
 
@@ -470,9 +341,7 @@ pub(in crate::agent::migration) async fn take_out(
     let mut below = Vec::new();
     for noted in &mut noted {
         // Somebody must answer while QEMU lets go of it.
-        if block_in_place(|| noted.control().status()).is_err() {
-            noted.supervise().await?;
-        }
+        noted.keep_answering().await?;
         let nodes = nodes(guest, qmp, &noted.note.device).await;
         below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
         noted.note.runs |= runs;
@@ -611,9 +480,7 @@ pub(in crate::agent::migration) async fn keep_answering(
 ) -> Result<(), FrontError> {
     let noted = notes(state, Some(guest)).map_err(|error| FrontError::new("", &error))?;
     for mut noted in noted {
-        if block_in_place(|| noted.control().status()).is_err() {
-            noted.supervise().await?;
-        }
+        noted.keep_answering().await?;
     }
     Ok(())
 }
@@ -697,7 +564,8 @@ impl Context {
             return false;
         };
         let masks = Masks::read(&noted.folder().stored_masks()).ok().flatten();
-        if masks.is_some_and(|masks| masks.missing.is_empty()) {
+        let is_compared = !noted.folder().unwritten_masks().exists();
+        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
             return false;
         }
         let journal = self.parts.config.state.join("journal");

@@ -7,8 +7,7 @@
 //! Whether they stay is decided by the journal alone: they do when it says that the guest is this
 //! host's, and go when it says that it will never be.
 
-use super::base::path_of;
-use super::{blocks_of, has_format, is_local, write_durably};
+use super::{blocks_of, has_format, is_local, note_file};
 use crate::agent::migration::Context;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
@@ -37,8 +36,6 @@ const SPARE_BYTES: u64 = 64 << 20;
 pub(in crate::agent::migration) struct Place {
     pub(in crate::agent::migration) offered: OfferedDisk,
     pub(in crate::agent::migration) path: PathBuf,
-    /// What its image stands on.
-    pub(in crate::agent::migration) base: Option<PathBuf>,
 }
 
 impl Place {
@@ -189,7 +186,6 @@ pub(in crate::agent::migration) fn places(
         let place = Place {
             offered: disk.clone(),
             path,
-            base: disk.base.as_ref().map(|base| path_of(context, base)),
         };
         let beginning = place.beginning();
         beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
@@ -256,9 +252,13 @@ struct Made {
     file: Option<(u64, u64)>,
 }
 
+/// Where it is noted what was made.
+pub(super) fn folder(state: &Path) -> PathBuf {
+    state.join("arriving")
+}
+
 fn note_path(context: &Context, migration: MigrationId) -> PathBuf {
-    let folder = context.parts.config.state.join("arriving");
-    folder.join(format!("{migration}.note"))
+    folder(&context.parts.config.state).join(format!("{migration}.note"))
 }
 
 /// Makes the images of an offer's disks. What was made is noted before it has its name.
@@ -289,7 +289,7 @@ pub(in crate::agent::migration) fn make(
     };
     let write = |note: &Note| {
         let text = serde_json::to_vec(note).map_err(io::Error::other)?;
-        write_durably(&path, &text)
+        note_file::write(&path, &text)
     };
     write(&note)?;
     let run_as = context.parts.config.hypervisor.qemu.run_as.as_deref();
@@ -336,8 +336,7 @@ enum Fate {
 /// Removes the images of guests that will not come, and forgets those of guests that have: as the
 /// journals say.
 pub(in crate::agent::migration) fn sweep(context: &Context) {
-    let folder = context.parts.config.state.join("arriving");
-    let entries = match fs::read_dir(&folder) {
+    let entries = match fs::read_dir(folder(&context.parts.config.state)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return,
         Err(error) => return tracing::error!(%error, "cannot look for images that were made"),
         Ok(entries) => entries,

@@ -1,21 +1,26 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
-//! stands below them at the source while they do ([`fronts`]), what is different where images grow
-//! ([`growing`]), how their writes are heard of ([`watch`]), what is made for them at the destination
-//! ([`making`]), comes there ([`arriving`]) and is there already ([`base`]), and what becomes of what is left when the guest runs there:
-//! sent here ([`draining`]), and given there to whoever answers the guest ([`puller`]).
+//! stands below them at the source while they do ([`fronts`], and [`noted`] how that is not forgotten),
+//! what is different where images grow ([`growing`]), how their writes are heard of ([`watch`]), what is
+//! made for them at the destination ([`making`]), comes there ([`arriving`]) and is there already ([`base`])
+//! or comes behind it ([`coming`]), and what becomes of what is left when the guest runs there: sent here
+//! ([`draining`]), and given there to whoever answers the guest ([`puller`]).
 
 pub(super) mod arriving;
 pub(super) mod base;
+pub(crate) mod coming;
 pub(super) mod draining;
 pub(super) mod fronts;
 mod growing;
 pub(super) mod making;
+mod note_file;
+mod noted;
 pub(super) mod puller;
+mod supervisor;
 pub(super) mod watch;
 
 use super::Context;
 use super::send::Sending;
-use longhaul_api::{ApiError, DiskChoice, DiskReport, ErrorCode};
+use longhaul_api::{ApiError, BaseChoice, DiskChoice, DiskReport, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::choose::{Choice, Seen, Why, choose};
 use longhaul_engine::source::{Source, SourceError};
@@ -23,6 +28,7 @@ use longhaul_engine::strategy::{Before, Promise, Strategy};
 use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::has_open;
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
@@ -30,9 +36,8 @@ use longhaul_protocol::guest::{Disk as Described, GuestDescription};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::{Disk as _, ExportSize, RawDisk};
 use std::collections::BTreeMap;
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write};
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::io;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -231,6 +236,21 @@ fn open(
         .map_err(|error| refused(format!("disk {name}: {error}")))?;
     let looked = disk.file().metadata();
     let file = looked.map_err(|error| refused(format!("disk {name}: {error}")))?;
+    let used = has_open(known.pid, &file);
+    let used = used.map_err(|error| {
+        refused(format!(
+            "disk {name}: cannot tell which file its QEMU uses: {error}"
+        ))
+    })?;
+    if !used {
+        let text = format!(
+            "disk {name}: {} is not the file that its QEMU uses: it was replaced since, or is another one",
+            image.path.display()
+        );
+        let hint = "give the file that QEMU uses its name back, or shut the guest down: what it \
+                    writes now is in a file without this name";
+        return Err(refused(text).hint(hint));
+    }
     let image_bytes = disk.size_bytes();
     if image_bytes == 0 {
         return Err(refused(format!(
@@ -334,7 +354,16 @@ impl LocalDisk {
             image_bytes: self.shown_bytes(),
             allocated_bytes: self.offered.allocated_bytes,
             base: self.base().map(|id| id.to_string()),
+            base_choice: self.offered.base.as_ref().map(|base| match base.lazily {
+                true => BaseChoice::Lazy,
+                false => BaseChoice::Whole,
+            }),
         }
+    }
+
+    /// Whether it moves only when all of its base image is at the destination.
+    pub(super) fn awaits_base(&self) -> bool {
+        self.offered.base.as_ref().is_some_and(|base| !base.lazily)
     }
 
     /// The base image that it stands on.
@@ -409,6 +438,18 @@ pub(super) fn read_each(
     Ok(())
 }
 
+/// Removes what an earlier agent was noting when it died. To be called before anything is noted.
+pub(super) fn remove_unfinished_notes(state: &Path) -> io::Result<()> {
+    let folders = [
+        fronts::folder(state),
+        making::folder(state),
+        coming::all(state),
+    ];
+    folders
+        .iter()
+        .try_for_each(|folder| note_file::remove_unfinished(folder))
+}
+
 /// Writes blocks of a disk, as far as it has them.
 pub(super) fn write_blocks(disk: &RawDisk, range: BlockRange, bytes: &[u8]) -> io::Result<()> {
     let start = range.start * BLOCK;
@@ -429,17 +470,4 @@ pub(super) fn ranges(blocks: &[BlockId]) -> impl Iterator<Item = (usize, BlockRa
         place += run.len();
         Some((at, BlockRange::new(first.block, run.len() as u64)))
     })
-}
-
-/// Writes a file so that after a crash either the old one is there or the new one.
-fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    let mut options = OpenOptions::new();
-    let options = options.create(true).write(true).truncate(true).mode(0o600);
-    let mut file = options.open(&new)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(&new, path)?;
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }

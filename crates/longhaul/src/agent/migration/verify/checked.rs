@@ -10,9 +10,8 @@
 //! nothing changes at the destination but by what is sent. So what stays equal need not be read again while
 //! the guest stands still.
 
-use crate::agent::migration::disks::LocalDisk;
 use longhaul_codec::BlockId;
-use longhaul_protocol::{BlockRange, RegionId};
+use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -42,9 +41,8 @@ fn piece_of(block: u64) -> usize {
 
 impl Checked {
     /// Nothing is known of these.
-    pub(in crate::agent::migration) fn of(disks: &[LocalDisk]) -> Self {
-        let disks = disks.iter().map(|disk| (disk.spec.id, disk.spec.blocks));
-        Self::new(disks)
+    pub(in crate::agent::migration) fn of<'a>(disks: impl Iterator<Item = &'a RegionSpec>) -> Self {
+        Self::new(disks.map(|spec| (spec.id, spec.blocks)))
     }
 
     fn new(disks: impl Iterator<Item = (RegionId, u64)>) -> Self {

@@ -1,0 +1,365 @@
+//! The front end of a base image that is not all here: what a guest reads comes first, all else behind it, and in the end
+//! the image's file says that it is whole ([`crate::Bases::whole`]). Then whoever owns it gives QEMU the file instead.
+//!
+//! What it knows is in the file itself, so it may be killed at any time. An image that cannot be had is waited for: a read of
+//! what is missing waits while the repository is away, and fails where a stripe is damaged or gone; then it is tried again.
+
+use crate::bases::Bases;
+use crate::disk::{Fetched, ImageDisk, ImageNotice, Order};
+use crate::manifest::STRIPE_BYTES;
+use crate::repository::Repository;
+use crate::store::Place;
+use longhaul_storage::disk::{Disk, Extent, RawDisk, Zeros};
+use longhaul_storage::front::{FrontFolder, ServeError, serve};
+use longhaul_storage::nbd::{Export, Notice, others_go_on};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::ops::Range;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, SystemTime};
+
+/// How long a repository is waited for: as long as there are guests.
+const PATIENCE: Duration = Duration::from_secs(1 << 32);
+/// How often it says how far it is, and looks for a new order.
+const TELL_EVERY: Duration = Duration::from_millis(500);
+/// Until what could not be had, or not be kept, is tried again.
+const AGAIN_EVERY: Duration = Duration::from_secs(5);
+/// Longest file of an order: each stripe of the longest image once.
+const ORDER_BYTES_MAX: u64 = 16 << 20;
+/// Longest file of what is told.
+const TOLD_BYTES_MAX: u64 = 64 << 10;
+/// Longest trouble that is told.
+const TROUBLE_CHARS_MAX: usize = 300;
+
+/// What of the environment repositories need.
+const ENVIRONMENT: [&str; 2] = ["AWS_", "SSL_CERT_"];
+
+/// What of this process's environment a repository may need.
+pub fn environment() -> BTreeMap<String, String> {
+    let needed = |name: &str| ENVIRONMENT.iter().any(|begin| name.starts_with(begin));
+    std::env::vars_os()
+        .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+        .filter(|(name, _)| needed(name))
+        .collect()
+}
+
+/// How far an image has come.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Told {
+    /// What of it is not all zeros, in bytes.
+    pub content_bytes: u64,
+    /// What of that is known to be here.
+    pub here_bytes: u64,
+    /// What was read from the repository, also by servers before this one.
+    pub read_bytes: u64,
+    /// Reads that wait for something that is missing.
+    pub waiting: usize,
+    /// What keeps it from coming.
+    pub trouble: Option<String>,
+}
+
+/// What the server of a folder said last.
+pub fn told(folder: &FrontFolder) -> Option<Told> {
+    let mut text = Vec::new();
+    let file = File::open(folder.told()).ok()?;
+    file.take(TOLD_BYTES_MAX).read_to_end(&mut text).ok()?;
+    serde_json::from_slice(&text).ok()
+}
+
+/// Says to the server of a folder in which order the image is to come.
+pub fn say_order(folder: &FrontFolder, hottest: &[u32]) -> io::Result<()> {
+    let bytes: Vec<u8> = hottest.iter().flat_map(|at| at.to_le_bytes()).collect();
+    put(&folder.order(), &bytes)
+}
+
+/// Puts a file in place whole. It need not outlive the host.
+fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let new = path.with_extension("new");
+    fs::write(&new, bytes)?;
+    fs::rename(&new, path)
+}
+
+/// An order that somebody has put there; what is none says nothing.
+fn read_order(path: &Path) -> io::Result<Vec<u32>> {
+    let mut bytes = Vec::new();
+    let file = File::open(path)?;
+    file.take(ORDER_BYTES_MAX).read_to_end(&mut bytes)?;
+    let (stripes, _) = bytes.as_chunks::<4>();
+    Ok(stripes.iter().map(|at| u32::from_le_bytes(*at)).collect())
+}
+
+/// Why an image cannot be shown.
+#[derive(Debug, thiserror::Error)]
+enum Unshown {
+    #[error("its folder does not say where it comes from")]
+    NoRepository,
+    #[error("{0} is not the file of a base image")]
+    NoImage(String),
+}
+
+fn unshown(error: impl std::error::Error + Send + Sync + 'static) -> ServeError {
+    ServeError::Disk(Box::new(error))
+}
+
+/// Shows a base image, in a process that a supervisor has started, and brings it.
+pub fn base(
+    folder: &FrontFolder,
+    notify: impl Fn(Notice) + Send + Sync + 'static,
+    trouble: impl Fn(&ImageNotice) + Send + Sync + 'static,
+) -> Result<(), ServeError> {
+    let spec = folder.spec()?;
+    let no_image = || unshown(Unshown::NoImage(spec.image.display().to_string()));
+    let from = spec.fetched.as_ref();
+    let from = from.ok_or_else(|| unshown(Unshown::NoRepository))?;
+    let id = Bases::named(&spec.image).ok_or_else(no_image)?;
+    let bases = Bases::new(spec.image.parent().ok_or_else(no_image)?);
+    let place: Place = from.repository.parse().map_err(unshown)?;
+    let open = || -> Result<Export, ServeError> {
+        let name = spec.name.clone();
+        if bases.whole(id).map_err(unshown)?.is_some() {
+            let disk = Arc::new(RawDisk::open_to_read(&spec.image)?);
+            return Ok(Export { name, disk });
+        }
+        let store = place.store().map_err(unshown)?;
+        let state = Arc::new(State {
+            before: told(folder).unwrap_or_default().read_bytes,
+            trouble: Mutex::default(),
+            is_full: AtomicBool::new(false),
+            order: Order::default(),
+        });
+        let heard = state.clone();
+        let notify = move |notice| {
+            trouble(&notice);
+            heard.hear(notice);
+        };
+        let disk = bases.open(Repository::known(store), id, PATIENCE, notify);
+        let disk = Arc::new(disk.map_err(unshown)?);
+        state.begin(folder, &disk).map_err(unshown)?;
+        let disk = Arc::new(ComingDisk(disk));
+        Ok(Export { name, disk })
+    };
+    serve(folder, open, notify)
+}
+
+/// What a server knows beside its disk.
+struct State {
+    /// What servers before it have read from the repository, in bytes.
+    before: u64,
+    trouble: Mutex<Option<String>>,
+    /// What comes cannot be kept.
+    is_full: AtomicBool,
+    order: Order,
+}
+
+impl State {
+    fn hear(&self, notice: ImageNotice) {
+        let text = match notice {
+            ImageNotice::Away { reason } => Some(reason),
+            ImageNotice::Back => None,
+            ImageNotice::Failed { offset, reason } => Some(format!("at byte {offset}: {reason}")),
+            ImageNotice::NotKept { reason } => {
+                self.is_full.store(true, Ordering::Release);
+                Some(format!("what comes cannot be kept: {reason}"))
+            }
+        };
+        self.say(text);
+    }
+
+    fn say(&self, trouble: Option<String>) {
+        let short = |text: String| text.chars().take(TROUBLE_CHARS_MAX).collect();
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble.map(short);
+    }
+
+    /// Begins to bring it, and to say how far it is.
+    fn begin(self: &Arc<Self>, folder: &FrontFolder, disk: &Arc<ImageDisk>) -> io::Result<()> {
+        let mut ordered = None;
+        self.take_order(folder, &mut ordered);
+        let (state, bringing) = (self.clone(), disk.clone());
+        let named = |name: &str| thread::Builder::new().name(name.to_owned());
+        named("base-bring").spawn(move || state.bring(&bringing))?;
+        let (state, folder, disk) = (self.clone(), folder.clone(), disk.clone());
+        named("base-tell").spawn(move || {
+            let mut said = None;
+            loop {
+                let now = state.told(&disk);
+                // Where it cannot be said, somebody else may still read what is.
+                if said.as_ref() != Some(&now)
+                    && let Ok(text) = serde_json::to_vec(&now)
+                    && put(&folder.told(), &text).is_ok()
+                {
+                    said = Some(now);
+                }
+                thread::sleep(TELL_EVERY);
+                state.take_order(&folder, &mut ordered);
+            }
+        })?;
+        Ok(())
+    }
+
+    /// Takes a new order, where there is one.
+    fn take_order(&self, folder: &FrontFolder, known: &mut Option<SystemTime>) {
+        let path = folder.order();
+        let changed = fs::metadata(&path).and_then(|file| file.modified()).ok();
+        if changed.is_some()
+            && changed != *known
+            && let Ok(hottest) = read_order(&path)
+        {
+            self.order.set(&hottest);
+            *known = changed;
+        }
+    }
+
+    fn told(&self, disk: &ImageDisk) -> Told {
+        let content_bytes = disk.manifest().stored_bytes();
+        let missing = u64::from(disk.missing()) * STRIPE_BYTES;
+        let trouble = self.trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        Told {
+            content_bytes,
+            here_bytes: content_bytes.saturating_sub(missing),
+            read_bytes: self.before + disk.read_bytes(),
+            waiting: disk.waiting(),
+            trouble: trouble.clone(),
+        }
+    }
+
+    /// Brings all of it, however long that takes.
+    fn bring(&self, disk: &ImageDisk) {
+        loop {
+            let has_room = || !self.is_full.load(Ordering::Acquire);
+            match disk.fetch_while(&self.order, has_room) {
+                Ok(Fetched::All) => match disk.seal() {
+                    Ok(()) => return self.say(None),
+                    Err(error) => self.say(Some(error.to_string())),
+                },
+                Ok(Fetched::Failed(_)) => {}
+                Ok(Fetched::Ended) => return,
+                Err(error) => self.say(Some(error.to_string())),
+            }
+            thread::sleep(AGAIN_EVERY);
+            self.is_full.store(false, Ordering::Release);
+        }
+    }
+}
+
+/// A disk whose reads let others go on where they wait.
+#[derive(Debug)]
+struct ComingDisk(Arc<ImageDisk>);
+
+impl Disk for ComingDisk {
+    fn size_bytes(&self) -> u64 {
+        self.0.size_bytes()
+    }
+
+    fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        let end = offset.saturating_add(buffer.len() as u64);
+        match self.0.has(offset..end) {
+            true => self.0.read(offset, buffer),
+            false => others_go_on(|| self.0.read(offset, buffer)),
+        }
+    }
+
+    fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        self.0.write(offset, bytes)
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        self.0.flush()
+    }
+
+    fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()> {
+        self.0.zero(range, zeros)
+    }
+
+    fn discard(&self, range: Range<u64>) -> io::Result<()> {
+        self.0.discard(range)
+    }
+
+    fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>> {
+        self.0.extents(range, count_max)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_storage::disk::ExportSize;
+    use longhaul_storage::front::FrontSpec;
+    use longhaul_storage::nbd::ExportName;
+
+    fn folder(above: &Path) -> FrontFolder {
+        let spec = FrontSpec {
+            image: "/bases/x.raw".into(),
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
+            qemu_uid: None,
+            arriving: false,
+            fetched: None,
+        };
+        FrontFolder::create(&above.join("base"), &spec).unwrap()
+    }
+
+    fn state() -> Arc<State> {
+        Arc::new(State {
+            before: 0,
+            trouble: Mutex::default(),
+            is_full: AtomicBool::new(false),
+            order: Order::default(),
+        })
+    }
+
+    #[test]
+    fn what_is_said_to_a_server_and_by_it_is_read_and_nothing_else() {
+        let above = tempfile::tempdir().unwrap();
+        let folder = folder(above.path());
+        let (state, mut known) = (state(), None);
+        state.take_order(&folder, &mut known);
+        assert_eq!((state.order.hottest(), known), (Vec::new(), None));
+        say_order(&folder, &[7, 3, 9]).unwrap();
+        state.take_order(&folder, &mut known);
+        assert_eq!(state.order.hottest(), [7, 3, 9]);
+        // Not all of the last one is there.
+        fs::write(folder.order(), [1, 0, 0, 0, 2, 0]).unwrap();
+        assert_eq!(read_order(&folder.order()).unwrap(), [1]);
+
+        assert_eq!(told(&folder), None);
+        let said = Told {
+            content_bytes: 5,
+            ..Told::default()
+        };
+        put(&folder.told(), &serde_json::to_vec(&said).unwrap()).unwrap();
+        assert_eq!(told(&folder), Some(said));
+        for wrong in [&b"{"[..], b"{\"other\":1}", &[b' '; 100 << 10]] {
+            put(&folder.told(), wrong).unwrap();
+            assert_eq!(told(&folder), None);
+        }
+    }
+
+    #[test]
+    fn what_keeps_an_image_from_coming_is_told_until_it_is_over() {
+        let state = state();
+        let trouble = || state.trouble.lock().unwrap().clone().unwrap_or_default();
+        let reason = || "x".repeat(2 * TROUBLE_CHARS_MAX);
+        let failed = ImageNotice::Failed {
+            offset: 262_144,
+            reason: reason(),
+        };
+        state.hear(failed);
+        assert!(trouble().starts_with("at byte 262144: x"), "{}", trouble());
+        assert_eq!(trouble().len(), TROUBLE_CHARS_MAX);
+        state.hear(ImageNotice::Away { reason: reason() });
+        assert!(trouble().starts_with("xx"));
+        state.hear(ImageNotice::Back);
+        assert_eq!(trouble(), "");
+        assert!(!state.is_full.load(Ordering::Acquire));
+        state.hear(ImageNotice::NotKept { reason: reason() });
+        assert!(trouble().contains("cannot be kept"));
+        assert!(state.is_full.load(Ordering::Acquire));
+    }
+}

@@ -1,0 +1,75 @@
+//! What is left here of a guest's disks when it runs at the destination.
+
+use super::Departure;
+use crate::agent::migration::disks::draining::{Draining, may_be_left};
+use crate::agent::migration::session;
+use crate::agent::migration::verify::Image;
+use longhaul_api::Phase;
+use longhaul_protocol::message::{ToDestination, ToSource};
+
+impl Departure {
+    /// The guest runs at the destination: what is left of its disks here is the destination's to ask for.
+    pub(super) fn begin_draining(&mut self) {
+        let left = self.task.outbound.disks().iter();
+        let left: Vec<_> = left
+            .filter(|disk| may_be_left(disk))
+            .map(Image::of)
+            .collect();
+        if self.draining.is_none() && !left.is_empty() {
+            let verify = self.task.offer.verify;
+            self.draining = Some(Draining::begin(&self.task.sending, left, verify));
+            self.entry().enter(Phase::Finishing);
+        }
+    }
+
+    /// Connects anew: what is left travels over a connection that begins with what is missing.
+    pub(super) fn come_again(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.keep_wire_bytes(&session);
+        }
+        self.acknowledging = None;
+        self.task.sending.disconnect();
+        let resume = session::resume(
+            self.task.context.clone(),
+            self.attempted(),
+            self.epoch,
+            self.limit_bps(),
+        );
+        if let Some(before) = self.redial.replace(tokio::spawn(resume)) {
+            before.abort();
+        }
+    }
+
+    pub(super) fn hear_of_left(&mut self, message: &ToSource) {
+        let Some(draining) = &mut self.draining else {
+            return;
+        };
+        if let Err(error) = draining.hear(message) {
+            self.lost(&format!("what it lacks makes no sense: {error}"));
+        }
+    }
+
+    pub(super) async fn drain(&mut self) {
+        let said = self.draining.as_mut().map(Draining::unreadable);
+        for message in said.unwrap_or_default() {
+            self.send(message).await;
+        }
+        self.task.sending.wake();
+    }
+
+    /// Says what is to be said of what has come.
+    pub(super) async fn tell_of_rest(&mut self, message: ToDestination) {
+        if let Some(draining) = &self.draining {
+            self.entry().report_with(|report| draining.report(report));
+        }
+        self.send(message).await;
+    }
+}
+
+/// Waits for what is to be said of what has come.
+pub(super) async fn next_of_rest(draining: &mut Option<Draining>) -> ToDestination {
+    match draining {
+        Some(draining) => draining.next().await,
+        None => std::future::pending().await,
+    }
+}
