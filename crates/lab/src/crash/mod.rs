@@ -35,6 +35,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 /// About how long a case takes on two cores, the making of the ground included.
 const CASE_TIME: Duration = Duration::from_millis(4500);
+/// So often a case is begun whose point is not reached: what has to be reached for it may be late for once.
+const ATTEMPTS: u32 = 3;
 /// After so many cases a ground is made anew.
 const PART_CASES: usize = 64;
 /// What a whole choice has at most, where nothing else is asked for.
@@ -299,17 +301,19 @@ impl<'a> Work<'a> {
             if until.is_some_and(|until| Instant::now() > until) {
                 break;
             }
-            let mut used = match ground.take() {
-                Some(ground) => ground,
-                None => Ground::make(part.site, self.seed)?,
-            };
             let number = self.tried.fetch_add(1, Ordering::Relaxed) + 1;
-            if let Some(error) = attempt(&mut used, case, (number, self.of), self.converged)? {
-                failed.push((case.to_string(), error));
-                continue;
-            }
-            if !used.is_worn() {
-                ground = Some(used);
+            for attempts_left in (0..ATTEMPTS).rev() {
+                let mut used = match ground.take() {
+                    Some(ground) => ground,
+                    None => Ground::make(part.site, self.seed)?,
+                };
+                match attempt(&mut used, case, (number, self.of), self.converged)? {
+                    Some(failure) if failure.missed && attempts_left > 0 => continue,
+                    Some(failure) => failed.push((case.to_string(), failure.why)),
+                    None if used.is_worn() => {}
+                    None => ground = Some(used),
+                }
+                break;
             }
         }
         Ok(())
@@ -326,7 +330,7 @@ fn attempt(
     case: &Case,
     (number, of): (usize, usize),
     converged: bool,
-) -> Result<Option<String>, LabError> {
+) -> Result<Option<run::Failed>, LabError> {
     let logs = [ground.log_bytes(0)?, ground.log_bytes(1)?];
     let began = Instant::now();
     let tried = run::run(ground, case, converged);
@@ -346,13 +350,15 @@ fn attempt(
             }
             Ok(None)
         }
-        Err(error) => {
+        Err(failed) => {
+            let what = if failed.missed { "missed" } else { "FAILED" };
             say(&format!(
-                "{number:>4}/{of} {seconds:>5.1} s  {case}: FAILED: {error}"
+                "{number:>4}/{of} {seconds:>5.1} s  {case}: {what}: {}",
+                failed.why
             ));
             let folder = keep_logs(ground, case, logs)?;
             say(&format!("           its logs: {}", folder.display()));
-            Ok(Some(error))
+            Ok(Some(failed))
         }
     }
 }

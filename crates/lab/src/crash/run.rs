@@ -39,9 +39,18 @@ const ASK_EVERY: Duration = Duration::from_millis(40);
 /// Why a case failed, in words.
 pub(super) type Fault = String;
 
+/// A case that failed.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub(super) why: Fault,
+    /// The move was completed without its point being reached, so nothing was tried: what tells of the guest's clock
+    /// is lost with a connection that ends just then, for one.
+    pub(super) missed: bool,
+}
+
 /// Tries a case. What fails is told in words; the ground is of no use after that. On the way QEMU
 /// may be made to converge by itself.
-pub(super) fn run(ground: &mut Ground, case: &Case, converged: bool) -> Result<Place, Fault> {
+pub(super) fn run(ground: &mut Ground, case: &Case, converged: bool) -> Result<Place, Failed> {
     let source = ground.at;
     let host = match case.point.side {
         Side::Source => source,
@@ -50,12 +59,17 @@ pub(super) fn run(ground: &mut Ground, case: &Case, converged: bool) -> Result<P
     let mut trial = Trial {
         case,
         converged,
-        said: ground.log_bytes(host).map_err(words)?,
+        said: 0,
         source,
         lock: None,
+        missed: false,
         ground,
     };
-    trial.run()
+    let tried = trial.run(host);
+    tried.map_err(|why| Failed {
+        why,
+        missed: trial.missed,
+    })
 }
 
 struct Trial<'a> {
@@ -67,6 +81,7 @@ struct Trial<'a> {
     said: u64,
     /// Held on the disk, so that a QEMU cannot take it.
     lock: Option<File>,
+    missed: bool,
 }
 
 /// What was asked for.
@@ -80,7 +95,8 @@ fn words(error: LabError) -> Fault {
 }
 
 impl Trial<'_> {
-    fn run(&mut self) -> Result<Place, Fault> {
+    fn run(&mut self, host: usize) -> Result<Place, Fault> {
+        self.said = self.ground.log_bytes(host).map_err(words)?;
         let before = self.ground.arena.origins();
         self.ground.arena.forget_beats();
         self.arm().map_err(words)?;
@@ -297,6 +313,7 @@ impl Trial<'_> {
             let over = ended_at.is_some_and(|at: Instant| at.elapsed() > Duration::from_secs(5));
             if over || Instant::now() > deadline {
                 let said = asked.said();
+                self.missed = over && asked.is_completed();
                 return Err(format!("{} was not reached: {said}", self.case.point.name));
             }
             std::thread::sleep(Duration::from_millis(3));
@@ -542,6 +559,13 @@ impl Asked {
                 moving.so_far().why()
             }
             Self::Plan(child) => format!("{:?}", child.try_wait()),
+        }
+    }
+
+    fn is_completed(&self) -> bool {
+        match self {
+            Self::Move(moving) => moving.so_far().outcome == Some(Outcome::Completed),
+            Self::Plan(_) => false,
         }
     }
 

@@ -91,7 +91,7 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
             summary.disturbed += 1;
             let case = &cases[random.below(cases.len())];
             let which = (number as usize, options.moves as usize);
-            attempt(&mut ground, case, which, false)?
+            attempt(&mut ground, case, which, false)?.map(|failed| failed.why)
         };
         summary.arrived += u32::from(ground.at != before);
         if let Some(failure) = failure {
