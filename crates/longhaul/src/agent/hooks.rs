@@ -8,7 +8,7 @@ use longhaul_hypervisor::process::{Process, ProcessId};
 use longhaul_protocol::MigrationId;
 use longhaul_protocol::units::{parse_duration, show_duration};
 use nix::sys::signal::{Signal, killpg};
-use nix::unistd::{Pid, geteuid};
+use nix::unistd::{self, Pid, geteuid};
 use serde::{Deserialize, Deserializer, de};
 use std::fs;
 use std::io;
@@ -498,11 +498,12 @@ impl Output {
         std::future::pending().await
     }
 
-    /// Takes in what is there already; processes that left the group may go on writing.
+    /// Takes in what is there already; processes that left the group may go on writing. The pipe itself is asked:
+    /// the runtime may not have heard of what the last of them wrote.
     fn rest(&mut self, pipe: &pipe::Receiver) {
         let mut piece = [0; 4096];
         for _ in 0..16 {
-            match pipe.try_read(&mut piece) {
+            match unistd::read(pipe, &mut piece) {
                 Ok(length) if length > 0 => self.add(&piece[..length]),
                 _ => break,
             }
@@ -568,6 +569,7 @@ impl std::fmt::Display for Said {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::io::Write;
     use std::path::PathBuf;
     use std::time::Instant;
 
@@ -608,6 +610,16 @@ mod tests {
             assert!(Instant::now() < until, "process {pid} outlives its hook");
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
+    }
+
+    #[tokio::test]
+    async fn what_was_written_last_is_heard_though_the_runtime_has_not_been_told() {
+        let (reader, mut writer) = io::pipe().unwrap();
+        let output = pipe::Receiver::from_owned_fd(reader.into()).unwrap();
+        writer.write_all(b"not now").unwrap();
+        let mut text = Output::default();
+        text.rest(&output);
+        assert_eq!(text.said().text(), "not now");
     }
 
     #[test]
