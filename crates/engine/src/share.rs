@@ -4,10 +4,10 @@
 /// The part of the link that the second kind gets while the first has something to send: in its first
 /// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0015 has the
 /// measurement.
-const FIRST_PASS_SHARE: f64 = 0.5;
+const FIRST_PASS_SHARE: f64 = 0.25;
 const LATER_SHARE: f64 = 0.0;
-/// What one kind may be ahead of its share, in blocks.
-const AHEAD_BLOCKS_MAX: f64 = 256.0;
+/// What one kind may be ahead of its share, in bytes.
+const AHEAD_BYTES_MAX: f64 = 1024.0 * 1024.0;
 
 /// Whose turn it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -18,15 +18,16 @@ pub(crate) enum Turn {
     Background,
 }
 
-/// Keeps the shares.
+/// Keeps the shares, of whatever is counted: bytes on the link, or blocks.
 #[derive(Debug)]
 pub(crate) struct Share {
     first_pass: f64,
     later: f64,
     /// The one that counts now.
     background: f64,
-    /// What the background is behind its share, in blocks.
-    behind_blocks: f64,
+    /// What the background is behind its share, and may be.
+    behind: f64,
+    ahead_max: f64,
 }
 
 impl Default for Share {
@@ -35,15 +36,19 @@ impl Default for Share {
             first_pass: FIRST_PASS_SHARE,
             later: LATER_SHARE,
             background: FIRST_PASS_SHARE,
-            behind_blocks: 0.0,
+            behind: 0.0,
+            ahead_max: AHEAD_BYTES_MAX,
         }
     }
 }
 
 impl Share {
-    /// The second kind always has this share.
-    pub(crate) fn of(background: f64) -> Self {
-        let mut share = Self::default();
+    /// The second kind always has this share, and either may be so much ahead.
+    pub(crate) fn of(background: f64, ahead_max: f64) -> Self {
+        let mut share = Self {
+            ahead_max,
+            ..Self::default()
+        };
         share.set(background, background);
         share
     }
@@ -61,7 +66,7 @@ impl Share {
             0 | 1 => self.first_pass,
             _ => self.later,
         };
-        self.behind_blocks = self.behind_blocks.min(0.0);
+        self.behind = self.behind.min(0.0);
     }
 
     /// Whose turn it is, when these have something to send.
@@ -70,20 +75,20 @@ impl Share {
             (false, false) => None,
             (true, false) => Some(Turn::Must),
             (false, true) => Some(Turn::Background),
-            (true, true) if self.behind_blocks > 0.0 => Some(Turn::Background),
+            (true, true) if self.behind > 0.0 => Some(Turn::Background),
             (true, true) => Some(Turn::Must),
         }
     }
 
-    /// One kind has taken so many blocks, while both had something to send.
-    pub(crate) fn taken(&mut self, turn: Turn, blocks: usize) {
-        let blocks = blocks as f64;
+    /// One kind has taken so much, while both had something to send.
+    pub(crate) fn taken(&mut self, turn: Turn, amount: u64) {
+        let amount = amount as f64;
         let change = match turn {
-            Turn::Must => blocks * self.background,
-            Turn::Background => blocks * (self.background - 1.0),
+            Turn::Must => amount * self.background,
+            Turn::Background => amount * (self.background - 1.0),
         };
-        let behind = self.behind_blocks + change;
-        self.behind_blocks = behind.clamp(-AHEAD_BLOCKS_MAX, AHEAD_BLOCKS_MAX);
+        let behind = self.behind + change;
+        self.behind = behind.clamp(-self.ahead_max, self.ahead_max);
     }
 }
 
@@ -92,7 +97,7 @@ mod tests {
     use super::*;
 
     fn taken(background: f64) -> (usize, usize) {
-        let mut share = Share::of(background);
+        let mut share = Share::of(background, 256.0);
         let (mut must, mut rest) = (0, 0);
         for _ in 0..1000 {
             let turn = share.turn(true, true).unwrap();

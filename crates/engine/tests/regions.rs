@@ -44,6 +44,11 @@ fn source(strategy: Strategy, blocks: u64) -> Source {
 
 /// Takes a frame with content that is new each time.
 fn take(source: &mut Source) -> Option<Batch> {
+    take_compressed(source, 1)
+}
+
+/// Memory travels as this part of itself.
+fn take_compressed(source: &mut Source, memory: usize) -> Option<Batch> {
     let batch = source.take(16).unwrap()?;
     let content = |n: usize| {
         let mut digest = [9; 16];
@@ -52,7 +57,11 @@ fn take(source: &mut Source) -> Option<Batch> {
     };
     let staged: Vec<Staged> = (0..batch.blocks.len()).map(content).collect();
     source.decide(&batch, &staged);
-    source.encoded(&batch, Some(batch.blocks.len() * 4096));
+    let part = match batch.blocks[0].region {
+        DISK => 1,
+        _ => memory,
+    };
+    source.encoded(&batch, Some(batch.blocks.len() * 4096 / part));
     Some(batch)
 }
 
@@ -138,7 +147,7 @@ fn both_kinds_have_their_share_in_the_first_pass_and_then_the_promised_goes_firs
         of_disk += usize::from(batch.blocks[0].region == DISK);
         acknowledge(&mut source, &batch);
     }
-    assert_eq!(of_disk, 8);
+    assert_eq!(of_disk, 4);
     settle(&mut source);
     write(&mut source, 0, 640);
     source.pass_started(MS * 1000, false);
@@ -150,6 +159,19 @@ fn both_kinds_have_their_share_in_the_first_pass_and_then_the_promised_goes_firs
         assert_eq!(batch.blocks[0].region, expected, "frame {n}");
         acknowledge(&mut source, &batch);
     }
+}
+
+#[test]
+fn the_share_is_one_of_the_link_and_not_of_the_blocks() {
+    let mut source = source(Strategy::HYBRID, 100_000);
+    source.share_background(0.5, 0.0);
+    let mut of_disk = 0;
+    for _ in 0..20 {
+        let batch = take_compressed(&mut source, 4).unwrap();
+        of_disk += usize::from(batch.blocks[0].region == DISK);
+        acknowledge(&mut source, &batch);
+    }
+    assert_eq!(of_disk, 4);
 }
 
 #[test]

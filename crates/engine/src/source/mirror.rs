@@ -26,6 +26,8 @@ const PROGRESS: f64 = 0.9;
 
 /// The part of the link that is left to what no write waits for.
 pub(super) const BESIDE_WRITES_SHARE: f64 = 0.5;
+/// What one of the two may be ahead of its share, in blocks.
+pub(super) const AHEAD_BLOCKS_MAX: f64 = 256.0;
 /// A frame of what no write waits for takes at most so long on the link, or so many blocks.
 const FRAME_TIME: Duration = Duration::from_millis(10);
 const FRAME_BLOCKS_MIN: usize = 16;

@@ -22,7 +22,7 @@ use crate::content_index::{ContentIndex, TaggedIndex};
 use crate::gang::Gang;
 use crate::overwriting::Overwriting;
 use crate::predict::{Blocks, Costs, Written};
-use crate::share::Share;
+use crate::share::{Share, Turn};
 use crate::stop::{StopRule, Wish};
 use crate::strategy::Strategy;
 use longhaul_codec::BlockId;
@@ -85,6 +85,8 @@ struct Flight {
     bytes: u64,
     /// Blocks that its references mean.
     pinned: Vec<BlockId>,
+    /// Whose turn it was, where both kinds had something to send.
+    turn: Option<Turn>,
 }
 
 /// One guest's state on its way out.
@@ -173,7 +175,7 @@ impl Source {
             regions: Vec::with_capacity(regions.len()),
             order: Vec::new(),
             share: Share::default(),
-            writes: Share::of(mirror::BESIDE_WRITES_SHARE),
+            writes: Share::of(mirror::BESIDE_WRITES_SHARE, mirror::AHEAD_BLOCKS_MAX),
             background_held: false,
             answers: VecDeque::new(),
             index: ContentIndex::new(total),

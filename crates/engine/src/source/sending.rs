@@ -57,10 +57,11 @@ impl Source {
     pub fn take(&mut self, max_blocks: usize) -> Result<Option<Batch>, SourceError> {
         let seq = self.next_seq;
         let mut blocks = Vec::with_capacity(max_blocks.min(256));
+        let mut turn = None;
         if self.draining {
             self.take_left(max_blocks, seq, &mut blocks);
         } else {
-            self.take_before(max_blocks, seq, &mut blocks);
+            turn = self.take_before(max_blocks, seq, &mut blocks);
         }
         if blocks.is_empty() {
             return Ok(None);
@@ -75,6 +76,7 @@ impl Source {
                 content_blocks: 0,
                 bytes: 0,
                 pinned: Vec::new(),
+                turn,
             },
         );
         Ok(Some(Batch {
@@ -83,12 +85,16 @@ impl Source {
         }))
     }
 
-    /// Takes blocks before the hand-over: those that must be there, or others beside them.
-    fn take_before(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
+    /// Takes blocks before the hand-over: those that must be there, or others beside them; whose turn it was where there
+    /// were both.
+    fn take_before(
+        &mut self,
+        max_blocks: usize,
+        seq: u32,
+        blocks: &mut Vec<BlockId>,
+    ) -> Option<Turn> {
         let (must, background) = (self.sendable(), self.background_is_sendable());
-        let Some(turn) = self.share.turn(must, background) else {
-            return;
-        };
+        let turn = self.share.turn(must, background)?;
         self.take_turn(turn, max_blocks, seq, blocks);
         let both = must && background;
         if both && blocks.is_empty() {
@@ -98,9 +104,9 @@ impl Source {
                 Turn::Background => Turn::Must,
             };
             self.take_turn(other, max_blocks, seq, blocks);
-        } else if both {
-            self.share.taken(turn, blocks.len());
+            return None;
         }
+        both.then_some(turn)
     }
 
     fn take_turn(&mut self, turn: Turn, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
@@ -135,7 +141,7 @@ impl Source {
             };
             self.take_classes(Turn::Must, classes, room, seq, blocks);
         } else {
-            self.writes.taken(turn, blocks.len());
+            self.writes.taken(turn, blocks.len() as u64);
         }
     }
 
@@ -261,6 +267,9 @@ impl Source {
         let seq = batch.seq as u32;
         let bytes = frame_bytes.unwrap_or(0) as u64;
         self.encoding -= 1;
+        if let Some(turn) = self.flights.get(&seq).and_then(|flight| flight.turn) {
+            self.share.taken(turn, bytes);
+        }
         let first = batch.blocks.first();
         let region = first.map(|id| &self.regions[usize::from(id.region.0)]);
         let counts = region.is_some_and(Region::is_promised);
