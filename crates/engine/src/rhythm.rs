@@ -9,6 +9,9 @@
 //!              ^        ^        ^          good moments
 //! ```
 //!
+//! One that has written nothing yet since its migration began is taken to be between two bursts where it usually writes a
+//! lot.
+//!
 //! What waiting brings is not known, so nobody waits for longer than fetching would take by now: at worst it takes twice
 //! as long as without.
 
@@ -18,6 +21,8 @@ use std::time::Duration;
 const GAP: Duration = Duration::from_millis(200);
 /// A burst has begun when so much of the one before was written; less belongs to that one.
 const BEGUN: u64 = 16;
+/// A guest usually writes a lot when it writes this part of what is left while that would be fetched.
+const USUAL: u32 = 4;
 /// What takes less to fetch is not worth waiting.
 const FETCH_MIN: Duration = Duration::from_millis(500);
 /// Nobody waits for longer.
@@ -38,12 +43,20 @@ pub struct Rhythm {
     last: Option<Burst>,
     /// Perhaps the beginning of a burst.
     next: Option<Burst>,
-    /// From the beginning of a burst to that of the next one.
+    /// From the beginning of a burst of so many blocks to that of the next one.
     period: Option<Duration>,
+    previous_blocks: u64,
     waits_since: Option<Duration>,
+    /// What it wrote on average before, in blocks per second.
+    usual_blocks_per_s: u64,
 }
 
 impl Rhythm {
+    /// So many blocks did the guest write in a second, on average, before its migration began.
+    pub(crate) fn usually(&mut self, blocks_per_s: u64) {
+        self.usual_blocks_per_s = blocks_per_s;
+    }
+
     /// So many blocks were written until now. It is told many times within a gap.
     pub(crate) fn look(&mut self, now: Duration, written_blocks: u64) {
         let blocks = written_blocks.saturating_sub(self.written_blocks);
@@ -69,6 +82,7 @@ impl Rhythm {
             && next.blocks * BEGUN >= last.blocks
         {
             self.period = Some(next.began.saturating_sub(last.began));
+            self.previous_blocks = last.blocks;
             self.last = self.next.take();
         }
     }
@@ -83,19 +97,39 @@ impl Rhythm {
         self.waits_since.is_some() && began >= self.waits_since
     }
 
-    /// Whether the guest should not go before its next burst. `fetch` says how long it takes to fetch so many blocks.
+    /// How long it takes at most to fetch all that is left, of a guest that usually writes a lot of it meanwhile.
+    pub(crate) fn writes_a_lot(&self, fetch: impl Fn(u64) -> Duration) -> Option<Duration> {
+        let all = fetch(u64::MAX).min(WAIT_MAX);
+        let meanwhile = self.usual_blocks_per_s as f64 * all.as_secs_f64();
+        let a_lot = all >= FETCH_MIN && fetch(meanwhile as u64) * USUAL >= all;
+        a_lot.then_some(all)
+    }
+
+    /// Whether the guest should not go before its next burst. `fetch` says how long it takes to fetch so many of the
+    /// blocks that are left.
     pub(crate) fn waits(&mut self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
-        let Some(last) = self.last else { return false };
-        let fetch = fetch(last.blocks).min(WAIT_MAX);
-        if fetch < FETCH_MIN {
-            return false;
-        }
-        let worth_it = match self.period {
-            Some(period) => (last.began + period).saturating_sub(now) < fetch,
-            // It has written once, and whether it does so again nobody knows.
-            None => self.next.is_some() || self.is_quiet(now),
+        let usual = self.writes_a_lot(&fetch);
+        let last = self
+            .last
+            .map(|last| (last, fetch(last.blocks).min(WAIT_MAX)));
+        let (at_most, worth_it) = match (last.filter(|(_, fetch)| *fetch >= FETCH_MIN), usual) {
+            (Some((last, fetch)), _) => match self.period.filter(|_| self.is_like_previous(last)) {
+                Some(period) => (fetch, (last.began + period).saturating_sub(now) < fetch),
+                // It has written once, and whether it does so again nobody knows, but what it usually does.
+                None => {
+                    let between = self.next.is_some() || self.is_quiet(now);
+                    (usual.unwrap_or(fetch).max(fetch), between)
+                }
+            },
+            (None, Some(all)) => (all, true),
+            (None, None) => return false,
         };
-        worth_it && now.saturating_sub(*self.waits_since.get_or_insert(now)) < fetch
+        worth_it && now.saturating_sub(*self.waits_since.get_or_insert(now)) < at_most
+    }
+
+    /// What was little beside a burst tells nothing of when the next one comes.
+    fn is_like_previous(&self, burst: Burst) -> bool {
+        self.previous_blocks * BEGUN >= burst.blocks
     }
 }
 
@@ -162,6 +196,46 @@ mod tests {
         assert_eq!(waits(ms(60_000), ms(0), ms(0), ms(30_000)), []);
         assert_eq!(waits(ms(10), ms(3000), ms(0), ms(30_000)), []);
         assert_eq!(waits(ms(0), ms(3000), ms(0), ms(30_000)), []);
+    }
+
+    #[test]
+    fn who_has_not_written_yet_is_waited_for_where_it_usually_writes_a_lot() {
+        // So many blocks are left.
+        let left = |blocks: u64| fetch(blocks.min(100 * BLOCKS));
+        let waits_until = |usually: u64| {
+            let mut rhythm = Rhythm::default();
+            rhythm.usually(usually);
+            let waits = (0..10_000)
+                .step_by(5)
+                .filter(|at| rhythm.waits(ms(*at), left));
+            waits.last()
+        };
+        assert_eq!(waits_until(0), None);
+        assert_eq!(waits_until(12 * BLOCKS), None);
+        // A quarter of what is left, while that would be fetched; no longer than that.
+        assert_eq!(waits_until(13 * BLOCKS), Some(1995));
+
+        let mut rhythm = Rhythm::default();
+        rhythm.usually(13 * BLOCKS);
+        // A little does not begin a burst.
+        rhythm.look(ms(100), BLOCKS);
+        assert!(rhythm.waits(ms(150), left));
+        assert!(rhythm.waits(ms(500), left));
+        for n in 0..50 {
+            rhythm.look(ms(900 + 10 * n), (2 + n) * BLOCKS);
+        }
+        assert!(!rhythm.waits(ms(1400), left));
+        assert!(rhythm.is_in_next_burst());
+        // Of the burst that it was in only the end was seen, which says little of the next one.
+        let mut rhythm = Rhythm::default();
+        rhythm.usually(13 * BLOCKS);
+        for n in 0..30 {
+            rhythm.look(ms(10 * n), (1 + n) * BLOCKS);
+        }
+        assert!(!rhythm.waits(ms(300), left));
+        assert!(rhythm.waits(ms(600), left));
+        assert!(rhythm.waits(ms(2500), left));
+        assert!(!rhythm.waits(ms(2600), left));
     }
 
     #[test]

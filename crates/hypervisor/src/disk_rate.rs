@@ -23,6 +23,15 @@ pub async fn measure(qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
     Ok(after.into_iter().filter_map(rate).collect())
 }
 
+/// The same on average, since its QEMU started so long ago.
+pub async fn average(qmp: &Qmp, age: Duration) -> Result<BTreeMap<String, f64>, QmpError> {
+    let seconds = age.max(WATCHED).as_secs_f64();
+    let written = written(&qmp.query("query-blockstats").await?).into_iter();
+    Ok(written
+        .map(|(device, bytes)| (device, bytes as f64 / seconds))
+        .collect())
+}
+
 /// Bytes that were written to each device so far.
 fn written(stats: &Value) -> BTreeMap<String, u64> {
     let stats = stats.as_array().map(Vec::as_slice).unwrap_or_default();

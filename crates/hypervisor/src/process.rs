@@ -2,10 +2,13 @@
 //! for another, ending it, and the account that it runs under.
 
 use nix::unistd::{Gid, Uid, User};
+use rustix::param::clock_ticks_per_second;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
 use std::io;
 use std::os::fd::OwnedFd;
+use std::time::Duration;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
@@ -51,6 +54,14 @@ impl ProcessId {
             start_ticks: stat.start_ticks,
             boot_id: boot_id.trim().to_owned(),
         }))
+    }
+
+    /// How long ago it started.
+    pub fn age(&self) -> Duration {
+        let now = clock_gettime(ClockId::Boottime);
+        let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
+        let started = self.start_ticks as f64 / clock_ticks_per_second() as f64;
+        now.saturating_sub(Duration::from_secs_f64(started))
     }
 
     /// Whether the process still runs.
@@ -187,6 +198,20 @@ mod tests {
         child.wait().unwrap();
         assert!(Process::open(&id).unwrap().is_none());
         process.kill().unwrap();
+    }
+
+    #[test]
+    fn a_process_has_an_age() {
+        let before = std::time::Instant::now();
+        let mut child = Command::new("sleep").arg("1000").spawn().unwrap();
+        let id = ProcessId::of(child.id() as i32).unwrap().unwrap();
+        let tick = Duration::from_millis(10);
+        while id.age() < 5 * tick {
+            std::thread::sleep(tick);
+        }
+        assert!(id.age() <= before.elapsed() + 2 * tick, "{:?}", id.age());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[tokio::test]

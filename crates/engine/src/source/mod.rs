@@ -28,7 +28,7 @@ use crate::strategy::Strategy;
 use longhaul_codec::BlockId;
 use longhaul_protocol::limits::REGIONS_MAX;
 use longhaul_protocol::message::Acknowledgement;
-use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use region::Region;
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
@@ -243,6 +243,13 @@ impl Source {
     /// have something to send: in the first pass, and later.
     pub fn share_background(&mut self, first_pass: f64, later: f64) {
         self.share.set(first_pass, later);
+    }
+
+    /// So many bytes did the guest write in a second, on average, before its migration began, to regions of which the list
+    /// is enough.
+    pub fn is_usually_written(&mut self, bytes_per_s: f64) {
+        self.rhythm
+            .usually((bytes_per_s / BLOCK_SIZE as f64) as u64);
     }
 
     /// Whether blocks may travel as references to others; they may where nothing is said.

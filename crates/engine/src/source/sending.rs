@@ -93,7 +93,8 @@ impl Source {
         seq: u32,
         blocks: &mut Vec<BlockId>,
     ) -> Option<Turn> {
-        let (must, background) = (self.sendable(), self.background_is_sendable());
+        let must = self.sendable();
+        let background = self.background_is_sendable() && !(must && self.leaves_disks());
         let turn = self.share.turn(must, background)?;
         self.take_turn(turn, max_blocks, seq, blocks);
         let both = must && background;

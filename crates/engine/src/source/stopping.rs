@@ -1,7 +1,7 @@
 //! When the guest is to stop, and what that would cost now.
 
 use super::{Class, Downtime, Outpaced, Region, Source, Unseen};
-use crate::predict::{self, Blocks, travel_time};
+use crate::predict::{self, Blocks, Link, travel_time};
 use crate::stop::{AfterPass, Rule, StopReason, Wish};
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
@@ -149,12 +149,29 @@ impl Source {
 
     /// Whether the guest is about to write anew what it would have to fetch if it went now.
     fn waits_for_burst(&mut self, now: Duration) -> bool {
-        let Some(link) = self.link else { return false };
-        let listed = self.regions.iter().filter(|region| region.is_listed());
-        let left: u64 = listed.map(|region| region.map.pending_total()).sum();
+        let Some((left, link)) = self.left_of_disks() else {
+            return false;
+        };
         let costs = &self.costs;
         let fetch = |written: u64| costs.fetch_time(written.min(left), link);
         self.rhythm.waits(now, fetch)
+    }
+
+    /// Whether the guest usually writes so much that nothing is sent beforehand that need not be there, as long as there
+    /// is something that must be: it would mostly go for nothing, and put the stop off.
+    pub(super) fn leaves_disks(&self) -> bool {
+        let of_disks = self.left_of_disks();
+        of_disks.is_some_and(|(left, link)| {
+            let fetch = |written: u64| self.costs.fetch_time(written.min(left), link);
+            self.rhythm.writes_a_lot(fetch).is_some()
+        })
+    }
+
+    /// The blocks that need not be there at the stop and are not, and the link, where that is known.
+    fn left_of_disks(&self) -> Option<(u64, Link)> {
+        let listed = self.regions.iter().filter(|region| region.is_listed());
+        let left = listed.map(|region| region.map.pending_total()).sum();
+        self.link.map(|link| (left, link))
     }
 
     /// Whether nothing keeps the guest from being stopped but the destination's disks. That passes: what

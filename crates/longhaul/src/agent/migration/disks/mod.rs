@@ -29,7 +29,7 @@ use longhaul_hypervisor::config::{Image, ImageFormat};
 use longhaul_hypervisor::disk_rate;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::has_open;
-use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_image::ImageId;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
 use longhaul_protocol::guest::{Disk as Described, GuestDescription};
@@ -60,6 +60,8 @@ pub(super) struct LocalDisk {
     pub(super) offered: OfferedDisk,
     pub(super) image: PathBuf,
     pub(super) disk: Arc<RawDisk>,
+    /// What the guest writes to it on average, in bytes per second.
+    usually_written: f64,
 }
 
 /// Whether a disk of a description is on this host alone.
@@ -93,8 +95,9 @@ pub(super) struct Outgrown;
 pub(super) struct Known {
     pub(super) link_bytes_per_s: Option<f64>,
     pub(super) rtt: Duration,
-    /// Bytes per second, by the disk's name.
+    /// Bytes per second, by the disk's name: now, and on average since its QEMU started.
     pub(super) written: BTreeMap<String, f64>,
+    usually_written: BTreeMap<String, f64>,
     /// The process of the guest's QEMU.
     pid: i32,
     /// What disks stand on in it, by their names.
@@ -117,7 +120,16 @@ impl Known {
             let seen = base::ask(running, qmp, &disk.name).await;
             known.stands_on.insert(disk.name.clone(), seen);
         }
-        if choice == DiskChoice::Auto && guest.disks.iter().any(is_local) {
+        if !guest.disks.iter().any(is_local) {
+            return known;
+        }
+        match average(running, qmp).await {
+            Ok(written) => known.usually_written = by_disk(guest, &written),
+            Err(error) => {
+                tracing::warn!(%error, "cannot tell what a guest usually writes to its disks")
+            }
+        }
+        if choice == DiskChoice::Auto {
             match disk_rate::measure(qmp).await {
                 Ok(written) => known.written = by_disk(guest, &written),
                 Err(error) => {
@@ -148,6 +160,14 @@ impl Known {
             link_bytes_per_s: self.link_bytes_per_s,
             rtt: self.rtt,
         }
+    }
+}
+
+/// What a guest has written to each of its disks in a second, since its QEMU started; nothing of one that has ended.
+async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
+    match &running.record().process {
+        Some(process) => disk_rate::average(qmp, process.age()).await,
+        None => Ok(BTreeMap::new()),
     }
 }
 
@@ -284,6 +304,7 @@ fn open(
         why,
         image: image.path.clone(),
         disk: Arc::new(disk),
+        usually_written: known.usually_written.get(name).copied().unwrap_or(0.0),
     })
 }
 
@@ -406,6 +427,9 @@ impl LocalDisk {
 
 /// Adds disks to what an engine moves.
 pub(super) fn add(engine: &mut Source, disks: &[LocalDisk]) -> Result<(), SourceError> {
+    let pulled = |disk: &&LocalDisk| disk.offered.pulled != Pulled::Nothing;
+    let usually_written = disks.iter().filter(pulled).map(|disk| disk.usually_written);
+    engine.is_usually_written(usually_written.sum());
     disks
         .iter()
         .try_for_each(|disk| engine.add(&disk.spec, disk.strategy))
