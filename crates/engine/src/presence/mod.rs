@@ -312,6 +312,11 @@ impl Presence {
         changed
     }
 
+    /// How many blocks the disk has, as far as its source may have something of it.
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
     /// How many blocks are still at the source, as far as it has said.
     pub fn missing_blocks(&self) -> u64 {
         self.missing_blocks

@@ -4,7 +4,7 @@ use super::line::ToPump;
 use super::masks::{MaskFile, Masks, is_marked_failed, mark_failed, this_boot};
 use super::pump::Pump;
 use super::unwritten::Noting;
-use crate::disk::{Disk, Extent, RawDisk, Zeros};
+use crate::disk::{Disk, ExportSize, Extent, RawDisk, Zeros};
 use crate::front::folder::{FolderError, FrontFolder, FrontSpec, failed};
 use crate::front::server::ServeError;
 use crate::nbd::{Notice, client_is_gone, others_go_on};
@@ -66,6 +66,8 @@ struct Known {
 #[derive(Debug)]
 pub(super) struct ArrivingDisk {
     disk: RawDisk,
+    /// Its image grows: behind what its source has is room.
+    grows: bool,
     folder: FrontFolder,
     state: Mutex<State>,
     changed: Condvar,
@@ -89,6 +91,7 @@ impl ArrivingDisk {
     ) -> Result<Self, ServeError> {
         let arriving = Self {
             disk: RawDisk::open(&spec.image, spec.size)?,
+            grows: spec.size != ExportSize::OfFile,
             folder: folder.clone(),
             state: Mutex::default(),
             changed: Condvar::new(),
@@ -133,7 +136,12 @@ impl ArrivingDisk {
             }
         };
         let wrong = |why: String| failed(&stored_at, io::Error::other(why));
-        if stored.blocks != self.disk.size_bytes().div_ceil(BLOCK) {
+        let blocks = self.disk.size_bytes().div_ceil(BLOCK);
+        let fits = match self.grows {
+            true => stored.blocks <= blocks,
+            false => stored.blocks == blocks,
+        };
+        if !fits {
             return Err(wrong("it is of a disk of another size".to_owned()));
         }
         let presence = Presence::restored(
@@ -244,12 +252,12 @@ impl ArrivingDisk {
 
     // The guest.
 
-    /// Does a request, once all that it needs is here.
+    /// Does a request, once all that it needs is here: that which its source may have, and what is behind it.
     fn request(
         &self,
         operation: Operation,
         range: Range<u64>,
-        work: impl FnOnce(Range<u64>) -> io::Result<()>,
+        mut work: impl FnMut(Range<u64>) -> io::Result<()>,
     ) -> io::Result<()> {
         let mut state = self.lock();
         if state.known.is_none() {
@@ -262,6 +270,27 @@ impl ArrivingDisk {
                 return Err(Errno::ECANCELED.into());
             }
         }
+        let ends = match &state.known {
+            Some(known) if self.grows => known.presence.blocks() * BLOCK,
+            _ => u64::MAX,
+        };
+        drop(state);
+        if range.start < ends {
+            self.request_within(operation, range.start..range.end.min(ends), &mut work)?;
+        }
+        match range.end > ends {
+            true => work(range.start.max(ends)..range.end),
+            false => Ok(()),
+        }
+    }
+
+    fn request_within(
+        &self,
+        operation: Operation,
+        range: Range<u64>,
+        work: impl FnOnce(Range<u64>) -> io::Result<()>,
+    ) -> io::Result<()> {
+        let mut state = self.lock();
         let id = RequestId(state.next);
         state.next += 1;
         let Some(known) = &mut state.known else {
@@ -519,13 +548,19 @@ impl Disk for ArrivingDisk {
 
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
         let range = within(self.size_bytes(), offset, buffer.len() as u64)?;
-        let read = |range: Range<u64>| self.disk.read(range.start, buffer);
+        let read = |range: Range<u64>| {
+            let part = (range.start - offset) as usize..(range.end - offset) as usize;
+            self.disk.read(range.start, &mut buffer[part])
+        };
         self.request(Operation::Read, range, read)
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let range = within(self.size_bytes(), offset, bytes.len() as u64)?;
-        let write = |range: Range<u64>| self.disk.write(range.start, bytes);
+        let write = |range: Range<u64>| {
+            let part = (range.start - offset) as usize..(range.end - offset) as usize;
+            self.disk.write(range.start, &bytes[part])
+        };
         self.request(Operation::Write, range, write)
     }
 

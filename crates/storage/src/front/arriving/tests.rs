@@ -37,6 +37,10 @@ struct TestPump(UnixStream);
 impl Fixture {
     /// Of the first chunk the first 8 blocks are missing.
     fn new() -> Self {
+        Self::shown(ExportSize::OfFile)
+    }
+
+    fn shown(size: ExportSize) -> Self {
         let root = tempfile::tempdir().unwrap();
         let image = root.path().join("image");
         File::create(&image)
@@ -45,7 +49,7 @@ impl Fixture {
             .unwrap();
         let spec = FrontSpec {
             image,
-            size: ExportSize::OfFile,
+            size,
             locks: None,
             name: ExportName::new("0123456789abcdef".repeat(2)).unwrap(),
             qemu_uid: None,
@@ -82,10 +86,14 @@ impl Fixture {
     }
 
     fn list(&self) -> TestPump {
+        self.lacks(0, 0xff)
+    }
+
+    fn lacks(&self, chunk: u32, mask: u64) -> TestPump {
         let missing = Remaining {
-            chunk: 0,
+            chunk,
             chunks: 1,
-            mask: 0xff,
+            mask,
             written_blocks: 1,
         };
         let masks = Masks {
@@ -470,4 +478,54 @@ fn what_the_guest_has_not_written_is_known_as_long_as_the_host_runs() {
     unwritten::end(&folder).unwrap();
     unwritten::end(&folder).unwrap();
     assert!(open().is_none());
+}
+
+#[test]
+fn behind_what_the_source_has_of_an_image_that_grows_there_is_room() {
+    let fixture = Fixture::shown(ExportSize::Bytes(1 << 60));
+    let end = BLOCKS * BLOCK;
+    // Before the list it is opened by what is there, and behind that there is nothing.
+    let mut read = vec![1; 2 * BLOCK_SIZE];
+    fixture.disk.read(end - BLOCK, &mut read).unwrap();
+    assert!(read.iter().all(|byte| *byte == 0));
+    // Its last block is missing.
+    let mut pump = fixture.lacks(3, 1 << 63);
+    let disk = fixture.disk.clone();
+    let reader = thread::spawn(move || {
+        let mut read = vec![1; 3 * BLOCK_SIZE];
+        disk.read(end - 2 * BLOCK, &mut read).map(|()| read)
+    });
+    let last = BlockRange::new(BLOCKS - 1, 1);
+    pump.wait_for(ToPump::Want(last));
+    // Nobody waits for what is written behind it.
+    fixture.disk.write(end + 5, &[9; 100]).unwrap();
+    pump.bring(last, 7);
+    let read = reader.join().unwrap().unwrap();
+    let (here, behind) = read.split_at(2 * BLOCK_SIZE);
+    assert!(here[..BLOCK_SIZE].iter().all(|byte| *byte == 0));
+    assert!(here[BLOCK_SIZE..].iter().all(|byte| *byte == 7));
+    let zeros = |bytes: &[u8]| bytes.iter().all(|byte| *byte == 0);
+    assert!(behind[5..105].iter().all(|byte| *byte == 9));
+    assert!(zeros(&behind[..5]));
+    // Across the end, and far behind it.
+    fixture.disk.write(end - 10, &[3; 20]).unwrap();
+    fixture.disk.write(1 << 40, &[4; 20]).unwrap();
+    let mut read = [0; 20];
+    fixture.disk.read(end - 10, &mut read).unwrap();
+    assert_eq!(read, [3; 20]);
+    fixture
+        .disk
+        .zero(end - 5..end + 5, Zeros::MayBeHole)
+        .unwrap();
+    fixture.disk.read(end - 10, &mut read).unwrap();
+    assert_eq!(
+        (&read[..5], &read[5..15], &read[15..]),
+        (&[3; 5][..], &[0; 10][..], &[3; 5][..])
+    );
+    fixture.disk.discard(end + BLOCK..end + 4 * BLOCK).unwrap();
+    pump.wait_for(ToPump::Whole);
+    fixture.disk.flush().unwrap();
+    let image = fs::metadata(&fixture.spec.image).unwrap();
+    assert_eq!(image.len(), (1 << 40) + 20);
+    assert!(fixture.disk.write(1 << 60, &[1]).is_err());
 }

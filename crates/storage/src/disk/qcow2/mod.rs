@@ -1,5 +1,9 @@
 //! What the header of a qcow2 image says, as far as a move has to know it, and a header without an
-//! image behind it. The format is that of QEMU's docs/interop/qcow2.txt.
+//! image behind it, and [what QEMU reads when it opens one](opened_with). The format is that of QEMU's docs/interop/qcow2.txt.
+
+mod opening;
+
+pub use opening::opened_with;
 
 use longhaul_protocol::disk::Qcow2;
 
