@@ -11,6 +11,8 @@ mod journal;
 mod nbd;
 #[path = "../../../fuzz/src/qcow2_header.rs"]
 mod qcow2_header;
+#[path = "../../../fuzz/src/qcow2_opening.rs"]
+mod qcow2_opening;
 
 use std::path::Path;
 
@@ -47,4 +49,9 @@ fn seeds_of_nbd_clients_are_answered() {
 #[test]
 fn seeds_of_qcow2_headers_are_answered() {
     replay("qcow2_header", 8, qcow2_header::run);
+}
+
+#[test]
+fn seeds_of_qcow2_images_that_are_opened_are_answered() {
+    replay("qcow2_opening", 6, qcow2_opening::run);
 }

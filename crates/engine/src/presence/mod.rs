@@ -289,7 +289,8 @@ impl Presence {
 
     // What is here.
 
-    fn is_missing(&self, block: u64) -> bool {
+    /// Whether a block is still at the source, as far as that has said so.
+    pub fn is_missing(&self, block: u64) -> bool {
         mask(&self.missing, chunk::of(block)) & chunk::bit(block) != 0
     }
 

@@ -21,6 +21,18 @@ impl Source {
         self.closed = true;
     }
 
+    /// These blocks of a region, in ascending order, must be there before the switchover although the region may be listed:
+    /// what is pending of them goes before the list. To be said when nothing is written here any more.
+    pub fn promise(&mut self, id: RegionId, blocks: Vec<BlockRange>) -> Result<(), SourceError> {
+        for range in &blocks {
+            self.region(id, *range)?;
+        }
+        let region = self.region(id, BlockRange::new(0, 0))?;
+        region.promised = blocks;
+        region.want_promised();
+        Ok(())
+    }
+
     /// A part of the list of what is left of a region, from this chunk on; `None` before the region
     /// is closed. It holds for the connection that it is sent on.
     pub fn list(
@@ -61,6 +73,7 @@ impl Source {
         self.draining = true;
         self.overwriting.begin(self.rhythm.is_in_next_burst());
         for region in self.regions.iter_mut().filter(|region| region.is_listed()) {
+            region.promised.clear();
             region.map.drain();
         }
     }

@@ -394,6 +394,7 @@ impl Source {
             range
                 .blocks()
                 .for_each(|block| region.map.rejected(block as usize));
+            region.want_promised();
         }
         self.sync = Duration::from_micros(message.sync_us.into());
         Ok(())
@@ -416,6 +417,7 @@ impl Source {
             }
             self.settle(&flight.blocks);
         }
+        self.regions.iter_mut().for_each(Region::want_promised);
         let mirrors = self.regions.iter_mut().filter_map(|r| r.mirror.as_mut());
         mirrors.for_each(|mirror| mirror.lost(&mut self.answers));
         if self.draining {

@@ -33,6 +33,8 @@ pub(super) struct Region {
     pub(super) kept: Option<Kept>,
     /// Blocks taken so far.
     pub(super) taken_blocks: u64,
+    /// Blocks that must be there before the switchover, whatever else is left: in ascending order.
+    pub(super) promised: Vec<BlockRange>,
     /// Only what somebody waits for is read.
     pub(super) held_back: bool,
     /// Blocks that writes were reported of, one by one; as often as that was.
@@ -86,6 +88,7 @@ impl Region {
             kept: None,
             strategy,
             taken_blocks: 0,
+            promised: Vec::new(),
             held_back: false,
             written_blocks: 0,
             reports,
@@ -120,9 +123,22 @@ impl Region {
             .is_some_and(|mirror| !mirror.is_in_step())
     }
 
-    /// Whether it may be sent as what must be there: while mirrors are behind, mirrors go alone.
-    pub(super) fn goes_before_the_stop(&self, behind: bool) -> bool {
-        self.is_promised() && (!behind || self.mirror.is_some())
+    /// Whether blocks of a class may be sent as what must be there: while mirrors are behind, mirrors go alone. Of what may
+    /// be listed only what was promised, which is wanted.
+    pub(super) fn goes_before_the_switchover(&self, class: Class, behind: bool) -> bool {
+        match self.is_listed() {
+            true => class == Class::Wanted && !self.promised.is_empty(),
+            false => self.is_promised() && (!behind || self.mirror.is_some()),
+        }
+    }
+
+    /// What was promised of it, and is not there, goes next.
+    pub(super) fn want_promised(&mut self) {
+        for range in &self.promised {
+            range
+                .blocks()
+                .for_each(|block| self.map.want(block as usize));
+        }
     }
 
     /// Whether it has blocks that may travel beside what must be there.

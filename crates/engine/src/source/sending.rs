@@ -170,7 +170,7 @@ impl Source {
                     continue;
                 }
                 let is_its = match turn {
-                    Turn::Must => region.goes_before_the_stop(behind),
+                    Turn::Must => region.goes_before_the_switchover(class, behind),
                     Turn::Background => region.pushes(),
                 };
                 if !is_its {
@@ -202,8 +202,8 @@ impl Source {
             let index = id.block as usize;
             let region = &mut self.regions[usize::from(id.region.0)];
             // Nothing is taken for granted of what somebody waits for, or of a destination that its
-            // guest writes to.
-            let plain = self.draining || region.mirror.is_some();
+            // guest writes to; nor of what was promised, since the list does not wait for what does not hold.
+            let plain = self.draining || region.mirror.is_some() || !region.promised.is_empty();
             let map = &mut region.map;
             if !self.draining && map.holds(index, &digest) {
                 map.skip(index, seq);
@@ -330,8 +330,9 @@ impl Source {
             return false;
         }
         let behind = self.mirrors_go_first();
+        let goes = |region: &Region| region.goes_before_the_switchover(class, behind);
         let mut regions = self.regions.iter();
-        regions.any(|region| region.goes_before_the_stop(behind) && region.map.pending(class) > 0)
+        regions.any(|region| goes(region) && region.map.pending(class) > 0)
     }
 
     /// Whether blocks that need not be there may be sent now.

@@ -17,7 +17,7 @@ mod show;
 use super::Context;
 use super::allowance::Means;
 use super::arrival::{Arrival, BulkEnd, Present, join, next_message, receive_from};
-use super::disks::arriving::{Disks, NEWS_MAX};
+use super::disks::arriving::{self, Disks, NEWS_MAX};
 use super::disks::fronts::{self, FrontError, Incomplete};
 use super::disks::making;
 use super::disks::puller::{News, Puller};
@@ -362,11 +362,17 @@ impl Pulling {
             }
             let Incomplete { name, image, .. } = &fetched.disk;
             let disk = RawDisk::open_to_read(image).map_err(|error| error.to_string())?;
+            let blocks = fetched.disk.masks.blocks;
             regions.push(RegionSpec {
-                blocks: fetched.disk.masks.blocks,
+                blocks,
                 ..other(region.0)
             });
-            disks.push((name.clone(), Arc::new(disk), puller.clone()));
+            disks.push(arriving::Fetched {
+                name: name.clone(),
+                blocks,
+                disk: Arc::new(disk),
+                puller: puller.clone(),
+            });
         }
         let ledger = &self.begun.handover.ledger;
         let means =

@@ -289,6 +289,7 @@ async fn launch(
         pulled,
         name: place.offered.name.clone(),
         image: place.path.clone(),
+        grows: making::grows(&place.offered),
     });
     let pulled: Vec<Comes> = pulled.collect();
     if !pulled.is_empty()

@@ -4,7 +4,7 @@ use super::{Departure, StoppedAt, Task};
 use crate::agent::hooks::Step;
 use crate::agent::migration::failure;
 use crate::agent::migration::verify::Comparison;
-use longhaul_api::Phase;
+use longhaul_api::{ApiError, Phase};
 use longhaul_codec::pack;
 use longhaul_engine::source::Advice;
 use longhaul_engine::stop::StopReason;
@@ -14,6 +14,7 @@ use longhaul_protocol::limits::REMAINING_MAX;
 use longhaul_protocol::message::ToDestination;
 use longhaul_protocol::piece::Part;
 use longhaul_storage::disk::Disk as _;
+use std::fmt::Display;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
@@ -147,10 +148,27 @@ impl Departure {
         if let Err(error) = self.task.outbound.disks_caught_up().await {
             return self.fail(error).await;
         }
+        if let Err(error) = self.promise_tables() {
+            return self.fail(error).await;
+        }
         self.task.sending.engine().closed();
         self.send_tail().await;
         // An early release is written while the last blocks travel.
         self.standing_still().await;
+    }
+
+    /// Has sent what QEMU opens images with that grow, before what is left of them is listed.
+    fn promise_tables(&mut self) -> Result<(), ApiError> {
+        for disk in self.task.outbound.disks() {
+            let failed = |error: &dyn Display| {
+                failure::internal(&format!("disk {}: {error}", disk.spec.name))
+            };
+            let promised = disk.promised().map_err(|error| failed(&error))?;
+            let mut engine = self.task.sending.engine();
+            let done = engine.promise(disk.spec.id, promised);
+            done.map_err(|error| failed(&error))?;
+        }
+        Ok(())
     }
 
     pub(super) async fn send_tail(&mut self) {

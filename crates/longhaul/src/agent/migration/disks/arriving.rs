@@ -1,6 +1,7 @@
 //! The disks of a guest that arrives: what of them is here. Their images are [made](super::making) before.
 
 use super::base::id_of;
+use super::growing::blocks_with;
 use super::puller::Puller;
 use super::{blocks_of, write_blocks};
 use crate::agent::bases;
@@ -48,6 +49,15 @@ struct Arriving {
     syncs: Syncs,
 }
 
+/// A disk of a guest that runs here, of which a part comes.
+pub(in crate::agent::migration) struct Fetched {
+    pub(in crate::agent::migration) name: String,
+    /// How many blocks its source has of it at most.
+    pub(in crate::agent::migration) blocks: u64,
+    pub(in crate::agent::migration) disk: Arc<RawDisk>,
+    pub(in crate::agent::migration) puller: Arc<Puller>,
+}
+
 /// How long it takes to make a disk durable.
 #[derive(Debug, Default)]
 struct Syncs {
@@ -76,6 +86,11 @@ impl Syncs {
     }
 }
 
+/// Something of an image is left at the source that QEMU opens it with.
+#[derive(Debug, thiserror::Error)]
+#[error("what its QEMU opens it with has not come, at byte {0}; try again")]
+struct Lacking(u64);
+
 /// An image that grows.
 #[derive(Debug)]
 struct Growing {
@@ -87,12 +102,22 @@ struct Growing {
 }
 
 impl Growing {
-    /// Cuts the image at its end, durably, and looks whether it is what was offered. QEMU goes by what it says
-    /// of itself, and would open any file of this host that it names.
-    fn end(&self, disk: &RawDisk) -> Result<(), String> {
+    /// Cuts the image at its end, durably, and looks whether it is what was offered, and whether all is here that QEMU
+    /// opens it with. QEMU goes by what it says of itself, and would open any file of this host that it names.
+    fn end(&self, disk: &RawDisk, presence: &Presence) -> Result<(), String> {
         let bytes = self.bytes.ok_or("its length is not known")?;
         let cut = disk.set_file_bytes(bytes);
         cut.map_err(|error| error.to_string())?;
+        if presence.missing_blocks() > 0 {
+            let here = qcow2::opened_with(disk, &mut |bytes| match blocks_with(&bytes)
+                .blocks()
+                .find(|block| presence.is_missing(*block))
+            {
+                Some(block) => Err(io::Error::other(Lacking(block * BLOCK))),
+                None => Ok(()),
+            });
+            here.map_err(|error| error.to_string())?;
+        }
         let mut head = [0; HEAD_BYTES];
         let read = disk.read(0, &mut head);
         read.map_err(|error| error.to_string())?;
@@ -146,24 +171,18 @@ impl Disks {
     }
 
     /// Disks of a guest that runs here, from this region on: what comes goes to whoever answers it.
-    pub(in crate::agent::migration) fn pulled(
-        first: RegionId,
-        disks: Vec<(String, Arc<RawDisk>, Arc<Puller>)>,
-    ) -> Self {
+    pub(in crate::agent::migration) fn pulled(first: RegionId, disks: Vec<Fetched>) -> Self {
         let first = usize::from(first.0);
-        let disks = (first..).zip(disks).map(|(region, (name, disk, puller))| {
-            let blocks = blocks_of(disk.size_bytes());
-            Arriving {
-                name,
-                presence: Presence::new(RegionId(region as u16), blocks),
-                disk,
-                pulled: true,
-                growing: None,
-                folder: None,
-                puller: Some(puller),
-                brought: false,
-                syncs: Syncs::default(),
-            }
+        let disks = (first..).zip(disks).map(|(region, fetched)| Arriving {
+            name: fetched.name,
+            presence: Presence::new(RegionId(region as u16), fetched.blocks),
+            disk: fetched.disk,
+            pulled: true,
+            growing: None,
+            folder: None,
+            puller: Some(fetched.puller),
+            brought: false,
+            syncs: Syncs::default(),
         });
         Self {
             first,
@@ -383,7 +402,7 @@ impl Disks {
     pub(in crate::agent::migration) fn seal(&mut self) {
         for disk in &mut self.disks {
             if let Some(growing) = &disk.growing
-                && let Err(why) = growing.end(&disk.disk)
+                && let Err(why) = growing.end(&disk.disk, &disk.presence)
             {
                 let text = format!("disk {}: {why}", disk.name);
                 self.failure.get_or_insert(text);
@@ -454,6 +473,8 @@ impl Disks {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use longhaul_engine::chunk::CHUNK_BLOCKS;
+    use longhaul_engine::remaining::Remaining;
     use longhaul_storage::disk::ExportSize;
     use std::fs::{self, File};
     use tempfile::TempDir;
@@ -468,6 +489,11 @@ mod tests {
 
     /// A disk that all has come of, but for its length.
     fn arriving(header: &[u8]) -> (TempDir, Disks) {
+        lacking(header, &List::nothing(REGION))
+    }
+
+    /// The same, but for what is left at the source.
+    fn lacking(header: &[u8], list: &List) -> (TempDir, Disks) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
         fs::write(&path, header).unwrap();
@@ -489,7 +515,7 @@ mod tests {
             brought: false,
             syncs: Syncs::default(),
         };
-        arriving.presence.listed(&List::nothing(REGION)).unwrap();
+        arriving.presence.listed(list).unwrap();
         let disks = Disks {
             first: 2,
             epoch: Epoch(1),
@@ -520,6 +546,31 @@ mod tests {
         assert_eq!(image.len(), 300_007);
         disks.disks[0].growing = None;
         disks.has_length(REGION, 300_007).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_is_not_given_to_qemu_before_all_is_there_that_it_is_opened_with() {
+        let header = qcow2::header_alone(&IMAGE).unwrap();
+        // Its header, refcounts and first table; and something else.
+        for (block, fits) in [(0, false), (16, false), (32, false), (64, true)] {
+            let left = Remaining {
+                chunk: (block / CHUNK_BLOCKS) as u32,
+                chunks: 1,
+                mask: 1 << (block % CHUNK_BLOCKS),
+                written_blocks: 1,
+            };
+            let list = List {
+                from_seq: 1,
+                remaining: vec![left],
+                ..List::nothing(REGION)
+            };
+            let (_folder, mut disks) = lacking(&header, &list);
+            disks.has_length(REGION, 1 << 20).unwrap();
+            match sealed(&mut disks) {
+                Ok(settled) => assert!(fits && settled, "{block}"),
+                Err(why) => assert!(!fits && why.contains("has not come"), "{block}: {why}"),
+            }
+        }
     }
 
     #[test]

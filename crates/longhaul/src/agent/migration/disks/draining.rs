@@ -102,7 +102,12 @@ pub(in crate::agent::migration) fn left(
             .add(&spec, Strategy::POSTCOPY)
             .map_err(io::Error::other)?;
         let disk = RawDisk::open_to_read(image).map_err(io::Error::other)?;
-        if blocks_of(disk.size_bytes()) != left.blocks {
+        let blocks = blocks_of(disk.size_bytes());
+        let fits = match left.grows {
+            true => blocks <= left.blocks,
+            false => blocks == left.blocks,
+        };
+        if !fits {
             let text = format!(
                 "{} is not as long as the disk of the guest that has left: is it another one?",
                 image.display()

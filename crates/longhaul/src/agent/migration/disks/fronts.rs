@@ -85,10 +85,21 @@ pub(in crate::agent::migration) struct LeftDisk {
     pub(in crate::agent::migration) migration: MigrationId,
     pub(in crate::agent::migration) region: RegionId,
     pub(in crate::agent::migration) blocks: u64,
+    /// Whether its image grows, and may be shorter.
+    #[serde(default)]
+    pub(in crate::agent::migration) grows: bool,
     pub(in crate::agent::migration) digest_key: [u8; 32],
     /// Whether it is compared when all of it is at the destination.
     #[serde(default)]
     pub(in crate::agent::migration) verify: bool,
+}
+
+/// How an image is shown to QEMU, and what QEMU would lock of it.
+fn shown(grows: bool) -> (ExportSize, ImageUse) {
+    match grows {
+        true => (growing::SHOWN, ImageUse::Growing),
+        false => (ExportSize::OfFile, ImageUse::Raw),
+    }
 }
 
 /// The disk below a front end.
@@ -184,13 +195,11 @@ impl Fronts {
                 migration: sending.migration(),
                 region: disk.spec.id,
                 blocks: disk.spec.blocks,
+                grows: disk.grows(),
                 digest_key: sending.digest_key().0,
                 verify,
             });
-            let (size, image_use) = match disk.grows() {
-                true => (growing::SHOWN, ImageUse::Growing),
-                false => (ExportSize::OfFile, ImageUse::Raw),
-            };
+            let (size, image_use) = shown(disk.grows());
             let of = Below {
                 disk: &disk.spec.name,
                 image: &disk.image,
@@ -376,6 +385,8 @@ pub(in crate::agent::migration) struct Comes {
     pub(in crate::agent::migration) pulled: Pulled,
     pub(in crate::agent::migration) name: String,
     pub(in crate::agent::migration) image: PathBuf,
+    /// Whether its image grows.
+    pub(in crate::agent::migration) grows: bool,
 }
 
 /// Puts front ends below disks of a guest that comes, and waits for it in its QEMU. After an error
@@ -395,13 +406,13 @@ pub(in crate::agent::migration) async fn put_in_for(
         let device = device.map_err(|why| of_disk(&why))?;
         let nodes = nodes(guest, qmp, &device).await;
         let nodes = nodes.map_err(|error| of_disk(&error))?;
+        let (size, image_use) = shown(disk.grows);
         let of = Below {
             device,
             disk: &disk.name,
             image: &disk.image,
-            // Of an image that grows nothing comes later.
-            size: ExportSize::OfFile,
-            image_use: ImageUse::Raw,
+            size,
+            image_use,
             arriving: Some(Coming {
                 pulled: disk.pulled,
                 ..coming

@@ -11,7 +11,7 @@ use super::{blocks_of, has_format, is_local, note_file};
 use crate::agent::migration::Context;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
-use longhaul_protocol::disk::{DiskFormat, OfferedDisk, Pulled};
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
 use longhaul_protocol::units::show_bytes;
@@ -65,7 +65,7 @@ impl Place {
 }
 
 /// Whether the image of a disk grows: how long it is in the end is said when the guest has stopped.
-fn grows(disk: &OfferedDisk) -> bool {
+pub(in crate::agent::migration) fn grows(disk: &OfferedDisk) -> bool {
     matches!(disk.format, DiskFormat::Qcow2(_))
 }
 
@@ -174,10 +174,6 @@ pub(in crate::agent::migration) fn places(
                 text,
                 "give its image the same `format` on both hosts",
             ));
-        }
-        if grows(disk) && disk.pulled != Pulled::Nothing {
-            let text = format!("{here} cannot fetch what is left of disk {}", disk.name);
-            return Err(invalid(text));
         }
         if !grows(disk) && disk.base.is_some() {
             let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);

@@ -244,7 +244,7 @@ fn open(
     let (format, size, base) = match image.format {
         ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),
         ImageFormat::Qcow2 => {
-            let growing = growing::look(name, &image.path, strategy)?;
+            let growing = growing::look(name, &image.path)?;
             let unknown = Err("what it stands on in its QEMU is not known".to_owned());
             let seen = known.stands_on.get(name).unwrap_or(&unknown);
             let state = &context.parts.config.state;
@@ -321,6 +321,15 @@ impl LocalDisk {
     /// Whether its image grows.
     pub(super) fn grows(&self) -> bool {
         matches!(self.offered.format, DiskFormat::Qcow2(_))
+    }
+
+    /// What of it must be at the destination before the guest runs there, though all else may be left: in an image that grows
+    /// what QEMU opens it with. To be asked when QEMU has let go of it.
+    pub(super) fn promised(&self) -> io::Result<Vec<BlockRange>> {
+        match self.grows() && self.strategy.promise == Promise::List {
+            true => growing::opened_with(&*self.disk),
+            false => Ok(Vec::new()),
+        }
     }
 
     /// How long its image is now; an error when it has become longer than its region.
@@ -445,6 +454,9 @@ pub(super) fn read_blocks(
     let here = size.saturating_sub(start).min(into.len() as u64) as usize;
     let (content, behind) = into.split_at_mut(here);
     behind.fill(0);
+    if content.is_empty() {
+        return Ok(());
+    }
     let failed = |error| format!("its disk, at byte {start}: {error}");
     disk.read(start, content).map_err(failed)
 }

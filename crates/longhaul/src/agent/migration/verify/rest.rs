@@ -166,9 +166,16 @@ impl Worker {
         }
         for disk in self.disks.clone() {
             compared.disks += 1;
-            compared.disk_bytes += disk.blocks() * BLOCK;
+            let blocks = disk.blocks();
+            compared.disk_bytes += blocks * BLOCK;
             let checked = self.sending.checked();
-            for range in checked.unequal(disk.spec.id, DISK_BLOCKS_MAX) {
+            // Behind its end an image that grows has nothing to be compared.
+            let unequal = checked.unequal(disk.spec.id, DISK_BLOCKS_MAX);
+            let unequal = unequal.into_iter().map(|range| {
+                let end = range.end().min(blocks);
+                BlockRange::new(range.start, end.saturating_sub(range.start))
+            });
+            for range in unequal.filter(|range| range.count > 0) {
                 let (spec, content, piece) = (&disk.spec, disk.content(), PIECE_BLOCKS as u32);
                 let different = self.differences(spec, &content, range, piece).await?;
                 for run in different.chunk_by(|one, next| one + 1 == *next) {

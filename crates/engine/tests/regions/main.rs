@@ -1,6 +1,8 @@
 //! Regions that differ, on one link: what the stop waits for, what goes first, and what the drain does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod left;
+
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
 use longhaul_engine::gang::Gang;
 use longhaul_engine::remaining::Remaining;
@@ -172,34 +174,6 @@ fn the_share_is_one_of_the_link_and_not_of_the_blocks() {
         acknowledge(&mut source, &batch);
     }
     assert_eq!(of_disk, 4);
-}
-
-#[test]
-fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
-    let mut source = source(Strategy::hybrid(2), 640);
-    settle(&mut source);
-    write(&mut source, 64, 64);
-    assert_eq!(settle(&mut source), (0, 64));
-    write(&mut source, 64, 64);
-    write(&mut source, 0, 10);
-    assert_eq!(settle(&mut source), (0, 10));
-    assert!(
-        source.list(DISK, 0, 10).unwrap().is_none(),
-        "not closed yet"
-    );
-    stop(&mut source);
-    let list = source.list(DISK, 0, 10).unwrap().unwrap();
-    let left = Remaining {
-        chunk: 1,
-        chunks: 1,
-        mask: u64::MAX,
-        written_blocks: 128,
-    };
-    assert_eq!((list.remaining, list.next_chunk), (vec![left], None));
-    assert!(take(&mut source).is_none(), "not before the hand-over");
-    source.handed_over();
-    assert_eq!(settle(&mut source), (0, 64));
-    assert!(source.is_drained());
 }
 
 #[test]

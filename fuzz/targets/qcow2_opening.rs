@@ -1,0 +1,7 @@
+//! An image as it is opened, as a guest's owner could give it: `cargo +nightly fuzz run qcow2_opening`.
+#![no_main]
+
+#[path = "../src/qcow2_opening.rs"]
+mod qcow2_opening;
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| qcow2_opening::run(data));
