@@ -8,7 +8,7 @@ use super::{Section, maybe, number, percent};
 pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     section.paragraph(
         "A move ends when the source may be deleted. The guest's throughput is that of the whole move, its drain \
-         included, relative to a guest that did the same work and was not moved. A move that was given up \
+         included, relative to a guest that did the same work and was not moved; lost is how much longer it took for that. A move that was given up \
          stands here with the time until then.",
     );
     let cases = cases(rows);
@@ -22,6 +22,7 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
         "total, s",
         "downtime, ms",
         "guest's throughput",
+        "lost, s",
         "verify errors",
     ];
     let mut lines = Vec::new();
@@ -46,6 +47,7 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
                 maybe(rows.median("total_ms"), 1e3),
                 maybe(rows.median("downtime_ms"), 1.0),
                 percent(rows.median("throughput_vs_none")),
+                maybe(rows.median("lost_s"), 1.0),
                 number(errors.sum()),
             ]);
         }

@@ -371,7 +371,7 @@ mod tests {
                 "system": system, "strategy": strategy, "workload": "ior", "outcome": outcome,
                 "link": {"rate_bps": 200_000_000, "rtt_ms": 1.0, "loss": 0.0}, "verify_errors": 0,
                 "link_bytes": 250e6, "disk_bytes": 213e6, "total_ms": 12_000.0,
-                "downtime_ms": 90.0, "throughput_vs_none": throughput,
+                "downtime_ms": 90.0, "throughput_vs_none": throughput, "lost_s": 2.4,
             })
         };
         let disks = json!([
@@ -389,8 +389,8 @@ mod tests {
             "| [memory](#memory) | 2026-01-01 10:00 UTC | 0123456789ab and changes | CPU, 2 cores, Linux 6.1 | 1 of 2 |",
             "| mix, dirtied at 0.3 of the link | longhaul | 2 of 3 | 50 | 2 | 90 | 0 |",
             "| longhaul | 20 | 41 | 330 | 0 |",
-            "| ior | 200 Mbit/s, 1 ms | longhaul hybrid | 1 of 1 | 250 | 213 | 12 | 90 | 80.0 % | 0 |",
-            "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | longhaul hybrid | 1 of 1 | 250 | 213 | 12 | 90 | 80.0 % | 2.4 | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 2.4 | 0 |",
             "(disk-throughput.svg)",
             "(memory-responses.svg)",
             "| mix | 0.3 | 50.0 % | 0.0 % | 0.0 % |",

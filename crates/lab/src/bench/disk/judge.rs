@@ -155,6 +155,7 @@ mod tests {
         Row {
             moved,
             throughput_vs_none: Some(throughput),
+            lost_s: None,
             disk_changes: Some(0),
         }
     }

@@ -13,6 +13,15 @@ pub(super) struct Progress {
     ended: Instant,
 }
 
+/// How a guest fared beside one that did the same undisturbed.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Relative {
+    /// How fast it was.
+    pub(super) throughput: f64,
+    /// How much longer it took, in seconds.
+    pub(super) lost_s: f64,
+}
+
 impl Progress {
     /// What heartbeats tell, and which time is looked at.
     pub(super) fn of(beats: &[Beat], [began, ended]: [Instant; 2]) -> Self {
@@ -33,7 +42,7 @@ impl Progress {
     /// How fast this guest did what it did in the time that is looked at, relative to one that did the same
     /// undisturbed. Both do the same operations in the same order, some faster than others: so it is not
     /// rates that are compared, but the times that the same operations took. `None` where it did too little.
-    pub(super) fn relative_to(&self, undisturbed: &Self) -> Option<f64> {
+    pub(super) fn relative_to(&self, undisturbed: &Self) -> Option<Relative> {
         let (first, last) = (self.done_at(self.began)?, self.done_at(self.ended)?);
         if last <= first {
             return None;
@@ -41,7 +50,10 @@ impl Progress {
         // A guest that has done all that there was does nothing for the rest of the time.
         let took = (self.reached(last)? - self.began).as_secs_f64();
         let undisturbed_s = undisturbed.took(first, last)?;
-        (took > 0.0).then(|| undisturbed_s / took)
+        (took > 0.0).then(|| Relative {
+            throughput: undisturbed_s / took,
+            lost_s: took - undisturbed_s,
+        })
     }
 
     /// How long it took from one operation to a later one. What comes after its end it would have done as
@@ -104,14 +116,16 @@ mod tests {
         let undisturbed = progress(start, usual(10, 2), [0, 1200]);
         let halved = progress(start, usual(20, 4), [400, 2400]);
         let relative = halved.relative_to(&undisturbed).unwrap();
-        assert!((relative - 0.5).abs() < 0.01, "{relative}");
+        assert!((relative.throughput - 0.5).abs() < 0.01, "{relative:?}");
+        assert!((relative.lost_s - 1.0).abs() < 0.02, "{relative:?}");
         // The rate of the quick ones alone says nothing.
         let quick = progress(start, usual(10, 2), [1000, 1200]);
-        let relative = quick.relative_to(&undisturbed).unwrap();
+        let relative = quick.relative_to(&undisturbed).unwrap().throughput;
         assert!((relative - 1.0).abs() < 0.02, "{relative}");
         // All was done long before the end.
         let idle = progress(start, usual(10, 2), [0, 90_000]);
-        assert!((idle.relative_to(&undisturbed).unwrap() - 1.0).abs() < 0.01);
+        let relative = idle.relative_to(&undisturbed).unwrap().throughput;
+        assert!((relative - 1.0).abs() < 0.01);
     }
 
     #[test]
@@ -120,7 +134,7 @@ mod tests {
         let steady = |every: u64, count: u64| (0..count).map(move |number| number * every);
         let undisturbed = progress(start, steady(10, 100), [0, 990]);
         let longer = progress(start, steady(20, 400), [200, 7_980]);
-        let relative = longer.relative_to(&undisturbed).unwrap();
+        let relative = longer.relative_to(&undisturbed).unwrap().throughput;
         assert!((relative - 0.5).abs() < 0.01, "{relative}");
         let stuck = progress(start, steady(10, 100), [985, 5_000]);
         let none = progress(start, steady(10, 3), [100, 200]);

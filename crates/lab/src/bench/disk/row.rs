@@ -15,6 +15,8 @@ pub(super) struct Row {
     /// How fast the guest did its work from the beginning of the move to its end, relative to a guest that did
     /// the same without being moved.
     pub(super) throughput_vs_none: Option<f64>,
+    /// How much longer it took for that work than the other, in seconds.
+    pub(super) lost_s: Option<f64>,
     /// What is different of the disk's nodes, their options and the open files, before and after the move.
     pub(super) disk_changes: Option<u64>,
 }
@@ -75,13 +77,16 @@ impl Row {
         Self {
             moved: MoveRow::new(names, parameters, case.link, case.repeat, downtime_ms),
             throughput_vs_none: None,
+            lost_s: None,
             disk_changes: None,
         }
     }
 
     /// Notes how the guest fared beside one that was not moved.
     pub(super) fn compare(&mut self, progress: &Progress, undisturbed: Option<&Progress>) {
-        self.throughput_vs_none = undisturbed.and_then(|it| progress.relative_to(it));
+        let relative = undisturbed.and_then(|it| progress.relative_to(it));
+        self.throughput_vs_none = relative.map(|it| it.throughput);
+        self.lost_s = relative.map(|it| it.lost_s);
     }
 }
 
@@ -93,7 +98,7 @@ pub(super) fn show(row: &Row) -> String {
     };
     let megabytes = |bytes: Option<u64>| number(bytes.map(|bytes| bytes as f64 / 1e6), "MB");
     format!(
-        "{:<26} {:<8} {:<7} repeat {}: {} over the link, disk {}, {}, downtime {}, throughput {}, errors {}, {}",
+        "{:<26} {:<8} {:<7} repeat {}: {} over the link, disk {}, {}, downtime {}, throughput {}, lost {}, errors {}, {}",
         moved.system,
         moved.strategy,
         moved.workload,
@@ -103,6 +108,7 @@ pub(super) fn show(row: &Row) -> String {
         number(moved.total_ms.map(|ms| ms / 1e3), "s"),
         number(moved.downtime_ms, "ms"),
         number(row.throughput_vs_none.map(|share| share * 100.0), "%"),
+        number(row.lost_s, "s"),
         moved
             .verify_errors
             .map_or_else(|| "-".to_owned(), |errors| errors.to_string()),
