@@ -257,7 +257,7 @@ fn comes_behind_the_guest(stage: &mut Stage) {
     fs::rename(&bases, bases.with_extension("gone")).unwrap();
     let room = Room::make(&bases, "72m");
     let damage = Damage::all_but(&repository, &id, &[0, 9]);
-    let moved = moves_with(stage, 1, "precopy", "lazy");
+    let moved = moves_with(stage, 1, "hybrid", "lazy");
     let lazy = |disk: &DiskReport| disk.base_choice == Some(BaseChoice::Lazy);
     assert!(moved.disks.iter().any(lazy), "{:?}", moved.disks);
     says(stage, &["is damaged"]);
@@ -341,7 +341,7 @@ fn a_disk_on_a_base_image_comes_back_and_starts_anew() {
     assert_eq!(back.repository_bytes, Some(0), "it is there already");
     stands_on_its_own(&stage, 0);
     reads_right(&stage, 0);
-    moves(&stage, 0, "precopy");
+    moves(&stage, 0, "postcopy");
     stage.halt(1);
 
     // Its image names a file of the other host's, which is not what is opened.
