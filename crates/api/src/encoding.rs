@@ -27,7 +27,7 @@ pub struct Encoding {
     /// Whether a page that the destination has elsewhere in the guest's memory is named, not sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
-    /// Whether that may be a block of a disk that moves too.
+    /// Whether disks that move too count in that: pages that are on them, their blocks that are in memory or elsewhere on them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_references: Option<bool>,
 }

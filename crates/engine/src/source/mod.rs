@@ -257,7 +257,7 @@ impl Source {
         self.references = references;
     }
 
-    /// Whether they may travel as references to blocks of disks; they may where nothing is said.
+    /// Whether disks count in that: as what is meant, and as what travels as a reference; they do where nothing is said.
     pub fn use_disk_references(&mut self, references: bool) {
         self.disk_references = references;
     }

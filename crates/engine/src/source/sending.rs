@@ -213,6 +213,7 @@ impl Source {
             }
             let base = map.known(index).filter(|_| !plain);
             let whole = plain || map.is_whole(index);
+            let looked_up = !whole && (self.disk_references || map.keeps_digests());
             if let (Some(gang), Some(base)) = (&mut self.gang, &base) {
                 gang.changed(base, *id);
             }
@@ -225,7 +226,7 @@ impl Source {
             decisions.push(if digest == ZERO {
                 self.sent.zero_blocks += 1;
                 Decision::Zero
-            } else if let Some(source) = self.find(&digest).filter(|_| !whole) {
+            } else if let Some(source) = self.find(&digest).filter(|_| looked_up) {
                 self.sent.reference_blocks += 1;
                 let map = &mut self.regions[usize::from(source.region.0)].map;
                 map.pin(source.block as usize);
@@ -233,7 +234,9 @@ impl Source {
                 content_blocks -= usize::from(!map.keeps_digests());
                 pinned.push(source);
                 Decision::Reference { source, digest }
-            } else if let Some((migration, source)) = self.find_shared(&digest).filter(|_| !whole) {
+            } else if let Some((migration, source)) =
+                self.find_shared(&digest).filter(|_| looked_up)
+            {
                 self.sent.shared_blocks += 1;
                 Decision::Shared {
                     migration,

@@ -659,8 +659,21 @@ fn disks_are_left_out_where_nobody_wants_them_read_back() {
         let (batch, _) = take_with(&mut source, |id| id.block + 1);
         acknowledge(&mut source, &batch);
     }
-    let (_, decisions) = take_with(&mut source, |id| id.block + 5);
+    let (batch, decisions) = take_with(&mut source, |id| id.block + 5);
     assert!(decisions.iter().all(|decision| means(decision).is_none()));
+    acknowledge(&mut source, &batch);
+    // Nor are their blocks looked for in memory.
+    write(&mut source, 0, 3);
+    source.pass_started(MS * 100, false);
+    let in_memory = batch.blocks[0].block + 5;
+    while source.advise(MS) == Advice::Send {
+        let (batch, decisions) = take_with(&mut source, |id| match id.region {
+            MEMORY => id.block + 1_000_000,
+            _ => in_memory,
+        });
+        assert!(decisions.iter().all(|decision| means(decision).is_none()));
+        acknowledge(&mut source, &batch);
+    }
 }
 
 /// What guests that move at once have brought.

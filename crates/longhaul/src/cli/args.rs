@@ -392,7 +392,7 @@ pub(crate) struct EncodingArgs {
     /// Send pages even where the destination has the same elsewhere in the guest's memory
     #[arg(long)]
     pub(crate) no_references: bool,
-    /// Send pages and blocks even where the destination has the same on a disk that moves along
+    /// Send pages even where they are on a disk that moves along, and its blocks even where the destination has the same
     #[arg(long)]
     pub(crate) no_disk_references: bool,
 }
