@@ -31,7 +31,7 @@ pub(in crate::bench) const BENCH: Bench = Bench {
     name: "group",
     about: "four guests of one base image move at once with their disks, beside QEMU's default and \
             its mirror for each of them",
-    minutes: (35, 12),
+    minutes: (45, 17),
     run,
 };
 
@@ -44,6 +44,8 @@ const WORK_FOR: Duration = Duration::from_secs(60);
 const QUICK_WORK_FOR: Duration = Duration::from_secs(10);
 /// When a move is given up.
 const LIMIT: Duration = Duration::from_secs(900);
+/// When QEMU's of one guest is.
+const PEER_LIMIT: Duration = Duration::from_secs(300);
 const BOOT_LIMIT: Duration = Duration::from_secs(600);
 const CHECK_LIMIT: Duration = Duration::from_secs(1200);
 const BYTES_OF_QEMU: f64 = 0.2;
@@ -63,6 +65,19 @@ struct Row {
     moved: MoveRow<Parameters>,
     /// What other guests had brought, of memory and disks.
     shared_bytes: Option<u64>,
+    of_guests: Vec<OfGuest>,
+}
+
+/// What the move of one of them took.
+#[derive(Debug, Serialize)]
+struct OfGuest {
+    workload: &'static str,
+    outcome: String,
+    /// Unknown where several share the link.
+    link_bytes: Option<u64>,
+    memory_bytes: Option<u64>,
+    disk_bytes: Option<u64>,
+    total_ms: f64,
 }
 
 #[derive(Debug, Default, Clone, PartialEq, Serialize)]
@@ -214,6 +229,7 @@ impl Group<'_> {
         Ok(Row {
             moved,
             shared_bytes: None,
+            of_guests: Vec::new(),
         })
     }
 
@@ -311,6 +327,17 @@ impl Group<'_> {
                 row.shared_bytes,
                 report.and_then(|report| report.bytes.shared_bytes),
             );
+            row.of_guests.push(OfGuest {
+                workload: member.program,
+                outcome: match finished.completed() {
+                    true => "completed".to_owned(),
+                    false => format!("failed: {}", finished.why()),
+                },
+                link_bytes: None,
+                memory_bytes: report.and_then(|report| report.memory_bytes),
+                disk_bytes: report.and_then(|report| report.disk_bytes),
+                total_ms: ms(finished.began, finished.ended),
+            });
             member.judge([finished.began, finished.ended], row)?;
         }
         Ok(())
@@ -376,7 +403,7 @@ impl Group<'_> {
             copy_mode,
             destination: self.lab.host(1)?.address(),
             downtime_ms: ASKED_DOWNTIME_MS,
-            limit: LIMIT,
+            limit: PEER_LIMIT,
         };
         let link = self.lab.link(0, 1)?;
         let before = link.stats()?;
@@ -386,6 +413,17 @@ impl Group<'_> {
         let sum = |so_far: Option<u64>, more: Option<u64>| Some(so_far.unwrap_or(0) + more?);
         row.moved.memory_bytes = sum(row.moved.memory_bytes, result.memory_bytes);
         row.moved.disk_bytes = sum(row.moved.disk_bytes, result.disk_bytes);
+        row.of_guests.push(OfGuest {
+            workload: program,
+            outcome: match &result.failure {
+                Some(why) => format!("failed: {why}"),
+                None => "completed".to_owned(),
+            },
+            link_bytes: row.moved.link_bytes,
+            memory_bytes: result.memory_bytes,
+            disk_bytes: result.disk_bytes,
+            total_ms: ms(result.began, result.ended),
+        });
         if let Some(why) = result.failure {
             row.moved.outcome = format!("failed: {program}: {why}");
         }
@@ -424,7 +462,11 @@ fn remove(path: &Path) -> Result<(), LabError> {
 }
 
 fn judge(rows: &[Row], options: &Options, document: &mut Document) {
-    let sound = |row: &&Row| counts(&row.moved);
+    let sound = |row: &&Row| match row.moved.system == OURS {
+        true => counts(&row.moved),
+        // What QEMU sent until it was given up counts; what its guest found wrong does not.
+        false => row.moved.verify_errors == Some(0),
+    };
     let bytes = |system: &str| {
         let of_system = rows.iter().filter(|row| row.moved.system == system);
         let bytes = of_system
