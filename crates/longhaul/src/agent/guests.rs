@@ -5,7 +5,7 @@
 
 use crate::agent::migration::{Holder, Manager, Right, coming_bases};
 use crate::agent::state::Parts;
-use crate::agent::{attach, bases};
+use crate::agent::{attach, bases, whole_file};
 use futures_util::future::join_all;
 use longhaul_api::{
     ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, Side, StartGuest, StopGuest,
@@ -324,10 +324,8 @@ fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(),
     let text = toml::to_string(description).map_err(|error| failed(&error))?;
     let folder = descriptions(parts);
     let path = folder.join(format!("{}.toml", description.name));
-    let new = path.with_extension("new");
     std::fs::create_dir_all(&folder)
-        .and_then(|()| std::fs::write(&new, text))
-        .and_then(|()| std::fs::rename(&new, &path))
+        .and_then(|()| whole_file::write(&path, text.as_bytes()))
         .map_err(|error| failed(&error))
 }
 

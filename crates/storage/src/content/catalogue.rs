@@ -1,6 +1,6 @@
 //! The files that the content index knows, each with what tells whether it is still the same.
 
-use crate::files::{Access, Files, RealFiles, read_whole};
+use crate::files::{Access, Files, RealFiles, read_whole, replace};
 use longhaul_codec::DigestKey;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, Metadata};
@@ -187,13 +187,8 @@ impl Catalogue {
     /// Replaces the file, durably.
     pub(super) fn write(&self, folder: &Path) -> io::Result<()> {
         let bytes = self.bytes().map_err(io::Error::other)?;
-        let new = folder.join(format!("{NAME}.new"));
-        let file = RealFiles.open(&new, Access::Create)?;
-        file.set_length(0)?;
-        file.write_at(0, &bytes)?;
-        file.sync("the catalogue")?;
-        RealFiles.rename(&new, &folder.join(NAME))?;
-        RealFiles.sync_folder(folder, "the catalogue's name")
+        let what = ["the catalogue", "the catalogue's name"];
+        replace(&RealFiles, &folder.join(NAME), &bytes, what)
     }
 
     pub(super) fn slot(&self, slot: u16) -> Option<&Known> {

@@ -74,6 +74,24 @@ pub(crate) fn read_whole(file: &dyn OpenFile, length_max: u64) -> io::Result<Opt
     Ok(Some(bytes))
 }
 
+/// Makes a file, durably, or replaces it as a whole.
+pub(crate) fn replace(
+    files: &dyn Files,
+    path: &Path,
+    bytes: &[u8],
+    [content, name]: [&'static str; 2],
+) -> io::Result<()> {
+    let mut new = path.as_os_str().to_owned();
+    new.push(".new");
+    let new = Path::new(&new);
+    let file = files.open(new, Access::Create)?;
+    file.set_length(0)?;
+    file.write_at(0, bytes)?;
+    file.sync(content)?;
+    files.rename(new, path)?;
+    files.sync_folder(parent(path), name)
+}
+
 /// The folder that a name is in.
 pub(crate) fn parent(path: &Path) -> &Path {
     match path.parent() {

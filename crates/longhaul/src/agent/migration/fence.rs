@@ -14,10 +14,11 @@ use longhaul_hypervisor::starter::Starter;
 use longhaul_protocol::guest::GuestDescription;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
-use std::io::{self, Read, Write};
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 use crate::agent::hooks::Step;
+use crate::agent::whole_file;
 
 /// Longest mark that is read, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
@@ -45,13 +46,7 @@ impl Marks {
     /// Uses a folder, and makes it where it is missing.
     pub(super) fn open(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
-        for entry in fs::read_dir(folder)? {
-            // Of an agent that died while it wrote.
-            let path = entry?.path();
-            if path.extension().is_some_and(|extension| extension == "new") {
-                fs::remove_file(path)?;
-            }
-        }
+        whole_file::remove_unfinished(folder)?;
         Ok(Self {
             folder: folder.to_owned(),
         })
@@ -60,13 +55,7 @@ impl Marks {
     /// Keeps a mark durably, in the place of an older one of that guest.
     pub(super) fn set(&self, mark: &Mark) -> io::Result<()> {
         let text = toml::to_string(mark).map_err(io::Error::other)?;
-        let path = self.path(&mark.guest);
-        let new = path.with_extension("new");
-        let mut file = File::create(&new)?;
-        file.write_all(text.as_bytes())?;
-        file.sync_all()?;
-        fs::rename(&new, &path)?;
-        File::open(&self.folder)?.sync_all()
+        whole_file::write(&self.path(&mark.guest), text.as_bytes())
     }
 
     /// Takes a guest's mark away.

@@ -11,7 +11,7 @@
 //! power cut makes of a word that was being written, no block is called present that is not.
 
 use super::super::folder::{FolderError, failed};
-use crate::files::{Access, Files, OpenFile, RealFiles, parent, read_whole};
+use crate::files::{Access, Files, OpenFile, RealFiles, read_whole, replace};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::presence::ChunkMask;
 use longhaul_engine::remaining::Remaining;
@@ -198,24 +198,6 @@ fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
         word.copy_from_slice(mask);
         u64::from_le_bytes(word)
     })
-}
-
-/// Makes a file, durably, or replaces it as a whole.
-fn replace(
-    files: &dyn Files,
-    path: &Path,
-    bytes: &[u8],
-    [content, name]: [&'static str; 2],
-) -> io::Result<()> {
-    let mut new = path.as_os_str().to_owned();
-    new.push(".new");
-    let new = Path::new(&new);
-    let file = files.open(new, Access::Create)?;
-    file.set_length(0)?;
-    file.write_at(0, bytes)?;
-    file.sync(content)?;
-    files.rename(new, path)?;
-    files.sync_folder(parent(path), name)
 }
 
 fn length(chunks: usize) -> usize {

@@ -7,8 +7,9 @@
 //! Whether they stay is decided by the journal alone: they do when it says that the guest is this
 //! host's, and go when it says that it will never be.
 
-use super::{blocks_of, has_format, is_local, note_file};
+use super::{blocks_of, has_format, is_local};
 use crate::agent::migration::Context;
+use crate::agent::whole_file;
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
@@ -285,7 +286,7 @@ pub(in crate::agent::migration) fn make(
     };
     let write = |note: &Note| {
         let text = serde_json::to_vec(note).map_err(io::Error::other)?;
-        note_file::write(&path, &text)
+        whole_file::write(&path, &text)
     };
     write(&note)?;
     let run_as = context.parts.config.hypervisor.qemu.run_as.as_deref();

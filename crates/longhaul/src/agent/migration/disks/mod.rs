@@ -12,7 +12,6 @@ pub(super) mod draining;
 pub(super) mod fronts;
 mod growing;
 pub(super) mod making;
-mod note_file;
 mod noted;
 pub(super) mod puller;
 mod supervisor;
@@ -20,6 +19,7 @@ pub(super) mod watch;
 
 use super::Context;
 use super::send::Sending;
+use crate::agent::whole_file;
 use longhaul_api::{ApiError, BaseChoice, DiskChoice, DiskReport, ErrorCode};
 use longhaul_codec::BlockId;
 use longhaul_engine::choose::{Choice, Seen, Why, choose};
@@ -483,7 +483,7 @@ pub(super) fn remove_unfinished_notes(state: &Path) -> io::Result<()> {
     ];
     folders
         .iter()
-        .try_for_each(|folder| note_file::remove_unfinished(folder))
+        .try_for_each(|folder| whole_file::remove_unfinished(folder))
 }
 
 /// Writes blocks of a disk, as far as it has them.

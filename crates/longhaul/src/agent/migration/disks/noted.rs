@@ -7,7 +7,8 @@
 //! STATE/KIND/NAME.note   what it was made for
 //! ```
 
-use super::{note_file, supervisor};
+use super::supervisor;
+use crate::agent::whole_file;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::helper::Helper;
 use longhaul_storage::files::{RealFiles, create_folder};
@@ -116,7 +117,7 @@ impl<N: Note> Noted<N> {
 
     pub(super) fn write(&self) -> io::Result<()> {
         let text = serde_json::to_vec(&self.note).map_err(io::Error::other)?;
-        note_file::write(&note_of(&self.folder), &text)
+        whole_file::write(&note_of(&self.folder), &text)
     }
 
     pub(super) fn error(&self, why: &dyn Display) -> FrontError {

@@ -1,15 +1,15 @@
-//! The files of notes: each is replaced as a whole, by way of another one beside it.
+//! Small files that are replaced as a whole, by way of another one beside each.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// What a note is called that is being written.
+/// What a file is called that is being written.
 const UNFINISHED: &str = "new";
 
-/// Writes a file so that after a crash either the old one is there or the new one.
-pub(super) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
+/// Writes a file, for its owner alone, so that after a crash either the old one is there or the new one.
+pub(crate) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut new = path.as_os_str().to_owned();
     new.push(".");
     new.push(UNFINISHED);
@@ -23,7 +23,7 @@ pub(super) fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
 }
 
 /// Removes what an agent was writing when it died, in a folder in which nobody writes yet.
-pub(super) fn remove_unfinished(folder: &Path) -> io::Result<()> {
+pub(crate) fn remove_unfinished(folder: &Path) -> io::Result<()> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         other => other?,
