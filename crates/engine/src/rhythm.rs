@@ -23,6 +23,10 @@ const GAP: Duration = Duration::from_millis(200);
 const BEGUN: u64 = 16;
 /// A guest usually writes a lot when it writes this part of what is left while that would be fetched.
 const USUAL: u32 = 4;
+/// Who has been writing for so long, and never paused for as long, is known by that, and no longer by what it usually does: it
+/// writes a lot when that is this part of what is fetched meanwhile.
+const STEADY: Duration = Duration::from_secs(1);
+const STEADILY: u32 = 2;
 /// What takes less to fetch is not worth waiting.
 const FETCH_MIN: Duration = Duration::from_millis(500);
 /// Nobody waits for longer.
@@ -40,6 +44,8 @@ pub struct Rhythm {
     /// Blocks written so far, and when the last ones were.
     written_blocks: u64,
     written_at: Duration,
+    /// When it began to write, perhaps with gaps, and what it had written by then.
+    writes_since: Option<(Duration, u64)>,
     last: Option<Burst>,
     /// Perhaps the beginning of a burst.
     next: Option<Burst>,
@@ -64,6 +70,9 @@ impl Rhythm {
             return;
         }
         let after_gap = self.is_quiet(now);
+        if self.writes_since.is_none() || now.saturating_sub(self.written_at) >= STEADY {
+            self.writes_since = Some((now, self.written_blocks));
+        }
         self.written_blocks = written_blocks;
         self.written_at = now;
         let Some(last) = &mut self.last else {
@@ -97,18 +106,42 @@ impl Rhythm {
         self.waits_since.is_some() && began >= self.waits_since
     }
 
+    /// Whether it is not worth while to send beforehand what need not be there: the guest usually writes a lot, and it
+    /// would mostly go for nothing. Half of the time for which its next burst is waited for.
+    pub(crate) fn spoils(&self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
+        let waited = self
+            .waits_since
+            .map_or(Duration::ZERO, |since| now.saturating_sub(since));
+        let usual = self.writes_a_lot(now, fetch);
+        usual.is_some_and(|all| waited < all / 2)
+    }
+
     /// How long it takes at most to fetch all that is left, of a guest that usually writes a lot of it meanwhile.
-    pub(crate) fn writes_a_lot(&self, fetch: impl Fn(u64) -> Duration) -> Option<Duration> {
+    fn writes_a_lot(&self, now: Duration, fetch: impl Fn(u64) -> Duration) -> Option<Duration> {
+        if self
+            .writes_steadily(now)
+            .is_some_and(|(blocks, time)| fetch(blocks) * STEADILY < time)
+        {
+            return None;
+        }
         let all = fetch(u64::MAX).min(WAIT_MAX);
         let meanwhile = self.usual_blocks_per_s as f64 * all.as_secs_f64();
         let a_lot = all >= FETCH_MIN && fetch(meanwhile as u64) * USUAL >= all;
         a_lot.then_some(all)
     }
 
+    /// What it has written, of a guest that does so all the time, and in which time.
+    fn writes_steadily(&self, now: Duration) -> Option<(u64, Duration)> {
+        let (since, before) = self.writes_since?;
+        let time = now.saturating_sub(since);
+        let pauses = now.saturating_sub(self.written_at) >= STEADY;
+        (time >= STEADY && !pauses).then_some((self.written_blocks - before, time))
+    }
+
     /// Whether the guest should not go before its next burst. `fetch` says how long it takes to fetch so many of the
     /// blocks that are left.
     pub(crate) fn waits(&mut self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
-        let usual = self.writes_a_lot(&fetch);
+        let usual = self.writes_a_lot(now, &fetch);
         let last = self
             .last
             .map(|last| (last, fetch(last.blocks).min(WAIT_MAX)));
@@ -121,7 +154,7 @@ impl Rhythm {
                     (usual.unwrap_or(fetch).max(fetch), between)
                 }
             },
-            (None, Some(all)) => (all, true),
+            (None, Some(all)) => (all, self.writes_steadily(now).is_none()),
             (None, None) => return false,
         };
         worth_it && now.saturating_sub(*self.waits_since.get_or_insert(now)) < at_most
@@ -236,6 +269,40 @@ mod tests {
         assert!(rhythm.waits(ms(600), left));
         assert!(rhythm.waits(ms(2500), left));
         assert!(!rhythm.waits(ms(2600), left));
+    }
+
+    #[test]
+    fn who_is_seen_to_write_all_the_time_is_known_by_that() {
+        let left = |blocks: u64| fetch(blocks.min(400 * BLOCKS));
+        let spoils = |per_tick: u64| {
+            let mut rhythm = Rhythm::default();
+            // As one does that has just made its files.
+            rhythm.usually(100 * BLOCKS);
+            let at = |tick: u64| ms(tick * 10);
+            let spoils = (0..300u64).filter(|tick| {
+                // With gaps, which make no bursts.
+                rhythm.look(at(*tick), tick / 40 * 40 * per_tick);
+                assert!(*tick < 150 || !rhythm.waits(at(*tick), left));
+                rhythm.spoils(at(*tick), left)
+            });
+            spoils.last()
+        };
+        // A fifth of what the link carries meanwhile; as much as that.
+        assert_eq!(spoils(BLOCKS / 10), Some(139));
+        assert_eq!(spoils(BLOCKS / 2), Some(299));
+    }
+
+    #[test]
+    fn half_of_the_time_nothing_is_sent_beforehand() {
+        let left = |blocks: u64| fetch(blocks.min(400 * BLOCKS));
+        let mut rhythm = Rhythm::default();
+        rhythm.usually(100 * BLOCKS);
+        assert!(rhythm.spoils(ms(900), left), "beside memory");
+        assert!(rhythm.waits(ms(1000), left));
+        assert!(rhythm.spoils(ms(4990), left));
+        assert!(!rhythm.spoils(ms(5010), left));
+        assert!(rhythm.waits(ms(8990), left));
+        assert!(!rhythm.waits(ms(9000), left));
     }
 
     #[test]

@@ -101,6 +101,8 @@ pub struct Source {
     writes: Share,
     /// What need not be there for the stop waits, so that the link is free for it.
     background_held: bool,
+    /// It waits as long as anything else is sent.
+    leaves_disks: bool,
     /// Writes that may be answered.
     answers: VecDeque<WriteId>,
     index: ContentIndex,
@@ -177,6 +179,7 @@ impl Source {
             share: Share::default(),
             writes: Share::of(mirror::BESIDE_WRITES_SHARE, mirror::AHEAD_BLOCKS_MAX),
             background_held: false,
+            leaves_disks: false,
             answers: VecDeque::new(),
             index: ContentIndex::new(total),
             tagged: TaggedIndex::default(),

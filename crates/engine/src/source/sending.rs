@@ -94,7 +94,7 @@ impl Source {
         blocks: &mut Vec<BlockId>,
     ) -> Option<Turn> {
         let must = self.sendable();
-        let background = self.background_is_sendable() && !(must && self.leaves_disks());
+        let background = self.background_is_sendable() && !(must && self.leaves_disks);
         let turn = self.share.turn(must, background)?;
         self.take_turn(turn, max_blocks, seq, blocks);
         let both = must && background;

@@ -49,6 +49,7 @@ impl Source {
         let listed = self.regions.iter().filter(|region| region.is_listed());
         let written = listed.map(|region| region.written_blocks).sum();
         self.rhythm.look(now, written);
+        self.leaves_disks = self.leaves_disks(now);
         let in_step = self.follow_mirrors();
         if self.sendable() {
             self.background_held = false;
@@ -92,6 +93,8 @@ impl Source {
         } = self.stop.wish();
         let hot = self.promised(|region| region.map.pending(Class::Hot));
         let fits = rule == Rule::Predicted && predicted <= limit;
+        let known = self.pass.unseen.is_some() || self.written.lately().is_some();
+        let mut before_burst = false;
         if self.regions.iter().any(Region::is_listed) {
             // What they have on the link counts, and can be waited for; for a while also what the destination has
             // to make durable of it.
@@ -102,7 +105,10 @@ impl Source {
                 .sync_waited_since
                 .map_or(Duration::ZERO, |since| now.saturating_sub(since));
             let short = alone <= limit || (durable <= limit && waited < HELD_FOR_SYNC);
-            self.background_held = rule == Rule::Predicted && short;
+            before_burst = rule == Rule::Predicted && short && known && self.waits_for_burst(now);
+            // What is sent while a burst is waited for can be waited for when it comes.
+            let pushes = before_burst && !self.leaves_disks;
+            self.background_held = rule == Rule::Predicted && short && !pushes;
             if self.background_held && !fits && !self.flights.is_empty() {
                 return Advice::Wait;
             }
@@ -115,8 +121,6 @@ impl Source {
             }
         }
         self.hot_allowed = false;
-        let known = self.pass.unseen.is_some() || self.written.lately().is_some();
-        let before_burst = known && fits && self.waits_for_burst(now);
         if known && fits && !before_burst {
             return match self.waiting_helps() {
                 true => Advice::Wait,
@@ -158,12 +162,12 @@ impl Source {
     }
 
     /// Whether the guest usually writes so much that nothing is sent beforehand that need not be there, as long as there
-    /// is something that must be: it would mostly go for nothing, and put the stop off.
-    pub(super) fn leaves_disks(&self) -> bool {
+    /// is something that must be, or its next burst is about to come: it would mostly go for nothing, and put the stop off.
+    fn leaves_disks(&self, now: Duration) -> bool {
         let of_disks = self.left_of_disks();
         of_disks.is_some_and(|(left, link)| {
             let fetch = |written: u64| self.costs.fetch_time(written.min(left), link);
-            self.rhythm.writes_a_lot(fetch).is_some()
+            self.rhythm.spoils(now, fetch)
         })
     }
 
