@@ -77,6 +77,8 @@ struct OfGuest {
     link_bytes: Option<u64>,
     memory_bytes: Option<u64>,
     disk_bytes: Option<u64>,
+    /// What other guests had brought of it.
+    shared_bytes: Option<u64>,
     total_ms: f64,
 }
 
@@ -161,6 +163,16 @@ struct Group<'a> {
     guest: SystemGuest,
     link: LinkSpec,
     work_for: Duration,
+}
+
+impl Row {
+    /// Adds up what is known of every guest.
+    fn sum_up(&mut self) {
+        let sum = |value: fn(&OfGuest) -> Option<u64>| self.of_guests.iter().map(value).sum();
+        self.moved.memory_bytes = sum(|guest| guest.memory_bytes);
+        self.moved.disk_bytes = sum(|guest| guest.disk_bytes);
+        self.shared_bytes = sum(|guest| guest.shared_bytes);
+    }
 }
 
 /// A guest at work.
@@ -314,19 +326,6 @@ impl Group<'_> {
                 row.moved.outcome = format!("failed: {}: {}", member.name, finished.why());
             }
             let report = finished.report.as_ref();
-            let sum = |so_far: Option<u64>, more: Option<u64>| Some(so_far.unwrap_or(0) + more?);
-            row.moved.memory_bytes = sum(
-                row.moved.memory_bytes,
-                report.and_then(|report| report.memory_bytes),
-            );
-            row.moved.disk_bytes = sum(
-                row.moved.disk_bytes,
-                report.and_then(|report| report.disk_bytes),
-            );
-            row.shared_bytes = sum(
-                row.shared_bytes,
-                report.and_then(|report| report.bytes.shared_bytes),
-            );
             row.of_guests.push(OfGuest {
                 workload: member.program,
                 outcome: match finished.completed() {
@@ -336,10 +335,12 @@ impl Group<'_> {
                 link_bytes: None,
                 memory_bytes: report.and_then(|report| report.memory_bytes),
                 disk_bytes: report.and_then(|report| report.disk_bytes),
+                shared_bytes: report.and_then(|report| report.bytes.shared_bytes),
                 total_ms: ms(finished.began, finished.ended),
             });
             member.judge([finished.began, finished.ended], row)?;
         }
+        row.sum_up();
         Ok(())
     }
 
@@ -360,6 +361,7 @@ impl Group<'_> {
         row.moved.total_ms = Some(total_ms);
         row.moved.link_bytes = Some(bytes as u64);
         row.moved.link_bytes_back = Some(back as u64);
+        row.sum_up();
         Ok(row)
     }
 
@@ -410,9 +412,6 @@ impl Group<'_> {
         let result = asked.run(&mut source, &mut destination)?;
         row.moved.note_link(&before, &link.stats()?);
         row.moved.total_ms = Some(ms(result.began, result.ended));
-        let sum = |so_far: Option<u64>, more: Option<u64>| Some(so_far.unwrap_or(0) + more?);
-        row.moved.memory_bytes = sum(row.moved.memory_bytes, result.memory_bytes);
-        row.moved.disk_bytes = sum(row.moved.disk_bytes, result.disk_bytes);
         row.of_guests.push(OfGuest {
             workload: program,
             outcome: match &result.failure {
@@ -422,6 +421,7 @@ impl Group<'_> {
             link_bytes: row.moved.link_bytes,
             memory_bytes: result.memory_bytes,
             disk_bytes: result.disk_bytes,
+            shared_bytes: None,
             total_ms: ms(result.began, result.ended),
         });
         if let Some(why) = result.failure {
