@@ -22,6 +22,8 @@ use tokio::time::{Instant, timeout_at};
 pub const LINE_BYTES_MAX: usize = 16 << 20;
 /// Most commands that may wait for their answer.
 pub const PENDING_MAX: usize = 256;
+/// Events that QEMU may tell of before it greets, at most.
+const EVENTS_BEFORE_GREETING_MAX: usize = 256;
 /// Events kept for a listener that is slow to take them.
 const EVENTS_KEPT: usize = 1024;
 /// Commands queued for a QEMU that does not read.
@@ -181,18 +183,14 @@ impl Qmp {
         let deadline = Instant::now() + timeout;
         let (reader, writer) = stream.into_split();
         let mut lines = Lines::new(reader);
-        let greeting = match timeout_at(deadline, lines.next()).await {
-            Err(_) => {
-                return Err(QmpError::Busy {
-                    path: path.to_owned(),
-                    waited: timeout,
-                });
+        let mut greeting = next_line(&mut lines, path, deadline, timeout).await?;
+        // What happens while QEMU takes a client may be told before it greets.
+        for _ in 0..EVENTS_BEFORE_GREETING_MAX {
+            if !is_event(&greeting) {
+                break;
             }
-            Ok(line) => line.map_err(|why| QmpError::NotQmp {
-                path: path.to_owned(),
-                why,
-            })?,
-        };
+            greeting = next_line(&mut lines, path, deadline, timeout).await?;
+        }
         let version = greeted_version(&greeting).ok_or_else(|| QmpError::NotQmp {
             path: path.to_owned(),
             why: format!("it greets with `{}`", excerpt(&greeting)),
@@ -506,6 +504,29 @@ impl Lines {
             }
         }
     }
+}
+
+/// The next line that QEMU sends before a deadline.
+async fn next_line(
+    lines: &mut Lines,
+    path: &Path,
+    deadline: Instant,
+    waited: Duration,
+) -> Result<Vec<u8>, QmpError> {
+    let path = || path.to_owned();
+    match timeout_at(deadline, lines.next()).await {
+        Err(_) => Err(QmpError::Busy {
+            path: path(),
+            waited,
+        }),
+        Ok(line) => line.map_err(|why| QmpError::NotQmp { path: path(), why }),
+    }
+}
+
+/// Whether a line tells of an event.
+fn is_event(line: &[u8]) -> bool {
+    let said: Result<Value, _> = serde_json::from_slice(line);
+    said.is_ok_and(|said| said.get("event").is_some())
 }
 
 fn greeted_version(line: &[u8]) -> Option<Version> {

@@ -211,6 +211,32 @@ async fn nobody_on_the_socket_is_said() {
 }
 
 #[tokio::test]
+async fn events_before_the_greeting_are_passed_over() {
+    let (_folder, path) = peer(|mut peer| async move {
+        for _ in 0..3 {
+            peer.send(
+                r#"{"event": "VSERPORT_CHANGE", "timestamp": {"seconds": 1, "microseconds": 5}}"#,
+            )
+            .await;
+        }
+        peer.greet().await;
+        let command = peer.command().await;
+        peer.answer(&command, json!({"name": "web-7"})).await;
+        forever().await;
+    });
+    let qmp = Qmp::connect(&path, PATIENCE).await.unwrap();
+    assert_eq!(qmp.query("query-name").await.unwrap()["name"], "web-7");
+    let (_folder, path) = peer(|mut peer| async move {
+        loop {
+            peer.send(r#"{"event": "STOP"}"#).await;
+            tokio::task::yield_now().await;
+        }
+    });
+    let error = Qmp::connect(&path, PATIENCE).await.unwrap_err();
+    assert!(matches!(error, QmpError::NotQmp { .. }), "{error}");
+}
+
+#[tokio::test]
 async fn what_does_not_greet_as_qmp_is_refused() {
     for greeting in ["SSH-2.0-OpenSSH", "{}", "[]", r#"{"QMP": {"version": {}}}"#] {
         let (_folder, path) = peer(move |mut peer| async move {
