@@ -242,6 +242,9 @@ impl DestinationOwner for Task {
             }
             DestinationAction::Quit => {
                 self.inbound.quit().await;
+                // Before it is noted that nothing is left: whoever comes after this agent looks no further then.
+                let state = &self.context.parts.config.state;
+                fronts::ended(state, &self.offer.guest.name, false).await;
                 return Some(DestinationEvent::QemuGone);
             }
             DestinationAction::SendAborted => {
