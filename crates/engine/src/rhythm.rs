@@ -120,13 +120,13 @@ impl Rhythm {
     fn writes_a_lot(&self, now: Duration, fetch: impl Fn(u64) -> Duration) -> Option<Duration> {
         if self
             .writes_steadily(now)
-            .is_some_and(|(blocks, time)| fetch(blocks) * STEADILY < time)
+            .is_some_and(|(blocks, time)| fetch(blocks).saturating_mul(STEADILY) < time)
         {
             return None;
         }
         let all = fetch(u64::MAX).min(WAIT_MAX);
         let meanwhile = self.usual_blocks_per_s as f64 * all.as_secs_f64();
-        let a_lot = all >= FETCH_MIN && fetch(meanwhile as u64) * USUAL >= all;
+        let a_lot = all >= FETCH_MIN && fetch(meanwhile as u64).saturating_mul(USUAL) >= all;
         a_lot.then_some(all)
     }
 

@@ -101,7 +101,7 @@ pub struct Source {
     writes: Share,
     /// What need not be there for the stop waits, so that the link is free for it.
     background_held: bool,
-    /// It waits as long as anything else is sent.
+    /// The same as long as there is anything else to send, or the guest's next burst is about to come.
     leaves_disks: bool,
     /// Writes that may be answered.
     answers: VecDeque<WriteId>,

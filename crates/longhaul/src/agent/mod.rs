@@ -16,7 +16,7 @@ mod migration;
 mod serve;
 mod state;
 mod tls;
-pub(crate) mod whole_file;
+mod whole_file;
 
 use config::Config;
 use guests::Guests;
