@@ -395,10 +395,6 @@ impl Machine {
         if message == Message::Offer {
             return self.destination_hears_offer(world, index, side);
         }
-        if message == Message::Done {
-            // The connection that brings DONE is younger than the one that an offer opens.
-            world.net &= !(1 << Message::Offer.bit(index));
-        }
         let recorded = !side.journal.is_empty() || side.tail != 0;
         if side.state == 0 && !recorded {
             let unknown = self.destination.state_number(DestinationState::Unknown);
@@ -440,7 +436,9 @@ impl Machine {
         if known && self.setting.variant != Variant::KnownOfferAccepted {
             return;
         }
-        let refused = host.generation > attempt.generation
+        let closed = side.ended.is_some() && self.setting.variant != Variant::ClosedOfferAccepted;
+        let refused = closed
+            || host.generation > attempt.generation
             || host.qemu.is_there()
             || self.is_busy(world, at, Some(index));
         if refused {

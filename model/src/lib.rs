@@ -22,6 +22,7 @@
 //! | an attempt begins only where the right is, the guest lives and its name is free | `prepare.rs`, `registry.rs` | `ask_for_migration` |
 //! | a name is taken until the source's journal is closed or a person gave the guest back, at the destination until it is settled | `registry.rs`: `Reservation` | `is_busy` |
 //! | an offer is refused when the attempt is known, the name taken, the generation old | `arrival.rs`: `prepare` | `destination_hears_offer` |
+//! | an offer of an attempt that is closed is refused by an agent that saw it close; one that did not has no connection that could bring it | `remembered.rs`: `is_closed` | `destination_hears_offer`, `crash` |
 //! | every connection begins with the question | `session.rs`, `settling.rs`: `meet` | `connect` |
 //! | a restarted source cannot send blocks: it cancels where some are waited for | `settling.rs`: `heard` | `source_hears_waiting` |
 //! | a source that lost its QEMU gives up, unless all was sent | `departure/handover.rs`: `qemu_ended` | `see_gone` |
@@ -33,8 +34,7 @@
 //! | nothing is needed of the source once the guest runs | `arrival/handover.rs`: `step` | `all_present` |
 //! | the destination's journal is removed with CLOSED, the source's when it hears that | `arrival.rs`: `end`, `remembered.rs`, `settling.rs` | `go_on`, `source_hears` |
 //!
-//! Assumed of the world: a message is from the peer and intact; an offer does not come after the DONE
-//! of its attempt, since that is on a younger connection; a host that is lost loses what was on its
+//! Assumed of the world: a message is from the peer and intact; a host that is lost loses what was on its
 //! way to it; in `postmigrate` only `cont` wakes a guest; a person who says that a host is dead or
 //! fenced is right, and starts nothing there before the agents have met.
 //!

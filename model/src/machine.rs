@@ -292,8 +292,14 @@ impl Machine {
 
     pub(crate) fn crash(&mut self, world: &mut World, host: usize) {
         world.hosts[host].up = false;
-        for attempt in world.attempts.iter_mut().filter(|attempt| attempt.begun) {
-            let side = &mut attempt.sides[host ^ usize::from(attempt.from)];
+        let attempts = world.attempts.iter_mut().enumerate();
+        for (index, attempt) in attempts.filter(|(_, attempt)| attempt.begun) {
+            let here = host ^ usize::from(attempt.from);
+            let side = &mut attempt.sides[here];
+            if here == DESTINATION && side.ended.is_some() {
+                // What knew that the attempt is closed is gone, and the connection of its offer with it.
+                world.net &= !(1 << Message::Offer.bit(index));
+            }
             *side = Side {
                 journal: side.journal,
                 tail: side.tail,

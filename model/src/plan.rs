@@ -131,6 +131,7 @@ pub fn for_variant(variant: Variant) -> Configuration {
         Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0])),
         Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0])),
         Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0])),
+        Is::ClosedOfferAccepted => (false, calm),
         Is::ReturnWithoutRecord | Is::RefusalAfterRestart => {
             (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0]))
         }
@@ -150,6 +151,7 @@ pub fn for_variant(variant: Variant) -> Configuration {
         variant,
         Is::ReadyMeansCommitted
             | Is::ReadyUnseen
+            | Is::ClosedOfferAccepted
             | Is::OverruleUntold
             | Is::DoneAtOnce
             | Is::AbortedNotResumed

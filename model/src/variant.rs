@@ -45,6 +45,8 @@ pub enum Variant {
     ReadyUnseen,
     /// Agent: an offer of an attempt that is known here is accepted again.
     KnownOfferAccepted,
+    /// Agent: an offer is accepted that comes after both sides have closed its attempt.
+    ClosedOfferAccepted,
     /// Agent: a guest is let go on although its owner had paused it.
     PausedStarted,
     /// A source that has kept the guest lets the destination forget before it has heard its word.
@@ -59,7 +61,7 @@ pub enum Variant {
 
 impl Variant {
     /// All that have to be caught.
-    pub const BROKEN: [Variant; 22] = [
+    pub const BROKEN: [Variant; 23] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -77,6 +79,7 @@ impl Variant {
         Variant::RefusalAfterRestart,
         Variant::ReadyUnseen,
         Variant::KnownOfferAccepted,
+        Variant::ClosedOfferAccepted,
         Variant::PausedStarted,
         Variant::DoneAtOnce,
         Variant::AbortedNotResumed,
@@ -105,6 +108,7 @@ impl Variant {
             Variant::RefusalAfterRestart => "an error of a second cont gives the guest back",
             Variant::ReadyUnseen => "restarted in Ready without a look for QEMU",
             Variant::KnownOfferAccepted => "a known attempt is accepted again",
+            Variant::ClosedOfferAccepted => "an attempt is accepted that was closed",
             Variant::PausedStarted => "a paused guest is started",
             Variant::DoneAtOnce => "DONE before the destination has said a word",
             Variant::AbortedNotResumed => "a restart after ABORTED does not resume",

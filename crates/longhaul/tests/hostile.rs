@@ -130,13 +130,13 @@ async fn floods_of_questions_and_inquiries_end_at_their_limits() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_question_that_was_overtaken_by_the_end_leaves_no_journal() {
+async fn what_was_overtaken_by_the_end_leaves_no_journal() {
     let victim = Victim::start("");
     let source = Bad::new("source", &victim).await;
-    let ask = ToDestination::Ask {
-        migration: MigrationId([7; 8]),
-        attempt: Attempt(1),
-    };
+    let machine = victim.machine(&guest("web-7")).await;
+    let offer = offer("web-7", machine);
+    let (migration, attempt) = (offer.migration, offer.attempt);
+    let ask = ToDestination::Ask { migration, attempt };
     let mut call = source.call(&ask).await;
     assert!(matches!(call.next().await, ToSource::Aborted { .. }));
     assert_eq!(victim.uses().journals, 1);
@@ -144,6 +144,16 @@ async fn a_question_that_was_overtaken_by_the_end_leaves_no_journal() {
     assert_eq!(call.next().await, ToSource::Closed);
     assert_eq!(source.call(&ask).await.next().await, ToSource::Closed);
     assert_eq!(victim.uses().journals, 0);
+    // The source has forgotten it, and would never come for what an attempt leaves.
+    let refusal = source.refused(offer.clone()).await;
+    assert!(refusal.text.contains("is over"), "{refusal:?}");
+    assert_eq!(victim.uses().journals, 0);
+    let mut next = offer;
+    next.attempt = Attempt(2);
+    let (mut call, _) = source.accepted(next).await;
+    call.cancel().await;
+    call.last().await;
+    victim.is_empty().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

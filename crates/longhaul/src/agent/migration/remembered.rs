@@ -50,7 +50,8 @@ const CLOSED_MAX: usize = 256;
 pub(super) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, Remembered>>,
     /// Lately closed. A question about one of them that was overtaken on its way is not one about an
-    /// attempt that never began, which would need a record that nobody removes.
+    /// attempt that never began, which would need a record that nobody removes; and an offer that was is
+    /// not accepted, since its source would not come for what it leaves.
     closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
@@ -102,6 +103,11 @@ impl Attempts {
         ledger.remove_journal();
     }
 
+    /// Whether an attempt was lately closed here.
+    pub(super) fn is_closed(&self, source: HostId, of: (MigrationId, Attempt)) -> bool {
+        self.closed().contains(&(source, of.0, of.1))
+    }
+
     fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
         // What is inside is whole whenever the lock is free.
         self.closed.lock().unwrap_or_else(PoisonError::into_inner)
@@ -128,7 +134,7 @@ impl Attempts {
         };
         // One at a time: two conversations about one attempt must not write one journal.
         let mut waiting = self.waiting.lock().await;
-        if self.closed().contains(&(peer, migration, attempt)) {
+        if self.is_closed(peer, (migration, attempt)) {
             return Ok(vec![ToSource::Closed]);
         }
         let (mut remembered, actions) = match waiting.remove(&migration) {

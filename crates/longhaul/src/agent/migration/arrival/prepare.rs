@@ -139,11 +139,12 @@ pub(super) async fn prepare(
     context.arriving(&entry, next).await?;
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    if journal
-        .records()
-        .iter()
-        .any(|record| record.attempt() >= offer.attempt)
-    {
+    // The offer may have waited while the source gave the attempt up over another connection, and while what was
+    // recorded of that was removed.
+    let of = (offer.migration, offer.attempt);
+    let closed = context.attempts.is_closed(peer.id, of);
+    let later = |record: &Record| record.attempt() >= offer.attempt;
+    if closed || journal.records().iter().any(later) {
         return Err(invalid(&"this attempt is over"));
     }
     let began = Record::Began {
