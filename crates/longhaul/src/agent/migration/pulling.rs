@@ -574,6 +574,8 @@ impl Pulling {
 
     /// Gives the disks back to the guest's QEMU.
     async fn take_out(&mut self) -> Result<(), FrontError> {
+        // That they go is no news.
+        self.connections += 1;
         self.disks
             .values_mut()
             .for_each(|fetched| fetched.puller = None);
