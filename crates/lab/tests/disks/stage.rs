@@ -258,6 +258,8 @@ impl Stage {
         );
         assert!(verified.disk_bytes_stopped <= verified.disk_bytes);
         assert_eq!(report.disks[0].why.is_some(), how == "auto");
+        // It is told last, when nothing of the disks is to be fetched any more.
+        assert!(report.clock.is_some(), "{}", self.logs());
         self.goes_on();
         self.nothing_is_left(from);
         self.nothing_is_left(1 - from);
