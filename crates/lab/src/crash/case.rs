@@ -1,6 +1,7 @@
 //! A case of the matrix: who fails, where, with which QEMUs; all of them, and their names.
 
 use super::point::{Point, Side, Step};
+use crate::guest::disks::Format;
 use std::fmt;
 
 /// What fails.
@@ -197,8 +198,8 @@ pub struct Site {
     pub pair: Pair,
     /// Whether those lock the guest's disk.
     pub locks: bool,
-    /// Whether each has disks of its own.
-    pub local_disks: bool,
+    /// What the guest's image is where each has its own; none where both see one.
+    pub own: Option<Format>,
 }
 
 impl Site {
@@ -207,11 +208,8 @@ impl Site {
         let mut all = Vec::new();
         for pair in Pair::ALL {
             for locks in [false, true] {
-                all.extend([false, true].map(|local_disks| Self {
-                    pair,
-                    locks,
-                    local_disks,
-                }));
+                let own = [None, Some(Format::Raw), Some(Format::Qcow2)];
+                all.extend(own.map(|own| Self { pair, locks, own }));
             }
         }
         all
@@ -235,6 +233,8 @@ pub struct Kind {
     pub back: Back,
     /// The guest's disk.
     pub disks: Disks,
+    /// What its image is.
+    pub format: Format,
 }
 
 impl Kind {
@@ -243,7 +243,7 @@ impl Kind {
         Site {
             pair: self.pair,
             locks: self.locks,
-            local_disks: self.disks != Disks::Shared,
+            own: (self.disks != Disks::Shared).then_some(self.format),
         }
     }
 }
@@ -267,11 +267,12 @@ impl fmt::Display for Case {
             back,
             release,
             disks,
+            format,
             ..
         } = self.kind;
         write!(
             f,
-            "{}:{}:{}:{}:{}:{}:{}",
+            "{}:{}:{}:{}:{}:{}:{}:{}",
             victim.name(),
             self.point.name,
             pair.name(),
@@ -284,6 +285,7 @@ impl fmt::Display for Case {
                 Back::AtOnce => "at-once",
                 Back::Later => "later",
             },
+            format.name(),
             disks.name()
         )
     }
@@ -316,6 +318,7 @@ impl Case {
             locks,
             back,
             disks,
+            format,
             ..
         } = self.kind;
         let fits = match victim {
@@ -367,13 +370,18 @@ impl Case {
             Disks::Shared => !self.point.needs_local_disks(),
             _ => !self.point.needs_shared_disks(),
         };
-        // Little is left of a disk that moves with hybrid: the guest need not come across it.
-        let left = match step {
-            Step::Pulling if self.point.needs_the_guest() => disks == Disks::Postcopy,
-            Step::Pulling => disks.leaves(),
+        // Little is left of a disk that moves with hybrid: the guest need not come across it, and of an image that
+        // grows it is not known where it is.
+        let left = match (step, disks) {
+            (Step::Pulling, Disks::Hybrid) => {
+                format == Format::Raw && !self.point.needs_the_guest()
+            }
+            (Step::Pulling, _) => disks.leaves(),
             _ => true,
         };
-        let met = passes && told && left && step != Step::Elsewhere;
+        // One that both hosts see is not touched, whatever it is.
+        let made = disks != Disks::Shared || format == Format::Raw;
+        let met = passes && told && left && made && step != Step::Elsewhere;
         met && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
@@ -414,13 +422,17 @@ fn step_of(point: &Point, disks: Disks) -> Step {
     }
 }
 
+fn of_every_format(disks: Disks) -> [(Disks, Format); 2] {
+    [Format::Raw, Format::Qcow2].map(|format| (disks, format))
+}
+
 /// A victim at a point with a pair of QEMUs, in every way.
 fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
     let mut cases = Vec::new();
     for locks in [false, true] {
         for back in [Back::AtOnce, Back::Later] {
             for release in [Release::Late, Release::Early] {
-                for disks in Disks::ALL {
+                for (disks, format) in Disks::ALL.into_iter().flat_map(of_every_format) {
                     let kind = Kind {
                         victim,
                         step: step_of(point, disks),
@@ -429,6 +441,7 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
                         locks,
                         back,
                         disks,
+                        format,
                     };
                     let point = point.clone();
                     cases.push(Case { kind, point });
@@ -440,7 +453,7 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
 }
 
 /// Every victim at every point: with every pair of QEMUs and a late release, and with a pair of its
-/// turn and an early one. Locks, the time away and disks alternate.
+/// turn and an early one. Locks, the time away, disks and what their images are alternate.
 pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
     // Stable: the order of a move stays.
     universe.sort_by_key(|case| (case.kind.release, case.kind.victim));
@@ -482,6 +495,9 @@ mod tests {
         assert_eq!(keys(&all).len(), all.len());
         let off = all.iter().filter(|case| !case.kind.locks).count();
         assert!(off * 3 >= all.len(), "{off} of {}", all.len());
+        let grows = |case: &&Case| case.kind.format == Format::Qcow2;
+        let grow = all.iter().filter(grows).count();
+        assert!(grow * 3 >= all.len(), "{grow} of {}", all.len());
     }
 
     #[test]
@@ -509,7 +525,7 @@ mod tests {
         let names: HashSet<String> = universe.iter().map(Case::to_string).collect();
         assert_eq!(names.len(), universe.len());
         assert!(names.contains(
-            "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later:mirror"
+            "source-agent:source:after-record:released:7.2-10.0:early:locks-off:later:qcow2:mirror"
         ));
     }
 }

@@ -137,13 +137,14 @@ fn properties(kind: &Kind) -> Vec<usize> {
     values
 }
 
-fn circumstances(kind: &Kind) -> [usize; 5] {
+fn circumstances(kind: &Kind) -> [usize; 6] {
     [
         kind.pair as usize,
         kind.release as usize,
         usize::from(kind.locks),
         kind.back as usize,
         kind.disks as usize,
+        kind.format as usize,
     ]
 }
 

@@ -1,16 +1,19 @@
 //! The guest's disk: where each host has it, what the guest does to it, and whether it holds that.
 
+use super::case::Site;
 use crate::arena::Arena;
 use crate::error::{During, LabError};
 use crate::guest::Tiny;
-use crate::guest::disks::{DiskKind, LocalDisk};
+use crate::guest::disks::{Cache, DiskKind, Format, LocalDisk};
 use crate::history::task::{History, Task, description};
 use crate::history::workload::Work;
+use crate::peer::qmp::Qmp;
 use crate::process::wait_until;
 use longhaul_history::plan::{Kind, Plan, SECTOR_BYTES};
 use longhaul_protocol::guest::GuestDescription;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
+use serde_json::json;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -38,9 +41,14 @@ pub(super) struct GuestDisk {
 }
 
 impl GuestDisk {
-    /// The disk of the guest that is booted as number `boot`: a file of zeros, at the first host.
-    pub(super) fn make(folders: &[PathBuf; 2], boot: u32, seed: u64) -> Result<Self, LabError> {
-        let disk = disk(&folders[0], boot)?;
+    /// The disk of the guest that is booted as number `boot`: all zeros, at the first host.
+    pub(super) fn make(
+        folders: &[PathBuf; 2],
+        site: Site,
+        boot: u32,
+        seed: u64,
+    ) -> Result<Self, LabError> {
+        let disk = disk(&folders[0], site, boot);
         disk.create()?;
         let seed = seed ^ u64::from(boot) << 32;
         Ok(Self {
@@ -53,6 +61,10 @@ impl GuestDisk {
 
     fn is_local(&self) -> bool {
         self.folders[0] != self.folders[1]
+    }
+
+    fn grows(&self) -> bool {
+        self.disk.kind.format == Format::Qcow2
     }
 
     /// A guest with this disk.
@@ -102,25 +114,46 @@ impl GuestDisk {
         self.history.wait_for(number, limit)
     }
 
-    /// Judges it at a host, on which these are the guest's QEMUs: none where the guest has died.
+    /// Judges it at a host, on which these are the guest's QEMUs, with this monitor: none where the guest has died.
     /// Those stand still meanwhile.
-    pub(super) fn judge(&self, host: usize, qemus: &[i32]) -> Result<(), String> {
+    pub(super) fn judge(
+        &self,
+        host: usize,
+        (qemus, monitor): (&[i32], &Path),
+    ) -> Result<(), String> {
+        // Of an image that grows QEMU has tables of its own, which it writes when its guest is stopped.
+        let asked = self.grows() && !qemus.is_empty();
+        let paused = asked.then(|| Paused::new(monitor)).transpose();
+        let paused = paused.map_err(|error| format!("cannot stop the guest: {error}"))?;
+        let verdict = self.judge_still(host, qemus);
+        match paused.map(Paused::go_on) {
+            Some(Err(error)) => verdict.and(Err(format!("cannot let the guest go on: {error}"))),
+            _ => verdict,
+        }
+    }
+
+    fn judge_still(&self, host: usize, qemus: &[i32]) -> Result<(), String> {
         let stopped = Frozen::new(qemus).map_err(|error| error.to_string())?;
-        if qemus.is_empty() && !wait_until(TOLD_WITHIN, || !self.history.is_connected()) {
+        let died = qemus.is_empty();
+        if died && !wait_until(TOLD_WITHIN, || !self.history.is_connected()) {
             return Err("the guest is dead, and still heard".to_owned());
         }
         let mut verdict = Ok(());
         // What it told last may not be heard yet; nothing else changes any more.
         wait_until(TOLD_WITHIN, || {
-            verdict = self.verdict(host);
+            verdict = self.verdict(host, died);
             verdict.is_ok()
         });
         drop(stopped);
         verdict
     }
 
-    fn verdict(&self, host: usize) -> Result<(), String> {
-        let record = self.history.so_far();
+    fn verdict(&self, host: usize, died: bool) -> Result<(), String> {
+        let mut record = self.history.so_far();
+        for disk in &mut record.disks {
+            // The tables went with it, as far as the guest had not flushed.
+            disk.keeps_acknowledged &= !(died && self.grows());
+        }
         if record.errors > 0 {
             let first = record.first_error.unwrap_or_default();
             return Err(format!(
@@ -154,32 +187,33 @@ impl GuestDisk {
 }
 
 /// How a host's configuration names the disks of guests that are booted one after the other.
-pub(super) fn images(folder: &Path, boots: u32, locks: bool) -> Result<toml::Table, LabError> {
+pub(super) fn images(folder: &Path, boots: u32, site: Site) -> toml::Table {
     let mut images = toml::Table::new();
     for boot in 1..=boots {
-        let disk = disk(folder, boot)?;
+        let disk = disk(folder, site, boot);
         let path = disk.path.display().to_string();
         let image = toml::Table::from_iter([
             ("path".to_owned(), path.into()),
             ("format".to_owned(), disk.kind.format.name().into()),
-            ("locks".to_owned(), locks.into()),
+            ("locks".to_owned(), site.locks.into()),
         ]);
         images.insert(disk.image, image.into());
     }
-    Ok(toml::Table::from_iter([(
-        "images".to_owned(),
-        images.into(),
-    )]))
+    toml::Table::from_iter([("images".to_owned(), images.into())])
 }
 
-fn disk(folder: &Path, boot: u32) -> Result<LocalDisk, LabError> {
-    let kind: DiskKind = "raw,writeback".parse().map_err(LabError::Which)?;
-    Ok(LocalDisk {
+fn disk(folder: &Path, site: Site, boot: u32) -> LocalDisk {
+    let format = site.own.unwrap_or(Format::Raw);
+    LocalDisk {
         image: format!("disk-{boot}"),
-        path: folder.join(format!("disk-{boot}.raw")),
+        path: folder.join(format!("disk-{boot}.{}", format.name())),
         bytes: BYTES,
-        kind,
-    })
+        kind: DiskKind {
+            format,
+            cache: Cache::Writeback,
+            iothread: false,
+        },
+    }
 }
 
 fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
@@ -192,6 +226,21 @@ fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
         seed,
         depth: DEPTH,
         work,
+    }
+}
+
+/// A guest that is stopped by its QEMU, which has written then what it knows of its disks.
+struct Paused(Qmp);
+
+impl Paused {
+    fn new(monitor: &Path) -> Result<Self, LabError> {
+        let mut qmp = Qmp::connect(monitor)?;
+        qmp.execute("stop", &json!({}))?;
+        Ok(Self(qmp))
+    }
+
+    fn go_on(mut self) -> Result<(), LabError> {
+        self.0.execute("cont", &json!({})).map(drop)
     }
 }
 

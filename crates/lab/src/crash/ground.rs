@@ -65,13 +65,11 @@ impl Ground {
             // Every machine has it, and a crash does not care.
             accelerator: "tcg".to_owned(),
         };
-        let folders = match site.local_disks {
+        let folders = match site.own.is_some() {
             true => [lab.host(0)?.folder(), lab.host(1)?.folder()].map(Path::to_owned),
             false => [lab.shared_folder()?, lab.shared_folder()?],
         };
-        let images = [0, 1].map(|host| disk::images(&folders[host], BOOTS_MAX, site.locks));
-        let [first, second] = images;
-        let images = [first?, second?];
+        let images = [0, 1].map(|host| disk::images(&folders[host], BOOTS_MAX, site));
         let each = |host: usize| images[host].clone();
         let product = Product::start_each_with(&mut lab, &files, &settings, each)?;
         let mut others = [0; 2];
@@ -80,7 +78,7 @@ impl Ground {
             *others = processes(&lab, host)?.len().saturating_sub(1);
         }
         let mut ground = Self {
-            disk: GuestDisk::make(&folders, 1, seed)?,
+            disk: GuestDisk::make(&folders, site, 1, seed)?,
             product,
             lab,
             site,
@@ -101,7 +99,7 @@ impl Ground {
     /// Boots a guest on the first host, under a name that no host has heard of, with a disk of its own:
     /// what was handed to another host is not given to a second guest here.
     pub(super) fn boot(&mut self) -> Result<(), LabError> {
-        self.disk = GuestDisk::make(&self.folders, self.boots + 1, self.seed)?;
+        self.disk = GuestDisk::make(&self.folders, self.site, self.boots + 1, self.seed)?;
         self.boot_next()
     }
 
@@ -233,13 +231,14 @@ impl Ground {
     pub(super) fn judge_disk(&self, owner: Option<usize>) -> Result<(), String> {
         let has = self.disk.owner()?;
         let qemus = match owner {
-            Some(owner) if self.site.local_disks && has != owner => {
+            Some(owner) if self.site.own.is_some() && has != owner => {
                 return Err(format!("host {has} has the disk of the guest on {owner}"));
             }
             Some(owner) => self.qemus(owner).map_err(|error| error.to_string())?,
             None => Vec::new(),
         };
-        self.disk.judge(has, &qemus)
+        let monitor = self.monitor(has).map_err(|error| error.to_string())?;
+        self.disk.judge(has, (&qemus, &monitor))
     }
 
     /// It was never heard as two.

@@ -63,7 +63,7 @@ pub struct Options {
     /// Decides which cases are chosen [default: the date]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:shared|precopy|mirror|hybrid|postcopy
+    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:raw|qcow2:shared|precopy|mirror|hybrid|postcopy
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
     /// Before the point, let QEMU complete its migration by itself, as it should never

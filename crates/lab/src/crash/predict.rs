@@ -242,6 +242,7 @@ mod tests {
     use super::super::case::{Kind, Pair};
     use super::super::point::Point;
     use super::*;
+    use crate::guest::disks::Format;
 
     fn case(victim: Victim, point: &str, back: Back) -> Case {
         let point = Point::named(point).unwrap();
@@ -254,6 +255,7 @@ mod tests {
                 locks: false,
                 back,
                 disks: Disks::Shared,
+                format: Format::Raw,
             },
             point,
         }

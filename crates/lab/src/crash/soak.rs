@@ -6,6 +6,7 @@ use super::ground::{Ground, LIMIT};
 use super::predict::{Place, places};
 use super::{attempt, points, seed_or_date};
 use crate::error::LabError;
+use crate::guest::disks::Format;
 use crate::interrupt;
 use crate::lab::say;
 use crate::process::wait_until;
@@ -68,7 +69,7 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
     let site = Site {
         pair,
         locks: false,
-        local_disks: true,
+        own: Some(Format::Raw),
     };
     let cases: Vec<Case> = universe(&points()?)
         .into_iter()

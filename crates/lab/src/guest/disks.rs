@@ -11,7 +11,7 @@ use std::process::Command;
 use std::str::FromStr;
 
 /// What an image file holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
     /// The disk, byte for byte.

@@ -139,7 +139,8 @@ fn look(
             raw.push(".as-raw");
             let raw = PathBuf::from(raw);
             let mut command = Command::new("qemu-img");
-            command.args(["convert", "-q", "-f", "qcow2", "-O", "raw"]);
+            // A QEMU that stands still may hold its locks.
+            command.args(["convert", "-q", "-U", "-f", "qcow2", "-O", "raw"]);
             command.arg(image).arg(&raw);
             let looked = process::run(&mut command)
                 .and_then(|_| look_at_raw(check, number, disk.bytes, &raw));
