@@ -6,6 +6,7 @@ use longhaul_engine::source::Advice;
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::BlockRange;
 use longhaul_protocol::message::Acknowledgement;
+use std::time::Duration;
 
 #[test]
 fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
@@ -33,6 +34,30 @@ fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
     source.handed_over();
     assert_eq!(settle(&mut source), (0, 64));
     assert!(source.is_drained());
+}
+
+/// The link of these tests carries 2441 blocks a second.
+#[test]
+fn what_the_guest_overwrites_faster_than_it_would_come_is_left_to_it_but_for_what_it_waits_for() {
+    let mut source = source(Strategy::POSTCOPY, 64_000);
+    stop(&mut source);
+    source.handed_over();
+    source.look_at_drain(Duration::ZERO);
+    let batch = take(&mut source).unwrap();
+    acknowledge(&mut source, &batch);
+    source
+        .superseded(DISK, BlockRange::new(1_000, 5_000))
+        .unwrap();
+    source.look_at_drain(MS * 600);
+    assert!(take(&mut source).is_none(), "it is left to the guest");
+    source.wanted(DISK, BlockRange::new(300, 2)).unwrap();
+    let wanted = take(&mut source).unwrap();
+    assert_eq!(wanted.blocks.len(), 2, "somebody waits for these");
+    acknowledge(&mut source, &wanted);
+    assert!(take(&mut source).is_none());
+    // It has come to rest.
+    source.look_at_drain(MS * 1200);
+    assert!(take(&mut source).is_some());
 }
 
 #[test]
