@@ -145,10 +145,6 @@ impl Task {
             entry.end(Outcome::Aborted, Some(error));
         }
         context.archive.keep(&entry);
-        if !handover.state.owns_guest() {
-            let state = &context.parts.config.state;
-            fronts::ended(state, &offer.guest.name, false).await;
-        }
         block_in_place(|| making::sweep(&context));
         context.forget_kept_memory();
         let closed = matches!(handover.state, DestinationState::Closed { .. });
