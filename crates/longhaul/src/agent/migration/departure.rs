@@ -28,7 +28,7 @@ use super::outbound::{Outbound, Stopped};
 use super::plan::Look;
 use super::registry::Reservation;
 use super::send::{Line, SendError, Sending};
-use super::session::{self, Attempted, Session, SessionError};
+use super::session::{Attempted, Redial, Session, SessionError};
 use super::talk::TalkError;
 use super::throttle::Share;
 use super::verify::{Comparison, Next};
@@ -90,7 +90,7 @@ pub(super) struct Departure {
     task: Task,
     session: Option<Session>,
     epoch: Epoch,
-    redial: Option<JoinHandle<Result<(Session, AttemptState), SessionError>>>,
+    redial: Option<Redial>,
     lost_at: Option<Instant>,
     interruptions: u32,
     worker: JoinHandle<SendError>,
@@ -215,6 +215,8 @@ impl Departure {
             self.handle(happened).await;
         }
         self.worker.abort();
+        // Whoever settles the attempt asks for himself.
+        self.redial = None;
         self.last_hook().await;
         self.close().await;
     }
@@ -245,7 +247,7 @@ impl Departure {
             message = next_message(&mut self.session) => Happened::Message(message),
             error = ended(&mut self.acknowledging) => Happened::Acknowledging(error),
             event = self.task.outbound.event() => Happened::Guest(event),
-            done = join(&mut self.redial) => {
+            done = redialled(&mut self.redial) => {
                 self.redial = None;
                 Happened::Redialled(Box::new(done))
             }
@@ -527,10 +529,17 @@ impl Departure {
         tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
         self.interruptions += 1;
         self.lost_at.get_or_insert_with(Instant::now);
-        let attempted = self.attempted();
-        let limit = self.limit_bps();
-        let resume = session::resume(self.task.context.clone(), attempted, self.epoch, limit);
-        self.redial = Some(tokio::spawn(resume));
+        self.redial(Duration::ZERO, self.limit_bps());
+    }
+
+    fn redial(&mut self, after: Duration, limit_bps: Option<u64>) {
+        let (context, attempted) = (&self.task.context, self.attempted());
+        self.redial = Some(Redial::begin(
+            context,
+            attempted,
+            self.epoch,
+            (after, limit_bps),
+        ));
     }
 
     fn attempted(&self) -> Attempted {
@@ -625,7 +634,7 @@ impl Departure {
                 if all_present {
                     self.step(SourceEvent::AllPresent(attempt)).await;
                 } else {
-                    self.redial_later();
+                    self.redial(ASK_EVERY, None);
                 }
             }
             Err(error) if self.state().may_abort() => {
@@ -635,19 +644,9 @@ impl Departure {
                 // Released: there is no other way than to go on trying.
                 tracing::error!(%error, "cannot ask the destination");
                 self.entry().silent(&error.to_string());
-                self.redial_later();
+                self.redial(ASK_EVERY, None);
             }
         }
-    }
-
-    fn redial_later(&mut self) {
-        let attempted = self.attempted();
-        let context = self.task.context.clone();
-        let epoch = self.epoch;
-        self.redial = Some(tokio::spawn(async move {
-            tokio::time::sleep(ASK_EVERY).await;
-            session::resume(context, attempted, epoch, None).await
-        }));
     }
 
     fn state(&self) -> &SourceState {
@@ -736,13 +735,9 @@ async fn ended(acknowledging: &mut Option<Acknowledging>) -> AcknowledgeError {
     error
 }
 
-async fn join(
-    redial: &mut Option<JoinHandle<Result<(Session, AttemptState), SessionError>>>,
-) -> Result<(Session, AttemptState), SessionError> {
+async fn redialled(redial: &mut Option<Redial>) -> Result<(Session, AttemptState), SessionError> {
     match redial {
-        Some(handle) => handle.await.unwrap_or(Err(SessionError::Protocol(
-            "connecting again was interrupted",
-        ))),
+        Some(redial) => redial.done().await,
         None => std::future::pending().await,
     }
 }

@@ -8,6 +8,7 @@ use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
 use std::time::Duration;
+use tokio::task::JoinHandle;
 use tokio::time::sleep;
 
 /// The destination runs hooks before it answers an offer, and launches a QEMU before it accepts it.
@@ -118,9 +119,41 @@ async fn bulk(
     Ok(Line::new(bulk, binding.epoch))
 }
 
+/// Connects again beside whatever else is done, for as long as this is there: who came back to an attempt that is
+/// over would have the destination record it anew.
+pub(super) struct Redial(JoinHandle<Result<(Session, AttemptState), SessionError>>);
+
+impl Redial {
+    /// Begins to, after a while.
+    pub(super) fn begin(
+        context: &Arc<Context>,
+        attempted: Attempted,
+        last: Epoch,
+        (after, bandwidth_bps): (Duration, Option<u64>),
+    ) -> Self {
+        let context = context.clone();
+        Self(tokio::spawn(async move {
+            sleep(after).await;
+            resume(context, attempted, last, bandwidth_bps).await
+        }))
+    }
+
+    /// Waits until it is connected, or never will be.
+    pub(super) async fn done(&mut self) -> Result<(Session, AttemptState), SessionError> {
+        let interrupted = SessionError::Protocol("connecting again was interrupted");
+        (&mut self.0).await.unwrap_or(Err(interrupted))
+    }
+}
+
+impl Drop for Redial {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
 /// Connects again until it succeeds or the destination says that there is nothing to come back to.
 /// Whoever waits for this sets the limit.
-pub(super) async fn resume(
+async fn resume(
     context: Arc<Context>,
     attempted: Attempted,
     last: Epoch,

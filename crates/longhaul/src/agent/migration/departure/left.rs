@@ -2,10 +2,10 @@
 
 use super::Departure;
 use crate::agent::migration::disks::draining::{Draining, may_be_left};
-use crate::agent::migration::session;
 use crate::agent::migration::verify::Image;
 use longhaul_api::Phase;
 use longhaul_protocol::message::{ToDestination, ToSource};
+use std::time::Duration;
 
 impl Departure {
     /// The guest runs at the destination: what is left of its disks here is the destination's to ask for.
@@ -29,15 +29,7 @@ impl Departure {
         }
         self.acknowledging = None;
         self.task.sending.disconnect();
-        let resume = session::resume(
-            self.task.context.clone(),
-            self.attempted(),
-            self.epoch,
-            self.limit_bps(),
-        );
-        if let Some(before) = self.redial.replace(tokio::spawn(resume)) {
-            before.abort();
-        }
+        self.redial(Duration::ZERO, self.limit_bps());
     }
 
     pub(super) fn hear_of_left(&mut self, message: &ToSource) {
