@@ -72,7 +72,7 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
         ("after-record:released", "later"),
     ] {
         let name =
-            |qemu| format!("source-agent:source:{point}:{qemu}:late:locks-off:{back}:shared");
+            |qemu| format!("source-agent:source:{point}:{qemu}:late:locks-off:{back}:raw:shared");
         // A name of 7.2 is the beginning of none of 7.2-10.0.
         let options = Options {
             only: vec![name("7.2"), name("10.0")],

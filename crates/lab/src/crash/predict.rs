@@ -223,9 +223,16 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
     }
 }
 
+/// Whether the point is a question that the source asks about what arrived: local disks are compared ahead of the stop,
+/// when the guest still runs.
+fn asks(case: &Case) -> bool {
+    ["verify-region", "digests"].contains(&case.point.what())
+}
+
 fn meanwhile_early(case: &Case) -> Option<Meanwhile> {
     let between = is_between(case);
     match case.kind.victim {
+        Victim::DestinationAgent if case.kind.disks != Disks::Shared && asks(case) => None,
         // At the source's points after the stop the destination may have committed by itself.
         Victim::DestinationAgent if between && case.point.side == Side::Destination => {
             Some(Meanwhile::InDoubt)
