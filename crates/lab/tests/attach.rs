@@ -9,7 +9,7 @@
 mod common;
 
 use common::monitor::Monitor;
-use common::{LIMIT, Running, Stage};
+use common::{LIMIT, Running, Stage, boot};
 use longhaul_api::{GuestState, Outcome, Phase};
 use longhaul_lab::arena::{Arena, Workload};
 use longhaul_lab::guest::CHANNEL_NAME;
@@ -77,17 +77,22 @@ impl Script {
             disk = disk.display(),
         );
         fs::write(folder.join("start.sh"), script).unwrap();
-        let mut command = Command::new("sh");
-        command.arg("start.sh").current_dir(&folder);
-        host.output(&mut command).unwrap();
-
         let mut guest = Running {
             name: name.to_owned(),
             arena: Arena::new(),
         };
         guest.arena.attach(&folder.join("arena.sock")).unwrap();
         guest.arena.attach(&guest.socket(stage, 1)).unwrap();
-        guest.arena.wait_for_beat(LIMIT).unwrap();
+        let start = || {
+            let mut command = Command::new("sh");
+            command.arg("start.sh").current_dir(&folder);
+            host.output(&mut command).unwrap();
+        };
+        let end = || {
+            Monitor::connect(&folder.join("qmp.sock")).ask("quit");
+            assert!(wait_until(LIMIT, || stage.qemus(0, name).is_empty()));
+        };
+        boot(&guest.arena, start, end);
         let workload = Workload {
             content: "mix".to_owned(),
             arena_bytes: 16 << 20,

@@ -17,7 +17,7 @@ use longhaul_api::{Outcome, Phase};
 use longhaul_lab::process::wait_until;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
-use stage::{DISK_BYTES, GUEST, LIMIT, Stage};
+use stage::{DISK_BYTES, GUEST, IDLE_BYTES, LIMIT, Stage};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
@@ -25,16 +25,15 @@ use std::time::Duration;
 
 fn there_and_back(version: &str) {
     let kinds = ["raw,none", "qcow2,writeback"];
-    let Some(stage) = Stage::with(version, "400mbit,2ms", &kinds, None) else {
+    let Some(stage) = Stage::with_idle(version, "400mbit,2ms", &kinds) else {
         return;
     };
     let allocated = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
-    // Some file of the destination's has most of what the guest has written so far; with QEMU 10 it is another
-    // guest's disk. It writes nothing else before that is known, which may take ten seconds.
-    stage.monitor(0).ask("stop");
+    // Some file of the destination's has what the idle disk holds; with QEMU 10 it is another guest's disk.
+    let idle = kinds.len();
     let new = stage.folders[1].join("new");
     fs::create_dir(&new).unwrap();
-    fs::copy(stage.image(0), new.join("copy")).unwrap();
+    fs::copy(stage.image_of(0, idle), new.join("copy")).unwrap();
     fs::rename(new, stage.folders[1].join("held")).unwrap();
     let log = stage.product.agent(1).unwrap().log().to_owned();
     let known = || {
@@ -43,29 +42,22 @@ fn there_and_back(version: &str) {
             .contains("its content is known")
     };
     assert!(wait_until(LIMIT, known), "{}", stage.logs());
-    stage.monitor(0).ask("cont");
     let there = stage.moves(0, "auto");
-    assert!(
-        there.bytes.kept_bytes > Some(100 << 10),
-        "{:?}",
-        there.bytes
-    );
+    let bytes = &there.bytes;
+    assert!(bytes.kept_bytes > Some(IDLE_BYTES * 9 / 10), "{bytes:?}");
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
     // It comes back to what it left, of which somebody has changed a part.
-    let left = fs::read(stage.set_aside(0)).unwrap();
+    let left = fs::read(stage.set_aside(0, idle)).unwrap();
     let blocks = left.chunks(4096).enumerate();
     let changed = blocks.flat_map(|(n, block)| match n % 3 {
         0 => vec![0x55; block.len()],
         _ => block.to_vec(),
     });
-    fs::write(stage.set_aside(0), changed.collect::<Vec<u8>>()).unwrap();
+    fs::write(stage.set_aside(0, idle), changed.collect::<Vec<u8>>()).unwrap();
     let back = stage.moves(1, "mirror");
-    assert!(back.bytes.kept_bytes > Some(100 << 10), "{:?}", back.bytes);
-    assert!(
-        back.bytes.rejected_bytes > Some(100 << 10),
-        "{:?}",
-        back.bytes
-    );
+    let bytes = &back.bytes;
+    assert!(bytes.kept_bytes > Some(IDLE_BYTES / 2), "{bytes:?}");
+    assert!(bytes.rejected_bytes > Some(IDLE_BYTES / 4), "{bytes:?}");
     stage.moves(0, "hybrid");
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
     stage.moves(1, "postcopy");

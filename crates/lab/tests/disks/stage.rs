@@ -24,6 +24,8 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const DISK_BYTES: u64 = 24 << 20;
+/// What an idle disk holds.
+pub(crate) const IDLE_BYTES: u64 = 1 << 20;
 pub(crate) const GUEST: &str = "writer";
 
 /// Guests under TCG share two cores badly: one at a time.
@@ -75,6 +77,15 @@ impl Stage {
         Self::build(version, link, &["raw,writeback"], more)
     }
 
+    /// With disks of these kinds, and an idle one after them: the guest does nothing to it.
+    pub(crate) fn with_idle(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
+        let more = More {
+            idle: true,
+            ..More::default()
+        };
+        Self::build(version, link, kinds, more)
+    }
+
     /// With another disk, to which the guest does nothing, and which stands on a base image.
     pub(crate) fn on_a_base(version: &str, link: &str) -> Option<Self> {
         let more = More {
@@ -116,6 +127,9 @@ impl Stage {
             all.push(disk);
             failing = Some(device);
         }
+        if more.idle {
+            all.push(idle(&folders[0], disks.len()));
+        }
         if more.on_a_base {
             all.push(OnBase::disk(&folders[0], disks.len()));
         }
@@ -133,7 +147,7 @@ impl Stage {
                     (vec![], ("files", files.into()))
                 }
                 _ => {
-                    let mut other = all[0].clone();
+                    let mut other = all[all.len() - 1].clone();
                     other.image = "other".to_owned();
                     other.path = held.join("copy");
                     (vec![(other.path.clone(), other)], ("disks", true.into()))
@@ -267,9 +281,9 @@ impl Stage {
         report
     }
 
-    /// What was set aside when the guest left a host.
-    pub(crate) fn set_aside(&self, host: usize) -> PathBuf {
-        self.folders[host].join("disk0.raw.moved")
+    /// What was set aside of a disk when the guest left a host.
+    pub(crate) fn set_aside(&self, host: usize, disk: usize) -> PathBuf {
+        self.folders[host].join(format!("{}.moved", self.disks[disk]))
     }
 
     /// Begins a move that takes so long that something can happen meanwhile.
@@ -437,6 +451,21 @@ impl Stage {
     }
 }
 
+/// The disk of that number, as large as the others; it begins with noise.
+fn idle(folder: &Path, number: usize) -> LocalDisk {
+    let image = format!("disk{number}");
+    let disk = LocalDisk {
+        path: folder.join(format!("{image}.raw")),
+        image,
+        bytes: DISK_BYTES,
+        kind: "raw,writeback".parse().unwrap(),
+    };
+    fs::write(&disk.path, noise(IDLE_BYTES as usize)).unwrap();
+    let file = File::options().write(true).open(&disk.path).unwrap();
+    file.set_len(DISK_BYTES).unwrap();
+    disk
+}
+
 fn run(program: &str, words: &[&str], image: &Path) -> String {
     let output = Command::new(program)
         .args(words)
@@ -599,6 +628,7 @@ struct More<'a> {
     room: Option<&'a str>,
     /// A disk that can fail.
     fails: bool,
+    idle: bool,
     on_a_base: bool,
 }
 
