@@ -10,7 +10,7 @@
 //! ```
 //!
 //! One that has written nothing yet since its migration began is taken to be between two bursts where it usually writes a
-//! lot.
+//! lot. Late in the first burst that is seen of it, it waits for the next one as well.
 //!
 //! What waiting brings is not known, so nobody waits for longer than fetching would take by now: at worst it takes twice
 //! as long as without.
@@ -142,6 +142,7 @@ impl Rhythm {
     /// blocks that are left.
     pub(crate) fn waits(&mut self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
         let usual = self.writes_a_lot(now, &fetch);
+        let all = fetch(u64::MAX);
         let last = self
             .last
             .map(|last| (last, fetch(last.blocks).min(WAIT_MAX)));
@@ -151,7 +152,9 @@ impl Rhythm {
                 // It has written once, and whether it does so again nobody knows, but what it usually does.
                 None => {
                     let between = self.next.is_some() || self.is_quiet(now);
-                    (usual.unwrap_or(fetch).max(fetch), between)
+                    let late = is_late(now.saturating_sub(last.began), fetch, all);
+                    let waits = between || late && !self.is_in_next_burst();
+                    (usual.unwrap_or(fetch).max(fetch), waits)
                 }
             },
             (None, Some(all)) => (all, self.writes_steadily(now).is_none()),
@@ -164,6 +167,13 @@ impl Rhythm {
     fn is_like_previous(&self, burst: Burst) -> bool {
         self.previous_blocks * BEGUN >= burst.blocks
     }
+}
+
+/// Whether a burst, if it writes all that is left, is over sooner than what it has written so far would be fetched. So much
+/// would be left behind by a guest that goes now, and be read or fetched when the burst has ended.
+fn is_late(wrote_for: Duration, fetch: Duration, all: Duration) -> bool {
+    let [wrote_for, fetch, all] = [wrote_for, fetch, all].map(|time| time.as_secs_f64());
+    wrote_for * (all - fetch) < fetch * fetch
 }
 
 #[cfg(test)]
@@ -290,6 +300,20 @@ mod tests {
         // A fifth of what the link carries meanwhile; as much as that.
         assert_eq!(spoils(BLOCKS / 10), Some(139));
         assert_eq!(spoils(BLOCKS / 2), Some(299));
+    }
+
+    #[test]
+    fn late_in_the_first_burst_it_waits_for_the_next_one() {
+        // Four seconds write all that there is, which takes eight to fetch.
+        let left = |blocks: u64| fetch(blocks.min(400 * BLOCKS));
+        let mut rhythm = Rhythm::default();
+        let mut writes = (0..400).map(|tick| {
+            rhythm.look(ms(tick * 10), (1 + tick) * BLOCKS);
+            (tick * 10, rhythm)
+        });
+        let first = writes.find_map(|(at, mut rhythm)| rhythm.waits(ms(at), left).then_some(at));
+        // What it has written by then is fetched as quickly as it writes the rest.
+        assert_eq!(first, Some(1320));
     }
 
     #[test]

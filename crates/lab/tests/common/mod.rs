@@ -161,7 +161,9 @@ impl Drop for Stage {
 pub(crate) fn boot(arena: &Arena, start: impl Fn(), end: impl Fn()) {
     for again in 0..BOOTS {
         if again > 0 {
-            eprintln!("a guest said nothing for {BOOT_LIMIT:?} after it was started: it is started again");
+            eprintln!(
+                "a guest said nothing for {BOOT_LIMIT:?} after it was started: it is started again"
+            );
             end();
         }
         start();
