@@ -170,10 +170,11 @@ impl Rhythm {
 }
 
 /// Whether a burst, if it writes all that is left, is over sooner than what it has written so far would be fetched. So much
-/// would be left behind by a guest that goes now, and be read or fetched when the burst has ended.
+/// would be left behind by a guest that goes now, and be read or fetched when the burst has ended. Who writes for longer
+/// than anybody waits does not write in bursts.
 fn is_late(wrote_for: Duration, fetch: Duration, all: Duration) -> bool {
-    let [wrote_for, fetch, all] = [wrote_for, fetch, all].map(|time| time.as_secs_f64());
-    wrote_for * (all - fetch) < fetch * fetch
+    let [writes, fetch, all] = [wrote_for, fetch, all].map(|time| time.as_secs_f64());
+    wrote_for < WAIT_MAX && writes * (all - fetch) < fetch * fetch
 }
 
 #[cfg(test)]
@@ -314,6 +315,13 @@ mod tests {
         let first = writes.find_map(|(at, mut rhythm)| rhythm.waits(ms(at), left).then_some(at));
         // What it has written by then is fetched as quickly as it writes the rest.
         assert_eq!(first, Some(1320));
+        // It writes the same again and again.
+        let waits = |at: u64| {
+            let mut rhythm = Rhythm::default();
+            (0..=at / 10).for_each(|tick| rhythm.look(ms(tick * 10), (1 + tick) * BLOCKS));
+            rhythm.waits(ms(at), left)
+        };
+        assert!(waits(29_990) && !waits(30_000));
     }
 
     #[test]

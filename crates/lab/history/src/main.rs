@@ -128,17 +128,14 @@ fn open_disks(first: u64, count: u64) -> Result<Vec<Disk>, String> {
 
 /// Tells the laboratory whatever is new, until all is told.
 fn report(writer: &Writer<Disk>, port: &mut Port) -> io::Result<()> {
-    let mut last = None;
+    let mut now = writer.report();
     loop {
-        let now = writer.report();
-        if last.as_ref() != Some(&now) {
-            port.send(&now.to_string())?;
-        }
+        port.send(&now.to_string())?;
         if now.ended {
             return Ok(());
         }
-        last = Some(now);
         thread::sleep(REPORT_EVERY);
+        now = writer.news(&now);
     }
 }
 

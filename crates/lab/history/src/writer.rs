@@ -136,6 +136,7 @@ impl<M: Medium> Writer<M> {
             self.read_everything();
         }
         self.state().ended = true;
+        self.changed.notify_all();
     }
 
     /// Lets no further operation begin.
@@ -145,18 +146,14 @@ impl<M: Medium> Writer<M> {
     }
 
     pub(crate) fn report(&self) -> Report {
-        let state = self.state();
-        Report {
-            told: Told {
-                quiet: state.ended && !state.failed,
-                ..state.order.told()
-            },
-            written: state.written,
-            verified: state.verified,
-            errors: state.errors,
-            first_error: state.first_errors.first().cloned(),
-            ended: state.ended,
-        }
+        self.state().report()
+    }
+
+    /// Waits until there is something else to report.
+    pub(crate) fn news(&self, last: &Report) -> Report {
+        let is_told = |state: &mut State| state.report() == *last;
+        let waited = self.changed.wait_while(self.state(), is_told);
+        waited.unwrap_or_else(PoisonError::into_inner).report()
     }
 
     /// The first things that were wrong.
@@ -279,6 +276,8 @@ impl<M: Medium> Writer<M> {
                         }
                     }
                 }
+                drop(state);
+                self.changed.notify_all();
             }
         }
     }
@@ -289,6 +288,20 @@ impl<M: Medium> Writer<M> {
 }
 
 impl State {
+    fn report(&self) -> Report {
+        Report {
+            told: Told {
+                quiet: self.ended && !self.failed,
+                ..self.order.told()
+            },
+            written: self.written,
+            verified: self.verified,
+            errors: self.errors,
+            first_error: self.first_errors.first().cloned(),
+            ended: self.ended,
+        }
+    }
+
     fn count_wrong(&mut self, disk: usize, wrong: &Wrong) {
         let offset = wrong.sector * SECTOR_BYTES as u64;
         let expected = match wrong.expected {

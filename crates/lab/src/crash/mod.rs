@@ -95,10 +95,12 @@ impl FromStr for Share {
 }
 
 impl Share {
-    /// Its cases; every part has some of everything.
-    fn of(self, cases: Vec<Case>) -> Vec<Case> {
-        let from = self.number - 1;
-        cases.into_iter().skip(from).step_by(self.of).collect()
+    /// Its cases: those of a site are together as far as they can be, since to make one takes as long as to try some.
+    fn of(self, mut cases: Vec<Case>) -> Vec<Case> {
+        let sites = Site::all();
+        cases.sort_by_key(|case| sites.iter().position(|site| *site == case.kind.site()));
+        let [from, to] = [self.number - 1, self.number].map(|part| cases.len() * part / self.of);
+        cases.drain(from..to).collect()
     }
 }
 
@@ -203,19 +205,21 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
 /// When hosts or guests cannot be made, or it is interrupted.
 pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabError> {
     let began = Instant::now();
+    let jobs = options.jobs.max(1);
+    // The last ones take about as long for every job.
+    let at_once = PART_CASES.min(cases.len().div_ceil(2 * jobs)).max(1);
     let mut parts: Vec<Part<'_>> = Site::all()
         .into_iter()
         .flat_map(|site| {
             let stands = |case: &&Case| case.kind.site() == site;
             let cases: Vec<&Case> = cases.iter().filter(stands).collect();
-            let parts = cases.chunks(PART_CASES).map(<[_]>::to_vec);
+            let parts = cases.chunks(at_once).map(<[_]>::to_vec);
             parts.map(|cases| Part { site, cases }).collect::<Vec<_>>()
         })
         .collect();
     // Should the time be too short for all, it is not always the same that suffer.
     let first = (seed % parts.len().max(1) as u64) as usize;
     parts.rotate_left(first);
-    let jobs = options.jobs.max(1);
     let work = Work {
         parts: Mutex::new(parts.into()),
         tried: AtomicUsize::new(0),
@@ -431,6 +435,9 @@ mod tests {
         for text in ["1/3", "2/3", "3/3"] {
             let part = text.parse::<Share>().unwrap().of(cases.clone());
             assert!(part.len() >= cases.len() / 3);
+            let mut sites: Vec<_> = part.iter().map(|case| case.kind.site()).collect();
+            sites.dedup();
+            assert!(sites.len() <= Site::all().len() / 3 + 2, "{sites:?}");
             together.extend(part);
         }
         assert_eq!(together.len(), cases.len());
