@@ -33,6 +33,11 @@ fn need(case: &Case) -> Option<Need> {
     }
 }
 
+/// Whether what is left has to come slowly.
+pub(super) fn comes_slowly(case: &Case) -> bool {
+    need(case) == Some(Need::Slow)
+}
+
 /// The file by which an agent says that it is held for this.
 pub(super) fn marker(ground: &Ground) -> Result<PathBuf, LabError> {
     Ok(ground.lab.shared_folder()?.join("held-for-what-is-left"))
@@ -83,7 +88,7 @@ pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(),
 
 /// What is left comes as fast as it can again.
 pub(super) fn mend(case: &Case, ground: &Ground, source: usize) {
-    if need(case) == Some(Need::Slow) {
+    if comes_slowly(case) {
         // The move may be over, and an agent that was started since has no limit.
         let _ = limit(ground, source, "none");
     }

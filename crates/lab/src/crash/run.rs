@@ -121,13 +121,11 @@ impl Trial<'_> {
         }
     }
 
-    /// Whether the victim is the agent that passes the point.
+    /// Whether the victim is the agent that passes the point. Where the source has to be slow first, the agent is held
+    /// instead, and killed then: what it said before may be on its way yet.
     fn kills_itself(&self) -> bool {
-        self.case
-            .kind
-            .victim
-            .agents()
-            .contains(&self.case.point.side)
+        let victims = self.case.kind.victim.agents();
+        victims.contains(&self.case.point.side) && !left::comes_slowly(self.case)
     }
 
     /// What the agent of a side is to do on the way to the point, and at it.

@@ -481,15 +481,11 @@ impl Pulling {
             }
             Some(ToPump::Want(range)) => {
                 let ranges = vec![range];
-                send(&mut self.begun.call, &ToSource::Want { region, ranges }).await;
+                self.tell(&ToSource::Want { region, ranges }).await;
             }
             Some(ToPump::Superseded(range)) => {
                 let ranges = vec![range];
-                send(
-                    &mut self.begun.call,
-                    &ToSource::Superseded { region, ranges },
-                )
-                .await;
+                self.tell(&ToSource::Superseded { region, ranges }).await;
             }
             Some(ToPump::Failed(errno)) => {
                 let error = io::Error::from_raw_os_error(errno);
@@ -518,6 +514,13 @@ impl Pulling {
                 let why = format!("the front end of disk {} is gone", fetched.disk.name);
                 self.pause(&why);
             }
+        }
+    }
+
+    /// Tells a source that knows what is missing. One that only asks is told when it comes with frames.
+    async fn tell(&mut self, message: &ToSource) {
+        if self.bulk.is_some() {
+            send(&mut self.begun.call, message).await;
         }
     }
 
