@@ -1,7 +1,7 @@
 //! Guests that overwrite what is left at the source faster than it could be fetched: nothing is fetched meanwhile but
 //! what somebody waits for. What comes then is mostly written over a moment later, and takes processors and disk from
-//! the guest that writes. A guest that went when a burst began ([`crate::rhythm`]) is expected to do so; of others it
-//! is seen.
+//! the guest that writes. What it has just written itself it does not overwrite soon: that comes all the same. A guest that
+//! went when a burst began ([`crate::rhythm`]) is expected to do so; of others it is seen.
 //!
 //! Nobody leaves it to the guest for longer than fetching everything would have taken: at worst the drain takes twice
 //! as long as without.
@@ -27,7 +27,11 @@ struct Window {
 pub(crate) struct Overwriting {
     overwritten_blocks: u64,
     window: Option<Window>,
-    /// Whether it is left to the guest, for how long it has been, and for how long it may be.
+    /// So many blocks the guest has just written, and will not overwrite soon; what was left at first.
+    just_written_blocks: u64,
+    left_blocks: u64,
+    /// Whether the guest is fast enough; whether it is left to it, for how long it has been, and for how long it may be.
+    fast: bool,
     held: bool,
     held_for: Duration,
     limit: Duration,
@@ -35,10 +39,11 @@ pub(crate) struct Overwriting {
 }
 
 impl Overwriting {
-    /// The guest runs at the destination, perhaps at the beginning of a burst.
-    pub(crate) fn begin(&mut self, expected: bool) {
+    /// The guest runs at the destination, perhaps at the beginning of a burst, which has written so much already.
+    pub(crate) fn begin(&mut self, expected: bool, just_written_blocks: u64) {
         if self.window.is_none() {
-            self.held = expected;
+            self.fast = expected;
+            self.just_written_blocks = just_written_blocks;
         }
     }
 
@@ -62,7 +67,8 @@ impl Overwriting {
         match self.window {
             None => {
                 self.limit = fetch(left_blocks).min(HELD_MAX);
-                self.window = Some(next(if self.held { FIRST } else { WINDOW }));
+                self.left_blocks = left_blocks;
+                self.window = Some(next(if self.fast { FIRST } else { WINDOW }));
             }
             Some(window) => {
                 if self.held {
@@ -73,13 +79,17 @@ impl Overwriting {
                     let overwritten = self.overwritten_blocks - window.overwritten_blocks;
                     // One that had yet to begin has not had all of the time.
                     let share = if window.length == FIRST { 2 } else { 1 };
-                    self.held = fetch(overwritten).saturating_mul(share) >= took;
+                    self.fast = fetch(overwritten).saturating_mul(share) >= took;
                     self.window = Some(next(WINDOW));
                 }
             }
         }
         self.looked_at = now;
-        self.held &= self.held_for < self.limit;
+        self.fast &= self.held_for < self.limit;
+        // What was written last is fetched first.
+        let gone = self.left_blocks.saturating_sub(left_blocks);
+        let fetched = gone.saturating_sub(self.overwritten_blocks);
+        self.held = self.fast && fetched >= self.just_written_blocks;
         self.held
     }
 }
@@ -98,7 +108,7 @@ mod tests {
     /// The times, in tenths of a second, in which it is left to a guest that overwrites so many blocks in each.
     fn held(expected: bool, per_tenth: impl Fn(u64) -> u64) -> Vec<u64> {
         let mut overwriting = Overwriting::default();
-        overwriting.begin(expected);
+        overwriting.begin(expected, 0);
         let mut held = Vec::new();
         for tenth in 0..400 {
             if overwriting.holds(Duration::from_millis(tenth * 100), LEFT, fetch) {
@@ -117,6 +127,22 @@ mod tests {
         // It is seen of one that was not expected to.
         let seen = held(false, |tenth| 200 * u64::from((20..40).contains(&tenth)));
         assert_eq!(seen, (25..45).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn what_it_has_just_written_is_fetched_first() {
+        let mut overwriting = Overwriting::default();
+        overwriting.begin(true, 300);
+        let holds = |overwriting: &mut Overwriting, at: u64, left: u64| {
+            overwriting.holds(Duration::from_millis(at), left, fetch)
+        };
+        assert!(!holds(&mut overwriting, 0, LEFT));
+        overwriting.overwritten(500);
+        assert!(!holds(&mut overwriting, 200, LEFT - 500 - 200));
+        overwriting.overwritten(500);
+        assert!(holds(&mut overwriting, 400, LEFT - 1000 - 300));
+        overwriting.overwritten(1000);
+        assert!(holds(&mut overwriting, 1600, LEFT - 2000 - 300));
     }
 
     #[test]

@@ -71,7 +71,11 @@ impl Source {
     /// wanted first.
     pub fn handed_over(&mut self) {
         self.draining = true;
-        self.overwriting.begin(self.rhythm.is_in_next_burst());
+        let (expected, written) = (
+            self.rhythm.is_in_next_burst(),
+            self.rhythm.written_in_burst(),
+        );
+        self.overwriting.begin(expected, written);
         for region in self.regions.iter_mut().filter(|region| region.is_listed()) {
             region.promised.clear();
             region.map.drain();
