@@ -7,7 +7,7 @@ use longhaul_protocol::{BlockRange, RegionId};
 /// So many are tried before anything is known of a region.
 const TRIED_MIN: u64 = 4096;
 /// Beyond that it is worth it as long as one in so many is there: a digest is 16 bytes, and a block that
-/// travels about a hundred times that.
+/// travels about a hundred times that. Where it is not, one in so many shows whether that changes.
 const WORTH_ONE_IN: u64 = 32;
 /// Blocks that were named for nothing and have not come whole yet, at most: their chunks are remembered here,
 /// and they themselves at the destination.
@@ -16,14 +16,41 @@ const FOR_NOTHING_MAX: u64 = 1 << 15;
 /// How well it goes to name blocks of a region by their digests.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    tried: u64,
+    /// Named, and nothing is known of them yet.
+    unanswered: u64,
+    found: u64,
     for_nothing: u64,
 }
 
 impl Kept {
-    fn is_worth_it(&self) -> bool {
-        let there = self.tried.saturating_sub(self.for_nothing);
-        self.tried < TRIED_MIN || there.saturating_mul(WORTH_ONE_IN) > self.tried
+    /// Whether one more is named. As many may be unanswered as were found: the answers of a region in which
+    /// nothing is there would come too late otherwise, and leave no room for the others.
+    fn tries(&mut self, index: usize) -> bool {
+        let answered = self.found + self.for_nothing;
+        let is_worth_it = self.found.saturating_mul(WORTH_ONE_IN) > answered
+            || (index as u64).is_multiple_of(WORTH_ONE_IN);
+        let is_early = answered + self.unanswered < TRIED_MIN;
+        let has_room = self.unanswered < self.found.max(TRIED_MIN);
+        let tries = is_early || (is_worth_it && has_room);
+        self.unanswered += u64::from(tries);
+        tries
+    }
+
+    /// So many have arrived, as far as is known.
+    fn answered(&mut self, blocks: u64) {
+        self.unanswered = self.unanswered.saturating_sub(blocks);
+        self.found += blocks;
+    }
+
+    /// So many of those that had arrived are not there.
+    fn were_for_nothing(&mut self, blocks: u64) {
+        self.found = self.found.saturating_sub(blocks);
+        self.for_nothing += blocks;
+    }
+
+    /// So many were never answered.
+    fn lost(&mut self, blocks: u64) {
+        self.unanswered = self.unanswered.saturating_sub(blocks);
     }
 }
 
@@ -46,9 +73,27 @@ impl Source {
         let Some(kept) = region.kept.as_mut().filter(|_| is_old) else {
             return false;
         };
-        let tries = kept.is_worth_it();
-        kept.tried += u64::from(tries);
-        tries
+        kept.tries(index)
+    }
+
+    /// Frames with blocks of those regions that were named by their digests are not on their way any more: each is there,
+    /// unless it is rejected.
+    pub(super) fn named_arrived(&mut self, named: &[RegionId]) {
+        self.count_named(named, Kept::answered);
+    }
+
+    /// They are not on their way, and will be tried again.
+    pub(super) fn named_lost(&mut self, named: &[RegionId]) {
+        self.count_named(named, Kept::lost);
+    }
+
+    fn count_named(&mut self, named: &[RegionId], count: impl Fn(&mut Kept, u64)) {
+        for of_one in named.chunk_by(|one, next| one == next) {
+            let region = self.regions.get_mut(usize::from(of_one[0].0));
+            if let Some(kept) = region.and_then(|region| region.kept.as_mut()) {
+                count(kept, of_one.len() as u64);
+            }
+        }
     }
 
     /// Blocks of a region could not be used.
@@ -56,7 +101,7 @@ impl Source {
         self.whole_blocks += blocks;
         let region = self.regions.get_mut(usize::from(region.0));
         if let Some(kept) = region.and_then(|region| region.kept.as_mut()) {
-            kept.for_nothing += blocks;
+            kept.were_for_nothing(blocks);
             self.sent.kept_blocks = self.sent.kept_blocks.saturating_sub(blocks);
         }
     }

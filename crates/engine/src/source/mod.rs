@@ -85,6 +85,8 @@ struct Flight {
     bytes: u64,
     /// Blocks that its references mean.
     pinned: Vec<BlockId>,
+    /// The region of each block that is named by its digest alone.
+    named: Vec<RegionId>,
     /// Whose turn it was, where both kinds had something to send.
     turn: Option<Turn>,
 }
@@ -387,6 +389,7 @@ impl Source {
                 let seq = u32::try_from(seq).map_err(|_| unknown.clone())?;
                 let flight = self.flights.remove(&seq).ok_or(unknown)?;
                 self.unpin(&flight.pinned);
+                self.named_arrived(&flight.named);
                 self.arrived(seq, &flight);
             }
         }
@@ -413,6 +416,7 @@ impl Source {
         self.connected = false;
         for (seq, flight) in std::mem::take(&mut self.flights) {
             self.unpin(&flight.pinned);
+            self.named_lost(&flight.named);
             for id in &flight.blocks {
                 self.regions[usize::from(id.region.0)]
                     .map

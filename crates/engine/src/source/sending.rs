@@ -76,6 +76,7 @@ impl Source {
                 content_blocks: 0,
                 bytes: 0,
                 pinned: Vec::new(),
+                named: Vec::new(),
                 turn,
             },
         );
@@ -194,6 +195,7 @@ impl Source {
         let mut decisions = Vec::with_capacity(staged.len());
         let mut content_blocks = 0;
         let mut pinned = Vec::new();
+        let mut named = Vec::new();
         for (id, staged) in batch.blocks.iter().zip(staged) {
             let digest = match staged {
                 Staged::Zero => ZERO,
@@ -246,6 +248,7 @@ impl Source {
             } else if is_first && self.tries(at, index) {
                 self.sent.kept_blocks += 1;
                 content_blocks -= 1;
+                named.push(id.region);
                 Decision::Kept { digest }
             } else {
                 self.sent.literal_blocks += 1;
@@ -259,8 +262,12 @@ impl Source {
             Some(flight) => {
                 flight.content_blocks = content_blocks;
                 flight.pinned = pinned;
+                flight.named = named;
             }
-            None => self.unpin(&pinned),
+            None => {
+                self.unpin(&pinned);
+                self.named_lost(&named);
+            }
         }
         decisions
     }
