@@ -214,7 +214,7 @@ impl Destination {
     /// What the source should be told, if there is anything.
     pub fn poll_acknowledgement(&mut self) -> Option<Acknowledgement> {
         let waiting = &mut self.unacknowledged;
-        if waiting.applied.is_empty() {
+        if waiting.applied.is_empty() && waiting.rejected.is_empty() {
             return None;
         }
         if waiting.applied.len().max(waiting.rejected.len()) <= ACKNOWLEDGED_MAX {
@@ -298,5 +298,29 @@ mod tests {
         assert!(!destination.is_complete());
         destination.written(region, block, 8);
         assert!(destination.is_complete());
+    }
+
+    #[test]
+    fn all_that_was_rejected_is_told_however_much_it_is() {
+        let region = RegionId(0);
+        let spec = RegionSpec {
+            id: region,
+            name: "ram".to_owned(),
+            blocks: 1 << 16,
+            durable: false,
+            starts_zero: true,
+        };
+        let mut destination = Destination::new(&[spec]).unwrap();
+        let every_other =
+            (0..ACKNOWLEDGED_MAX as u64 + 10).map(|n| (region, BlockRange::new(n * 2, 1)));
+        let every_other: Vec<_> = every_other.collect();
+        destination.applied(Epoch(1), 1, &every_other).unwrap();
+        let told: Vec<_> = std::iter::from_fn(|| destination.poll_acknowledgement()).collect();
+        assert!(
+            told.iter()
+                .all(|told| told.rejected.len() <= ACKNOWLEDGED_MAX)
+        );
+        let told = told.iter().flat_map(|told| told.rejected.iter().copied());
+        assert_eq!(told.collect::<Vec<_>>(), every_other);
     }
 }

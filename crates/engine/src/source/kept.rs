@@ -2,6 +2,7 @@
 //! alone, and comes whole where that was for nothing.
 
 use super::{Source, SourceError};
+use longhaul_codec::BlockId;
 use longhaul_protocol::{BlockRange, RegionId};
 
 /// So many are tried before anything is known of a region.
@@ -36,21 +37,13 @@ impl Kept {
         tries
     }
 
-    /// So many have arrived, as far as is known.
-    fn answered(&mut self, blocks: u64) {
-        self.unanswered = self.unanswered.saturating_sub(blocks);
-        self.found += blocks;
-    }
-
-    /// So many of those that had arrived are not there.
-    fn were_for_nothing(&mut self, blocks: u64) {
-        self.found = self.found.saturating_sub(blocks);
-        self.for_nothing += blocks;
-    }
-
-    /// So many were never answered.
-    fn lost(&mut self, blocks: u64) {
-        self.unanswered = self.unanswered.saturating_sub(blocks);
+    /// One was there, or not.
+    fn answered(&mut self, is_there: bool) {
+        self.unanswered = self.unanswered.saturating_sub(1);
+        match is_there {
+            true => self.found += 1,
+            false => self.for_nothing += 1,
+        }
     }
 }
 
@@ -76,33 +69,45 @@ impl Source {
         kept.tries(index)
     }
 
-    /// Frames with blocks of those regions that were named by their digests are not on their way any more: each is there,
-    /// unless it is rejected.
-    pub(super) fn named_arrived(&mut self, named: &[RegionId]) {
-        self.count_named(named, Kept::answered);
+    /// What is known now of blocks that were named by their digests: of each frame of theirs the destination has said all.
+    pub(super) fn named_answered(
+        &mut self,
+        mut named: Vec<BlockId>,
+        rejected: &[(RegionId, BlockRange)],
+    ) {
+        if named.is_empty() {
+            return;
+        }
+        named.sort_unstable();
+        let mut missing = vec![false; named.len()];
+        for (region, range) in rejected {
+            let at = |block| {
+                let id = BlockId {
+                    region: *region,
+                    block,
+                };
+                named.partition_point(|other| *other < id)
+            };
+            missing[at(range.start)..at(range.start + range.count)].fill(true);
+        }
+        for (id, missing) in named.iter().zip(missing) {
+            if let Some(kept) = self.kept_of(id.region) {
+                kept.answered(!missing);
+            }
+            self.sent.kept_blocks -= u64::from(missing);
+        }
     }
 
-    /// They are not on their way, and will be tried again.
-    pub(super) fn named_lost(&mut self, named: &[RegionId]) {
-        self.count_named(named, Kept::lost);
-    }
-
-    fn count_named(&mut self, named: &[RegionId], count: impl Fn(&mut Kept, u64)) {
-        for of_one in named.chunk_by(|one, next| one == next) {
-            let region = self.regions.get_mut(usize::from(of_one[0].0));
-            if let Some(kept) = region.and_then(|region| region.kept.as_mut()) {
-                count(kept, of_one.len() as u64);
+    /// These are not on their way any more, and nothing is known of them.
+    pub(super) fn named_lost(&mut self, named: &[BlockId]) {
+        for id in named {
+            if let Some(kept) = self.kept_of(id.region) {
+                kept.unanswered = kept.unanswered.saturating_sub(1);
             }
         }
     }
 
-    /// Blocks of a region could not be used.
-    pub(super) fn tried_for_nothing(&mut self, region: RegionId, blocks: u64) {
-        self.whole_blocks += blocks;
-        let region = self.regions.get_mut(usize::from(region.0));
-        if let Some(kept) = region.and_then(|region| region.kept.as_mut()) {
-            kept.were_for_nothing(blocks);
-            self.sent.kept_blocks = self.sent.kept_blocks.saturating_sub(blocks);
-        }
+    fn kept_of(&mut self, region: RegionId) -> Option<&mut Kept> {
+        self.regions.get_mut(usize::from(region.0))?.kept.as_mut()
     }
 }

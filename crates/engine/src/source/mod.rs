@@ -85,8 +85,8 @@ struct Flight {
     bytes: u64,
     /// Blocks that its references mean.
     pinned: Vec<BlockId>,
-    /// The region of each block that is named by its digest alone.
-    named: Vec<RegionId>,
+    /// Those that are named by their digests alone.
+    named: Vec<BlockId>,
     /// Whose turn it was, where both kinds had something to send.
     turn: Option<Turn>,
 }
@@ -383,19 +383,21 @@ impl Source {
         for (region, range) in &message.rejected {
             self.region(*region, *range)?;
         }
+        let mut named = Vec::new();
         for (first, count) in &message.applied {
             for seq in *first..first.saturating_add(u64::from(*count)) {
                 let unknown = SourceError::NotInFlight { seq };
                 let seq = u32::try_from(seq).map_err(|_| unknown.clone())?;
                 let flight = self.flights.remove(&seq).ok_or(unknown)?;
                 self.unpin(&flight.pinned);
-                self.named_arrived(&flight.named);
                 self.arrived(seq, &flight);
+                named.extend(flight.named);
             }
         }
+        self.named_answered(named, &message.rejected);
         for (region, range) in &message.rejected {
             self.sent.rejected_blocks += range.count;
-            self.tried_for_nothing(*region, range.count);
+            self.whole_blocks += range.count;
             let region = self.region(*region, *range)?;
             range
                 .blocks()

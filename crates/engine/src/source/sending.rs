@@ -248,7 +248,7 @@ impl Source {
             } else if is_first && self.tries(at, index) {
                 self.sent.kept_blocks += 1;
                 content_blocks -= 1;
-                named.push(id.region);
+                named.push(*id);
                 Decision::Kept { digest }
             } else {
                 self.sent.literal_blocks += 1;

@@ -810,6 +810,29 @@ fn what_is_kept_is_found_again_behind_what_is_not() {
 }
 
 #[test]
+fn what_was_found_is_counted_whatever_else_does_not_hold() {
+    let mut source = source(Strategy::PRECOPY, 256);
+    source.kept(DISK).unwrap();
+    let mut named = 0;
+    while source.advise(MS) == Advice::Send && source.sent().frames < 100 {
+        let (batch, decisions) = take_with(&mut source, |id| id.block + 1);
+        let is_kept = |decision: &&Decision| matches!(decision, Decision::Kept { .. });
+        named += decisions.iter().filter(is_kept).count() as u64;
+        let memory = batch.blocks.iter().filter(|id| id.region == MEMORY);
+        let message = Acknowledgement {
+            applied: vec![(batch.seq, 1)],
+            rejected: memory
+                .map(|id| (id.region, BlockRange::new(id.block, 1)))
+                .collect(),
+            ..Acknowledgement::default()
+        };
+        source.acknowledged(&message).unwrap();
+    }
+    assert!(source.sent().rejected_blocks > 256);
+    assert!(named > 0 && source.sent().kept_blocks == named, "{named}");
+}
+
+#[test]
 fn what_is_not_kept_is_soon_not_asked_for_any_more() {
     let mut source = source(Strategy::PRECOPY, 200_000);
     source.kept(DISK).unwrap();
