@@ -1,6 +1,7 @@
 //! Regions that differ, on one link: what the stop waits for, what goes first, and what the drain does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod kept;
 mod left;
 
 use longhaul_codec::{BlockId, Decision, Digest, Staged};
@@ -11,7 +12,6 @@ use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::message::Acknowledgement;
 use longhaul_protocol::{BlockRange, MigrationId, RegionId, RegionSpec};
-use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -714,135 +714,4 @@ fn what_another_guest_has_brought_of_its_disk_is_not_sent_again() {
         };
         assert_eq!(*source, of_disk((id.block + 3) % 128));
     }
-}
-
-/// Sends all there is, of which a digest alone is enough for those blocks, with so many frames under way; which were
-/// named that way, and how many of them for nothing.
-fn send_kept_behind(
-    source: &mut Source,
-    frames: usize,
-    keeps: impl Fn(BlockId) -> bool,
-) -> (Vec<BlockId>, usize) {
-    let mut under_way = VecDeque::new();
-    let (mut named, mut for_nothing) = (Vec::new(), 0);
-    loop {
-        let sends = under_way.len() < frames && source.advise(MS) == Advice::Send;
-        let sent = sends.then(|| take_with(source, |id| id.block + 1));
-        if let Some((batch, decisions)) = sent {
-            let kept = batch.blocks.iter().zip(&decisions);
-            let kept = kept.filter(|(_, decision)| matches!(decision, Decision::Kept { .. }));
-            let kept: Vec<BlockId> = kept.map(|(id, _)| *id).collect();
-            let missing = kept.iter().filter(|id| !keeps(**id));
-            let rejected: Vec<_> = missing
-                .map(|id| (id.region, BlockRange::new(id.block, 1)))
-                .collect();
-            for_nothing += rejected.len();
-            named.extend(kept);
-            under_way.push_back(Acknowledgement {
-                applied: vec![(batch.seq, 1)],
-                rejected,
-                ..Acknowledgement::default()
-            });
-        } else if let Some(message) = under_way.pop_front() {
-            source.acknowledged(&message).unwrap();
-        } else {
-            return (named, for_nothing);
-        }
-    }
-}
-
-/// The same with one frame at a time; how many were named.
-fn send_kept(source: &mut Source, keeps: impl Fn(BlockId) -> bool) -> (usize, usize) {
-    let (named, for_nothing) = send_kept_behind(source, 1, keeps);
-    (named.len(), for_nothing)
-}
-
-#[test]
-fn what_the_destination_kept_is_named_and_what_it_did_not_comes_whole() {
-    for strategy in [Strategy::PRECOPY, Strategy::MIRROR] {
-        let mut source = source(strategy, 1000);
-        source.kept(DISK).unwrap();
-        // Not what the guest has just written.
-        write(&mut source, 0, 10);
-        let sent = send_kept(&mut source, |id| id.block % 10 > 0);
-        // A pre-copy hears of that with the next pass.
-        let expected = match strategy.name {
-            "precopy" => (1000, 100),
-            _ => (1000 - 64, 93),
-        };
-        assert_eq!(sent, expected, "{}", strategy.name);
-        let (named, for_nothing) = (sent.0 as u64, sent.1 as u64);
-        assert_eq!(source.sent().kept_blocks, named - for_nothing);
-        let literal = source.sent().literal_blocks;
-        assert!(literal >= 1000 - named + for_nothing, "{literal}");
-        assert!(source.kept(RegionId(2)).is_err());
-    }
-}
-
-/// On a fast machine all of a region is on its way before the first answer comes.
-#[test]
-fn what_is_not_kept_leaves_room_to_name_what_is() {
-    let wish = Wish::downtime(MS * 300);
-    let memory = spec(MEMORY, 60_000);
-    let mut source = Source::new(Strategy::PRECOPY, &[memory], wish, MS).unwrap();
-    source.add(&spec(DISK, 40_000), Strategy::PRECOPY).unwrap();
-    source.pass_started(Duration::ZERO, true);
-    source.pass_read();
-    source.kept(MEMORY).unwrap();
-    source.kept(DISK).unwrap();
-    let of_disk = |id: BlockId| id.region == DISK && !id.block.is_multiple_of(100);
-    let (named, for_nothing) = send_kept_behind(&mut source, 200, of_disk);
-    let disk = named.iter().filter(|id| id.region == DISK).count();
-    let memory = named.len() - disk;
-    // One in 32 of what lies behind shows that it stays so.
-    assert!((4096..4200 + 60_000 / 32).contains(&memory), "{memory}");
-    assert!(disk > 40_000 * 9 / 10, "{disk}");
-    assert_eq!(for_nothing, memory + 400);
-}
-
-#[test]
-fn what_is_kept_is_found_again_behind_what_is_not() {
-    let mut source = source(Strategy::PRECOPY, 200_000);
-    source.kept(DISK).unwrap();
-    let (named, for_nothing) = send_kept(&mut source, |id| id.block >= 50_000);
-    assert!(for_nothing < 4200 + 50_000 / 32, "{for_nothing}");
-    assert!(named - for_nothing > 140_000, "{named}");
-}
-
-#[test]
-fn what_was_found_is_counted_whatever_else_does_not_hold() {
-    let mut source = source(Strategy::PRECOPY, 256);
-    source.kept(DISK).unwrap();
-    let mut named = 0;
-    while source.advise(MS) == Advice::Send && source.sent().frames < 100 {
-        let (batch, decisions) = take_with(&mut source, |id| id.block + 1);
-        let is_kept = |decision: &&Decision| matches!(decision, Decision::Kept { .. });
-        named += decisions.iter().filter(is_kept).count() as u64;
-        let memory = batch.blocks.iter().filter(|id| id.region == MEMORY);
-        let message = Acknowledgement {
-            applied: vec![(batch.seq, 1)],
-            rejected: memory
-                .map(|id| (id.region, BlockRange::new(id.block, 1)))
-                .collect(),
-            ..Acknowledgement::default()
-        };
-        source.acknowledged(&message).unwrap();
-    }
-    assert!(source.sent().rejected_blocks > 256);
-    assert!(named > 0 && source.sent().kept_blocks == named, "{named}");
-}
-
-#[test]
-fn what_is_not_kept_is_soon_not_asked_for_any_more() {
-    let mut source = source(Strategy::PRECOPY, 200_000);
-    source.kept(DISK).unwrap();
-    let (named, for_nothing) = send_kept(&mut source, |_| false);
-    assert_eq!(named, for_nothing);
-    // What lies behind is looked at now and then.
-    let probes = (200_000 - 4096) / 32;
-    assert!((4096 + probes..4200 + probes).contains(&named), "{named}");
-    assert_eq!(source.pending_blocks(), 0);
-    source.frozen();
-    source.closed();
-    assert_eq!(source.advise(MS), Advice::Complete);
 }
