@@ -24,17 +24,36 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    /// Whether one more is named. As many may be unanswered as were found: the answers of a region in which
-    /// nothing is there would come too late otherwise, and leave no room for the others.
+    /// Whether one more is named.
     fn tries(&mut self, index: usize) -> bool {
-        let answered = self.found + self.for_nothing;
+        let answered = self.answered_blocks();
         let is_worth_it = self.found.saturating_mul(WORTH_ONE_IN) > answered
             || (index as u64).is_multiple_of(WORTH_ONE_IN);
         let is_early = answered + self.unanswered < TRIED_MIN;
-        let has_room = self.unanswered < self.found.max(TRIED_MIN);
-        let tries = is_early || (is_worth_it && has_room);
+        let tries = is_early || self.is_mostly_found() || (is_worth_it && self.has_room());
         self.unanswered += u64::from(tries);
         tries
+    }
+
+    /// Whether what comes next waits for answers. Where most is found, what travels meanwhile would do so for nothing; where
+    /// it is not, the link has better things to do than to be idle.
+    pub(super) fn waits(&self) -> bool {
+        self.is_mostly_found() && !self.has_room()
+    }
+
+    /// As many may be unanswered as were found: the answers of a region in which nothing is there would come too late
+    /// otherwise, and leave no room for the others.
+    fn has_room(&self) -> bool {
+        self.unanswered < self.found.max(TRIED_MIN)
+    }
+
+    /// Half at least; also where nothing is known yet.
+    fn is_mostly_found(&self) -> bool {
+        self.found >= self.for_nothing
+    }
+
+    fn answered_blocks(&self) -> u64 {
+        self.found + self.for_nothing
     }
 
     /// One was there, or not.

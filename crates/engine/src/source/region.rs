@@ -132,6 +132,11 @@ impl Region {
         }
     }
 
+    /// Whether nothing of it goes now but what somebody waits for.
+    pub(super) fn waits(&self) -> bool {
+        self.held_back || self.kept.as_ref().is_some_and(Kept::waits)
+    }
+
     /// What was promised of it, and is not there, goes next.
     pub(super) fn want_promised(&mut self) {
         for range in &self.promised {

@@ -166,7 +166,7 @@ impl Source {
                 let region = &mut self.regions[*at];
                 // What is written differently is not of the same content, and is counted by frame.
                 let late = region.is_written_late();
-                let waits = region.held_back && class != Class::Wanted && !self.frozen;
+                let waits = region.waits() && class != Class::Wanted && !self.frozen;
                 if waits || kind.is_some_and(|kind| kind != late) {
                     continue;
                 }

@@ -548,7 +548,14 @@ fn holes_do_not_travel_where_the_disk_starts_as_zero() {
 
 /// Takes a frame, of which each block has the content of that number, and says how they travel.
 fn take_with(source: &mut Source, content: impl Fn(BlockId) -> u64) -> (Batch, Vec<Decision>) {
-    let batch = source.take(16).unwrap().unwrap();
+    try_take_with(source, content).unwrap()
+}
+
+fn try_take_with(
+    source: &mut Source,
+    content: impl Fn(BlockId) -> u64,
+) -> Option<(Batch, Vec<Decision>)> {
+    let batch = source.take(16).unwrap()?;
     let staged = |id: &BlockId| {
         let mut digest = [0; 16];
         let number = content(*id).wrapping_mul(0x9e37_79b9_7f4a_7c15);
@@ -558,7 +565,7 @@ fn take_with(source: &mut Source, content: impl Fn(BlockId) -> u64) -> (Batch, V
     let staged: Vec<Staged> = batch.blocks.iter().map(staged).collect();
     let decisions = source.decide(&batch, &staged);
     source.encoded(&batch, Some(100));
-    (batch, decisions)
+    Some((batch, decisions))
 }
 
 fn means(decision: &Decision) -> Option<BlockId> {
