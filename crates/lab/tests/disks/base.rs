@@ -2,6 +2,7 @@
 
 use crate::stage::{GUEST, LIMIT, OnBase, Room, Stage};
 use longhaul_api::{BaseChoice, DiskReport, Report};
+use longhaul_image::Bases;
 use longhaul_lab::process::wait_until;
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 use nix::sys::signal::{Signal, kill};
@@ -105,8 +106,16 @@ impl Drop for Away {
 
 /// Does something while the first host has nothing of its base image in memory but these stripes, which the guest has read.
 fn while_used<T>(stage: &Stage, stripes: &[usize], does: impl FnOnce() -> T) -> T {
-    let file = File::open(base_of(stage, 0)).unwrap();
-    posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+    let path = base_of(stage, 0);
+    let file = File::open(&path).unwrap();
+    let bases = Bases::new(path.parent().unwrap());
+    let id = Bases::named(&path).unwrap();
+    // What has yet to be written to the host's disk does not go at once, and some file systems sync nothing.
+    let is_gone = || {
+        posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
+        bases.hot(id).unwrap().is_empty()
+    };
+    assert!(wait_until(LIMIT, is_gone), "{:?}", bases.hot(id).unwrap());
     for stripe in stripes {
         let said = stage.io_of_guest(0, &format!("read {} 65536", stripe * STRIPE));
         assert!(said.contains("read 65536/65536"), "{said}");
