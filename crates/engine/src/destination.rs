@@ -254,18 +254,24 @@ impl Destination {
 mod tests {
     use super::*;
 
-    #[test]
-    fn nothing_is_accepted_once_it_is_sealed() {
+    const MEMORY: RegionId = RegionId(0);
+
+    fn destination(blocks: u64) -> Destination {
         let spec = RegionSpec {
-            id: RegionId(0),
+            id: MEMORY,
             name: "ram".to_owned(),
-            blocks: 4,
+            blocks,
             durable: false,
             starts_zero: true,
         };
-        let mut destination = Destination::new(&[spec]).unwrap();
+        Destination::new(&[spec]).unwrap()
+    }
+
+    #[test]
+    fn nothing_is_accepted_once_it_is_sealed() {
+        let mut destination = destination(4);
         let id = BlockId {
-            region: RegionId(0),
+            region: MEMORY,
             block: 1,
         };
         assert!(destination.accepts(id, 9));
@@ -278,41 +284,25 @@ mod tests {
 
     #[test]
     fn what_was_rejected_is_missing_until_something_newer_comes() {
-        let region = RegionId(0);
-        let spec = RegionSpec {
-            id: region,
-            name: "ram".to_owned(),
-            blocks: 4,
-            durable: false,
-            starts_zero: true,
-        };
-        let mut destination = Destination::new(&[spec]).unwrap();
+        let mut destination = destination(4);
         let block = BlockRange::new(2, 1);
         destination.announced(Epoch(1), 2);
         destination
-            .applied(Epoch(1), 7, &[(region, block)])
+            .applied(Epoch(1), 7, &[(MEMORY, block)])
             .unwrap();
         // It was overtaken on its way.
-        destination.written(region, block, 5);
+        destination.written(MEMORY, block, 5);
         destination.applied(Epoch(1), 5, &[]).unwrap();
         assert!(!destination.is_complete());
-        destination.written(region, block, 8);
+        destination.written(MEMORY, block, 8);
         assert!(destination.is_complete());
     }
 
     #[test]
     fn all_that_was_rejected_is_told_however_much_it_is() {
-        let region = RegionId(0);
-        let spec = RegionSpec {
-            id: region,
-            name: "ram".to_owned(),
-            blocks: 1 << 16,
-            durable: false,
-            starts_zero: true,
-        };
-        let mut destination = Destination::new(&[spec]).unwrap();
+        let mut destination = destination(1 << 16);
         let every_other =
-            (0..ACKNOWLEDGED_MAX as u64 + 10).map(|n| (region, BlockRange::new(n * 2, 1)));
+            (0..ACKNOWLEDGED_MAX as u64 + 10).map(|n| (MEMORY, BlockRange::new(n * 2, 1)));
         let every_other: Vec<_> = every_other.collect();
         destination.applied(Epoch(1), 1, &every_other).unwrap();
         let told: Vec<_> = std::iter::from_fn(|| destination.poll_acknowledgement()).collect();

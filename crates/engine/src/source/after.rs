@@ -71,10 +71,8 @@ impl Source {
     /// wanted first.
     pub fn handed_over(&mut self) {
         self.draining = true;
-        let (expected, written) = (
-            self.rhythm.is_in_next_burst(),
-            self.rhythm.written_in_burst(),
-        );
+        let expected = self.rhythm.is_in_next_burst();
+        let written = self.rhythm.written_in_burst();
         self.overwriting.begin(expected, written);
         for region in self.regions.iter_mut().filter(|region| region.is_listed()) {
             region.promised.clear();
