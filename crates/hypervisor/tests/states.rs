@@ -6,7 +6,7 @@ mod common;
 #[allow(dead_code, reason = "each test file uses what it needs")]
 mod payload;
 
-use common::{MACHINES, emulators};
+use common::{MACHINES, emulators, machines};
 use longhaul_hypervisor::memory::{Event, Incoming, Outgoing, Settings, resume};
 use payload::{Payload, Qemu, Spec};
 use serde_json::{Value, json};
@@ -194,7 +194,7 @@ async fn states_without_a_way_back_are_refused_by_name() {
         ] {
             let folder = tempfile::tempdir().unwrap();
             let bios = firmware(folder.path(), &code);
-            let source = Qemu::running(&spec(&path, MACHINES[0], bios, &more)).await;
+            let source = Qemu::running(&spec(&path, machines(&label)[0], bios, &more)).await;
             wait_for(&source, state).await;
             let before = settings(&source).await;
             let error = outgoing(&source).await.unwrap_err();
@@ -240,7 +240,7 @@ async fn set_up(qemu: &Qemu) {
 #[tokio::test(flavor = "multi_thread")]
 async fn what_somebody_has_set_comes_back() {
     for (label, path) in emulators() {
-        let spec = Spec::new(&path, MACHINES[0], Payload::IDLE);
+        let spec = Spec::new(&path, machines(&label)[0], Payload::IDLE);
         let source = Qemu::running(&spec).await;
         set_up(&source).await;
         let before = settings(&source).await;

@@ -74,4 +74,5 @@ pub use outgoing::{
     Dirty, Event, Frozen, MARGIN_PAGES, Outgoing, OutgoingError, Progress, Written,
 };
 pub(crate) use sampler::Sample;
+pub(crate) use source::is_held_by_ack;
 pub use source::{Settings, SourceError, resume, runs};

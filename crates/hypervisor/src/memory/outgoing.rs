@@ -1,13 +1,14 @@
 //! The source's side: QEMU's migration into a socket of ours, paced, held, frozen or given up.
 
 mod freeze;
+mod guard;
 mod pace;
 
 use super::guest_memory::{AccessError, GuestMemory};
 use super::reader::{End, Goal, ReadError, Reader, Shared};
 use super::sampler::start_of_last_non_zero;
 use super::source::{self, Before, SourceError};
-use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError, Version};
 use longhaul_protocol::BlockRange;
 use longhaul_qemu_stream::Prelude;
 use serde_json::json;
@@ -150,6 +151,15 @@ pub enum OutgoingError {
     /// QEMU completed by itself; it goes on, and so does the migration, from its beginning.
     #[error("QEMU completed by itself; the migration starts again")]
     Restarted,
+    /// QEMU stopped the guest in order to complete, although it was held. The guest runs on.
+    #[error(
+        "QEMU {version} stopped the guest and completed by itself, though it was held: this QEMU \
+         is not one that Longhaul can hold; the guest runs on here"
+    )]
+    NotHeld {
+        /// The QEMU's version.
+        version: Version,
+    },
     /// The migration failed before.
     #[error("the migration has failed: {0}")]
     Failed(String),
@@ -174,6 +184,7 @@ impl From<QmpError> for OutgoingError {
 pub struct Outgoing {
     migration: Arc<Migration>,
     pacer: Option<JoinHandle<()>>,
+    guard: Option<JoinHandle<()>>,
     wishes: watch::Sender<Wish>,
 }
 
@@ -211,6 +222,8 @@ struct Inner {
     progress: Progress,
     /// The newest estimate of dirty pages of this pass, and when it was made.
     dirty: Option<(u64, Instant)>,
+    /// Whether the guest was ordered to stop here.
+    stop_ordered: bool,
 }
 
 impl Outgoing {
@@ -226,6 +239,7 @@ impl Outgoing {
         slow_at_most: Option<u8>,
     ) -> Result<(Self, Prelude), OutgoingError> {
         let before = Before::look(qmp, slow_at_most).await?;
+        let events = qmp.events();
         let (connection, prelude) = match connect(qmp, &before, &memory, path).await {
             Ok(connected) => connected,
             Err(error) => {
@@ -249,9 +263,12 @@ impl Outgoing {
             end: false,
         });
         let pacer = tokio::spawn(Arc::clone(&migration).pace(wishes.subscribe()));
+        let running = migration.before.running;
+        let guard = running.then(|| tokio::spawn(Arc::clone(&migration).guard(events)));
         let outgoing = Self {
             migration,
             pacer: Some(pacer),
+            guard,
             wishes,
         };
         Ok((outgoing, prelude))
@@ -339,10 +356,10 @@ impl Outgoing {
     /// At any moment until the guest is released, after a freeze as well. A guest that was paused
     /// before and is frozen runs for a moment: QEMU has no other way back.
     pub async fn abort(mut self) -> Result<(), OutgoingError> {
-        if let Some(pacer) = self.pacer.take() {
-            pacer.abort();
+        for task in [self.pacer.take(), self.guard.take()].into_iter().flatten() {
+            task.abort();
             // It was told to end; how it ended says nothing.
-            let _ = pacer.await;
+            let _ = task.await;
         }
         let migration = Arc::clone(&self.migration);
         // A closed socket also frees a QEMU that waits in a write with its big lock held.
@@ -371,8 +388,8 @@ impl Outgoing {
 
 impl Drop for Outgoing {
     fn drop(&mut self) {
-        if let Some(pacer) = self.pacer.take() {
-            pacer.abort();
+        for task in [self.pacer.take(), self.guard.take()].into_iter().flatten() {
+            task.abort();
         }
         self.migration.shared().quit();
     }
@@ -407,7 +424,7 @@ impl Migration {
 
     /// Whether QEMU may complete by itself.
     fn may_complete(&self) -> bool {
-        !self.before.has_switchover_ack
+        !self.before.held_by_ack
     }
 
     fn close(&self) {
@@ -432,7 +449,7 @@ async fn connect(
     let places = tokio::task::spawn_blocking(move || last_places(&looking)).await;
     let places = places.map_err(|error| OutgoingError::Failed(error.to_string()))??;
     let little = places.iter().all(|(_, page)| *page == 0);
-    let none = little && !before.has_switchover_ack && before.running;
+    let none = little && !before.held_by_ack && before.running;
     before
         .set(qmp, if none { BANDWIDTH_NONE } else { 0 })
         .await?;
@@ -458,6 +475,7 @@ async fn connect(
         first_goal: goal.filter(|_| !none),
         progress: Progress::default(),
         dirty: None,
+        stop_ordered: false,
     };
     Ok((inner, prelude))
 }

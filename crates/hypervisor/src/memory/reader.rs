@@ -93,6 +93,8 @@ struct State {
     busy: bool,
     /// The owner holds the reader, whatever the mode.
     held: bool,
+    /// How many want it to read on, though it rests or is held.
+    reading_on: u32,
     events: VecDeque<Event>,
     /// Whether what is read belongs to the next pass, and what was.
     aside: bool,
@@ -122,6 +124,7 @@ impl Shared {
                 orders: 0,
                 busy: true,
                 held: false,
+                reading_on: 0,
                 events: VecDeque::new(),
                 aside: false,
                 late: Vec::new(),
@@ -143,12 +146,29 @@ impl Shared {
 
     fn set(&self, mode: Mode) {
         let mut state = self.lock();
-        if state.end.is_none() && !matches!(state.mode, Mode::Quit) {
+        let fits = match state.mode {
+            Mode::Rest | Mode::Run(_) => true,
+            // Nothing else takes a reader back that reads to the end.
+            Mode::Flush => matches!(mode, Mode::Quit),
+            Mode::Quit => false,
+        };
+        if state.end.is_none() && fits {
             state.mode = mode;
             state.orders += 1;
         }
         drop(state);
         self.reader.notify_all();
+    }
+
+    /// Reads on until the value is dropped, though the reader rests or is held. What comes while it
+    /// should rest is told with the next pass.
+    pub(crate) fn read_on(&self) -> ReadingOn<'_> {
+        let mut state = self.lock();
+        state.reading_on += 1;
+        state.aside |= matches!(state.mode, Mode::Rest);
+        drop(state);
+        self.reader.notify_all();
+        ReadingOn(self)
     }
 
     /// Reads till the goal.
@@ -302,13 +322,15 @@ impl Shared {
         let mut state = self.lock();
         loop {
             let full = state.events.len() >= EVENTS_MAX;
+            let reading_on = state.reading_on > 0;
             let goal = match state.mode {
                 Mode::Quit => return None,
                 Mode::Flush => Some(None),
                 // A pass's end is short, and no place to rest at.
                 Mode::Run(Goal::NextPass) => Some(Some(Goal::NextPass)),
-                Mode::Run(goal) if !full && !state.held => Some(Some(goal)),
-                _ => None,
+                Mode::Run(goal) if (!full && !state.held) || reading_on => Some(Some(goal)),
+                Mode::Rest if reading_on => Some(None),
+                Mode::Run(_) | Mode::Rest => None,
             };
             state.busy = goal.is_some();
             if let Some(goal) = goal {
@@ -320,6 +342,16 @@ impl Shared {
                 .wait(state)
                 .unwrap_or_else(PoisonError::into_inner);
         }
+    }
+}
+
+/// While it lives the reader reads on.
+pub(crate) struct ReadingOn<'a>(&'a Shared);
+
+impl Drop for ReadingOn<'_> {
+    fn drop(&mut self) {
+        self.0.lock().reading_on -= 1;
+        self.0.reader.notify_all();
     }
 }
 

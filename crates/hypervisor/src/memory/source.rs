@@ -1,6 +1,7 @@
 //! What a source QEMU is set to for a move, and how it gets back to what it was.
 
 use crate::balloon::tells_free_pages;
+use crate::observe::machine_type;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -64,8 +65,8 @@ pub enum SourceError {
 pub(crate) struct Before {
     /// Whether the guest ran.
     pub(crate) running: bool,
-    /// Whether QEMU needs a message for completing, and gets none.
-    pub(crate) has_switchover_ack: bool,
+    /// Whether withholding the switchover acknowledgement keeps QEMU from completing.
+    pub(crate) held_by_ack: bool,
     /// Whether QEMU does not see all that the guest writes.
     pub(crate) misses_writes: bool,
     /// Whether a balloon tells QEMU what the guest does not use.
@@ -227,7 +228,9 @@ fn why_not(state: &str) -> &'static str {
 }
 
 /// Capabilities that a move needs; all others that matter to a source are off.
-const NEEDED: [&str; 3] = ["return-path", "events", "switchover-ack"];
+const NEEDED: [&str; 2] = ["return-path", "events"];
+/// And the one that makes a QEMU wait for the switchover acknowledgement.
+const SWITCHOVER_ACK: &str = "switchover-ack";
 /// And one that a guest is slowed with.
 const SLOWS: &str = "auto-converge";
 /// And one that keeps a QEMU from asking a balloon which pages are free; post-copy itself is not used.
@@ -268,10 +271,7 @@ impl Before {
         let settings = Settings::look(qmp).await?;
         Ok(Self {
             running,
-            has_switchover_ack: settings
-                .capabilities
-                .iter()
-                .any(|(name, _)| name == "switchover-ack"),
+            held_by_ack: is_held_by_ack(qmp).await?,
             misses_writes,
             tells_free_pages: tells_free_pages(qmp).await?,
             slow_at_most,
@@ -283,7 +283,7 @@ impl Before {
     /// tells it something waits for that with a lock of its own, which `stop` and a reset of the guest
     /// need.
     pub(crate) fn holds_by_rate(&self) -> bool {
-        self.tells_free_pages && self.has_switchover_ack && self.running
+        self.tells_free_pages && self.held_by_ack && self.running
     }
 
     /// Sets capabilities and parameters for a move.
@@ -294,8 +294,9 @@ impl Before {
             .iter()
             .filter(|(name, _)| name != LEFT_ALONE);
         let needed = |name: &str| match name {
+            SWITCHOVER_ACK => self.held_by_ack,
             SLOWS => self.slow_at_most.is_some(),
-            SILENCES_BALLOON => self.tells_free_pages && !self.has_switchover_ack,
+            SILENCES_BALLOON => self.tells_free_pages && !self.held_by_ack,
             name => NEEDED.contains(&name),
         };
         let wanted = wanted.map(|(name, on)| (name, *on, needed(name)));
@@ -313,7 +314,7 @@ impl Before {
             qmp.execute("migrate-set-parameters", arguments, COMMAND_TIMEOUT)
                 .await?;
         }
-        let downtime_limit = if self.has_switchover_ack { 300 } else { 1 };
+        let downtime_limit = if self.held_by_ack { 300 } else { 1 };
         set_parameters(qmp, max_bandwidth, downtime_limit).await
     }
 
@@ -321,6 +322,37 @@ impl Before {
     pub(crate) async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
         self.settings.restore(qmp).await
     }
+}
+
+/// The last machine type version whose QEMU waits for the switchover acknowledgement whatever
+/// devices the guest has.
+const ACK_MACHINE_MAX: (u32, u32) = (11, 0);
+/// The QEMU from which on that depends on the machine type.
+const ACK_BY_MACHINE_FROM: (u32, u32) = (11, 1);
+
+/// Whether this QEMU cannot complete while the switchover acknowledgement is withheld.
+///
+/// Before 8.1 there is none. Up to 11.0 QEMU waits for it. From 11.1 on QEMU waits only where a
+/// device asks for it, which an ordinary guest's devices do not; machine types up to 11.0 keep the
+/// old behaviour. A machine type whose version is not in its name counts as new.
+pub(crate) async fn is_held_by_ack(qmp: &Qmp) -> Result<bool, QmpError> {
+    let capabilities = qmp.query("query-migrate-capabilities").await?;
+    let mut capabilities = capabilities.as_array().into_iter().flatten();
+    if !capabilities.any(|one| one["capability"] == SWITCHOVER_ACK) {
+        return Ok(false);
+    }
+    let version = qmp.version();
+    if (version.major, version.minor) < ACK_BY_MACHINE_FROM {
+        return Ok(true);
+    }
+    let machine = machine_type(qmp).await?;
+    Ok(version_of_machine(&machine).is_some_and(|version| version <= ACK_MACHINE_MAX))
+}
+
+/// The version at the end of a machine type's name: (11, 0) of `pc-q35-11.0`.
+fn version_of_machine(name: &str) -> Option<(u32, u32)> {
+    let (major, minor) = name.rsplit_once('-')?.1.split_once('.')?;
+    Some((major.parse().ok()?, minor.parse().ok()?))
 }
 
 async fn capabilities(qmp: &Qmp) -> Result<Vec<(String, bool)>, SourceError> {
@@ -428,6 +460,24 @@ pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
                 qmp.query("cont").await?;
             }
             _ => return Err(SourceError::DoesNotRun(state)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::version_of_machine;
+
+    #[test]
+    fn the_version_of_a_machine_type_stands_last_in_its_name() {
+        for (name, version) in [
+            ("pc-q35-11.0", Some((11, 0))),
+            ("pc-i440fx-7.2", Some((7, 2))),
+            ("pc-q35-rhel9.6.0", None),
+            ("pc-q35-noble", None),
+            ("microvm", None),
+        ] {
+            assert_eq!(version_of_machine(name), version, "{name}");
         }
     }
 }

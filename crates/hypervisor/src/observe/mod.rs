@@ -7,6 +7,7 @@
 mod cpu;
 
 use crate::balloon::tells_free_pages;
+use crate::memory::is_held_by_ack;
 use crate::process::ProcessId;
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use futures_util::future::BoxFuture;
@@ -60,19 +61,17 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
 
 /// A busy QEMU takes its time for each question that comes alone, so all that can be are put at once.
 async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, QmpError> {
-    let machine_type = json!({"path": "/machine", "property": "type"});
     let (machine_type, kvm, blocks, devices, cpus) = tokio::try_join!(
-        ask(qmp, "qom-get", machine_type),
+        machine_type(qmp),
         ask(qmp, "query-kvm", json!({})),
         qmp.hmp("info ramblock", COMMAND_TIMEOUT),
         devices(qmp),
         cpu::cpus(qmp, process),
     )?;
     let (vcpus, cpu_properties) = cpus;
-    let machine_type = machine_type.as_str().unwrap_or_default();
     Ok(Machine {
         qemu: qmp.version().to_string(),
-        machine_type: machine_type.trim_end_matches("-machine").to_owned(),
+        machine_type,
         accelerator: match kvm["enabled"].as_bool() {
             Some(true) => "kvm",
             _ => "tcg",
@@ -83,6 +82,14 @@ async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, Q
         devices,
         cpu_properties,
     })
+}
+
+/// The machine type under its full name, such as `pc-q35-11.1`.
+pub(crate) async fn machine_type(qmp: &Qmp) -> Result<String, QmpError> {
+    let question = json!({"path": "/machine", "property": "type"});
+    let answer = ask(qmp, "qom-get", question).await?;
+    let name = answer.as_str().unwrap_or_default();
+    Ok(name.trim_end_matches("-machine").to_owned())
 }
 
 /// Reads what `info ramblock` prints, in which newer QEMUs have more columns at the right.
@@ -315,18 +322,18 @@ impl Signs {
             &self.networks,
         );
         let huge = |block: &RamBlock| block.page_bytes > BLOCK_SIZE as u64;
-        if machine.ram_blocks.values().any(huge) && tells_free_pages(qmp).await? {
-            let capabilities = ask(qmp, "query-migrate-capabilities", json!({})).await?;
-            let mut capabilities = list(&capabilities, "query-migrate-capabilities")?.into_iter();
-            if !capabilities.any(|one| one["capability"] == "switchover-ack") {
-                found.push(Blocker {
-                    text:
-                        "its balloon tells which pages are free (free-page-hint), and its memory \
+        if machine.ram_blocks.values().any(huge)
+            && tells_free_pages(qmp).await?
+            && !is_held_by_ack(qmp).await?
+        {
+            found.push(Blocker {
+                text: "its balloon tells which pages are free (free-page-hint), and its memory \
                            is in huge pages: this QEMU cannot move it with both"
-                            .to_owned(),
-                    hint: "start it without one of them, or with QEMU 8.1 or newer".to_owned(),
-                });
-            }
+                    .to_owned(),
+                hint: "start it without one of them, or with a QEMU from 8.1 on and a machine \
+                           type up to 11.0"
+                    .to_owned(),
+            });
         }
         Ok(found)
     }

@@ -16,7 +16,7 @@ use tempfile::TempDir;
 pub(crate) fn emulators() -> Vec<(String, PathBuf)> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let lab = Path::new(&lab).join("qemu");
-    let mut found: Vec<(String, PathBuf)> = ["7.2", "10.0"]
+    let mut found: Vec<(String, PathBuf)> = ["7.2", "10.0", "11.1"]
         .into_iter()
         .map(|label| (label.to_owned(), lab.join(label).join("qemu-system-x86_64")))
         .filter(|(_, path)| path.exists())
@@ -99,3 +99,12 @@ pub(crate) fn guest(machine: &str) -> GuestDescription {
 
 /// The machine types of both families that every emulator here knows.
 pub(crate) const MACHINES: [&str; 2] = ["pc-q35-7.2", "pc-i440fx-7.2"];
+
+/// The machine types of both families that a QEMU is tested with: from 11.1 on, one of its own as well,
+/// which is held in another way.
+pub(crate) fn machines(label: &str) -> [&'static str; 2] {
+    match label {
+        "11.1" => ["pc-q35-11.1", MACHINES[1]],
+        _ => MACHINES,
+    }
+}

@@ -1,5 +1,6 @@
 //! Stopping a guest so that nothing of it is lost and nothing can wake it by surprise.
 
+use super::guard::{ANSWER_PATIENCE, is_completing, is_stop};
 use super::pace::{blocking, wait_for_end};
 use super::{
     FINISH_TIMEOUT, Frozen, Migration, OutgoingError, POLL, STILLNESS, STOP_TIMEOUT, Written,
@@ -43,13 +44,14 @@ impl Migration {
         }
         let stopped_at = Instant::now();
         if self.before.running {
+            self.inner().stop_ordered = true;
             self.stop().await?;
-            let state = self.patiently(run_state(qmp)).await?;
-            if must_be_paused && completes(&state) {
+            let state = self.answered(run_state(qmp), ANSWER_PATIENCE).await?;
+            if must_be_paused && is_completing(&state) {
                 self.restart().await?;
                 return Err(OutgoingError::Restarted);
             }
-            if state != "paused" && !completes(&state) {
+            if state != "paused" && !is_completing(&state) {
                 return Err(OutgoingError::State {
                     expected: "paused",
                     found: state,
@@ -87,9 +89,18 @@ impl Migration {
     /// write with its big lock held, and hears nothing until that is read: then it has stopped the
     /// guest. It may still have heard `stop` on its way there, and then hears no question after it.
     async fn patiently<T>(&self, answer: impl Future<Output = T>) -> T {
+        let mut events = self.qmp().events();
+        let stopped = async {
+            // An end of the events says nothing of the guest.
+            while events.recv().await.is_ok_and(|event| !is_stop(&event)) {}
+            tokio::time::sleep(ANSWER_PATIENCE).await;
+        };
         tokio::pin!(answer);
-        if let Ok(answer) = tokio::time::timeout(STOP_PATIENCE, &mut answer).await {
-            return answer;
+        tokio::select! {
+            biased;
+            answer = &mut answer => return answer,
+            () = stopped => {}
+            () = tokio::time::sleep(STOP_PATIENCE) => {}
         }
         self.shared().flush();
         answer.await
@@ -103,7 +114,7 @@ impl Migration {
         }
         self.shared().flush();
         let start = Instant::now();
-        while !completes(&run_state(self.qmp()).await?) {
+        while !is_completing(&run_state(self.qmp()).await?) {
             if start.elapsed() > FINISH_TIMEOUT {
                 return Err(OutgoingError::Timeout {
                     what: "complete by itself",
@@ -200,9 +211,4 @@ impl Migration {
         out.extend_from_slice(state);
         out
     }
-}
-
-/// Whether a QEMU in this state has stopped the guest by itself.
-fn completes(state: &str) -> bool {
-    matches!(state, "finish-migrate" | "postmigrate")
 }

@@ -1,5 +1,6 @@
 //! The task that reads pass after pass, and never lets QEMU complete by itself.
 
+use super::guard::{ANSWER_PATIENCE, is_completing, is_stop};
 use super::{
     ASK_EVERY, BANDWIDTH_AT_END, BANDWIDTH_NONE, DIRTY_PAGES_MIN, ESTIMATE_EVERY, Event,
     FINISH_TIMEOUT, MARGIN_PAGES, Migration, OutgoingError, POLL, Wish, connect,
@@ -15,7 +16,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, watch};
 
-/// How long QEMU may take to answer, or to write its devices, before it is taken for completing.
+/// How long a QEMU that seems to complete may take to write its devices.
 const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A QEMU that is held by its rate sleeps for most of each 100 ms.
@@ -50,7 +51,7 @@ impl Migration {
                 false => self.read_paused(&mut wishes).await,
             };
             match paced {
-                Ok(Stop::Completes) => match self.restart().await {
+                Ok(Stop::Completes) => match self.completed_by_itself().await {
                     Ok(()) => {}
                     Err(error) => return self.shared().tell(Event::Failed(error.to_string())),
                 },
@@ -207,11 +208,7 @@ impl Migration {
     /// Keeps QEMU from writing pages, and so from completing; false when it does so already.
     pub(super) async fn is_still(&self) -> Result<bool, OutgoingError> {
         let set = set_bandwidth(&self.qmp, BANDWIDTH_NONE);
-        match tokio::time::timeout(STATE_TIMEOUT, set).await {
-            Ok(set) => set?,
-            // Its big lock is taken.
-            Err(_) => return Ok(false),
-        }
+        self.answered(set, ANSWER_PATIENCE).await?;
         Ok(!self.completes().await)
     }
 
@@ -323,16 +320,8 @@ impl Migration {
 
     /// Whether QEMU has stopped the guest in order to complete.
     pub(super) async fn completes(&self) -> bool {
-        if !self.may_complete() {
-            return false;
-        }
-        // QEMU answers nothing while it waits for its device state to be read.
-        let state = tokio::time::timeout(STATE_TIMEOUT, run_state(&self.qmp)).await;
-        match state {
-            Ok(Ok(state)) => matches!(state.as_str(), "finish-migrate" | "postmigrate"),
-            Ok(Err(_)) => false,
-            Err(_) => true,
-        }
+        let state = self.answered(run_state(&self.qmp), ANSWER_PATIENCE).await;
+        state.is_ok_and(|state| is_completing(&state))
     }
 
     fn begin_pass(&self, pass: u64) {
@@ -364,15 +353,11 @@ impl Migration {
         let start = Instant::now();
         loop {
             let asked = self.qmp.query("query-migrate");
-            let migration = if self.may_complete() {
-                match tokio::time::timeout(STATE_TIMEOUT, asked).await {
-                    Ok(migration) => migration?,
-                    // Its big lock is taken until somebody reads the devices.
-                    Err(_) => return Ok(None),
-                }
-            } else {
-                asked.await?
-            };
+            let migration = self.answered(asked, ANSWER_PATIENCE).await?;
+            // It has written its devices, and was read meanwhile.
+            if matches!(self.shared().end(), Some(End::Complete(_))) {
+                return Ok(None);
+            }
             let number = |name: &str| migration["ram"][name].as_u64();
             // In its state `setup` QEMU writes the prelude and has no numbers yet.
             if let (Some(syncs), Some(remaining)) =
@@ -403,17 +388,22 @@ impl Migration {
         }
     }
 
+    /// After QEMU has completed by itself: begins another migration where that was to be expected,
+    /// and gives up where it was not.
+    async fn completed_by_itself(&self) -> Result<(), OutgoingError> {
+        if self.may_complete() {
+            return self.restart().await;
+        }
+        self.refuse().await?;
+        Err(OutgoingError::NotHeld {
+            version: self.qmp.version(),
+        })
+    }
+
     /// Refuses a stream that QEMU ended by itself, and begins another.
     pub(super) async fn restart(&self) -> Result<(), OutgoingError> {
+        self.refuse().await?;
         let shared = self.shared();
-        shared.flush();
-        if let Ok(Ok(_)) = tokio::time::timeout(STATE_TIMEOUT, wait_for_end(&shared)).await {
-            self.send(&Message::Shut(1))?;
-        }
-        // Otherwise it did not complete after all; the end of the socket is the same to it.
-        shared.quit();
-        self.close();
-        source::resume(&self.qmp, self.before.running).await?;
         let path = self.path.as_path();
         let begun = connect(&self.qmp, &self.before, &self.memory, path).await?;
         let (mut inner, prelude) = begun;
@@ -431,6 +421,20 @@ impl Migration {
             *old = inner;
         }
         self.replaced.notify_waiters();
+        Ok(())
+    }
+
+    /// Refuses a stream that QEMU ended by itself; the guest runs on.
+    async fn refuse(&self) -> Result<(), OutgoingError> {
+        let shared = self.shared();
+        shared.flush();
+        if let Ok(Ok(_)) = tokio::time::timeout(STATE_TIMEOUT, wait_for_end(&shared)).await {
+            self.send(&Message::Shut(1))?;
+        }
+        // Otherwise it did not complete after all; the end of the socket is the same to it.
+        shared.quit();
+        self.close();
+        source::resume(&self.qmp, self.before.running).await?;
         Ok(())
     }
 
@@ -476,7 +480,7 @@ impl Happened {
     fn of(event: Result<qmp::Event, broadcast::error::RecvError>) -> Self {
         match event {
             Ok(event) if event.name == "MIGRATION_PASS" => Self::Pass,
-            Ok(event) if event.name == "STOP" => Self::Stop,
+            Ok(event) if is_stop(&event) => Self::Stop,
             Ok(_) => Self::Other,
             Err(_) => Self::Time,
         }
