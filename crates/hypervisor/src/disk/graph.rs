@@ -38,6 +38,18 @@ impl Known {
         self.value(name, |node| node["file"].as_str().map(str::to_owned))
     }
 
+    /// The nodes whose image names a backing file that has this in its name.
+    pub(super) fn backed_by(&self, part: &str) -> Vec<&str> {
+        let nodes = self.0.as_array().into_iter().flatten();
+        let named = nodes.filter(|node| {
+            let file = node["image"]["backing-filename"].as_str();
+            file.is_some_and(|file| file.contains(part))
+        });
+        named
+            .filter_map(|node| node["node-name"].as_str())
+            .collect()
+    }
+
     /// QEMU 7.2 does not say.
     pub(super) fn is_active(&self, name: &str) -> Option<bool> {
         self.value(name, |node| node["active"].as_bool())
@@ -47,6 +59,8 @@ impl Known {
 /// QEMU's block graph: which node stands on which. Devices are in it by their paths.
 pub(super) struct Graph {
     names: Vec<String>,
+    /// Names of what the nodes are used by: devices, and whatever else has a disk of its own.
+    backends: Vec<String>,
     edges: Vec<Edge>,
 }
 
@@ -79,7 +93,12 @@ impl Graph {
                 child: name(&edge["child"])?,
             })
         };
+        let backends = nodes
+            .iter()
+            .filter(|node| node["type"] == "block-backend")
+            .filter_map(|node| node["name"].as_str().map(str::to_owned));
         Some(Self {
+            backends: backends.filter(|name| !name.is_empty()).collect(),
             names: nodes.iter().filter_map(|node| name(&node["id"])).collect(),
             edges: graph["edges"].as_array()?.iter().filter_map(edge).collect(),
         })
@@ -94,5 +113,24 @@ impl Graph {
         let mut edges = self.edges.iter();
         let edge = edges.find(|edge| edge.parent == parent && edge.name == name);
         edge.map(|edge| &edge.child)
+    }
+
+    /// The devices, and whatever else uses a node by a name of its own.
+    pub(super) fn devices(&self) -> Vec<&str> {
+        self.backends.iter().map(String::as_str).collect()
+    }
+
+    /// What stands below a node, each with the name of its edge, in the order of these names.
+    pub(super) fn children(&self, parent: &str) -> Vec<(&str, &str)> {
+        let edges = self.edges.iter().filter(|edge| edge.parent == parent);
+        let mut children: Vec<_> = edges.map(|edge| (&*edge.name, &*edge.child)).collect();
+        children.sort_unstable();
+        children
+    }
+
+    /// What stands on a node.
+    pub(super) fn parents(&self, child: &str) -> Vec<&str> {
+        let edges = self.edges.iter().filter(|edge| edge.child == child);
+        edges.map(|edge| &*edge.parent).collect()
     }
 }

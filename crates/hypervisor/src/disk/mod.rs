@@ -8,10 +8,12 @@ mod backing;
 pub mod base;
 mod find;
 mod graph;
+mod layout;
 mod nodes;
 
 pub use backing::{Backing, backing};
 pub use find::{FindError, find};
+pub use layout::{Layout, LayoutChanged};
 pub use nodes::{DiskNodes, NodesError};
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -23,6 +25,8 @@ use std::time::{Duration, Instant};
 
 /// Time for QEMU to let the disk's requests end and to exchange what is below.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Between two questions whether a job has ended.
+const JOB_POLL: Duration = Duration::from_millis(2);
 /// How long QEMU tries to reach a front end that is gone, before its guest sees errors. While it
 /// tries, requests wait.
 const RECONNECT_SECONDS: u64 = 3600;
@@ -180,7 +184,7 @@ impl From<Change> for RemoveError {
 pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), InsertError> {
     let graph = Graph::ask(qmp).await.map_err(InsertError::Refused)?;
     let found = nodes.below(&graph);
-    if found == Some(&front.node) {
+    if found == Some(&nodes.standing(front)) {
         return Ok(());
     }
     if found != Some(&nodes.file_name) {
@@ -201,9 +205,19 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
             .await
             .map_err(InsertError::Refused)?;
     }
+    if let Some(wrapper) = nodes.wrapper(front)
+        && !graph.has(&wrapper)
+    {
+        add(qmp, wrapper_options(nodes, &wrapper, &front.node))
+            .await
+            .map_err(InsertError::Refused)?;
+    }
     let exchanged = exchange(qmp, nodes, front, &graph).await;
     if exchanged.is_err() && !matches!(exchanged, Err(InsertError::InDoubt(_))) {
-        // Where it cannot be deleted either, it is in nobody's way; the first error says more.
+        // Where they cannot be deleted either, they are in nobody's way; the first error says more.
+        if let Some(wrapper) = nodes.wrapper(front) {
+            let _ = delete(qmp, &wrapper).await;
+        }
         let _ = delete(qmp, &front.node).await;
     }
     exchanged
@@ -225,7 +239,7 @@ async fn exchange(
             file_bytes,
         });
     }
-    Ok(put_below(qmp, nodes, &front.node, graph).await?)
+    Ok(put_below(qmp, nodes, &nodes.standing(front), graph).await?)
 }
 
 /// Takes a front end out from below a disk, whose QEMU then has the file again, and its locks: ours
@@ -234,7 +248,15 @@ async fn exchange(
 pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), RemoveError> {
     let graph = Graph::ask(qmp).await.map_err(RemoveError::InDoubt)?;
     let found = nodes.below(&graph);
-    if found == Some(&front.node) {
+    // The front end may have been put in by an agent that made no wrapper.
+    let ours = [nodes.standing(front), front.node.clone()];
+    let is_ours = found.is_some_and(|found| ours.contains(found));
+    // Somebody has put something on it since, such as the overlay of a snapshot.
+    let wrapper = nodes.wrapper(front).filter(|wrapper| {
+        let is_used = !graph.parents(wrapper).is_empty();
+        !is_ours && is_used && graph.child(wrapper, "file") == Some(&front.node)
+    });
+    if is_ours || wrapper.is_some() {
         let thread = has_thread(qmp, nodes).await;
         let thread = thread.map_err(RemoveError::Refused)??;
         let runs = runs(qmp).await.map_err(RemoveError::Refused)?;
@@ -251,15 +273,80 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
         activate(qmp, nodes, front)
             .await
             .map_err(RemoveError::Refused)?;
-        put_below(qmp, nodes, &nodes.file_name, &graph).await?;
-    } else if found != Some(&nodes.file_name) {
+        match &wrapper {
+            // What is on it stays, and so does the wrapper.
+            Some(wrapper) => {
+                let options = wrapper_options(nodes, wrapper, &nodes.file_name);
+                reopen(qmp, options).await.map_err(Change::from)?;
+            }
+            None => put_below(qmp, nodes, &nodes.file_name, &graph).await?,
+        }
+    } else if found != Some(&nodes.file_name) && !graph.has(&front.node) {
         return Err(OtherBelow::new(nodes, &front.node, found).into());
+    }
+    correct_backing_files(qmp, nodes, front).await?;
+    if let Some(ended) = nodes.wrapper(front).filter(|_| wrapper.is_none())
+        && graph.has(&ended)
+    {
+        let deleted = delete(qmp, &ended).await;
+        deleted.map_err(RemoveError::InDoubt)?;
     }
     if graph.has(&front.node) {
         let deleted = delete(qmp, &front.node).await;
         deleted.map_err(RemoveError::InDoubt)?;
     }
     Ok(())
+}
+
+/// An overlay that was made while the front end was in names it as its backing file: a socket that is
+/// gone afterwards. It is told the image instead, by a job that streams nothing: QEMU's own command for
+/// that (`change-backing-file`) writes the overlay's format for the image's.
+async fn correct_backing_files(
+    qmp: &Qmp,
+    nodes: &DiskNodes,
+    front: &Front,
+) -> Result<(), RemoveError> {
+    let Some(image) = nodes::text(&nodes.file, "filename") else {
+        return Ok(());
+    };
+    let look = async || tokio::try_join!(Known::ask(qmp), Graph::ask(qmp));
+    let (known, graph) = look().await.map_err(RemoveError::Refused)?;
+    for overlay in known.backed_by(&front.export) {
+        let Some(base) = graph.child(overlay, "backing") else {
+            continue;
+        };
+        let job = front.node.as_str();
+        let stream = json!({
+            "job-id": job, "device": overlay, "base-node": base, "backing-file": image,
+        });
+        let begun = qmp.execute("block-stream", stream, REOPEN_TIMEOUT).await;
+        begun.map_err(Change::from)?;
+        let until = Instant::now() + REOPEN_TIMEOUT;
+        while has_job(qmp, job).await.map_err(RemoveError::InDoubt)? {
+            if Instant::now() > until {
+                return Err(RemoveError::InDoubt(QmpError::Timeout {
+                    command: "block-stream".to_owned(),
+                    waited: REOPEN_TIMEOUT,
+                }));
+            }
+            tokio::time::sleep(JOB_POLL).await;
+        }
+    }
+    let known = Known::ask(qmp).await.map_err(RemoveError::Refused)?;
+    match known.backed_by(&front.export).first() {
+        None => Ok(()),
+        Some(overlay) => Err(RemoveError::Refused(QmpError::Answer {
+            command: "block-stream".to_owned(),
+            why: format!("the overlay {overlay} still names the agent as its backing file"),
+        })),
+    }
+}
+
+/// Whether QEMU has a job of this name; one that has ended is dismissed.
+async fn has_job(qmp: &Qmp, id: &str) -> Result<bool, QmpError> {
+    let jobs = qmp.query("query-jobs").await?;
+    let mut jobs = jobs.as_array().into_iter().flatten();
+    Ok(jobs.any(|job| job["id"] == id))
 }
 
 /// Puts front ends below disks; where that needs it, the guest is stopped meanwhile, and how long it
@@ -394,9 +481,8 @@ async fn make_file(qmp: &Qmp, nodes: &DiskNodes, graph: &Graph) -> Result<(), Re
 async fn put_below(qmp: &Qmp, nodes: &DiskNodes, node: &str, graph: &Graph) -> Result<(), Change> {
     let exchanged = match &nodes.above {
         Above::Format(name, options) => {
-            let options = json!({"options": [reopened(name, options, node, graph)]});
-            qmp.execute("blockdev-reopen", options, REOPEN_TIMEOUT)
-                .await
+            let options = reopened(name, options, node, graph);
+            reopen(qmp, options.into()).await.map(|()| Value::Null)
         }
         Above::Device(path) => {
             let drive = json!({"path": path, "property": "drive", "value": node});
@@ -436,6 +522,22 @@ async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenT
     ))
 }
 
+/// A device without a format node is given one with the front end: what others put on it can then be
+/// given the file, which QEMU does with a format node only.
+fn wrapper_options(nodes: &DiskNodes, wrapper: &str, file: &str) -> Value {
+    let mut options = json!({"driver": "raw", "node-name": wrapper, "file": file});
+    for (key, value) in nodes.kept().filter(|(key, _)| *key != "detect-zeroes") {
+        options[key] = value.clone();
+    }
+    options
+}
+
+async fn reopen(qmp: &Qmp, options: Value) -> Result<(), QmpError> {
+    let options = json!({"options": [options]});
+    let reopened = qmp.execute("blockdev-reopen", options, REOPEN_TIMEOUT);
+    reopened.await.map(|_| ())
+}
+
 async fn add(qmp: &Qmp, options: Value) -> Result<(), QmpError> {
     let added = qmp.execute("blockdev-add", options, COMMAND_TIMEOUT);
     added.await.map(|_| ())
@@ -461,7 +563,7 @@ async fn activate(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), Qmp
     // A device has no such state, but what it stands on has.
     let above = match &nodes.above {
         Above::Format(name, _) => name,
-        Above::Device(_) => &front.node,
+        Above::Device(_) => &nodes.standing(front),
     };
     if known.is_active(above) == Some(true) && known.is_active(&nodes.file_name) == Some(false) {
         let file = json!({"node-name": nodes.file_name, "active": true});

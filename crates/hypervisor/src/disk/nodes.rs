@@ -1,5 +1,6 @@
 //! The nodes of a guest's disk, and what of them can be put back as it was.
 
+use super::Front;
 use super::graph::Graph;
 use serde_json::{Map, Value};
 
@@ -93,6 +94,17 @@ impl DiskNodes {
             Above::Format(name, _) => graph.child(name, "file"),
             Above::Device(path) => graph.child(path, "root"),
         }
+    }
+
+    /// The format node that a device which has none is given with a front end.
+    pub(super) fn wrapper(&self, front: &Front) -> Option<String> {
+        let is_direct = matches!(self.above, Above::Device(_));
+        is_direct.then(|| format!("{}-raw", front.node))
+    }
+
+    /// The node that is in the place of the file's while a front end is in.
+    pub(super) fn standing(&self, front: &Front) -> String {
+        self.wrapper(front).unwrap_or_else(|| front.node.clone())
     }
 
     /// The options of the node that stands in for the file's.

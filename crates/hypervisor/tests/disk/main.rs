@@ -7,6 +7,7 @@
 )]
 
 mod arriving;
+mod changed;
 #[path = "../common/mod.rs"]
 mod common;
 mod direct;

@@ -149,12 +149,24 @@ impl Setting {
     pub(crate) fn content(&self) -> Vec<u8> {
         let raw = self.folder.path().join("content");
         let (image, to) = (self.image.to_str().unwrap(), raw.to_str().unwrap());
-        let format = match self.size {
+        qemu_img(&["convert", "-U", "-f", self.format(), "-O", "raw", image, to]);
+        std::fs::read(raw).unwrap()
+    }
+
+    /// The format of the image.
+    pub(crate) fn format(&self) -> &'static str {
+        match self.size {
             ExportSize::OfFile => "raw",
             ExportSize::Bytes(_) => "qcow2",
-        };
-        qemu_img(&["convert", "-U", "-f", format, "-O", "raw", image, to]);
-        std::fs::read(raw).unwrap()
+        }
+    }
+
+    /// The node that the guest's device stands on while the front end is in.
+    pub(crate) fn top(&self) -> &str {
+        match self.drive {
+            "f0" => "n0-raw",
+            format => format,
+        }
     }
 
     /// A guest that has the disk, whose firmware does nothing with it.
@@ -251,6 +263,10 @@ pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
     let known = qemu.qmp.execute(command, flat, COMMAND_TIMEOUT);
     for mut node in known.await.unwrap().as_array().unwrap().clone() {
         node["image"].take();
+        // QEMU lists them in the order in which they came.
+        if let Some(children) = node["children"].as_array_mut() {
+            children.sort_by_key(ToString::to_string);
+        }
         for bitmap in node["dirty-bitmaps"].as_array_mut().into_iter().flatten() {
             bitmap["count"].take();
         }
