@@ -18,7 +18,8 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 const LINK: &str = "100mbit,20ms";
-const QEMU: &str = "10.0";
+/// The only version that the demo needs.
+pub(crate) const QEMU: &str = "10.0";
 const GUEST: &str = "web-7";
 const DIRTY_SHARE: f64 = 0.3;
 const ARENA_BYTES: u64 = 96 << 20;

@@ -8,6 +8,7 @@ use std::process::Command;
 use nix::sys::statvfs::statvfs;
 use nix::unistd::geteuid;
 
+use crate::demo;
 use crate::error::LabError;
 use crate::installed::{self, QEMU_VERSIONS};
 use crate::netns::Namespace;
@@ -30,7 +31,7 @@ enum Need {
 /// Something that was looked at.
 #[derive(Debug)]
 struct Finding {
-    what: &'static str,
+    what: String,
     need: Need,
     /// What is there, or what is wrong and the command that mends it.
     state: Result<String, (String, String)>,
@@ -38,15 +39,16 @@ struct Finding {
 
 /// Looks at everything and gives the report; says whether the demo can run.
 pub fn examine() -> (String, bool) {
-    let findings = [
+    let mut findings = vec![
         root(),
         program("ip", "makes hosts", Need::Demo),
         program("ping", "measures links", Need::Demo),
         program("nice", "keeps links on time", Need::Demo),
         namespaces(),
         tap(),
-        qemu(QEMU_VERSIONS[0]),
-        qemu(QEMU_VERSIONS[1]),
+    ];
+    findings.extend(QEMU_VERSIONS.map(qemu));
+    findings.extend([
         kernel(),
         accelerator(),
         product(),
@@ -69,7 +71,7 @@ pub fn examine() -> (String, bool) {
         ),
         unpacked("S3 server", "s3/rclone", "version"),
         program("git", "names the commit in benches' documents", Need::More),
-    ];
+    ]);
     report(&findings)
 }
 
@@ -100,9 +102,9 @@ fn report(findings: &[Finding]) -> (String, bool) {
     (text, demo_runs)
 }
 
-fn finding(what: &'static str, need: Need, state: Result<String, (String, &str)>) -> Finding {
+fn finding(what: &str, need: Need, state: Result<String, (String, &str)>) -> Finding {
     Finding {
-        what,
+        what: what.to_owned(),
         need,
         state: state.map_err(|(wrong, mend)| (wrong, mend.to_owned())),
     }
@@ -120,7 +122,7 @@ fn root() -> Finding {
     finding("root", Need::Demo, state)
 }
 
-fn program(name: &'static str, purpose: &str, need: Need) -> Finding {
+fn program(name: &str, purpose: &str, need: Need) -> Finding {
     let found = std::env::var_os("PATH").and_then(|path| {
         std::env::split_paths(&path)
             .map(|folder| folder.join(name))
@@ -163,14 +165,9 @@ fn tap() -> Finding {
     finding("TAP devices", Need::Demo, state)
 }
 
-fn qemu(version: &'static str) -> Finding {
-    // The demo needs one version; which, its own options say. Tests need both.
-    let what = if version == "7.2" {
-        "QEMU 7.2"
-    } else {
-        "QEMU 10.0"
-    };
-    let need = if version == "10.0" {
+fn qemu(version: &str) -> Finding {
+    // The demo needs one version. Tests need all.
+    let need = if version == demo::QEMU {
         Need::Demo
     } else {
         Need::More
@@ -183,7 +180,7 @@ fn qemu(version: &'static str) -> Finding {
         )),
         Err(error) => Err((error.to_string(), "sudo scripts/install lab")),
     };
-    finding(what, need, state)
+    finding(&format!("QEMU {version}"), need, state)
 }
 
 fn kernel() -> Finding {
@@ -198,7 +195,7 @@ fn kernel() -> Finding {
 }
 
 /// A program for one test, which was unpacked beside the QEMUs.
-fn unpacked(what: &'static str, path: &str, version: &str) -> Finding {
+fn unpacked(what: &str, path: &str, version: &str) -> Finding {
     let path = installed::folder().join(path);
     let state = match run(Command::new(&path).arg(version)) {
         Ok(_) => Ok(format!("{} (for a test)", path.display())),

@@ -7,7 +7,7 @@ use crate::error::LabError;
 use crate::process::run;
 
 /// The versions of QEMU between which guests are moved.
-pub const QEMU_VERSIONS: [&str; 2] = ["7.2", "10.0"];
+pub const QEMU_VERSIONS: [&str; 3] = ["7.2", "10.0", "11.1"];
 
 /// How to get what is missing.
 const HINT: &str = "sudo scripts/install lab";

@@ -121,7 +121,7 @@ struct UpArguments {
     /// Hosts and links only, without agents
     #[arg(long, conflicts_with = "guest")]
     bare: bool,
-    /// The QEMU of all hosts: 7.2, 10.0, or the path of a binary
+    /// The QEMU of all hosts: 7.2, 10.0, 11.1, or the path of a binary
     #[arg(long, value_name = "QEMU", default_value = "10.0")]
     qemu: String,
     /// Stay in the foreground until Ctrl-C

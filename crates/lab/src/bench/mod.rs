@@ -43,7 +43,7 @@ pub struct Options {
     /// The guest: tiny, debian, or a file that describes one
     #[arg(long, value_name = "GUEST", default_value = "tiny")]
     pub guest: String,
-    /// QEMU: 7.2, 10.0, or the path of a binary
+    /// QEMU: 7.2, 10.0, 11.1, or the path of a binary
     #[arg(long, value_name = "QEMU", default_value = "10.0")]
     pub qemu: String,
     /// The guest's machine type

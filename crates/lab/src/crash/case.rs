@@ -107,11 +107,13 @@ pub enum Pair {
     New,
     /// From 7.2 to 10.0.
     OldToNew,
+    /// 11.1 on both.
+    Newest,
 }
 
 impl Pair {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Old, Self::New, Self::OldToNew];
+    /// Those of the matrix.
+    pub const OF_MATRIX: [Self; 3] = [Self::Old, Self::New, Self::OldToNew];
 
     /// The versions, by host.
     pub fn versions(self) -> [&'static str; 2] {
@@ -119,6 +121,7 @@ impl Pair {
             Self::Old => ["7.2", "7.2"],
             Self::New => ["10.0", "10.0"],
             Self::OldToNew => ["7.2", "10.0"],
+            Self::Newest => ["11.1", "11.1"],
         }
     }
 
@@ -127,6 +130,7 @@ impl Pair {
             Self::Old => "7.2",
             Self::New => "10.0",
             Self::OldToNew => "7.2-10.0",
+            Self::Newest => "11.1",
         }
     }
 }
@@ -203,10 +207,10 @@ pub struct Site {
 }
 
 impl Site {
-    /// All of them.
+    /// All of the matrix.
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
-        for pair in Pair::ALL {
+        for pair in Pair::OF_MATRIX {
             for locks in [false, true] {
                 let own = [None, Some(Format::Raw), Some(Format::Qcow2)];
                 all.extend(own.map(|own| Self { pair, locks, own }));
@@ -386,12 +390,17 @@ impl Case {
     }
 }
 
-/// Every case that there is.
+/// Every case of the matrix.
 pub fn universe(points: &[Point]) -> Vec<Case> {
+    universe_of(points, &Pair::OF_MATRIX)
+}
+
+/// Every case with these QEMUs.
+pub fn universe_of(points: &[Point], pairs: &[Pair]) -> Vec<Case> {
     let mut cases = Vec::new();
     for victim in Victim::ALL {
         for point in points {
-            for pair in Pair::ALL {
+            for &pair in pairs {
                 cases.extend(variants(victim, point, pair));
             }
         }

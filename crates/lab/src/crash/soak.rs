@@ -1,12 +1,13 @@
 //! `lab soak`: one guest moves to and fro, with failures in between, and leaves nothing behind.
 
-use super::case::{Back, Case, Pair, Site, universe};
+use super::case::{Back, Case, Pair, Site, universe_of};
 use super::cover::Random;
 use super::ground::{Ground, LIMIT};
 use super::predict::{Place, places};
 use super::{attempt, points, seed_or_date};
 use crate::error::LabError;
 use crate::guest::disks::Format;
+use crate::installed::QEMU_VERSIONS;
 use crate::interrupt;
 use crate::lab::say;
 use crate::process::wait_until;
@@ -29,7 +30,7 @@ pub struct Options {
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// QEMU on both hosts
-    #[arg(long, default_value = "10.0", value_parser = ["7.2", "10.0"])]
+    #[arg(long, default_value = "10.0", value_parser = QEMU_VERSIONS)]
     pub qemu: String,
 }
 
@@ -63,6 +64,7 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
     let (began, seed) = (Instant::now(), seed_or_date(options.seed));
     let pair = match options.qemu.as_str() {
         "7.2" => Pair::Old,
+        "11.1" => Pair::Newest,
         _ => Pair::New,
     };
     // Without locks, as they could hide a second copy.
@@ -71,7 +73,7 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
         locks: false,
         own: Some(Format::Raw),
     };
-    let cases: Vec<Case> = universe(&points()?)
+    let cases: Vec<Case> = universe_of(&points()?, &[pair])
         .into_iter()
         .filter(|case| case.kind.site() == site && survives(case))
         .collect();

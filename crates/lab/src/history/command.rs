@@ -46,7 +46,7 @@ pub struct RunOptions {
     /// The size of each disk
     #[arg(long, value_name = "SIZE", default_value = "64MiB", value_parser = parse_bytes)]
     pub size: u64,
-    /// The QEMU: 7.2, 10.0, or the path of a binary
+    /// The QEMU: 7.2, 10.0, 11.1, or the path of a binary
     #[arg(long, value_name = "QEMU", default_value = "10.0")]
     pub qemu: String,
     /// What guests run with

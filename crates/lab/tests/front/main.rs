@@ -107,7 +107,8 @@ fn no_write_is_lost_whatever_becomes_of_the_front_end() {
 /// One guest, with QEMU and disks by the seed.
 fn round(seed: u64, time: Duration) {
     let mut random = Random::new(seed);
-    let version = installed::QEMU_VERSIONS[random.below(2) as usize];
+    let versions = installed::QEMU_VERSIONS.len() as u64;
+    let version = installed::QEMU_VERSIONS[random.below(versions) as usize];
     let first = random.below(KINDS.len() as u64) as usize;
     let kinds = [first, (first + 1) % KINDS.len()].map(|kind| KINDS[kind].parse().unwrap());
     let lab = Lab::create(&Plan {
