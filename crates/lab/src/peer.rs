@@ -42,15 +42,18 @@ pub enum PeerSystem {
     MultifdZstd,
     /// One pass, then the guest runs at the destination and faults in what it lacks.
     Postcopy,
+    /// The same, with that pass over several connections, each compressed.
+    MultifdZstdPostcopy,
 }
 
 impl PeerSystem {
     /// Every one.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::Default,
         Self::Xbzrle,
         Self::MultifdZstd,
         Self::Postcopy,
+        Self::MultifdZstdPostcopy,
     ];
 
     /// Its name in rows.
@@ -60,15 +63,34 @@ impl PeerSystem {
             Self::Xbzrle => "qemu-xbzrle",
             Self::MultifdZstd => "qemu-multifd-zstd",
             Self::Postcopy => "qemu-postcopy",
+            Self::MultifdZstdPostcopy => "qemu-multifd-zstd-postcopy",
         }
     }
 
     /// The strategy that its rows are of.
     pub fn strategy(self) -> &'static str {
         match self {
-            Self::Postcopy => "postcopy",
+            Self::Postcopy | Self::MultifdZstdPostcopy => "postcopy",
             _ => "precopy",
         }
+    }
+
+    /// The first QEMU that has it, where not every one here does.
+    pub fn since(self) -> Option<&'static str> {
+        match self {
+            Self::MultifdZstdPostcopy => Some("10.1"),
+            _ => None,
+        }
+    }
+
+    /// Whether a QEMU of this version has it.
+    pub fn is_in(self, version: &str) -> bool {
+        let numbers = |text: &str| {
+            let numbers = text.split('.').map_while(|number| number.parse().ok());
+            numbers.collect::<Vec<u32>>()
+        };
+        let since = self.since();
+        since.is_none_or(|since| numbers(version) >= numbers(since))
     }
 
     fn capabilities(self) -> Value {
@@ -77,6 +99,7 @@ impl PeerSystem {
             Self::Xbzrle => &["xbzrle"],
             Self::MultifdZstd => &["multifd"],
             Self::Postcopy => &["postcopy-ram", "postcopy-preempt"],
+            Self::MultifdZstdPostcopy => &["multifd", "postcopy-ram", "postcopy-preempt"],
         };
         let list: Vec<Value> = names
             .iter()
@@ -89,7 +112,7 @@ impl PeerSystem {
         match self {
             Self::Default | Self::Postcopy => json!({}),
             Self::Xbzrle => json!({"xbzrle-cache-size": XBZRLE_CACHE_BYTES}),
-            Self::MultifdZstd => {
+            Self::MultifdZstd | Self::MultifdZstdPostcopy => {
                 json!({"multifd-channels": 4, "multifd-compression": "zstd", "multifd-zstd-level": 1})
             }
         }
@@ -424,14 +447,15 @@ impl PeerMove<'_> {
         destination: &mut PeerQemu,
         began: Instant,
     ) -> Result<Option<String>, LabError> {
-        let mut switched = self.system != PeerSystem::Postcopy;
+        let mut switched = self.system.strategy() != "postcopy";
+        let counts_passes = counts_passes(&source.qmp.execute("query-version", &json!({}))?);
         loop {
             let info = source.qmp.execute("query-migrate", &json!({}))?;
             match status_of(&info) {
                 "completed" if destination.is_running()? => return Ok(None),
                 "failed" => return Ok(Some("QEMU failed to migrate".to_owned())),
                 "postcopy-paused" => return Ok(Some("QEMU's post-copy broke".to_owned())),
-                "active" if !switched && passes_begun(&info) > 1 => {
+                "active" if !switched && first_pass_is_over(&info, counts_passes) => {
                     source.qmp.execute("migrate-start-postcopy", &json!({}))?;
                     switched = true;
                 }
@@ -457,10 +481,20 @@ fn status_of(info: &Value) -> &str {
     status.unwrap_or_default()
 }
 
-/// How many passes over memory were begun.
-fn passes_begun(info: &Value) -> u64 {
-    let count = info.get("ram").and_then(|ram| ram.get("dirty-sync-count"));
-    count.and_then(Value::as_u64).unwrap_or(0)
+/// Whether `dirty-sync-count` is the number of passes over memory that were begun. Where post-copy
+/// may follow, QEMU 11.1 looks anew for what is dirty, and counts, ten times a second.
+fn counts_passes(version: &Value) -> bool {
+    let number = |key: &str| version.get("qemu")?.get(key)?.as_u64();
+    number("major").zip(number("minor")) <= Some((10, 0))
+}
+
+fn first_pass_is_over(info: &Value, counts_passes: bool) -> bool {
+    let ram = |key: &str| info.get("ram")?.get(key)?.as_u64();
+    let over = || match counts_passes {
+        true => Some(ram("dirty-sync-count")? > 1),
+        false => Some((ram("normal")? + ram("duplicate")?) * ram("page-size")? >= ram("total")?),
+    };
+    over().unwrap_or(false)
 }
 
 fn cancel(source: &mut PeerQemu) -> Result<(), LabError> {
@@ -473,4 +507,42 @@ fn cancel(source: &mut PeerQemu) -> Result<(), LabError> {
         thread::sleep(POLL_EVERY);
     }
     Err(unexpected("a cancelled migration did not end"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_version_has_what_came_before_it() {
+        let new = PeerSystem::MultifdZstdPostcopy;
+        for (version, has) in [
+            ("7.2.22", false),
+            ("10.0.2", false),
+            ("10.1.0", true),
+            ("11.1.3", true),
+        ] {
+            assert_eq!(new.is_in(version), has, "{version}");
+            assert!(PeerSystem::Postcopy.is_in(version), "{version}");
+        }
+    }
+
+    #[test]
+    fn a_pass_is_over_when_it_was_counted_or_every_page_was_sent() {
+        let info = |normal, counted| {
+            json!({"status": "active", "ram": {
+                "normal": normal, "duplicate": 20, "page-size": 4096, "total": 100 * 4096,
+                "dirty-sync-count": counted,
+            }})
+        };
+        for ([major, minor], counts) in [([7, 2], true), ([10, 0], true), ([11, 1], false)] {
+            let version = json!({"qemu": {"micro": 2, "minor": minor, "major": major}});
+            assert_eq!(counts_passes(&version), counts, "{version}");
+            assert!(!first_pass_is_over(&json!({"status": "setup"}), counts));
+        }
+        assert!(!first_pass_is_over(&info(79, 1), true));
+        assert!(first_pass_is_over(&info(79, 2), true));
+        assert!(!first_pass_is_over(&info(79, 40), false));
+        assert!(first_pass_is_over(&info(80, 40), false));
+    }
 }

@@ -11,7 +11,7 @@ use crate::error::{During, LabError};
 use crate::guest::warm::{SystemGuest, images};
 use crate::guest::{Chipset, KernelFiles, network};
 use crate::installed;
-use crate::lab::{Lab, Plan};
+use crate::lab::{Lab, Plan, say};
 use crate::link::spec::LinkSpec;
 use crate::moves::{Case, Launcher, Load, LonghaulMover, MoveRow, PeerMover};
 use crate::peer::PeerSystem;
@@ -36,7 +36,8 @@ const ASKED_DOWNTIME_MS: u64 = 300;
 /// Measures, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let guest = systems::guest(options)?;
-    let systems = systems(options, guest.is_some())?;
+    let version = installed::qemu_version(&installed::qemu(&options.qemu)?)?;
+    let systems = systems(options, guest.is_some(), &version)?;
     on_ground(
         options,
         LINK,
@@ -319,18 +320,28 @@ impl System {
     }
 }
 
-fn systems(options: &Options, has_system: bool) -> Result<Vec<System>, LabError> {
+/// Those that were asked for by name, or else the usual ones of this kind of guest that QEMU has.
+fn systems(options: &Options, has_system: bool, qemu: &str) -> Result<Vec<System>, LabError> {
     let peers: &[PeerSystem] = match (has_system, options.quick) {
-        (false, _) => &[PeerSystem::Default],
-        (true, true) => &[PeerSystem::Default, PeerSystem::MultifdZstd],
+        (false, _) => &[PeerSystem::Default, PeerSystem::MultifdZstdPostcopy],
+        (true, true) => &[
+            PeerSystem::Default,
+            PeerSystem::MultifdZstd,
+            PeerSystem::MultifdZstdPostcopy,
+        ],
         (true, false) => &[
             PeerSystem::MultifdZstd,
             PeerSystem::Default,
             PeerSystem::Xbzrle,
+            PeerSystem::MultifdZstdPostcopy,
         ],
     };
     if options.system.is_empty() {
-        let peers = peers.iter().copied().map(System::Peer);
+        let (peers, lacking): (Vec<_>, Vec<_>) = peers.iter().partition(|peer| peer.is_in(qemu));
+        for peer in lacking {
+            say(&format!("not measured: {}", lacks(qemu, peer)));
+        }
+        let peers = peers.into_iter().map(System::Peer);
         let with_disk = System::WITH_DISK.into_iter().filter(|_| has_system);
         let ours = [System::Longhaul].into_iter().chain(with_disk);
         return Ok(ours.chain(peers).collect());
@@ -340,15 +351,23 @@ fn systems(options: &Options, has_system: bool) -> Result<Vec<System>, LabError>
         let ours = [System::Longhaul].into_iter().chain(System::WITH_DISK);
         ours.chain(peers)
     };
-    let named = |name: &String| {
-        let found = all().find(|system| system.name() == name);
-        found.ok_or_else(|| {
+    let named = |name: &String| match all().find(|system| system.name() == name) {
+        Some(System::Peer(peer)) if !peer.is_in(qemu) => Err(LabError::Which(lacks(qemu, peer))),
+        Some(system) => Ok(system),
+        None => {
             let names: Vec<&str> = all().map(System::name).collect();
             let names = names.join(", ");
-            LabError::Which(format!("this bench has no system `{name}`: it has {names}"))
-        })
+            Err(LabError::Which(format!(
+                "this bench has no system `{name}`: it has {names}"
+            )))
+        }
     };
     options.system.iter().map(named).collect()
+}
+
+fn lacks(qemu: &str, peer: PeerSystem) -> String {
+    let (name, since) = (peer.name(), peer.since().unwrap_or_default());
+    format!("{name}, which QEMU has since {since}: this one is {qemu} (try --qemu 11.1)")
 }
 
 fn major_minor(version: &str) -> String {
@@ -418,4 +437,38 @@ fn judge_own(rows: &[MoveRow], document: &mut Document) {
         Sense::AtMost,
         0.0,
     );
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    fn chosen(words: &[&str], has_system: bool, qemu: &str) -> Result<Vec<&'static str>, LabError> {
+        let options = Line::parse_from([&["bench"], words].concat()).options;
+        let systems = systems(&options, has_system, qemu)?;
+        Ok(systems.into_iter().map(System::name).collect())
+    }
+
+    #[test]
+    fn a_peer_that_the_qemu_lacks_is_left_out_or_refused_when_named() {
+        let name = "qemu-multifd-zstd-postcopy";
+        for (words, has_system) in [(&[][..], false), (&[], true), (&["--quick"], true)] {
+            let old = chosen(words, has_system, "10.0.2").unwrap();
+            assert!(old.contains(&"qemu-default"), "{old:?}");
+            let new = chosen(words, has_system, "11.1.3").unwrap();
+            assert_eq!(new, [&old[..], &[name]].concat());
+        }
+        let error = chosen(&["--system", name], false, "7.2.22").unwrap_err();
+        assert!(error.to_string().contains("since 10.1"), "{error}");
+        assert_eq!(chosen(&["--system", name], true, "10.1.0").unwrap(), [name]);
+        let error = chosen(&["--system", "rsync"], true, "11.1.3").unwrap_err();
+        assert!(error.to_string().contains(name), "{error}");
+    }
 }
