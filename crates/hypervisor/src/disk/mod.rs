@@ -8,11 +8,13 @@ mod backing;
 pub mod base;
 mod find;
 mod graph;
+mod jobs;
 mod layout;
 mod nodes;
 
 pub use backing::{Backing, backing};
 pub use find::{FindError, find};
+pub use jobs::{Job, files, jobs};
 pub use layout::{Layout, LayoutChanged};
 pub use nodes::{DiskNodes, NodesError};
 

@@ -2,13 +2,15 @@
 
 use super::Front;
 use super::graph::Graph;
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 /// Options of a file's node that mean the same for the node that stands in for it.
 const KEPT: [&str; 4] = ["cache", "detect-zeroes", "discard", "read-only"];
 
 /// The nodes of a disk, each with the options that it was made with.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct DiskNodes {
     pub(super) above: Above,
     pub(super) file: Map<String, Value>,
@@ -18,7 +20,8 @@ pub struct DiskNodes {
 }
 
 /// What stands on the node of the file.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub(super) enum Above {
     /// A format node: its name and options.
     Format(String, Map<String, Value>),

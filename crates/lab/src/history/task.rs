@@ -65,8 +65,8 @@ impl Task<'_> {
             format: disk.kind.format,
             bytes: disk.bytes,
             keeps_acknowledged: true,
-            // Of a qcow2 image whole clusters are discarded, and nothing smaller.
-            discards_zero: disk.kind.format == Format::Raw,
+            // Of a qcow2 image whole clusters are discarded, and nothing smaller; so of an overlay.
+            discards_zero: disk.kind.format == Format::Raw && !self.work.overlaid,
         };
         Record {
             seed: self.seed,

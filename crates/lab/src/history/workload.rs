@@ -51,6 +51,8 @@ pub struct Work {
     pub burst: u64,
     /// From the beginning of a burst to that of the next.
     pub burst_every: Duration,
+    /// What is discarded of a raw image may keep its content: snapshots are made of it.
+    pub overlaid: bool,
 }
 
 /// A file that is passed over, as it is kept in records.

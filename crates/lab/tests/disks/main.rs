@@ -8,6 +8,7 @@
 )]
 
 mod base;
+mod changed;
 #[path = "../common/monitor.rs"]
 mod monitor;
 mod rest;

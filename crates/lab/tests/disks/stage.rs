@@ -22,7 +22,7 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-pub(crate) const LIMIT: Duration = Duration::from_secs(300);
+pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 pub(crate) const DISK_BYTES: u64 = 24 << 20;
 /// What an idle disk holds.
 pub(crate) const IDLE_BYTES: u64 = 1 << 20;
@@ -95,6 +95,15 @@ impl Stage {
         Self::build(version, link, &["raw,writeback"], more)
     }
 
+    /// With a monitor of its owner's beside the product's, and a hook that can hold a move.
+    pub(crate) fn with_owner(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
+        let more = More {
+            owner: true,
+            ..More::default()
+        };
+        Self::build(version, link, kinds, more)
+    }
+
     fn build(version: &str, link: &str, kinds: &[&str], more: More<'_>) -> Option<Self> {
         if let Err(error) = installed::qemu(version) {
             assert!(!installed::all_required(), "{error}");
@@ -134,8 +143,12 @@ impl Stage {
             all.push(OnBase::disk(&folders[0], disks.len()));
         }
         let files = KernelFiles::make_with_history(&folders[0]).unwrap();
+        let qemu = match more.owner {
+            true => qemu_with_monitor(version, &folders[0]),
+            false => version.to_owned(),
+        };
         let settings = Settings {
-            qemus: vec![version.to_owned()],
+            qemus: vec![qemu],
             accelerator: "tcg".to_owned(),
         };
         let tables = |index: usize| {
@@ -160,6 +173,10 @@ impl Stage {
             tables.insert("content".to_owned(), content.into());
             let repository = folders[0].join("repository").display().to_string();
             tables.insert("repository".to_owned(), repository.into());
+            if more.owner && index == 0 {
+                let hooks = crate::changed::holding_hook(&folders[0]);
+                tables.insert("hooks".to_owned(), hooks.into());
+            }
             tables
         };
         let product = Product::start_each_with(&mut lab, &files, &settings, tables).unwrap();
@@ -175,6 +192,7 @@ impl Stage {
         // Slow enough for its memory to be moved by a busy machine.
         let work = Work {
             operations_per_s: 60,
+            overlaid: more.owner,
             ..Work::default()
         };
         let task = Task {
@@ -336,7 +354,7 @@ impl Stage {
             let empty = wait_until(LIMIT, || is_empty(&state.join(folder)));
             let found =
                 fs::read_dir(state.join(folder)).map(|all| all.flatten().collect::<Vec<_>>());
-            assert!(empty, "{found:?}");
+            assert!(empty, "{found:?}\n{}", self.logs());
         }
     }
 
@@ -379,16 +397,27 @@ impl Stage {
         all
     }
 
-    /// Ends the guest's QEMU on this host at once.
-    pub(crate) fn kill_qemu(&self, host: usize) {
+    fn qemus(&self, host: usize) -> Vec<i32> {
         let is_one = |pid: &i32| {
             let name = fs::read_to_string(format!("/proc/{pid}/comm"));
             name.is_ok_and(|name| name.starts_with("qemu-system"))
         };
-        let qemus = || self.processes(host).into_iter().filter(is_one);
-        assert_eq!(qemus().count(), 1);
-        qemus().for_each(|pid| kill(Pid::from_raw(pid), Signal::SIGKILL).unwrap());
-        assert!(wait_until(LIMIT, || qemus().next().is_none()));
+        self.processes(host).into_iter().filter(is_one).collect()
+    }
+
+    /// The monitor of the guest's owner.
+    pub(crate) fn owner(&self, host: usize) -> Monitor {
+        let qemus = self.qemus(host);
+        assert_eq!(qemus.len(), 1);
+        Monitor::connect(&self.folders[0].join(format!("owner-{}", qemus[0])))
+    }
+
+    /// Ends the guest's QEMU on this host at once.
+    pub(crate) fn kill_qemu(&self, host: usize) {
+        let qemus = self.qemus(host);
+        assert_eq!(qemus.len(), 1);
+        kill(Pid::from_raw(qemus[0]), Signal::SIGKILL).unwrap();
+        assert!(wait_until(LIMIT, || self.qemus(host).is_empty()));
     }
 
     /// A host loses power, and nobody has its state any more.
@@ -632,6 +661,8 @@ struct More<'a> {
     fails: bool,
     idle: bool,
     on_a_base: bool,
+    /// Its QEMU has a second monitor.
+    owner: bool,
 }
 
 /// A base image in a repository of both hosts, with a disk that stands on it.
@@ -698,6 +729,21 @@ fn noise(bytes: usize) -> Vec<u8> {
         (word >> 56) as u8 | 1
     };
     (0..bytes).map(|_| next()).collect()
+}
+
+/// A QEMU that has a second monitor, at a socket that is called by its process.
+fn qemu_with_monitor(version: &str, folder: &Path) -> String {
+    use std::os::unix::fs::PermissionsExt;
+    let qemu = installed::qemu(version).unwrap();
+    let script = format!(
+        "#!/bin/sh\nexec {} \"$@\" -qmp unix:{}/owner-$$,server=on,wait=off\n",
+        qemu.display(),
+        folder.display()
+    );
+    let path = folder.join("qemu-with-monitor");
+    fs::write(&path, script).unwrap();
+    fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+    path.display().to_string()
 }
 
 fn is_empty(folder: &Path) -> bool {

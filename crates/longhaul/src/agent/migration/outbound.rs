@@ -3,6 +3,7 @@
 use super::Context;
 use super::departed::Departed;
 use super::disks::fronts::{self, FrontError, Fronts};
+use super::disks::graph::GraphWatch;
 use super::disks::{self, LocalDisk};
 use super::meter::{Meter, Usage};
 use super::send::{Content, Sending};
@@ -66,6 +67,7 @@ pub(super) struct Outbound {
     state: PathBuf,
     disks: Vec<LocalDisk>,
     fronts: Fronts,
+    graph: Option<GraphWatch>,
 }
 
 /// A guest that was stopped.
@@ -114,13 +116,20 @@ impl Outbound {
             state: PathBuf::new(),
             disks: Vec::new(),
             fronts: Fronts::none(),
+            graph: None,
         })
     }
 
-    /// Takes these disks along.
-    pub(super) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>) {
+    /// Takes these disks along, and notes what all disks of the guest stand on.
+    pub(super) async fn take_along(
+        &mut self,
+        state: &Path,
+        disks: Vec<LocalDisk>,
+    ) -> Result<(), ApiError> {
         self.state = state.to_owned();
         self.disks = disks;
+        self.graph = Some(GraphWatch::begin(&self.qmp).await?);
+        Ok(())
     }
 
     /// The disks that it takes along.
@@ -128,25 +137,33 @@ impl Outbound {
         &self.disks
     }
 
-    /// Reports every write to its disks from here on. What is left of them when it goes may have to be compared.
+    /// Reports every write to its disks from here on, and whoever changes what they stand on. What is
+    /// left of them when it goes may have to be compared.
     pub(super) async fn watch_disks(
         &mut self,
         sending: &Arc<Sending>,
         verify: bool,
-    ) -> Result<(), FrontError> {
+    ) -> Result<(), ApiError> {
         if !self.disks.is_empty() {
             let Self {
                 guest, qmp, disks, ..
             } = self;
             let moves = (sending, verify);
-            self.fronts = Fronts::put_in(&self.state, guest, qmp, disks, moves).await?;
+            let fronts = Fronts::put_in(&self.state, guest, qmp, disks, moves).await;
+            self.fronts = fronts.map_err(FrontError::into_api)?;
         }
-        Ok(())
+        match &mut self.graph {
+            Some(graph) => graph.go_on_with(self.fronts.below().to_vec()).await,
+            None => Ok(()),
+        }
     }
 
-    /// Whether what was copied of its disks can be trusted.
+    /// Whether what was copied of its disks can be trusted, and they are still what they were.
     pub(super) fn check_disks(&self) -> Result<(), ApiError> {
         self.fronts.check()?;
+        if let Some(graph) = &self.graph {
+            graph.check()?;
+        }
         for disk in &self.disks {
             disk.image_bytes().map_err(|error| {
                 let text = format!("disk {}: {error}", disk.spec.name);
@@ -156,9 +173,16 @@ impl Outbound {
         Ok(())
     }
 
-    /// Waits until every write to its disks was reported, with the guest stopped for good.
-    pub(super) async fn disks_caught_up(&self) -> Result<(), ApiError> {
-        self.fronts.caught_up().await?;
+    /// Waits until every write to its disks was reported, with the guest stopped for good, and looks for
+    /// the last time whether they are what they were.
+    pub(super) async fn disks_caught_up(&mut self) -> Result<(), ApiError> {
+        let look = async {
+            match &mut self.graph {
+                Some(graph) => graph.finish().await,
+                None => Ok(()),
+            }
+        };
+        tokio::try_join!(self.fronts.caught_up(), look)?;
         self.check_disks()
     }
 
@@ -341,6 +365,7 @@ impl Outbound {
 
     /// Lets the guest go on here as before.
     pub(super) async fn abort(&mut self) -> Result<(), OutboundError> {
+        self.graph = None;
         if self.gone {
             return Ok(());
         }

@@ -163,12 +163,21 @@ pub(super) async fn examine(
     qmp: &Qmp,
 ) -> Result<(Machine, Vec<Blocker>), ApiError> {
     let config = &context.parts.config.hypervisor;
-    let attached = look_again(guest, qmp, config).await;
-    if let Some(examined) = attached.map_err(crate::agent::attach::into_api)? {
-        return Ok(examined);
-    }
-    let examined = observe::examine(qmp, guest.record().process.as_ref()).await;
-    examined.map_err(|error| qemu(&error))
+    let looking = async {
+        let attached = look_again(guest, qmp, config).await;
+        if let Some(examined) = attached.map_err(crate::agent::attach::into_api)? {
+            return Ok(examined);
+        }
+        let examined = observe::examine(qmp, guest.record().process.as_ref()).await;
+        examined.map_err(|error| qemu(&error))
+    };
+    let disks = async {
+        let found = disks::blockers::find(context, guest, qmp).await;
+        found.map_err(|error| qemu(&error))
+    };
+    let ((machine, mut blockers), of_disks) = tokio::try_join!(looking, disks)?;
+    blockers.extend(of_disks);
+    Ok((machine, blockers))
 }
 
 async fn look_here(

@@ -4,7 +4,6 @@
 use super::departure::{Departure, Task};
 use super::disks::Known;
 use super::disks::LocalDisk;
-use super::disks::fronts::FrontError;
 use super::entry::{Entry, Facts};
 use super::gang::Gang;
 use super::ledger::{Ledger, SourceHandover};
@@ -235,7 +234,8 @@ impl Preparing {
             .iter_mut()
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
-        outbound.take_along(&self.context.parts.config.state, local);
+        let state = &self.context.parts.config.state;
+        outbound.take_along(state, local).await?;
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
         let mut regions = outbound.regions().to_vec();
@@ -359,7 +359,7 @@ impl Preparing {
         let sending = self.sending(offer, outbound, &keeps)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
         let watched = outbound.watch_disks(&sending, offer.verify).await;
-        let started = match watched.map_err(FrontError::into_api) {
+        let started = match watched {
             Ok(()) => outbound
                 .start(slow_at_most)
                 .await

@@ -51,6 +51,9 @@ struct Note {
     image: PathBuf,
     /// The disk's device, by its path in QEMU.
     device: String,
+    /// What it was put between; what the device stands on may be something else by now.
+    #[serde(default)]
+    nodes: Option<DiskNodes>,
     /// The front end's node in QEMU, and what it shows.
     node: String,
     export: String,
@@ -108,6 +111,7 @@ struct Below<'a> {
     image: &'a Path,
     /// The path of its device in QEMU.
     device: String,
+    nodes: &'a DiskNodes,
     size: ExportSize,
     image_use: ImageUse,
     arriving: Option<Coming>,
@@ -164,6 +168,7 @@ impl Noted {
 /// The front ends of a departing guest, which tell of its writes as long as this is kept.
 pub(in crate::agent::migration) struct Fronts {
     watches: Vec<Watch>,
+    below: Vec<(DiskNodes, Front)>,
 }
 
 impl Fronts {
@@ -171,7 +176,13 @@ impl Fronts {
     pub(in crate::agent::migration) fn none() -> Self {
         Self {
             watches: Vec::new(),
+            below: Vec::new(),
         }
+    }
+
+    /// What they were put between.
+    pub(in crate::agent::migration) fn below(&self) -> &[(DiskNodes, Front)] {
+        &self.below
     }
 
     /// Puts front ends below the disks of a guest, and tells of its writes from then on. After an
@@ -184,7 +195,6 @@ impl Fronts {
         (sending, verify): (&Arc<Sending>, bool),
     ) -> Result<Self, FrontError> {
         let mut fronts = Self::none();
-        let mut below = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
             let device = device(guest.description(), &disk.spec.name);
@@ -204,6 +214,7 @@ impl Fronts {
                 disk: &disk.spec.name,
                 image: &disk.image,
                 device,
+                nodes: &nodes,
                 size,
                 image_use,
                 arriving: None,
@@ -213,9 +224,10 @@ impl Fronts {
             let watch = Watch::begin(disk, &noted.folder(), sending);
             fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
             noted.supervise().await?;
-            below.push((nodes, noted.front()));
+            fronts.below.push((nodes, noted.front()));
         }
-        let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+        let below = fronts.below.iter();
+        let pairs: Vec<_> = below.map(|(nodes, front)| (nodes, front)).collect();
         let inserted = disk::insert_all(qmp, &pairs).await;
         let still = inserted.map_err(|error| FrontError::new("", &error))?;
         tracing::info!(
@@ -309,6 +321,7 @@ fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<N
         disk: below.disk.to_owned(),
         image: below.image.to_owned(),
         device: below.device,
+        nodes: Some(below.nodes.clone()),
         node: format!("lh-{}", &random_name()?[..16]),
         export: export.clone(),
         helper: None,
@@ -351,7 +364,10 @@ pub(in crate::agent::migration) async fn take_out(
     for noted in &mut noted {
         // Somebody must answer while QEMU lets go of it.
         noted.keep_answering().await?;
-        let nodes = nodes(guest, qmp, &noted.note.device).await;
+        let nodes = match &noted.note.nodes {
+            Some(nodes) => Ok(nodes.clone()),
+            None => nodes(guest, qmp, &noted.note.device).await,
+        };
         below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
         noted.note.runs |= runs;
         noted.write().map_err(|error| noted.error(&error))?;
@@ -409,6 +425,7 @@ pub(in crate::agent::migration) async fn put_in_for(
         let (size, image_use) = shown(disk.grows);
         let of = Below {
             device,
+            nodes: &nodes,
             disk: &disk.name,
             image: &disk.image,
             size,

@@ -1,0 +1,201 @@
+//! The owner of a guest changes its disks while it moves, over a monitor of their own: the move is given
+//! up, and what the guest wrote is where the owner has put it.
+
+use crate::monitor::Monitor;
+use crate::stage::{DISK_BYTES, GUEST, LIMIT, Stage};
+use longhaul_api::Phase;
+use longhaul_lab::process::wait_until;
+use longhaul_lab::product::Move;
+use serde_json::{Value, json};
+use std::fs;
+use std::path::PathBuf;
+
+/// When something is changed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Moment {
+    Begun,
+    /// A part has travelled.
+    UnderWay,
+    /// Everything is ready for the guest to be stopped.
+    Stopping,
+}
+
+const MOMENTS: [Moment; 3] = [Moment::Begun, Moment::UnderWay, Moment::Stopping];
+/// What has travelled of a move that is under way, in bytes.
+const UNDER_WAY_BYTES: u64 = 1 << 20;
+
+/// The hook that holds a move just before the guest is stopped, as long as a file is there.
+pub(crate) fn holding_hook(folder: &std::path::Path) -> toml::Table {
+    use std::os::unix::fs::PermissionsExt;
+    let (hold, held) = (folder.join("hold"), folder.join("is-held"));
+    let script = format!(
+        "#!/bin/sh\n[ -e {hold} ] || exit 0\n: > {held}\nwhile [ -e {hold} ]; do sleep 0.02; done\n\
+         rm {held}\n",
+        hold = hold.display(),
+        held = held.display()
+    );
+    let hook = folder.join("hold-hook");
+    fs::write(&hook, script).unwrap();
+    fs::set_permissions(&hook, fs::Permissions::from_mode(0o755)).unwrap();
+    let text = format!(
+        "[source]\nstopping = {{ command = [\"{}\"], within = \"120s\" }}",
+        hook.display()
+    );
+    toml::from_str(&text).unwrap()
+}
+
+impl Stage {
+    fn hold_file(&self) -> PathBuf {
+        self.folders[0].join("hold")
+    }
+
+    /// Begins a move, and waits until that moment of it.
+    fn moves_until(&self, moment: Moment, how: &str) -> Move {
+        let mut words = vec!["--disks", how, "--patience", "3s"];
+        match moment {
+            Moment::Stopping => fs::write(self.hold_file(), "").unwrap(),
+            _ => words.extend(["--bandwidth", "6mbit"]),
+        }
+        let to = self.lab.host(1).unwrap();
+        let mut moving = self.product.migrate(0, GUEST, to, &words).unwrap();
+        let began = moving.wait_for_phase(Phase::Precopy, LIMIT);
+        assert!(began, "{}\n{}", moving.so_far().why(), self.logs());
+        let come = || match moment {
+            Moment::Begun => true,
+            Moment::UnderWay => self
+                .said(0)
+                .is_some_and(|said| said.link.sent_bytes > UNDER_WAY_BYTES),
+            Moment::Stopping => self.folders[0].join("is-held").exists(),
+        };
+        assert!(wait_until(LIMIT, come), "{}", self.logs());
+        moving
+    }
+}
+
+/// The node that a disk's device stands on.
+fn top(owner: &mut Monitor, disk: &str) -> String {
+    let devices = owner.ask("query-block");
+    let device = devices.as_array().unwrap().iter();
+    let path = format!("/machine/peripheral/blk-{disk}/virtio-backend");
+    let mut device = device.filter(|device| device["qdev"] == *path);
+    let node = &device.next().unwrap()["inserted"]["node-name"];
+    node.as_str().unwrap().to_owned()
+}
+
+fn has_ended(owner: &mut Monitor, job: &str) -> bool {
+    let jobs = owner.ask("query-jobs");
+    let mut jobs = jobs.as_array().unwrap().iter();
+    match jobs.find(|one| one["id"] == job) {
+        Some(one) if one["status"] == "ready" => {
+            owner.ask_with("job-complete", &json!({"id": job}));
+            false
+        }
+        Some(_) => false,
+        None => true,
+    }
+}
+
+/// A snapshot of a disk, and how to undo it.
+struct Snapshot {
+    node: String,
+    overlay: PathBuf,
+}
+
+impl Snapshot {
+    fn of(stage: &Stage, owner: &mut Monitor, disk: &str, n: usize) -> Self {
+        let node = format!("snap{n}");
+        let overlay = stage.folders[0].join(format!("overlay-{n}"));
+        let arguments = json!({"node-name": top(owner, disk), "snapshot-file": overlay,
+            "snapshot-node-name": node, "format": "qcow2"});
+        owner.ask_with("blockdev-snapshot-sync", &arguments);
+        Self { node, overlay }
+    }
+
+    /// Brings what the guest wrote since into the image below.
+    fn commit(self, owner: &mut Monitor) {
+        let job = json!({"job-id": "commit", "device": self.node});
+        owner.ask_with("block-commit", &job);
+        assert!(wait_until(LIMIT, || has_ended(owner, "commit")));
+        fs::remove_file(self.overlay).unwrap();
+    }
+}
+
+/// What an overlay says that it stands on.
+fn backing_of(owner: &mut Monitor, node: &str) -> Value {
+    let nodes = owner.ask_with("query-named-block-nodes", &json!({"flat": true}));
+    let mut nodes = nodes.as_array().unwrap().iter();
+    let node = nodes.find(|one| one["node-name"] == node).unwrap();
+    node["image"]["backing-filename"].clone()
+}
+
+#[test]
+fn a_snapshot_gives_a_move_up_and_the_guest_keeps_what_it_wrote() {
+    let kinds = ["raw,writeback", "qcow2,writeback"];
+    let Some(stage) = Stage::with_owner("10.0", "400mbit,2ms", &kinds) else {
+        return;
+    };
+    let mut owner = stage.owner(0);
+    for (strategy, how) in ["precopy", "mirror", "hybrid", "postcopy"]
+        .iter()
+        .enumerate()
+    {
+        for (at, moment) in MOMENTS.into_iter().enumerate() {
+            let n = strategy * MOMENTS.len() + at;
+            let disk = (strategy + at) % 2;
+            eprintln!("{how}, {moment:?}, {}", kinds[disk]);
+            let moving = stage.moves_until(moment, how);
+            let snapshot = Snapshot::of(&stage, &mut owner, ["vda", "vdb"][disk], n);
+            // It writes to the overlay, and syncs it.
+            stage.goes_on();
+            // Where nothing holds the move.
+            let _ = fs::remove_file(stage.hold_file());
+            let ended = moving.finish(LIMIT).unwrap();
+            assert!(!ended.completed(), "the move took no notice");
+            let why = ended.why();
+            assert!(why.contains("has changed"), "{why}\n{}", stage.logs());
+            stage.stays();
+            let backing = backing_of(&mut owner, &snapshot.node);
+            let image = stage.image_of(0, disk);
+            assert_eq!(backing, json!(image), "{how}, {moment:?}");
+            snapshot.commit(&mut owner);
+            stage.goes_on();
+        }
+    }
+    stage.judge(0);
+}
+
+#[test]
+fn what_is_under_way_on_a_guests_disks_is_in_its_plan() {
+    let kinds = ["raw,writeback", "qcow2,writeback"];
+    let Some(stage) = Stage::with_owner("10.0", "400mbit,2ms", &kinds) else {
+        return;
+    };
+    let mut owner = stage.owner(0);
+    let to = stage.lab.host(1).unwrap();
+    let refused = |what: &str| {
+        let mut plan = stage.product.agent(0).unwrap().command().unwrap();
+        let planned = plan.args(["plan", GUEST, "--to", to.name()]).output();
+        let planned = String::from_utf8(planned.unwrap().stdout).unwrap();
+        assert!(planned.contains(what), "{planned}");
+        let ended = stage.product.migrate(0, GUEST, to, &[]).unwrap();
+        let ended = ended.finish(LIMIT).unwrap();
+        assert!(ended.why().contains(what), "{}", ended.why());
+        stage.stays();
+    };
+    let target = json!({"driver": "null-co", "node-name": "nowhere", "size": DISK_BYTES});
+    owner.ask_with("blockdev-add", &target);
+    let top = top(&mut owner, "vda");
+    let backup = json!({"job-id": "nightly", "device": top, "target": "nowhere", "sync": "none"});
+    owner.ask_with("blockdev-backup", &backup);
+    refused("job nightly (backup");
+    owner.ask_with("job-cancel", &json!({"id": "nightly"}));
+    assert!(wait_until(LIMIT, || has_ended(&mut owner, "nightly")));
+    for (n, disk) in ["vda", "vdb"].into_iter().enumerate() {
+        let snapshot = Snapshot::of(&stage, &mut owner, disk, n);
+        refused("and not on its image");
+        snapshot.commit(&mut owner);
+    }
+    // With all that undone it moves, with what it wrote.
+    stage.moves(0, "precopy");
+    stage.judge(1);
+}
