@@ -664,7 +664,7 @@ async fn a_qemu_that_ignores_the_hold_does_not_keep_its_guest_stopped() {
         let stopped = next_stop(&mut events).await;
         println!("stopped for {stopped:?} (by QEMU itself: {own:?}): {why}");
         assert!(why.contains("though it was held"), "{why}");
-        // On a busy machine; docs/decisions/0031 has what is measured on a quiet one.
+        // On a busy machine; docs/decisions/0002 has what was measured on a quiet one.
         assert!(stopped < own + Duration::from_secs(2), "{stopped:?}");
         assert!(source.is_writing(spec.payload).await, "the guest goes on");
         outgoing.abort().await.unwrap();
