@@ -4,6 +4,7 @@
 //! by [`wire`] and [`piece`], and `docs/wire.md` is the normative description.
 
 pub mod disk;
+pub mod files;
 pub mod guest;
 pub mod hardware;
 pub mod id;
