@@ -1,6 +1,7 @@
 //! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
 //! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`], and as
-//! processes of their own [`front`]), and which content its files hold ([`content`]).
+//! processes of their own [`front`]), which content its files hold ([`content`]), and whether
+//! another host has the same file ([`same_file`]).
 
 pub mod content;
 pub mod disk;
@@ -10,6 +11,7 @@ mod journal;
 pub mod nbd;
 pub mod pulse;
 mod rights;
+pub mod same_file;
 
 pub use journal::{
     Ending, Entry, Journal, JournalError, Journals, MAGIC, NotRead, RESERVED_BYTES, Reading,
