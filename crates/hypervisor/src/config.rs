@@ -3,10 +3,15 @@
 //! It is the part of the agent's TOML document that concerns guests. Nothing in it ever comes from
 //! a peer, so this is the only place where paths, bridges and programs are named.
 
+use crate::description::is_name;
 use longhaul_protocol::units::parse_bytes;
 use serde::{Deserialize, Deserializer, Serialize, de};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// Longest name of a host, in bytes.
+const HOST_NAME_BYTES_MAX: usize = 63;
 
 /// What this host offers its guests.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -83,6 +88,54 @@ pub struct Image {
     /// launched say so themselves.
     #[serde(default)]
     pub local: bool,
+    /// The file of another host that this one is, where neither host can find that out: the
+    /// operator's word.
+    #[serde(default)]
+    pub same_file_as: Option<SameFile>,
+}
+
+/// A file of another host, written `HOST:PATH`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SameFile {
+    /// The name by which this host trusts the other one.
+    pub host: String,
+    /// Where the file is there.
+    pub path: String,
+}
+
+impl SameFile {
+    /// Whether it is this path of this host.
+    pub fn is(&self, host: &str, path: &str) -> bool {
+        self.host == host && self.path == path
+    }
+}
+
+impl FromStr for SameFile {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let wrong = || {
+            "is written `HOST:PATH`: a host that this one trusts, and the whole path of the file \
+             there, such as \"london:/srv/images/web.img\""
+                .to_owned()
+        };
+        let (host, path) = text.split_once(':').ok_or_else(wrong)?;
+        if !is_name(host, HOST_NAME_BYTES_MAX) || check_path(Path::new(path)).is_err() {
+            return Err(wrong());
+        }
+        Ok(Self {
+            host: host.to_owned(),
+            path: path.to_owned(),
+        })
+    }
+}
+
+impl<'de> Deserialize<'de> for SameFile {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let parsed = text.parse();
+        parsed.map_err(|problem: String| de::Error::custom(format!("`same_file_as` {problem}")))
+    }
 }
 
 fn yes() -> bool {
@@ -202,6 +255,15 @@ impl HostConfig {
             .chain(initrds)
         {
             check_path(path).map_err(|text| problem(key, text))?;
+        }
+        let both = |image: &&Image| image.local && image.same_file_as.is_some();
+        if let Some((name, _)) = self.images.iter().find(|(_, image)| both(image)) {
+            let text =
+                "says that another host sees the image, and `local` that none does: leave one out";
+            return Err(problem(
+                format!("images.{name}.same_file_as"),
+                text.to_owned(),
+            ));
         }
         for (name, network) in &self.networks {
             if let Network::Bridge(bridge) = network {
@@ -331,6 +393,42 @@ mod tests {
         assert_eq!(config.default_emulator(), Some("mine"));
         assert_eq!(config.state, Path::new("/var/lib/longhaul"));
         assert_eq!(config.qemu.accelerator, AcceleratorChoice::Auto);
+    }
+
+    #[test]
+    fn what_an_operator_says_of_a_file_is_read_exactly() {
+        let with = |line: &str| {
+            let format = "format = \"qcow2\"";
+            load(&FULL.replacen(format, &format!("{format}\n{line}"), 1))
+        };
+        let config = with("same_file_as = \"london:/dev/san/a:b\"").unwrap();
+        let said = config.images["debian"].same_file_as.as_ref().unwrap();
+        assert!(said.is("london", "/dev/san/a:b"));
+        for (host, path) in [
+            ("london", "/dev/san/a"),
+            ("london", "/dev/san/a:b/"),
+            ("London", "/dev/san/a:b"),
+            ("", "/dev/san/a:b"),
+        ] {
+            assert!(!said.is(host, path), "{host}:{path}");
+        }
+        let wrong = [
+            "/dev/san/a",
+            "london",
+            "london:",
+            "london:a",
+            ":/a",
+            "lon don:/a",
+        ];
+        for wrong in wrong {
+            let error = with(&format!("same_file_as = {wrong:?}")).unwrap_err();
+            assert!(error.contains("`HOST:PATH`"), "{error}");
+            assert!(error.contains("line"), "{error}");
+        }
+        let misspelt = with("same_file = \"london:/a\"").unwrap_err();
+        assert!(misspelt.contains("unknown field `same_file`"), "{misspelt}");
+        let both = with("same_file_as = \"london:/a\"\nlocal = true").unwrap_err();
+        assert!(both.contains("`images.debian.same_file_as`"), "{both}");
     }
 
     #[test]

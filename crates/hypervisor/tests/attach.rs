@@ -93,6 +93,7 @@ fn host() -> Host {
             direct: Some(false),
             locks: true,
             local: false,
+            same_file_as: None,
         };
         host.config.images.insert(name.to_owned(), image);
     }
@@ -315,6 +316,7 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 direct: None,
                 locks: true,
                 local: false,
+                same_file_as: None,
             };
             qcow2(&image.path);
             host.config.images.insert("q".to_owned(), image);

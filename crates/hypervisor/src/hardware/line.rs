@@ -127,6 +127,7 @@ fn flash(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
         direct: Some(false),
         locks: true,
         local: false,
+        same_file_as: None,
     };
     let used = Used {
         read_only: true,
