@@ -4,6 +4,7 @@ use crate::config::{AcceleratorChoice, HostConfig};
 use crate::description;
 use crate::guest::{Found, find_all};
 use crate::probe::{self, ProbeError};
+use longhaul_protocol::files;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Check, Verdict};
@@ -563,9 +564,19 @@ impl<'a> Question<'a> {
             .kernel
             .iter()
             .map(|kernel| ("kernel", "[kernels]", &here.kernels, &kernel.name));
+        // Of those that do not move along a name is not enough: whether they are the same is
+        // proved, and told by whoever does that.
+        let staying = files::staying(guest);
+        let stays = |kind: &str, name: &String| {
+            let mut staying = staying.iter();
+            staying.any(|file| file.to_string() == format!("{kind} {name}"))
+        };
         let mut seen = BTreeSet::new();
         for (kind, table, known, name) in disks.chain(nics).chain(firmware).chain(kernel) {
             if !seen.insert((kind, name)) {
+                continue;
+            }
+            if known.contains(name) && stays(kind, name) {
                 continue;
             }
             if known.contains(name) {

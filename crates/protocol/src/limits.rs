@@ -29,5 +29,9 @@ pub const ACKNOWLEDGED_MAX: usize = 4096;
 pub const REMAINING_MAX: usize = 1 << 16;
 /// Most stripes of base images that one offer names as hot, of all of its disks together.
 pub const HOT_STRIPES_MAX: usize = 1 << 16;
+/// Most files that one question or offer speaks of.
+pub const FILES_MAX: usize = 128;
+/// Longest path of a file at its host, in bytes.
+pub const PATH_BYTES_MAX: usize = 4096;
 /// Most ranges of blocks that one message says are wanted, or need not come.
 pub const RANGES_MAX: usize = 4096;

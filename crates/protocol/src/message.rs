@@ -34,11 +34,15 @@
 //! is over connections of their own, which begin with `Resume`. Where it was asked for, what came is compared before
 //! `AllPresent`: `VerifyRegion`, which is answered when all is there, and `Verified` once more.
 //!
+//! A guest of which files do not move with it (shared disks, firmware, kernels) is asked about by
+//! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
+//!
 //! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
 //! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
 //! know is what became of an attempt.
 
 use crate::disk::{List, Missing, OfferedDisk};
+use crate::files::FileClaim;
 use crate::guest::GuestDescription;
 use crate::machine::Machine;
 use crate::{Attempt, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
@@ -132,6 +136,11 @@ pub enum ToDestination {
         /// In bytes: what lies behind is no part of the image.
         bytes: u64,
     },
+    /// Could this guest run here, and are the files that do not move with it the same here? Needs
+    /// the scope *query* or *send guests*. From version 2 on.
+    QueryFiles(Box<FilesQuery>),
+    /// An offer of a guest of which files do not move with it. From version 2 on.
+    OfferFiles(Box<FilesOffer>),
 }
 
 /// What a destination has that blocks of an arriving guest may be found in.
@@ -232,6 +241,12 @@ pub enum ToSource {
         /// The blocks.
         ranges: Vec<BlockRange>,
     },
+    /// The answer to [`ToDestination::QueryFiles`] where locks prove nothing of some files: ask
+    /// again, and say what they hold.
+    WantContent {
+        /// Which of the files that were named, by their places there.
+        files: Vec<u16>,
+    },
 }
 
 /// How far an attempt is at the destination.
@@ -256,6 +271,15 @@ pub struct Query {
     pub guest: GuestDescription,
     /// Its machine as the source's QEMU shows it.
     pub machine: Machine,
+}
+
+/// A question about a guest of which files do not move with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilesQuery {
+    /// The question.
+    pub query: Query,
+    /// The files.
+    pub files: Vec<FileClaim>,
 }
 
 /// The answer to a [`Query`].
@@ -323,6 +347,15 @@ pub struct DisksOffer {
     pub offer: Offer,
     /// Its disks that move: one for each durable region.
     pub disks: Vec<OfferedDisk>,
+}
+
+/// A guest that is to move, of which files do not move with it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FilesOffer {
+    /// The guest, and its disks that move.
+    pub offer: DisksOffer,
+    /// The files.
+    pub files: Vec<FileClaim>,
 }
 
 /// Why an offer was not taken.

@@ -4,10 +4,11 @@
 //! newest that this code speaks.
 
 use crate::disk::{Base, Remaining, STRIPE_BYTES, STRIPE_PAGES};
+use crate::files::FileClaim;
 use crate::limits::{
     ACKNOWLEDGED_MAX, CONTROL_MESSAGE_BYTES_MAX, CPU_PROPERTIES_MAX, DEVICE_STATE_BYTES_MAX,
-    DEVICES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PRELUDE_BYTES_MAX, RANGES_MAX, REGION_BLOCKS_MAX,
-    REGIONS_MAX, REMAINING_MAX,
+    DEVICES_MAX, FILES_MAX, HOT_STRIPES_MAX, NAME_BYTES_MAX, PATH_BYTES_MAX, PRELUDE_BYTES_MAX,
+    RANGES_MAX, REGION_BLOCKS_MAX, REGIONS_MAX, REMAINING_MAX,
 };
 use crate::machine::Machine;
 use crate::message::{Acknowledgement, DisksOffer, Offer, ToDestination, ToSource};
@@ -15,8 +16,12 @@ use crate::{BLOCK_SIZE, BlockRange, RegionSpec};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// Version of the messages.
-pub const VERSION: u16 = 1;
+/// Newest version of the messages.
+pub const VERSION: u16 = 2;
+/// Oldest version that is spoken. In it nothing is said of files that do not move.
+pub const VERSION_OLDEST: u16 = 1;
+/// The first version in which files that do not move are proved to be the same.
+pub const VERSION_OF_FILES: u16 = 2;
 
 /// Bytes that are no message, or a message that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -87,6 +92,22 @@ fn limit(what: &'static str, value: u64, limit: u64) -> Result<(), WireError> {
 
 fn name(what: &'static str, text: &str) -> Result<(), WireError> {
     limit(what, text.len() as u64, NAME_BYTES_MAX as u64)
+}
+
+fn check_files(files: &[FileClaim]) -> Result<(), WireError> {
+    let count = files.len() as u64;
+    limit("the number of files", count, FILES_MAX as u64)?;
+    files.iter().try_for_each(|file| {
+        name("a file's name", &file.name)?;
+        let path = file.path.len() as u64;
+        limit("a file's path", path, PATH_BYTES_MAX as u64)?;
+        match file.locks.is_none_or(|locks| locks.is_sound()) {
+            true => Ok(()),
+            false => Err(WireError::Malformed(
+                "a pattern of locks that is none".to_owned(),
+            )),
+        }
+    })
 }
 
 fn check_machine(machine: &Machine) -> Result<(), WireError> {
@@ -201,6 +222,14 @@ impl Message for ToDestination {
             } => limit("a device state", u64::from(*device_state_bytes), state_max),
             Self::VerifyRegion { range, .. } => check_range(range),
             Self::OfferDisks(offer) => offer.check(),
+            Self::QueryFiles(asked) => {
+                check_machine(&asked.query.machine)?;
+                check_files(&asked.files)
+            }
+            Self::OfferFiles(offered) => {
+                offered.offer.check()?;
+                check_files(&offered.files)
+            }
             Self::List(list) => check_remaining(&list.remaining),
             Self::Unreadable { ranges, .. } => check_ranges(ranges),
             Self::Length { bytes, .. } => check_length(*bytes),
@@ -222,6 +251,10 @@ impl Message for ToSource {
             Self::Digests { range, .. } => check_range(range),
             Self::Missing(missing) => check_remaining(&missing.lacks),
             Self::Want { ranges, .. } | Self::Superseded { ranges, .. } => check_ranges(ranges),
+            Self::WantContent { files } => {
+                let count = files.len() as u64;
+                limit("the number of files", count, FILES_MAX as u64)
+            }
             _ => Ok(()),
         }
     }
@@ -250,7 +283,9 @@ impl Message for Acknowledgement {
 mod tests {
     use super::*;
     use crate::disk::{DiskFormat, Hot, List, Missing, OfferedDisk, Pulled};
+    use crate::files::{FileContent, FileKind, LockPattern};
     use crate::guest::GuestDescription;
+    use crate::message::{FilesOffer, FilesQuery, Query};
     use crate::{Attempt, Epoch, Generation, MigrationId, RegionId};
     use proptest::prelude::*;
 
@@ -306,6 +341,7 @@ mod tests {
             encode(&acknowledgement),
             encode(&list),
             encode(&length),
+            encode(&ToSource::WantContent { files: vec![0, 3] }),
         ];
         for bytes in examples.map(Result::unwrap) {
             let hex: Vec<String> = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
@@ -385,23 +421,7 @@ mod tests {
         assert!(matches!(encode(&far), Err(WireError::Limit { .. })));
     }
 
-    /// An offer of a guest with disks on base images of 8 stripes and a bit, of which these are hot.
-    fn on_bases(hot: &[Vec<Hot>]) -> ToDestination {
-        let base = |hot: &Vec<Hot>| Base {
-            image: [7; 32],
-            bytes: 8 * STRIPE_BYTES + 1,
-            lazily: true,
-            hot: hot.clone(),
-        };
-        let disk = |hot| OfferedDisk {
-            region: RegionId(1),
-            name: "vda".to_owned(),
-            image_bytes: 1 << 20,
-            allocated_bytes: 1 << 16,
-            format: DiskFormat::Raw,
-            pulled: Pulled::Nothing,
-            base: Some(base(hot)),
-        };
+    fn an_offer() -> Offer {
         let guest = GuestDescription {
             name: "web".to_owned(),
             machine: String::new(),
@@ -424,7 +444,7 @@ mod tests {
             devices: Default::default(),
             cpu_properties: Default::default(),
         };
-        let offer = Offer {
+        Offer {
             migration: MigrationId([1; 8]),
             attempt: Attempt(1),
             generation: Generation(0),
@@ -436,7 +456,28 @@ mod tests {
             verify: false,
             patience_ms: 1,
             early_release: false,
+        }
+    }
+
+    /// An offer of a guest with disks on base images of 8 stripes and a bit, of which these are
+    /// hot.
+    fn on_bases(hot: &[Vec<Hot>]) -> ToDestination {
+        let base = |hot: &Vec<Hot>| Base {
+            image: [7; 32],
+            bytes: 8 * STRIPE_BYTES + 1,
+            lazily: true,
+            hot: hot.clone(),
         };
+        let disk = |hot| OfferedDisk {
+            region: RegionId(1),
+            name: "vda".to_owned(),
+            image_bytes: 1 << 20,
+            allocated_bytes: 1 << 16,
+            format: DiskFormat::Raw,
+            pulled: Pulled::Nothing,
+            base: Some(base(hot)),
+        };
+        let offer = an_offer();
         let disks = hot.iter().map(disk).collect();
         ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks }))
     }
@@ -463,6 +504,87 @@ mod tests {
         }
         let most = on_bases(&vec![vec![hot(8, 64); HOT_STRIPES_MAX / 2]; 2]);
         assert!(encode(&most).is_ok());
+    }
+
+    fn claim() -> FileClaim {
+        FileClaim {
+            kind: FileKind::Image,
+            name: "s".to_owned(),
+            path: "/srv/s.img".to_owned(),
+            locks: Some(LockPattern {
+                first: (1 << 62) + 128,
+                mask: [0x0f; 16],
+            }),
+            content: None,
+        }
+    }
+
+    /// A question, and an offer, of a guest with these files.
+    fn of_files(files: &[FileClaim]) -> [ToDestination; 2] {
+        let offer = an_offer();
+        let query = Query {
+            guest: offer.guest.clone(),
+            machine: offer.machine.clone(),
+        };
+        let (files, disks) = (files.to_vec(), Vec::new());
+        let asked = FilesQuery {
+            query,
+            files: files.clone(),
+        };
+        let offered = FilesOffer {
+            offer: DisksOffer { offer, disks },
+            files,
+        };
+        [
+            ToDestination::QueryFiles(Box::new(asked)),
+            ToDestination::OfferFiles(Box::new(offered)),
+        ]
+    }
+
+    #[test]
+    fn what_is_said_of_files_keeps_to_its_limits() {
+        let mut known = claim();
+        known.content = Some(FileContent {
+            bytes: 300,
+            digest: [9; 32],
+        });
+        let seeds: [&[u8]; 2] = [
+            include_bytes!("../../../fuzz/seeds/message/query-files"),
+            include_bytes!("../../../fuzz/seeds/message/offer-files"),
+        ];
+        for (message, seed) in of_files(&[claim(), known]).into_iter().zip(seeds) {
+            let bytes = encode(&message).unwrap();
+            assert_eq!(bytes, seed);
+            assert_eq!(decode(&bytes), Ok(message));
+        }
+        let one = |change: &dyn Fn(&mut FileClaim)| {
+            let mut claim = claim();
+            change(&mut claim);
+            vec![claim]
+        };
+        let pattern = |first, mask| Some(LockPattern { first, mask });
+        for (over, files) in [
+            (false, vec![claim(); FILES_MAX]),
+            (true, vec![claim(); FILES_MAX + 1]),
+            (false, one(&|it| it.path = "x".repeat(PATH_BYTES_MAX))),
+            (true, one(&|it| it.path = "x".repeat(PATH_BYTES_MAX + 1))),
+            (true, one(&|it| it.name = "x".repeat(NAME_BYTES_MAX + 1))),
+            (false, one(&|it| it.locks = None)),
+            // All of them, none, and such that data could be in the way.
+            (true, one(&|it| it.locks = pattern(1 << 62, [0xff; 16]))),
+            (true, one(&|it| it.locks = pattern(1 << 62, [0; 16]))),
+            (true, one(&|it| it.locks = pattern(100, [0x0f; 16]))),
+        ] {
+            for message in of_files(&files) {
+                assert_eq!(encode(&message).is_err(), over, "{files:?}");
+                let bytes = postcard::to_stdvec(&message).unwrap();
+                assert_eq!(decode::<ToDestination>(&bytes).is_err(), over);
+            }
+        }
+        for (count, right) in [(FILES_MAX, true), (FILES_MAX + 1, false)] {
+            let files = vec![0; count];
+            assert_eq!(encode(&ToSource::WantContent { files }).is_ok(), right);
+        }
     }
 
     #[test]

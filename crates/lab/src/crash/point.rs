@@ -254,6 +254,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "d:after-receipt:unreadable",
             "s:before-send:length",
             "d:after-receipt:length",
+            "d:before-send:want-content",
+            "s:after-receipt:want-content",
             "s:keeping:memory",
         ],
     ),

@@ -41,8 +41,8 @@ pub(super) trait Named {
 }
 
 macro_rules! named {
-    ($kind:ident in $list:ident by $function:ident: $($variant:ident $name:literal [$($side:ident)+],)+) => {
-        const $list: &[(&str, &[Side])] = &[$(($name, &[$(Side::$side),+])),+];
+    ($kind:ident in $list:ident by $function:ident: $($variant:ident $name:literal [$($side:ident)*],)+) => {
+        const $list: &[(&str, &[Side])] = &[$(($name, &[$(Side::$side),*])),+];
 
         fn $function(of: &$kind) -> &'static str {
             match of {
@@ -82,6 +82,9 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     List "list" [Source],
     Unreadable "unreadable" [Source],
     Length "length" [Source],
+    // What they say more has no points of its own: see `name`.
+    QueryFiles "query" [],
+    OfferFiles "offer" [],
 }
 
 named! { ToSource in TO_SOURCE by to_source_name:
@@ -103,13 +106,17 @@ named! { ToSource in TO_SOURCE by to_source_name:
     Missing "missing" [Destination],
     Want "want" [Destination],
     Superseded "superseded" [Destination],
+    WantContent "want-content" [Destination],
 }
 
 impl Named for ToDestination {
     const SENDER: Side = Side::Source;
 
     fn name(&self) -> &'static str {
-        to_destination_name(self)
+        match self {
+            Self::OfferFiles(offered) if !offered.offer.disks.is_empty() => "offer-disks",
+            other => to_destination_name(other),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use crate::agent::guests::Guests;
 use crate::agent::state::Parts;
 use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
 use longhaul_protocol::HostId;
-use longhaul_protocol::wire::VERSION;
+use longhaul_protocol::wire::{VERSION, VERSION_OLDEST};
 use longhaul_transport as transport;
 use longhaul_transport::{TrustError, TrustStore};
 
@@ -27,7 +27,7 @@ impl Hosts {
             name: config.name.clone(),
             fingerprint: self.parts.identity.host_id().to_string(),
             version: env!("CARGO_PKG_VERSION").to_owned(),
-            protocol_versions: vec![VERSION.into()],
+            protocol_versions: (VERSION_OLDEST..=VERSION).map(u32::from).collect(),
             listen: Some(config.listen.to_string()),
             api_listen: config.api.tcp.as_ref().map(|tcp| tcp.listen.to_string()),
             state_folder: config.state.display().to_string(),

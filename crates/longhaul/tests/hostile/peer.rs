@@ -108,9 +108,14 @@ impl Victim {
 
     /// The machine that its QEMU would show of a guest.
     pub async fn machine(&self, guest: &GuestDescription) -> Machine {
+        self.machine_with(guest, "").await
+    }
+
+    /// The same where its configuration has these tables.
+    pub async fn machine_with(&self, guest: &GuestDescription, tables: &str) -> Machine {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
-            "state = {:?}\n[qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
+            "state = {:?}\n[qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n{tables}",
             folder.path(),
             qemu()
         );
@@ -186,12 +191,23 @@ impl Call {
 impl Bad {
     /// A peer that the victim trusts under this name.
     pub async fn new(name: &str, victim: &Victim) -> Self {
+        Self::with(
+            name,
+            victim,
+            (wire::VERSION_OLDEST, wire::VERSION),
+            "query,send",
+        )
+        .await
+    }
+
+    /// One that speaks these versions and may do this.
+    pub async fn with(name: &str, victim: &Victim, versions: (u16, u16), may: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let identity = Identity::load_or_create(folder.path()).unwrap();
         let trust = TrustStore::open(&folder.path().join(transport::TRUST_FILE)).unwrap();
         let hello = Hello {
-            version_min: wire::VERSION,
-            version_max: wire::VERSION,
+            version_min: versions.0,
+            version_max: versions.1,
             software: "hostile".to_owned(),
         };
         let config = EndpointConfig::new("127.0.0.1:0".parse().unwrap(), hello);
@@ -201,6 +217,8 @@ impl Bad {
             name,
             &identity.host_id().to_string(),
             "127.0.0.1:9",
+            "--may",
+            may,
         ]);
         assert!(output.status.success(), "{output:?}");
         let shown = victim.agent.longhaul(&["--json", "host"]);

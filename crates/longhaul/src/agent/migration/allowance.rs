@@ -196,6 +196,12 @@ impl Allowances {
         }
     }
 
+    /// Waits for one of the threads that may work for a peer.
+    pub(super) async fn worker(&self, peer: &TrustedHost) -> Option<OwnedSemaphorePermit> {
+        let workers = self.with_use(peer, |used, _| used.workers.clone());
+        workers.acquire_owned().await.ok()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -360,6 +366,19 @@ fn refusal(code: RefusalCode, text: String, hint: Option<String>) -> Refusal {
     Refusal { code, text, hint }
 }
 
+/// Whether guests of this peer may use everything that one names.
+pub(super) fn may_name(
+    context: &Context,
+    peer: &TrustedHost,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
+    let excess = Excess {
+        here: &context.parts.config.name,
+        peer: &peer.name,
+    };
+    named(&excess, context.allowances.limits(peer), guest)
+}
+
 /// What can be said against an offer without counting anything.
 fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
     let here = &context.parts.config.name;
@@ -406,7 +425,10 @@ fn named(
     let other = |allowed: &Option<Vec<String>>, name: &String| {
         allowed.as_ref().is_some_and(|list| !list.contains(name))
     };
-    let mut disks = guest.disks.iter().map(|disk| &disk.image);
+    let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
+    let variables = flash.and_then(|flash| flash.variables.as_ref());
+    let disks = guest.disks.iter().map(|disk| &disk.image);
+    let mut disks = disks.chain(variables);
     if let Some(name) = disks.find(|name| other(&limits.images, name)) {
         return Err(refused("images", name));
     }

@@ -27,6 +27,7 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve}
 use longhaul_codec::unpack;
 use longhaul_engine::handover::{DestinationEvent, DestinationState};
 use longhaul_protocol::disk::OfferedDisk;
+use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
@@ -122,12 +123,14 @@ impl Arrival {
 pub(super) async fn receive(
     context: Arc<Context>,
     mut call: Call,
-    offer: Offer,
-    disks: Vec<OfferedDisk>,
+    (offer, disks): (Offer, Vec<OfferedDisk>),
+    files: Option<Vec<FileClaim>>,
 ) {
     let peer = call.control.peer().host.clone();
     let span = (offer.migration, offer.guest.name.clone());
-    let prepared = match prepare::prepare(&context, &mut call, offer, &disks).await {
+    let offered = (offer, disks.as_slice());
+    let prepared = prepare::prepare(&context, &mut call, offered, files.as_deref());
+    let prepared = match prepared.await {
         Ok(prepared) => prepared,
         Err(refusal) => {
             tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
@@ -524,6 +527,8 @@ impl Task {
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)
+            | ToDestination::QueryFiles(_)
+            | ToDestination::OfferFiles(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }
             | ToDestination::Ask { .. } => {

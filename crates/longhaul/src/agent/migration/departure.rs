@@ -467,6 +467,7 @@ impl Departure {
             ToSource::Refused(refusal) if self.launching.is_some() => self.refused(refusal).await,
             ToSource::Status { .. } | ToSource::Closed => {}
             ToSource::Answer(_)
+            | ToSource::WantContent { .. }
             | ToSource::Launching { .. }
             | ToSource::Refused(_)
             | ToSource::Resumed { .. } => {

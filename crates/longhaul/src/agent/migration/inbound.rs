@@ -5,6 +5,7 @@ use super::allowance::Admission;
 use super::disks::arriving::Disks;
 use super::disks::fronts::{self, Comes, Coming, FrontError};
 use super::disks::read_blocks;
+use super::files::Proof;
 use super::gang::{Look, Shown};
 use super::kept::Kept;
 use super::meter::{Meter, Usage};
@@ -83,6 +84,9 @@ pub(super) enum InboundError {
     /// A disk's image could not be made.
     #[error("cannot make the image of a disk: {0}")]
     Images(io::Error),
+    /// It has not opened what was compared with the source's files.
+    #[error("{0}")]
+    Exchanged(String),
     /// Messages came in an order that makes no sense.
     #[error("the source breaks the protocol: {0}")]
     Order(&'static str),
@@ -106,14 +110,16 @@ impl InboundError {
     /// What the source is told.
     pub(super) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
-            Self::Different(_) | Self::NoEmulator(_) | Self::Capabilities(_) => {
-                RefusalCode::Unsuitable
-            }
+            Self::Different(_)
+            | Self::NoEmulator(_)
+            | Self::Capabilities(_)
+            | Self::Exchanged(_) => RefusalCode::Unsuitable,
             Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
             _ => RefusalCode::QemuFailed,
         };
         let hint = match &self {
             Self::Different(list) => list.first().map(|first| first.hint.clone()),
+            Self::Exchanged(_) => Some("let its files be, and try again".to_owned()),
             _ => None,
         };
         Refusal {
@@ -251,6 +257,11 @@ impl Inbound {
         let put_in = fronts::put_in_for(state, &self.guest, &self.qmp, coming, disks);
         self.receiving.below(put_in.await?);
         Ok(())
+    }
+
+    /// Whether QEMU has the files that were compared with the source's.
+    pub(super) fn has(&self, proof: &Proof) -> Result<(), String> {
+        proof.holds(self.guest.pid().unwrap_or_default())
     }
 
     /// The machine that QEMU shows.

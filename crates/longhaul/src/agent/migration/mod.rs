@@ -17,6 +17,7 @@ mod doubt;
 mod entry;
 mod failure;
 mod fence;
+mod files;
 mod gang;
 mod inbound;
 mod kept;
@@ -58,7 +59,8 @@ use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
-use longhaul_protocol::{Attempt, HostId, MigrationId};
+use longhaul_protocol::{Attempt, HostId, MigrationId, wire};
+use longhaul_storage::same_file::Contents;
 use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
 use registry::{Registry, Taken};
@@ -135,6 +137,8 @@ struct Context {
     standing: Standing,
     orders: Orders,
     coming: ComingFronts,
+    /// What files hold that were compared with those of other hosts.
+    contents: Arc<Contents>,
     /// What the link to a host was seen to carry, in bytes per second.
     rates: Mutex<HashMap<String, f64>>,
 }
@@ -304,10 +308,9 @@ impl Manager {
         let archive = Archive::open(&state.join("reports"))
             .map_err(|error| cannot("make the folder of reports", &error))?;
         let software = format!("longhaul {}", env!("CARGO_PKG_VERSION"));
-        let version = longhaul_protocol::wire::VERSION;
         let hello = Hello {
-            version_min: version,
-            version_max: version,
+            version_min: wire::VERSION_OLDEST,
+            version_max: wire::VERSION,
             software,
         };
         let config = EndpointConfig::new(parts.config.listen, hello);
@@ -341,6 +344,7 @@ impl Manager {
             standing: Standing::default(),
             orders: Orders::default(),
             coming: ComingFronts::default(),
+            contents: Arc::default(),
             rates: Mutex::default(),
         });
         context.end_all_departed().await.map_err(|error| {

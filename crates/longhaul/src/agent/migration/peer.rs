@@ -3,10 +3,14 @@
 use super::Context;
 use super::allowance;
 use super::arrival;
+use super::files;
 use super::remembered::AnswerError;
 use super::talk::{self, Receiver, Sender, TalkError};
 use longhaul_engine::handover::DestinationState;
-use longhaul_protocol::message::{AttemptState, DisksOffer, ToDestination, ToSource};
+use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::message::{
+    AttemptState, DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
+};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
 use longhaul_transport::{
@@ -127,17 +131,32 @@ async fn dispatch(
                 call.control.close(CloseCode::NotAllowed, reason);
                 return Ok(());
             }
-            let answer = context.local_checks(&query.guest, &query.machine, false);
-            let answer = answer.await;
-            call.sender.send(&ToSource::Answer(answer)).await
+            answer_query(&context, call, &query, None).await
+        }
+        ToDestination::QueryFiles(asked) => {
+            // Before a move it is asked, too.
+            let may = |permission| allows(&call.control, permission);
+            if !may(Permission::Query) && !may(Permission::SendGuests) {
+                let reason = "this host may not ask: its scope lacks `query`";
+                call.control.close(CloseCode::NotAllowed, reason);
+                return Ok(());
+            }
+            let FilesQuery { query, files } = *asked;
+            answer_query(&context, call, &query, Some(&files)).await
         }
         ToDestination::Offer(offer) => {
-            arrival::receive(context, call, *offer, Vec::new()).await;
+            arrival::receive(context, call, (*offer, Vec::new()), None).await;
             Ok(())
         }
         ToDestination::OfferDisks(offered) => {
             let DisksOffer { offer, disks } = *offered;
-            arrival::receive(context, call, offer, disks).await;
+            arrival::receive(context, call, (offer, disks), None).await;
+            Ok(())
+        }
+        ToDestination::OfferFiles(offered) => {
+            let FilesOffer { offer, files } = *offered;
+            let DisksOffer { offer, disks } = offer;
+            arrival::receive(context, call, (offer, disks), Some(files)).await;
             Ok(())
         }
         ToDestination::Resume {
@@ -154,6 +173,26 @@ async fn dispatch(
             Ok(())
         }
     }
+}
+
+/// Says everything that stands against a move, or asks what files hold that are not known by their
+/// locks.
+async fn answer_query(
+    context: &Arc<Context>,
+    mut call: Call,
+    query: &Query,
+    claims: Option<&[FileClaim]>,
+) -> Result<(), TalkError> {
+    let Query { guest, machine } = query;
+    let peer = call.control.peer().host.clone();
+    let proof = files::prove(context, &peer, guest, claims).await;
+    if !proof.wanted.is_empty() {
+        let files = proof.wanted;
+        return call.sender.send(&ToSource::WantContent { files }).await;
+    }
+    let mut answer = context.local_checks(guest, machine, false).await;
+    answer.checks.extend(proof.checks);
+    call.sender.send(&ToSource::Answer(answer)).await
 }
 
 /// A source is back, with a connection for blocks or without.
@@ -259,5 +298,7 @@ fn name(message: &ToDestination) -> &'static str {
         ToDestination::List(_) => "List",
         ToDestination::Unreadable { .. } => "Unreadable",
         ToDestination::Length { .. } => "Length",
+        ToDestination::QueryFiles(_) => "QueryFiles",
+        ToDestination::OfferFiles(_) => "OfferFiles",
     }
 }

@@ -1,10 +1,10 @@
 //! What a migration would meet and cost, found out without changing anything.
 
 use super::disks::{self, Known, LocalDisk};
+use super::files::{self, AskError, Held};
 use super::outbound::Outbound;
 use super::prepare::{Candidate, candidate, is_paused};
 use super::registry::Taken;
-use super::talk;
 use super::{Context, convergence, failure};
 use longhaul_api::{
     ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
@@ -17,7 +17,7 @@ use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::machine::Machine;
-use longhaul_protocol::message::{Query, ToDestination, ToSource, Verdict};
+use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
 use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
@@ -27,7 +27,6 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::block_in_place;
 
-const ANSWER_WITHIN: Duration = Duration::from_secs(60);
 /// How long the link is measured where nothing is known of it.
 const PROBE_TIME: Duration = Duration::from_secs(1);
 /// Blocks that are looked at to guess what the memory costs.
@@ -319,9 +318,21 @@ async fn ask_there(
     plan.rtt_ms = Some(rtt.as_secs_f64() * 1e3);
     let reachable = format!("{host} reachable, direct, {}", show_duration(rtt));
     plan.checks.push(Check::ok("destination", reachable));
-    match query(&control, candidate, machine).await {
-        Ok(checks) => plan.checks.extend(checks),
-        Err(error) => {
+    let query = Query {
+        guest: candidate.guest.description().clone(),
+        machine: machine.clone(),
+    };
+    let held = block_in_place(|| files::hold(context, &candidate.guest));
+    let mut held = held.unwrap_or_else(|error| {
+        plan.checks.push(refused_here(error));
+        Held::default()
+    });
+    let asked = files::ask(context, &control, query, &mut held).await;
+    control.close(CloseCode::Done, "asked and answered");
+    match asked {
+        Ok(checks) => plan.checks.extend(checks.into_iter().map(shown)),
+        Err(AskError::Here(error)) => plan.checks.push(refused_here(error)),
+        Err(AskError::Talk(error)) => {
             let hint = format!("on {host}: longhaul host trust ... --may query,send");
             plan.checks.push(Check::refuse(
                 "destination",
@@ -333,36 +344,20 @@ async fn ask_there(
     Some(control)
 }
 
-async fn query(
-    control: &Control,
-    candidate: &Candidate,
-    machine: &Machine,
-) -> Result<Vec<Check>, talk::TalkError> {
-    let (mut sender, mut receiver) = talk::as_source(
-        control
-            .open()
-            .await
-            .map_err(longhaul_transport::ChannelError::from)?,
-    );
-    let query = Query {
-        guest: candidate.guest.description().clone(),
-        machine: machine.clone(),
-    };
-    sender.send(&ToDestination::Query(Box::new(query))).await?;
-    let answer = receiver.recv_within(ANSWER_WITHIN).await?;
-    control.close(CloseCode::Done, "asked and answered");
-    let ToSource::Answer(answer) = answer else {
-        return Err(talk::TalkError::Closed);
-    };
-    let check = |check: longhaul_protocol::message::Check| {
-        let hint = check.hint.unwrap_or_else(|| "see the message".to_owned());
-        match check.verdict {
-            Verdict::Fine => Check::ok("destination", check.text),
-            Verdict::Warning => Check::warn("destination", check.text, hint),
-            Verdict::Refused => Check::refuse("destination", check.text, hint),
-        }
-    };
-    Ok(answer.checks.into_iter().map(check).collect())
+/// What was found at the destination, as it is shown.
+fn shown(check: message::Check) -> Check {
+    let hint = check.hint.unwrap_or_else(|| "see the message".to_owned());
+    match check.verdict {
+        Verdict::Fine => Check::ok("destination", check.text),
+        Verdict::Warning => Check::warn("destination", check.text, hint),
+        Verdict::Refused => Check::refuse("destination", check.text, hint),
+    }
+}
+
+/// What stands against a move here.
+fn refused_here(error: ApiError) -> Check {
+    let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+    Check::refuse("files", error.message, hint)
 }
 
 async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {

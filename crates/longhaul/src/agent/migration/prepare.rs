@@ -5,6 +5,7 @@ use super::departure::{Departure, Task};
 use super::disks::Known;
 use super::disks::LocalDisk;
 use super::entry::{Entry, Facts};
+use super::files::{self, AskError, Held};
 use super::gang::Gang;
 use super::ledger::{Ledger, SourceHandover};
 use super::outbound::Outbound;
@@ -26,7 +27,10 @@ use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
 use longhaul_hypervisor::memory;
 use longhaul_hypervisor::qmp::Qmp;
-use longhaul_protocol::message::{DisksOffer, Keeps, Offer, ToDestination, ToSource};
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{
+    DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
+};
 use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
 use longhaul_storage::Journal;
 use longhaul_transport::{CloseCode, Control, TrustedHost};
@@ -220,6 +224,8 @@ impl Preparing {
         let limit = self.share.of(self.request.bandwidth_bps);
         known.limit(self.context.link_rate(&host.name), limit, control.rtt());
         tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
+        let mut held = block_in_place(|| files::hold(&self.context, guest))?;
+        self.ask(&control, &machine, &mut held).await?;
         let next = Generation(generation.0 + 1);
         let leaving = self
             .context
@@ -279,7 +285,7 @@ impl Preparing {
         let guard = Withdrawal {
             control: Some(control.clone()),
         };
-        let begun = self.begin(control, &mut offer, &mut outbound).await;
+        let begun = self.begin(control, &mut offer, &mut outbound, held).await;
         let (session, sending, look) = match begun {
             Ok(begun) => begun,
             Err(error) => {
@@ -338,21 +344,62 @@ impl Preparing {
         Ok((task, session))
     }
 
+    /// Whether the destination has the guest's files and nothing against the move, before anything
+    /// is changed.
+    async fn ask(
+        &self,
+        control: &Control,
+        machine: &Machine,
+        held: &mut Held,
+    ) -> Result<(), ApiError> {
+        if held.is_empty() {
+            return Ok(());
+        }
+        let host = &self.candidate.host.name;
+        let query = Query {
+            guest: self.candidate.guest.description().clone(),
+            machine: machine.clone(),
+        };
+        let asking = files::ask(&self.context, control, query, held);
+        let checks = match self.unless_cancelled(asking).await? {
+            Ok(checks) => checks,
+            Err(AskError::Here(error)) => return Err(error),
+            Err(AskError::Talk(error)) => return Err(failure::session(host, &error.into())),
+        };
+        for check in checks {
+            match check.verdict {
+                Verdict::Fine => {}
+                Verdict::Warning => tracing::warn!(host, "{}", check.text),
+                Verdict::Refused => {
+                    let error = ApiError::new(ErrorCode::Refused, check.text);
+                    return Err(match check.hint {
+                        Some(hint) => error.hint(hint),
+                        None => error,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The destination launches its QEMU and takes blocks, the source's QEMU tracks writes.
     async fn begin(
         &self,
         control: Control,
         offer: &mut Offer,
         outbound: &mut Outbound,
+        held: Held,
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let message = offered(&self.context, offer, outbound);
-        let offered = session::offer(control, message, offer, limit);
+        let message = offered(&self.context, offer, outbound, &held);
+        let offered = session::offer(control, message, offer, (limit, held.reading_time()));
         // The guest is looked at while the destination is asked, and nobody waits for that.
         let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
         let (mut session, keeps) = offered.map_err(|error| failure::session(host, &error))?;
+        // What was to be compared was.
+        drop(held);
         if let Some(key) = keeps.digest_key {
             offer.digest_key = key;
         }
@@ -439,7 +486,7 @@ impl Preparing {
 }
 
 /// The offer as it is said.
-fn offered(context: &Context, offer: &Offer, outbound: &Outbound) -> ToDestination {
+fn offered(context: &Context, offer: &Offer, outbound: &Outbound, held: &Held) -> ToDestination {
     let mut disks: Vec<_> = outbound
         .disks()
         .iter()
@@ -447,6 +494,11 @@ fn offered(context: &Context, offer: &Offer, outbound: &Outbound) -> ToDestinati
         .collect();
     block_in_place(|| disks::base::say_what_is_hot(&context.parts.config.state, &mut disks));
     let offer = offer.clone();
+    if !held.is_empty() {
+        let files = held.claims().to_vec();
+        let offer = DisksOffer { offer, disks };
+        return ToDestination::OfferFiles(Box::new(FilesOffer { offer, files }));
+    }
     match disks.is_empty() {
         true => ToDestination::Offer(Box::new(offer)),
         false => ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks })),

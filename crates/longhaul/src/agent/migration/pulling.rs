@@ -449,6 +449,8 @@ impl Pulling {
             ToDestination::Query(_)
             | ToDestination::Offer(_)
             | ToDestination::OfferDisks(_)
+            | ToDestination::QueryFiles(_)
+            | ToDestination::OfferFiles(_)
             | ToDestination::Resume { .. }
             | ToDestination::Ask { .. } => self.disconnect(),
         }

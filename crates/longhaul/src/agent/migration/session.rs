@@ -73,11 +73,11 @@ pub(super) async fn offer(
     control: Control,
     message: ToDestination,
     offer: &Offer,
-    bandwidth_bps: Option<u64>,
+    (bandwidth_bps, more_time): (Option<u64>, Duration),
 ) -> Result<(Session, Keeps), SessionError> {
     let (mut sender, mut receiver) = talk::as_source(control.open().await?);
     sender.send(&message).await?;
-    let (token, keeps) = match receiver.recv_within(OFFER_WITHIN).await? {
+    let (token, keeps) = match receiver.recv_within(OFFER_WITHIN + more_time).await? {
         ToSource::Launching { bulk_token, keeps } => (bulk_token, keeps),
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
         _ => {

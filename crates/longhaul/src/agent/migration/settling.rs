@@ -478,6 +478,7 @@ impl Settling {
             | ToSource::Digests { .. }
             | ToSource::Resumed { .. }
             | ToSource::Answer(_)
+            | ToSource::WantContent { .. }
             | ToSource::Launching { .. }
             | ToSource::Accepted { .. }
             | ToSource::Refused(_) => {}

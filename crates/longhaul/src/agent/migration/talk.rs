@@ -24,6 +24,9 @@ pub(super) enum TalkError {
     /// What came is not a message.
     #[error("the other agent breaks the protocol: {0}")]
     Wire(#[from] WireError),
+    /// What came is no answer to what was said.
+    #[error("the other agent breaks the protocol: {0}")]
+    Unfit(&'static str),
     /// The other agent closed the channel.
     #[error("the other agent closed the channel")]
     Closed,
@@ -39,7 +42,7 @@ impl TalkError {
             Self::Channel(ChannelError::Lost(LinkError::ClosedByPeer { code, .. })) => {
                 *code != CloseCode::ShuttingDown
             }
-            Self::Wire(_) | Self::Closed => true,
+            Self::Wire(_) | Self::Unfit(_) | Self::Closed => true,
             Self::Channel(_) | Self::Silent(_) => false,
         }
     }

@@ -41,6 +41,10 @@ pub(crate) fn plan() -> Plan {
             Check::ok("peer_reachable", "paris-2 reachable, 21 ms, 94 Mbit/s up"),
             Check::ok("machine_type", "QEMU 10.0.2 loads pc-q35-10.0"),
             Check::ok("cpu", "CPU model EPYC-v4 available"),
+            Check::ok(
+                "destination",
+                "image data: one file on both hosts (proved by locks)",
+            ),
             Check::warn(
                 "memory",
                 "4 GiB of memory wanted, 5 GiB free: paris-2 will be almost full",

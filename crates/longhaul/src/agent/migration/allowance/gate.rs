@@ -57,7 +57,7 @@ pub(in super::super) async fn pass(
     first: &ToDestination,
 ) -> Result<bool, TalkError> {
     match first {
-        ToDestination::Query(_) => query(context, call).await,
+        ToDestination::Query(_) | ToDestination::QueryFiles(_) => query(context, call).await,
         ToDestination::Resume {
             migration, attempt, ..
         }

@@ -11,6 +11,7 @@ use crate::agent::migration::disks::base::ComingBases;
 use crate::agent::migration::disks::fronts::{self, Comes};
 use crate::agent::migration::disks::making::{self, Place};
 use crate::agent::migration::entry::{Entry, Facts};
+use crate::agent::migration::files::{self, Proof};
 use crate::agent::migration::inbound::{Inbound, InboundError};
 use crate::agent::migration::kept::Kept;
 use crate::agent::migration::ledger::{DestinationHandover, Ledger};
@@ -21,6 +22,7 @@ use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
+use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
 use longhaul_storage::Journal;
 use longhaul_storage::disk::RawDisk;
@@ -49,8 +51,8 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
 pub(super) async fn prepare(
     context: &Arc<Context>,
     call: &mut Call,
-    mut offer: Offer,
-    disks: &[OfferedDisk],
+    (mut offer, disks): (Offer, &[OfferedDisk]),
+    files: Option<&[FileClaim]>,
 ) -> Result<(Task, BulkOffer), Refusal> {
     let host = &context.parts.config.name;
     if !allows(&call.control, Permission::SendGuests) {
@@ -93,8 +95,10 @@ pub(super) async fn prepare(
         .local_checks(&offer.guest, &offer.machine, disks.is_empty())
         .await
         .checks;
+    let mut proof = files::prove(context, &peer, &offer.guest, files).await;
     let refused = checks
         .into_iter()
+        .chain(std::mem::take(&mut proof.checks))
         .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
     if let Some(check) = refused {
         let (text, hint) = (check.text, check.hint);
@@ -102,6 +106,14 @@ pub(super) async fn prepare(
             code: RefusalCode::Unsuitable,
             text,
             hint,
+        });
+    }
+    if !proof.wanted.is_empty() {
+        let text = format!("{host} has other files for {guest} than when it was asked before");
+        return Err(Refusal {
+            code: RefusalCode::Unsuitable,
+            text,
+            hint: Some("try again: then they are compared anew".to_owned()),
         });
     }
     let invalid = |error: &dyn std::fmt::Display| {
@@ -174,6 +186,7 @@ pub(super) async fn prepare(
                         disks: &made,
                         kept,
                         below,
+                        proof,
                     };
                     launch(context, call, &offer, &places, there, &admission).await
                 }
@@ -264,6 +277,8 @@ struct There<'a> {
     kept: Kept,
     /// What its disks stand on.
     below: BTreeMap<String, Base>,
+    /// Which files it must have that do not move with it.
+    proof: Proof,
 }
 
 /// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
@@ -284,6 +299,10 @@ async fn launch(
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
     let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
     let mut inbound = Inbound::launch(context, offer, arriving, there.below, admission).await?;
+    if let Err(why) = block_in_place(|| inbound.has(&there.proof)) {
+        inbound.quit().await;
+        return Err(InboundError::Exchanged(why));
+    }
     let comes = places.iter().map(|place| (place, place.offered.pulled));
     let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);
     let pulled = pulled.map(|(place, pulled)| Comes {
