@@ -479,10 +479,7 @@ fn a_guest_with_a_disk_of_its_own_moves_only_to_its_shared_files() {
     let mut other = content.clone();
     other[DISK_BYTES as usize - 1] = 1;
     fs::write(&backing, other).unwrap();
-    stage.refused(
-        &[],
-        &["backing file of image disk1 is not the same"],
-    );
+    stage.refused(&[], &["backing file of image disk1 is not the same"]);
     fs::write(&backing, content).unwrap();
     // The operator's word counts for what it names.
     let config = stage.folders[1].join("agent.toml");
