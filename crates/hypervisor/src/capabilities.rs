@@ -564,8 +564,7 @@ impl<'a> Question<'a> {
             .kernel
             .iter()
             .map(|kernel| ("kernel", "[kernels]", &here.kernels, &kernel.name));
-        // Of those that do not move along a name is not enough: whether they are the same is
-        // proved, and told by whoever does that.
+        // A file that stays must be the same on both hosts; `migration::files` proves that and says so.
         let staying = files::staying(guest);
         let stays = |kind: &str, name: &String| {
             let mut staying = staying.iter();

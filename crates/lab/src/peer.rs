@@ -482,7 +482,7 @@ fn status_of(info: &Value) -> &str {
 }
 
 /// Whether `dirty-sync-count` is the number of passes over memory that were begun. Where post-copy
-/// may follow, QEMU 11.1 looks anew for what is dirty, and counts, ten times a second.
+/// may follow, QEMU 11.1 looks for dirty pages, and counts that, ten times a second.
 fn counts_passes(version: &Value) -> bool {
     let number = |key: &str| version.get("qemu")?.get(key)?.as_u64();
     number("major").zip(number("minor")) <= Some((10, 0))

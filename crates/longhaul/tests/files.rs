@@ -259,7 +259,7 @@ fn offered(offer: Offer, claim: FileClaim) -> ToDestination {
     ToDestination::OfferFiles(Box::new(FilesOffer { offer, files }))
 }
 
-/// Whoever holds the locks has the file, and the destination's QEMU has the same then.
+/// A host that holds the locks has the file, and the destination's QEMU opens the same.
 #[tokio::test(flavor = "multi_thread")]
 async fn an_offer_is_taken_while_its_locks_are_held_and_not_later() {
     let victim = Stage::new("");

@@ -107,7 +107,7 @@ pub struct FileClaim {
     pub content: Option<FileContent>,
 }
 
-/// Which of a row of bytes of a file are locked. Whoever sees the same pattern on a file has the
+/// Which of a row of bytes of a file are locked. A host that sees the same pattern on a file has the
 /// same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LockPattern {

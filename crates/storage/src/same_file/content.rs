@@ -9,7 +9,7 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// So many files are remembered.
+/// The most files that are remembered.
 const REMEMBERED_MAX: usize = 256;
 /// Read at once.
 const PIECE_BYTES: usize = 1 << 20;

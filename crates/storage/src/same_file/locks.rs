@@ -182,7 +182,7 @@ mod tests {
         drop(more);
         assert!(is_it(&file));
         drop(held);
-        assert!(!is_it(&file), "they are gone with whoever held them");
+        assert!(!is_it(&file), "they are gone with their holder");
         assert_eq!(fs::read(&file).unwrap(), b"content");
     }
 

@@ -137,7 +137,7 @@ impl Outbound {
         &self.disks
     }
 
-    /// Reports every write to its disks from here on, and whoever changes what they stand on. What is
+    /// Reports every write to its disks from here on, and changes that others make below them. What is
     /// left of them when it goes may have to be compared.
     pub(super) async fn watch_disks(
         &mut self,

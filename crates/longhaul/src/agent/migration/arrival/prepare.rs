@@ -113,7 +113,7 @@ pub(super) async fn prepare(
         return Err(Refusal {
             code: RefusalCode::Unsuitable,
             text,
-            hint: Some("try again: then they are compared anew".to_owned()),
+            hint: Some("try again: they are then compared once more".to_owned()),
         });
     }
     let invalid = |error: &dyn std::fmt::Display| {

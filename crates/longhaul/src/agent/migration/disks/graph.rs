@@ -41,7 +41,7 @@ impl GraphWatch {
         })
     }
 
-    /// From here on these front ends are part of the graph. It is looked at now, and again and again.
+    /// From here on these front ends are part of the graph. It is compared now, and every second.
     pub(in crate::agent::migration) async fn go_on_with(
         &mut self,
         fronts: Vec<(DiskNodes, Front)>,

@@ -1,6 +1,6 @@
 //! The disks that a guest takes along: which they are and what of them has to move ([`local`]), what
 //! stands below them at the source while they do ([`fronts`], and [`noted`] how that is not forgotten;
-//! [`graph`] notices whoever else changes that),
+//! [`graph`] notices changes that others make there),
 //! what is different where images grow ([`growing`]), how their writes are heard of ([`watch`]), what is
 //! made for them at the destination ([`making`]), comes there ([`arriving`]) and is there already ([`base`])
 //! or comes behind it ([`coming`]), and what becomes of what is left when the guest runs there: sent here

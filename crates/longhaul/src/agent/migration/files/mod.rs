@@ -18,7 +18,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// An image stands on so many others at most.
+/// The longest chain of backing files that is followed.
 const BACKING_MAX: u8 = 4;
 
 /// A file as this host has it.

@@ -61,7 +61,7 @@ pub(in super::super) async fn prove(
 ) -> Proof {
     let mut proof = Proof::default();
     let config = &context.parts.config;
-    // Whoever asks hears of a description that breaks the rules by other checks.
+    // Other checks refuse a description that breaks the rules.
     if longhaul_hypervisor::description::check(guest).is_err() {
         return proof;
     }
@@ -292,7 +292,7 @@ impl Question<'_> {
         };
         format!(
             "{along}if {here} sees the file of {peer} elsewhere: give [images.{name}] that path; \
-             if it is one file all the same, on storage that tells hosts nothing of each other's \
+             if it is one file nevertheless, on storage that tells hosts nothing of each other's \
              locks: write same_file_as = \"{peer}:{path}\" under [images.{name}] in the \
              configuration of {here}"
         )
