@@ -328,6 +328,71 @@ async fn kept_blocks_arrive_as_well() {
     }
 }
 
+/// A balloon that tells QEMU which pages are free.
+fn with_balloon(spec: Spec) -> Spec {
+    let more = [
+        "-object",
+        "iothread,id=io",
+        "-device",
+        "virtio-balloon-pci,free-page-hint=on,iothread=io",
+    ];
+    Spec {
+        more: more.map(str::to_owned).to_vec(),
+        ..spec
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn guests_with_a_balloon_that_tells_free_pages_arrive() {
+    for (label, path) in emulators() {
+        println!("{label}");
+        let machine = machines(&label)[0];
+        let spec = with_balloon(Spec::new(&path, machine, Payload::BUSY));
+        let source = Qemu::running(&spec).await;
+        let before = settings(&source).await;
+        for point in [Point::Held, Point::SecondPass, Point::Frozen] {
+            give_up_at(point, &source, &spec).await;
+            assert_eq!(settings(&source).await, before, "{label} {point:?}");
+        }
+        let (destination, _) = move_guest(&source, &spec, 3).await;
+        drop(source);
+        runs(&destination, spec.payload).await;
+
+        let idle = with_balloon(Spec::new(&path, machine, Payload::IDLE));
+        let source = Qemu::running(&idle).await;
+        let (destination, _) = move_guest(&source, &idle, 2).await;
+        destination.qmp.query("cont").await.unwrap();
+        assert_eq!(destination.state().await, "running");
+    }
+}
+
+/// QEMU 11.1 looks for dirty pages ten times a second and more where post-copy may follow, as Longhaul has it
+/// for such a balloon: those looks are no passes.
+#[tokio::test(flavor = "multi_thread")]
+async fn looks_in_the_middle_of_a_pass_are_no_passes() {
+    let Some(path) = emulator("11.1") else {
+        return;
+    };
+    let payload = Payload {
+        filled: (256, 100_000),
+        ..Payload::BUSY
+    };
+    let mut spec = with_balloon(Spec::new(&path, machines("11.1")[0], payload));
+    spec.memory = "512M".to_owned();
+    let source = Qemu::running(&spec).await;
+    let mut moving = Source::start(&source).await;
+    for pass in 1..=3 {
+        assert_eq!(moving.held().await, pass);
+        moving.outgoing.next_pass();
+    }
+    let migration = source.qmp.query("query-migrate").await.unwrap();
+    let looks = migration["ram"]["dirty-sync-count"].as_u64();
+    assert!(looks > Some(4), "it does not look more often: {looks:?}");
+    assert_eq!(moving.restarts, 0);
+    moving.outgoing.abort().await.unwrap();
+    assert!(source.is_writing(payload).await, "the guest goes on");
+}
+
 /// A kernel of the laboratory's, which boots and finds no root.
 fn booting(emulator: &std::path::Path, machine: &str, console: &std::path::Path) -> Option<Spec> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());

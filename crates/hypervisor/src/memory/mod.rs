@@ -39,17 +39,19 @@
 //!   and on 11.1 and newer with machine types up to 11.0.
 //! - Elsewhere a pass is ended only when samples of the RAM show that enough was dirtied, and
 //!   slowly (`max-bandwidth`), so that QEMU is caught at the beginning of the next one. Should it
-//!   complete all the same it is refused (SHUT(1)), goes on, and the migration starts again: event
+//!   complete nevertheless it is refused (SHUT(1)), goes on, and the migration starts again: event
 //!   [`Event::Restarted`], and every page is reported once more. The last pass of such a QEMU is
 //!   never used: it may lack writes.
 //!
 //! A balloon that tells QEMU which pages are free (`free-page-hint`) takes a lock for each of them that a
 //! QEMU which waits in a write does not give back; `stop` and a reset of the guest wait for the balloon.
-//! Where the acknowledgement holds it, such a QEMU is held by its rate instead (`max-bandwidth`): it writes some pages each 100
-//! ms, which are read and told with the next pass. Elsewhere it is kept from asking the balloon.
+//! Where the acknowledgement holds it, such a QEMU is held by its rate instead (`max-bandwidth`): it
+//! writes some pages each 100 ms, which are read and told with the next pass. Elsewhere it is kept
+//! from asking the balloon. From 11.1 on such a QEMU looks for dirty pages all the time, so its looks
+//! are no passes: a pass is what is dirty when the owner asks for it.
 //!
-//! A QEMU that stops the guest by itself although it was held is read on at once and refused; the move
-//! is given up (`outgoing::guard`).
+//! A QEMU that stops the guest by itself although it was held is read on at once and refused; the
+//! move is given up (`outgoing::guard`).
 //!
 //! A guest that is paused from the start is not held: all of its stream is read at once, and the
 //! freeze only ends the migration.

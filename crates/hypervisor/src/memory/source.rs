@@ -71,6 +71,8 @@ pub(crate) struct Before {
     pub(crate) misses_writes: bool,
     /// Whether a balloon tells QEMU what the guest does not use.
     tells_free_pages: bool,
+    /// Whether QEMU looks for dirty pages in the middle of its passes too.
+    pub(crate) looks_within_passes: bool,
     /// By how much QEMU may slow the guest, in percent of its time.
     pub(crate) slow_at_most: Option<u8>,
     settings: Settings,
@@ -235,6 +237,9 @@ const SWITCHOVER_ACK: &str = "switchover-ack";
 const SLOWS: &str = "auto-converge";
 /// And one that keeps a QEMU from asking a balloon which pages are free; post-copy itself is not used.
 const SILENCES_BALLOON: &str = "postcopy-ram";
+/// The QEMU that was first seen to look for dirty pages all the time where that capability is on, ten
+/// times a second and more; 7.2 does not.
+const LOOKS_WITHIN_PASSES_FROM: (u32, u32) = (11, 1);
 /// A capability of destinations only.
 const LEFT_ALONE: &str = "late-block-activate";
 
@@ -269,11 +274,17 @@ impl Before {
         let kvm = qmp.query("query-kvm").await?;
         let misses_writes = kvm["enabled"] == false;
         let settings = Settings::look(qmp).await?;
+        let held_by_ack = is_held_by_ack(qmp).await?;
+        let tells_free_pages = tells_free_pages(qmp).await?;
+        let version = qmp.version();
         Ok(Self {
             running,
-            held_by_ack: is_held_by_ack(qmp).await?,
+            held_by_ack,
             misses_writes,
-            tells_free_pages: tells_free_pages(qmp).await?,
+            tells_free_pages,
+            looks_within_passes: tells_free_pages
+                && !held_by_ack
+                && (version.major, version.minor) >= LOOKS_WITHIN_PASSES_FROM,
             slow_at_most,
             settings,
         })

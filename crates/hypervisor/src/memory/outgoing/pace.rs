@@ -221,6 +221,8 @@ impl Migration {
         events: &mut broadcast::Receiver<qmp::Event>,
     ) -> Result<Stop, OutgoingError> {
         let shared = self.shared();
+        // What QEMU finds dirty in the middle of a pass only adds to what it has: the goal is right.
+        let looks_are_passes = !self.before.looks_within_passes || goal == Goal::NextPass;
         shared.run(goal);
         loop {
             // Asked for anew in each round: a wish may have come while the end of a pass was read.
@@ -244,7 +246,7 @@ impl Migration {
                 Happened::Rest => return Ok(Stop::Goal),
                 Happened::Stop if self.completes().await => return Ok(Stop::Completes),
                 Happened::Pass | Happened::Time => match self.ask().await? {
-                    Some(pass) if pass.syncs > syncs => return Ok(Stop::Pass),
+                    Some(pass) if looks_are_passes && pass.syncs > syncs => return Ok(Stop::Pass),
                     Some(_) => {}
                     None => return Ok(Stop::Completes),
                 },
