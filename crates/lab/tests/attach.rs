@@ -155,9 +155,11 @@ fn a_script_s_guest_is_moved_and_verified() {
         (["10.0", "10.0"], "q35"),
         (["7.2", "7.2"], "pc"),
         (["7.2", "10.0"], "pc-q35-7.2"),
+        // What this balloon needs there: docs/decisions/0009.
+        (["11.1", "11.1"], "q35"),
     ] {
         let Some(mut stage) = Stage::new("attach", qemus, LINK) else {
-            return;
+            continue;
         };
         let mut script = Script::run(&mut stage, "foreign", qemus[0], machine);
         script.attach(&stage);
@@ -189,9 +191,9 @@ fn a_script_s_guest_is_moved_and_verified() {
 
 #[test]
 fn a_move_that_is_stopped_leaves_a_script_s_guest_as_it_was() {
-    for version in ["10.0", "7.2"] {
+    for version in ["10.0", "7.2", "11.1"] {
         let Some(mut stage) = Stage::new("attach, stop", [version, version], LINK) else {
-            return;
+            continue;
         };
         let mut script = Script::run(&mut stage, "kept", version, "q35");
         let before = script.settings();

@@ -1,4 +1,4 @@
-//! End to end: verified moves of real guests, on both QEMU versions and machine types.
+//! End to end: verified moves of real guests, on every QEMU version and machine type.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -76,14 +76,25 @@ fn qemu_10_moves_there_and_back_to_what_was_kept() {
 
 #[test]
 fn qemu_7_2_moves_there_and_back() {
-    let Some(stage) = Stage::new("7.2 to 7.2", ["7.2", "7.2"], LINK) else {
+    moves_there_and_back("7.2");
+}
+
+/// Machine types of its own do not wait for the switchover acknowledgement.
+#[test]
+fn qemu_11_1_moves_there_and_back() {
+    moves_there_and_back("11.1");
+}
+
+fn moves_there_and_back(version: &str) {
+    let purpose = format!("{version} to {version}");
+    let Some(stage) = Stage::new(&purpose, [version, version], LINK) else {
         return;
     };
-    let mut guest = stage.boot(&tiny("q35-2", Chipset::Q35, "7.2", 2), BUSY);
+    let mut guest = stage.boot(&tiny("q35-2", Chipset::Q35, version, 2), BUSY);
     guest.move_verified(&stage, 0);
     guest.move_verified(&stage, 1);
     guest.end(&stage);
-    let mut guest = stage.boot(&tiny("pc-1", Chipset::Pc, "7.2", 1), BUSY);
+    let mut guest = stage.boot(&tiny("pc-1", Chipset::Pc, version, 1), BUSY);
     guest.move_verified(&stage, 0);
     guest.end(&stage);
 }
@@ -123,14 +134,22 @@ fn a_group_moves_by_one_command_within_one_limit() {
 }
 
 #[test]
-fn a_machine_type_that_both_know_moves_from_7_2_to_10() {
-    let Some(stage) = Stage::new("7.2 to 10.0", ["7.2", "10.0"], LINK) else {
-        return;
-    };
-    for (name, chipset, vcpus) in [("old-q35", Chipset::Q35, 1), ("old-pc", Chipset::Pc, 2)] {
-        let mut guest = stage.boot(&tiny(name, chipset, "7.2", vcpus), BUSY);
-        guest.move_verified(&stage, 0);
-        guest.end(&stage);
+fn a_machine_type_that_both_know_moves_to_a_newer_qemu() {
+    let (q35, pc) = (("old-q35", Chipset::Q35, 1), ("old-pc", Chipset::Pc, 2));
+    let cases: [([&str; 2], &[_]); 3] = [
+        (["7.2", "10.0"], &[q35, pc]),
+        (["7.2", "11.1"], &[q35]),
+        (["10.0", "11.1"], &[q35]),
+    ];
+    for (qemus, guests) in cases {
+        let Some(stage) = Stage::new(&qemus.join(" to "), qemus, LINK) else {
+            continue;
+        };
+        for (name, chipset, vcpus) in guests {
+            let mut guest = stage.boot(&tiny(name, *chipset, qemus[0], *vcpus), BUSY);
+            guest.move_verified(&stage, 0);
+            guest.end(&stage);
+        }
     }
 }
 

@@ -112,7 +112,9 @@ pub enum Pair {
 }
 
 impl Pair {
-    /// Those of the matrix.
+    /// All of them.
+    pub const ALL: [Self; 4] = [Self::Old, Self::New, Self::OldToNew, Self::Newest];
+    /// Those of the matrix; the others are tried where they are named.
     pub const OF_MATRIX: [Self; 3] = [Self::Old, Self::New, Self::OldToNew];
 
     /// The versions, by host.
@@ -207,10 +209,10 @@ pub struct Site {
 }
 
 impl Site {
-    /// All of the matrix.
+    /// All of them.
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
-        for pair in Pair::OF_MATRIX {
+        for pair in Pair::ALL {
             for locks in [false, true] {
                 let own = [None, Some(Format::Raw), Some(Format::Qcow2)];
                 all.extend(own.map(|own| Self { pair, locks, own }));

@@ -157,13 +157,13 @@ pub fn points() -> Result<Vec<Point>, LabError> {
 /// When there are none, or the points cannot be had.
 pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     let points = points()?;
-    let universe = case::universe(&points);
     if !options.only.is_empty() {
-        let wanted = |case: &&Case| {
+        let wanted = |case: &Case| {
             let name = case.to_string();
             options.only.iter().any(|only| name.starts_with(only))
         };
-        let cases: Vec<Case> = universe.iter().filter(wanted).cloned().collect();
+        let mut cases = case::universe_of(&points, &Pair::ALL);
+        cases.retain(wanted);
         if cases.is_empty() {
             let only = options.only.join(", ");
             let hint = "hint: lab crash-matrix --all --list";
@@ -171,6 +171,7 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
         }
         return Ok(cases);
     }
+    let universe = case::universe(&points);
     if options.all {
         let all = case::all(universe);
         return Ok(match options.part {

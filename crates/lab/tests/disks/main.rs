@@ -176,6 +176,22 @@ fn a_disk_moves_with_its_guest_of_qemu_7_2() {
 }
 
 #[test]
+fn a_disk_moves_with_its_guest_of_qemu_11_1() {
+    there_and_back("11.1");
+}
+
+#[test]
+fn a_disk_moves_with_its_guest_of_a_pc_of_qemu_11_1() {
+    let kinds = ["raw,writeback", "qcow2,none"];
+    let Some(stage) = Stage::of_pc("11.1", "400mbit,2ms", &kinds) else {
+        return;
+    };
+    stage.moves(0, "auto");
+    stage.moves(1, "hybrid");
+    stage.judge(0);
+}
+
+#[test]
 fn a_destination_without_room_is_refused_or_gives_the_move_up() {
     let room = Some("100m");
     let Some(stage) = Stage::with("10.0", "400mbit,2ms", &["raw,writeback"], room) else {

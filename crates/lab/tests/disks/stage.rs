@@ -3,7 +3,7 @@
 use crate::monitor::Monitor;
 use longhaul_api::{Phase, Progress, Report};
 use longhaul_lab::guest::disks::{Cache, Format, LocalDisk, local_disks};
-use longhaul_lab::guest::{KernelFiles, Tiny};
+use longhaul_lab::guest::{Chipset, KernelFiles, Tiny};
 use longhaul_lab::history::task::{History, Task, description};
 use longhaul_lab::history::workload::Work;
 use longhaul_lab::installed;
@@ -62,6 +62,15 @@ impl Stage {
     ) -> Option<Self> {
         let more = More {
             room,
+            ..More::default()
+        };
+        Self::build(version, link, kinds, more)
+    }
+
+    /// The same in a machine of the older chipset.
+    pub(crate) fn of_pc(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
+        let more = More {
+            pc: true,
             ..More::default()
         };
         Self::build(version, link, kinds, more)
@@ -185,6 +194,9 @@ impl Stage {
             .then(|| OnBase::make(&lab, &product, &all[disks.len()]));
         let mut tiny = Tiny::calm(GUEST);
         tiny.machine_version = version.to_owned();
+        if more.pc {
+            tiny.chipset = Chipset::Pc;
+        }
         let guest = description(&tiny, &all);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
         let seed = now.as_nanos() as u64 >> 8;
@@ -663,6 +675,8 @@ struct More<'a> {
     on_a_base: bool,
     /// Its QEMU has a second monitor.
     owner: bool,
+    /// A machine of the older chipset.
+    pc: bool,
 }
 
 /// A base image in a repository of both hosts, with a disk that stands on it.
