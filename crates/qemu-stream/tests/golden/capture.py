@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Makes the captures in this folder again: one stream of each QEMU and machine type.
 
-    capture.py QEMU-7.2 QEMU-10.0        (paths of two qemu-system-x86_64; needs `zstd`)
+    capture.py VERSION=QEMU ...     (such as 11.1=/usr/bin/qemu-system-x86_64; needs `zstd`)
 
 The guest has 4 MiB of RAM and no BIOS: a firmware of 200 bytes (firmware.S) fills some pages and
 goes on writing to others, so that a capture has several passes and compresses to some kilobytes.
@@ -99,7 +99,7 @@ def capture(qemu, machine, folder):
 
 
 def main():
-    for version, qemu in zip(["7.2", "10.0"], sys.argv[1:3], strict=True):
+    for version, qemu in (word.split("=", 1) for word in sys.argv[1:]):
         for machine in ["q35", "pc"]:
             with tempfile.TemporaryDirectory() as folder:
                 stream = capture(qemu, machine, folder)
