@@ -4,6 +4,7 @@ use crate::config::{AcceleratorChoice, HostConfig};
 use crate::description;
 use crate::guest::{Found, find_all};
 use crate::probe::{self, ProbeError};
+use crate::tested;
 use longhaul_protocol::files;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
@@ -396,6 +397,15 @@ impl<'a> Question<'a> {
                     emulator.version, machine.qemu, self.guest.name
                 ),
                 hint: Some(format!("install QEMU {} on {host}", machine.qemu)),
+            });
+        }
+        // Not of a guest that is only to be started.
+        let moves = self.machine.is_some();
+        if let Some(text) = tested::warning(&emulator.version, host).filter(|_| moves) {
+            checks.push(Check {
+                verdict: Verdict::Warning,
+                text,
+                hint: Some(tested::hint(host)),
             });
         }
         Some(emulator)

@@ -139,6 +139,31 @@ fn an_older_qemu_is_warned_of() {
 }
 
 #[test]
+fn a_qemu_that_is_newer_than_those_that_are_tested_is_warned_of() {
+    let mut newer = host();
+    for emulator in newer.emulators.values_mut() {
+        emulator.version = "12.0.1".to_owned();
+    }
+    let warnings = |machine: Option<&Machine>| {
+        let checks = can_run("paris-2", &sample(), machine, &newer);
+        let warned = checks
+            .into_iter()
+            .filter(|check| check.verdict == Verdict::Warning);
+        warned
+            .map(|check| (check.text, check.hint.unwrap()))
+            .collect::<Vec<_>>()
+    };
+    let text =
+        "QEMU 12.0.1 on paris-2 is newer than those that Longhaul is tested with (up to 11.1)";
+    let hint = "on paris-2: longhaul doctor --self-test";
+    assert_eq!(
+        warnings(Some(&machine())),
+        [(text.to_owned(), hint.to_owned())]
+    );
+    assert_eq!(warnings(None), []);
+}
+
+#[test]
 fn a_machine_type_that_is_no_more_is_refused() {
     refused(
         |guest, _, _| guest.machine = "pc-q35-2.4".to_owned(),

@@ -29,6 +29,7 @@ pub mod qmp;
 pub mod scope;
 pub mod starter;
 mod tap;
+pub mod tested;
 
 pub use capabilities::Accelerator;
 pub use command_line::ResolveError;

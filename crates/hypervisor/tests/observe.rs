@@ -8,6 +8,7 @@ use longhaul_hypervisor::capabilities::{Accelerator, Prober, can_run};
 use longhaul_hypervisor::launch::Role;
 use longhaul_hypervisor::observe;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_hypervisor::tested;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::Verdict;
@@ -228,6 +229,12 @@ async fn this_host_knows_what_it_can_run() {
         assert!(emulator.version.starts_with(&label) || label == "system");
         assert!(emulator.machine_types[MACHINES[0]].cpus_max >= 255);
         assert!(emulator.cpu_models.contains_key("qemu64"));
+        if label != "system" {
+            assert_eq!(tested::warning(&emulator.version, "here"), None);
+            // As if the newest of them were not tested.
+            let newer = tested::is_newer(&emulator.version, (10, 0));
+            assert_eq!(newer, label == "11.1");
+        }
     }
     let checks = can_run("here", &guest(MACHINES[0]), None, &capabilities);
     let refused = |check: &&longhaul_protocol::message::Check| check.verdict == Verdict::Refused;

@@ -75,3 +75,15 @@ pub fn qemu_version(program: &Path) -> Result<String, LabError> {
             message: format!("no version in `{}`", said.trim()),
         })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::QEMU_VERSIONS;
+    use longhaul_hypervisor::tested;
+
+    #[test]
+    fn what_the_product_calls_tested_is_what_is_here() {
+        let tested = tested::VERSIONS.map(|(major, minor)| format!("{major}.{minor}"));
+        assert_eq!(QEMU_VERSIONS.map(str::to_owned), tested);
+    }
+}

@@ -10,6 +10,7 @@ use longhaul_api::{Client, Host, Probe};
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::tested;
 use longhaul_protocol::units::show_bytes;
 use nix::sys::statvfs::statvfs;
 use serde::Serialize;
@@ -159,15 +160,19 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
             return findings.push(Finding::not("QEMU", State::Bad, text, install));
         }
     };
-    let versions: Vec<String> = capabilities
-        .emulators
-        .iter()
-        .map(|(label, emulator)| format!("{label} ({})", emulator.version))
+    let versions = capabilities.emulators.iter();
+    let versions: Vec<(&str, &str)> = versions
+        .map(|(label, emulator)| (label.as_str(), emulator.version.as_str()))
         .collect();
     findings.push(match versions.is_empty() {
         true => Finding::not("QEMU", State::Bad, "there is none", install),
-        false => Finding::good("QEMU", versions.join(", ")),
+        false => {
+            let versions = versions.iter();
+            let versions = versions.map(|(label, version)| format!("{label} ({version})"));
+            Finding::good("QEMU", versions.collect::<Vec<_>>().join(", "))
+        }
     });
+    findings.extend(newer_than_tested(&versions));
     findings.push(match (&capabilities.no_kvm, capabilities.accelerator) {
         (_, Accelerator::Kvm) => Finding::good("accelerator", "kvm: a guest ran with it"),
         (Some(why), _) => Finding::not(
@@ -179,6 +184,23 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
         ),
         (None, _) => Finding::good("accelerator", "tcg, as configured"),
     });
+}
+
+/// The emulators that are newer than what Longhaul is tested with, of all by label and version.
+fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
+    let newer = |(label, version): &(&str, &str)| {
+        let text = tested::warning(version, "this host")?;
+        Some(Finding::not(
+            "QEMU",
+            State::Warning,
+            format!("{label}: {text}"),
+            &format!(
+                "longhaul doctor --self-test, with [qemu] default = \"{label}\": it moves a guest here, \
+                 and looks whether all of it arrives"
+            ),
+        ))
+    };
+    emulators.iter().filter_map(newer).collect()
 }
 
 async fn agent(client: &Client, findings: &mut Vec<Finding>) -> Option<Host> {
@@ -345,6 +367,24 @@ async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_emulator_that_is_newer_than_what_is_tested_is_named() {
+        let emulators = [("debian", "10.0.2"), ("own", "12.0.1"), ("next", "11.1.50")];
+        let findings = newer_than_tested(&emulators);
+        let texts: Vec<&str> = findings.iter().map(|one| one.text.as_str()).collect();
+        assert_eq!(
+            texts,
+            [
+                "own: QEMU 12.0.1 on this host is newer than those that Longhaul is tested with (up to 11.1)",
+                "next: QEMU 11.1.50 on this host is newer than those that Longhaul is tested with (up to 11.1)",
+            ]
+        );
+        let all_warn = findings.iter().all(|one| one.state == State::Warning);
+        assert!(all_warn, "{findings:?}");
+        let hint = findings[0].hint.as_deref().unwrap();
+        assert!(hint.starts_with("longhaul doctor --self-test"), "{hint}");
+    }
 
     #[test]
     fn a_sync_is_measured_and_nothing_is_left() {

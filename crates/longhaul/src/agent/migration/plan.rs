@@ -16,6 +16,7 @@ use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory::GuestMemory;
 use longhaul_hypervisor::observe::{self, Blocker};
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::tested;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{self, Query, Verdict};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
@@ -196,6 +197,9 @@ async fn look_here(
     plan.machine_type = Some(machine.machine_type.clone());
     plan.accelerator = Some(machine.accelerator.clone());
     plan.vcpus = Some(machine.vcpus);
+    let newer = tested::warning(&machine.qemu, &plan.source);
+    plan.checks
+        .extend(newer.map(|text| Check::warn("qemu", text, tested::hint(&plan.source))));
     if blockers.is_empty() {
         plan.checks
             .push(Check::ok("devices", "all devices can be moved"));

@@ -221,11 +221,24 @@ mod tests {
     use super::super::sample;
     use super::*;
     use crate::cli::paint::golden;
+    use longhaul_hypervisor::tested;
 
     #[test]
     fn a_plan_that_can_go() {
         golden::check_lines("plan", &plan(&sample::plan(), 140), 140);
         golden::check_lines("plan_narrow", &plan(&sample::plan(), 80), 80);
+    }
+
+    #[test]
+    fn a_plan_between_qemus_that_are_newer_than_those_that_are_tested() {
+        let mut newer = sample::plan();
+        for host in ["lyon-1", "paris-2"] {
+            let text = tested::warning("12.0.1", host).unwrap();
+            newer
+                .checks
+                .push(Check::warn("qemu", text, tested::hint(host)));
+        }
+        golden::check_lines("plan_untested", &plan(&newer, 110), 110);
     }
 
     #[test]
