@@ -22,7 +22,7 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const DISK_BYTES: u64 = 24 << 20;
 /// What an idle disk holds.
 pub(crate) const IDLE_BYTES: u64 = 1 << 20;
