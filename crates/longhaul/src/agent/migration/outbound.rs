@@ -120,16 +120,12 @@ impl Outbound {
         })
     }
 
-    /// Takes these disks along, and notes what all disks of the guest stand on.
-    pub(super) async fn take_along(
-        &mut self,
-        state: &Path,
-        disks: Vec<LocalDisk>,
-    ) -> Result<(), ApiError> {
+    /// Takes these disks along. What all disks of the guest stand on was noted before anything else was
+    /// found out about them.
+    pub(super) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>, graph: GraphWatch) {
         self.state = state.to_owned();
         self.disks = disks;
-        self.graph = Some(GraphWatch::begin(&self.qmp).await?);
-        Ok(())
+        self.graph = Some(graph);
     }
 
     /// The disks that it takes along.

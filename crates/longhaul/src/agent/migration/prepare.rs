@@ -4,6 +4,7 @@
 use super::departure::{Departure, Task};
 use super::disks::Known;
 use super::disks::LocalDisk;
+use super::disks::graph::GraphWatch;
 use super::entry::{Entry, Facts};
 use super::files::{self, AskError, Held};
 use super::gang::Gang;
@@ -203,6 +204,8 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
+        // Before the disks are examined, so that no change falls in between.
+        let graph = GraphWatch::begin(&qmp).await?;
         let examining = async {
             let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
             match blockers.into_iter().next() {
@@ -240,8 +243,7 @@ impl Preparing {
             .iter_mut()
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
-        let state = &self.context.parts.config.state;
-        outbound.take_along(state, local).await?;
+        outbound.take_along(&self.context.parts.config.state, local, graph);
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
         let mut regions = outbound.regions().to_vec();
