@@ -7,7 +7,7 @@ use crate::probe::{self, ProbeError};
 use crate::tested;
 use longhaul_protocol::files;
 use longhaul_protocol::guest::GuestDescription;
-use longhaul_protocol::machine::Machine;
+use longhaul_protocol::machine::{Device, Machine};
 use longhaul_protocol::message::{Check, Verdict};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -385,6 +385,17 @@ impl<'a> Question<'a> {
                 "QEMU {} on {host} loads {wanted}",
                 emulator.version
             )));
+        }
+        let is_virtio = |device: &Device| device.kind.starts_with("virtio");
+        if let Some(machine) = self.machine
+            && machine.devices.values().any(is_virtio)
+            && let Some(why) = tested::does_not_load(&machine.qemu, &emulator.version)
+        {
+            let hint = format!(
+                "move it to a host with QEMU {}, or stop {} and start it with another QEMU",
+                machine.qemu, self.guest.name
+            );
+            checks.push(self.refuse(why, hint));
         }
         if let Some(machine) = self.machine
             && version(&emulator.version) < version(&machine.qemu)

@@ -1,4 +1,5 @@
-//! The versions of QEMU that Longhaul is tested with, and what to say of a newer one.
+//! The versions of QEMU that Longhaul is tested with, what to say of a newer one, and which two are
+//! known not to understand each other.
 
 /// The first two numbers of the versions between which every `make test` moves guests. Versions between
 /// them are not named: what differs between neighbours here is known (docs/qemu-versions.md).
@@ -22,6 +23,28 @@ pub fn warning(version: &str, host: &str) -> Option<String> {
 /// What to do about one.
 pub fn hint(host: &str) -> String {
     format!("on {host}: longhaul doctor --self-test")
+}
+
+/// A release whose virtio queues all have 1024 entries, whatever their devices ask for.
+const LARGE_QUEUES: &str = "10.0.13";
+/// From this version on QEMU does not load queues that are larger than its own.
+const CHECKS_QUEUES: (u32, u32) = (11, 1);
+
+/// Why a guest with virtio devices, run by one QEMU, is not loaded by another; nothing of two that are
+/// not known for that.
+pub fn does_not_load(from: &str, to: &str) -> Option<String> {
+    let (major, minor) = numbers(to)?;
+    (from == LARGE_QUEUES && (major, minor) >= CHECKS_QUEUES).then(|| {
+        format!(
+            "QEMU {to} does not load virtio devices of QEMU {from}, which gives their queues 1024 entries"
+        )
+    })
+}
+
+/// The first two numbers of a version.
+fn numbers(version: &str) -> Option<(u32, u32)> {
+    let mut numbers = version.split('.').map(|part| part.parse().ok());
+    Some((numbers.next()??, numbers.next()??))
 }
 
 /// Whether a version is newer than any of that pair of numbers. What is no version is not.
@@ -61,6 +84,23 @@ mod tests {
             "QEMU 12.0.1 on paris is newer than those that Longhaul is tested with (up to 11.1)"
         );
         assert_eq!(hint("paris"), "on paris: longhaul doctor --self-test");
+    }
+
+    #[test]
+    fn two_that_do_not_understand_each_other_are_named() {
+        for (from, to, loads) in [
+            ("10.0.13", "11.1.3", false),
+            ("10.0.13", "12.0.0", false),
+            ("10.0.13", "10.0.13", true),
+            ("10.0.13", "10.0.2", true),
+            ("10.0.13", "11.0.1", true),
+            ("10.0.2", "11.1.3", true),
+            ("10.0.12", "11.1.3", true),
+            ("11.1.3", "11.1.3", true),
+            ("10.0.13", "", true),
+        ] {
+            assert_eq!(does_not_load(from, to).is_none(), loads, "{from} {to}");
+        }
     }
 
     #[test]

@@ -6,6 +6,7 @@ mod common;
 use common::{LIMIT, Stage, tiny};
 use longhaul_api::{GuestState, Report};
 use longhaul_lab::guest::Chipset;
+use longhaul_lab::installed::{qemu, qemu_version};
 use longhaul_lab::process::wait_until;
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -145,9 +146,18 @@ fn a_machine_type_that_both_know_moves_to_a_newer_qemu() {
         let Some(stage) = Stage::new(&qemus.join(" to "), qemus, LINK) else {
             continue;
         };
+        let versions = qemus.map(|label| qemu_version(&qemu(label).unwrap()).unwrap());
         for (name, chipset, vcpus) in guests {
             let mut guest = stage.boot(&tiny(name, *chipset, qemus[0], *vcpus), BUSY);
-            guest.move_verified(&stage, 0);
+            if versions[0] == "10.0.13" && qemus[1] == "11.1" {
+                // Debian 13's own: refused, as its state would not load.
+                let refused = guest.migrate(&stage, 0, &[]).finish(LIMIT).unwrap();
+                assert_eq!(refused.exit_code, Some(3), "{}", refused.why());
+                let why = "does not load virtio devices of QEMU 10.0.13";
+                assert!(refused.why().contains(why), "{}", refused.why());
+            } else {
+                guest.move_verified(&stage, 0);
+            }
             guest.end(&stage);
         }
     }

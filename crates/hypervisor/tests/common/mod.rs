@@ -5,11 +5,12 @@
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
-use longhaul_hypervisor::{Guest, Qmp};
+use longhaul_hypervisor::{Guest, Qmp, tested};
 use longhaul_protocol::guest::GuestDescription;
 use std::fs::Permissions;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use tempfile::TempDir;
 
 /// The emulators that this machine has, by label: those of the laboratory, else the system's.
@@ -27,6 +28,18 @@ pub(crate) fn emulators() -> Vec<(String, PathBuf)> {
     }
     assert!(!found.is_empty(), "no QEMU here: scripts/install lab");
     found
+}
+
+/// Why a guest of one QEMU is known not to be loaded by another.
+pub(crate) fn does_not_load(from: &Path, to: &Path) -> Option<String> {
+    tested::does_not_load(&version_of(from), &version_of(to))
+}
+
+fn version_of(emulator: &Path) -> String {
+    let output = Command::new(emulator).arg("--version").output().unwrap();
+    let text = String::from_utf8(output.stdout).unwrap();
+    let version = text.strip_prefix("QEMU emulator version ").unwrap();
+    version.split_whitespace().next().unwrap().to_owned()
 }
 
 /// A host with a state folder of its own.

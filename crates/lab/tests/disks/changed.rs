@@ -82,17 +82,21 @@ fn top(owner: &mut Monitor, disk: &str) -> String {
     node.as_str().unwrap().to_owned()
 }
 
-fn has_ended(owner: &mut Monitor, job: &str) -> bool {
-    let jobs = owner.ask("query-jobs");
-    let mut jobs = jobs.as_array().unwrap().iter();
-    match jobs.find(|one| one["id"] == job) {
-        Some(one) if one["status"] == "ready" => {
-            owner.ask_with("job-complete", &json!({"id": job}));
-            false
-        }
-        Some(_) => false,
-        None => true,
+/// Completes a job once it is ready, and waits for its end.
+fn complete(owner: &mut Monitor, job: &str) {
+    let status = |job: &str, owner: &mut Monitor| {
+        let jobs = owner.ask("query-jobs");
+        let mut jobs = jobs.as_array().unwrap().iter();
+        let found = jobs.find(|one| one["id"] == job);
+        found.map(|one| one["status"].as_str().unwrap().to_owned())
+    };
+    let ready = || status(job, owner).is_none_or(|status| status == "ready");
+    assert!(wait_until(LIMIT, ready));
+    // It is complete when it is ready, and stays so until it is told to end.
+    if status(job, owner).is_some() {
+        owner.ask_with("job-complete", &json!({"id": job}));
     }
+    assert!(wait_until(LIMIT, || status(job, owner).is_none()));
 }
 
 /// A snapshot of a disk, and how to undo it.
@@ -115,7 +119,7 @@ impl Snapshot {
     fn commit(self, owner: &mut Monitor) {
         let job = json!({"job-id": "commit", "device": self.node});
         owner.ask_with("block-commit", &job);
-        assert!(wait_until(LIMIT, || has_ended(owner, "commit")));
+        complete(owner, "commit");
         fs::remove_file(self.overlay).unwrap();
     }
 }
@@ -189,7 +193,7 @@ fn what_is_under_way_on_a_guests_disks_is_in_its_plan() {
     owner.ask_with("blockdev-backup", &backup);
     refused("job nightly (backup");
     owner.ask_with("job-cancel", &json!({"id": "nightly"}));
-    assert!(wait_until(LIMIT, || has_ended(&mut owner, "nightly")));
+    complete(&mut owner, "nightly");
     for (n, disk) in ["vda", "vdb"].into_iter().enumerate() {
         let snapshot = Snapshot::of(&stage, &mut owner, disk, n);
         refused("and not on its image");

@@ -32,6 +32,7 @@ use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
 use longhaul_protocol::message::{self, Offer, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, HostId, MigrationId};
 use longhaul_transport::{BulkError, BulkOffer, BulkReceiver};
+use prepare::Refused;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
@@ -130,18 +131,18 @@ pub(super) async fn receive(
     let span = (offer.migration, offer.guest.name.clone());
     let offered = (offer, disks.as_slice());
     let prepared = prepare::prepare(&context, &mut call, offered, files.as_deref());
-    let prepared = match prepared.await {
+    let (task, bulk) = match prepared.await {
         Ok(prepared) => prepared,
-        Err(refusal) => {
+        Err(Refused { refusal, bulk }) => {
             tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
                 "refused: {}", refusal.text);
             if let Err(error) = call.sender.send(&ToSource::Refused(refusal)).await {
                 tracing::debug!(%error, "the source did not wait for the refusal");
             }
+            drop(bulk);
             return;
         }
     };
-    let (task, bulk) = prepared;
     task.run(call, bulk).await;
 }
 

@@ -47,22 +47,39 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
     }
 }
 
+/// Why a guest does not come.
+pub(super) struct Refused {
+    pub(super) refusal: Refusal,
+    /// Open until the source has been told: it would take the end of this connection for a cut.
+    pub(super) bulk: Option<BulkOffer>,
+}
+
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Self {
+        Self {
+            refusal,
+            bulk: None,
+        }
+    }
+}
+
 /// What waits for the guest, and for the bulk connection that brings it.
 pub(super) async fn prepare(
     context: &Arc<Context>,
     call: &mut Call,
     (mut offer, disks): (Offer, &[OfferedDisk]),
     files: Option<&[FileClaim]>,
-) -> Result<(Task, BulkOffer), Refusal> {
+) -> Result<(Task, BulkOffer), Refused> {
     let host = &context.parts.config.name;
     if !allows(&call.control, Permission::SendGuests) {
         let text = format!("{host} does not let this host send guests");
         let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
-        return Err(Refusal {
+        let refusal = Refusal {
             code: RefusalCode::NotAllowed,
             text,
             hint: Some(hint),
-        });
+        };
+        return Err(refusal.into());
     }
     // Should it have left, and what its memory held be written down yet: it comes first.
     context.standing.give_way(&offer.guest.name).await;
@@ -89,7 +106,7 @@ pub(super) async fn prepare(
             "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
             right.generation.0, offer.generation.0
         );
-        return Err(refuse(RefusalCode::Invalid, text));
+        return Err(refuse(RefusalCode::Invalid, text).into());
     }
     let checks = context
         .local_checks(&offer.guest, &offer.machine, disks.is_empty())
@@ -102,19 +119,21 @@ pub(super) async fn prepare(
         .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
     if let Some(check) = refused {
         let (text, hint) = (check.text, check.hint);
-        return Err(Refusal {
+        let refusal = Refusal {
             code: RefusalCode::Unsuitable,
             text,
             hint,
-        });
+        };
+        return Err(refusal.into());
     }
     if !proof.wanted.is_empty() {
         let text = format!("{host} has other files for {guest} than when it was asked before");
-        return Err(Refusal {
+        let refusal = Refusal {
             code: RefusalCode::Unsuitable,
             text,
             hint: Some("try again: they are then compared once more".to_owned()),
-        });
+        };
+        return Err(refusal.into());
     }
     let invalid = |error: &dyn std::fmt::Display| {
         refuse(
@@ -157,7 +176,7 @@ pub(super) async fn prepare(
     let closed = context.attempts.is_closed(peer.id, of);
     let later = |record: &Record| record.attempt() >= offer.attempt;
     if closed || journal.records().iter().any(later) {
-        return Err(invalid(&"this attempt is over"));
+        return Err(invalid(&"this attempt is over").into());
     }
     let began = Record::Began {
         migration: offer.migration,
@@ -190,14 +209,14 @@ pub(super) async fn prepare(
                     };
                     launch(context, call, &offer, &places, there, &admission).await
                 }
-                Err(error) => Err(error.into()),
+                Err(error) => Err((error.into(), None)),
             }
         }
-        Err(error) => Err(InboundError::Images(error)),
+        Err(error) => Err((InboundError::Images(error), None)),
     };
     let (inbound, bulk) = match launched {
         Ok(launched) => launched,
-        Err(error) => {
+        Err((error, bulk)) => {
             context.last_hook(&entry, Step::NotComing, next).await;
             let reason = error.to_string();
             let aborted = Record::Aborted {
@@ -208,7 +227,8 @@ pub(super) async fn prepare(
                 tracing::error!(%error, "cannot note that an attempt is over");
             }
             block_in_place(|| making::sweep(context));
-            return Err(error.into_refusal(host));
+            let refusal = error.into_refusal(host);
+            return Err(Refused { refusal, bulk });
         }
     };
     context.registry.add(entry.clone());
@@ -289,13 +309,27 @@ async fn launch(
     places: &[Place],
     there: There<'_>,
     admission: &Admission,
-) -> Result<(Inbound, BulkOffer), InboundError> {
+) -> Result<(Inbound, BulkOffer), (InboundError, Option<BulkOffer>)> {
     let launching = |bulk_token| ToSource::Launching {
         bulk_token,
         keeps: there.kept.told(),
     };
     let attempt = (offer.migration, offer.attempt);
-    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await?;
+    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await;
+    let bulk = bulk.map_err(|error| (error.into(), None))?;
+    match launch_qemu(context, offer, places, there, admission).await {
+        Ok(inbound) => Ok((inbound, bulk)),
+        Err(error) => Err((error, Some(bulk))),
+    }
+}
+
+async fn launch_qemu(
+    context: &Context,
+    offer: &Offer,
+    places: &[Place],
+    there: There<'_>,
+    admission: &Admission,
+) -> Result<Inbound, InboundError> {
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
     let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
     let mut inbound = Inbound::launch(context, offer, arriving, there.below, admission).await?;
@@ -319,5 +353,5 @@ async fn launch(
         fronts::ended(&context.parts.config.state, &offer.guest.name, false).await;
         return Err(error);
     }
-    Ok((inbound, bulk))
+    Ok(inbound)
 }
