@@ -68,6 +68,13 @@ pub struct Disk {
     pub read_only: bool,
 }
 
+impl Disk {
+    /// Whether it is on the guest's host alone, and has to move with the guest.
+    pub fn is_local(&self) -> bool {
+        !self.shared && !self.read_only
+    }
+}
+
 /// A network card.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

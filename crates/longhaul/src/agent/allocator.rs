@@ -14,7 +14,7 @@ const HEAPS_MAX: i32 = 4;
 /// Lets the allocator give back what is large.
 #[cfg(target_env = "gnu")]
 #[allow(unsafe_code)]
-pub(super) fn give_back() {
+pub(crate) fn give_back() {
     use nix::libc::{M_ARENA_MAX, M_MMAP_THRESHOLD, mallopt};
     // SAFETY: mallopt takes two numbers, may be called at any time from any thread, and changes only how
     // the allocator treats what is allocated from then on.
@@ -28,4 +28,4 @@ pub(super) fn give_back() {
 
 /// Other allocators do so by themselves.
 #[cfg(not(target_env = "gnu"))]
-pub(super) fn give_back() {}
+pub(crate) fn give_back() {}

@@ -1,13 +1,12 @@
 //! Attaching to guests that something else started, and forgetting them again.
 
 use crate::agent::guests::{Guests, Known, unknown};
-use crate::agent::migration::Manager;
 use longhaul_api::{ApiError, AttachGuest, ErrorCode, Guest};
-use longhaul_hypervisor::attach::{Attach, AttachGuestError};
+use longhaul_hypervisor::attach::Attach;
+use longhaul_migration::{Manager, UNCHANGED, attach_failure};
 use std::path::PathBuf;
 
 /// What is said of a guest that was not attached to.
-const UNCHANGED: &str = "nothing was changed; it runs as before";
 
 impl Guests {
     /// Learns everything about a guest that something else started, and changes nothing of it.
@@ -45,14 +44,14 @@ impl Guests {
         let (candidate, _reservation) = looked
             .await
             .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))?;
-        let candidate = candidate.map_err(into_api)?;
+        let candidate = candidate.map_err(attach_failure)?;
         // They may belong to another guest that moved away, and writes to them there.
         manager
             .may_use_disks(candidate.description())
             .map_err(|error| error.state_of_guest(UNCHANGED))?;
         candidate
             .keep(&self.parts.config.hypervisor)
-            .map_err(into_api)?;
+            .map_err(attach_failure)?;
         tracing::info!(guest = %name, "attached");
         self.get(manager, name).await
     }
@@ -87,18 +86,4 @@ pub(crate) fn ended(name: &str) -> ApiError {
     .hint(format!(
         "start it as before and attach to it again, or: longhaul guests detach {name}"
     ))
-}
-
-/// An error of attaching as it is answered.
-pub(crate) fn into_api(error: AttachGuestError) -> ApiError {
-    let code = match &error {
-        AttachGuestError::Name(_) => ErrorCode::InvalidRequest,
-        AttachGuestError::Exists(_) => ErrorCode::AlreadyExists,
-        AttachGuestError::Refused { .. }
-        | AttachGuestError::Process(_)
-        | AttachGuestError::Path(_) => ErrorCode::Refused,
-        AttachGuestError::Qmp(_) => ErrorCode::Qemu,
-        AttachGuestError::Stop(_) | AttachGuestError::Host { .. } => ErrorCode::Internal,
-    };
-    ApiError::new(code, error.to_string()).state_of_guest(UNCHANGED)
 }

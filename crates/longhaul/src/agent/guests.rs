@@ -3,9 +3,7 @@
 //! A guest is known here while its QEMU has a folder in the state folder, and from its
 //! description, which stays in `descriptions/` when its QEMU has ended.
 
-use crate::agent::migration::{Holder, Manager, Right, coming_bases};
-use crate::agent::state::Parts;
-use crate::agent::{attach, bases, whole_file};
+use crate::agent::attach;
 use futures_util::future::join_all;
 use longhaul_api::{
     ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, Side, StartGuest, StopGuest,
@@ -15,6 +13,9 @@ use longhaul_hypervisor::description;
 use longhaul_hypervisor::guest::{self, Found};
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use longhaul_migration::host::state::Parts;
+use longhaul_migration::host::{atomic_file, base_images};
+use longhaul_migration::{Holder, Manager, Right, coming_bases};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
 use serde_json::{Value, json};
@@ -35,11 +36,11 @@ const DESCRIPTION_BYTES_MAX: u64 = 1 << 20;
 
 /// Answers for the guests of this host.
 pub(crate) struct Guests {
-    pub(super) parts: Parts,
+    pub(crate) parts: Parts,
 }
 
 /// What is known of a guest without asking its QEMU.
-pub(super) enum Known {
+pub(crate) enum Known {
     Running(guest::Guest),
     Ended(guest::Guest),
     Damaged { name: String, why: String },
@@ -199,7 +200,7 @@ impl Guests {
     }
 
     /// Everything that is known, by name.
-    pub(super) fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
+    pub(crate) fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
         let state = &self.parts.config.state;
         let failed = |error: io::Error| {
             ApiError::new(
@@ -325,7 +326,7 @@ fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(),
     let folder = descriptions(parts);
     let path = folder.join(format!("{}.toml", description.name));
     std::fs::create_dir_all(&folder)
-        .and_then(|()| whole_file::write(&path, text.as_bytes()))
+        .and_then(|()| atomic_file::write(&path, text.as_bytes()))
         .map_err(|error| failed(&error))
 }
 
@@ -370,7 +371,7 @@ async fn launch(
     let emulator = capabilities
         .emulator_for(&description.machine)
         .unwrap_or(&capabilities.default);
-    let bases = block_in_place(|| bases::for_launch(config, description))?;
+    let bases = block_in_place(|| base_images::for_launch(config, description))?;
     let launch = Launch {
         description,
         role: Role::Fresh,
@@ -496,7 +497,7 @@ fn described(description: &GuestDescription, state: GuestState) -> Guest {
 }
 
 /// No guest of that name is known here.
-pub(super) fn unknown(name: &str) -> ApiError {
+pub(crate) fn unknown(name: &str) -> ApiError {
     let name: String = name.chars().take(80).collect();
     ApiError::new(
         ErrorCode::GuestUnknown,

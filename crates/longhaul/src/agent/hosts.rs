@@ -1,9 +1,9 @@
 //! This host as the API shows it, and its trust in others.
 
-use crate::agent::config::is_name;
 use crate::agent::guests::Guests;
-use crate::agent::state::Parts;
 use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
+use longhaul_migration::host::config::is_name;
+use longhaul_migration::host::state::Parts;
 use longhaul_protocol::HostId;
 use longhaul_protocol::wire::{VERSION, VERSION_OLDEST};
 use longhaul_transport as transport;
@@ -33,8 +33,8 @@ impl Hosts {
             state_folder: config.state.display().to_string(),
             qemus: guests.qemus().await,
             kvm: guests.kvm().await,
-            memory_total_bytes: meminfo(&memory, "MemTotal"),
-            memory_free_bytes: meminfo(&memory, "MemAvailable"),
+            memory_total_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemTotal"),
+            memory_free_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemAvailable"),
             guests_running: guests.running(),
             pid: std::process::id(),
         }
@@ -178,24 +178,4 @@ fn unknown_host(name: &str) -> ApiError {
         format!("no host called {name:?} is trusted here"),
     )
     .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
-}
-
-/// A value of /proc/meminfo, in bytes.
-pub(super) fn meminfo(text: &str, name: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
-    let kib = line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim();
-    kib.parse::<u64>().ok()?.checked_mul(1024)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn memory_is_read_from_what_the_kernel_says() {
-        let text = "MemTotal:       24576000 kB\nMemAvailable:   1000 kB\n";
-        assert_eq!(meminfo(text, "MemTotal"), Some(24_576_000 * 1024));
-        assert_eq!(meminfo(text, "MemAvailable"), Some(1_024_000));
-        assert_eq!(meminfo(text, "SwapTotal"), None);
-    }
 }

@@ -1,9 +1,7 @@
 //! The REST API's server: routes, limits, and the streams of watched migrations.
 
-use crate::agent::config::BANDWIDTH_BPS;
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
-use crate::agent::migration::Manager;
 use axum::Router;
 use axum::body::{Body, Bytes, HttpBody};
 use axum::extract::rejection::RawPathParamsRejection;
@@ -16,6 +14,8 @@ use longhaul_api::{
     ApiError, ErrorCode, Limit, Method, Migrations, Operation, PlanRequest, Probe, Progress,
     REQUEST_BYTES_MAX, Resolve, StartMigration, StopGuest, WATCH_REPEAT_MS,
 };
+use longhaul_migration::Manager;
+use longhaul_migration::host::config::BANDWIDTH_BPS;
 use longhaul_protocol::MigrationId;
 use serde::Serialize;
 use serde::de::DeserializeOwned;

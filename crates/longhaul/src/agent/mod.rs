@@ -2,30 +2,20 @@
 
 mod allocator;
 mod attach;
-pub(crate) mod bases;
-pub(crate) mod config;
-mod content;
-pub(crate) mod fail_point;
 mod guests;
-mod hooks;
 mod hosts;
 mod http;
-mod kept_memory;
-mod limits;
-mod migration;
 mod serve;
-mod state;
 mod tls;
-mod whole_file;
 
-use config::Config;
-use guests::Guests;
-use hosts::Hosts;
-use http::Service;
-use migration::Manager;
-use serve::{TcpSocket, UnixSocket};
-pub(crate) use state::StartError;
-use state::{Parts, StateLock};
+use crate::agent::guests::Guests;
+use crate::agent::hosts::Hosts;
+use crate::agent::http::Service;
+use crate::agent::serve::{TcpSocket, UnixSocket};
+use longhaul_migration::Manager;
+use longhaul_migration::host::config::Config;
+pub(crate) use longhaul_migration::host::start_error::StartError;
+use longhaul_migration::host::state::{Parts, StateLock};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -38,7 +28,7 @@ const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 
 /// Runs the agent until it is told to stop.
 pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
-    fail_point::arm()?;
+    longhaul_migration::host::fail_point::arm()?;
     allocator::give_back();
     let config = Arc::new(Config::read(config_file)?);
     let cannot =

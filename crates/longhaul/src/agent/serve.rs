@@ -1,9 +1,7 @@
 //! The sockets of the REST API: a unix socket for this host's administrator, and TCP with TLS and
 //! a token where that is configured.
 
-use crate::agent::config::TcpConfig;
 use crate::agent::http::error_response;
-use crate::agent::state::StartError;
 use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{self, Next};
@@ -12,6 +10,8 @@ use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use longhaul_api::{ApiError, ErrorCode};
+use longhaul_migration::host::config::TcpConfig;
+use longhaul_migration::host::start_error::StartError;
 use nix::sys::stat::{Mode, umask};
 use std::io;
 use std::path::{Path, PathBuf};

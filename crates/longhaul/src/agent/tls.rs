@@ -1,7 +1,7 @@
 //! The API's certificate over TCP: the administrator's, or one that the agent makes for itself.
 
-use crate::agent::config::TcpConfig;
-use crate::agent::state::StartError;
+use longhaul_migration::host::config::TcpConfig;
+use longhaul_migration::host::start_error::StartError;
 use rcgen::{CertificateParams, DistinguishedName, DnType, KeyPair};
 use rustls::ServerConfig;
 use rustls::pki_types::pem::PemObject;

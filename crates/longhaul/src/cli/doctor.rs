@@ -1,6 +1,5 @@
 //! `longhaul doctor`: what this host needs to move guests, what of it is wrong, and what to do.
 
-use crate::agent::config::Config;
 use crate::cli::args::DoctorArgs;
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
@@ -11,6 +10,7 @@ use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::tested;
+use longhaul_migration::host::config::Config;
 use longhaul_protocol::units::show_bytes;
 use nix::sys::statvfs::statvfs;
 use serde::Serialize;

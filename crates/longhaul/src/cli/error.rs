@@ -1,8 +1,8 @@
 //! How a command ends when it does not do what was asked.
 
-use crate::agent::StartError;
 use crate::cli::paint::{Line, Tone};
 use longhaul_api::{ApiError, ClientError};
+use longhaul_migration::host::start_error::StartError;
 use serde::Serialize;
 
 /// An error as it is shown, and the exit code that goes with it.

@@ -1,7 +1,5 @@
 //! `longhaul image`: works on the repository itself, so it needs no agent.
 
-use crate::agent::bases;
-use crate::agent::config::Config;
 use crate::cli::args::{DiskFormat, ImageArgs, ImageCommand, ImportArgs, RemoveArgs};
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
@@ -13,6 +11,8 @@ use longhaul_image::{
     Order, RemoveError, Repository, RepositoryError, Source, SourceError, SourceFormat, Verified,
     VerifyError,
 };
+use longhaul_migration::host::base_images;
+use longhaul_migration::host::config::Config;
 use serde::Serialize;
 use std::io::{self, Write};
 use std::path::PathBuf;
@@ -110,7 +110,7 @@ pub(crate) fn run(output: &Output, args: ImageArgs) -> Result<u8, CliError> {
         ImageCommand::List => list(output, &open(&place)?),
         ImageCommand::Verify { images } => verify(output, &open(&place)?, &images),
         ImageCommand::Fetch { image } => {
-            let bases = bases::of_host(&Config::read(config.as_deref())?.state);
+            let bases = base_images::of_host(&Config::read(config.as_deref())?.state);
             fetch(output, open(&place)?, &bases, &image)
         }
         ImageCommand::Remove(args) => remove(output, &open(&place)?, &args),

@@ -1,11 +1,11 @@
 //! `longhaul journal`: reads the files of journals themselves, so it needs no agent.
 
-use crate::agent::config::Config;
 use crate::cli::args::{JournalCommand, ShowJournalArgs};
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::show;
 use longhaul_engine::handover::{Record, Side};
+use longhaul_migration::host::config::Config;
 use longhaul_protocol::MigrationId;
 use longhaul_storage::{
     Ending, Entry, JournalError, Reading, file_name, list_journals, read_journal,

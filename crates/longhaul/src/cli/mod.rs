@@ -80,7 +80,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
     let client = || connect::client(&cli.connection);
     match cli.command {
         Command::Agent(args) if args.list_fail_points => {
-            let mut points = agent::fail_point::all().join("\n");
+            let mut points = longhaul_migration::host::fail_point::all().join("\n");
             points.push('\n');
             output.text(points.as_bytes())?;
         }

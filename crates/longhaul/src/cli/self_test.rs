@@ -3,7 +3,6 @@
 
 mod guest;
 
-use crate::agent::config::Config;
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
 use crate::cli::paint::{Line, Tone};
@@ -12,6 +11,7 @@ use longhaul_api::{
     Client, ClientError, ErrorCode, Outcome, Report, StartGuest, StartMigration, Trust,
 };
 use longhaul_hypervisor::guest::{Found, find_all};
+use longhaul_migration::host::config::Config;
 use longhaul_protocol::units::show_bytes;
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;

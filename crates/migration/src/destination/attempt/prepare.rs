@@ -1,0 +1,358 @@
+//! What an offer meets before anything moves: the rules, the checks, the images and the QEMU that wait for
+//! the guest. Whatever fails here leaves nothing behind.
+
+use crate::context::Context;
+use crate::destination::Destination;
+use crate::destination::attempt::{Arrival, FIRST_EPOCH, Present, Task};
+use crate::destination::disks::Disks;
+use crate::destination::dispatch::{Call, allows};
+use crate::destination::files::{self, Proof};
+use crate::destination::local_content::Kept;
+use crate::destination::qemu::{Inbound, InboundError};
+use crate::disks::base_images::ComingBases;
+use crate::disks::exports::{self, Comes};
+use crate::disks::images::{self, Place};
+use crate::handover::ledger::{DestinationHandover, Ledger};
+use crate::host::fail_point;
+use crate::host::hooks::Step;
+use crate::limits::peer_quota::{self, Admission};
+use crate::status::migration::{Entry, Facts};
+use crate::status::registry::Taken;
+use longhaul_api::{Asked, Side};
+use longhaul_engine::handover::{DestinationState, Record, Terms};
+use longhaul_hypervisor::disk::base::Base;
+use longhaul_protocol::Generation;
+use longhaul_protocol::disk::{OfferedDisk, Pulled};
+use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
+use longhaul_storage::Journal;
+use longhaul_storage::disk::RawDisk;
+use longhaul_transport::{BulkOffer, Permission};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::mpsc;
+use tokio::task::block_in_place;
+use tokio::time::Instant;
+
+/// A source's patience is believed up to this.
+const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+/// What the destination waits beyond the source's patience.
+const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
+
+fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
+    Refusal {
+        code,
+        text: text.into(),
+        hint: None,
+    }
+}
+
+/// Why a guest does not come.
+pub(super) struct Refused {
+    pub(super) refusal: Refusal,
+    /// Open until the source has been told: it would take the end of this connection for a cut.
+    pub(super) bulk: Option<BulkOffer>,
+}
+
+impl From<Refusal> for Refused {
+    fn from(refusal: Refusal) -> Self {
+        Self {
+            refusal,
+            bulk: None,
+        }
+    }
+}
+
+/// What waits for the guest, and for the bulk connection that brings it.
+pub(crate) async fn prepare(
+    context: &Arc<Destination>,
+    call: &mut Call,
+    (mut offer, disks): (Offer, &[OfferedDisk]),
+    files: Option<&[FileClaim]>,
+) -> Result<(Task, BulkOffer), Refused> {
+    let host = &context.parts.config.name;
+    if !allows(&call.control, Permission::SendGuests) {
+        let text = format!("{host} does not let this host send guests");
+        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
+        let refusal = Refusal {
+            code: RefusalCode::NotAllowed,
+            text,
+            hint: Some(hint),
+        };
+        return Err(refusal.into());
+    }
+    // Should it have left, and what its memory held be written down yet: it comes first.
+    context.retained_qemus.give_way(&offer.guest.name).await;
+    let peer = call.control.peer().host.clone();
+    let admission = peer_quota::admit(&context.context, &peer, &offer).await?;
+    let guest = offer.guest.name.clone();
+    let taken = Taken::Moving(offer.migration, Side::Destination);
+    let reservation = context
+        .registry
+        .take(&guest, taken)
+        .map_err(|error| Refusal {
+            code: RefusalCode::Busy,
+            text: format!("{host}: {}", error.message),
+            hint: error.hint,
+        })?;
+    let right = context.rights.get(&guest).map_err(|error| {
+        refuse(
+            RefusalCode::Busy,
+            format!("{host} cannot tell who may run {guest}: {error}"),
+        )
+    })?;
+    if let Some(right) = right.filter(|right| right.generation > offer.generation) {
+        let text = format!(
+            "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
+            right.generation.0, offer.generation.0
+        );
+        return Err(refuse(RefusalCode::Invalid, text).into());
+    }
+    let checks = context
+        .local_checks(&offer.guest, &offer.machine, disks.is_empty())
+        .await
+        .checks;
+    let mut proof = files::prove(context, &peer, &offer.guest, files).await;
+    let refused = checks
+        .into_iter()
+        .chain(std::mem::take(&mut proof.checks))
+        .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
+    if let Some(check) = refused {
+        let (text, hint) = (check.text, check.hint);
+        let refusal = Refusal {
+            code: RefusalCode::Unsuitable,
+            text,
+            hint,
+        };
+        return Err(refusal.into());
+    }
+    if !proof.wanted.is_empty() {
+        let text = format!("{host} has other files for {guest} than when it was asked before");
+        let refusal = Refusal {
+            code: RefusalCode::Unsuitable,
+            text,
+            hint: Some("try again: they are then compared once more".to_owned()),
+        };
+        return Err(refusal.into());
+    }
+    let invalid = |error: &dyn std::fmt::Display| {
+        refuse(
+            RefusalCode::Invalid,
+            format!("{host} cannot take part: {error}"),
+        )
+    };
+    let places = block_in_place(|| images::places(context, &offer, disks))?;
+    let mut bases = block_in_place(|| ComingBases::begin(context, &places))?;
+    let (calls, called) = mpsc::channel(4);
+    let arrival = Arc::new(Arrival {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        source: peer.id,
+        state: Mutex::new(DestinationState::Beginning),
+        calls,
+    });
+    // From now on questions about the attempt are for its task, and not answered from the journal.
+    let present = Present::new(context, arrival.clone());
+    let entry = Arc::new(Entry::new(Facts {
+        id: offer.migration,
+        guest: guest.clone(),
+        side: Side::Destination,
+        source: peer.name.clone(),
+        destination: host.clone(),
+        asked: Asked {
+            verify: offer.verify,
+            patience_ms: u64::from(offer.patience_ms),
+            early_release: offer.early_release,
+            ..Asked::default()
+        },
+    }));
+    let next = Generation(offer.generation.0 + 1);
+    context.arriving(&entry, next).await?;
+    let mut journal =
+        Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
+    // The offer may have waited while the source gave the attempt up over another connection, and while what was
+    // recorded of that was removed.
+    let of = (offer.migration, offer.attempt);
+    let closed = context.attempts.is_closed(peer.id, of);
+    let later = |record: &Record| record.attempt() >= offer.attempt;
+    if closed || journal.records().iter().any(later) {
+        return Err(invalid(&"this attempt is over").into());
+    }
+    let began = Record::Began {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        side: longhaul_engine::handover::Side::Destination,
+        guest: guest.clone(),
+        generation: offer.generation,
+        peer: peer.id,
+        peer_name: peer.name.clone(),
+        paused: offer.paused,
+    };
+    block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
+    let made = block_in_place(|| images::make(context, &offer, &places));
+    let launched = match made {
+        Ok(made) => {
+            let held = context.parts.held.clone();
+            let memory = context.parts.kept_memory.as_ref();
+            let memory = memory.map(|memory| (memory.as_ref(), guest.as_str()));
+            let kept = block_in_place(|| Kept::look(&offer.regions, &places, memory, held));
+            if let Some(key) = kept.key() {
+                offer.digest_key = key.0;
+            }
+            match bases.below(&context.context, &guest, &places).await {
+                Ok(below) => {
+                    let there = There {
+                        disks: &made,
+                        kept,
+                        below,
+                        proof,
+                    };
+                    launch(context, call, &offer, &places, there, &admission).await
+                }
+                Err(error) => Err((error.into(), None)),
+            }
+        }
+        Err(error) => Err((InboundError::Images(error), None)),
+    };
+    let (inbound, bulk) = match launched {
+        Ok(launched) => launched,
+        Err((error, bulk)) => {
+            context.last_hook(&entry, Step::NotComing, next).await;
+            let reason = error.to_string();
+            let aborted = Record::Aborted {
+                attempt: offer.attempt,
+                reason: crate::channel::short(&reason),
+            };
+            if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
+                tracing::error!(%error, "cannot note that an attempt is over");
+            }
+            block_in_place(|| images::sweep(context));
+            let refusal = error.into_refusal(host);
+            return Err(Refused { refusal, bulk });
+        }
+    };
+    context.registry.add(entry.clone());
+    bases.go_on();
+    let terms = Terms {
+        attempt: offer.attempt,
+        generation: offer.generation,
+        early: offer.early_release,
+    };
+    let ledger = Ledger::new(
+        context.context.clone(),
+        offer.migration,
+        &guest,
+        &peer.name,
+        terms,
+        journal,
+    );
+    let state = DestinationState::Receiving { commit: None };
+    arrival.set_state(&state);
+    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
+    let pace = inbound.receiving().pace().clone();
+    let task = Task {
+        resolutions: entry.resolutions(),
+        context: context.clone(),
+        entry,
+        arrival,
+        present,
+        offer,
+        handover: DestinationHandover { state, ledger },
+        inbound,
+        bases,
+        called,
+        retry_at: Instant::now(),
+        settled_at: None,
+        call: None,
+        bulk: None,
+        _broken: None,
+        epoch: FIRST_EPOCH,
+        patience: patience + PATIENCE_MARGIN,
+        lost_at: None,
+        tail_bytes: None,
+        loading: None,
+        loaded: false,
+        sealed: false,
+        settled: false,
+        pulls: disks.iter().any(|disk| disk.pulled != Pulled::Nothing),
+        verified: false,
+        complete_at: None,
+        load_time: Duration::ZERO,
+        commit_at: None,
+        commit_time: Duration::ZERO,
+        running: None,
+        clock: None,
+        pace,
+        admission,
+        reservation,
+    };
+    Ok((task, bulk))
+}
+
+/// What is there of a guest before it comes.
+struct There<'a> {
+    /// The images that were made.
+    disks: &'a [Arc<RawDisk>],
+    /// What its memory and disks held when it left.
+    kept: Kept,
+    /// What its disks stand on.
+    below: BTreeMap<String, Base>,
+    /// Which files it must have that do not move with it.
+    proof: Proof,
+}
+
+/// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
+async fn launch(
+    context: &Context,
+    call: &mut Call,
+    offer: &Offer,
+    places: &[Place],
+    there: There<'_>,
+    admission: &Admission,
+) -> Result<(Inbound, BulkOffer), (InboundError, Option<BulkOffer>)> {
+    let launching = |bulk_token| ToSource::Launching {
+        bulk_token,
+        keeps: there.kept.told(),
+    };
+    let attempt = (offer.migration, offer.attempt);
+    let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await;
+    let bulk = bulk.map_err(|error| (error.into(), None))?;
+    match launch_qemu(context, offer, places, there, admission).await {
+        Ok(inbound) => Ok((inbound, bulk)),
+        Err(error) => Err((error, Some(bulk))),
+    }
+}
+
+async fn launch_qemu(
+    context: &Context,
+    offer: &Offer,
+    places: &[Place],
+    there: There<'_>,
+    admission: &Admission,
+) -> Result<Inbound, InboundError> {
+    let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
+    let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
+    let mut inbound = Inbound::launch(context, offer, arriving, there.below, admission).await?;
+    if let Err(why) = block_in_place(|| inbound.has(&there.proof)) {
+        inbound.quit().await;
+        return Err(InboundError::Exchanged(why));
+    }
+    let comes = places.iter().map(|place| (place, place.offered.pulled));
+    let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);
+    let pulled = pulled.map(|(place, pulled)| Comes {
+        pulled,
+        name: place.offered.name.clone(),
+        image: place.path.clone(),
+        grows: images::grows(&place.offered),
+    });
+    let pulled: Vec<Comes> = pulled.collect();
+    if !pulled.is_empty()
+        && let Err(error) = inbound.put_below(context, offer.migration, &pulled).await
+    {
+        inbound.quit().await;
+        exports::ended(&context.parts.config.state, &offer.guest.name, false).await;
+        return Err(error);
+    }
+    Ok(inbound)
+}

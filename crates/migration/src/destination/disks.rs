@@ -1,0 +1,614 @@
+//! The disks of a guest that arrives: what of them is here. Their images are [made](crate::disks::images) before.
+
+use crate::destination::fetch_client::Puller;
+use crate::disks::base_images::id_of;
+use crate::disks::qcow2::blocks_with;
+use crate::disks::{blocks_of, write_blocks};
+use crate::host::base_images;
+use longhaul_codec::{BlockId, BlockWrite, Content};
+use longhaul_engine::destination::Destination;
+use longhaul_engine::presence::{Output, Presence};
+use longhaul_protocol::disk::{Base, DiskFormat, List, OfferedDisk, Pulled, Qcow2};
+use longhaul_protocol::message::Offer;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, RegionId, RegionSpec};
+use longhaul_storage::disk::qcow2::{self, HEAD_BYTES};
+use longhaul_storage::disk::{Disk as _, RawDisk, Zeros};
+use longhaul_storage::front::FrontFolder;
+use longhaul_storage::front::arriving::masks::Masks;
+use longhaul_storage::front::arriving::unwritten;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+const BLOCK: u64 = BLOCK_SIZE as u64;
+/// News of a server that wait for the agent, at most.
+pub(crate) const NEWS_MAX: usize = 1 << 16;
+
+/// The disks of a guest on its way in, and what of them is here.
+pub(crate) struct Disks {
+    /// The region of the first one.
+    first: usize,
+    epoch: Epoch,
+    disks: Vec<Arriving>,
+    failure: Option<String>,
+}
+
+struct Arriving {
+    name: String,
+    presence: Presence,
+    disk: Arc<RawDisk>,
+    /// A part of it may come when the guest runs here.
+    pulled: bool,
+    growing: Option<Growing>,
+    /// Where its front end is, which answers the guest until all of it is here.
+    folder: Option<FrontFolder>,
+    /// It runs here: what comes is for whoever answers it.
+    puller: Option<Arc<Puller>>,
+    /// Something was brought, and is not known to be there.
+    brought: bool,
+    syncs: Syncs,
+}
+
+/// A disk of a guest that runs here, of which a part comes.
+pub(crate) struct Fetched {
+    pub(crate) name: String,
+    /// How many blocks its source has of it at most.
+    pub(crate) blocks: u64,
+    pub(crate) disk: Arc<RawDisk>,
+    pub(crate) puller: Arc<Puller>,
+}
+
+/// How long it takes to make a disk durable.
+#[derive(Debug, Default)]
+struct Syncs {
+    /// When that was begun, where it is under way.
+    began: Option<Instant>,
+    last: Duration,
+    shortest: Option<Duration>,
+}
+
+impl Syncs {
+    fn ended(&mut self) {
+        let Some(began) = self.began.take() else {
+            return;
+        };
+        self.last = began.elapsed();
+        self.shortest = Some(self.shortest.map_or(self.last, |it| it.min(self.last)));
+    }
+
+    /// What the next one will take: where nothing waits for it, what comes until then is little.
+    fn next(&self, something_waits: bool) -> Duration {
+        match (self.began, something_waits) {
+            (Some(began), _) => began.elapsed().max(self.last),
+            (None, true) => self.last,
+            (None, false) => self.shortest.unwrap_or_default(),
+        }
+    }
+}
+
+/// Something of an image is left at the source that QEMU opens it with.
+#[derive(Debug, thiserror::Error)]
+#[error("what its QEMU opens it with has not come, at byte {0}; try again")]
+struct Lacking(u64);
+
+/// An image that grows.
+#[derive(Debug)]
+struct Growing {
+    /// As it was offered.
+    image: Qcow2,
+    base: Option<Base>,
+    /// How long it is in the end, once the source has said so.
+    bytes: Option<u64>,
+}
+
+impl Growing {
+    /// Cuts the image at its end, durably, and looks whether it is what was offered, and whether all is here that QEMU
+    /// opens it with. QEMU goes by what it says of itself, and would open any file of this host that it names.
+    fn end(&self, disk: &RawDisk, presence: &Presence) -> Result<(), String> {
+        let bytes = self.bytes.ok_or("its length is not known")?;
+        let cut = disk.set_file_bytes(bytes);
+        cut.map_err(|error| error.to_string())?;
+        if presence.missing_blocks() > 0 {
+            let here = qcow2::opened_with(disk, &mut |bytes| match blocks_with(&bytes)
+                .blocks()
+                .find(|block| presence.is_missing(*block))
+            {
+                Some(block) => Err(io::Error::other(Lacking(block * BLOCK))),
+                None => Ok(()),
+            });
+            here.map_err(|error| error.to_string())?;
+        }
+        let mut head = [0; HEAD_BYTES];
+        let read = disk.read(0, &mut head);
+        read.map_err(|error| error.to_string())?;
+        let head = qcow2::read(&head).map_err(|error| error.to_string())?;
+        let named = head.backing.as_ref().map(base_images::named).transpose();
+        let named = named.map_err(|unfit| unfit.to_string())?;
+        if head.image != self.image || named != self.base.as_ref().map(id_of) {
+            return Err("its image is another one than was offered".to_owned());
+        }
+        Ok(())
+    }
+}
+
+impl Disks {
+    /// The disks of the durable regions of an offer.
+    pub(crate) fn new(offer: &Offer, offered: &[OfferedDisk], disks: &[Arc<RawDisk>]) -> Self {
+        let durable = offer.regions.iter().filter(|region| region.durable);
+        let offer_of = |region: &RegionSpec| {
+            let mut offered = offered.iter();
+            offered.find(|disk| disk.region == region.id)
+        };
+        let arriving = durable.zip(disks).map(|(region, disk)| Arriving {
+            name: region.name.clone(),
+            presence: Presence::new(region.id, region.blocks),
+            disk: disk.clone(),
+            pulled: offer_of(region).is_some_and(|disk| disk.pulled != Pulled::Nothing),
+            growing: offer_of(region).and_then(|disk| match disk.format {
+                DiskFormat::Qcow2(image) => Some(Growing {
+                    image,
+                    base: disk.base.clone(),
+                    bytes: None,
+                }),
+                DiskFormat::Raw => None,
+            }),
+            folder: None,
+            puller: None,
+            brought: false,
+            syncs: Syncs::default(),
+        });
+        let disks: Vec<Arriving> = arriving.collect();
+        Self {
+            first: offer.regions.len() - disks.len(),
+            epoch: Epoch(1),
+            disks,
+            failure: None,
+        }
+    }
+
+    /// Disks of a guest that runs here, from this region on: what comes goes to whoever answers it.
+    pub(crate) fn pulled(first: RegionId, disks: Vec<Fetched>) -> Self {
+        let first = usize::from(first.0);
+        let disks = (first..).zip(disks).map(|(region, fetched)| Arriving {
+            name: fetched.name,
+            presence: Presence::new(RegionId(region as u16), fetched.blocks),
+            disk: fetched.disk,
+            pulled: true,
+            growing: None,
+            folder: None,
+            puller: Some(fetched.puller),
+            brought: false,
+            syncs: Syncs::default(),
+        });
+        Self {
+            first,
+            epoch: Epoch(1),
+            disks: disks.collect(),
+            failure: None,
+        }
+    }
+
+    /// The front ends of those disks of which a part may come later.
+    pub(crate) fn below(&mut self, folders: Vec<FrontFolder>) {
+        let pulled = self.disks.iter_mut().filter(|disk| disk.pulled);
+        for (disk, folder) in pulled.zip(folders) {
+            disk.folder = Some(folder);
+        }
+    }
+
+    /// Has those who will answer the guest know what is left at the source, durably, and whether what the guest does
+    /// not write is to be compared. All else is here.
+    pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
+        for disk in &self.disks {
+            let Some(folder) = &disk.folder else { continue };
+            let failed = |error: &dyn std::fmt::Display| format!("disk {}: {error}", disk.name);
+            let (missing, _) = disk.presence.lacks(0, usize::MAX);
+            let masks = Masks {
+                region: disk.presence.region(),
+                blocks: blocks_of(disk.disk.size_bytes()),
+                boot: Default::default(),
+                missing,
+            };
+            if verify {
+                let begun = unwritten::begin(folder, masks.region, masks.blocks);
+                begun.map_err(|error| failed(&error))?;
+            }
+            let at = folder.stored_masks();
+            masks.write(&at).map_err(|error| failed(&error))?;
+            let (news, _heard) = tokio::sync::mpsc::channel(NEWS_MAX);
+            let listed =
+                Puller::connect(folder, (masks.region, 0), news).and_then(|puller| puller.listed());
+            listed.map_err(|error| failed(&error))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.disks.is_empty()
+    }
+
+    fn of(&mut self, region: RegionId) -> Option<&mut Arriving> {
+        let n = usize::from(region.0).checked_sub(self.first)?;
+        self.disks.get_mut(n)
+    }
+
+    /// The image of a region that is one of these disks.
+    pub(crate) fn image(&self, region: RegionId) -> Option<Arc<RawDisk>> {
+        let n = usize::from(region.0).checked_sub(self.first)?;
+        self.disks.get(n).map(|arriving| arriving.disk.clone())
+    }
+
+    /// The images of all of them, by their regions.
+    pub(crate) fn images(&self) -> impl Iterator<Item = (RegionId, Arc<RawDisk>)> {
+        let region = |n: usize| RegionId((self.first + n) as u16);
+        let disks = self.disks.iter().enumerate();
+        disks.map(move |(n, arriving)| (region(n), arriving.disk.clone()))
+    }
+
+    /// Whether a region is one of these disks.
+    pub(crate) fn has(&self, region: RegionId) -> bool {
+        usize::from(region.0) >= self.first && !self.disks.is_empty()
+    }
+
+    pub(crate) fn connected(&mut self, epoch: Epoch) {
+        self.epoch = epoch;
+        for disk in &mut self.disks {
+            disk.presence.connected(epoch);
+        }
+    }
+
+    /// Whether a block that a frame brings is to be written, as far as that is a matter of disks.
+    pub(crate) fn accepts(&self, epoch: Epoch, id: BlockId, seq: u64) -> bool {
+        let n = usize::from(id.region.0).checked_sub(self.first);
+        match n.and_then(|n| self.disks.get(n)) {
+            // Whoever answers the guest decides.
+            Some(disk) if disk.puller.is_some() => epoch == self.epoch,
+            Some(disk) => disk.presence.accepts(epoch, id.block, seq),
+            None => true,
+        }
+    }
+
+    /// Writes blocks that were accepted.
+    pub(crate) fn write(&mut self, write: &BlockWrite<'_>, seq: u64) -> Result<(), String> {
+        let Some(arriving) = self.of(write.region) else {
+            return Err(format!("there is no region {}", write.region.0));
+        };
+        let range = write.range;
+        if let Some(puller) = &arriving.puller {
+            arriving.brought = true;
+            let content = match write.content {
+                Content::Zero => None,
+                Content::Bytes(bytes) => Some(bytes),
+            };
+            let brought = puller.bring(range, content);
+            return brought.map_err(|error| format!("disk {}: {error}", arriving.name));
+        }
+        let (disk, size) = (&arriving.disk, arriving.disk.size_bytes());
+        let done = match write.content {
+            Content::Zero => {
+                let bytes = (range.start * BLOCK).min(size)..(range.end() * BLOCK).min(size);
+                disk.zero(bytes, Zeros::MayBeHole)
+            }
+            Content::Bytes(bytes) => write_blocks(disk, range, bytes),
+        };
+        done.map_err(|error| format!("disk {}: {error}", arriving.name))?;
+        // Nothing is left to be noted before the guest runs here.
+        arriving.presence.arrived(range, seq);
+        Ok(())
+    }
+
+    /// Waits until all that was given to whoever answers the guest is on the disks.
+    pub(crate) fn settle(&mut self) -> Result<(), String> {
+        for disk in &mut self.disks {
+            if let Some(puller) = &disk.puller
+                && std::mem::take(&mut disk.brought)
+            {
+                let settled = puller.settle();
+                settled.map_err(|error| format!("disk {}: {error}", disk.name))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads one block.
+    pub(crate) fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        let Some(arriving) = self.of(id.region) else {
+            return Err(format!("there is no region {}", id.region.0));
+        };
+        crate::disks::read_blocks(&arriving.disk, BlockRange::new(id.block, 1), into)
+    }
+
+    /// Blocks that could not be used.
+    pub(crate) fn rejected(&mut self, rejected: &[(RegionId, BlockRange)], seq: u64) {
+        for (region, range) in rejected {
+            if let Some(arriving) = self.of(*region) {
+                arriving.presence.rejected(*range, seq);
+            }
+        }
+    }
+
+    /// The source says what is left of a disk.
+    pub(crate) fn listed(
+        &mut self,
+        list: &List,
+        destination: &mut Destination,
+    ) -> Result<(), String> {
+        let Some(arriving) = self.of(list.region) else {
+            return Err(format!("region {} is no disk", list.region.0));
+        };
+        if !list.remaining.is_empty() && !arriving.pulled {
+            return Err("something is left of a disk that was to come as a whole".to_owned());
+        }
+        arriving
+            .presence
+            .listed(list)
+            .map_err(|error| error.to_string())?;
+        let is_listed = list.from_seq != u64::MAX;
+        if list.next_chunk.is_none() && is_listed {
+            for block in destination.listed(list.region) {
+                let range = BlockRange::new(block, 1);
+                arriving.presence.rejected(range, 0);
+            }
+        }
+        Ok(())
+    }
+
+    /// The source says how long an image is that grows.
+    pub(crate) fn has_length(&mut self, region: RegionId, bytes: u64) -> Result<(), String> {
+        let Some(arriving) = self.of(region) else {
+            return Err(format!("region {} is no disk", region.0));
+        };
+        let longest = arriving.disk.size_bytes();
+        match &mut arriving.growing {
+            Some(growing) if bytes <= longest => {
+                growing.bytes = Some(bytes);
+                Ok(())
+            }
+            Some(_) => Err(format!("an image of {bytes} bytes is too long")),
+            None => Err("the length of an image that does not grow".to_owned()),
+        }
+    }
+
+    pub(crate) fn is_listed(&self) -> bool {
+        let has_length =
+            |disk: &Arriving| disk.growing.as_ref().is_none_or(|it| it.bytes.is_some());
+        let mut disks = self.disks.iter();
+        disks.all(|disk| disk.presence.is_listed() && has_length(disk))
+    }
+
+    /// Nothing is written any more, and everything is made durable.
+    pub(crate) fn seal(&mut self) {
+        for disk in &mut self.disks {
+            if let Some(growing) = &disk.growing
+                && let Err(why) = growing.end(&disk.disk, &disk.presence)
+            {
+                let text = format!("disk {}: {why}", disk.name);
+                self.failure.get_or_insert(text);
+            }
+            disk.presence.seal();
+            disk.presence.settle();
+        }
+    }
+
+    /// Makes durable what came, from time to time.
+    pub(crate) fn tick(&mut self, now: Duration) {
+        self.disks
+            .iter_mut()
+            .for_each(|disk| disk.presence.tick(now));
+    }
+
+    /// The next disk whose content is to be made durable.
+    pub(crate) fn poll_sync(&mut self) -> Option<(usize, Arc<RawDisk>)> {
+        for (n, disk) in self.disks.iter_mut().enumerate() {
+            while let Some(output) = disk.presence.poll() {
+                match output {
+                    Output::SyncData => {
+                        disk.syncs.began = Some(Instant::now());
+                        return Some((n, disk.disk.clone()));
+                    }
+                    // They are stored when all is here that comes before the guest runs.
+                    Output::StoreMasks(_) => disk.presence.masks_stored(true),
+                    Output::Go(..)
+                    | Output::Want(_)
+                    | Output::Superseded(_)
+                    | Output::Flushed(_)
+                    | Output::FlushFailed(_)
+                    | Output::Unreadable(_) => {}
+                }
+            }
+        }
+        None
+    }
+
+    /// It is, or that has failed.
+    pub(crate) fn synced(&mut self, n: usize, done: io::Result<()>) {
+        let Some(disk) = self.disks.get_mut(n) else {
+            return;
+        };
+        disk.syncs.ended();
+        disk.presence.data_synced(done.is_ok());
+        if let Err(error) = done {
+            let text = format!("disk {} cannot be made durable: {error}", disk.name);
+            self.failure.get_or_insert(text);
+        }
+    }
+
+    /// How long it takes to make them durable, as far as is known.
+    pub(crate) fn sync_time(&self) -> Duration {
+        let of_disk = |disk: &Arriving| disk.syncs.next(!disk.presence.is_durable());
+        self.disks.iter().map(of_disk).max().unwrap_or_default()
+    }
+
+    /// Whether all of it is durable; an error when it cannot be made so.
+    pub(crate) fn is_settled(&self) -> Result<bool, String> {
+        match &self.failure {
+            Some(why) => Err(why.clone()),
+            None => Ok(self.disks.iter().all(|disk| disk.presence.is_settled())),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_engine::chunk::CHUNK_BLOCKS;
+    use longhaul_engine::remaining::Remaining;
+    use longhaul_storage::disk::ExportSize;
+    use std::fs::{self, File};
+    use tempfile::TempDir;
+
+    const REGION: RegionId = RegionId(2);
+    const IMAGE: Qcow2 = Qcow2 {
+        version: 3,
+        cluster_bits: 16,
+        extended_l2: false,
+        disk_bytes: 8 << 20,
+    };
+
+    /// A disk that all has come of, but for its length.
+    fn arriving(header: &[u8]) -> (TempDir, Disks) {
+        lacking(header, &List::nothing(REGION))
+    }
+
+    /// The same, but for what is left at the source.
+    fn lacking(header: &[u8], list: &List) -> (TempDir, Disks) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("image");
+        fs::write(&path, header).unwrap();
+        let file = File::options().write(true).open(&path).unwrap();
+        file.set_len(1 << 20).unwrap();
+        let disk = RawDisk::open(&path, ExportSize::Bytes(1 << 20)).unwrap();
+        let mut arriving = Arriving {
+            name: "vda".to_owned(),
+            presence: Presence::new(REGION, 256),
+            disk: Arc::new(disk),
+            pulled: false,
+            growing: Some(Growing {
+                image: IMAGE,
+                base: None,
+                bytes: None,
+            }),
+            folder: None,
+            puller: None,
+            brought: false,
+            syncs: Syncs::default(),
+        };
+        arriving.presence.listed(list).unwrap();
+        let disks = Disks {
+            first: 2,
+            epoch: Epoch(1),
+            disks: vec![arriving],
+            failure: None,
+        };
+        (folder, disks)
+    }
+
+    fn sealed(disks: &mut Disks) -> Result<bool, String> {
+        disks.seal();
+        while let Some((n, disk)) = disks.poll_sync() {
+            disks.synced(n, disk.flush());
+        }
+        disks.is_settled()
+    }
+
+    #[test]
+    fn an_image_that_grew_is_as_long_as_the_source_says() {
+        let (folder, mut disks) = arriving(&qcow2::header_alone(&IMAGE).unwrap());
+        assert!(!disks.is_listed(), "its length is not known");
+        disks.has_length(RegionId(1), 5).unwrap_err();
+        disks.has_length(REGION, (1 << 20) + 1).unwrap_err();
+        disks.has_length(REGION, 300_007).unwrap();
+        assert!(disks.is_listed());
+        assert_eq!(sealed(&mut disks), Ok(true));
+        let image = fs::metadata(folder.path().join("image")).unwrap();
+        assert_eq!(image.len(), 300_007);
+        disks.disks[0].growing = None;
+        disks.has_length(REGION, 300_007).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_is_not_given_to_qemu_before_all_is_there_that_it_is_opened_with() {
+        let header = qcow2::header_alone(&IMAGE).unwrap();
+        // Its header, refcounts and first table; and something else.
+        for (block, fits) in [(0, false), (16, false), (32, false), (64, true)] {
+            let left = Remaining {
+                chunk: (block / CHUNK_BLOCKS) as u32,
+                chunks: 1,
+                mask: 1 << (block % CHUNK_BLOCKS),
+                written_blocks: 1,
+            };
+            let list = List {
+                from_seq: 1,
+                remaining: vec![left],
+                ..List::nothing(REGION)
+            };
+            let (_folder, mut disks) = lacking(&header, &list);
+            disks.has_length(REGION, 1 << 20).unwrap();
+            match sealed(&mut disks) {
+                Ok(settled) => assert!(fits && settled, "{block}"),
+                Err(why) => assert!(!fits && why.contains("has not come"), "{block}: {why}"),
+            }
+        }
+    }
+
+    #[test]
+    fn an_image_that_is_not_what_was_offered_is_not_given_to_qemu() {
+        let header = qcow2::header_alone(&IMAGE).unwrap();
+        // A backing file, an external data file, another size, no image.
+        for (at, byte, why) in [
+            (15, 0x80, "backing file"),
+            (79, 4, "a second file"),
+            (27, 1, "another one than was offered"),
+            (0, 0, "not in qcow2"),
+        ] {
+            let mut header = header.clone();
+            header[at] = byte;
+            let (_folder, mut disks) = arriving(&header);
+            disks.has_length(REGION, 300_007).unwrap();
+            let refusal = sealed(&mut disks).unwrap_err();
+            assert!(refusal.contains(why), "{refusal}");
+        }
+        let (_folder, mut disks) = arriving(&header);
+        disks.has_length(REGION, 20).unwrap();
+        sealed(&mut disks).unwrap_err();
+    }
+
+    #[test]
+    fn an_image_stands_on_the_base_image_that_was_offered_or_is_not_given_to_qemu() {
+        let base = |byte: u8| Base {
+            image: [byte; 32],
+            bytes: 1 << 20,
+            lazily: false,
+            hot: Vec::new(),
+        };
+        // As an image that stands on that one says it, by a path of its own host.
+        let named = |byte: u8| format!("/of/the/source/{}.raw", id_of(&base(byte)));
+        let standing = |name: &str| {
+            let mut head = qcow2::header_alone(&IMAGE).unwrap();
+            head.extend([0xe2, 0x79, 0x2a, 0xca, 0, 0, 0, 3]);
+            head.extend(b"raw\0\0\0\0\0");
+            head.extend([0; 8]);
+            let (at, length) = (head.len() as u64, name.len() as u32);
+            head[8..16].copy_from_slice(&at.to_be_bytes());
+            head[16..20].copy_from_slice(&length.to_be_bytes());
+            head.extend(name.as_bytes());
+            head
+        };
+        let plain = qcow2::header_alone(&IMAGE).unwrap();
+        for (head, offered, fits) in [
+            (standing(&named(1)), Some(base(1)), true),
+            (standing(&named(2)), Some(base(1)), false),
+            (standing("/etc/shadow"), Some(base(1)), false),
+            (standing("/etc/shadow"), None, false),
+            (standing(&named(1)), None, false),
+            (plain, Some(base(1)), false),
+        ] {
+            let (_folder, mut disks) = arriving(&head);
+            if let Some(growing) = &mut disks.disks[0].growing {
+                growing.base.clone_from(&offered);
+            }
+            disks.has_length(REGION, 300_007).unwrap();
+            assert_eq!(sealed(&mut disks).is_ok(), fits, "{offered:?}");
+        }
+    }
+}

@@ -1,0 +1,301 @@
+//! Answers the other hosts: takes their connections and gives each channel to whoever it is for.
+
+use crate::channel::{self, Receiver, Sender, TalkError};
+use crate::destination::recovered::AnswerError;
+use crate::destination::{Destination, admission, attempt, files};
+use longhaul_engine::handover::DestinationState;
+use longhaul_protocol::files::FileClaim;
+use longhaul_protocol::message::{
+    AttemptState, DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
+};
+use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_storage::JournalError;
+use longhaul_transport::{
+    BulkBinding, BulkError, BulkOffer, Channel, CloseCode, Control, Permission,
+};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// A channel must say what it is for within this time.
+const FIRST_MESSAGE: Duration = Duration::from_secs(20);
+/// ... and a conversation about an attempt without a task goes on within this time.
+const NEXT_MESSAGE: Duration = Duration::from_secs(30);
+
+/// How long a token for a bulk connection is good.
+const BULK_WITHIN: Duration = Duration::from_secs(60);
+
+/// A channel whose first message was read.
+pub(crate) struct Call {
+    pub(crate) control: Control,
+    pub(crate) sender: Sender<ToSource>,
+    pub(crate) receiver: Receiver<ToDestination>,
+}
+
+/// Why a source that is there cannot send blocks.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ExpectError {
+    /// It cannot be let in.
+    #[error("cannot expect a bulk connection: {0}")]
+    Bulk(#[from] BulkError),
+    /// It went.
+    #[error("the source went before it was answered: {0}")]
+    Talk(#[from] TalkError),
+}
+
+impl Call {
+    /// Answers with a token, for a bulk connection of this epoch.
+    pub(crate) async fn expect_bulk(
+        &mut self,
+        (migration, attempt): (MigrationId, Attempt),
+        epoch: Epoch,
+        answer: impl FnOnce(Vec<u8>) -> ToSource,
+    ) -> Result<BulkOffer, ExpectError> {
+        let binding = BulkBinding {
+            migration,
+            attempt,
+            epoch,
+        };
+        let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
+        let token = bulk.token().to_bytes().to_vec();
+        self.sender.send(&answer(token)).await?;
+        Ok(bulk)
+    }
+}
+
+/// Takes connections until the endpoint is closed.
+pub(crate) async fn accept(context: Arc<Destination>) {
+    while let Some(control) = context.endpoint.accept().await {
+        tracing::debug!(peer = %control.peer().host.name, "connected");
+        tokio::spawn(serve(context.clone(), control));
+    }
+}
+
+async fn serve(context: Arc<Destination>, control: Control) {
+    loop {
+        match control.accept().await {
+            Ok(channel) => {
+                let Some(turn) = admission::turn(&context, &control) else {
+                    return;
+                };
+                let answer = answer(context.clone(), control.clone(), channel);
+                tokio::spawn(async move {
+                    answer.await;
+                    drop(turn);
+                });
+            }
+            Err(error) => {
+                tracing::debug!(peer = %control.peer().host.name, %error, "disconnected");
+                return;
+            }
+        }
+    }
+}
+
+async fn answer(context: Arc<Destination>, control: Control, channel: Channel) {
+    let peer = control.peer().host.name.clone();
+    let (sender, mut receiver) = channel::as_destination(channel);
+    let first = receiver.recv_within(FIRST_MESSAGE).await;
+    let call = Call {
+        control,
+        sender,
+        receiver,
+    };
+    let done = match first {
+        Ok(first) => dispatch(context, call, first).await,
+        Err(TalkError::Wire(error)) => {
+            call.control.close(CloseCode::Violation, &error.to_string());
+            Err(error.into())
+        }
+        Err(error) => Err(error),
+    };
+    if let Err(error) = done {
+        tracing::info!(peer, %error, "a channel ended early");
+    }
+}
+
+async fn dispatch(
+    context: Arc<Destination>,
+    mut call: Call,
+    first: ToDestination,
+) -> Result<(), TalkError> {
+    if !admission::pass(&context, &mut call, &first).await? {
+        return Ok(());
+    }
+    match first {
+        ToDestination::Query(query) => {
+            if !allows(&call.control, Permission::Query) {
+                let reason = "this host may not ask: its scope lacks `query`";
+                call.control.close(CloseCode::NotAllowed, reason);
+                return Ok(());
+            }
+            answer_query(&context, call, &query, None).await
+        }
+        ToDestination::QueryFiles(asked) => {
+            // Before a move it is asked, too.
+            let may = |permission| allows(&call.control, permission);
+            if !may(Permission::Query) && !may(Permission::SendGuests) {
+                let reason = "this host may not ask: its scope lacks `query`";
+                call.control.close(CloseCode::NotAllowed, reason);
+                return Ok(());
+            }
+            let FilesQuery { query, files } = *asked;
+            answer_query(&context, call, &query, Some(&files)).await
+        }
+        ToDestination::Offer(offer) => {
+            attempt::receive(context, call, (*offer, Vec::new()), None).await;
+            Ok(())
+        }
+        ToDestination::OfferDisks(offered) => {
+            let DisksOffer { offer, disks } = *offered;
+            attempt::receive(context, call, (offer, disks), None).await;
+            Ok(())
+        }
+        ToDestination::OfferFiles(offered) => {
+            let FilesOffer { offer, files } = *offered;
+            let DisksOffer { offer, disks } = offer;
+            attempt::receive(context, call, (offer, disks), Some(files)).await;
+            Ok(())
+        }
+        ToDestination::Resume {
+            migration,
+            attempt,
+            epoch,
+        } => come_back(&context, call, (migration, attempt), Some(epoch), first).await,
+        ToDestination::Ask { migration, attempt } => {
+            come_back(&context, call, (migration, attempt), None, first).await
+        }
+        other => {
+            let reason = format!("a channel cannot begin with {}", name(&other));
+            call.control.close(CloseCode::Violation, &reason);
+            Ok(())
+        }
+    }
+}
+
+/// Says everything that stands against a move, or asks what files hold that are not known by their
+/// locks.
+async fn answer_query(
+    context: &Arc<Destination>,
+    mut call: Call,
+    query: &Query,
+    claims: Option<&[FileClaim]>,
+) -> Result<(), TalkError> {
+    let Query { guest, machine } = query;
+    let peer = call.control.peer().host.clone();
+    let proof = files::prove(context, &peer, guest, claims).await;
+    if !proof.wanted.is_empty() {
+        let files = proof.wanted;
+        return call.sender.send(&ToSource::WantContent { files }).await;
+    }
+    let mut answer = context.local_checks(guest, machine, false).await;
+    answer.checks.extend(proof.checks);
+    call.sender.send(&ToSource::Answer(answer)).await
+}
+
+/// A source is back, with a connection for blocks or without.
+async fn come_back(
+    context: &Arc<Destination>,
+    call: Call,
+    (migration, attempt): (MigrationId, Attempt),
+    epoch: Option<Epoch>,
+    first: ToDestination,
+) -> Result<(), TalkError> {
+    let peer = call.control.peer().host.id;
+    match context.arrival(migration, attempt, peer) {
+        Some(arrival) => {
+            arrival.resume(call, epoch).await;
+            Ok(())
+        }
+        None => converse(context, call, (migration, attempt), first).await,
+    }
+}
+
+/// Answers for an attempt that no task is busy with, until the source has heard enough.
+async fn converse(
+    context: &Arc<Destination>,
+    mut call: Call,
+    attempt: (MigrationId, Attempt),
+    first: ToDestination,
+) -> Result<(), TalkError> {
+    let peer = call.control.peer().host.id;
+    let mut message = first;
+    loop {
+        let answers = context.attempts.answer(context, peer, attempt, message);
+        let answers = match answers.await {
+            Ok(answers) => answers,
+            // Somebody here is just beginning with it, or ending: the source asks again.
+            Err(AnswerError::Journal(JournalError::Busy(_))) => return Ok(()),
+            Err(error @ AnswerError::Journal(_)) => {
+                tracing::error!(migration = %attempt.0, %error, "cannot answer for an attempt");
+                call.control
+                    .close(CloseCode::Busy, "the journal here cannot be used");
+                return Ok(());
+            }
+            Err(error) => {
+                call.control.close(CloseCode::Violation, &error.to_string());
+                return Ok(());
+            }
+        };
+        for answer in &answers {
+            call.sender.send(answer).await?;
+        }
+        message = match call.receiver.recv_within(NEXT_MESSAGE).await {
+            Ok(message) => message,
+            Err(TalkError::Closed | TalkError::Silent(_)) => return Ok(()),
+            Err(error) => return Err(error),
+        };
+    }
+}
+
+/// How far an arrival is, for its source.
+pub(crate) fn attempt_state(state: &DestinationState) -> AttemptState {
+    use DestinationState as Is;
+    match state {
+        Is::Unknown | Is::Beginning | Is::Receiving { .. } => AttemptState::Receiving,
+        Is::Readying => AttemptState::Loading,
+        Is::Ready | Is::Committing => AttemptState::Ready,
+        Is::Committed
+        | Is::Running { .. }
+        | Is::Yielding
+        | Is::Closing { here: true }
+        | Is::Closed { here: true } => AttemptState::Committed,
+        // It is told that it is over when that is written.
+        Is::Aborting { .. } | Is::Recording | Is::Returning { .. } | Is::GivingBack { .. } => {
+            AttemptState::Ready
+        }
+        Is::Aborted | Is::Closing { here: false } | Is::Closed { here: false } => {
+            AttemptState::Aborted
+        }
+    }
+}
+
+/// Whether a peer may do this now; a trust store that cannot be read allows nothing.
+pub(crate) fn allows(control: &Control, permission: Permission) -> bool {
+    control.allows(permission).unwrap_or_else(|error| {
+        tracing::error!(%error, "cannot read whom this host trusts");
+        false
+    })
+}
+
+fn name(message: &ToDestination) -> &'static str {
+    match message {
+        ToDestination::Query(_) => "Query",
+        ToDestination::Offer(_) => "Offer",
+        ToDestination::Resume { .. } => "Resume",
+        ToDestination::Ask { .. } => "Ask",
+        ToDestination::Start { .. } => "Start",
+        ToDestination::Complete { .. } => "Complete",
+        ToDestination::VerifyRegion { .. } => "VerifyRegion",
+        ToDestination::Verified => "Verified",
+        ToDestination::Commit { .. } => "Commit",
+        ToDestination::Cancel { .. } => "Cancel",
+        ToDestination::Done => "Done",
+        ToDestination::Overruled { .. } => "Overruled",
+        ToDestination::OfferDisks(_) => "OfferDisks",
+        ToDestination::List(_) => "List",
+        ToDestination::Unreadable { .. } => "Unreadable",
+        ToDestination::Length { .. } => "Length",
+        ToDestination::QueryFiles(_) => "QueryFiles",
+        ToDestination::OfferFiles(_) => "OfferFiles",
+    }
+}

@@ -1,0 +1,90 @@
+//! What people see of a guest that runs here while a part of its disks is yet to come.
+
+use crate::destination::fetch::{Fetched, Pulling};
+use longhaul_api::{DiskChoice, RegionProgress};
+use longhaul_protocol::disk::Pulled;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use longhaul_storage::front::arriving::masks::Masks;
+use std::collections::BTreeSet;
+use tokio::time::Instant;
+
+/// Blocks of a disk that the source cannot read and that are remembered, at most.
+const UNREADABLE_MAX: usize = 4096;
+
+impl Fetched {
+    /// The source cannot read these.
+    pub(crate) fn note_unreadable(&mut self, range: BlockRange) {
+        for block in range.blocks().take(UNREADABLE_MAX) {
+            if self.unreadable.len() < UNREADABLE_MAX {
+                self.unreadable.insert(block);
+            }
+        }
+    }
+
+    /// What the guest has written over meanwhile, or what could be read after all, is here.
+    fn forget_readable(&mut self) {
+        if self.unreadable.is_empty() {
+            return;
+        }
+        if let Ok(Some(masks)) = Masks::read(&self.disk.folder.noted_masks()) {
+            self.unreadable.retain(|block| masks.is_missing(*block));
+        }
+    }
+
+    fn progress(&self) -> RegionProgress {
+        let blocks = self.disk.masks.blocks;
+        RegionProgress {
+            name: self.disk.name.clone(),
+            blocks_total: blocks,
+            blocks_settled: blocks.saturating_sub(self.missing_blocks),
+            blocks_pending: self.missing_blocks,
+            disk: true,
+            strategy: strategy(self.disk.pulled),
+            why: None,
+            waiting: Some(self.waiting),
+            unreadable_byte: first_byte(&self.unreadable),
+        }
+    }
+}
+
+/// How a disk moves of which so much is fetched.
+fn strategy(pulled: Pulled) -> Option<DiskChoice> {
+    match pulled {
+        Pulled::Nothing => None,
+        Pulled::Often => Some(DiskChoice::Hybrid),
+        Pulled::All => Some(DiskChoice::Postcopy),
+    }
+}
+
+fn first_byte(blocks: &BTreeSet<u64>) -> Option<u64> {
+    blocks.first().map(|block| block * BLOCK_SIZE as u64)
+}
+
+impl Pulling {
+    /// Says how it stands now.
+    pub(crate) fn show(&self) {
+        let Some(entry) = &self.begun.entry else {
+            return;
+        };
+        let regions = self.disks.values().map(Fetched::progress).collect();
+        let mut broken = self.disks.values().map(|fetched| fetched.broken.clone());
+        let broken = broken.find_map(|broken| broken);
+        let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        entry.progress(|progress| {
+            progress.regions = regions;
+            progress.link.interrupted_ms = silent;
+            progress.trouble = broken.or_else(|| self.trouble.clone());
+        });
+    }
+
+    /// The same, from time to time.
+    pub(crate) fn look_and_show(&mut self) {
+        self.disks.values_mut().for_each(Fetched::forget_readable);
+        if self.begun.call.is_some() {
+            self.lost_at = None;
+        } else {
+            self.lost_at.get_or_insert_with(Instant::now);
+        }
+        self.show();
+    }
+}

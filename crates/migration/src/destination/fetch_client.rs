@@ -1,0 +1,178 @@
+//! What is still missing of an arrived guest's disk goes from here to the server that answers the guest, and
+//! the server's words come back.
+
+use longhaul_protocol::{BlockRange, RegionId};
+use longhaul_storage::front::FrontFolder;
+use longhaul_storage::front::arriving::line::{BLOCKS_MAX, MESSAGE_BYTES, ToPump, ToServer};
+use std::io::{self, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+use tokio::sync::mpsc;
+
+/// A server that takes or says nothing for so long is left: its supervisor sees to it.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// What a server has said.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct News {
+    pub(crate) region: RegionId,
+    /// Which connection to it, of all.
+    pub(crate) number: u64,
+    /// None when it is gone.
+    pub(crate) said: Option<ToPump>,
+}
+
+/// A connection to the server of one disk.
+pub(crate) struct Puller {
+    stream: UnixStream,
+    barriers: Mutex<Barriers>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Barriers {
+    asked: u64,
+    reached: u64,
+    failed: Option<i32>,
+    gone: bool,
+}
+
+impl Puller {
+    /// Connects; the news go to `news`, which must be heard.
+    pub(crate) fn connect(
+        folder: &FrontFolder,
+        (region, number): (RegionId, u64),
+        news: mpsc::Sender<News>,
+    ) -> io::Result<Arc<Self>> {
+        let stream = UnixStream::connect(folder.pump())?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let puller = Arc::new(Self {
+            stream: stream.try_clone()?,
+            barriers: Mutex::default(),
+            changed: Condvar::new(),
+        });
+        let hearing = Arc::downgrade(&puller);
+        let hear = move || {
+            let tell = |said| {
+                let news = news.blocking_send(News {
+                    region,
+                    number,
+                    said,
+                });
+                news.is_ok()
+            };
+            let mut bytes = [0; MESSAGE_BYTES];
+            while (&stream).read_exact(&mut bytes).is_ok() {
+                let Ok(said) = ToPump::from_bytes(&bytes) else {
+                    break;
+                };
+                let Some(puller) = hearing.upgrade() else {
+                    return;
+                };
+                puller.heard(said);
+                if !matches!(said, ToPump::Reached(_)) && !tell(Some(said)) {
+                    break;
+                }
+            }
+            if let Some(puller) = hearing.upgrade() {
+                puller.end();
+            }
+            tell(None);
+        };
+        thread::Builder::new()
+            .name("puller".to_owned())
+            .spawn(hear)?;
+        Ok(puller)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Barriers> {
+        self.barriers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn heard(&self, said: ToPump) {
+        let mut barriers = self.lock();
+        match said {
+            ToPump::Reached(number) => barriers.reached = number,
+            ToPump::Failed(errno) => barriers.failed = Some(errno),
+            _ => return,
+        }
+        drop(barriers);
+        self.changed.notify_all();
+    }
+
+    /// Nothing is brought or heard any more.
+    pub(crate) fn end(&self) {
+        self.lock().gone = true;
+        self.changed.notify_all();
+        // It may be closed already.
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+
+    fn say(&self, message: ToServer, content: &[u8]) -> io::Result<()> {
+        (&self.stream).write_all(&message.to_bytes())?;
+        (&self.stream).write_all(content)
+    }
+
+    /// The masks of the disk are there.
+    pub(crate) fn listed(&self) -> io::Result<()> {
+        self.say(ToServer::Listed, &[])?;
+        self.settle()
+    }
+
+    /// Brings blocks; without content they are zero.
+    pub(crate) fn bring(&self, range: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
+        let block = longhaul_protocol::BLOCK_SIZE;
+        let mut start = range.start;
+        while start < range.end() {
+            let count = (range.end() - start).min(BLOCKS_MAX);
+            let piece = BlockRange::new(start, count);
+            let from = (start - range.start) as usize * block;
+            match content {
+                None => self.say(ToServer::Zeros(piece), &[])?,
+                Some(content) => {
+                    let content = content.get(from..from + count as usize * block);
+                    let content = content.ok_or_else(|| io::Error::other("too little content"))?;
+                    self.say(ToServer::Blocks(piece), content)?;
+                }
+            }
+            start += count;
+        }
+        Ok(())
+    }
+
+    /// The source cannot read these.
+    pub(crate) fn unreadable(&self, range: BlockRange) -> io::Result<()> {
+        self.say(ToServer::Unreadable(range), &[])
+    }
+
+    /// Waits until all that was brought is on the disk, and is known to be.
+    pub(crate) fn settle(&self) -> io::Result<()> {
+        let asked = {
+            let mut barriers = self.lock();
+            barriers.asked += 1;
+            barriers.asked
+        };
+        self.say(ToServer::Barrier(asked), &[])?;
+        let waits = |barriers: &mut Barriers| {
+            barriers.reached < asked && barriers.failed.is_none() && !barriers.gone
+        };
+        let waited = self
+            .changed
+            .wait_timeout_while(self.lock(), PATIENCE, waits);
+        let (barriers, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        match barriers.failed {
+            Some(errno) => Err(io::Error::from_raw_os_error(errno)),
+            None if barriers.reached >= asked => Ok(()),
+            None => Err(io::Error::other("its front end does not answer")),
+        }
+    }
+}
+
+impl Drop for Puller {
+    fn drop(&mut self) {
+        self.end();
+    }
+}

@@ -1,0 +1,508 @@
+//! The destination's part: whether the files that this host has under a guest's names are those of
+//! the source, and whether they are still those when its QEMU has opened them.
+
+use crate::context::Context;
+use crate::files::{Place, Staying, is_file_or_volume, of_guest, open, stands_on};
+use crate::limits::peer_quota;
+use longhaul_hypervisor::has_open;
+use longhaul_protocol::files::{FileClaim, FileContent, FileKind};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::{Check, Verdict};
+use longhaul_storage::same_file::{Which, locks};
+use longhaul_transport::TrustedHost;
+use std::fs::{self, File, Metadata};
+use std::io;
+use std::path::PathBuf;
+use tokio::task::spawn_blocking;
+
+/// What was found out about all files of a guest that stay.
+#[derive(Default)]
+pub(crate) struct Proof {
+    /// What is to be said of each.
+    pub(crate) checks: Vec<Check>,
+    /// The claims for which it must be known what the source's file holds.
+    pub(crate) wanted: Vec<u16>,
+    found: Vec<Found>,
+}
+
+/// A file of this host that was compared.
+struct Found {
+    staying: Staying,
+    path: PathBuf,
+    about: Metadata,
+    /// As long as it is open no other file gets its number.
+    _file: Option<File>,
+    /// Nothing but its content was compared.
+    by_content: bool,
+}
+
+/// What was found out about one file.
+enum Outcome {
+    Locks,
+    Content([u8; 32]),
+    Believed,
+    Wanted,
+    Refused(String, String),
+}
+
+/// Who asks, and of what.
+struct Question<'a> {
+    here: &'a str,
+    peer: &'a str,
+    guest: &'a GuestDescription,
+}
+
+/// Compares the files that a guest names here with what a peer says of its own: nothing else of
+/// this host is looked at, whatever it says.
+pub(crate) async fn prove(
+    context: &Context,
+    peer: &TrustedHost,
+    guest: &GuestDescription,
+    claims: Option<&[FileClaim]>,
+) -> Proof {
+    let mut proof = Proof::default();
+    let config = &context.parts.config;
+    // Other checks refuse a description that breaks the rules.
+    if longhaul_hypervisor::description::check(guest).is_err() {
+        return proof;
+    }
+    let files = of_guest(&config.hypervisor, guest);
+    if let Err(refusal) = peer_quota::may_name(context, peer, guest) {
+        proof.refuse(refusal.text, refusal.hint.unwrap_or_default());
+        return proof;
+    }
+    let question = Question {
+        here: &config.name,
+        peer: &peer.name,
+        guest,
+    };
+    let Some(claims) = claims else {
+        let known = files
+            .iter()
+            .flatten()
+            .map(|place| place.staying.to_string());
+        question.untold(&known.collect::<Vec<_>>(), &mut proof);
+        return proof;
+    };
+    let known = files.iter().flatten().map(|place| &place.staying);
+    let known: Vec<_> = known.map(|file| (file.kind, file.name.clone())).collect();
+    question.only_there(&known, claims, &mut proof);
+    for place in files {
+        // That a name means nothing here is said of all names.
+        let Ok(place) = place else { continue };
+        let mut next = Some(place);
+        while let Some(place) = next {
+            next = question.add(context, peer, place, claims, &mut proof).await;
+        }
+    }
+    proof
+}
+
+impl Question<'_> {
+    /// Adds what is found out about one file; what it stands on comes next, where it is the
+    /// source's.
+    async fn add(
+        &self,
+        context: &Context,
+        peer: &TrustedHost,
+        place: Place,
+        claims: &[FileClaim],
+        proof: &mut Proof,
+    ) -> Option<Place> {
+        let staying = place.staying.clone();
+        let of = |claim: &FileClaim, kind| claim.kind == kind && claim.name == staying.name;
+        let Some(at) = claims.iter().position(|claim| of(claim, staying.kind)) else {
+            let has_kernel = claims.iter().any(|claim| of(claim, FileKind::Kernel));
+            match staying.kind == FileKind::Initrd && has_kernel {
+                true => self.only_one(&staying.name, (self.here, self.peer), proof),
+                false => self.untold(&[staying.to_string()], proof),
+            }
+            return None;
+        };
+        let compared = self.compare(context, peer, place, &claims[at]).await;
+        let compared = compared.unwrap_or_else(|error| Compared {
+            outcome: self.no_file(&staying, &claims[at], &error),
+            found: None,
+            next: Ok(None),
+        });
+        let Compared {
+            outcome,
+            found,
+            next,
+        } = compared;
+        proof.found.extend(found);
+        self.tell(&staying, outcome, at, proof);
+        next.unwrap_or_else(|why| {
+            let hint = "make one plain image of it: qemu-img convert -O qcow2 OLD NEW";
+            proof.refuse(format!("{staying}: {why}"), hint.to_owned());
+            None
+        })
+    }
+
+    /// Compares one file.
+    async fn compare(
+        &self,
+        context: &Context,
+        peer: &TrustedHost,
+        place: Place,
+        claim: &FileClaim,
+    ) -> io::Result<Compared> {
+        // Storage that hangs holds up nobody but who asks about it.
+        let worker = context.allowances.worker(peer).await;
+        let staying = &place.staying;
+        let images = &context.parts.config.hypervisor.images;
+        let image = images
+            .get(&staying.name)
+            .filter(|_| staying.kind == FileKind::Image);
+        let word = image.and_then(|image| image.same_file_as.as_ref());
+        let word = word.is_some_and(|word| word.is(&peer.name, &claim.path));
+        let (contents, said) = (context.contents.clone(), claim.path.clone());
+        let claim = claim.clone();
+        let looking = spawn_blocking(move || {
+            let _worker = worker;
+            let (found, seen) = look(&place, &claim, word, |file| contents.of(file))?;
+            // Of any other file this host follows no names.
+            let same = matches!(&seen, Seen::Outcome(outcome) if outcome.is_same());
+            let next = match same {
+                true => stands_on(&place),
+                false => Ok(None),
+            };
+            io::Result::Ok((found, seen, next))
+        });
+        let (found, seen, next) = looking.await.map_err(io::Error::other)??;
+        let outcome = match seen {
+            Seen::Outcome(outcome) => outcome,
+            Seen::Other(content) => self.different(&found.staying, &content, &said),
+            Seen::Nothing(why) => self.unproved(&found.staying, &why, &said),
+        };
+        Ok(Compared {
+            outcome,
+            found: Some(found),
+            next,
+        })
+    }
+
+    fn untold(&self, files: &[String], proof: &mut Proof) {
+        if files.is_empty() {
+            return;
+        }
+        let Self { here, peer, .. } = self;
+        proof.refuse(
+            format!(
+                "{here} was not told which file {peer} has of {}, and does not believe that its \
+                 own is the same",
+                files.join(", ")
+            ),
+            format!("update the agent on {peer}, if it is older than that on {here}"),
+        );
+    }
+
+    /// An initrd that the source has, and this host does not.
+    fn only_there(&self, known: &[(FileKind, String)], claims: &[FileClaim], proof: &mut Proof) {
+        let here = |kind, name: &String| known.contains(&(kind, name.clone()));
+        let initrds = claims.iter().filter(|it| it.kind == FileKind::Initrd);
+        let lacks = |name: &&String| here(FileKind::Kernel, name) && !here(FileKind::Initrd, name);
+        for name in initrds.map(|claim| &claim.name).filter(lacks) {
+            self.only_one(name, (self.peer, self.here), proof);
+        }
+    }
+
+    fn only_one(&self, name: &str, (has, lacks): (&str, &str), proof: &mut Proof) {
+        proof.refuse(
+            format!("kernel {name} has an initrd on {has}, and none on {lacks}"),
+            format!("write the same under [kernels.{name}] in both configurations"),
+        );
+    }
+
+    fn no_file(&self, staying: &Staying, claim: &FileClaim, error: &io::Error) -> Outcome {
+        let Self { here, .. } = self;
+        let text = format!("{here} cannot use its file of {staying}: {error}");
+        Outcome::Refused(text, self.ways(staying, &claim.path))
+    }
+
+    fn different(&self, staying: &Staying, ours: &Differs, path: &str) -> Outcome {
+        let Self { here, peer, .. } = self;
+        let what = match ours {
+            // An image names it, and so could name any file of this host.
+            _ if matches!(staying.kind, FileKind::Backing(_)) => "what it holds differs".to_owned(),
+            Differs::Length { there, here: ours } => {
+                format!("{there} bytes on {peer}, {ours} bytes on {here}")
+            }
+            Differs::Digest { there, here: ours } => format!(
+                "BLAKE3 {}... on {peer}, {}... on {here}",
+                short(there),
+                short(ours)
+            ),
+        };
+        let text = format!("{staying} is not the same on both hosts: {what}");
+        Outcome::Refused(text, self.ways(staying, path))
+    }
+
+    fn unproved(&self, staying: &Staying, why: &Why, path: &str) -> Outcome {
+        let Self { here, peer, .. } = self;
+        let why = match why {
+            Why::Unseen => {
+                format!("the locks that {peer} holds on its file are not on that of {here}")
+            }
+            Why::NotTaken => format!("{peer} cannot lock its file"),
+            Why::Untold(error) => format!("that of {here} does not tell of locks ({error})"),
+            Why::Closed(error) => format!("the agent on {here} cannot open its own ({error})"),
+        };
+        let text =
+            format!("{staying}: nothing proves that {here} has the same file as {peer}: {why}");
+        Outcome::Refused(text, self.ways(staying, path))
+    }
+
+    /// What can be done about a file that is not the same, or is not known to be.
+    fn ways(&self, staying: &Staying, path: &str) -> String {
+        let Self { here, peer, guest } = self;
+        let name = &staying.name;
+        let disk = guest.disks.iter().any(|disk| disk.image == *name);
+        if staying.read_only {
+            let table = match staying.kind {
+                FileKind::Image => format!("[images.{name}]"),
+                FileKind::Firmware => "[firmware]".to_owned(),
+                FileKind::Kernel | FileKind::Initrd => format!("[kernels.{name}]"),
+                FileKind::Backing(_) => {
+                    return format!(
+                        "copy the file of {peer} to {here}, where image {name} names it, or make \
+                         one plain image of both: qemu-img convert -O qcow2 OLD NEW"
+                    );
+                }
+            };
+            return format!(
+                "copy the file of {peer} to {here}, or name the right one under {table} in the \
+                 configuration of {here}"
+            );
+        }
+        // The peer has said it, and hears it again.
+        let plain = |c: char| !c.is_control() && c != '"';
+        let path = Some(path).filter(|path| path.chars().all(plain));
+        let path = path.unwrap_or("PATH");
+        let along = match (staying.kind, guest.hardware.is_some()) {
+            (FileKind::Image, true) if disk => format!(
+                "if each host has a file of its own: write `local = true` under [images.{name}] \
+                 on both, and the disk moves along; "
+            ),
+            (FileKind::Image, false) if disk => {
+                "if each host has a file of its own: describe the disk with \
+                 `shared = false`, and it moves along; "
+                    .to_owned()
+            }
+            _ => String::new(),
+        };
+        format!(
+            "{along}if {here} sees the file of {peer} elsewhere: give [images.{name}] that path; \
+             if it is one file nevertheless, on storage that tells hosts nothing of each other's \
+             locks: write same_file_as = \"{peer}:{path}\" under [images.{name}] in the \
+             configuration of {here}"
+        )
+    }
+
+    fn tell(&self, staying: &Staying, outcome: Outcome, place: usize, proof: &mut Proof) {
+        let check = |verdict, text, hint| Check {
+            verdict,
+            text,
+            hint,
+        };
+        let one = match outcome {
+            Outcome::Locks => {
+                let text = format!("{staying}: one file on both hosts (proved by locks)");
+                check(Verdict::Fine, text, None)
+            }
+            Outcome::Content(digest) => {
+                let text = format!("{staying}: equal content (BLAKE3 {}...)", short(&digest));
+                check(Verdict::Fine, text, None)
+            }
+            Outcome::Believed => {
+                let Self { here, peer, .. } = self;
+                let text = format!(
+                    "{staying}: believed to be one file on both hosts, since the configuration of \
+                     {here} says so; nothing proves it"
+                );
+                let hint = format!(
+                    "if it is not the file that {peer} has, the guest loses its data: then take \
+                     `same_file_as` out of [images.{}]",
+                    staying.name
+                );
+                check(Verdict::Warning, text, Some(hint))
+            }
+            Outcome::Refused(text, hint) => check(Verdict::Refused, text, Some(hint)),
+            Outcome::Wanted => {
+                proof.wanted.push(place as u16);
+                return;
+            }
+        };
+        proof.checks.push(one);
+    }
+}
+
+impl Proof {
+    fn refuse(&mut self, text: String, hint: String) {
+        self.checks.push(Check {
+            verdict: Verdict::Refused,
+            text,
+            hint: Some(hint).filter(|hint| !hint.is_empty()),
+        });
+    }
+
+    /// Whether the guest's QEMU, which has been launched meanwhile, has what was compared.
+    pub(crate) fn holds(&self, pid: i32) -> Result<(), String> {
+        self.found.iter().try_for_each(|found| found.holds(pid))
+    }
+}
+
+impl Found {
+    fn holds(&self, pid: i32) -> Result<(), String> {
+        let Self { staying, about, .. } = self;
+        let exchanged = || {
+            format!(
+                "the file of {staying} was exchanged while the guest's QEMU was started; nothing \
+                 was moved"
+            )
+        };
+        let unseen =
+            |error: io::Error| format!("cannot tell which file QEMU has of {staying}: {error}");
+        let now = || fs::metadata(&self.path).map_err(unseen);
+        if staying.opened {
+            if !has_open(pid, about).map_err(unseen)? {
+                return Err(exchanged());
+            }
+            if !self.by_content {
+                return Ok(());
+            }
+        }
+        // QEMU has read and closed it, or it was known by what it holds: it must be as it was.
+        match Which::of(&now()?) == Which::of(about) {
+            true => Ok(()),
+            false => Err(exchanged()),
+        }
+    }
+}
+
+/// What came of comparing one file, and what it stands on.
+struct Compared {
+    outcome: Outcome,
+    found: Option<Found>,
+    next: Result<Option<Place>, String>,
+}
+
+impl Outcome {
+    /// Whether both hosts have the same, as far as anybody can tell.
+    fn is_same(&self) -> bool {
+        matches!(self, Self::Locks | Self::Content(_) | Self::Believed)
+    }
+}
+
+enum Seen {
+    Outcome(Outcome),
+    Other(Differs),
+    /// Nothing is proved.
+    Nothing(Why),
+}
+
+/// Why locks prove nothing.
+enum Why {
+    /// They are not on the file.
+    Unseen,
+    /// The source holds none.
+    NotTaken,
+    /// The file system does not tell of any.
+    Untold(io::Error),
+    /// The file cannot be opened.
+    Closed(io::Error),
+}
+
+enum Differs {
+    Length { there: u64, here: u64 },
+    Digest { there: [u8; 32], here: [u8; 32] },
+}
+
+/// Looks at one file, which may take as long as reading it.
+fn look(
+    place: &Place,
+    claim: &FileClaim,
+    word: bool,
+    content: impl Fn(&File) -> io::Result<FileContent>,
+) -> io::Result<(Found, Seen)> {
+    let Place { staying, path, .. } = place;
+    let opened = open(path);
+    // Where this agent may not read it, QEMU's user may: then the file is still known.
+    let about = match &opened {
+        Ok(file) => file.metadata()?,
+        Err(_) => fs::metadata(path)?,
+    };
+    if !is_file_or_volume(&about) {
+        return Err(io::Error::other("it is no file and no volume"));
+    }
+    let mut by_content = false;
+    let (opened, closed) = match opened {
+        Ok(file) => (Some(file), None),
+        Err(error) => (None, Some(error)),
+    };
+    let seen = match &opened {
+        Some(file) => {
+            let locks = seen_by_locks(claim, file);
+            match locks {
+                Ok(()) => Seen::Outcome(Outcome::Locks),
+                Err(_) if staying.read_only && about.is_file() => {
+                    by_content = true;
+                    seen_by_content(claim, file, &about, content)?
+                }
+                Err(why) => Seen::Nothing(why),
+            }
+        }
+        None => Seen::Nothing(closed.map_or(Why::Unseen, Why::Closed)),
+    };
+    let seen = match seen {
+        Seen::Nothing(_) if word => Seen::Outcome(Outcome::Believed),
+        seen => seen,
+    };
+    let found = Found {
+        staying: staying.clone(),
+        path: path.clone(),
+        about,
+        _file: opened,
+        by_content,
+    };
+    Ok((found, seen))
+}
+
+fn seen_by_locks(claim: &FileClaim, file: &File) -> Result<(), Why> {
+    let pattern = claim.locks.as_ref().ok_or(Why::NotTaken)?;
+    match locks::are_on(pattern, file).map_err(Why::Untold)? {
+        true => Ok(()),
+        false => Err(Why::Unseen),
+    }
+}
+
+fn seen_by_content(
+    claim: &FileClaim,
+    file: &File,
+    about: &Metadata,
+    content: impl Fn(&File) -> io::Result<FileContent>,
+) -> io::Result<Seen> {
+    let Some(there) = claim.content else {
+        return Ok(Seen::Outcome(Outcome::Wanted));
+    };
+    if there.bytes != about.len() {
+        let (there, here) = (there.bytes, about.len());
+        return Ok(Seen::Other(Differs::Length { there, here }));
+    }
+    let ours = content(file)?;
+    Ok(match ours == there {
+        true => Seen::Outcome(Outcome::Content(ours.digest)),
+        false => Seen::Other(Differs::Digest {
+            there: there.digest,
+            here: ours.digest,
+        }),
+    })
+}
+
+/// The beginning of a digest, for people.
+fn short(digest: &[u8; 32]) -> String {
+    digest[..6]
+        .iter()
+        .map(|byte| format!("{byte:02x}"))
+        .collect()
+}

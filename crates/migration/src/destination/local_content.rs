@@ -1,0 +1,152 @@
+//! What this host has already of a guest that comes: its memory and disks as they were when it left, and what any file
+//! holds that the [content index](Held) knows. Blocks are taken from there only where they have the digest that the
+//! source names, so it does not matter whose they were, or who has changed them since.
+
+use crate::disks::images::Place;
+use crate::host::content_index::Held;
+use crate::host::memory_cache::{KeptMemory, open_plain};
+use crate::host::set_aside::set_aside_as;
+use longhaul_codec::{BlockId, Digest, DigestKey};
+use longhaul_protocol::message::Keeps;
+use longhaul_protocol::{BLOCK_SIZE, RegionId, RegionSpec};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+
+/// What blocks of an arriving guest are looked for in.
+#[derive(Default)]
+pub(crate) struct Kept {
+    regions: Vec<RegionId>,
+    /// Files that have what blocks of regions may have had, in the same order, and the block that is the region's first.
+    files: BTreeMap<RegionId, (Arc<File>, u64)>,
+    held: Option<Arc<Held>>,
+}
+
+impl Kept {
+    /// Looks for what was kept when this guest, or one with these disks, left.
+    pub(crate) fn look(
+        regions: &[RegionSpec],
+        places: &[Place],
+        memory: Option<(&KeptMemory, &str)>,
+        held: Option<Arc<Held>>,
+    ) -> Self {
+        let disks = places.iter().filter_map(|place| {
+            let path = set_aside_as(place.path());
+            Some((place.region(), (Arc::new(open_plain(&path)?), 0)))
+        });
+        let mut files: BTreeMap<RegionId, (Arc<File>, u64)> = disks.collect();
+        files.extend(
+            memory
+                .into_iter()
+                .flat_map(|(kept, guest)| of_memory(regions, kept, guest)),
+        );
+        let held = held.filter(|held| held.has_content());
+        let regions = match held {
+            Some(_) => regions.iter().map(|region| region.id).collect(),
+            None => files.keys().copied().collect(),
+        };
+        Self {
+            regions,
+            files,
+            held,
+        }
+    }
+
+    /// The key of all digests, where the content index gives one.
+    pub(crate) fn key(&self) -> Option<DigestKey> {
+        self.held.as_ref().map(|held| held.key())
+    }
+
+    /// What the source is told of it.
+    pub(crate) fn told(&self) -> Keeps {
+        Keeps {
+            regions: self.regions.clone(),
+            digest_key: self.key().map(|key| key.0),
+        }
+    }
+
+    /// Reads what a block was, or one with that digest from anywhere; false where neither is known. What was
+    /// read has yet to be compared.
+    pub(crate) fn read(&self, id: BlockId, digest: &Digest, into: &mut [u8; BLOCK_SIZE]) -> bool {
+        let in_place = self.read_in_place(id, into);
+        match &self.held {
+            None => in_place,
+            Some(held) => in_place && held.is(into, digest) || held.read(digest, into),
+        }
+    }
+
+    fn read_in_place(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {
+        let Some((file, first)) = self.files.get(&id.region) else {
+            return false;
+        };
+        let block = first.checked_add(id.block);
+        let at = block.and_then(|block| block.checked_mul(BLOCK_SIZE as u64));
+        at.is_some_and(|at| file.read_exact_at(into, at).is_ok())
+    }
+}
+
+/// Where each region of a guest's memory is in the file of what was kept of it.
+fn of_memory(
+    regions: &[RegionSpec],
+    kept: &KeptMemory,
+    guest: &str,
+) -> Vec<(RegionId, (Arc<File>, u64))> {
+    let mut blocks: u64 = 0;
+    let mut places = Vec::new();
+    for region in regions.iter().filter(|region| !region.durable) {
+        places.push((region.id, blocks));
+        blocks = blocks.saturating_add(region.blocks);
+    }
+    let Some(file) = kept.look(guest, blocks).map(Arc::new) else {
+        return Vec::new();
+    };
+    let places = places.into_iter();
+    places
+        .map(|(region, first)| (region, (file.clone(), first)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn only_whole_blocks_of_plain_files_are_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk.moved");
+        assert!(open_plain(&path).is_none());
+        let content = [vec![7; BLOCK_SIZE], vec![8; BLOCK_SIZE + 100]].concat();
+        fs::write(&path, content).unwrap();
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(open_plain(&link).is_none() && open_plain(folder.path()).is_none());
+        let [first, second] = [RegionId(3), RegionId(4)];
+        let file = Arc::new(open_plain(&path).unwrap());
+        let kept = Kept {
+            regions: vec![first, second],
+            files: [(first, (file.clone(), 0)), (second, (file, 1))].into(),
+            held: None,
+        };
+        assert_eq!(kept.told().regions, [first, second]);
+        let digest = Digest([0; 16]);
+        let read = |region, block| {
+            let mut content = [0; BLOCK_SIZE];
+            let read = kept.read(BlockId { region, block }, &digest, &mut content);
+            read.then_some(content)
+        };
+        assert_eq!(read(first, 0), Some([7; BLOCK_SIZE]));
+        assert_eq!(read(first, 1), Some([8; BLOCK_SIZE]));
+        assert_eq!(read(second, 0), Some([8; BLOCK_SIZE]));
+        for (region, block) in [
+            (first, 2),
+            (second, 1),
+            (first, u64::MAX),
+            (second, u64::MAX),
+        ] {
+            assert!(read(region, block).is_none(), "a part is no block");
+        }
+        assert!(read(RegionId(2), 0).is_none());
+    }
+}

@@ -1,0 +1,461 @@
+//! The QEMU of an arriving guest: launched, filled, loaded, and told to run - or ended.
+
+use crate::context::Context;
+use crate::destination::disks::Disks;
+use crate::destination::dispatch::ExpectError;
+use crate::destination::files::Proof;
+use crate::destination::local_content::Kept;
+use crate::destination::receiver::{Receiving, Store};
+use crate::disks::exports::{self, Comes, Coming, FrontError};
+use crate::disks::read_blocks;
+use crate::limits::peer_quota::Admission;
+use crate::limits::shared_dedup::{Look, Shown};
+use crate::status::usage::{Meter, Usage};
+use crate::verify;
+use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
+use longhaul_engine::destination::DestinationError;
+use longhaul_hypervisor::capabilities::CapabilitiesError;
+use longhaul_hypervisor::disk::base::Base;
+use longhaul_hypervisor::folder::PathTooLong;
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
+use longhaul_hypervisor::memory::{AttachError, GuestMemory, Incoming, IncomingError};
+use longhaul_hypervisor::observe::observe;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
+use longhaul_protocol::disk::Pulled;
+use longhaul_protocol::machine::{Difference, Machine};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, Generation, MigrationId, RegionId, RegionSpec};
+use longhaul_storage::disk::RawDisk;
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::Arc;
+
+/// Why an arriving guest's QEMU could not do its part.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InboundError {
+    /// What this host can do is not known.
+    #[error(transparent)]
+    Capabilities(#[from] CapabilitiesError),
+    /// No emulator here builds the machine.
+    #[error("no emulator here builds {0}")]
+    NoEmulator(String),
+    /// QEMU did not start.
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    /// The source cannot send.
+    #[error(transparent)]
+    Expect(#[from] ExpectError),
+    /// It is not the same machine.
+    #[error("the machine here would not be the same: {}", differences(.0))]
+    Different(Vec<Difference>),
+    /// A region has no place in this QEMU.
+    #[error("region {name} of {blocks} blocks has no place in the machine here")]
+    Region {
+        /// Its name.
+        name: String,
+        /// Its length.
+        blocks: u64,
+    },
+    /// The list of regions is not one that can be received.
+    #[error(transparent)]
+    Regions(#[from] DestinationError),
+    /// Its memory cannot be reached.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// Its socket has no place.
+    #[error(transparent)]
+    Path(#[from] PathTooLong),
+    /// It did not take the stream, or could not load it.
+    #[error(transparent)]
+    Incoming(#[from] IncomingError),
+    /// It does not answer.
+    #[error(transparent)]
+    Qmp(#[from] QmpError),
+    /// What has come cannot be read.
+    #[error("cannot compare what has come: {0}")]
+    Content(String),
+    /// The system refused.
+    #[error("cannot keep what is known of the guest: {0}")]
+    Host(#[from] io::Error),
+    /// What answers for a disk could not be put below it.
+    #[error(transparent)]
+    Front(#[from] FrontError),
+    /// A disk's image could not be made.
+    #[error("cannot make the image of a disk: {0}")]
+    Images(io::Error),
+    /// It has not opened what was compared with the source's files.
+    #[error("{0}")]
+    Exchanged(String),
+    /// Messages came in an order that makes no sense.
+    #[error("the source breaks the protocol: {0}")]
+    Order(&'static str),
+    /// A task of the agent broke.
+    #[error("a part of the agent broke: {0}")]
+    Broken(String),
+}
+
+fn differences(list: &[Difference]) -> String {
+    let shown: Vec<String> = list.iter().take(5).map(|one| one.text.clone()).collect();
+    let more = list.len().saturating_sub(shown.len());
+    let more = if more == 0 {
+        String::new()
+    } else {
+        format!("; and {more} more")
+    };
+    format!("{}{more}", shown.join("; "))
+}
+
+impl InboundError {
+    /// What the source is told.
+    pub(crate) fn into_refusal(self, host: &str) -> Refusal {
+        let code = match &self {
+            Self::Different(_)
+            | Self::NoEmulator(_)
+            | Self::Capabilities(_)
+            | Self::Exchanged(_) => RefusalCode::Unsuitable,
+            Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
+            _ => RefusalCode::QemuFailed,
+        };
+        let hint = match &self {
+            Self::Different(list) => list.first().map(|first| first.hint.clone()),
+            Self::Exchanged(_) => Some("let its files be, and try again".to_owned()),
+            _ => None,
+        };
+        Refusal {
+            code,
+            text: format!("{host}: {self}"),
+            hint,
+        }
+    }
+}
+
+/// The QEMU of an arriving guest.
+pub(crate) struct Inbound {
+    guest: Guest,
+    qmp: Qmp,
+    machine: Machine,
+    memory: GuestMemory,
+    places: Vec<usize>,
+    incoming: Option<Incoming>,
+    begun: bool,
+    receiving: Arc<Receiving>,
+    /// While only this host writes to the guest's memory, others from its source may look at it.
+    shown: Option<Shown>,
+    key: DigestKey,
+    gone: bool,
+    meter: Meter,
+}
+
+impl Inbound {
+    /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
+    pub(crate) async fn launch(
+        context: &Context,
+        offer: &Offer,
+        arriving: (Disks, Kept),
+        bases: BTreeMap<String, Base>,
+        admission: &Admission,
+    ) -> Result<Self, InboundError> {
+        let meter = Meter::start();
+        let capabilities = context.parts.prober.capabilities().await?;
+        let machine_type = &offer.guest.machine;
+        let emulator = capabilities.emulator_for(machine_type);
+        let emulator = emulator.ok_or_else(|| InboundError::NoEmulator(machine_type.clone()))?;
+        let (description, emulator) = (offer.guest.clone(), emulator.to_owned());
+        let (accelerator, generation) = (capabilities.accelerator, offer.generation.0);
+        let config = context.parts.config.hypervisor.clone();
+        // A launch must come to its end even when nobody waits for it any more.
+        let launched = tokio::spawn(async move {
+            let launch = Launch {
+                description: &description,
+                role: Role::Destination,
+                emulator: &emulator,
+                accelerator,
+                generation,
+                bases: &bases,
+            };
+            launch.run(&config).await
+        });
+        let launched = launched
+            .await
+            .map_err(|error| InboundError::Broken(error.to_string()))?;
+        let (guest, qmp) = launched?;
+        match Self::set_up(offer, &guest, &qmp, arriving, admission).await {
+            Ok((machine, memory, places, receiving, shown)) => Ok(Self {
+                guest,
+                qmp,
+                machine,
+                memory,
+                places,
+                incoming: None,
+                begun: false,
+                receiving,
+                shown: Some(shown),
+                key: DigestKey(offer.digest_key),
+                gone: false,
+                meter,
+            }),
+            Err(error) => {
+                crate::host::qemu::stop(&guest, &qmp).await;
+                Err(error)
+            }
+        }
+    }
+
+    async fn set_up(
+        offer: &Offer,
+        guest: &Guest,
+        qmp: &Qmp,
+        arriving: (Disks, Kept),
+        admission: &Admission,
+    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), InboundError> {
+        admission.note(guest.folder())?;
+        let machine = observe(qmp).await?;
+        let different = machine.differences(&offer.machine);
+        if !different.is_empty() {
+            return Err(InboundError::Different(different));
+        }
+        let pid = guest
+            .pid()
+            .ok_or_else(|| io::Error::other("QEMU has no process"))?;
+        let memory = GuestMemory::attach(qmp, pid).await?;
+        let places = places(&memory, &offer.regions)?;
+        let store = GuestStore {
+            memory: memory.clone(),
+            places: places.clone(),
+        };
+        let key = DigestKey(offer.digest_key);
+        let arrived = Arrived {
+            memory: store.clone(),
+            disks: arriving.0.images().collect(),
+        };
+        let shown = admission.others().show(offer.migration, Arc::new(arrived));
+        let receiving = Receiving::new(
+            &offer.regions,
+            Box::new(store),
+            arriving,
+            key,
+            admission.means(),
+        )?;
+        Ok((machine, memory, places, receiving, shown))
+    }
+
+    /// Puts front ends below those of its disks of which a part may come when it runs. After an error
+    /// it has to be quit.
+    pub(crate) async fn put_below(
+        &self,
+        context: &Context,
+        migration: MigrationId,
+        disks: &[Comes],
+    ) -> Result<(), InboundError> {
+        let state = &context.parts.config.state;
+        let coming = Coming {
+            migration,
+            digest_key: self.key.0,
+            pulled: Pulled::Nothing,
+        };
+        let put_in = exports::put_in_for(state, &self.guest, &self.qmp, coming, disks);
+        self.receiving.below(put_in.await?);
+        Ok(())
+    }
+
+    /// Whether QEMU has the files that were compared with the source's.
+    pub(crate) fn has(&self, proof: &Proof) -> Result<(), String> {
+        proof.holds(self.guest.pid().unwrap_or_default())
+    }
+
+    /// The machine that QEMU shows.
+    pub(crate) fn machine(&self) -> &Machine {
+        &self.machine
+    }
+
+    /// Where frames go.
+    pub(crate) fn receiving(&self) -> &Arc<Receiving> {
+        &self.receiving
+    }
+
+    /// Gives QEMU the head of the stream; again is nothing new.
+    pub(crate) async fn begin(&mut self, prelude: &[u8]) -> Result<(), InboundError> {
+        if self.begun {
+            return Ok(());
+        }
+        self.begun = true;
+        let socket = self.guest.folder().socket("incoming")?;
+        self.incoming = Some(Incoming::start(&self.qmp, &socket, prelude).await?);
+        Ok(())
+    }
+
+    /// Gives QEMU the rest of the stream, and waits until it has loaded.
+    pub(crate) fn load(
+        &mut self,
+        tail: Vec<u8>,
+    ) -> impl Future<Output = Result<(), InboundError>> + Send + use<> {
+        let incoming = self.incoming.take();
+        async move {
+            let incoming = incoming.ok_or(InboundError::Order("Complete without Start"))?;
+            incoming.finish(&tail).await?;
+            Ok(())
+        }
+    }
+
+    /// Digests of a piece of a region, as QEMU's RAM or the image of a disk holds it.
+    pub(crate) fn digests(
+        &self,
+        region: RegionId,
+        range: BlockRange,
+        blocks_per_digest: u32,
+    ) -> Result<Vec<[u8; 16]>, InboundError> {
+        let not_moved = || InboundError::Order("a region that is not moved");
+        let content = match self.places.get(usize::from(region.0)) {
+            Some(place) => verify::Content::Memory(Arc::new(self.memory.clone()), *place),
+            None => verify::Content::Disk(self.receiving.disk(region).ok_or_else(not_moved)?),
+        };
+        content
+            .digests(range, blocks_per_digest, self.key)
+            .map_err(InboundError::Content)
+    }
+
+    /// Lets the guest run, unless it was paused, as the holder of this generation.
+    pub(crate) async fn resume(
+        &mut self,
+        generation: Generation,
+        paused: bool,
+    ) -> Result<(), InboundError> {
+        self.shown = None;
+        if !paused {
+            self.qmp
+                .execute("cont", serde_json::json!({}), COMMAND_TIMEOUT)
+                .await?;
+        }
+        // The guest runs: what cannot be noted now is made again from the journal.
+        if let Err(error) = self.guest.set_generation(generation.0) {
+            tracing::error!(guest = self.guest.name(), %error, "cannot note the generation");
+        }
+        Ok(())
+    }
+
+    /// Its QEMU, for what goes on beside the migration.
+    pub(crate) fn guest_and_qmp(&self) -> (Guest, Qmp) {
+        (self.guest.clone(), self.qmp.clone())
+    }
+
+    /// Waits until QEMU has ended by itself.
+    pub(crate) async fn ended(&self) {
+        if self.gone {
+            std::future::pending::<()>().await;
+        }
+        if let Err(error) = self.guest.ended().await {
+            tracing::error!(guest = self.guest.name(), %error, "cannot watch QEMU");
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// QEMU has ended by itself.
+    pub(crate) fn forget_process(&mut self) {
+        self.gone = true;
+    }
+
+    /// Ends QEMU and removes what was made for it.
+    pub(crate) async fn quit(&mut self) {
+        self.gone = true;
+        self.incoming = None;
+        crate::host::qemu::stop(&self.guest, &self.qmp).await;
+    }
+
+    /// The end of QEMU's log.
+    pub(crate) fn last_words(&self) -> String {
+        crate::host::qemu::end_of_log(&self.guest)
+    }
+
+    /// What it cost so far.
+    pub(crate) fn usage(&self) -> Usage {
+        self.meter.usage(self.guest.pid())
+    }
+}
+
+/// Where each region lies in a QEMU.
+fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, InboundError> {
+    let place = |spec: &RegionSpec| {
+        let place = memory.find(&spec.name);
+        let place = place.filter(|place| {
+            let block = &memory.blocks()[*place];
+            !block.is_kept() && block.blocks() == spec.blocks
+        });
+        let missing = || InboundError::Region {
+            name: spec.name.clone(),
+            blocks: spec.blocks,
+        };
+        place.ok_or_else(missing)
+    };
+    let memory = regions.iter().filter(|region| !region.durable);
+    let places: Vec<usize> = memory.map(place).collect::<Result<_, _>>()?;
+    let distinct: BTreeSet<usize> = places.iter().copied().collect();
+    if distinct.len() < places.len() {
+        return Err(InboundError::Order("two regions are the same RAM block"));
+    }
+    Ok(places)
+}
+
+/// The regions of a guest in the RAM of its QEMU.
+#[derive(Clone)]
+struct GuestStore {
+    memory: GuestMemory,
+    places: Vec<usize>,
+}
+
+impl GuestStore {
+    fn place(&self, region: RegionId) -> Result<usize, String> {
+        let place = self.places.get(usize::from(region.0)).copied();
+        place.ok_or_else(|| format!("there is no region {}", region.0))
+    }
+
+    fn read_block(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        let range = BlockRange::new(id.block, 1);
+        let read = self.memory.read(self.place(id.region)?, &[range], into);
+        read.map_err(|error| error.to_string())
+    }
+}
+
+/// What others may look at of an arriving guest: its memory and its disks.
+struct Arrived {
+    memory: GuestStore,
+    disks: BTreeMap<RegionId, Arc<RawDisk>>,
+}
+
+impl Look for Arrived {
+    fn look(&self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> bool {
+        let range = BlockRange::new(id.block, 1);
+        match self.disks.get(&id.region) {
+            Some(disk) => read_blocks(disk, range, into).is_ok(),
+            None => self.memory.read_block(id, into).is_ok(),
+        }
+    }
+}
+
+impl Store for GuestStore {
+    fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String> {
+        self.read_block(id, into)
+    }
+
+    fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String> {
+        static ZEROS: [u8; 64 * BLOCK_SIZE] = [0; 64 * BLOCK_SIZE];
+        for (write, fresh) in writes.iter().zip(fresh) {
+            let place = self.place(write.region)?;
+            let done = match write.content {
+                Content::Zero if *fresh => Ok(()),
+                Content::Zero => {
+                    let mut pieces = (write.range.start..write.range.end()).step_by(64);
+                    pieces.try_for_each(|start| {
+                        let count = (write.range.end() - start).min(64);
+                        let zeros = &ZEROS[..count as usize * BLOCK_SIZE];
+                        self.memory
+                            .write(place, &[BlockRange::new(start, count)], zeros)
+                    })
+                }
+                Content::Bytes(bytes) => self.memory.write(place, &[write.range], bytes),
+            };
+            done.map_err(|error| error.to_string())?;
+        }
+        Ok(())
+    }
+}

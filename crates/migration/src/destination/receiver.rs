@@ -1,0 +1,496 @@
+//! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
+
+use crate::destination::disks::Disks;
+use crate::destination::local_content::Kept;
+use crate::limits::peer_quota::{Means, Pace};
+use crate::limits::shared_dedup::Others;
+use longhaul_codec::{
+    BlockId, BlockSink, BlockWrite, DecodeError, Decoder, Digest, DigestKey, FrameError, InOrder,
+    Limits,
+};
+use longhaul_engine::destination::{Destination, DestinationError};
+use longhaul_protocol::disk::List;
+use longhaul_protocol::message::Acknowledgement;
+use longhaul_protocol::piece::{Assembly, Part, Piece, PieceError};
+use longhaul_protocol::wire::{self, WireError};
+use longhaul_protocol::{BLOCK_SIZE, Epoch, MigrationId, RegionId, RegionSpec};
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use longhaul_storage::front::FrontFolder;
+use longhaul_transport::{BulkError, BulkReceiver};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+use tokio::sync::{Notify, Semaphore};
+use tokio::task::block_in_place;
+use tokio::time::{Instant, timeout_at};
+
+/// Acknowledgements follow each other no faster than this; the first one goes at once, since a write
+/// may wait for it.
+const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
+/// How long a source does not hear how long disks take here, where that has changed.
+const TELL_EVERY: Duration = Duration::from_millis(100);
+/// How often it is looked whether what came of disks is to be made durable.
+const SYNC_EVERY: Duration = Duration::from_millis(200);
+
+/// Where blocks are kept at the destination.
+pub(crate) trait Store: Send + 'static {
+    /// Reads one block.
+    fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String>;
+
+    /// Writes blocks; those that are zero and were never written may be left alone (`fresh`).
+    fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String>;
+}
+
+/// Why receiving ended.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ReceiveError {
+    /// The connection is gone: the source may come back.
+    #[error(transparent)]
+    Lost(#[from] BulkError),
+    /// What came is not a frame.
+    #[error("the source breaks the protocol: {0}")]
+    Frame(#[from] FrameError),
+    /// What came is not a piece of device state that fits.
+    #[error("the source breaks the protocol: {0}")]
+    Piece(#[from] PieceError),
+    /// What came does not fit what came before.
+    #[error("the source breaks the protocol: {0}")]
+    Engine(#[from] DestinationError),
+    /// The guest's memory, or a disk, cannot be written here.
+    #[error("cannot write what comes of the guest: {0}")]
+    Store(String),
+    /// An acknowledgement has no bytes.
+    #[error(transparent)]
+    Wire(#[from] WireError),
+}
+
+/// What the owner of an arriving guest and its receiving worker share.
+pub(crate) struct Receiving {
+    inner: Mutex<Inner>,
+    complete: Notify,
+    /// Something of a disk was made durable, or could not be.
+    synced: Notify,
+    /// The threads that may work for the source.
+    workers: Arc<Semaphore>,
+    pace: Arc<Pace>,
+    key: DigestKey,
+}
+
+struct Inner {
+    destination: Destination,
+    store: Box<dyn Store>,
+    others: Others,
+    disks: Disks,
+    kept: Kept,
+    early: Assembly,
+    device_state: Assembly,
+    /// What the source has heard of how long disks take.
+    told_sync: Duration,
+    /// Whether early pieces are needed for what follows.
+    needs_early: bool,
+    error: Option<String>,
+    fresh: Vec<bool>,
+}
+
+impl Receiving {
+    pub(crate) fn new(
+        regions: &[RegionSpec],
+        store: Box<dyn Store>,
+        (disks, kept): (Disks, Kept),
+        key: DigestKey,
+        means: Means,
+    ) -> Result<Arc<Self>, DestinationError> {
+        let has_disks = !disks.is_empty();
+        let inner = Inner {
+            destination: Destination::new(regions)?,
+            store,
+            others: means.others,
+            disks,
+            kept,
+            early: Assembly::default(),
+            device_state: Assembly::default(),
+            told_sync: Duration::ZERO,
+            needs_early: false,
+            error: None,
+            fresh: Vec::new(),
+        };
+        let receiving = Arc::new(Self {
+            inner: Mutex::new(inner),
+            complete: Notify::new(),
+            synced: Notify::new(),
+            workers: means.workers,
+            pace: Arc::new(means.pace),
+            key,
+        });
+        if has_disks {
+            tokio::spawn(keep_durable(Arc::downgrade(&receiving)));
+        }
+        Ok(receiving)
+    }
+
+    /// Whether the source gets on.
+    pub(crate) fn pace(&self) -> &Arc<Pace> {
+        &self.pace
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The disk that a region is, if it is one.
+    pub(crate) fn disk(&self, region: RegionId) -> Option<Arc<RawDisk>> {
+        self.lock().disks.image(region)
+    }
+
+    /// Takes a new connection's epoch into use.
+    pub(crate) fn connected(&self, epoch: Epoch) {
+        let mut inner = self.lock();
+        inner.destination.connected(epoch);
+        inner.disks.connected(epoch);
+    }
+
+    /// The source says what is left of a disk.
+    pub(crate) fn listed(&self, list: &List) -> Result<(), String> {
+        let Inner {
+            disks, destination, ..
+        } = &mut *self.lock();
+        disks.listed(list, destination)
+    }
+
+    /// The source says how long the image of a disk is.
+    pub(crate) fn has_length(&self, region: RegionId, bytes: u64) -> Result<(), String> {
+        self.lock().disks.has_length(region, bytes)
+    }
+
+    /// The source says how many frames it has sent over this connection in all, and whether its
+    /// early pieces count.
+    pub(crate) fn announced(&self, epoch: Epoch, frames: u64, needs_early: bool) {
+        let mut inner = self.lock();
+        inner.destination.announced(epoch, frames);
+        inner.needs_early = needs_early;
+        drop(inner);
+        self.complete.notify_waiters();
+    }
+
+    /// The front ends of those disks of which a part may come later.
+    pub(crate) fn below(&self, folders: Vec<FrontFolder>) {
+        self.lock().disks.below(folders);
+    }
+
+    /// Has those who will answer the guest know what is left at the source, and whether what it does not write is to
+    /// be compared.
+    pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
+        self.lock().disks.hand_on(verify)
+    }
+
+    /// Leaves the guest's memory and disks alone from now on, and makes the disks durable.
+    pub(crate) fn seal(self: &Arc<Self>) {
+        let mut inner = self.lock();
+        inner.destination.seal();
+        inner.disks.seal();
+        drop(inner);
+        self.sync();
+    }
+
+    /// Waits until all that came of disks is durable.
+    pub(crate) async fn settled(&self) -> Result<(), String> {
+        loop {
+            let synced = self.synced.notified();
+            tokio::pin!(synced);
+            synced.as_mut().enable();
+            if self.is_settled()? {
+                return Ok(());
+            }
+            synced.await;
+        }
+    }
+
+    /// Whether it is.
+    pub(crate) fn is_settled(&self) -> Result<bool, String> {
+        self.lock().disks.is_settled()
+    }
+
+    /// Makes durable what is to be made so.
+    fn sync(self: &Arc<Self>) {
+        let mut inner = self.lock();
+        while let Some((n, disk)) = inner.disks.poll_sync() {
+            let receiving = self.clone();
+            tokio::task::spawn_blocking(move || {
+                let done = disk.flush();
+                receiving.lock().disks.synced(n, done);
+                receiving.synced.notify_waiters();
+                receiving.sync();
+            });
+        }
+    }
+
+    /// Both parts of the device state, packed, as far as they are whole.
+    pub(crate) fn device_state(&self) -> (Option<Vec<u8>>, Option<Vec<u8>>) {
+        let inner = self.lock();
+        let whole = |assembly: &Assembly| assembly.whole().map(<[u8]>::to_vec);
+        (whole(&inner.early), whole(&inner.device_state))
+    }
+
+    /// Waits until everything that was announced is here.
+    pub(crate) async fn completed(&self) {
+        loop {
+            let notified = self.complete.notified();
+            tokio::pin!(notified);
+            notified.as_mut().enable();
+            if self.lock().is_complete() {
+                return;
+            }
+            notified.await;
+        }
+    }
+
+    /// Receives frames of one connection until it is gone, or something is wrong.
+    pub(crate) async fn work(&self, epoch: Epoch, bulk: &BulkReceiver) -> ReceiveError {
+        match self.receive(epoch, bulk).await {
+            Ok(never) => match never {},
+            Err(error) => error,
+        }
+    }
+
+    async fn receive(
+        &self,
+        epoch: Epoch,
+        bulk: &BulkReceiver,
+    ) -> Result<std::convert::Infallible, ReceiveError> {
+        let mut acknowledge_at: Option<Instant> = None;
+        let mut next_at = Instant::now();
+        let mut decoder = Decoder::new(self.key);
+        let mut in_order = InOrder::default();
+        loop {
+            let wake_at = acknowledge_at.unwrap_or_else(|| Instant::now() + TELL_EVERY);
+            let frame = match wake_at <= Instant::now() {
+                true => None,
+                false => timeout_at(wake_at, bulk.recv()).await.ok().transpose()?,
+            };
+            match frame {
+                Some(Some(frame)) => {
+                    in_order.arrived(frame)?;
+                    let mut complete = false;
+                    while let Some(frame) = in_order.next_ready() {
+                        let worker = self.workers.acquire().await;
+                        let applied =
+                            block_in_place(|| self.lock().apply(epoch, &frame, &mut decoder));
+                        drop(worker);
+                        let (everything, blocks) = applied?;
+                        complete |= everything;
+                        self.pace.came(blocks, Instant::now());
+                    }
+                    acknowledge_at = Some(next_at);
+                    if complete {
+                        acknowledge_at = Some(Instant::now());
+                        self.complete.notify_waiters();
+                    }
+                }
+                Some(None) => {
+                    // The source sends no more frames; what is unacknowledged still goes out.
+                    self.acknowledge(bulk).await?;
+                    let error = bulk.closed().await;
+                    return Err(BulkError::Lost(error).into());
+                }
+                None => {
+                    acknowledge_at = None;
+                    self.acknowledge(bulk).await?;
+                    next_at = Instant::now() + ACKNOWLEDGE_EVERY;
+                }
+            }
+        }
+    }
+
+    async fn acknowledge(&self, bulk: &BulkReceiver) -> Result<(), ReceiveError> {
+        while let Some(message) = self.poll_acknowledgement() {
+            bulk.acknowledge(&wire::encode(&message)?).await?;
+        }
+        Ok(())
+    }
+
+    fn poll_acknowledgement(&self) -> Option<Acknowledgement> {
+        let mut inner = self.lock();
+        let sync = inner.disks.sync_time();
+        let news = has_changed(inner.told_sync, sync).then(Acknowledgement::default);
+        let message = inner.destination.poll_acknowledgement().or(news)?;
+        inner.told_sync = sync;
+        Some(Acknowledgement {
+            sync_us: u32::try_from(sync.as_micros()).unwrap_or(u32::MAX),
+            ..message
+        })
+    }
+}
+
+impl Inner {
+    fn is_complete(&self) -> bool {
+        let early = !self.needs_early || self.early.whole().is_some();
+        let listed = self.disks.is_listed();
+        early && listed && self.device_state.whole().is_some() && self.destination.is_complete()
+    }
+
+    /// Takes in a message of a stream of frames: whether everything is here, and how many blocks
+    /// came with it.
+    fn apply(
+        &mut self,
+        epoch: Epoch,
+        message: &[u8],
+        decoder: &mut Decoder,
+    ) -> Result<(bool, u64), ReceiveError> {
+        let pieces = (message.len() / BLOCK_SIZE) as u64;
+        let blocks = match Part::of(message) {
+            None => self.apply_frame(epoch, message, decoder)?,
+            Some(Part::Early) => {
+                self.early.add(&Piece::decode(message)?)?;
+                pieces
+            }
+            Some(Part::DeviceState) => {
+                self.device_state.add(&Piece::decode(message)?)?;
+                pieces
+            }
+        };
+        Ok((self.is_complete(), blocks))
+    }
+
+    fn apply_frame(
+        &mut self,
+        epoch: Epoch,
+        frame: &[u8],
+        decoder: &mut Decoder,
+    ) -> Result<u64, ReceiveError> {
+        let Self {
+            destination,
+            store,
+            others,
+            disks,
+            kept,
+            error,
+            fresh,
+            ..
+        } = self;
+        let mut sink = Sink {
+            destination,
+            store: store.as_mut(),
+            others,
+            disks,
+            kept,
+            epoch,
+            error,
+            fresh,
+            blocks: 0,
+        };
+        let outcome = match decoder.decode(frame, &Limits::default(), &mut sink) {
+            Ok(outcome) => outcome,
+            Err(DecodeError::Frame(error)) => return Err(error.into()),
+            Err(DecodeError::Sink(error)) => return Err(ReceiveError::Store(error)),
+            Err(DecodeError::Decompressor(error)) => {
+                return Err(ReceiveError::Store(error.to_string()));
+            }
+        };
+        let blocks = sink.blocks;
+        if let Some(error) = self.error.take() {
+            return Err(ReceiveError::Store(error));
+        }
+        self.disks.settle().map_err(ReceiveError::Store)?;
+        self.disks.rejected(&outcome.rejected, outcome.seq);
+        self.destination
+            .applied(epoch, outcome.seq, &outcome.rejected)?;
+        Ok(blocks)
+    }
+}
+
+/// Whether a time has changed so that somebody else should hear of it.
+fn has_changed(told: Duration, now: Duration) -> bool {
+    told.abs_diff(now) > Duration::from_millis(1).max(told / 8)
+}
+
+/// Makes durable what comes of disks, as long as something may come.
+async fn keep_durable(receiving: Weak<Receiving>) {
+    let began = Instant::now();
+    loop {
+        tokio::time::sleep(SYNC_EVERY).await;
+        let Some(receiving) = receiving.upgrade() else {
+            return;
+        };
+        receiving.lock().disks.tick(began.elapsed());
+        receiving.sync();
+    }
+}
+
+struct Sink<'a> {
+    destination: &'a mut Destination,
+    store: &'a mut dyn Store,
+    others: &'a Others,
+    disks: &'a mut Disks,
+    kept: &'a Kept,
+    epoch: Epoch,
+    error: &'a mut Option<String>,
+    fresh: &'a mut Vec<bool>,
+    blocks: u64,
+}
+
+impl BlockSink for Sink<'_> {
+    type Error = String;
+
+    fn region_blocks(&self, region: RegionId) -> Option<u64> {
+        self.destination.region_blocks(region)
+    }
+
+    fn accepts(&self, id: BlockId, seq: u64) -> bool {
+        self.destination.accepts(id, seq) && self.disks.accepts(self.epoch, id, seq)
+    }
+
+    fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool {
+        let read = match self.disks.has(id.region) {
+            true => self.disks.read(id, content),
+            false => self.store.read(id, content),
+        };
+        match read {
+            Ok(()) => true,
+            Err(error) => {
+                self.error.get_or_insert(error);
+                false
+            }
+        }
+    }
+
+    fn read_shared(
+        &mut self,
+        migration: MigrationId,
+        id: BlockId,
+        content: &mut [u8; BLOCK_SIZE],
+    ) -> bool {
+        self.others.look(migration, id, content)
+    }
+
+    fn read_kept(&mut self, id: BlockId, digest: &Digest, content: &mut [u8; BLOCK_SIZE]) -> bool {
+        self.kept.read(id, digest, content)
+    }
+
+    fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), String> {
+        for writes in writes.chunk_by(|one, next| one.region == next.region) {
+            self.fresh.clear();
+            for write in writes {
+                self.blocks += write.range.count;
+                self.fresh
+                    .push(self.destination.written(write.region, write.range, seq));
+            }
+            let region = writes.first().map(|write| write.region);
+            if region.is_some_and(|region| self.disks.has(region)) {
+                let mut writes = writes.iter();
+                writes.try_for_each(|write| self.disks.write(write, seq))?;
+            } else {
+                self.store.write(writes, self.fresh)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_frame_is_not_taken_for_a_piece() {
+        assert_eq!(Part::of(&[longhaul_codec::FRAME_VERSION]), None);
+    }
+}

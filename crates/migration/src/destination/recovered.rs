@@ -1,0 +1,470 @@
+//! The destination's side of an attempt that no task is busy with: it is answered from its journal.
+//!
+//! After a restart of the agent that is every attempt; one that had loaded everything waits on for
+//! the source's decision, since its QEMU outlives the agent. An attempt that was never heard of is
+//! aborted by being asked for, so that a late COMMIT is refused.
+
+use crate::context::Context;
+use crate::destination::Destination;
+use crate::destination::attempt::{Arrival, Present};
+use crate::destination::dispatch::attempt_state;
+use crate::destination::fetch::{Begun, Pulling};
+use crate::disks::{exports, images};
+use crate::handover::attempt_record::{self, Left, abort_reason};
+use crate::handover::ledger::{
+    DestinationHandover, DestinationOwner, Ledger, begin_destination, feed_destination,
+    retry_destination,
+};
+use crate::host::hooks::Step;
+use crate::status::in_doubt;
+use crate::status::migration::Entry;
+use crate::status::registry::{Reservation, Taken};
+use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
+use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState, Terms};
+use longhaul_hypervisor::memory;
+use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
+use longhaul_storage::{Journal, JournalError};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, MutexGuard, PoisonError};
+use tokio::sync::Mutex;
+
+/// Why a source is not answered.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum AnswerError {
+    /// The journal cannot be used.
+    #[error(transparent)]
+    Journal(#[from] JournalError),
+    /// The attempt is another host's.
+    #[error("this attempt is not of the host that asks")]
+    NotYours,
+    /// The message does not belong to a conversation about an attempt without a task.
+    #[error("nobody is busy with this attempt")]
+    OutOfPlace,
+}
+
+/// Closed attempts that are known yet.
+const CLOSED_MAX: usize = 256;
+
+/// The attempts that wait for their sources without a task.
+#[derive(Default)]
+pub(crate) struct Attempts {
+    waiting: Mutex<HashMap<MigrationId, Remembered>>,
+    /// Lately closed. A question about one of them that was overtaken on its way is not one about an
+    /// attempt that never began, which would need a record that nobody removes; and an offer that was is
+    /// not accepted, since its source would not come for what it leaves.
+    closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
+}
+
+/// The destination's side without its task.
+struct Remembered {
+    handover: DestinationHandover,
+    /// The source; none for an attempt that never began here.
+    peer: Option<HostId>,
+    paused: bool,
+    entry: Option<Arc<Entry>>,
+    _reservation: Option<Reservation>,
+    outbox: Vec<ToSource>,
+    /// The guest is ours, and would not go on.
+    trouble: Option<ApiError>,
+}
+
+impl Attempts {
+    /// Takes up what an earlier agent left: what has to be done here is done when this returns.
+    pub(crate) async fn take_up(&self, context: &Arc<Destination>, left: Left) {
+        let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
+        if matches!(state, DestinationState::Closed { .. }) {
+            // The source was told, or asks once more, and needs no record for the answer.
+            return left.into_ledger(&context.context).remove_journal();
+        }
+        let migration = left.migration;
+        let mut remembered = Remembered::of(context, left, state);
+        if remembered.is_open() {
+            remembered.keep(context);
+        }
+        begin_destination(&mut remembered, actions).await;
+        remembered.look().await;
+        if remembered.pulls() {
+            return remembered.pull(context);
+        }
+        remembered.present().await;
+        remembered.show();
+        if remembered.is_open() {
+            self.waiting.lock().await.insert(migration, remembered);
+        }
+    }
+
+    /// Removes the journal of an attempt that is closed on both sides.
+    pub(crate) fn close(&self, source: HostId, ledger: Ledger) {
+        let attempt = (source, ledger.migration, ledger.terms.attempt);
+        let mut closed = self.closed();
+        closed.truncate(CLOSED_MAX - 1);
+        closed.push_front(attempt);
+        drop(closed);
+        ledger.remove_journal();
+    }
+
+    /// Whether an attempt was lately closed here.
+    pub(crate) fn is_closed(&self, source: HostId, of: (MigrationId, Attempt)) -> bool {
+        self.closed().contains(&(source, of.0, of.1))
+    }
+
+    fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
+        // What is inside is whole whenever the lock is free.
+        self.closed.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What an attempt's source is told.
+    pub(crate) async fn answer(
+        &self,
+        context: &Arc<Destination>,
+        peer: HostId,
+        (migration, attempt): (MigrationId, Attempt),
+        message: ToDestination,
+    ) -> Result<Vec<ToSource>, AnswerError> {
+        let event = match message {
+            ToDestination::Ask { .. } | ToDestination::Resume { .. } => DestinationEvent::Asked,
+            ToDestination::Commit {
+                attempt,
+                generation,
+            } => DestinationEvent::Commit(attempt, generation),
+            ToDestination::Cancel { reason } => {
+                DestinationEvent::Abort(crate::channel::short(&reason))
+            }
+            ToDestination::Overruled { generation } => DestinationEvent::PeerOverruled(generation),
+            ToDestination::Done => DestinationEvent::Done,
+            _ => return Err(AnswerError::OutOfPlace),
+        };
+        // One at a time: two conversations about one attempt must not write one journal.
+        let mut waiting = self.waiting.lock().await;
+        if self.is_closed(peer, (migration, attempt)) {
+            return Ok(vec![ToSource::Closed]);
+        }
+        let (mut remembered, actions) = match waiting.remove(&migration) {
+            Some(remembered) => (remembered, Vec::new()),
+            None => Remembered::from_journal(context, migration, attempt)?,
+        };
+        if remembered.peer.is_some_and(|of| of != peer)
+            || remembered.handover.ledger.terms.attempt != attempt
+        {
+            if remembered.is_open() {
+                waiting.insert(migration, remembered);
+            }
+            return Err(AnswerError::NotYours);
+        }
+        // What the journal says and could not be finished when it was taken up.
+        begin_destination(&mut remembered, actions).await;
+        remembered.look().await;
+        retry_destination(&mut remembered).await;
+        feed_destination(&mut remembered, event).await;
+        if remembered.pulls() {
+            let answers = std::mem::take(&mut remembered.outbox);
+            remembered.pull(context);
+            return Ok(answers);
+        }
+        remembered.present().await;
+        remembered.show();
+        let answers = std::mem::take(&mut remembered.outbox);
+        if matches!(remembered.handover.state, DestinationState::Closed { .. }) {
+            self.close(peer, remembered.handover.ledger);
+        } else if remembered.is_open() {
+            waiting.insert(migration, remembered);
+        }
+        Ok(answers)
+    }
+
+    /// A person decides about an attempt that waits here; false where none of that id does.
+    pub(crate) async fn resolve(
+        &self,
+        context: &Arc<Destination>,
+        migration: MigrationId,
+        resolve: &Resolve,
+    ) -> bool {
+        let mut waiting = self.waiting.lock().await;
+        let Some(mut remembered) = waiting.remove(&migration) else {
+            return false;
+        };
+        let because = in_doubt::because(&remembered.handover.ledger.host, resolve);
+        remembered.look().await;
+        let event = match resolve.run_on {
+            Side::Destination => DestinationEvent::Overrule(because),
+            Side::Source => DestinationEvent::Abort(crate::channel::short(&because)),
+        };
+        feed_destination(&mut remembered, event).await;
+        if remembered.pulls() {
+            remembered.pull(context);
+            return true;
+        }
+        remembered.present().await;
+        remembered.show();
+        remembered.outbox.clear();
+        if remembered.is_open() {
+            waiting.insert(migration, remembered);
+        }
+        true
+    }
+}
+
+impl Remembered {
+    fn of(context: &Arc<Destination>, left: Left, state: DestinationState) -> Self {
+        Self {
+            peer: Some(left.peer),
+            paused: left.paused,
+            entry: (!state.is_settled()).then(|| left.entry(context, Phase::HandingOver)),
+            handover: DestinationHandover {
+                state,
+                ledger: left.into_ledger(&context.context),
+            },
+            _reservation: None,
+            outbox: Vec::new(),
+            trouble: None,
+        }
+    }
+
+    /// An attempt that is over here, or was never heard of.
+    fn from_journal(
+        context: &Arc<Destination>,
+        migration: MigrationId,
+        attempt: Attempt,
+    ) -> Result<(Self, Vec<DestinationAction>), JournalError> {
+        let journal = Journal::open(&context.journals, migration)?;
+        let journal = match Left::of(migration, journal) {
+            Ok(left) => {
+                let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
+                return Ok((Self::of(context, left, state), actions));
+            }
+            Err(journal) => *journal,
+        };
+        let terms = Terms {
+            attempt,
+            generation: Generation(0),
+            early: false,
+        };
+        let records = attempt_record::of_attempt(&journal, terms);
+        let (state, actions) = DestinationState::restore(&records, &terms);
+        let ledger = Ledger::new(context.context.clone(), migration, "", "", terms, journal);
+        let remembered = Self {
+            peer: None,
+            paused: false,
+            entry: None,
+            handover: DestinationHandover { state, ledger },
+            _reservation: None,
+            outbox: Vec::new(),
+            trouble: None,
+        };
+        Ok((remembered, actions))
+    }
+
+    /// Whether it waits for its source.
+    fn is_open(&self) -> bool {
+        self.entry.is_some() && !self.handover.state.is_settled()
+    }
+
+    fn keep(&mut self, context: &Context) {
+        let ledger = &self.handover.ledger;
+        let taken = Taken::Moving(ledger.migration, Side::Destination);
+        match context.registry.take(&ledger.guest, taken) {
+            Ok(reservation) => self._reservation = Some(reservation),
+            Err(error) => tracing::error!(guest = ledger.guest, %error, "not kept"),
+        }
+    }
+
+    /// A copy that waits for a decision may have ended meanwhile.
+    async fn look(&mut self) {
+        if self.handover.state != DestinationState::Ready {
+            return;
+        }
+        let ledger = &self.handover.ledger;
+        match crate::host::qemu::find(&ledger.context.parts.config.state, &ledger.guest) {
+            Ok(Some(_)) => {}
+            Ok(None) => feed_destination(self, DestinationEvent::QemuGone).await,
+            Err(error) => tracing::error!(guest = ledger.guest, %error, "cannot look for it"),
+        }
+    }
+
+    /// Whether the guest runs here, and something of its disks may be at its source.
+    fn pulls(&self) -> bool {
+        if self.handover.state != (DestinationState::Running { all_present: false }) {
+            return false;
+        }
+        let ledger = &self.handover.ledger;
+        let state = &ledger.context.parts.config.state;
+        match exports::incomplete(state, &ledger.guest, ledger.migration) {
+            Ok(disks) => !disks.is_empty(),
+            Err(error) => {
+                // Whoever fetches looks again.
+                tracing::error!(guest = ledger.guest, %error, "cannot look for its disks");
+                true
+            }
+        }
+    }
+
+    /// Fetches that, in a task of its own.
+    fn pull(self, context: &Arc<Destination>) {
+        let ledger = &self.handover.ledger;
+        let attempt = (ledger.migration, ledger.terms.attempt);
+        let Some(peer) = self.peer else { return };
+        let (arrival, called) = Arrival::again(attempt, peer, &self.handover.state);
+        let begun = Begun {
+            present: Present::new(context, arrival.clone()),
+            entry: self.entry,
+            handover: self.handover,
+            reservation: self._reservation,
+            arrival,
+            called,
+            call: None,
+            epoch: Epoch(0),
+            clock: None,
+            running: None,
+        };
+        tokio::spawn(Pulling::new(context.clone(), begun).run());
+    }
+
+    async fn present(&mut self) {
+        // Nothing of a guest that is all here is left at the source.
+        if self.handover.state == (DestinationState::Running { all_present: false }) {
+            feed_destination(self, DestinationEvent::AllPresent).await;
+        }
+    }
+
+    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not is
+    /// left to its owner: whether it ran before is not known, so it is not given back.
+    async fn resume(&mut self) -> DestinationEvent {
+        let ledger = &self.handover.ledger;
+        let (guest, generation) = (&ledger.guest, ledger.terms.next());
+        match ledger.context.rights.get(guest) {
+            Ok(Some(right)) if right.generation > generation => return DestinationEvent::Resumed,
+            Ok(_) => {}
+            Err(error) => tracing::error!(guest, %error, "cannot read who may run it"),
+        }
+        let found = match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::error!(guest, %error, "cannot look for it");
+                None
+            }
+        };
+        // One that is not there may have run, and ended here.
+        let Some(mut found) = found else {
+            return DestinationEvent::Resumed;
+        };
+        if found.record().generation == generation.0 {
+            // It was told to run, and has been its owner's since.
+            return DestinationEvent::Resumed;
+        }
+        if let Some(entry) = &self.entry {
+            ledger
+                .context
+                .last_hook(entry, Step::Taken, generation)
+                .await;
+        }
+        if !self.paused {
+            let resumed = match found.connect().await {
+                Ok(qmp) => memory::resume(&qmp, true).await.map_err(|e| e.to_string()),
+                Err(error) => Err(error.to_string()),
+            };
+            if let Err(error) = resumed {
+                tracing::error!(guest, error, "committed, and does not run");
+                let text =
+                    format!("QEMU did not let {guest} go on after the agent's restart: {error}");
+                let here = &ledger.context.parts.config.name;
+                let hint = "remove what keeps it from running, then `cont` in its monitor";
+                let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
+                let state = format!("{guest} is {here}'s, and stands still there");
+                self.trouble = Some(trouble.state_of_guest(state));
+            }
+        }
+        if let Err(error) = found.set_generation(generation.0) {
+            tracing::error!(guest, %error, "cannot note the generation");
+        }
+        if let Some(entry) = &self.entry
+            && self.trouble.is_none()
+        {
+            ledger.context.running(entry, generation);
+        }
+        DestinationEvent::Resumed
+    }
+
+    /// Tells people how it stands.
+    fn show(&mut self) {
+        let Some(entry) = &self.entry else { return };
+        let ledger = &self.handover.ledger;
+        let guest = &ledger.guest;
+        match &self.handover.state {
+            DestinationState::Ready => {
+                if entry.outcome().is_none() {
+                    let text = format!(
+                        "{guest} is all here and waits for {}, which has not said that it may run",
+                        ledger.host
+                    );
+                    let error = ApiError::new(ErrorCode::InDoubt, text).hint(
+                        "it is decided as soon as the two agents meet: see `longhaul migrations`",
+                    );
+                    entry.in_doubt(HandoverRecord::Ready, ledger.terms.next());
+                    entry.end(Outcome::InDoubt, Some(error));
+                }
+            }
+            state if state.owns_guest() => entry.end(Outcome::Completed, self.trouble.take()),
+            state if state.is_settled() => {
+                let reason = abort_reason(ledger.journal.records());
+                let state = format!("{guest} stays at {}", ledger.host);
+                let error = ApiError::new(ErrorCode::Internal, reason).state_of_guest(state);
+                entry.end(Outcome::Failed, Some(error));
+            }
+            _ => return,
+        }
+        if self.handover.state.is_settled() {
+            tokio::task::block_in_place(|| images::sweep(&ledger.context));
+            ledger.context.archive.keep(entry);
+            self.entry = None;
+        }
+    }
+}
+
+impl DestinationOwner for Remembered {
+    fn handover(&mut self) -> &mut DestinationHandover {
+        &mut self.handover
+    }
+
+    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
+        let attempt = self.handover.ledger.terms.attempt;
+        let answer = match action {
+            DestinationAction::Resume => return Some(self.resume().await),
+            DestinationAction::Quit => {
+                let ledger = &self.handover.ledger;
+                if let Err(error) =
+                    crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
+                        .await
+                {
+                    tracing::error!(guest = ledger.guest, %error, "something is left over");
+                }
+                let state = &ledger.context.parts.config.state;
+                exports::ended(state, &ledger.guest, false).await;
+                if let Some(entry) = &self.entry {
+                    let next = ledger.terms.next();
+                    ledger.context.last_hook(entry, Step::NotComing, next).await;
+                }
+                return Some(DestinationEvent::QemuGone);
+            }
+            DestinationAction::SendReady => ToSource::Ready { attempt },
+            DestinationAction::SendCommitted => ToSource::Committed { attempt },
+            DestinationAction::SendAllPresent => ToSource::AllPresent { attempt },
+            DestinationAction::SendAborted => ToSource::Aborted {
+                attempt,
+                reason: abort_reason(self.handover.ledger.journal.records()),
+            },
+            DestinationAction::SendStatus => ToSource::Status {
+                attempt,
+                state: attempt_state(&self.handover.state),
+            },
+            DestinationAction::SendClosed => ToSource::Closed,
+            // These are the ledger's.
+            DestinationAction::Write(_)
+            | DestinationAction::Own(_)
+            | DestinationAction::Yield(_)
+            | DestinationAction::Concede(_) => return None,
+        };
+        self.outbox.push(answer);
+        None
+    }
+}

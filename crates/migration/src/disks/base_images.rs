@@ -1,0 +1,443 @@
+//! Base images below disks that move. The source names them by their ids, and what of them is used, and sends only
+//! what its guest wrote; the destination has them from its own repository. All of one is there before the guest is stopped,
+//! unless it is to come while that runs there ([`crate::disks::lazy_base_images`]).
+
+use crate::context::Context;
+use crate::disks::exports::FrontError;
+use crate::disks::images::{self, Place, refused};
+use crate::disks::lazy_base_images;
+use crate::host::base_images;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::disk::base::Base as Below;
+use longhaul_hypervisor::disk::{self, Backing};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_image::store::Place as Repositories;
+use longhaul_image::{Bases, BringError, Bringing, Digest, ImageId, Order, Repository};
+use longhaul_protocol::disk::{Base, Hot, OfferedDisk, STRIPE_BYTES, STRIPE_PAGES};
+use longhaul_protocol::limits::HOT_STRIPES_MAX;
+use longhaul_protocol::message::Refusal;
+use longhaul_protocol::units::show_bytes;
+use longhaul_storage::disk::qcow2;
+use std::collections::{BTreeMap, HashMap};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+use tokio::task::{JoinHandle, spawn_blocking};
+
+/// How long a repository that does not answer is waited for while a base image comes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+// What is named as hot is what is fetched as a whole.
+const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
+
+pub(crate) fn id_of(base: &Base) -> ImageId {
+    ImageId(Digest(base.image))
+}
+
+/// What a disk stands on in a guest's QEMU, or why that is not known.
+pub(crate) type Seen = Result<Option<Backing>, String>;
+
+/// Asks a guest's QEMU what a disk stands on.
+pub(crate) async fn ask(guest: &Guest, qmp: &Qmp, disk: &str) -> Seen {
+    let device = crate::disks::exports::device(guest.description(), disk)?;
+    let backing = disk::backing(qmp, &device).await;
+    backing.map_err(|error| error.to_string())
+}
+
+/// The base image that a disk of this host stands on: as its image says, and as its QEMU has it.
+pub(crate) fn look(
+    state: &Path,
+    name: &str,
+    says: Option<&qcow2::Backing>,
+    (seen, pid): (&Seen, i32),
+) -> Result<Option<Base>, ApiError> {
+    let refused = |why: String| {
+        let text = format!("disk {name}: {why}");
+        ApiError::new(ErrorCode::Refused, text)
+    };
+    let other = |has: String| {
+        refused(format!("{has}: what it reads there cannot be told")).hint(
+            "have its QEMU started anew with what the image says, or rebase the image with its guest \
+             shut down",
+        )
+    };
+    let seen = seen.as_ref().map_err(|why| refused(why.clone()))?;
+    let (says, seen) = match (says, seen) {
+        (None, None) => return Ok(None),
+        (Some(says), Some(seen)) => (says, seen),
+        (None, Some(_)) => {
+            let has = "its QEMU has it stand on another image, of which its own says nothing";
+            return Err(other(has.to_owned()));
+        }
+        (Some(says), None) => {
+            let has = format!(
+                "its image stands on {:?}, and in its QEMU on nothing",
+                says.name
+            );
+            return Err(other(has));
+        }
+    };
+    let id =
+        base_images::named(says).map_err(|unfit| refused(unfit.to_string()).hint(unfit.hint()))?;
+    let bases = base_images::of_host(state);
+    let failed = |error: std::io::Error| refused(error.to_string());
+    let bytes = bases.whole(id).map_err(failed)?;
+    let bytes = bytes.ok_or_else(|| base_images::not_here(name, id))?;
+    if !seen.is(&bases.path(id), pid).map_err(failed)? {
+        let short = id.short();
+        let on = seen.file.as_deref().unwrap_or(&seen.driver);
+        let has = format!("its image stands on base image {short}, and in its QEMU on {on:?}");
+        return Err(other(has));
+    }
+    let image = id.0.0;
+    Ok(Some(Base {
+        image,
+        bytes,
+        lazily: false,
+        hot: Vec::new(),
+    }))
+}
+
+/// Says of the base images of disks what this host's guests use of them.
+pub(crate) fn say_what_is_hot(state: &Path, disks: &mut [OfferedDisk]) {
+    let bases = base_images::of_host(state);
+    let on_bases = disks.iter_mut().filter_map(|disk| disk.base.as_mut());
+    let mut on_bases: Vec<&mut Base> = on_bases.collect();
+    let each = HOT_STRIPES_MAX / on_bases.len().max(1);
+    for base in &mut on_bases {
+        match bases.hot(id_of(base)) {
+            Ok(hot) => base.hot = hottest(hot, each),
+            // It only comes in another order.
+            Err(error) => tracing::warn!(%error, "cannot tell what of a base image is used"),
+        }
+    }
+}
+
+/// So many of the stripes that are used most, these first.
+fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
+    hot.sort_by_key(|(stripe, pages)| (std::cmp::Reverse(*pages), *stripe));
+    hot.truncate(count_max);
+    let hot = hot.into_iter().map(|(stripe, pages)| Hot {
+        stripe,
+        pages: pages.min(STRIPE_PAGES.into()) as u8,
+    });
+    hot.collect()
+}
+
+/// The orders in which base images come, each as long as somebody needs it: of guests that come at the same time
+/// the one's word counts for the other.
+#[derive(Debug, Default)]
+pub(crate) struct Orders(Mutex<HashMap<ImageId, Weak<Order>>>);
+
+impl Orders {
+    /// Takes in what is hot of a base image; the order in which it comes.
+    fn with(&self, base: &Base) -> Arc<Order> {
+        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        orders.retain(|_, order| order.strong_count() > 0);
+        let known = orders.get(&id_of(base)).and_then(Weak::upgrade);
+        let order = known.unwrap_or_default();
+        orders.insert(id_of(base), Arc::downgrade(&order));
+        let hot = base.hot.iter();
+        order.add(hot.map(|hot| (hot.stripe, hot.pages.into())));
+        order
+    }
+}
+
+/// The base images that are coming for a guest. Those that are waited for stop coming when this goes.
+pub(crate) struct ComingBases {
+    /// Those that are here before the guest is stopped.
+    coming: Vec<(Arc<Bringing>, Arc<Order>)>,
+    /// Those that come while it runs.
+    behind: Vec<(Arc<Bringing>, Arc<Order>)>,
+    /// What was read for the latter, as far as this guest counts it, in bytes.
+    counted: AtomicU64,
+    task: Option<JoinHandle<Result<(), Lacking>>>,
+    /// One cannot be had.
+    lacking: bool,
+}
+
+/// A base image that cannot be had.
+struct Lacking(ImageId);
+
+/// What whoever sends the guest is told to do; why is for this host's log.
+fn hint(here: &str, id: ImageId) -> String {
+    format!("on {here}: longhaul image fetch {} says why", id.short())
+}
+
+impl ComingBases {
+    /// Looks for the base images of disks, and begins to bring what is not here. Their files are there
+    /// then, for QEMU to open.
+    pub(crate) fn begin(context: &Context, places: &[Place]) -> Result<Self, Refusal> {
+        let config = &context.parts.config;
+        let here = &config.name;
+        let bases = base_images::of_host(&config.state);
+        let mut coming: Vec<(Arc<Bringing>, Arc<Order>)> = Vec::new();
+        let mut behind: Vec<(Arc<Bringing>, Arc<Order>)> = Vec::new();
+        for place in places {
+            let Some(base) = &place.offered.base else {
+                continue;
+            };
+            let (name, id) = (&place.offered.name, id_of(base));
+            if coming.iter().chain(&behind).any(|(one, _)| one.id() == id) {
+                continue;
+            }
+            let lacks = |error: &dyn std::fmt::Display| {
+                tracing::warn!(image = %id, %error, "a base image cannot be had");
+                let short = id.short();
+                let text = format!("{here} cannot have the base image {short} of disk {name}");
+                refused(text, hint(here, id))
+            };
+            let bytes = match bases.whole(id).map_err(|error| lacks(&error))? {
+                Some(bytes) => bytes,
+                None => {
+                    let bringing = bring(&config.repository, &bases, id);
+                    let bringing = bringing.map_err(|error| lacks(&error))?;
+                    let bytes = bringing.size_bytes();
+                    let one = (Arc::new(bringing), context.orders.with(base));
+                    let lazily =
+                        base.lazily && lazy_base_images::has_room(&config.state, id, places.len());
+                    match lazily {
+                        true => behind.push(one),
+                        false => coming.push(one),
+                    }
+                    bytes
+                }
+            };
+            if bytes != base.bytes {
+                let short = id.short();
+                let text =
+                    format!("{here} knows base image {short} of disk {name} in another size");
+                return Err(images::invalid(text));
+            }
+        }
+        let needed = |(one, _): &(Arc<Bringing>, Arc<Order>)| {
+            // A part of it may be here from earlier.
+            let file = std::fs::metadata(bases.path(one.id()));
+            let here = file.map_or(0, |file| file.blocks() * 512);
+            one.content_bytes().saturating_sub(here)
+        };
+        let all = || coming.iter().chain(&behind);
+        let needed = all().map(needed).sum();
+        let first = all().next().map(|(one, _)| bases.path(one.id()));
+        if let Some(free) = first.and_then(|path| images::free_bytes(path.parent()?))
+            && images::is_too_little(free, needed)
+        {
+            let text = format!(
+                "{here} has {} free for base images, and the guest's take {}",
+                show_bytes(free),
+                show_bytes(needed)
+            );
+            return Err(refused(text, "make room in the state folder there"));
+        }
+        Ok(Self {
+            coming,
+            behind,
+            counted: AtomicU64::new(0),
+            task: None,
+            lacking: false,
+        })
+    }
+
+    /// What each disk's QEMU is to have below it. What comes while the guest runs is shown from here on, and begins to come.
+    pub(crate) async fn below(
+        &self,
+        context: &Arc<Context>,
+        guest: &str,
+        places: &[Place],
+    ) -> Result<BTreeMap<String, Below>, FrontError> {
+        let mut below = BTreeMap::new();
+        for place in places {
+            let Some(base) = &place.offered.base else {
+                continue;
+            };
+            let (name, id) = (&place.offered.name, id_of(base));
+            let behind = self.behind.iter().find(|(one, _)| one.id() == id);
+            let found = match behind {
+                Some((_, order)) => context.show_coming((guest, name), id, order).await?,
+                None => Below::File(path_of(context, base)),
+            };
+            below.insert(name.clone(), found);
+        }
+        Ok(below)
+    }
+
+    /// Brings those that are waited for, while other things go on.
+    pub(crate) fn go_on(&mut self) {
+        let coming = self.coming.clone();
+        if coming.is_empty() || self.task.is_some() {
+            return;
+        }
+        self.task = Some(spawn_blocking(move || {
+            for (one, order) in coming {
+                let hot = order.hottest().len();
+                tracing::info!(image = %one.id(), hot, "a base image comes, first what is hot of it");
+                one.finish(&order).map_err(|error| {
+                    tracing::error!(%error, "a base image does not come");
+                    Lacking(one.id())
+                })?;
+            }
+            Ok(())
+        }));
+    }
+
+    /// Whether all that is waited for is here, once it was told to come.
+    pub(crate) fn are_here(&self) -> bool {
+        self.task.is_none() && !self.lacking
+    }
+
+    /// Waits until all that is waited for is here, or one cannot be had.
+    pub(crate) async fn brought(&mut self, here: &str) -> Result<(), String> {
+        let Some(task) = &mut self.task else {
+            return std::future::pending().await;
+        };
+        let brought = task.await;
+        self.task = None;
+        self.lacking = !matches!(brought, Ok(Ok(())));
+        match brought {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(Lacking(id))) => {
+                let short = id.short();
+                Err(format!(
+                    "base image {short} does not come: {}",
+                    hint(here, id)
+                ))
+            }
+            Err(error) => Err(format!("a part of the agent broke: {error}")),
+        }
+    }
+
+    /// What was read from the repository for them, in bytes: of what comes behind the guest as far as it has come. Guests that
+    /// come together count each byte once.
+    pub(crate) fn read_bytes(&self, context: &Context) -> u64 {
+        let state = &context.parts.config.state;
+        let behind = self.behind.iter();
+        let more: u64 = behind
+            .map(|(one, _)| context.coming.count(state, one.id()))
+            .sum();
+        let before = self.counted.fetch_add(more, Ordering::AcqRel);
+        let own = self.coming.iter().chain(&self.behind);
+        own.map(|(one, _)| one.read_bytes()).sum::<u64>() + before + more
+    }
+}
+
+impl Drop for ComingBases {
+    fn drop(&mut self) {
+        self.coming.iter().for_each(|(one, _)| one.end());
+    }
+}
+
+/// Begins to bring a base image from a repository.
+fn bring(from: &Repositories, bases: &Bases, id: ImageId) -> Result<Bringing, String> {
+    let store = from.store().map_err(|error| error.to_string())?;
+    let repository = Repository::open(store).map_err(|error| error.to_string())?;
+    let bringing = bases.bring(repository, id, PATIENCE);
+    bringing.map_err(|error: BringError| error.to_string())
+}
+
+/// The file of the base image that a disk stands on, on this host.
+pub(crate) fn path_of(context: &Context, base: &Base) -> PathBuf {
+    base_images::of_host(&context.parts.config.state).path(id_of(base))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{self, File, Permissions};
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn what_is_used_most_is_said_first_and_guests_that_come_together_are_heard_together() {
+        let hot = hottest(vec![(1, 3), (2, 64), (3, 64), (4, 1)], 3);
+        let pairs: Vec<(u32, u8)> = hot.iter().map(|hot| (hot.stripe, hot.pages)).collect();
+        assert_eq!(pairs, [(2, 64), (3, 64), (1, 3)]);
+        let base = |image: u8, hot: &[(u32, u8)]| Base {
+            image: [image; 32],
+            bytes: 1 << 30,
+            lazily: false,
+            hot: hot
+                .iter()
+                .map(|(stripe, pages)| Hot {
+                    stripe: *stripe,
+                    pages: *pages,
+                })
+                .collect(),
+        };
+        let orders = Orders::default();
+        let one = orders.with(&base(1, &[(9, 64), (4, 2)]));
+        let elsewhere = orders.with(&base(2, &[(5, 1)]));
+        let other = orders.with(&base(1, &[(4, 2), (7, 64)]));
+        assert!(Arc::ptr_eq(&one, &other));
+        assert_eq!(one.hottest(), [4, 7, 9]);
+        assert_eq!(elsewhere.hottest(), [5]);
+        drop((one, other));
+        assert_eq!(orders.with(&base(1, &[(3, 1)])).hottest(), [3]);
+    }
+
+    #[test]
+    fn only_a_base_image_of_this_host_that_its_qemu_reads_is_named() {
+        let state = tempfile::tempdir().unwrap();
+        let id = ImageId(Digest([7; 32]));
+        let path = base_images::of_host(state.path()).path(id);
+        fs::create_dir(path.parent().unwrap()).unwrap();
+        fs::write(&path, "base").unwrap();
+        let read = File::open(&path).unwrap();
+        let says = |name: String| qcow2::Backing {
+            name,
+            format: Some("raw".to_owned()),
+        };
+        let says_so = says(format!("/elsewhere/{id}.raw"));
+        let in_qemu = |file: &Path| -> Seen {
+            Ok(Some(Backing {
+                driver: "raw".to_owned(),
+                file: Some(file.to_str().unwrap().to_owned()),
+            }))
+        };
+        let pid = std::process::id() as i32;
+        let look = |says: Option<&qcow2::Backing>, seen: &Seen| {
+            look(state.path(), "vda", says, (seen, pid)).map_err(|error| {
+                assert_eq!(error.code, ErrorCode::Refused);
+                error.message
+            })
+        };
+        let seal = || {
+            let file = File::options().write(true).open(&path).unwrap();
+            file.set_permissions(Permissions::from_mode(0o444)).unwrap();
+            let then = std::time::UNIX_EPOCH + Duration::from_secs(1);
+            file.set_modified(then).unwrap();
+        };
+        let why = look(Some(&says_so), &in_qemu(&path)).unwrap_err();
+        assert!(why.contains("does not have as a whole"), "{why}");
+        seal();
+        let base = Base {
+            image: [7; 32],
+            bytes: 4,
+            lazily: false,
+            hot: Vec::new(),
+        };
+        assert_eq!(look(Some(&says_so), &in_qemu(&path)), Ok(Some(base)));
+        assert_eq!(look(None, &Ok(None)), Ok(None));
+
+        let other = state.path().join("other.raw");
+        fs::write(&other, "base").unwrap();
+        let is_other = says(other.to_str().unwrap().to_owned());
+        for (says, seen, expected) in [
+            (Some(&says_so), in_qemu(&other), "and in its QEMU on"),
+            (Some(&says_so), Ok(None), "and in its QEMU on nothing"),
+            (None, in_qemu(&path), "of which its own says nothing"),
+            (Some(&is_other), in_qemu(&other), "which is no base image"),
+            (Some(&says_so), Err("it is mute".to_owned()), "it is mute"),
+        ] {
+            let why = look(says, &seen).unwrap_err();
+            assert!(
+                why.starts_with("disk vda: ") && why.contains(expected),
+                "{why}"
+            );
+        }
+        drop(read);
+        let closed = look(Some(&says_so), &in_qemu(&path)).unwrap_err();
+        assert!(closed.contains("and in its QEMU on"), "{closed}");
+    }
+}

@@ -1,0 +1,194 @@
+//! The front ends that an agent has made, each with a note of what it was made for: durable before anything is put
+//! in, so that whoever comes after this agent takes it out.
+//!
+//! ```text
+//! STATE/KIND/NAME        the folder of a front end
+//! STATE/KIND/NAME.log    what its supervisor and its server say
+//! STATE/KIND/NAME.note   what it was made for
+//! ```
+
+use crate::disks::export_process;
+use crate::host::atomic_file;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::helper::Helper;
+use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_storage::front::{Control, FrontFolder};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use std::fmt::Display;
+use std::fs::{self, File, Permissions};
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use tokio::task::block_in_place;
+
+/// Largest note that is read, in bytes.
+const NOTE_BYTES_MAX: u64 = 64 << 10;
+const NOTE: &str = "note";
+
+/// What a front end was made for.
+pub(crate) trait Note: Serialize + DeserializeOwned {
+    /// What its supervisor is called: no other's name on this machine, also not another agent's.
+    fn helper_name(&self) -> String;
+
+    /// Its supervisor.
+    fn helper(&mut self) -> &mut Option<Helper>;
+
+    /// The disk, in errors.
+    fn disk(&self) -> String;
+}
+
+/// A note and its places.
+pub(crate) struct Noted<N> {
+    pub(crate) note: N,
+    folder: PathBuf,
+}
+
+/// Why a front end is not below a disk, or still is.
+#[derive(Debug, thiserror::Error)]
+#[error("disk {disk}: {why}")]
+pub(crate) struct FrontError {
+    disk: String,
+    why: String,
+}
+
+impl FrontError {
+    pub(crate) fn new(disk: &str, why: &dyn Display) -> Self {
+        let (disk, why) = (disk.to_owned(), why.to_string());
+        Self { disk, why }
+    }
+
+    pub(crate) fn into_api(self) -> ApiError {
+        ApiError::new(ErrorCode::Qemu, self.to_string())
+    }
+}
+
+/// All notes in a folder, in the order of their names.
+pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Vec<Noted<N>>> {
+    let entries = match fs::read_dir(above) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        other => other?,
+    };
+    let mut folders = Vec::new();
+    for entry in entries {
+        let path = entry?.path();
+        if path.extension().is_some_and(|end| end == NOTE) {
+            folders.push(path.with_extension(""));
+        }
+    }
+    folders.sort();
+    folders.into_iter().map(Noted::read).collect()
+}
+
+/// Makes the folder that front ends and their notes are in.
+pub(crate) fn create_above(above: &Path) -> io::Result<()> {
+    create_folder(&RealFiles, above)?;
+    // QEMU's account goes through it to its socket.
+    fs::set_permissions(above, Permissions::from_mode(0o711))
+}
+
+impl<N: Note> Noted<N> {
+    /// Of a front end that is about to be made.
+    pub(crate) fn new(folder: PathBuf, note: N) -> Self {
+        Self { note, folder }
+    }
+
+    /// What was noted of the front end of a folder.
+    pub(crate) fn read(folder: PathBuf) -> io::Result<Self> {
+        let path = note_of(&folder);
+        let mut text = Vec::new();
+        File::open(&path)?
+            .take(NOTE_BYTES_MAX)
+            .read_to_end(&mut text)?;
+        let note = serde_json::from_slice(&text)
+            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
+        Ok(Self { note, folder })
+    }
+
+    /// Whether something is noted of the front end of a folder.
+    pub(crate) fn is_noted(folder: &Path) -> bool {
+        note_of(folder).exists()
+    }
+
+    pub(crate) fn read_again(&mut self) -> io::Result<()> {
+        *self = Self::read(self.folder.clone())?;
+        Ok(())
+    }
+
+    pub(crate) fn write(&self) -> io::Result<()> {
+        let text = serde_json::to_vec(&self.note).map_err(io::Error::other)?;
+        atomic_file::write(&note_of(&self.folder), &text)
+    }
+
+    pub(crate) fn error(&self, why: &dyn Display) -> FrontError {
+        FrontError::new(&self.note.disk(), why)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.folder
+    }
+
+    pub(crate) fn folder(&self) -> FrontFolder {
+        FrontFolder::open(&self.folder)
+    }
+
+    pub(crate) fn control(&self) -> Control {
+        Control::new(self.folder())
+    }
+
+    /// Has somebody answer for the disk.
+    pub(crate) async fn keep_answering(&mut self) -> Result<(), FrontError> {
+        match block_in_place(|| self.control().status()) {
+            Ok(_) => Ok(()),
+            Err(_) => self.supervise().await,
+        }
+    }
+
+    /// Starts a supervisor, and waits until somebody answers for the disk.
+    pub(crate) async fn supervise(&mut self) -> Result<(), FrontError> {
+        let log = export_process::log(&self.folder);
+        let helper = export_process::start(&self.folder, &log, &self.note.helper_name()).await;
+        *self.note.helper() = Some(helper.map_err(|error| self.error(&error))?);
+        self.write().map_err(|error| self.error(&error))?;
+        let answers = export_process::answers(&self.folder, &log).await;
+        answers.map_err(|why| self.error(&why))
+    }
+
+    /// Ends supervisor and server. The disk must not be used through them any more.
+    pub(crate) async fn stop(&mut self) -> Result<(), FrontError> {
+        // An agent may have died before it had made all of the folder.
+        let made = self.folder().is_made();
+        if made && block_in_place(|| self.control().stop()).is_err() {
+            // Nobody supervises: whoever does next ends the server that is left.
+            self.supervise().await?;
+            let stopped = block_in_place(|| self.control().stop());
+            stopped.map_err(|error| self.error(&error))?;
+        }
+        if let Some(helper) = self.note.helper().clone() {
+            helper.ended().await.map_err(|error| self.error(&error))?;
+        }
+        Ok(())
+    }
+
+    /// Removes what was made for them.
+    pub(crate) fn remove(&self) -> Result<(), FrontError> {
+        self.folder().remove().map_err(|error| self.error(&error))?;
+        for path in [export_process::log(&self.folder), note_of(&self.folder)] {
+            match fs::remove_file(&path) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                    return Err(self.error(&error));
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Where something is noted of the front end of a folder, whose own name may have dots.
+fn note_of(folder: &Path) -> PathBuf {
+    let mut path = folder.as_os_str().to_owned();
+    path.push(".");
+    path.push(NOTE);
+    PathBuf::from(path)
+}

@@ -1,0 +1,57 @@
+//! The supervisors of front ends: started, and waited for until somebody answers.
+
+use longhaul_hypervisor::helper::Helper;
+use longhaul_storage::front::{Control, FrontFolder};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+use tokio::task::block_in_place;
+use tokio::time::{Instant, sleep};
+
+/// Time for a front end to answer for the first time.
+const START_WITHIN: Duration = Duration::from_secs(20);
+const LOOK_EVERY: Duration = Duration::from_millis(10);
+
+/// Starts the supervisor of a folder. The name must be no other helper's.
+pub(crate) async fn start(folder: &Path, log: &Path, name: &str) -> io::Result<Helper> {
+    let program = own_program()?;
+    let words = ["disk-front", "supervise"].map(str::to_owned);
+    let mut words = Vec::from(words);
+    words.push(folder.to_string_lossy().into_owned());
+    Helper::start(&program, &words, log, name).await
+}
+
+/// Waits until somebody answers there.
+pub(crate) async fn answers(folder: &Path, log: &Path) -> Result<(), String> {
+    let deadline = Instant::now() + START_WITHIN;
+    let control = Control::new(FrontFolder::open(folder));
+    loop {
+        let status = block_in_place(|| control.status());
+        match status {
+            Ok(status) if status.server_pid.is_some() => return Ok(()),
+            Ok(_) | Err(_) if Instant::now() < deadline => sleep(LOOK_EVERY).await,
+            Ok(_) => return Err("its front end does not start".to_owned()),
+            Err(error) => {
+                let said = fs::read_to_string(log).unwrap_or_default();
+                return Err(format!("{error}; {}", said.trim()));
+            }
+        }
+    }
+}
+
+/// Where the supervisor of a folder, and its server, say what happens.
+pub(crate) fn log(folder: &Path) -> PathBuf {
+    let mut log = folder.as_os_str().to_owned();
+    log.push(".log");
+    PathBuf::from(log)
+}
+
+/// This very program, also when its file was replaced or removed since it was started.
+fn own_program() -> io::Result<PathBuf> {
+    let named = std::env::current_exe()?;
+    Ok(match named.exists() {
+        true => named,
+        false => PathBuf::from(format!("/proc/{}/exe", std::process::id())),
+    })
+}

@@ -1,0 +1,512 @@
+//! The front ends below the disks of a guest that leaves: put in when its move begins, taken out when
+//! it ends, whichever way, also by an agent that was started since.
+//!
+//! What is noted of them is in STATE/fronts, by guest and number ([`crate::disks::export_notes`]).
+
+use crate::context::Context;
+use crate::disks::{export_notes, qcow2};
+use crate::host::set_aside::set_aside;
+use crate::status::registry::Taken;
+use longhaul_hypervisor::disk::{self, DiskNodes, Front};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::helper::Helper;
+use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
+use longhaul_protocol::disk::Pulled;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::{MigrationId, RegionId};
+use longhaul_storage::disk::{ExportSize, ImageUse};
+use longhaul_storage::file_name;
+use longhaul_storage::front::arriving::masks::Masks;
+use longhaul_storage::front::{FrontFolder, FrontSpec};
+use longhaul_storage::nbd::ExportName;
+use serde::{Deserialize, Serialize};
+use std::fmt::Display;
+use std::fs;
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::block_in_place;
+use tokio::time::sleep;
+
+pub(crate) use crate::disks::export_notes::FrontError;
+
+/// Between two tries to take a front end out.
+const AGAIN_EVERY: Duration = Duration::from_secs(2);
+/// Longest path of a unix socket, in bytes.
+const SOCKET_PATH_BYTES_MAX: usize = 107;
+
+/// What was put below a disk.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Note {
+    guest: String,
+    disk: String,
+    image: PathBuf,
+    /// The disk's device, by its path in QEMU.
+    device: String,
+    /// What it was put between; what the device stands on may be something else by now.
+    #[serde(default)]
+    nodes: Option<DiskNodes>,
+    /// The front end's node in QEMU, and what it shows.
+    node: String,
+    export: String,
+    /// The supervisor.
+    #[serde(default)]
+    helper: Option<Helper>,
+    /// The guest ran when the front end was about to be taken out: QEMU may be stopped for that.
+    #[serde(default)]
+    runs: bool,
+    /// How it comes: a part of it may still be at the source.
+    #[serde(default)]
+    arriving: Option<Coming>,
+    /// What whoever goes on after this agent needs to send what may be left when the guest has gone.
+    #[serde(default)]
+    left: Option<LeftDisk>,
+}
+
+/// How a disk comes.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Coming {
+    pub(crate) migration: MigrationId,
+    pub(crate) digest_key: [u8; 32],
+    #[serde(default)]
+    pub(crate) pulled: Pulled,
+}
+
+/// A disk of which something may be left here when its guest has gone.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct LeftDisk {
+    pub(crate) migration: MigrationId,
+    pub(crate) region: RegionId,
+    pub(crate) blocks: u64,
+    /// Whether its image grows, and may be shorter.
+    #[serde(default)]
+    pub(crate) grows: bool,
+    pub(crate) digest_key: [u8; 32],
+    /// Whether it is compared when all of it is at the destination.
+    #[serde(default)]
+    pub(crate) verify: bool,
+}
+
+/// How an image is shown to QEMU, and what QEMU would lock of it.
+pub(crate) fn shown(grows: bool) -> (ExportSize, ImageUse) {
+    match grows {
+        true => (qcow2::SHOWN, ImageUse::Growing),
+        false => (ExportSize::OfFile, ImageUse::Raw),
+    }
+}
+
+/// The disk below a front end.
+pub(crate) struct Below<'a> {
+    pub(crate) disk: &'a str,
+    pub(crate) image: &'a Path,
+    /// The path of its device in QEMU.
+    pub(crate) device: String,
+    pub(crate) nodes: &'a DiskNodes,
+    pub(crate) size: ExportSize,
+    pub(crate) image_use: ImageUse,
+    pub(crate) arriving: Option<Coming>,
+    pub(crate) left: Option<LeftDisk>,
+}
+
+pub(crate) type Noted = export_notes::Noted<Note>;
+
+impl export_notes::Note for Note {
+    fn helper_name(&self) -> String {
+        // Another agent of this machine may have a guest of the same name.
+        format!("front-{}", self.node)
+    }
+
+    fn helper(&mut self) -> &mut Option<Helper> {
+        &mut self.helper
+    }
+
+    fn disk(&self) -> String {
+        self.disk.clone()
+    }
+}
+
+pub(crate) fn folder(state: &Path) -> PathBuf {
+    state.join("fronts")
+}
+
+/// The notes of a guest, or of all guests.
+fn notes(state: &Path, guest: Option<&str>) -> io::Result<Vec<Noted>> {
+    let mut found = export_notes::notes::<Note>(&folder(state))?;
+    found.retain(|noted| guest.is_none_or(|guest| noted.note.guest == guest));
+    Ok(found)
+}
+
+impl Noted {
+    pub(crate) fn front(&self) -> Front {
+        Front {
+            node: self.note.node.clone(),
+            socket: self.folder().socket(),
+            export: self.note.export.clone(),
+        }
+    }
+
+    /// Ends supervisor and server with their guest, and sets the image aside where that has moved away.
+    async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
+        self.stop().await?;
+        if moved && self.note.arriving.is_none() {
+            set_aside(&self.note.image).map_err(|error| self.error(&error))?;
+        }
+        self.remove()
+    }
+}
+
+/// The path of a disk's device in QEMU.
+pub(crate) fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
+    let Some(hardware) = &guest.hardware else {
+        return Ok(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
+    };
+    let mut devices = hardware.devices.iter();
+    let device = devices.find(|device| device.serves.as_deref() == Some(disk));
+    let id = device.and_then(|device| Some((device.id.as_deref()?, &device.model)));
+    let Some((id, model)) = id else {
+        return Err("its device has no `id` in QEMU: nothing can be put below it".to_owned());
+    };
+    let below = match model.starts_with("virtio-blk") {
+        true => "/virtio-backend",
+        false => "",
+    };
+    Ok(format!("/machine/peripheral/{id}{below}"))
+}
+
+pub(crate) async fn nodes(guest: &Guest, qmp: &Qmp, device: &str) -> Result<DiskNodes, String> {
+    let pid = guest.pid().ok_or("its QEMU has no process")?;
+    let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(|error| error.to_string())?;
+    let words = line.split(|byte| *byte == 0);
+    let words: Vec<String> = words
+        .map(|word| String::from_utf8_lossy(word).into_owned())
+        .collect();
+    let found = disk::find(qmp, &words, device).await;
+    found.map_err(|error| error.to_string())
+}
+
+pub(crate) fn random_name() -> io::Result<String> {
+    let mut bytes = [0; 16];
+    getrandom::fill(&mut bytes).map_err(|error| io::Error::other(error.to_string()))?;
+    Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
+}
+
+/// Makes the folder of a front end, and notes that it is there.
+pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<Noted> {
+    let above = folder(state);
+    export_notes::create_above(&above)?;
+    let folder = above.join(format!("{}.{n}", guest.name()));
+    let longest = FrontFolder::open(&folder).owner();
+    if longest.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
+        let text = format!(
+            "the path {} is too long for a socket: choose a shorter `state` folder in the agent's \
+             configuration",
+            longest.display()
+        );
+        return Err(io::Error::other(text));
+    }
+    if Noted::is_noted(&folder) {
+        let text = "a front end from an earlier move is still below it: see the agent's log";
+        return Err(io::Error::other(text));
+    }
+    let pid = guest.pid().unwrap_or_default();
+    let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
+    let ours = nix::unistd::geteuid().as_raw();
+    let export = random_name()?;
+    let note = Note {
+        guest: guest.name().to_owned(),
+        disk: below.disk.to_owned(),
+        image: below.image.to_owned(),
+        device: below.device,
+        nodes: Some(below.nodes.clone()),
+        node: format!("lh-{}", &random_name()?[..16]),
+        export: export.clone(),
+        helper: None,
+        runs: false,
+        arriving: below.arriving,
+        left: below.left,
+    };
+    let noted = Noted::new(folder, note);
+    noted.write()?;
+    // What an agent left that died before it had noted anything.
+    noted.folder().remove().map_err(io::Error::other)?;
+    let spec = FrontSpec {
+        image: below.image.to_owned(),
+        size: below.size,
+        locks: Some(below.image_use),
+        name: ExportName::new(export).ok_or_else(|| io::Error::other("no name for it"))?,
+        qemu_uid: (uid != ours).then_some(uid),
+        arriving: below.arriving.is_some(),
+        fetched: None,
+    };
+    FrontFolder::create(noted.path(), &spec).map_err(io::Error::other)?;
+    Ok(noted)
+}
+
+/// Takes out what stands below the disks of a guest that stays here, if anything does.
+pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(), FrontError> {
+    let of_guest = |why: &dyn Display| FrontError::new("", why);
+    let mut noted = notes(state, Some(guest.name())).map_err(|error| of_guest(&error))?;
+    if noted.is_empty() {
+        return Ok(());
+    }
+    let status = qmp.query("query-status").await;
+    let status = status.map_err(|error| of_guest(&error))?;
+    let runs = status["running"].as_bool().unwrap_or(false);
+    let mut below = Vec::new();
+    for noted in &mut noted {
+        // Somebody must answer while QEMU lets go of it.
+        noted.keep_answering().await?;
+        let nodes = match &noted.note.nodes {
+            Some(nodes) => Ok(nodes.clone()),
+            None => nodes(guest, qmp, &noted.note.device).await,
+        };
+        below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
+        noted.note.runs |= runs;
+        noted.write().map_err(|error| noted.error(&error))?;
+    }
+    for noted in &noted {
+        let given = block_in_place(|| noted.control().give_locks());
+        given.map_err(|error| noted.error(&error))?;
+    }
+    let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let removed = disk::remove_all(qmp, &pairs).await;
+    let still = removed.map_err(|error| of_guest(&error))?;
+    tracing::info!(
+        guest = guest.name(),
+        ?still,
+        "its disks are used directly again"
+    );
+    let stands_still = !runs && noted.iter().any(|noted| noted.note.runs);
+    if stands_still && status["status"] == "paused" {
+        let woken = qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT);
+        woken.await.map_err(|error| of_guest(&error))?;
+    }
+    for noted in &mut noted {
+        noted.stop().await?;
+        noted.remove()?;
+    }
+    Ok(())
+}
+
+/// A disk that comes, and where its image was made.
+pub(crate) struct Comes {
+    pub(crate) pulled: Pulled,
+    pub(crate) name: String,
+    pub(crate) image: PathBuf,
+    /// Whether its image grows.
+    pub(crate) grows: bool,
+}
+
+/// Puts front ends below disks of a guest that comes, and waits for it in its QEMU. After an error
+/// the guest's QEMU has to be ended, and then [`ended`] called.
+pub(crate) async fn put_in_for(
+    state: &Path,
+    guest: &Guest,
+    qmp: &Qmp,
+    coming: Coming,
+    disks: &[Comes],
+) -> Result<Vec<FrontFolder>, FrontError> {
+    let mut below = Vec::new();
+    let mut folders = Vec::new();
+    for (n, disk) in disks.iter().enumerate() {
+        let of_disk = |why: &dyn Display| FrontError::new(&disk.name, why);
+        let device = device(guest.description(), &disk.name);
+        let device = device.map_err(|why| of_disk(&why))?;
+        let nodes = nodes(guest, qmp, &device).await;
+        let nodes = nodes.map_err(|error| of_disk(&error))?;
+        let (size, image_use) = shown(disk.grows);
+        let of = Below {
+            device,
+            nodes: &nodes,
+            disk: &disk.name,
+            image: &disk.image,
+            size,
+            image_use,
+            arriving: Some(Coming {
+                pulled: disk.pulled,
+                ..coming
+            }),
+            left: None,
+        };
+        let mut noted = make(state, guest, n, of).map_err(|error| of_disk(&error))?;
+        noted.supervise().await?;
+        folders.push(noted.folder());
+        below.push((nodes, noted.front()));
+    }
+    let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let inserted = disk::insert_all(qmp, &pairs).await;
+    inserted.map_err(|error| FrontError::new("", &error))?;
+    Ok(folders)
+}
+
+/// A disk of a guest that has come, of which something may still be at the source.
+pub(crate) struct Incomplete {
+    pub(crate) name: String,
+    pub(crate) image: PathBuf,
+    pub(crate) pulled: Pulled,
+    pub(crate) folder: FrontFolder,
+    pub(crate) masks: Masks,
+    pub(crate) digest_key: [u8; 32],
+}
+
+/// The disks of a guest that a migration has brought, as far as their source has said what it had left.
+pub(crate) fn incomplete(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Vec<Incomplete>> {
+    let mut found = Vec::new();
+    for noted in notes(state, Some(guest))? {
+        let Some(coming) = noted.note.arriving.filter(|one| one.migration == migration) else {
+            continue;
+        };
+        let folder = noted.folder();
+        let masks = Masks::read(&folder.stored_masks()).map_err(io::Error::other)?;
+        if let Some(masks) = masks {
+            found.push(Incomplete {
+                name: noted.note.disk,
+                image: noted.note.image,
+                pulled: coming.pulled,
+                folder,
+                masks,
+                digest_key: coming.digest_key,
+            });
+        }
+    }
+    Ok(found)
+}
+
+/// The disks of a guest that has gone, of which something may be left here, and their images.
+pub(crate) fn left(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Vec<(LeftDisk, String, PathBuf)>> {
+    let of = |noted: Noted| {
+        let left = noted.note.left.filter(|left| left.migration == migration)?;
+        Some((left, noted.note.disk, noted.note.image))
+    };
+    Ok(notes(state, Some(guest))?
+        .into_iter()
+        .filter_map(of)
+        .collect())
+}
+
+/// Has somebody answer for a guest's disks, and hold their images' locks, also after the host was
+/// started anew.
+pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), FrontError> {
+    let noted = notes(state, Some(guest)).map_err(|error| FrontError::new("", &error))?;
+    for mut noted in noted {
+        noted.keep_answering().await?;
+    }
+    Ok(())
+}
+
+/// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what is
+/// left of its disks is set aside.
+pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
+    let noted = match notes(state, Some(guest)) {
+        Ok(noted) => noted,
+        Err(error) => {
+            return tracing::error!(guest, %error, "cannot look for its front ends");
+        }
+    };
+    for mut noted in noted {
+        if let Err(error) = noted.end(moved).await {
+            tracing::error!(guest, %error, "something of a front end is left over");
+        }
+    }
+}
+
+/// Whether a disk of a guest is still reached through a front end that uses this image.
+pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
+    let noted = notes(state, None)?;
+    Ok(noted.iter().any(|noted| noted.note.image == image))
+}
+
+impl Context {
+    /// Takes out what still stands below the disks of guests that no migration is busy with: what an
+    /// earlier agent has left, or could not be taken out.
+    pub(crate) async fn sweep_fronts(&self) -> bool {
+        let state = &self.parts.config.state;
+        let found = match notes(state, None) {
+            Ok(found) => found,
+            Err(error) => {
+                tracing::error!(%error, "cannot look for front ends of disks");
+                return false;
+            }
+        };
+        let done = found.into_iter().filter(|noted| !self.comes_yet(noted));
+        let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
+        guests.dedup();
+        let mut clean = true;
+        for guest in guests {
+            let Ok(_reservation) = self.registry.take(&guest, Taken::Locally) else {
+                clean = false;
+                continue;
+            };
+            if let Err(error) = self.sweep_fronts_of(&guest).await {
+                tracing::error!(guest, %error, "its disks are still used through the front end");
+                clean = false;
+            }
+        }
+        clean
+    }
+
+    /// Whether somebody has yet to say what becomes of a disk that comes, or it is not all here.
+    fn comes_yet(&self, noted: &Noted) -> bool {
+        let Some(coming) = noted.note.arriving else {
+            return false;
+        };
+        let masks = Masks::read(&noted.folder().stored_masks()).ok().flatten();
+        let is_compared = !noted.folder().unwritten_masks().exists();
+        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
+            return false;
+        }
+        let journal = self.parts.config.state.join("journal");
+        let right = self.rights.get(&noted.note.guest).ok().flatten();
+        let ours = right.is_some_and(|right| right.holder == longhaul_storage::Holder::Here);
+        ours || journal.join(file_name(coming.migration)).exists()
+    }
+
+    /// Takes out, or ends, what stands below a guest's disks.
+    pub(crate) async fn sweep_fronts_of(&self, guest: &str) -> Result<(), FrontError> {
+        let state = &self.parts.config.state;
+        let of_guest = |why: &dyn Display| FrontError::new("", why);
+        let left = notes(state, Some(guest)).map_err(|error| of_guest(&error))?;
+        if left.is_empty() {
+            return Ok(());
+        }
+        let found = crate::host::qemu::find(&self.parts.config.state, guest)
+            .map_err(|error| of_guest(&error))?;
+        match found {
+            Some(found) => {
+                let qmp = found.connect().await.map_err(|error| of_guest(&error))?;
+                take_out(state, &found, &qmp).await
+            }
+            None => {
+                let right = self.rights.get(guest).map_err(|error| of_guest(&error))?;
+                let elsewhere =
+                    |holder| matches!(holder, longhaul_storage::Holder::Elsewhere { .. });
+                let moved = right.is_some_and(|right| elsewhere(right.holder));
+                ended(state, guest, moved).await;
+                Ok(())
+            }
+        }
+    }
+
+    /// Does so again and again until nothing is left.
+    pub(crate) fn keep_sweeping_fronts(self: &Arc<Self>) {
+        let context = self.clone();
+        tokio::spawn(async move {
+            while !context.sweep_fronts().await {
+                sleep(AGAIN_EVERY).await;
+            }
+        });
+    }
+}

@@ -1,0 +1,485 @@
+//! The images that are made for the disks of a guest that arrives.
+//!
+//! ```text
+//! STATE/arriving/MIGRATION.note   which images were made, for whoever has to remove them again
+//! ```
+//!
+//! Whether they stay is decided by the journal alone: they do when it says that the guest is this
+//! host's, and go when it says that it will never be.
+
+use crate::context::Context;
+use crate::disks::{blocks_of, has_format};
+use crate::host::atomic_file;
+use longhaul_engine::handover::Record;
+use longhaul_hypervisor::process::Account;
+use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::units::show_bytes;
+use longhaul_protocol::{MigrationId, RegionId};
+use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
+use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_storage::{Holder, file_name, read_journal};
+use nix::sys::statvfs::statvfs;
+use serde::{Deserialize, Serialize};
+use std::ffi::OsString;
+use std::fs::{self, File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Space that is left free on a file system beside what a disk needs, in bytes.
+const SPARE_BYTES: u64 = 64 << 20;
+
+/// Where an offered disk goes.
+#[derive(Debug)]
+pub(crate) struct Place {
+    pub(crate) offered: OfferedDisk,
+    pub(crate) path: PathBuf,
+}
+
+impl Place {
+    pub(crate) fn region(&self) -> RegionId {
+        self.offered.region
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What its QEMU has to find in the image to open it. Less than a block, which no image of the
+    /// format has all zero: so it is always written over.
+    fn beginning(&self) -> Result<Vec<u8>, qcow2::Qcow2Error> {
+        match &self.offered.format {
+            DiskFormat::Raw => Ok(Vec::new()),
+            DiskFormat::Qcow2(image) => qcow2::header_alone(image),
+        }
+    }
+
+    fn size(&self) -> ExportSize {
+        match grows(&self.offered) {
+            true => ExportSize::Bytes(self.offered.image_bytes),
+            false => ExportSize::OfFile,
+        }
+    }
+}
+
+/// Whether the image of a disk grows: how long it is in the end is said when the guest has stopped.
+pub(crate) fn grows(disk: &OfferedDisk) -> bool {
+    matches!(disk.format, DiskFormat::Qcow2(_))
+}
+
+pub(crate) fn refused(text: String, hint: impl Into<String>) -> Refusal {
+    Refusal {
+        code: RefusalCode::Unsuitable,
+        text,
+        hint: Some(hint.into()),
+    }
+}
+
+pub(crate) fn invalid(text: impl Into<String>) -> Refusal {
+    Refusal {
+        code: RefusalCode::Invalid,
+        text: text.into(),
+        hint: None,
+    }
+}
+
+/// Whether a disk of this name in a description could be made here.
+pub(crate) fn look_for_room(
+    context: &Context,
+    guest: &GuestDescription,
+    name: &str,
+) -> Result<PathBuf, Refusal> {
+    let config = &context.parts.config;
+    let here = &config.name;
+    let described = guest.disks.iter().find(|disk| disk.name == name);
+    let Some(described) = described.filter(|disk| disk.is_local()) else {
+        return Err(invalid(format!(
+            "{name} is not a disk of {} that moves",
+            guest.name
+        )));
+    };
+    // That the name is known is looked at with all other names of the description.
+    let Some(image) = config.hypervisor.images.get(&described.image) else {
+        let text = format!("{here} does not know the image {}", described.image);
+        return Err(refused(text, "name it under [images] in its configuration"));
+    };
+    let path = image.path.clone();
+    // Where it stands is no business of the host that asks.
+    let image = &described.image;
+    let refusal = |what: &str, hint: &str| {
+        let text = format!("{here} {what} the image {image} of disk {name}");
+        refused(text, format!("on {here}: {hint}"))
+    };
+    if fs::symlink_metadata(&path).is_ok() {
+        return Err(refusal(
+            "has a file already at the path of, and does not write over,",
+            "move that file away: it may be an older copy of this disk",
+        ));
+    }
+    if path.starts_with("/dev") {
+        return Err(refusal(
+            "would have to make a volume for",
+            "give the image a path for a file",
+        ));
+    }
+    if !path.parent().is_some_and(Path::is_dir) {
+        let hint = "make the folder of its path, or name it elsewhere";
+        return Err(refusal("has no folder for", hint));
+    }
+    let busy = crate::disks::exports::uses(&config.state, &path);
+    if busy.map_err(|error| invalid(format!("{here}: {error}")))? {
+        return Err(refusal("is not done yet with", "wait a moment"));
+    }
+    Ok(path)
+}
+
+/// Where the disks of an offer go; nothing is made yet.
+pub(crate) fn places(
+    context: &Context,
+    offer: &Offer,
+    disks: &[OfferedDisk],
+) -> Result<Vec<Place>, Refusal> {
+    let here = &context.parts.config.name;
+    let memory = offer.regions.iter().take_while(|region| !region.durable);
+    let durable = &offer.regions[memory.count()..];
+    let fit = |(region, disk): (&longhaul_protocol::RegionSpec, &OfferedDisk)| {
+        let blocks = blocks_of(disk.image_bytes);
+        region.durable && region.id == disk.region && region.blocks == blocks && blocks > 0
+    };
+    let named = |name: &str| disks.iter().filter(|disk| disk.name == name).count() == 1;
+    let all = offer.guest.disks.iter().filter(|disk| disk.is_local());
+    if durable.len() != disks.len()
+        || !durable.iter().zip(disks).all(fit)
+        || !all.clone().all(|disk| named(&disk.name))
+        || all.count() != disks.len()
+    {
+        return Err(invalid(format!(
+            "{here}: the disks of the offer are not those of its guest"
+        )));
+    }
+    let mut places = Vec::new();
+    for disk in disks {
+        let path = look_for_room(context, &offer.guest, &disk.name)?;
+        let described = offer.guest.disks.iter().find(|one| one.name == disk.name);
+        let images = &context.parts.config.hypervisor.images;
+        let image = described.and_then(|described| images.get(&described.image));
+        if image.is_some_and(|image| !has_format(image, &disk.format)) {
+            let text = format!(
+                "{here} has another format for disk {} than it has now",
+                disk.name
+            );
+            return Err(refused(
+                text,
+                "give its image the same `format` on both hosts",
+            ));
+        }
+        if !grows(disk) && disk.base.is_some() {
+            let text = format!("{here}: disk {} is raw, and stands on nothing", disk.name);
+            return Err(invalid(text));
+        }
+        let place = Place {
+            offered: disk.clone(),
+            path,
+        };
+        let beginning = place.beginning();
+        beginning.map_err(|error| invalid(format!("{here}: disk {}: {error}", disk.name)))?;
+        places.push(place);
+    }
+    enough_room(here, &places)?;
+    Ok(places)
+}
+
+/// What is free in a folder, in bytes, where that can be told.
+pub(crate) fn free_bytes(folder: &Path) -> Option<u64> {
+    let free = statvfs(folder).ok()?;
+    Some(free.blocks_available() * free.fragment_size())
+}
+
+pub(crate) fn is_too_little(free: u64, needed: u64) -> bool {
+    needed.saturating_add(SPARE_BYTES) > free
+}
+
+/// Whether file systems have the space that disks take at the source.
+fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
+    let folder = |place: &Place| place.path.parent().map(Path::to_owned);
+    for place in places {
+        let Some(above) = folder(place) else { continue };
+        let Some(free) = free_bytes(&above) else {
+            continue;
+        };
+        let same = places
+            .iter()
+            .filter(|other| folder(other) == Some(above.clone()));
+        let needed: u64 = same.map(|other| other.offered.allocated_bytes).sum();
+        if is_too_little(free, needed) {
+            let text = format!(
+                "{here} has {} free for the guest's disks, and they take {}",
+                show_bytes(free),
+                show_bytes(needed)
+            );
+            return Err(refused(
+                text,
+                "make room there, or name the images elsewhere",
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// The images that were made for a guest.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Note {
+    guest: String,
+    /// The generation that the guest has once it is here.
+    generation: u64,
+    images: Vec<Made>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Made {
+    path: PathBuf,
+    /// Its name until it is noted which file it is.
+    fresh: PathBuf,
+    /// Device and number of the file.
+    file: Option<(u64, u64)>,
+}
+
+/// Where it is noted what was made.
+pub(crate) fn folder(state: &Path) -> PathBuf {
+    state.join("arriving")
+}
+
+fn note_path(context: &Context, migration: MigrationId) -> PathBuf {
+    folder(&context.parts.config.state).join(format!("{migration}.note"))
+}
+
+/// Makes the images of an offer's disks. What was made is noted before it has its name.
+pub(crate) fn make(
+    context: &Context,
+    offer: &Offer,
+    places: &[Place],
+) -> io::Result<Vec<Arc<RawDisk>>> {
+    if places.is_empty() {
+        return Ok(Vec::new());
+    }
+    let path = note_path(context, offer.migration);
+    create_folder(&RealFiles, path.parent().unwrap_or(Path::new("/")))?;
+    let fresh = |place: &Place| {
+        let mut name = OsString::from(&place.path);
+        name.push(format!(".{}", offer.migration));
+        PathBuf::from(name)
+    };
+    let made = places.iter().map(|place| Made {
+        path: place.path.clone(),
+        fresh: fresh(place),
+        file: None,
+    });
+    let mut note = Note {
+        guest: offer.guest.name.clone(),
+        generation: offer.generation.0 + 1,
+        images: made.collect(),
+    };
+    let write = |note: &Note| {
+        let text = serde_json::to_vec(note).map_err(io::Error::other)?;
+        atomic_file::write(&path, &text)
+    };
+    write(&note)?;
+    let run_as = context.parts.config.hypervisor.qemu.run_as.as_deref();
+    let account = run_as
+        .map(Account::of)
+        .transpose()
+        .map_err(io::Error::other)?;
+    for (made, place) in note.images.iter_mut().zip(places) {
+        let mut options = OpenOptions::new();
+        let file = options.write(true).create_new(true).mode(0o600);
+        let file = file.open(&made.fresh)?;
+        let beginning = place.beginning().map_err(io::Error::other)?;
+        file.write_all_at(&beginning, 0)?;
+        file.set_len(place.offered.image_bytes)?;
+        if let Some(account) = &account {
+            nix::unistd::fchown(&file, Some(account.uid), Some(account.gid))?;
+        }
+        let about = file.metadata()?;
+        made.file = Some((about.dev(), about.ino()));
+        file.sync_all()?;
+    }
+    write(&note)?;
+    let mut disks = Vec::new();
+    for (made, place) in note.images.iter().zip(places) {
+        // Unlike a renaming it does not replace what somebody else has put there.
+        fs::hard_link(&made.fresh, &made.path)?;
+        fs::remove_file(&made.fresh)?;
+        File::open(made.path.parent().unwrap_or(Path::new("/")))?.sync_all()?;
+        let disk = RawDisk::open(&made.path, place.size()).map_err(io::Error::other)?;
+        disks.push(Arc::new(disk));
+    }
+    Ok(disks)
+}
+
+/// What becomes of images that were made.
+#[derive(Debug, PartialEq, Eq)]
+enum Fate {
+    Stay,
+    Go,
+    /// Nobody can tell yet.
+    Open,
+}
+
+/// Removes the images of guests that will not come, and forgets those of guests that have: as the
+/// journals say.
+pub(crate) fn sweep(context: &Context) {
+    let entries = match fs::read_dir(folder(&context.parts.config.state)) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return,
+        Err(error) => return tracing::error!(%error, "cannot look for images that were made"),
+        Ok(entries) => entries,
+    };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        if path.extension().is_some_and(|end| end == "note")
+            && let Err(error) = sweep_one(context, &path)
+        {
+            tracing::error!(path = %path.display(), %error, "what was made for a disk is left over");
+        }
+    }
+}
+
+fn sweep_one(context: &Context, path: &Path) -> io::Result<()> {
+    let note: Note = serde_json::from_slice(&fs::read(path)?)?;
+    let migration: Option<MigrationId> = path
+        .file_stem()
+        .and_then(|stem| stem.to_str()?.parse().ok());
+    let migration = migration.ok_or_else(|| io::Error::other("it has no migration's name"))?;
+    match fate(context, migration, &note)? {
+        Fate::Open => return Ok(()),
+        Fate::Stay => {}
+        Fate::Go => {
+            tracing::info!(
+                guest = note.guest,
+                "removing the images that were made for it"
+            );
+            note.images.iter().try_for_each(Made::remove)?;
+        }
+    }
+    fs::remove_file(path)
+}
+
+fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fate> {
+    let journal = context.parts.config.state.join("journal");
+    let journal = journal.join(file_name(migration));
+    let records = match read_journal(&journal) {
+        Ok(reading) => reading
+            .entries
+            .into_iter()
+            .map(|entry| entry.record)
+            .collect(),
+        Err(_) if !journal.exists() => Vec::new(),
+        Err(error) => return Err(io::Error::other(error)),
+    };
+    if let Some(fate) = fate_by(&records) {
+        return Ok(fate);
+    }
+    // The journal is gone, or never was: who may run the guest is known beside it.
+    let right = context.rights.get(&note.guest).map_err(io::Error::other)?;
+    let ours = right
+        .is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= note.generation);
+    let runs = crate::host::qemu::find(&context.parts.config.state, &note.guest)?.is_some();
+    Ok(match ours || runs {
+        true => Fate::Stay,
+        false => Fate::Go,
+    })
+}
+
+/// As the records of an attempt decide it, if there are any.
+fn fate_by(records: &[Record]) -> Option<Fate> {
+    let mut fate = None;
+    for record in records {
+        fate = Some(match record {
+            Record::Began { .. } | Record::Ready { .. } => Fate::Open,
+            Record::Committed { .. } | Record::AllPresent { .. } | Record::Done { .. } => {
+                Fate::Stay
+            }
+            Record::Aborted { .. } => Fate::Go,
+            // Given back: it will be aborted.
+            Record::Returned { .. } | Record::Released { .. } => Fate::Open,
+            Record::Overruled { run_on, .. } => match run_on {
+                longhaul_engine::handover::Side::Destination => Fate::Stay,
+                longhaul_engine::handover::Side::Source => Fate::Open,
+            },
+            Record::Closed { .. } => continue,
+        });
+    }
+    fate
+}
+
+impl Made {
+    fn remove(&self) -> io::Result<()> {
+        let remove = |path: &Path| match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        };
+        remove(&self.fresh)?;
+        match fs::symlink_metadata(&self.path) {
+            // Another file of that name is somebody else's.
+            Ok(file) if Some((file.dev(), file.ino())) == self.file => remove(&self.path),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_protocol::{Attempt, Generation};
+
+    #[test]
+    fn images_stay_or_go_as_the_journal_says() {
+        let attempt = Attempt(1);
+        let ready = Record::Ready { attempt };
+        let committed = Record::Committed {
+            attempt,
+            generation: Generation(2),
+        };
+        let reason = "because".to_owned();
+        let aborted = Record::Aborted {
+            attempt,
+            reason: reason.clone(),
+        };
+        let returned = Record::Returned { attempt, reason };
+        let closed = Record::Closed { attempt };
+        assert_eq!(fate_by(&[]), None);
+        assert_eq!(fate_by(std::slice::from_ref(&ready)), Some(Fate::Open));
+        let came = [ready.clone(), committed.clone()];
+        assert_eq!(fate_by(&came), Some(Fate::Stay));
+        let ended = [committed.clone(), closed.clone()];
+        assert_eq!(fate_by(&ended), Some(Fate::Stay));
+        assert_eq!(fate_by(&[ready, aborted.clone()]), Some(Fate::Go));
+        let given_back = [committed, returned];
+        assert_eq!(fate_by(&given_back), Some(Fate::Open));
+        let [committed, returned] = given_back;
+        let gone = [committed, returned, aborted, closed];
+        assert_eq!(fate_by(&gone), Some(Fate::Go));
+    }
+
+    #[test]
+    fn only_the_file_that_was_made_is_removed() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("disk");
+        fs::write(&path, "ours").unwrap();
+        let about = fs::metadata(&path).unwrap();
+        let mut made = Made {
+            fresh: folder.path().join("disk.fresh"),
+            file: Some((about.dev(), about.ino() + 1)),
+            path: path.clone(),
+        };
+        made.remove().unwrap();
+        assert!(path.exists());
+        made.file = Some((about.dev(), about.ino()));
+        made.remove().unwrap();
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,122 @@
+//! The files of a guest that do not move with it. Both hosts must have the same ones: the source holds
+//! locks on its files and names their digests, and the destination looks for the locks and compares.
+
+use crate::host::base_images;
+use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+pub(crate) use longhaul_protocol::files::Staying;
+use longhaul_protocol::files::{FileKind, staying};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_storage::disk::qcow2::{self, Qcow2Error};
+use std::fs::{File, Metadata, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+/// The longest chain of backing files that is followed.
+const BACKING_MAX: u8 = 4;
+
+/// A file as this host has it.
+#[derive(Debug, Clone)]
+pub(crate) struct Place {
+    pub(crate) staying: Staying,
+    pub(crate) path: PathBuf,
+    /// What it says of its content, where that is an image.
+    pub(crate) format: Option<String>,
+}
+
+/// Everything that a guest names of files which do not move, and where it is here; of names that
+/// mean nothing here, the file alone.
+pub(crate) fn of_guest(
+    config: &HostConfig,
+    guest: &GuestDescription,
+) -> Vec<Result<Place, Staying>> {
+    let mut places = Vec::new();
+    for staying in staying(guest) {
+        let kernel = || config.kernels.get(&staying.name);
+        let image = || config.images.get(&staying.name);
+        let path = match staying.kind {
+            FileKind::Image => image().map(|image| &image.path),
+            FileKind::Firmware => config.firmware.get(&staying.name),
+            FileKind::Kernel => kernel().map(|files| &files.kernel),
+            FileKind::Initrd | FileKind::Backing(_) => None,
+        };
+        let initrd = kernel().filter(|_| staying.kind == FileKind::Kernel);
+        let initrd = initrd.and_then(|files| files.initrd.clone());
+        let initrd = initrd.map(|path| Place {
+            staying: Staying {
+                kind: FileKind::Initrd,
+                ..staying.clone()
+            },
+            path,
+            format: None,
+        });
+        let image = image().filter(|_| staying.kind == FileKind::Image);
+        let format = image.map(|image| match image.format {
+            ImageFormat::Raw => "raw".to_owned(),
+            ImageFormat::Qcow2 => "qcow2".to_owned(),
+        });
+        places.push(match path.cloned() {
+            Some(path) => Ok(Place {
+                staying,
+                path,
+                format,
+            }),
+            None => Err(staying),
+        });
+        places.extend(initrd.map(Ok));
+    }
+    places
+}
+
+/// What an image stands on, as it says itself: QEMU opens that too.
+pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
+    let number = match (place.staying.kind, place.format.as_deref()) {
+        (FileKind::Image, Some("qcow2")) => 1,
+        (FileKind::Backing(number), format) if format != Some("raw") => number.saturating_add(1),
+        _ => return Ok(None),
+    };
+    let head = base_images::head(&place.path).map_err(|error| error.to_string())?;
+    let backing = match qcow2::read(&head) {
+        Ok(head) => head.backing,
+        // Its content is in another file.
+        Err(error @ Qcow2Error::DataFile) => return Err(error.to_string()),
+        // What is none, or cannot be understood, is for QEMU to say.
+        Err(_) => None,
+    };
+    let Some(backing) = backing else {
+        return Ok(None);
+    };
+    let name = &backing.name;
+    if name
+        .split('/')
+        .next()
+        .is_some_and(|first| first.contains(':'))
+    {
+        return Err(format!("it stands on {name:?}, which is no path of a file"));
+    }
+    if number > BACKING_MAX {
+        return Err(format!("it stands on more than {BACKING_MAX} others"));
+    }
+    let folder = place.path.parent().unwrap_or(Path::new("/"));
+    Ok(Some(Place {
+        staying: Staying {
+            kind: FileKind::Backing(number),
+            read_only: true,
+            ..place.staying.clone()
+        },
+        path: folder.join(name),
+        format: backing.format,
+    }))
+}
+
+/// Opens a file for reading, whatever it turns out to be, without waiting for anybody.
+pub(crate) fn open(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags(nix::libc::O_NONBLOCK);
+    options.open(path)
+}
+
+/// Whether it can be an image at all.
+pub(crate) fn is_file_or_volume(about: &Metadata) -> bool {
+    about.is_file() || about.file_type().is_block_device()
+}

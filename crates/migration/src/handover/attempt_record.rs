@@ -1,0 +1,135 @@
+//! An attempt as its journal tells it: what an earlier agent, or an earlier task, has left.
+
+use crate::context::Context;
+use crate::handover::ledger::Ledger;
+use crate::status::migration::{Entry, Facts};
+use longhaul_api::{Asked, Phase, Side};
+use longhaul_engine::handover::{self, Record, Terms};
+use longhaul_protocol::{HostId, MigrationId};
+use longhaul_storage::Journal;
+use std::sync::Arc;
+
+/// One attempt, with its journal.
+pub(crate) struct Left {
+    pub(crate) migration: MigrationId,
+    pub(crate) side: handover::Side,
+    pub(crate) guest: String,
+    pub(crate) peer: HostId,
+    pub(crate) peer_name: String,
+    pub(crate) paused: bool,
+    pub(crate) terms: Terms,
+    pub(crate) journal: Journal,
+}
+
+impl Left {
+    /// The last attempt that a journal tells of; none where it begins with an answer about an
+    /// attempt that never began here.
+    pub(crate) fn of(migration: MigrationId, journal: Journal) -> Result<Self, Box<Journal>> {
+        let began = journal.records().iter().rev().find_map(|record| {
+            let Record::Began {
+                attempt,
+                side,
+                guest,
+                generation,
+                peer,
+                peer_name,
+                paused,
+                ..
+            } = record
+            else {
+                return None;
+            };
+            let terms = Terms {
+                attempt: *attempt,
+                generation: *generation,
+                // By the time that a journal is read this has had its effect.
+                early: false,
+            };
+            Some((
+                *side,
+                guest.clone(),
+                *peer,
+                peer_name.clone(),
+                *paused,
+                terms,
+            ))
+        });
+        let Some((side, guest, peer, peer_name, paused, terms)) = began else {
+            return Err(Box::new(journal));
+        };
+        Ok(Self {
+            migration,
+            side,
+            guest,
+            peer,
+            peer_name,
+            paused,
+            terms,
+            journal,
+        })
+    }
+
+    /// The records of this attempt.
+    pub(crate) fn records(&self) -> Vec<Record> {
+        of_attempt(&self.journal, self.terms)
+    }
+
+    /// What people see of it.
+    pub(crate) fn entry(&self, context: &Context, phase: Phase) -> Arc<Entry> {
+        let here = context.parts.config.name.clone();
+        let (side, source, destination) = match self.side {
+            handover::Side::Source => (Side::Source, here, self.peer_name.clone()),
+            handover::Side::Destination => (Side::Destination, self.peer_name.clone(), here),
+        };
+        let facts = Facts {
+            id: self.migration,
+            guest: self.guest.clone(),
+            side,
+            source,
+            destination,
+            asked: Asked::default(),
+        };
+        let entry = Arc::new(Entry::new(facts));
+        entry.enter(phase);
+        context.registry.add(entry.clone());
+        entry
+    }
+
+    /// Its ledger.
+    pub(crate) fn into_ledger(self, context: &Arc<Context>) -> Ledger {
+        let Self {
+            migration,
+            guest,
+            peer_name,
+            terms,
+            journal,
+            ..
+        } = self;
+        Ledger::new(
+            context.clone(),
+            migration,
+            &guest,
+            &peer_name,
+            terms,
+            journal,
+        )
+    }
+}
+
+/// The records of one attempt.
+pub(crate) fn of_attempt(journal: &Journal, terms: Terms) -> Vec<Record> {
+    let records = journal.records().iter();
+    records
+        .filter(|record| record.attempt() == terms.attempt)
+        .cloned()
+        .collect()
+}
+
+/// Why an attempt was given up, as its records tell.
+pub(crate) fn abort_reason(records: &[Record]) -> String {
+    let reason = records.iter().rev().find_map(|record| match record {
+        Record::Aborted { reason, .. } | Record::Returned { reason, .. } => Some(reason.clone()),
+        _ => None,
+    });
+    reason.unwrap_or_else(|| "it was given up".to_owned())
+}

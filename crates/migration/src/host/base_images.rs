@@ -1,0 +1,148 @@
+//! Base images: which one the image of a disk stands on, and the files that this host has of them.
+//!
+//! ```text
+//! STATE/bases/ID.raw   a base image, as crate `image` keeps it
+//! ```
+
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::config::{HostConfig, ImageFormat};
+use longhaul_hypervisor::disk::base::Base;
+use longhaul_image::{Bases, ImageId};
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_storage::disk::qcow2::{self, Backing, HEAD_BYTES};
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+
+/// The base images of this host.
+pub fn of_host(state: &Path) -> Bases {
+    Bases::new(state.join("bases"))
+}
+
+/// Why what an image stands on is no base image.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Unfit {
+    /// It is another file.
+    #[error("its image stands on {0:?} (a backing file), which is no base image")]
+    Other(String),
+    /// It would be read in another format, such as one that names further files.
+    #[error("its image says that the base image below it is in {0}, and base images are raw")]
+    Format(String),
+    /// QEMU would guess, by content that decides what else is opened.
+    #[error("its image does not say that the base image below it is raw")]
+    NoFormat,
+}
+
+impl Unfit {
+    /// What to do about it.
+    pub(crate) fn hint(&self) -> &'static str {
+        match self {
+            Self::Other(_) => {
+                "with the guest shut down: longhaul image import, longhaul image fetch, and \
+                 qemu-img rebase -u -F raw -b with the path that fetch tells; or make one plain image \
+                 of it: qemu-img convert -O qcow2 OLD NEW"
+            }
+            Self::Format(_) | Self::NoFormat => {
+                "with the guest shut down: qemu-img rebase -u -F raw -b BASE IMAGE"
+            }
+        }
+    }
+}
+
+/// The base image that an image says it stands on. What it says decides which one is meant, and never
+/// which file is opened.
+pub(crate) fn named(backing: &Backing) -> Result<ImageId, Unfit> {
+    let path = Path::new(&backing.name);
+    let id = Bases::named(path).filter(|_| path.is_absolute());
+    let id = id.ok_or_else(|| Unfit::Other(backing.name.clone()))?;
+    match backing.format.as_deref() {
+        Some("raw") => Ok(id),
+        Some(other) => Err(Unfit::Format(other.to_owned())),
+        None => Err(Unfit::NoFormat),
+    }
+}
+
+/// The beginning of an image.
+pub(crate) fn head(image: &Path) -> io::Result<Vec<u8>> {
+    let mut head = Vec::new();
+    File::open(image)?
+        .take(HEAD_BYTES as u64)
+        .read_to_end(&mut head)?;
+    Ok(head)
+}
+
+/// The files of the base images that the disks of a guest stand on, by the disks' names: an image that came
+/// from another host names a file of that host's.
+pub fn for_launch(
+    config: &HostConfig,
+    guest: &GuestDescription,
+) -> Result<BTreeMap<String, Base>, ApiError> {
+    let bases = of_host(&config.state);
+    let mut found = BTreeMap::new();
+    for disk in guest.disks.iter().filter(|disk| disk.is_local()) {
+        let image = config.images.get(&disk.image);
+        let Some(image) = image.filter(|image| image.format == ImageFormat::Qcow2) else {
+            continue;
+        };
+        // What cannot be read or understood is for QEMU to say.
+        let head = head(&image.path)
+            .ok()
+            .and_then(|head| qcow2::read(&head).ok());
+        let backing = head.and_then(|head| head.backing);
+        let Some(id) = backing.and_then(|backing| named(&backing).ok()) else {
+            continue;
+        };
+        let whole = bases.whole(id).map_err(|error| {
+            let text = format!("disk {}: {error}", disk.name);
+            ApiError::new(ErrorCode::Internal, text)
+        })?;
+        if whole.is_none() {
+            return Err(not_here(&disk.name, id));
+        }
+        found.insert(disk.name.clone(), Base::File(bases.path(id)));
+    }
+    Ok(found)
+}
+
+/// This host does not have the base image that a disk stands on.
+pub(crate) fn not_here(disk: &str, id: ImageId) -> ApiError {
+    let short = id.short();
+    let text = format!(
+        "disk {disk}: its image stands on base image {short}, which this host does not have as a whole"
+    );
+    ApiError::new(ErrorCode::Refused, text).hint(format!("longhaul image fetch {short}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_image::Digest;
+
+    #[test]
+    fn an_image_says_which_base_image_it_stands_on_and_nothing_else() {
+        let id = ImageId(Digest::of(b"base"));
+        let of = |name: &str, format: Option<&str>| {
+            named(&Backing {
+                name: name.to_owned(),
+                format: format.map(str::to_owned),
+            })
+        };
+        let path = format!("/anywhere/{id}.raw");
+        assert_eq!(of(&path, Some("raw")), Ok(id));
+        assert_eq!(of(&path, None), Err(Unfit::NoFormat));
+        let qcow2 = of(&path, Some("qcow2")).unwrap_err();
+        assert_eq!(qcow2, Unfit::Format("qcow2".to_owned()));
+        for other in [
+            format!("{id}.raw"),
+            format!("/anywhere/{id}.qcow2"),
+            format!("/anywhere/{id}"),
+            format!("json:{{\"file\":\"/{id}.raw"),
+            format!("nbd://{id}.raw"),
+            "/etc/shadow".to_owned(),
+        ] {
+            let refusal = of(&other, Some("raw")).unwrap_err();
+            assert_eq!(refusal, Unfit::Other(other));
+        }
+    }
+}

@@ -1,0 +1,374 @@
+//! The agent's configuration: one TOML document, every value with a default.
+
+use crate::host::content_index::ContentConfig;
+use crate::host::hooks::Hooks;
+use crate::host::memory_cache::KeptMemoryConfig;
+use crate::host::peer_limits::{HostTable, Limits, LimitsTable};
+use crate::host::start_error::StartError;
+use longhaul_api::Encoding;
+use longhaul_hypervisor::config::{
+    AcceleratorChoice, ConfigError, HostConfig, Image, KernelFiles, Network, QemuConfig,
+};
+use longhaul_image::store::{Place, PlaceError};
+use longhaul_protocol::units::parse_bit_rate;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// Where the configuration is when nothing else is said.
+pub(crate) const CONFIG_DEFAULT: &str = "/etc/longhaul/agent.toml";
+/// Largest configuration that is read, in bytes.
+const CONFIG_BYTES_MAX: u64 = 1 << 20;
+
+/// Where a distribution's QEMU is.
+const QEMU_DEFAULT: &str = "/usr/bin/qemu-system-x86_64";
+
+/// The agent's configuration.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The name that this host goes by; the machine's own where it is left out.
+    pub name: String,
+    /// The folder of identity, trust, journal and guests.
+    pub state: PathBuf,
+    /// The UDP address for other agents.
+    pub listen: SocketAddr,
+    /// Where the base images are.
+    pub repository: Place,
+    /// Where commands reach the agent.
+    pub api: ApiConfig,
+    /// What other hosts may take of this one.
+    pub(crate) limits: Limits,
+    /// What all moves from here may send together, in bits per second.
+    pub(crate) bandwidth_bps: Option<u64>,
+    /// How memory is encoded where a move does not say it.
+    pub(crate) encoding: Encoding,
+    /// What this host offers its guests.
+    pub hypervisor: Arc<HostConfig>,
+    /// What is run before and after the steps of a move.
+    pub(crate) hooks: Hooks,
+    /// Which files guests that come here may find their blocks in.
+    pub(crate) content: Option<ContentConfig>,
+    /// Where what the memory of guests that left held is kept, if it is.
+    pub(crate) kept_memory: Option<KeptMemoryConfig>,
+}
+
+/// Limits that can be kept, in bits per second.
+pub const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
+
+/// The document.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    name: Option<String>,
+    #[serde(default = "default_state")]
+    state: PathBuf,
+    #[serde(default = "default_listen")]
+    listen: SocketAddr,
+    repository: Option<String>,
+    #[serde(default)]
+    api: ApiConfig,
+    #[serde(default)]
+    limits: LimitsTable,
+    #[serde(default)]
+    hosts: BTreeMap<String, HostTable>,
+    bandwidth: Option<String>,
+    #[serde(default)]
+    encoding: Encoding,
+    qemu: Option<QemuConfig>,
+    #[serde(default)]
+    images: BTreeMap<String, Image>,
+    #[serde(default)]
+    networks: BTreeMap<String, Network>,
+    #[serde(default)]
+    firmware: BTreeMap<String, PathBuf>,
+    #[serde(default)]
+    kernels: BTreeMap<String, KernelFiles>,
+    #[serde(default)]
+    hooks: Hooks,
+    content: Option<ContentConfig>,
+    kept_memory: Option<KeptMemoryConfig>,
+}
+
+fn default_state() -> PathBuf {
+    PathBuf::from("/var/lib/longhaul")
+}
+
+fn default_listen() -> SocketAddr {
+    SocketAddr::from(([0, 0, 0, 0], 7400))
+}
+
+/// Where commands reach the agent.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ApiConfig {
+    /// The unix socket; only the agent's own user may use it.
+    pub socket: PathBuf,
+    /// TCP as well, where it is wanted.
+    pub tcp: Option<TcpConfig>,
+}
+
+/// The API over TCP: always with TLS and a token.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TcpConfig {
+    /// The address.
+    pub listen: SocketAddr,
+    /// The file that holds the token: 32 to 512 printable characters.
+    pub token_file: PathBuf,
+    /// The certificate (PEM); the agent makes its own where it is left out.
+    pub certificate: Option<PathBuf>,
+    /// Its private key (PEM).
+    pub key: Option<PathBuf>,
+}
+
+impl Default for ApiConfig {
+    fn default() -> Self {
+        Self {
+            socket: PathBuf::from(longhaul_api::SOCKET_DEFAULT),
+            tcp: None,
+        }
+    }
+}
+
+/// The QEMU that a distribution installs, where there is one.
+fn default_qemu() -> QemuConfig {
+    let path = PathBuf::from(QEMU_DEFAULT);
+    let emulators = path.exists().then(|| ("system".to_owned(), path));
+    QemuConfig {
+        default: None,
+        emulators: emulators.into_iter().collect(),
+        accelerator: AcceleratorChoice::Auto,
+        run_as: None,
+        memory_limit: None,
+    }
+}
+
+fn machine_name() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/hostname")
+        .map(|name| name.trim().to_owned())
+        .ok()
+        .filter(|name| is_name(name))
+        .unwrap_or_else(|| "localhost".to_owned())
+}
+
+/// Whether this can be the name of a host: what fits a path of the API, a file and a line.
+pub fn is_name(name: &str) -> bool {
+    let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
+    (1..=63).contains(&name.len())
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+        && name.chars().all(fits)
+}
+
+fn bandwidth(text: &str) -> Result<u64, String> {
+    let rate = parse_bit_rate(text).map_err(|error| format!("`bandwidth = {text:?}`: {error}"))?;
+    if !BANDWIDTH_BPS.contains(&rate) {
+        return Err(format!(
+            "`bandwidth = {text:?}`: from 100kbit to 1000gbit can be kept"
+        ));
+    }
+    Ok(rate)
+}
+
+/// Where the base images are: in the state folder where nothing else is said.
+fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
+    let Some(text) = text else {
+        return Ok(Place::Folder(state.join("repository")));
+    };
+    let wrong = |what: &dyn std::fmt::Display| format!("`repository = {text:?}`: {what}");
+    match text.parse().map_err(|error: PlaceError| wrong(&error))? {
+        Place::Folder(folder) if !folder.is_absolute() => {
+            Err(wrong(&"the path must be absolute (begin with `/`)"))
+        }
+        place => Ok(place),
+    }
+}
+
+impl Config {
+    /// Reads the configuration; without a path the one at [`CONFIG_DEFAULT`], which may be
+    /// missing.
+    pub fn read(path: Option<&Path>) -> Result<Self, StartError> {
+        let file = path.unwrap_or(Path::new(CONFIG_DEFAULT));
+        let error = |what: String, hint: Option<&str>| StartError {
+            message: format!("cannot read the configuration {}: {what}", file.display()),
+            hint: hint.map(str::to_owned),
+        };
+        let text = match std::fs::metadata(file) {
+            Ok(found) if found.len() > CONFIG_BYTES_MAX => {
+                return Err(error("it is larger than 1 MiB".to_owned(), None));
+            }
+            Ok(_) => {
+                std::fs::read_to_string(file).map_err(|other| error(other.to_string(), None))?
+            }
+            Err(missing) if missing.kind() == std::io::ErrorKind::NotFound && path.is_none() => {
+                String::new()
+            }
+            Err(other) => return Err(error(other.to_string(), None)),
+        };
+        Self::parse(&text, file).map_err(|what| {
+            error(
+                what,
+                Some("docs/operating.md, \"The host's configuration\", lists what it may hold"),
+            )
+        })
+    }
+
+    fn parse(text: &str, file: &Path) -> Result<Self, String> {
+        let document: Document =
+            toml::from_str(text).map_err(|error| error.to_string().trim_end().to_owned())?;
+        let configured = document.qemu.is_some();
+        let config = Self {
+            name: document.name.unwrap_or_else(machine_name),
+            state: document.state.clone(),
+            listen: document.listen,
+            repository: repository(document.repository.as_deref(), &document.state)?,
+            api: document.api,
+            limits: Limits::new(&document.limits, &document.hosts)?,
+            bandwidth_bps: document.bandwidth.as_deref().map(bandwidth).transpose()?,
+            encoding: document.encoding,
+            hypervisor: Arc::new(HostConfig {
+                state: document.state,
+                qemu: document.qemu.unwrap_or_else(default_qemu),
+                images: document.images,
+                networks: document.networks,
+                firmware: document.firmware,
+                kernels: document.kernels,
+            }),
+            hooks: document.hooks,
+            content: document.content,
+            kept_memory: document.kept_memory,
+        };
+        config.hooks.check()?;
+        if let Some(content) = &config.content {
+            content.check()?;
+        }
+        if let Some(kept_memory) = &config.kept_memory {
+            kept_memory.check()?;
+        }
+        if !is_name(&config.name) {
+            return Err(format!(
+                "`name = {:?}`: a host's name has 1 to 63 letters, digits, `-`, `_` and `.`, and \
+                 begins with a letter or digit",
+                config.name
+            ));
+        }
+        for (what, path) in [("state", &config.state), ("api.socket", &config.api.socket)] {
+            if !path.is_absolute() {
+                return Err(format!(
+                    "`{what} = {path:?}`: the path must be absolute (begin with `/`)"
+                ));
+            }
+        }
+        // A host that has no QEMU yet can be looked at, trusted and measured all the same.
+        if configured || !config.hypervisor.qemu.emulators.is_empty() {
+            config.hypervisor.check(file).map_err(|error| match error {
+                ConfigError::Value { key, problem, .. } => format!("`{key}` {problem}"),
+                other => other.to_string(),
+            })?;
+        }
+        Ok(config)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(text: &str) -> Result<Config, String> {
+        Config::parse(text, Path::new("agent.toml"))
+    }
+
+    #[test]
+    fn everything_has_a_default() {
+        let config = parse("").unwrap();
+        assert_eq!(config.state, Path::new("/var/lib/longhaul"));
+        assert_eq!(config.listen.port(), 7400);
+        assert!(config.api.tcp.is_none());
+        assert!(is_name(&config.name));
+    }
+
+    #[test]
+    fn an_encoding_is_chosen_by_the_words_of_the_commands() {
+        let config = parse("[encoding]\ncompression = \"zstd:3\"\nreferences = false\n").unwrap();
+        let compression = config.encoding.compression.map(|chosen| chosen.to_string());
+        assert_eq!(compression.as_deref(), Some("zstd:3"));
+        assert_eq!(config.encoding.references, Some(false));
+        assert_eq!(config.encoding.delta_cache, None);
+        let wrong = parse("[encoding]\ndelta_cache = \"lots\"\n").unwrap_err();
+        assert!(
+            wrong.contains("line 2") && wrong.contains("64MiB"),
+            "{wrong}"
+        );
+    }
+
+    #[test]
+    fn all_moves_together_may_have_a_limit() {
+        let config = parse("bandwidth = \"80mbit\"\n").unwrap();
+        assert_eq!(config.bandwidth_bps, Some(80_000_000));
+        for wrong in ["fast", "10bit"] {
+            let error = parse(&format!("bandwidth = {wrong:?}\n")).unwrap_err();
+            assert!(
+                error.contains("bandwidth") && error.contains(wrong),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn base_images_are_in_the_state_folder_or_where_it_is_said() {
+        let of = |text: &str| parse(text).map(|config| config.repository.to_string());
+        assert_eq!(of("").unwrap(), "/var/lib/longhaul/repository");
+        assert_eq!(of("repository = \"/srv/images\"\n").unwrap(), "/srv/images");
+        assert_eq!(
+            of("repository = \"s3://images/a\"\n").unwrap(),
+            "s3://images/a"
+        );
+        for wrong in ["images", "s3://", "ftp://images"] {
+            let error = of(&format!("repository = {wrong:?}\n")).unwrap_err();
+            assert!(
+                error.contains("repository") && error.contains(wrong),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        let unknown = parse("name = \"a\"\nstat = \"/x\"\n").unwrap_err();
+        assert!(unknown.contains("line 2"), "{unknown}");
+        assert!(unknown.contains("expected one of"), "{unknown}");
+        let address = parse("listen = \"somewhere\"").unwrap_err();
+        assert!(address.contains("line 1"), "{address}");
+        let name = parse("name = \"-x\"").unwrap_err();
+        assert!(name.contains("begins with a letter"), "{name}");
+        let path = parse("state = \"here\"").unwrap_err();
+        assert!(path.contains("absolute"), "{path}");
+        let hook = parse("[hooks.source]\nrelease = { command = [\"/bin/true\"] }").unwrap_err();
+        assert!(
+            hook.contains("line 2") && hook.contains("`released`"),
+            "{hook}"
+        );
+        for (hook, expected) in [
+            ("command = [\"true\"]", "from `/` on"),
+            ("command = []", "has no program"),
+            (
+                "command = [\"/bin/true\"]\nwithin = \"2h\"",
+                "100ms to 10min",
+            ),
+            ("command = [\"/bin/true\"]\nwithin = \"2\"", "say 300ms"),
+        ] {
+            let error = parse(&format!("[hooks.destination.ready]\n{hook}")).unwrap_err();
+            assert!(error.contains(expected), "{error}");
+        }
+        let token = parse("[api.tcp]\nlisten = \"0.0.0.0:7443\"").unwrap_err();
+        assert!(token.contains("token_file"), "{token}");
+    }
+
+    #[test]
+    fn a_missing_file_is_an_error_only_where_it_was_named() {
+        let missing = Config::read(Some(Path::new("/nonexistent/agent.toml"))).unwrap_err();
+        assert!(missing.message.contains("/nonexistent/agent.toml"));
+    }
+}

@@ -1,0 +1,17 @@
+//! What an agent has on its host: configuration, state, indexes and hooks.
+
+pub mod atomic_file;
+pub mod base_images;
+pub mod config;
+pub(crate) mod content_index;
+pub mod fail_point;
+pub(crate) mod hooks;
+pub(crate) mod lock;
+pub mod meminfo;
+pub(crate) mod memory_cache;
+pub(crate) mod peer_limits;
+pub(crate) mod qemu;
+pub(crate) mod retained_qemus;
+pub(crate) mod set_aside;
+pub mod start_error;
+pub mod state;

@@ -1,0 +1,145 @@
+//! The agent's state folder and its lock, and what the agent's parts share.
+
+use crate::host::config::Config;
+use crate::host::content_index::Held;
+use crate::host::memory_cache::KeptMemory;
+use crate::host::start_error::StartError;
+use longhaul_hypervisor::capabilities::Prober;
+use longhaul_storage::files::{RealFiles, create_folder};
+use longhaul_transport::{Identity, TRUST_FILE, TrustStore};
+use nix::fcntl::{Flock, FlockArg};
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// The file in the state folder that a running agent holds locked.
+const LOCK_FILE: &str = "agent.lock";
+
+/// What an agent's parts are given when they start.
+#[derive(Clone)]
+pub struct Parts {
+    /// The agent's configuration.
+    pub config: Arc<Config>,
+    /// Who this host is.
+    pub identity: Identity,
+    /// Whom it trusts.
+    pub trust: TrustStore,
+    /// What its QEMUs can do.
+    pub prober: Prober,
+    /// What its files hold, where that is to be known.
+    pub held: Option<Arc<Held>>,
+    /// What the memory of guests that left held, where that is to be kept.
+    pub(crate) kept_memory: Option<Arc<KeptMemory>>,
+}
+
+impl Parts {
+    /// Opens what is in the state folder.
+    pub fn open(config: Arc<Config>) -> Result<Self, StartError> {
+        let identity = Identity::load_or_create(&config.state).map_err(|error| {
+            StartError::new(format!("this host's identity cannot be used: {error}"))
+        })?;
+        let trust = TrustStore::open(&config.state.join(TRUST_FILE)).map_err(|error| {
+            StartError::new(format!("the trusted hosts cannot be read: {error}"))
+                .hint("mend the file, or move it away and trust the hosts anew")
+        })?;
+        let prober = Prober::new(config.hypervisor.clone());
+        let held = Held::start(&config)?;
+        let kept_memory = KeptMemory::open(&config)?;
+        Ok(Self {
+            held,
+            kept_memory,
+            config,
+            identity,
+            trust,
+            prober,
+        })
+    }
+}
+
+/// Holds the state folder for one agent; the kernel lets go of it however the agent ends.
+pub struct StateLock {
+    _file: Flock<File>,
+}
+
+impl StateLock {
+    /// Makes the folder where it is missing, and locks it.
+    pub fn take(folder: &Path) -> Result<Self, StartError> {
+        let error = |what: &dyn std::fmt::Display| {
+            StartError::new(format!(
+                "cannot use the state folder {}: {what}",
+                folder.display()
+            ))
+        };
+        create_folder(&RealFiles, folder).map_err(|other| {
+            error(&other).hint("run the agent as root, or name another folder: `state = ...`")
+        })?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o600)
+            .open(folder.join(LOCK_FILE))
+            .map_err(|other| {
+                error(&other).hint("run the agent as root, or name another folder: `state = ...`")
+            })?;
+        let mut file =
+            Flock::lock(file, FlockArg::LockExclusiveNonblock).map_err(|(mut file, other)| {
+                match other {
+                    nix::errno::Errno::EWOULDBLOCK => {
+                        let holder = read_holder(&mut file);
+                        error(&format!("another agent uses it{holder}")).hint(
+                        "two agents on one host need `state`, `listen` and `api.socket` of their \
+                         own",
+                    )
+                    }
+                    other => error(&other),
+                }
+            })?;
+        // For people only: nothing depends on it.
+        let note = file
+            .set_len(0)
+            .and_then(|()| writeln!(file, "{}", std::process::id()));
+        note.map_err(|other| error(&other))?;
+        Ok(Self { _file: file })
+    }
+}
+
+fn read_holder(file: &mut File) -> String {
+    use std::io::Read;
+    let mut text = String::new();
+    match file.take(20).read_to_string(&mut text) {
+        Ok(_) if !text.trim().is_empty() => format!(" (pid {})", text.trim()),
+        _ => String::new(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_agents_cannot_share_a_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        let folder = folder.path().join("new/state");
+        let first = StateLock::take(&folder).unwrap();
+        let Err(error) = StateLock::take(&folder) else {
+            panic!("the second agent got the folder as well");
+        };
+        let pid = std::process::id();
+        assert!(error.message.contains(&format!("pid {pid}")), "{error}");
+        drop(first);
+        assert!(StateLock::take(&folder).is_ok());
+    }
+
+    #[test]
+    fn a_folder_that_cannot_be_made_is_named() {
+        let Err(error) = StateLock::take(Path::new("/proc/nothing/here")) else {
+            panic!("a folder was made in /proc");
+        };
+        assert!(error.message.contains("/proc/nothing/here"));
+        assert!(error.hint.is_some());
+    }
+}

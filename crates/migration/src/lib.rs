@@ -1,0 +1,321 @@
+//! Migrations of this host's guests: the attempts in progress, the right to run a guest, and outcomes.
+//!
+//! [`Manager`] is what the API asks. The modules `source` and `destination` are the two ends of a
+//! migration. They do not import each other, and no other module but `recovery`, which takes up the
+//! attempts of an earlier agent, imports either. `checks/` enforces this.
+//!
+//! | module | owns |
+//! |---|---|
+//! | `source` | planning, sending, and an attempt until the guest has left |
+//! | `destination` | admission, receiving, and an attempt until the guest is complete |
+//! | `disks` | disk exports, destination images, base images, with their durable notes |
+//! | `handover` | the durable records of attempts, and fencing marks |
+//! | `limits` | bandwidth, quotas of peers, shared deduplication |
+//! | `status` | progress, reports, failures, hooks |
+//! | `files`, `verify`, `channel` | proof of files on both hosts, digests, typed messages |
+//! | `host` | configuration, state folder, content index, memory cache, hooks |
+
+mod channel;
+mod context;
+mod destination;
+mod disks;
+mod files;
+mod handover;
+pub mod host;
+mod limits;
+mod recovery;
+mod source;
+mod status;
+mod verify;
+
+use crate::context::Context;
+use crate::destination::Destination;
+use crate::disks::base_images::Orders;
+use crate::disks::lazy_base_images::ComingFronts;
+use crate::handover::fence::Marks;
+use crate::host::retained_qemus::RetainedQemus;
+use crate::host::start_error::StartError;
+use crate::host::state::Parts;
+use crate::limits::bandwidth::Throttle;
+use crate::limits::peer_quota::Allowances;
+use crate::limits::shared_dedup::Gangs;
+use crate::status::archive::Archive;
+use crate::status::registry::{Registry, Taken};
+use crate::status::{failure, in_doubt};
+use longhaul_api::{
+    ApiError, ErrorCode, Limit, Migration, Phase, Plan, PlanRequest, Probe, ProbeResult, Progress,
+    Report, Resolve, Side, StartMigration,
+};
+use longhaul_hypervisor::capabilities::can_run;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::Verdict;
+use longhaul_protocol::{MigrationId, wire};
+use longhaul_storage::{Journals, Rights};
+use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+
+pub use crate::context::{Holder, Right};
+pub use crate::disks::lazy_base_images::of_guest as coming_bases;
+pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
+pub use crate::status::registry::Reservation;
+
+/// How long a stopping agent waits for its migrations to end.
+const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
+
+/// Owns every migration of this host, and the journal of the right to run its guests.
+pub struct Manager {
+    context: Arc<Context>,
+    destination: Arc<Destination>,
+    accepting: JoinHandle<()>,
+}
+
+impl Manager {
+    /// Reads the journal, takes up what an earlier agent left (in a task of its own) and begins to
+    /// accept other hosts' connections.
+    pub async fn start_up(parts: Parts) -> Result<Arc<Self>, StartError> {
+        let state = &parts.config.state;
+        let cannot = |what: &str, error: &dyn std::fmt::Display| {
+            StartError::new(format!("cannot {what}: {error}"))
+        };
+        disks::remove_unfinished_notes(state)
+            .map_err(|error| cannot("remove what an earlier agent was noting of disks", &error))?;
+        let journals = Journals::open(&state.join("journal"))
+            .map_err(|error| cannot("use the journals", &error))?;
+        let rights = Rights::open(&state.join("rights"))
+            .map_err(|error| cannot("read who may run which guest", &error))?;
+        let marks = Marks::open(&state.join("marks"))
+            .map_err(|error| cannot("make the folder of marks", &error))?;
+        let archive = Archive::open(&state.join("reports"))
+            .map_err(|error| cannot("make the folder of reports", &error))?;
+        let software = format!("longhaul {}", env!("CARGO_PKG_VERSION"));
+        let hello = Hello {
+            version_min: wire::VERSION_OLDEST,
+            version_max: wire::VERSION,
+            software,
+        };
+        let config = EndpointConfig::new(parts.config.listen, hello);
+        let endpoint = Endpoint::bind(config, parts.identity.clone(), parts.trust.clone())
+            .map_err(|error| {
+                cannot("open the socket for other agents", &error)
+                    .hint("another program may use the port: change `listen`")
+            })?;
+        let registry = Registry::default();
+        let allowances = Allowances::new(parts.config.limits.clone());
+        let gangs = Gangs::default();
+        let throttle = Throttle::new(parts.config.bandwidth_bps);
+        let kept = archive
+            .load()
+            .map_err(|error| cannot("read the reports", &error))?;
+        kept.into_iter()
+            .for_each(|entry| registry.add(Arc::new(entry)));
+        let context = Arc::new(Context {
+            parts,
+            endpoint,
+            journals,
+            rights,
+            marks,
+            registry,
+            archive,
+            allowances,
+            gangs,
+            throttle,
+            retained_qemus: RetainedQemus::default(),
+            orders: Orders::default(),
+            coming: ComingFronts::default(),
+            contents: Arc::default(),
+            rates: Mutex::default(),
+        });
+        context.end_all_departed().await.map_err(|error| {
+            cannot(
+                "end what an earlier agent let stand of guests that left",
+                &error,
+            )
+        })?;
+        let destination = Arc::new(Destination::new(context.clone()));
+        recovery::take_up(&destination).await.map_err(|error| {
+            StartError::new(format!(
+                "cannot take up what an earlier agent left: {error}"
+            ))
+            .hint("nothing was changed: mend what the message names, and start the agent again")
+        })?;
+        context.sweep_marks();
+        tokio::task::block_in_place(|| disks::images::sweep(&context));
+        context.keep_sweeping_fronts();
+        context.keep_sweeping_coming();
+        context.keep_sweeping_kept_memory();
+        let accepting = tokio::spawn(destination::dispatch::accept(destination.clone()));
+        Ok(Arc::new(Self {
+            context,
+            destination,
+            accepting,
+        }))
+    }
+
+    /// Ends every task: what was not released is aborted; guests are left running.
+    pub async fn shut_down(&self) {
+        self.accepting.abort();
+        let under_way = || {
+            let entries = self.context.registry.list();
+            entries
+                .into_iter()
+                .filter(|entry| entry.outcome().is_none())
+                .collect::<Vec<_>>()
+        };
+        for entry in under_way() {
+            entry.cancel("the agent was stopped");
+        }
+        while !under_way().is_empty() {
+            tokio::time::sleep(SHUT_DOWN_STEP).await;
+        }
+        self.context.retained_qemus.make_way().await;
+        self.context.endpoint.close("the agent was stopped").await;
+    }
+
+    /// Checks and predicts, changing nothing.
+    pub async fn plan(&self, request: PlanRequest) -> Result<Plan, ApiError> {
+        source::plan::plan(&self.context, request).await
+    }
+
+    /// Begins a migration, or refuses it.
+    pub async fn start(&self, request: StartMigration) -> Result<Migration, ApiError> {
+        let entry = source::prepare::start(&self.context, request)?;
+        Ok(entry.migration())
+    }
+
+    /// Asks a migration to stop; its progress tells when and how it has.
+    pub async fn cancel(&self, id: MigrationId) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        if entry.outcome().is_some() {
+            let text = format!("migration {id} has ended: there is nothing to cancel");
+            return Err(ApiError::new(ErrorCode::TooLate, text));
+        }
+        if entry.phase() == Phase::Finishing {
+            let Migration {
+                guest, destination, ..
+            } = entry.migration();
+            let text = format!(
+                "{guest} runs on {destination} for good: migration {id} cannot be cancelled"
+            );
+            let hint = "wait for what is left of it: `longhaul migrations` says how much that is";
+            return Err(ApiError::new(ErrorCode::TooLate, text).hint(hint));
+        }
+        entry.cancel("it was cancelled");
+        Ok(entry.migration())
+    }
+
+    /// Ends a doubt as a person says, where that makes sense.
+    pub async fn resolve(&self, id: MigrationId, resolve: Resolve) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        let migration = entry.migration();
+        in_doubt::judge(&migration, &resolve)?;
+        tracing::warn!(migration = %id, guest = migration.guest, ?resolve, "resolved by hand");
+        if !self
+            .destination
+            .attempts
+            .resolve(&self.destination, id, &resolve)
+            .await
+        {
+            entry.resolve(resolve);
+        }
+        Ok(entry.migration())
+    }
+
+    /// Changes a migration's limit.
+    pub async fn limit(&self, id: MigrationId, limit: Limit) -> Result<Migration, ApiError> {
+        let entry = self.context.registry.get(id)?;
+        if entry.outcome().is_some() || entry.report().side == Side::Destination {
+            let text = format!("migration {id} does not send from here");
+            return Err(ApiError::new(ErrorCode::TooLate, text)
+                .hint("a limit is set at the source, while the guest moves"));
+        }
+        entry.limit(limit.bandwidth_bps);
+        Ok(entry.migration())
+    }
+
+    /// The migrations of this host, on either side, the newest first.
+    pub async fn list(&self) -> Vec<Migration> {
+        let entries = self.context.registry.list();
+        entries.into_iter().map(|entry| entry.migration()).collect()
+    }
+
+    /// One migration.
+    pub async fn get(&self, id: MigrationId) -> Result<Migration, ApiError> {
+        Ok(self.context.registry.get(id)?.migration())
+    }
+
+    /// A migration's report; of one under way, so far.
+    pub async fn report(&self, id: MigrationId) -> Result<Report, ApiError> {
+        Ok(self.context.registry.get(id)?.report())
+    }
+
+    /// A migration's progress, as it changes. The last has an outcome; for one that has ended
+    /// there is only that.
+    pub async fn watch(&self, id: MigrationId) -> Result<watch::Receiver<Progress>, ApiError> {
+        Ok(self.context.registry.get(id)?.watch())
+    }
+
+    /// Measures the link to a trusted host.
+    pub async fn probe(&self, host: &str, probe: Probe) -> Result<ProbeResult, ApiError> {
+        let bandwidth_bps = self.context.throttle.alone(probe.bandwidth_bps);
+        let config = ProbeConfig {
+            duration: Duration::from_secs(u64::from(probe.seconds.clamp(1, 300))),
+            bandwidth_bps,
+            ..ProbeConfig::default()
+        };
+        let report = self.context.endpoint.probe(host, config, |_| {}).await;
+        let report = report.map_err(|error| failure::probe(host, &error))?;
+        if bandwidth_bps.is_none() {
+            self.context
+                .note_link_rate(host, report.throughput_bps as f64 / 8.0);
+        }
+        Ok(source::plan::probe_result(host, &report))
+    }
+
+    /// What the journal says of a guest.
+    pub async fn right(&self, guest: &str) -> Right {
+        self.context.right(guest)
+    }
+
+    /// Refuses a guest whose disks belong to another one that moved away or is moving.
+    pub fn may_use_disks(&self, guest: &GuestDescription) -> Result<(), ApiError> {
+        self.context.may_use_disks(guest)
+    }
+
+    /// Makes room for a guest that is to be started, where it could not be beside what is kept of others
+    /// that left.
+    pub async fn make_way_for(&self, guest: &GuestDescription) {
+        let Parts { prober, config, .. } = &self.context.parts;
+        // Whoever starts it is told what is wrong with the host.
+        let Ok(capabilities) = prober.capabilities().await else {
+            return;
+        };
+        let checks = can_run(&config.name, guest, None, &capabilities);
+        if checks.iter().any(|check| check.verdict == Verdict::Refused) {
+            self.context.retained_qemus.make_way().await;
+        }
+    }
+
+    /// Keeps migrations off a guest; refuses while one is under way, and where the right to run
+    /// it is not here.
+    pub async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
+        // Where it is says more than that somebody is busy with it.
+        self.require_right(guest)?;
+        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        self.require_right(guest)?;
+        Ok(reservation)
+    }
+
+    fn require_right(&self, guest: &str) -> Result<(), ApiError> {
+        let right = self.context.right(guest);
+        match right.holder {
+            Holder::Here => Ok(()),
+            holder => Err(failure::of_generation(
+                failure::not_here(guest, &holder),
+                right.generation,
+            )),
+        }
+    }
+}

@@ -1,0 +1,509 @@
+//! What another host takes of this one: counted before anything is made for it, and refused by the
+//! name of the limit.
+//!
+//! `gate` looks at the first message of each channel, `claims` at whose an attempt is, `pace` at
+//! whether an arrival gets on. The limits themselves are the configuration's
+//! ([`crate::host::peer_limits`]).
+
+use crate::context::Context;
+use crate::host::peer_limits::{Limits, PeerLimits};
+use crate::limits::shared_dedup::Others;
+use longhaul_hypervisor::description;
+use longhaul_hypervisor::folder::GuestFolder;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode};
+use longhaul_protocol::units::show_bytes;
+use longhaul_protocol::{HostId, MigrationId};
+use longhaul_storage::{Holder, Journal, JournalError, Journals, file_name};
+use longhaul_transport::TrustedHost;
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::task::block_in_place;
+
+pub(crate) use crate::limits::progress_watchdog::Pace;
+
+const HOUR: Duration = Duration::from_secs(3600);
+const MINUTE: Duration = Duration::from_secs(60);
+/// First messages of channels in a minute, whatever they say; beyond that the connection ends.
+const REQUESTS_PER_MINUTE: u32 = 1200;
+/// How long the journal of an arrival that was aborted is kept.
+const ABORTED_KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
+/// A generation that no guest reaches by moving.
+const GENERATION_MAX: u64 = 1 << 62;
+
+/// What every other host has in use here.
+pub(crate) struct Allowances {
+    limits: Limits,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    peers: HashMap<HostId, Use>,
+    /// Guests on their way in, by migration.
+    arriving: HashMap<MigrationId, Arriving>,
+    swept: Option<Instant>,
+}
+
+pub(crate) struct Use {
+    pub(crate) channels: u32,
+    pub(crate) requests: Bucket,
+    pub(crate) queries: Bucket,
+    pub(crate) attempts: Bucket,
+    pub(crate) workers: Arc<Semaphore>,
+}
+
+struct Arriving {
+    peer: HostId,
+    guest: String,
+    memory_bytes: u64,
+    vcpus: u32,
+}
+
+/// So many in a time, as a supply that fills up again evenly.
+#[derive(Debug)]
+pub(crate) struct Bucket {
+    most: f64,
+    per: Duration,
+    left: f64,
+    at: Instant,
+}
+
+impl Bucket {
+    fn new(most: u32, per: Duration, now: Instant) -> Self {
+        let most = f64::from(most);
+        Self {
+            most,
+            per,
+            left: most,
+            at: now,
+        }
+    }
+
+    pub(crate) fn take(&mut self, now: Instant) -> bool {
+        let passed = now.saturating_duration_since(self.at);
+        self.at = now;
+        let filled = self.most * passed.as_secs_f64() / self.per.as_secs_f64();
+        self.left = (self.left + filled).min(self.most);
+        if self.left < 1.0 {
+            return false;
+        }
+        self.left -= 1.0;
+        true
+    }
+}
+
+impl Use {
+    fn new(limits: &PeerLimits, now: Instant) -> Self {
+        Self {
+            channels: 0,
+            requests: Bucket::new(REQUESTS_PER_MINUTE, MINUTE, now),
+            queries: Bucket::new(limits.queries_per_minute, MINUTE, now),
+            attempts: Bucket::new(limits.attempts_per_hour, HOUR, now),
+            workers: Arc::new(Semaphore::new(limits.workers as usize)),
+        }
+    }
+}
+
+/// What an arriving guest holds of its sender's allowance; given back when it is dropped.
+pub(crate) struct Admission {
+    context: Arc<Context>,
+    migration: MigrationId,
+    peer: HostId,
+    workers: Arc<Semaphore>,
+    limits: PeerLimits,
+}
+
+impl Admission {
+    /// Notes who sent the guest whose folder this is.
+    pub(crate) fn note(&self, folder: &GuestFolder) -> std::io::Result<()> {
+        note_sender(folder, self.peer)
+    }
+
+    /// What it may use.
+    pub(crate) fn means(&self) -> Means {
+        Means {
+            others: self.context.gangs.others(self.peer),
+            workers: self.workers.clone(),
+            pace: self.pace(),
+        }
+    }
+
+    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    pub(crate) fn others(&self) -> Others {
+        self.context.gangs.others(self.peer)
+    }
+
+    /// Waits for one of them.
+    pub(crate) async fn worker(&self) -> Option<OwnedSemaphorePermit> {
+        self.workers.clone().acquire_owned().await.ok()
+    }
+
+    /// The clock of an arrival that begins now.
+    fn pace(&self) -> Pace {
+        Pace::new(
+            self.limits.stall,
+            self.limits.move_time,
+            tokio::time::Instant::now(),
+        )
+    }
+}
+
+/// What an arrival may use here.
+pub(crate) struct Means {
+    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    pub(crate) others: Others,
+    /// The threads that may work for the sender.
+    pub(crate) workers: Arc<Semaphore>,
+    /// Whether the source gets on.
+    pub(crate) pace: Pace,
+}
+
+impl Means {
+    /// Of a guest that runs here already.
+    pub(crate) fn of_one_that_is_here(context: &Context, peer: HostId, host: &str) -> Self {
+        let limits = context.allowances.limits.of(host);
+        Self {
+            others: context.gangs.others(peer),
+            workers: Arc::new(Semaphore::new(limits.workers as usize)),
+            pace: Pace::new(limits.stall, limits.move_time, tokio::time::Instant::now()),
+        }
+    }
+}
+
+impl Drop for Admission {
+    fn drop(&mut self) {
+        let mut state = self.context.allowances.lock();
+        state.arriving.remove(&self.migration);
+    }
+}
+
+impl Allowances {
+    /// Nothing is in use but by guests that have arrived before.
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self {
+            limits,
+            state: Mutex::default(),
+        }
+    }
+
+    /// Waits for one of the threads that may work for a peer.
+    pub(crate) async fn worker(&self, peer: &TrustedHost) -> Option<OwnedSemaphorePermit> {
+        let workers = self.with_use(peer, |used, _| used.workers.clone());
+        workers.acquire_owned().await.ok()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn limits(&self, peer: &TrustedHost) -> &PeerLimits {
+        self.limits.of(&peer.name)
+    }
+
+    /// Who offered the guest of this migration, while it is on its way in.
+    pub(crate) fn preparing(&self, migration: MigrationId) -> Option<HostId> {
+        self.lock().arriving.get(&migration).map(|one| one.peer)
+    }
+
+    pub(crate) fn with_use<T>(
+        &self,
+        peer: &TrustedHost,
+        what: impl FnOnce(&mut Use, Instant) -> T,
+    ) -> T {
+        let now = Instant::now();
+        let mut state = self.lock();
+        let limits = self.limits(peer);
+        let used = state.peers.entry(peer.id);
+        what(used.or_insert_with(|| Use::new(limits, now)), now)
+    }
+
+    /// Removes the journals of arrivals that were aborted long ago: whoever asks for one of them
+    /// hears the same from a host that knows nothing of it.
+    pub(crate) fn sweep(&self, context: &Context) {
+        let now = Instant::now();
+        let last = self.lock().swept.replace(now);
+        if last.is_some_and(|at| now - at < HOUR) {
+            self.lock().swept = last;
+            return;
+        }
+        if let Err(error) = self.sweep_now(context, &context.journals) {
+            tracing::warn!(%error, "cannot clear away old journals");
+        }
+    }
+
+    fn sweep_now(&self, context: &Context, journals: &Journals) -> Result<(), JournalError> {
+        for migration in Journal::list(journals)? {
+            let path = path_of(context, migration);
+            let old = std::fs::metadata(&path)
+                .and_then(|file| file.modified())
+                .is_ok_and(|at| age(at) > ABORTED_KEPT_FOR);
+            if !old || self.preparing(migration).is_some() {
+                continue;
+            }
+            match Journal::open(journals, migration) {
+                Ok(journal)
+                    if crate::limits::peer_claims::only_aborted_arrivals(journal.records()) =>
+                {
+                    journal.remove()?;
+                }
+                // One in use, or with something else in it, stays.
+                Ok(_) | Err(JournalError::Busy(_)) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+fn age(at: SystemTime) -> Duration {
+    SystemTime::now().duration_since(at).unwrap_or_default()
+}
+
+/// The file in a guest's folder that says who sent it.
+const SENT_BY: &str = "sent-by";
+
+/// Notes in its folder who sent a guest, for as long as it is here.
+fn note_sender(folder: &GuestFolder, peer: HostId) -> std::io::Result<()> {
+    std::fs::write(folder.path().join(SENT_BY), format!("{peer}\n"))
+}
+
+fn sender(folder: &GuestFolder) -> Option<HostId> {
+    let text = std::fs::read_to_string(folder.path().join(SENT_BY)).ok()?;
+    text.trim().parse().ok()
+}
+
+pub(crate) fn path_of(context: &Context, migration: MigrationId) -> PathBuf {
+    let journals = context.parts.config.state.join("journal");
+    journals.join(file_name(migration))
+}
+
+/// Lets an offered guest in, or says which rule or limit stands against it. Nothing was made for
+/// the offer before, and of its texts none is used before they are held against the rules.
+pub(crate) async fn admit(
+    context: &Arc<Context>,
+    peer: &TrustedHost,
+    offer: &Offer,
+) -> Result<Admission, Refusal> {
+    // Few at a time, so that many at once do not make as many threads.
+    let workers = &context.allowances;
+    let workers = workers.with_use(peer, |used, _| used.workers.clone());
+    let _worker = workers.acquire().await;
+    block_in_place(|| look_at(context, peer, offer))
+}
+
+fn look_at(
+    context: &Arc<Context>,
+    peer: &TrustedHost,
+    offer: &Offer,
+) -> Result<Admission, Refusal> {
+    let allowances = &context.allowances;
+    let here = &context.parts.config.name;
+    let limits = allowances.limits(peer);
+    let excess = Excess {
+        here,
+        peer: &peer.name,
+    };
+    if !allowances.with_use(peer, |used, now| used.attempts.take(now)) {
+        let most = limits.attempts_per_hour;
+        return Err(excess.of("attempts_per_hour", format!("begin {most} moves an hour")));
+    }
+    allowances.sweep(context);
+    sound(context, offer)?;
+    named(&excess, limits, &offer.guest)?;
+    let mut state = allowances.lock();
+    if state.arriving.contains_key(&offer.migration) {
+        let text = format!("{here} is busy with migration {}", offer.migration);
+        return Err(refusal(RefusalCode::Busy, text, None));
+    }
+    crate::limits::peer_claims::fits(&path_of(context, offer.migration), offer, peer.id).map_err(
+        |text| {
+            refusal(
+                RefusalCode::Invalid,
+                format!("{here} cannot take part: {text}"),
+                None,
+            )
+        },
+    )?;
+    let arriving = Arriving {
+        peer: peer.id,
+        guest: offer.guest.name.clone(),
+        memory_bytes: offer.guest.memory_mib << 20,
+        vcpus: offer.guest.vcpus,
+    };
+    room(context, &state, &excess, limits, &arriving)?;
+    state.arriving.insert(offer.migration, arriving);
+    drop(state);
+    Ok(Admission {
+        context: context.clone(),
+        migration: offer.migration,
+        peer: peer.id,
+        workers: allowances.with_use(peer, |used, _| used.workers.clone()),
+        limits: limits.clone(),
+    })
+}
+
+/// Refusals in the words of a limit.
+struct Excess<'a> {
+    here: &'a str,
+    peer: &'a str,
+}
+
+impl Excess<'_> {
+    fn of(&self, key: &str, may: String) -> Refusal {
+        let Self { here, peer } = self;
+        let text = format!("{here} lets {peer} {may}, and that is reached");
+        let hint = format!(
+            "wait, or raise `{key}` in {here}'s agent.toml, under [limits] or \
+             [hosts.{peer}.limits]"
+        );
+        refusal(RefusalCode::Busy, text, Some(hint))
+    }
+}
+
+fn refusal(code: RefusalCode, text: String, hint: Option<String>) -> Refusal {
+    Refusal { code, text, hint }
+}
+
+/// Whether guests of this peer may use everything that one names.
+pub(crate) fn may_name(
+    context: &Context,
+    peer: &TrustedHost,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
+    let excess = Excess {
+        here: &context.parts.config.name,
+        peer: &peer.name,
+    };
+    named(&excess, context.allowances.limits(peer), guest)
+}
+
+/// What can be said against an offer without counting anything.
+fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
+    let here = &context.parts.config.name;
+    let invalid = |text: String| refusal(RefusalCode::Invalid, format!("{here}: {text}"), None);
+    description::check(&offer.guest).map_err(|error| invalid(error.to_string()))?;
+    if offer.generation.0 > GENERATION_MAX {
+        return Err(invalid("no guest has moved that often".to_owned()));
+    }
+    let guest = &offer.guest.name;
+    let right = context.rights.get(guest).map_err(|error| {
+        let text = format!("{here} cannot tell who may run {guest}: {error}");
+        refusal(RefusalCode::Busy, text, None)
+    })?;
+    match right.map(|right| right.holder) {
+        Some(Holder::Here) => Err(refusal(
+            RefusalCode::Busy,
+            format!("{here} itself has the right to run {guest}: it cannot come from elsewhere"),
+            Some(format!("on {here}: longhaul guests")),
+        )),
+        Some(Holder::InDoubt { host }) => Err(refusal(
+            RefusalCode::Busy,
+            format!("{here} does not know yet whether {guest} runs at {host}"),
+            Some(format!("on {here}: longhaul migrations")),
+        )),
+        Some(Holder::Elsewhere { .. }) | None => Ok(()),
+    }
+}
+
+fn named(
+    excess: &Excess<'_>,
+    limits: &PeerLimits,
+    guest: &GuestDescription,
+) -> Result<(), Refusal> {
+    let refused = |key: &str, name: &String| {
+        let Excess { here, peer } = excess;
+        refusal(
+            RefusalCode::NotAllowed,
+            format!("{here} does not let guests of {peer} use {name} ({key})"),
+            Some(format!(
+                "add it to `{key}` in {here}'s agent.toml, under [limits] or [hosts.{peer}.limits]"
+            )),
+        )
+    };
+    let other = |allowed: &Option<Vec<String>>, name: &String| {
+        allowed.as_ref().is_some_and(|list| !list.contains(name))
+    };
+    let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
+    let variables = flash.and_then(|flash| flash.variables.as_ref());
+    let disks = guest.disks.iter().map(|disk| &disk.image);
+    let mut disks = disks.chain(variables);
+    if let Some(name) = disks.find(|name| other(&limits.images, name)) {
+        return Err(refused("images", name));
+    }
+    let mut nics = guest.nics.iter().map(|nic| &nic.network);
+    match nics.find(|name| other(&limits.networks, name)) {
+        Some(name) => Err(refused("networks", name)),
+        None => Ok(()),
+    }
+}
+
+/// Whether there is room for one more guest of this peer.
+fn room(
+    context: &Context,
+    state: &State,
+    excess: &Excess<'_>,
+    limits: &PeerLimits,
+    new: &Arriving,
+) -> Result<(), Refusal> {
+    let arriving: Vec<&Arriving> = state
+        .arriving
+        .values()
+        .filter(|arriving| arriving.peer == new.peer)
+        .collect();
+    if arriving.len() >= limits.arriving as usize {
+        let may = format!("have {} guests on their way at once", limits.arriving);
+        return Err(excess.of("arriving", may));
+    }
+    let (mut guests, mut memory, mut vcpus) = (arriving.len(), 0, 0);
+    for one in &arriving {
+        memory += one.memory_bytes;
+        vcpus += one.vcpus;
+    }
+    let is_arriving = |name: &str| arriving.iter().any(|one| one.guest == name);
+    let counts = |name: &str| !is_arriving(name) && !context.retained_qemus.has(name);
+    let folders = GuestFolder::all(&context.parts.config.state).unwrap_or_default();
+    let sent = |folder: &&GuestFolder| sender(folder) == Some(new.peer) && counts(&folder.name());
+    for folder in folders.iter().filter(sent) {
+        if let Ok(description) = folder.description() {
+            guests += 1;
+            memory += description.memory_mib << 20;
+            vcpus += description.vcpus;
+        }
+    }
+    if guests >= limits.guests as usize {
+        let may = format!("have {} guests here", limits.guests);
+        return Err(excess.of("guests", may));
+    }
+    if memory.saturating_add(new.memory_bytes) > limits.memory_bytes {
+        let may = format!(
+            "have guests with {} of memory here",
+            show_bytes(limits.memory_bytes)
+        );
+        return Err(excess.of("memory", may));
+    }
+    if vcpus.saturating_add(new.vcpus) > limits.vcpus {
+        let may = format!("have guests with {} virtual CPUs here", limits.vcpus);
+        return Err(excess.of("vcpus", may));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_bucket_gives_so_many_and_fills_up_again() {
+        let begin = Instant::now();
+        let mut bucket = Bucket::new(3, MINUTE, begin);
+        let taken = |bucket: &mut Bucket, at| (0..10).filter(|_| bucket.take(begin + at)).count();
+        assert_eq!(taken(&mut bucket, Duration::ZERO), 3);
+        assert_eq!(taken(&mut bucket, Duration::from_secs(19)), 0);
+        assert_eq!(taken(&mut bucket, Duration::from_secs(41)), 2);
+        assert_eq!(taken(&mut bucket, HOUR), 3, "no more than it holds");
+    }
+}

@@ -1,0 +1,63 @@
+//! Takes up what an earlier agent left: every journal that is not at its end is brought there, by
+//! the transition functions of the hand-over.
+//!
+//! | the journal's last word | here the source | here the destination |
+//! |---|---|---|
+//! | Began | the guest goes on here; ABORTED | QEMU is ended; ABORTED |
+//! | Ready | | QEMU, which has everything, waits for the source's decision |
+//! | Released | the destination is asked until it answers | |
+//! | Committed | | the guest is told to run, again |
+//! | Done | the destination is asked whether it needs anything yet | |
+//! | Returned | | QEMU is ended; ABORTED |
+//! | Overruled | the guest goes on where the person said | the same |
+//! | Aborted, All-present, Closed | the other side is told until both journals are closed | |
+
+use crate::context::Context;
+use crate::destination::Destination;
+use crate::handover::attempt_record::Left;
+use crate::source::recovered::Settling;
+use longhaul_engine::handover::{Record, Side};
+use longhaul_storage::{Journal, JournalError};
+use std::sync::Arc;
+
+/// Brings every attempt to its end, or to somebody who waits for one.
+pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), JournalError> {
+    let context = &destination.context;
+    let mut all = Vec::new();
+    for migration in Journal::list(&context.journals)? {
+        let journal = Journal::open(&context.journals, migration)?;
+        // A journal that only answers for an attempt that never began needs nothing.
+        all.extend(Left::of(migration, journal).ok());
+    }
+    let begun: Vec<_> = all
+        .iter()
+        .map(|left| (left.guest.clone(), left.terms.generation))
+        .collect();
+    for left in all {
+        let went_on = begun
+            .iter()
+            .any(|(guest, generation)| *guest == left.guest && *generation > left.terms.generation);
+        let overruled = matches!(left.records().last(), Some(Record::Overruled { .. }));
+        match left.side {
+            // By a person's word the guest went on here, and then to a later attempt, which may have
+            // released it: that one decides, also when its journal is gone.
+            Side::Source if overruled && (went_on || is_older(context, &left)) => {
+                Settling::pass_on(context, left).await.go_on();
+            }
+            Side::Source => Settling::take_up(context, left).await.go_on(),
+            Side::Destination => destination.attempts.take_up(destination, left).await,
+        }
+    }
+    Ok(())
+}
+
+/// Whether the guest has changed hands since a person gave it back in this attempt.
+fn is_older(context: &Context, left: &Left) -> bool {
+    match context.rights.get(&left.guest) {
+        Ok(right) => right.is_some_and(|right| right.generation > left.terms.after_next()),
+        Err(error) => {
+            tracing::error!(guest = left.guest, %error, "cannot read who may run it");
+            true
+        }
+    }
+}

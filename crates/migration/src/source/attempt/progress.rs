@@ -1,0 +1,308 @@
+//! What people see of a departure: its progress, its prediction and its report.
+
+use crate::source::attempt::{Departure, StoppedAt, Task};
+use crate::source::connect::Session;
+use crate::source::convergence;
+use crate::source::drain::Draining;
+use crate::source::local_disks::LocalDisk;
+use crate::source::plan::{self, Asking};
+use crate::source::recovered::Settling;
+use crate::status::failure;
+use longhaul_api::ApiError;
+use longhaul_api::{Outcome, RegionProgress};
+use longhaul_engine::handover::SourceState;
+use longhaul_engine::source::Downtime;
+use longhaul_engine::stop::StopReason;
+use longhaul_protocol::BLOCK_SIZE;
+use longhaul_protocol::message::{GuestClock, Summary};
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// A link is known after so long.
+const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
+
+impl Departure {
+    /// Counts what went over a session that has ended.
+    pub(crate) fn keep_wire_bytes(&mut self, session: &Session) {
+        if let Some(line) = &session.line {
+            let stats = line.bulk.stats();
+            self.wire_bytes.0 += stats.wire_bytes_sent;
+            self.wire_bytes.1 += stats.wire_bytes_received;
+        }
+    }
+
+    fn wire_bytes_now(&self) -> (u64, u64) {
+        let line = self
+            .session
+            .as_ref()
+            .and_then(|session| session.line.as_ref())
+            .map(|line| line.bulk.stats());
+        let (sent, received) = line.map_or((0, 0), |stats| {
+            (stats.wire_bytes_sent, stats.wire_bytes_received)
+        });
+        (self.wire_bytes.0 + sent, self.wire_bytes.1 + received)
+    }
+
+    pub(crate) fn show(&mut self) {
+        self.shown_at = Instant::now();
+        self.predict(false);
+        let now = self.now();
+        let unreadable = self.draining.as_ref().map(Draining::unreadable_bytes);
+        let unreadable = unreadable.unwrap_or_default();
+        let trouble = self.draining.as_ref().and_then(Draining::trouble);
+        let engine = self.task.sending.engine();
+        let regions: Vec<RegionProgress> = engine
+            .pending_by_region()
+            .into_iter()
+            .map(|(spec, pending)| {
+                let disks = self.task.outbound.disks().iter();
+                let disk = disks.clone().find(|disk| disk.spec.id == spec.id);
+                let image = disk.map(LocalDisk::image_blocks);
+                let blocks = image.unwrap_or(spec.blocks).max(pending);
+                let id = spec.id;
+                RegionProgress {
+                    name: spec.name,
+                    blocks_total: blocks,
+                    blocks_settled: blocks - pending,
+                    blocks_pending: pending,
+                    disk: spec.durable,
+                    strategy: disk.map(LocalDisk::choice),
+                    why: disk.and_then(LocalDisk::why),
+                    waiting: None,
+                    unreadable_byte: unreadable.get(&id).copied(),
+                }
+            })
+            .collect();
+        let pass = engine.pass_number();
+        let (dirty, _) = engine.reported_blocks_per_s();
+        let predicted = engine.predicted_downtime(now).likely;
+        let asked = self.entry().migration().asked.convergence;
+        let guest = &self.task.offer.guest.name;
+        let outpaced = convergence::outpaced(guest, &asked, &engine, now, self.slowed());
+        let remaining = engine.remaining_bytes(now);
+        let sent = engine.sent();
+        drop(engine);
+        let stats = self
+            .session
+            .as_ref()
+            .and_then(|session| session.line.as_ref())
+            .map(|line| line.bulk.stats());
+        let (sent_bytes, _) = self.wire_bytes_now();
+        let blocks = sent.blocks();
+        let awaits_bases = self.launching.is_some() && self.awaits_bases();
+        let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        self.entry().progress(|progress| {
+            progress.pass = Some(pass);
+            progress.regions = regions;
+            progress.link.rate_bps = stats.map(|stats| stats.delivery_rate_bps);
+            progress.link.rtt_ms = stats.map(|stats| stats.rtt.as_secs_f64() * 1e3);
+            progress.link.sent_bytes = sent_bytes;
+            progress.link.guest_bytes = Some(blocks * BLOCK_SIZE as u64);
+            progress.link.interrupted_ms = lost_ms;
+            progress.dirty_rate_bytes_per_s =
+                dirty.map(|blocks| (blocks * BLOCK_SIZE as f64) as u64);
+            progress.predicted_downtime_ms = convergence::known_ms(predicted);
+            progress.outpaced = outpaced;
+            progress.awaits_bases = awaits_bases;
+            progress.trouble = trouble;
+            progress.remaining_ms = stats
+                .filter(|stats| stats.delivery_rate_bps > 0)
+                .map(|stats| remaining * 8000 / stats.delivery_rate_bps);
+        });
+    }
+
+    /// By how much QEMU slows the guest, in percent of its time.
+    fn slowed(&self) -> Option<u8> {
+        self.task.outbound.progress()?.slowed_percent
+    }
+
+    /// Reports how the moment of the stop was chosen.
+    pub(crate) fn note_stop(&self, reason: StopReason, predicted: Downtime) {
+        let asked = self.entry().migration().asked.convergence;
+        let choice = convergence::choice(&asked, reason, predicted, self.slowed());
+        self.entry()
+            .report_with(|report| report.stop = Some(choice));
+    }
+
+    /// Says once what it will probably cost: as soon as the link and the guest are known, and from
+    /// what is known when the guest is about to be stopped (`last`).
+    pub(crate) fn predict(&mut self, last: bool) {
+        let young = self.task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER;
+        let look = *self.task.look.borrow_and_update();
+        let looking = self.task.look.has_changed().is_ok();
+        if self.predicted || (!last && (young || looking)) {
+            return;
+        }
+        self.predicted = true;
+        let task = &self.task;
+        let known = task.context.link_rate(&task.host);
+        let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
+        let rate = task.known_rate.or(known);
+        let asking = Asking {
+            guest: task.offer.guest.name.clone(),
+            source: task.context.parts.config.name.clone(),
+            downtime: task.downtime,
+            rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
+            rtt: self.session.as_ref().map(|session| session.control.rtt()),
+            early_release: self.entry().migration().asked.early_release,
+            convergence: self.entry().migration().asked.convergence,
+            disk_bytes: task.disk_bytes,
+        };
+        let prediction = plan::predict(&look, &asking);
+        if let Some(note) = &prediction.note {
+            tracing::warn!(migration = %task.offer.migration, "{note}");
+        }
+        self.entry()
+            .report_with(|report| report.predicted = Some(prediction));
+    }
+
+    /// The destination tells of the guest's clock.
+    pub(crate) fn tell_clock(&self, clock: GuestClock) {
+        self.entry()
+            .report_with(|report| crate::status::guest_clock::report(clock, report));
+    }
+
+    /// Ends what is left, and writes the report.
+    pub(crate) async fn close(mut self) {
+        self.show();
+        let (sent_bytes, received_bytes) = self.wire_bytes_now();
+        let both_closed = self.both_closed().await;
+        let usage = self.task.outbound.usage();
+        let engine = self.task.sending.engine();
+        let (sent, pass, dirty) = (
+            engine.sent(),
+            engine.pass_number(),
+            engine.reported_blocks_per_s().1,
+        );
+        drop(engine);
+        let encoded = self.task.sending.encoded();
+        let disks = self.task.outbound.disks();
+        let disks: Vec<_> = disks.iter().map(LocalDisk::report).collect();
+        let rtt = self.session.as_ref().map(|session| session.control.rtt());
+        let blocks = |count: u64| Some(count * BLOCK_SIZE as u64);
+        let (summary, stopped, committed_at) = (self.summary, &self.stopped, self.committed_at);
+        let verify = self.task.offer.verify;
+        let (migration, interruptions) = (self.task.offer.migration, self.interruptions);
+        self.entry().report_with(|report| {
+            report.link_bytes = Some(sent_bytes);
+            report.link_bytes_back = Some(received_bytes);
+            report.memory_bytes = Some(sent.frame_bytes.saturating_sub(encoded.disk_bytes));
+            report.disk_bytes = (!disks.is_empty()).then_some(encoded.disk_bytes);
+            let on_bases = disks.iter().any(|disk| disk.base.is_some());
+            report.disks = disks;
+            report.bytes.zero_bytes = blocks(sent.zero_blocks);
+            report.bytes.same_bytes = blocks(sent.same_blocks);
+            report.bytes.reference_bytes = blocks(sent.reference_blocks);
+            report.bytes.shared_bytes = blocks(sent.shared_blocks);
+            report.bytes.kept_bytes = blocks(sent.kept_blocks);
+            let others = encoded.duplicate_blocks + encoded.delta_blocks;
+            report.bytes.duplicate_bytes = blocks(encoded.duplicate_blocks);
+            report.bytes.delta_bytes = blocks(encoded.delta_blocks);
+            report.bytes.delta_encoded_bytes = Some(encoded.delta_bytes);
+            report.bytes.literal_bytes = blocks(sent.literal_blocks.saturating_sub(others));
+            report.bytes.compressed_bytes = Some(encoded.stored_bytes);
+            report.bytes.rejected_bytes = blocks(sent.rejected_blocks);
+            report.passes = Some(pass);
+            report.dirty_rate_bytes_per_s = dirty.map(|rate| (rate * BLOCK_SIZE as f64) as u64);
+            report.interruptions = Some(interruptions);
+            report.cost.source.agent_cpu_s = Some(usage.agent_cpu.as_secs_f64());
+            report.cost.source.agent_peak_bytes = Some(usage.agent_peak_bytes);
+            report.cost.source.qemu_cpu_s = Some(usage.qemu_cpu.as_secs_f64());
+            if let Some(summary) = summary {
+                let seconds = |us: u64| Some(us as f64 / 1e6);
+                report.cost.destination.agent_cpu_s = seconds(summary.agent_cpu_us);
+                report.cost.destination.agent_peak_bytes = Some(summary.agent_peak_bytes);
+                report.cost.destination.qemu_cpu_s = seconds(summary.qemu_cpu_us);
+                report.repository_bytes = on_bases.then_some(summary.repository_bytes);
+            }
+            if let Some(draining) = &self.draining {
+                draining.report(report);
+            }
+            if let Some(stopped) = stopped {
+                stopped.report(report, committed_at, rtt, summary, verify);
+                let (downtime_ms, parts) = (report.downtime_ms, &report.downtime);
+                tracing::info!(%migration, ?downtime_ms, ?parts, "the guest stood still");
+            }
+        });
+        match self.state() {
+            SourceState::Closed { here: false } => self.entry().end(Outcome::Completed, None),
+            _ => {
+                let failure = self.failure.take();
+                let failure =
+                    failure.unwrap_or_else(|| failure::internal("the attempt was given up"));
+                let outcome = failure::outcome(&failure);
+                let failure = with_guest(failure, &self.task);
+                self.entry().end(outcome, Some(failure));
+            }
+        }
+        self.task.context.archive.keep(&self.task.entry);
+        let Task {
+            context,
+            entry,
+            outbound,
+            reservation,
+            handover,
+            offer,
+            ..
+        } = self.task;
+        // It has QEMU's only control connection.
+        drop(outbound);
+        if let Some(departed) = self.departed {
+            departed.keep(&context, entry, reservation);
+        }
+        if both_closed {
+            handover.ledger.remove_journal();
+        } else {
+            Settling::hand_on(handover, offer.paused).go_on();
+        }
+    }
+}
+
+impl StoppedAt {
+    fn report(
+        &self,
+        report: &mut longhaul_api::Report,
+        committed_at: Option<Instant>,
+        rtt: Option<Duration>,
+        summary: Option<Summary>,
+        verify: bool,
+    ) {
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let half_rtt = rtt.unwrap_or_default() / 2;
+        report.bytes.device_state_bytes = Some(self.what.tail.len() as u64);
+        let parts = &mut report.downtime;
+        parts.device_state_ms = Some(ms(self.what.device_state_time));
+        let load = summary.map(|summary| Duration::from_micros(summary.load_us));
+        parts.load_ms = load.map(ms);
+        // Loaded left the destination when it had loaded what the last blocks completed.
+        parts.last_pages_ms = self.loaded_at.zip(load).map(|(loaded, load)| {
+            let before = self.what.stop_time + self.what.device_state_time + load + half_rtt;
+            ms((loaded - self.at).saturating_sub(before))
+        });
+        parts.verify_ms = match (verify, self.loaded_at, self.ready_at) {
+            (true, Some(loaded), Some(ready)) => Some(ms(ready - loaded)),
+            _ => None,
+        };
+        if let (Some(ready), Some(committed)) = (self.ready_at, committed_at) {
+            parts.commit_ms = Some(ms((committed - ready).saturating_sub(half_rtt)));
+        }
+        // COMMITTED left the destination right after the guest was told to run.
+        report.downtime_ms =
+            committed_at.map(|committed| ms((committed - self.at).saturating_sub(half_rtt)));
+    }
+}
+
+/// Says what has become of the guest.
+fn with_guest(failure: ApiError, task: &Task) -> ApiError {
+    if failure.state_of_guest.is_some() {
+        return failure;
+    }
+    let guest = &task.offer.guest.name;
+    let here = &task.context.parts.config.name;
+    let state = match (failure.code, task.outbound.is_gone()) {
+        (_, true) => format!("the QEMU of {guest} has ended on {here}"),
+        _ if task.offer.paused => format!("nothing was moved; {guest} is paused on {here}"),
+        _ => format!("nothing was moved; {guest} runs on {here}"),
+    };
+    failure.state_of_guest(state)
+}

@@ -1,0 +1,272 @@
+//! Stopping the guest of a departure, and sending what only a guest that stands still can give.
+
+use crate::host::hooks::Step;
+use crate::source::attempt::{Departure, StoppedAt, Task};
+use crate::source::verify::Comparison;
+use crate::status::failure;
+use longhaul_api::{ApiError, Phase};
+use longhaul_codec::pack;
+use longhaul_engine::source::Advice;
+use longhaul_engine::stop::StopReason;
+use longhaul_hypervisor::disk_cache;
+use longhaul_protocol::RegionId;
+use longhaul_protocol::limits::REMAINING_MAX;
+use longhaul_protocol::message::ToDestination;
+use longhaul_protocol::piece::Part;
+use longhaul_storage::disk::Disk as _;
+use std::fmt::Display;
+use std::time::Duration;
+use tokio::task::JoinHandle;
+use tokio::time::Instant;
+
+/// The guest's disks are flushed once what is left would travel in so much time.
+const FLUSH_WITHIN: Duration = Duration::from_secs(3);
+/// Between two flushes of the guest's disks; or so many times what the last one took, if that is more.
+const FLUSH_EVERY: Duration = Duration::from_millis(250);
+const FLUSH_REST: u32 = 3;
+
+/// The flushing of the guest's disks before the stop.
+#[derive(Default)]
+pub(crate) struct Disks {
+    flushing: Option<(Instant, JoinHandle<()>)>,
+    next_at: Option<Instant>,
+}
+
+impl Departure {
+    /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which flushes
+    /// them while the guest stands still, finds little to do. Not before: it is in the way of the
+    /// guest's own flushes.
+    pub(crate) fn flush_disks(&mut self) {
+        let now = self.now();
+        let Disks { flushing, next_at } = &mut self.disks;
+        if let Some((began, handle)) = flushing {
+            if handle.is_finished() {
+                let rest = FLUSH_EVERY.max(began.elapsed() * FLUSH_REST);
+                *next_at = Some(Instant::now() + rest);
+                *flushing = None;
+            }
+            return;
+        }
+        let due = next_at.is_none_or(|at| at <= Instant::now());
+        let Some(pid) = self.task.outbound.pid().filter(|_| due) else {
+            return;
+        };
+        let ends_in = self.task.sending.engine().predicted_downtime(now);
+        if ends_in.likely > FLUSH_WITHIN {
+            return;
+        }
+        let guest = self.task.offer.guest.name.clone();
+        let disks = self.task.outbound.disks().iter();
+        let disks: Vec<_> = disks.map(|disk| disk.disk.clone()).collect();
+        let flush = move || {
+            // QEMU does not hold those that move open.
+            for disk in disks {
+                if let Err(error) = disk.flush() {
+                    tracing::debug!(guest, %error, "a disk could not be flushed beforehand");
+                }
+            }
+            if let Err(error) = disk_cache::flush(pid) {
+                tracing::debug!(guest, %error, "its disks could not be flushed beforehand");
+            }
+        };
+        *flushing = Some((Instant::now(), tokio::task::spawn_blocking(flush)));
+    }
+
+    /// Sends what seldom changes any more, as soon as the first pass has brought it.
+    pub(crate) async fn send_early(&mut self) {
+        if self.early.is_some() || self.task.sending.engine().pass_number() < 2 {
+            return;
+        }
+        let early = self.task.outbound.early();
+        match pack(&early) {
+            Ok(packed) => self.task.sending.add_pieces(Part::Early, &packed),
+            Err(error) => return self.fail(failure::internal(&error.to_string())).await,
+        }
+        self.early = Some(early);
+    }
+
+    /// Stops the guest, if there is somebody who waits for it.
+    pub(crate) async fn stop_if_it_may(&mut self, reason: StopReason) {
+        if self.session.is_some() && self.launching.is_none() && !self.compares_disks() {
+            self.stop(reason).await;
+        }
+    }
+
+    /// Whether disks are still to be compared before the guest is stopped. That begins when they are there
+    /// but for what the guest has written lately.
+    fn compares_disks(&mut self) -> bool {
+        if self.compares_ahead && self.comparing.is_none() {
+            let Task {
+                outbound, sending, ..
+            } = &self.task;
+            self.comparing = Some(Comparison::ahead(outbound, sending));
+        }
+        self.compares_ahead
+    }
+
+    /// Stops the guest, and sends what is left.
+    async fn stop(&mut self, reason: StopReason) {
+        if let Err(error) = self.hook(Step::Stopping).await {
+            return self.fail(error).await;
+        }
+        self.predict(true);
+        self.entry().enter(Phase::Stopping);
+        let now = self.now();
+        let (predicted, left) = {
+            let engine = self.task.sending.engine();
+            (engine.predicted_downtime(now), engine.left(now))
+        };
+        let progress = self.task.outbound.progress();
+        self.note_stop(reason, predicted);
+        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
+        let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
+        let what = match stopped {
+            Ok(Some(what)) => what,
+            Ok(None) => return self.entry().enter(Phase::Precopy),
+            Err(error) => return self.fail(error.into_api()).await,
+        };
+        let stop_ms = what.stop_time.as_secs_f64() * 1e3;
+        self.entry()
+            .report_with(|report| report.downtime.stop_ms = Some(stop_ms));
+        let at = what.stopped_at;
+        let left = self.task.sending.engine().left(self.now());
+        tracing::info!(migration = %self.task.offer.migration, ?left, "stopped");
+        self.stopped = Some(StoppedAt {
+            at,
+            what,
+            loaded_at: None,
+            ready_at: None,
+        });
+        self.task.sending.wake();
+        if self.task.offer.verify {
+            let Task {
+                outbound, sending, ..
+            } = &self.task;
+            self.comparing = Some(Comparison::begin(outbound, sending));
+        }
+        // QEMU has let go of the disks.
+        if let Err(error) = self.task.outbound.disks_caught_up().await {
+            return self.fail(error).await;
+        }
+        if let Err(error) = self.promise_tables() {
+            return self.fail(error).await;
+        }
+        self.task.sending.engine().closed();
+        self.send_tail().await;
+        // An early release is written while the last blocks travel.
+        self.standing_still().await;
+    }
+
+    /// Has sent what QEMU opens images with that grow, before what is left of them is listed.
+    fn promise_tables(&mut self) -> Result<(), ApiError> {
+        for disk in self.task.outbound.disks() {
+            let failed = |error: &dyn Display| {
+                failure::internal(&format!("disk {}: {error}", disk.spec.name))
+            };
+            let promised = disk.promised().map_err(|error| failed(&error))?;
+            let mut engine = self.task.sending.engine();
+            let done = engine.promise(disk.spec.id, promised);
+            done.map_err(|error| failed(&error))?;
+        }
+        Ok(())
+    }
+
+    pub(crate) async fn send_tail(&mut self) {
+        let Some(stopped) = &self.stopped else { return };
+        match pack(&stopped.what.tail[self.early_bytes()..]) {
+            Ok(packed) => self.task.sending.add_pieces(Part::DeviceState, &packed),
+            Err(error) => self.fail(failure::internal(&error.to_string())).await,
+        }
+    }
+
+    /// How much of the rest of QEMU's stream is as it was said early.
+    fn early_bytes(&self) -> usize {
+        let (Some(stopped), Some(early)) = (&self.stopped, &self.early) else {
+            return 0;
+        };
+        stopped
+            .what
+            .tail
+            .iter()
+            .zip(early)
+            .take_while(|(one, other)| one == other)
+            .count()
+    }
+
+    /// Says how long images are that grow: nobody writes to them any more.
+    async fn send_lengths(&mut self) {
+        let disks = self.task.outbound.disks().iter();
+        let growing = disks.filter(|disk| disk.grows());
+        let lengths: Vec<_> = growing
+            .map(|disk| (disk.spec.id, disk.image_bytes()))
+            .collect();
+        for (region, bytes) in lengths {
+            match bytes {
+                Ok(bytes) => self.send(ToDestination::Length { region, bytes }).await,
+                Err(error) => {
+                    return self.fail(failure::internal(&error.to_string())).await;
+                }
+            }
+        }
+    }
+
+    /// Says what is left of the disks.
+    async fn send_lists(&mut self) {
+        let regions: Vec<RegionId> = self
+            .task
+            .outbound
+            .disks()
+            .iter()
+            .map(|disk| disk.spec.id)
+            .collect();
+        for region in regions {
+            let mut next = Some(0);
+            while let Some(from) = next {
+                let list = self.task.sending.engine().list(region, from, REMAINING_MAX);
+                match list {
+                    Ok(Some(list)) => {
+                        next = list.next_chunk;
+                        self.send(ToDestination::List(list)).await;
+                    }
+                    // It is closed, and one of the engine's.
+                    Ok(None) => return,
+                    Err(error) => {
+                        return self.fail(failure::internal(&error.to_string())).await;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Says how many frames there are, once all have been given to the connection.
+    pub(crate) async fn announce(&mut self) {
+        let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
+            return;
+        };
+        if self.task.sending.engine().advise(self.began.elapsed()) != Advice::Complete {
+            self.task.sending.wake();
+            return;
+        }
+        // The engine is done, so the count does not change any more.
+        let announcement = (line.epoch, line.frames());
+        if self.announced == Some(announcement) {
+            return;
+        }
+        self.announced = Some(announcement);
+        let device_state_bytes = stopped.what.tail.len() as u32;
+        let early_bytes = self.early_bytes() as u32;
+        if self.entry().phase() == Phase::Stopping {
+            self.entry().enter(Phase::Loading);
+        }
+        self.send_lengths().await;
+        self.send_lists().await;
+        let (epoch, frames) = announcement;
+        self.send(ToDestination::Complete {
+            epoch,
+            frames,
+            early_bytes,
+            device_state_bytes,
+        })
+        .await;
+    }
+}

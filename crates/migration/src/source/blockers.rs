@@ -1,0 +1,100 @@
+//! What of a guest's disks keeps it from being moved now, whether or not they move along: a job that
+//! runs on them, and an image that is not the one that the guest is described with.
+
+use crate::context::Context;
+use crate::disks::exports;
+use longhaul_hypervisor::disk::{files, jobs};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::observe::Blocker;
+use longhaul_hypervisor::qmp::{Qmp, QmpError};
+use std::collections::BTreeMap;
+use std::fs;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+/// Looks at them.
+pub(crate) async fn find(
+    context: &Context,
+    guest: &Guest,
+    qmp: &Qmp,
+) -> Result<Vec<Blocker>, QmpError> {
+    let (jobs, files) = tokio::try_join!(jobs(qmp), files(qmp))?;
+    let mut found: Vec<Blocker> = jobs
+        .into_iter()
+        .map(|job| Blocker {
+            text: format!(
+                "QEMU is busy with the guest's disks: job {} ({}, {})",
+                job.id, job.kind, job.status
+            ),
+            hint: "let it end, or end it (QMP `job-cancel`), before the guest moves".to_owned(),
+        })
+        .collect();
+    let images = &context.parts.config.hypervisor.images;
+    for disk in &guest.description().disks {
+        let (Ok(device), Some(image)) = (
+            exports::device(guest.description(), &disk.name),
+            images.get(&disk.image),
+        ) else {
+            // Refused elsewhere, by name.
+            continue;
+        };
+        if let Some(file) = file_of(&files, &device)
+            && are_two(file, &image.path)
+        {
+            found.push(Blocker {
+                text: format!(
+                    "disk {} stands on {} now, and not on its image {}: a snapshot or a mirror was \
+                     made while the guest ran",
+                    disk.name,
+                    file.display(),
+                    image.path.display()
+                ),
+                hint: "commit the overlay (QMP `block-commit`), or shut the guest down and \
+                       describe it with the image that it has now"
+                    .to_owned(),
+            });
+        }
+    }
+    Ok(found)
+}
+
+/// The file of a device by its path in QEMU, which says a device's id where it has one.
+fn file_of<'a>(files: &'a BTreeMap<String, PathBuf>, device: &str) -> Option<&'a PathBuf> {
+    let by_id = device.strip_prefix("/machine/peripheral/");
+    files
+        .get(device)
+        .or_else(|| by_id.and_then(|id| files.get(id)))
+}
+
+/// Whether both are there, and are not one file or device. One that is gone is dealt with elsewhere.
+fn are_two(one: &Path, other: &Path) -> bool {
+    let identity = |path: &Path| {
+        let found = fs::metadata(path).ok()?;
+        let is_device = found.file_type().is_block_device();
+        Some(match is_device {
+            true => (true, found.rdev(), 0),
+            false => (false, found.dev(), found.ino()),
+        })
+    };
+    match (identity(one), identity(other)) {
+        (Some(one), Some(other)) => one != other,
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_by_two_names_is_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let [one, other, link] = ["one", "other", "link"].map(|name| folder.path().join(name));
+        fs::write(&one, "a").unwrap();
+        fs::write(&other, "a").unwrap();
+        std::os::unix::fs::symlink(&one, &link).unwrap();
+        assert!(!are_two(&one, &link));
+        assert!(are_two(&one, &other));
+        assert!(!are_two(&one, &folder.path().join("gone")));
+    }
+}

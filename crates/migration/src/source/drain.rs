@@ -1,0 +1,313 @@
+//! What of a departed guest's disks is still here: sent as the destination asks for it, until it has
+//! everything.
+
+use crate::disks::{blocks_of, exports};
+use crate::source::convergence;
+use crate::source::sender::{Content, Encoding, Line, Sending};
+use crate::source::verify::{Checked, Image, Rest};
+use longhaul_api::{Convergence, RegionProgress, Report};
+use longhaul_codec::{BlockId, DigestKey};
+use longhaul_engine::chunk::CHUNK_BLOCKS;
+use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::strategy::Strategy;
+use longhaul_protocol::limits::RANGES_MAX;
+use longhaul_protocol::message::{ToDestination, ToSource};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionSpec};
+use longhaul_storage::disk::{Disk as _, RawDisk};
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+/// What is left here, and which connection it goes over.
+pub(crate) struct Draining {
+    sending: Arc<Sending>,
+    disks: BTreeMap<RegionId, Disk>,
+    /// It is used once the destination has said what it lacks.
+    line: Option<Arc<Line>>,
+    unreadable: BTreeSet<BlockId>,
+    /// What has to be said of those.
+    unsaid: Vec<BlockId>,
+    /// What is compared when all of it is there, where that was asked for.
+    rest: Option<Rest>,
+}
+
+struct Disk {
+    name: String,
+    chunks: u32,
+    /// So far the destination has said what it lacks.
+    heard: u32,
+}
+
+/// What is left of disks whose guest has gone, as an earlier agent has noted it.
+struct Images {
+    first: usize,
+    disks: Vec<Arc<RawDisk>>,
+}
+
+impl Content for Images {
+    fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
+        let mut done = 0;
+        for same in blocks.chunk_by(|one, next| one.region == next.region) {
+            let Some(block) = same.first() else { continue };
+            let n = usize::from(block.region.0).checked_sub(self.first);
+            let disk = n.and_then(|n| self.disks.get(n));
+            let disk = disk.ok_or("there is no such disk")?;
+            crate::disks::read_each(disk, same, &mut into[done..done + same.len()])?;
+            done += same.len();
+        }
+        Ok(())
+    }
+}
+
+/// What sends what is left of a guest's disks that an earlier agent has let go; none where nothing is.
+pub(crate) fn left(
+    state: &Path,
+    guest: &str,
+    migration: MigrationId,
+) -> io::Result<Option<Draining>> {
+    let mut left = exports::left(state, guest, migration)?;
+    left.sort_by_key(|(left, ..)| left.region);
+    let Some((first, ..)) = left.first() else {
+        return Ok(None);
+    };
+    let (first, key) = (first.region, DigestKey(first.digest_key));
+    let wish = convergence::wish(&Convergence::default(), Duration::ZERO);
+    let engine = Source::new(Strategy::PRECOPY, &[], wish, Duration::ZERO);
+    let mut engine = engine.map_err(io::Error::other)?;
+    let spec = |id: u16, name: &str, blocks| RegionSpec {
+        id: RegionId(id),
+        name: name.to_owned(),
+        blocks,
+        durable: true,
+        starts_zero: true,
+    };
+    for id in 0..first.0 {
+        let other = engine.add(&spec(id, "", 0), Strategy::SHARED);
+        other.map_err(io::Error::other)?;
+    }
+    let mut images = Vec::new();
+    for (n, (left, name, image)) in left.iter().enumerate() {
+        let spec = spec(first.0 + n as u16, name, left.blocks);
+        if spec.id != left.region {
+            return Err(io::Error::other("its disks are not those of its move"));
+        }
+        engine
+            .add(&spec, Strategy::POSTCOPY)
+            .map_err(io::Error::other)?;
+        let disk = RawDisk::open_to_read(image).map_err(io::Error::other)?;
+        let blocks = blocks_of(disk.size_bytes());
+        let fits = match left.grows {
+            true => blocks <= left.blocks,
+            false => blocks == left.blocks,
+        };
+        if !fits {
+            let text = format!(
+                "{} is not as long as the disk of the guest that has left: is it another one?",
+                image.display()
+            );
+            return Err(io::Error::other(text));
+        }
+        let disk = Arc::new(disk);
+        images.push(Image { spec, disk });
+    }
+    engine.closed();
+    let first = usize::from(first.0);
+    let disks = images.iter().map(|image| image.disk.clone()).collect();
+    let content = Box::new(Images { first, disks });
+    let encoding = Encoding::new(&Default::default(), 0);
+    // Nothing is known to be equal, and no guest's reads and writes are in the way.
+    let checked = Checked::of(images.iter().map(|image| &image.spec));
+    let of = (migration, key);
+    let sending = Sending::new(engine, of, content, encoding, first, checked);
+    let verify = left.iter().all(|(left, ..)| left.verify);
+    Ok(Some(Draining::begin(&sending, images, verify)))
+}
+
+impl Draining {
+    /// What sends it.
+    pub(crate) fn sending(&self) -> &Arc<Sending> {
+        &self.sending
+    }
+
+    /// The guest runs at the destination: what these regions have yet to send follows.
+    pub(crate) fn begin(sending: &Arc<Sending>, images: Vec<Image>, verify: bool) -> Self {
+        // What follows goes over a connection that begins with what is missing.
+        sending.disconnect();
+        sending.engine().handed_over();
+        let disk = |spec: &RegionSpec| Disk {
+            name: spec.name.clone(),
+            chunks: spec.blocks.div_ceil(CHUNK_BLOCKS) as u32,
+            heard: 0,
+        };
+        let specs = images.iter().map(|image| &image.spec);
+        Self {
+            sending: sending.clone(),
+            disks: specs.map(|spec| (spec.id, disk(spec))).collect(),
+            line: None,
+            unreadable: BTreeSet::new(),
+            unsaid: Vec::new(),
+            rest: verify.then(|| Rest::of(sending, images)),
+        }
+    }
+
+    /// A new connection, over which the destination says first what it lacks.
+    pub(crate) fn connected(&mut self, line: Arc<Line>) {
+        self.sending.disconnect();
+        self.disks.values_mut().for_each(|disk| disk.heard = 0);
+        self.line = Some(line);
+        // What is still missing is tried again.
+        self.unreadable.clear();
+        self.unsaid.clear();
+        if let Some(rest) = &mut self.rest {
+            rest.connected();
+        }
+    }
+
+    /// Waits for what is to be said of what has come. Safe to cancel.
+    pub(crate) async fn next(&mut self) -> ToDestination {
+        match &mut self.rest {
+            Some(rest) => rest.next().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Why the images here are kept, where something is wrong with what has come.
+    pub(crate) fn trouble(&self) -> Option<String> {
+        self.rest.as_ref().and_then(Rest::trouble)
+    }
+
+    /// Adds to a report what was found in what has come.
+    pub(crate) fn report(&self, report: &mut Report) {
+        if let Some(rest) = &self.rest {
+            rest.report(report);
+        }
+    }
+
+    /// Takes in what the destination says; false where it is about something else.
+    pub(crate) fn hear(&mut self, message: &ToSource) -> Result<bool, SourceError> {
+        match message {
+            ToSource::Missing(missing) => {
+                let chunks = missing.from_chunk..missing.to_chunk;
+                let mut engine = self.sending.engine();
+                engine.missing(missing.region, chunks, &missing.lacks)?;
+                drop(engine);
+                if let Some(disk) = self.disks.get_mut(&missing.region)
+                    && disk.heard == missing.from_chunk
+                {
+                    disk.heard = missing.to_chunk;
+                }
+                self.use_line();
+            }
+            ToSource::Want { region, ranges } => {
+                for range in ranges {
+                    self.wanted(*region, *range)?;
+                }
+                self.sending.wake();
+            }
+            ToSource::Superseded { region, ranges } => {
+                let mut engine = self.sending.engine();
+                for range in ranges {
+                    engine.superseded(*region, *range)?;
+                    // Nobody needs to read it here any more.
+                    let within = |block: &BlockId| {
+                        block.region == *region && (range.start..range.end()).contains(&block.block)
+                    };
+                    self.unreadable.retain(|block| !within(block));
+                }
+            }
+            ToSource::Digests {
+                region,
+                range,
+                digests,
+            } => {
+                if let Some(rest) = &mut self.rest {
+                    rest.answered(*region, *range, digests.clone());
+                }
+            }
+            _ => return Ok(false),
+        }
+        Ok(true)
+    }
+
+    fn wanted(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
+        self.sending.engine().wanted(region, range)?;
+        let block = |block| BlockId { region, block };
+        let asked = block(range.start)..block(range.end());
+        let tried: Vec<BlockId> = self.unreadable.range(asked).copied().collect();
+        for block in tried {
+            // It may be believed to be on its way.
+            match self.sending.can_be_read(block) {
+                true => drop(self.unreadable.remove(&block)),
+                false => self.unsaid.push(block),
+            }
+        }
+        Ok(())
+    }
+
+    fn use_line(&mut self) {
+        let all = self.disks.values().all(|disk| disk.heard == disk.chunks);
+        if all && let Some(line) = self.line.take() {
+            self.sending.connect(line);
+            self.sending.wake();
+        }
+    }
+
+    /// Where disks cannot be read: the first byte of each that has such a place.
+    pub(crate) fn unreadable_bytes(&self) -> BTreeMap<RegionId, u64> {
+        let mut first = BTreeMap::new();
+        for block in &self.unreadable {
+            let byte = block.block * BLOCK_SIZE as u64;
+            first.entry(block.region).or_insert(byte);
+        }
+        first
+    }
+
+    /// How far a disk's rest has gone, as people see it.
+    pub(crate) fn progress(&self) -> Vec<RegionProgress> {
+        let unreadable = self.unreadable_bytes();
+        let pending = self.sending.engine().pending_by_region();
+        let disks = pending
+            .into_iter()
+            .filter(|(spec, _)| self.disks.contains_key(&spec.id));
+        let region = |(spec, pending): (RegionSpec, u64)| RegionProgress {
+            blocks_total: spec.blocks,
+            blocks_settled: spec.blocks.saturating_sub(pending),
+            blocks_pending: pending,
+            disk: true,
+            strategy: None,
+            why: None,
+            waiting: None,
+            unreadable_byte: unreadable.get(&spec.id).copied(),
+            name: spec.name,
+        };
+        disks.map(region).collect()
+    }
+
+    /// What is to be said of blocks that cannot be read.
+    pub(crate) fn unreadable(&mut self) -> Vec<ToDestination> {
+        for (block, why) in self.sending.take_unreadable() {
+            if self.unreadable.insert(block) {
+                let disk = self.disks.get(&block.region).map(|disk| &disk.name);
+                let byte = block.block * BLOCK_SIZE as u64;
+                tracing::error!(disk, byte, "cannot be read: {why}");
+            }
+            self.unsaid.push(block);
+        }
+        let unsaid = std::mem::take(&mut self.unsaid);
+        let said = unsaid.chunks(RANGES_MAX).flat_map(|blocks| {
+            let of_region = blocks.chunk_by(|one, next| one.region == next.region);
+            of_region.filter_map(|blocks| {
+                Some(ToDestination::Unreadable {
+                    region: blocks.first()?.region,
+                    ranges: blocks
+                        .iter()
+                        .map(|block| BlockRange::new(block.block, 1))
+                        .collect(),
+                })
+            })
+        });
+        said.collect()
+    }
+}

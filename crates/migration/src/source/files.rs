@@ -1,0 +1,248 @@
+//! The source's part: locks on the files of a guest that stay, and the question about them.
+
+use crate::channel;
+use crate::context::Context;
+use crate::files::{Place, Staying, is_file_or_volume, of_guest, open, stands_on};
+use channel::TalkError;
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::has_open;
+use longhaul_protocol::files::{FileClaim, FileKind};
+use longhaul_protocol::message::{Check, FilesQuery, Query, ToDestination, ToSource, Verdict};
+use longhaul_protocol::wire::VERSION_OF_FILES;
+use longhaul_storage::same_file::HeldLocks;
+use longhaul_transport::{ChannelError, Control};
+use std::fs::{self, Metadata};
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+use tokio::task::spawn_blocking;
+
+/// How long an answer may take, beside what the destination has to read for it.
+const ANSWER_WITHIN: Duration = Duration::from_secs(60);
+/// A destination reads at least so fast.
+const READ_BYTES_PER_S: u64 = 16 << 20;
+
+/// The files of a guest that stay, with locks on them for as long as this is there.
+#[derive(Default)]
+pub(crate) struct Held {
+    files: Vec<OneFile>,
+    claims: Vec<FileClaim>,
+}
+
+struct OneFile {
+    staying: Staying,
+    path: PathBuf,
+    _locks: Option<HeldLocks>,
+}
+
+/// Why there is no answer.
+#[derive(Debug)]
+pub(crate) enum AskError {
+    /// The other agent did not give one.
+    Talk(TalkError),
+    /// This host cannot say what it was asked for.
+    Here(ApiError),
+}
+
+impl From<TalkError> for AskError {
+    fn from(error: TalkError) -> Self {
+        Self::Talk(error)
+    }
+}
+
+impl From<ChannelError> for AskError {
+    fn from(error: ChannelError) -> Self {
+        Self::Talk(error.into())
+    }
+}
+
+/// Takes locks on the files of a guest that stay. Disks must be those that its QEMU has open.
+pub(crate) fn hold(context: &Context, guest: &Guest) -> Result<Held, ApiError> {
+    let config = &context.parts.config.hypervisor;
+    let mut held = Held::default();
+    for place in of_guest(config, guest.description()) {
+        let place = place.map_err(|staying| {
+            refused(format!("this host does not know {staying} any more"))
+                .hint("name it in the agent's configuration")
+        })?;
+        let mut next = Some(place);
+        while let Some(place) = next {
+            held.take(&place, guest)?;
+            next = stands_on(&place).map_err(|why| {
+                refused(format!("{}: {why}", place.staying))
+                    .hint("make one plain image of it: qemu-img convert -O qcow2 OLD NEW")
+            })?;
+        }
+    }
+    Ok(held)
+}
+
+fn refused(text: String) -> ApiError {
+    ApiError::new(ErrorCode::Refused, text)
+}
+
+/// Whether a file is the one that the guest's QEMU has open.
+fn is_used(place: &Place, about: &Metadata, guest: &Guest) -> Result<(), ApiError> {
+    let Place { staying, path, .. } = place;
+    let used = has_open(guest.pid().unwrap_or_default(), about).map_err(|error| {
+        let text = format!("{staying}: cannot tell which file its QEMU uses: {error}");
+        refused(text)
+    })?;
+    if used {
+        return Ok(());
+    }
+    let text = format!(
+        "{staying}: {} is not the file that its QEMU uses: it was replaced since, or is another \
+         one",
+        path.display()
+    );
+    let hint = "give the file that QEMU uses its name back, or shut the guest down: what it \
+                writes now is in a file without this name";
+    Err(refused(text).hint(hint))
+}
+
+impl Held {
+    /// Takes locks on one file.
+    fn take(&mut self, place: &Place, guest: &Guest) -> Result<(), ApiError> {
+        let Place { staying, path, .. } = place;
+        let shown = path.display();
+        let about = fs::metadata(path)
+            .map_err(|error| refused(format!("{staying}: cannot look at {shown}: {error}")))?;
+        if !is_file_or_volume(&about) {
+            let text = format!("{staying}: {shown} is no file and no volume");
+            return Err(refused(text));
+        }
+        // What firmware there is now under the name of the guest's counts, as for kernels, which
+        // QEMU closes when it has read them: programs are upgraded while guests run.
+        if matches!(staying.kind, FileKind::Image | FileKind::Backing(_)) {
+            is_used(place, &about, guest)?;
+        }
+        // Without locks other proofs are tried, and the operator's word: that is for the
+        // destination to say.
+        let locks = open(path).and_then(HeldLocks::take);
+        let locks = locks
+            .inspect_err(|error| tracing::warn!(file = %staying, %error, "cannot be locked"))
+            .ok();
+        self.claims.push(FileClaim {
+            kind: staying.kind,
+            name: staying.name.clone(),
+            path: path.to_string_lossy().into_owned(),
+            locks: locks.as_ref().map(HeldLocks::pattern),
+            content: None,
+        });
+        self.files.push(OneFile {
+            path: path.to_owned(),
+            staying: staying.clone(),
+            _locks: locks,
+        });
+        Ok(())
+    }
+
+    /// Whether there are no such files.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.claims.is_empty()
+    }
+
+    /// What is said of them.
+    pub(crate) fn claims(&self) -> &[FileClaim] {
+        &self.claims
+    }
+
+    /// How long an answer to that may take.
+    pub(crate) fn reading_time(&self) -> Duration {
+        let contents = self.claims.iter().filter_map(|claim| claim.content);
+        let bytes: u64 = contents.map(|content| content.bytes).sum();
+        Duration::from_secs(bytes / READ_BYTES_PER_S)
+    }
+
+    /// What stands against all of them where a host cannot be asked about them.
+    pub(crate) fn unasked(&self, control: &Control) -> Option<Check> {
+        let peer = control.peer();
+        if self.is_empty() || peer.version >= VERSION_OF_FILES {
+            return None;
+        }
+        let files: Vec<String> = self.files.iter().map(|it| it.staying.to_string()).collect();
+        let (host, software) = (&peer.host.name, &peer.software);
+        Some(Check {
+            verdict: Verdict::Refused,
+            text: format!(
+                "{host} runs {software:?}, which cannot prove that both hosts have the same {}",
+                files.join(", ")
+            ),
+            hint: Some(format!("update the agent on {host}")),
+        })
+    }
+
+    /// Says what these files hold.
+    async fn say_content(&mut self, context: &Context, wanted: &[u16]) -> Result<(), AskError> {
+        for place in wanted {
+            let place = usize::from(*place);
+            let files = self.files.get(place).zip(self.claims.get_mut(place));
+            let new = |(file, claim): &(&OneFile, &mut FileClaim)| {
+                file.staying.read_only && claim.content.is_none()
+            };
+            let Some((file, claim)) = files.filter(new) else {
+                return Err(AskError::Talk(TalkError::Unfit(
+                    "it asks for what a file holds that it was not asked about, or was told of",
+                )));
+            };
+            let (path, contents) = (file.path.clone(), context.contents.clone());
+            let reading = spawn_blocking(move || open(&path).and_then(|file| contents.of(&file)));
+            let content = reading
+                .await
+                .unwrap_or_else(|error| Err(io::Error::other(error)));
+            claim.content = Some(content.map_err(|error| {
+                let (what, path) = (&file.staying, file.path.display());
+                let text = format!("{what}: cannot read {path}: {error}");
+                AskError::Here(ApiError::new(ErrorCode::Refused, text))
+            })?);
+        }
+        Ok(())
+    }
+}
+
+/// Asks a destination everything that can be said against a move of a guest with these files.
+pub(crate) async fn ask(
+    context: &Context,
+    control: &Control,
+    query: Query,
+    held: &mut Held,
+) -> Result<Vec<Check>, AskError> {
+    let unasked = held.unasked(control);
+    if held.is_empty() || unasked.is_some() {
+        let question = ToDestination::Query(Box::new(query));
+        return match answer(control, &question, ANSWER_WITHIN).await? {
+            ToSource::Answer(answer) => Ok(answer.checks.into_iter().chain(unasked).collect()),
+            _ => Err(TalkError::Unfit("a question is answered by Answer").into()),
+        };
+    }
+    // Locks prove most; what a file holds is asked for once.
+    for _ in 0..=held.claims.len() {
+        let asked = FilesQuery {
+            query: query.clone(),
+            files: held.claims().to_vec(),
+        };
+        let question = ToDestination::QueryFiles(Box::new(asked));
+        let limit = ANSWER_WITHIN + held.reading_time();
+        match answer(control, &question, limit).await? {
+            ToSource::Answer(answer) => return Ok(answer.checks),
+            ToSource::WantContent { files } if !files.is_empty() => {
+                held.say_content(context, &files).await?;
+            }
+            _ => break,
+        }
+    }
+    Err(TalkError::Unfit("a question about files is answered by Answer or WantContent").into())
+}
+
+async fn answer(
+    control: &Control,
+    question: &ToDestination,
+    limit: Duration,
+) -> Result<ToSource, AskError> {
+    let channel = control.open().await.map_err(ChannelError::from)?;
+    let (mut sender, mut receiver) = channel::as_source(channel);
+    sender.send(question).await?;
+    Ok(receiver.recv_within(limit).await?)
+}

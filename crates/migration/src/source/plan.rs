@@ -1,0 +1,506 @@
+//! What a migration would meet and cost, found out without changing anything.
+
+use crate::context::Context;
+use crate::source::convergence;
+use crate::source::files::{self, AskError, Held};
+use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::prepare::{Candidate, candidate, is_paused};
+use crate::source::qemu::Outbound;
+use crate::status::failure;
+use crate::status::registry::Taken;
+use longhaul_api::{
+    ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
+    ProbeResult, Side, Strategy,
+};
+use longhaul_hypervisor::attach::look_again;
+use longhaul_hypervisor::dirty_rate;
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::memory::GuestMemory;
+use longhaul_hypervisor::observe::{self, Blocker};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_hypervisor::tested;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{self, Query, Verdict};
+use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionSpec};
+use longhaul_transport::{CloseCode, Control, ProbeConfig, ProbeReport};
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::block_in_place;
+
+/// How long the link is measured where nothing is known of it.
+const PROBE_TIME: Duration = Duration::from_secs(1);
+/// Blocks that are looked at to guess what the memory costs.
+const SAMPLES: u64 = 512;
+/// Passes that are counted through: those after it change little.
+const PASSES_MAX: usize = 10;
+/// What a switchover takes besides last pages and round trips.
+const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
+
+/// Looks at everything, and predicts.
+pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result<Plan, ApiError> {
+    convergence::check(&request.convergence)?;
+    let candidate = candidate(context, &request.guest, &request.to)?;
+    let mut plan = Plan {
+        guest: request.guest.clone(),
+        source: context.parts.config.name.clone(),
+        destination: request.to.clone(),
+        asked: Asked {
+            downtime_ms: request.downtime_ms,
+            bandwidth_bps: context.throttle.alone(request.bandwidth_bps),
+            early_release: request.early_release,
+            convergence: request.convergence,
+            ..Asked::default()
+        },
+        possible: false,
+        qemu: None,
+        machine_type: Some(candidate.guest.description().machine.clone()),
+        accelerator: None,
+        vcpus: Some(candidate.guest.description().vcpus),
+        memory_bytes: Some(candidate.guest.description().memory_mib << 20),
+        memory_used_bytes: None,
+        dirty_rate_bytes_per_s: None,
+        hot_bytes: None,
+        rtt_ms: None,
+        rate_bps: None,
+        checks: Vec::new(),
+        predictions: Vec::new(),
+    };
+    if let Some(moving @ Taken::Moving(..)) = context.registry.taken(&request.guest) {
+        let busy = context.registry.busy(&request.guest, moving);
+        let hint = busy.hint.unwrap_or_default();
+        plan.checks.push(Check::refuse("guest", busy.message, hint));
+        return Ok(plan);
+    }
+    // Nobody else talks to this QEMU meanwhile.
+    let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
+    let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
+    plan.checks.push(context.starter_check(&candidate.guest));
+    plan.checks.extend(context.hook_checks(Side::Source));
+    let control = ask_there(context, &candidate, &machine, &mut plan).await;
+    if control.is_some() {
+        measure_link(context, &mut plan).await;
+    }
+    plan.checks.extend(early_release(&plan));
+    let rtt = plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3));
+    let rate = plan.rate_bps.map(|rate| rate as f64 / 8.0);
+    known.limit(rate, plan.asked.bandwidth_bps, rtt.unwrap_or_default());
+    let disk_bytes = look_at_disks(context, &candidate, &known, &mut plan);
+    plan.predictions
+        .push(predict(&look, &Asking::of(&plan, disk_bytes)));
+    plan.possible = plan
+        .checks
+        .iter()
+        .all(|check| check.verdict != longhaul_api::Verdict::Refuse);
+    Ok(plan)
+}
+
+/// The disks that move along: what of them will probably travel, in bytes.
+fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
+    let guest = candidate.guest.description();
+    match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, 0)) {
+        Ok(disks) => {
+            plan.checks.extend(disks.iter().map(|disk| {
+                let offered = &disk.offered;
+                let why = disk.why.map(|why| format!(", since {why}"));
+                let base = disk.base();
+                let base = base.map(|id| format!(", without its base image {}", id.short()));
+                let text = format!(
+                    "disk {} moves along{}: {}, {} of it allocated; by {}{}",
+                    offered.name,
+                    base.unwrap_or_default(),
+                    show_bytes(disk.shown_bytes()),
+                    show_bytes(offered.allocated_bytes),
+                    disk.choice(),
+                    why.unwrap_or_default()
+                );
+                Check::ok("disks", text)
+            }));
+            block_in_place(|| disks.iter().map(LocalDisk::probable_bytes).sum())
+        }
+        Err(error) => {
+            let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+            plan.checks
+                .push(Check::refuse("disks", error.message, hint));
+            0
+        }
+    }
+}
+
+/// What an early release saves, and what it is paid with.
+fn early_release(plan: &Plan) -> Option<Check> {
+    let Plan {
+        guest, destination, ..
+    } = plan;
+    let saved = match plan.rtt_ms {
+        Some(rtt_ms) => format!(
+            "about {} (one round trip)",
+            show_duration(Duration::from_secs_f64(rtt_ms / 1e3))
+        ),
+        None => "about one round trip".to_owned(),
+    };
+    plan.asked.early_release.then(|| {
+        let text = format!(
+            "early release saves {saved} of downtime; if the connection breaks after the stop, \
+             {guest} stays stopped until {destination} and this host meet again"
+        );
+        Check::warn(
+            "early_release",
+            text,
+            "without --early-release it goes on here when that happens before it was handed over",
+        )
+    })
+}
+
+fn qemu(error: &dyn Display) -> ApiError {
+    ApiError::new(ErrorCode::Qemu, error.to_string())
+}
+
+/// A guest's machine, and what keeps it from being moved, whoever started it.
+pub(crate) async fn examine(
+    context: &Context,
+    guest: &Guest,
+    qmp: &Qmp,
+) -> Result<(Machine, Vec<Blocker>), ApiError> {
+    let config = &context.parts.config.hypervisor;
+    let looking = async {
+        let attached = look_again(guest, qmp, config).await;
+        if let Some(examined) = attached.map_err(failure::attach)? {
+            return Ok(examined);
+        }
+        let examined = observe::examine(qmp, guest.record().process.as_ref()).await;
+        examined.map_err(|error| qemu(&error))
+    };
+    let disks = async {
+        let found = crate::source::blockers::find(context, guest, qmp).await;
+        found.map_err(|error| qemu(&error))
+    };
+    let ((machine, mut blockers), of_disks) = tokio::try_join!(looking, disks)?;
+    blockers.extend(of_disks);
+    Ok((machine, blockers))
+}
+
+async fn look_here(
+    context: &Context,
+    candidate: &Candidate,
+    plan: &mut Plan,
+) -> Result<(Machine, Look, Known), ApiError> {
+    let qmp = candidate
+        .guest
+        .connect()
+        .await
+        .map_err(|error| qemu(&error))?;
+    let known = Known::of(&candidate.guest, DiskChoice::Auto, &qmp);
+    let (examined, known) = tokio::join!(examine(context, &candidate.guest, &qmp), known);
+    let (machine, blockers) = examined?;
+    plan.qemu = Some(machine.qemu.clone());
+    plan.machine_type = Some(machine.machine_type.clone());
+    plan.accelerator = Some(machine.accelerator.clone());
+    plan.vcpus = Some(machine.vcpus);
+    let newer = tested::warning(&machine.qemu, &plan.source);
+    plan.checks
+        .extend(newer.map(|text| Check::warn("qemu", text, tested::hint(&plan.source))));
+    if blockers.is_empty() {
+        plan.checks
+            .push(Check::ok("devices", "all devices can be moved"));
+    }
+    plan.checks.extend(
+        blockers
+            .into_iter()
+            .map(|b| Check::refuse("devices", b.text, b.hint)),
+    );
+    if let Err(error) = is_paused(&qmp).await {
+        plan.checks.push(Check::refuse(
+            "guest",
+            error.message,
+            "resume it, or stop it, first",
+        ));
+    }
+    let mut seen = Look::default();
+    match Outbound::attach(candidate.guest.clone(), qmp).await {
+        Ok(outbound) => {
+            let mut looking = look(&outbound);
+            while looking.changed().await.is_ok() {}
+            seen = *looking.borrow();
+            plan.memory_used_bytes = seen.used_bytes;
+            plan.dirty_rate_bytes_per_s = seen.dirty_bytes_per_s;
+        }
+        Err(error) => plan.checks.push(Check::refuse(
+            "memory",
+            error.to_string(),
+            "the agent must be allowed to read the memory of QEMU (CAP_SYS_PTRACE)",
+        )),
+    }
+    Ok((machine, seen, known))
+}
+
+/// What a look at a guest's memory shows.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Look {
+    /// What is not zero.
+    used_bytes: Option<u64>,
+    /// The share of it that is left after compression.
+    share: Option<f64>,
+    dirty_bytes_per_s: Option<u64>,
+}
+
+/// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at how
+/// fast it writes. What was seen is whole when the sender is gone.
+pub(crate) fn look(outbound: &Outbound) -> watch::Receiver<Look> {
+    let (memory, places) = outbound.memory();
+    let regions = outbound.regions().to_vec();
+    let (sender, receiver) = watch::channel(Look::default());
+    tokio::spawn(async move {
+        let (used_bytes, share) = block_in_place(|| sample(&memory, &regions, &places));
+        let mut look = Look {
+            used_bytes,
+            share,
+            dirty_bytes_per_s: None,
+        };
+        sender.send_replace(look);
+        match dirty_rate::measure(&memory).await {
+            Ok(rate) => look.dirty_bytes_per_s = Some(rate),
+            Err(error) => tracing::warn!(%error, "cannot tell how fast a guest writes"),
+        }
+        sender.send_replace(look);
+    });
+    receiver
+}
+
+fn sample(
+    memory: &GuestMemory,
+    regions: &[RegionSpec],
+    places: &[usize],
+) -> (Option<u64>, Option<f64>) {
+    let total: u64 = regions.iter().map(|spec| spec.blocks).sum();
+    let step = (total / SAMPLES).max(1);
+    let (mut looked_at, mut content) = (0_u64, Vec::new());
+    for (spec, place) in regions.iter().zip(places) {
+        for block in (0..spec.blocks).step_by(step as usize) {
+            let mut one = [0; BLOCK_SIZE];
+            if memory
+                .read(*place, &[BlockRange::new(block, 1)], &mut one)
+                .is_ok()
+            {
+                looked_at += 1;
+                if !longhaul_codec::is_zero(&one) {
+                    content.extend_from_slice(&one);
+                }
+            }
+        }
+    }
+    let used = content.len() as u64 / BLOCK_SIZE as u64;
+    let used_bytes = (total * BLOCK_SIZE as u64 * used).checked_div(looked_at);
+    let packed: Option<usize> = content
+        .chunks(64 * BLOCK_SIZE)
+        .map(|frame| longhaul_codec::pack(frame).ok().map(|packed| packed.len()))
+        .sum();
+    let share = packed
+        .filter(|_| !content.is_empty())
+        .map(|packed| packed as f64 / content.len() as f64);
+    (used_bytes, share)
+}
+
+async fn ask_there(
+    context: &Arc<Context>,
+    candidate: &Candidate,
+    machine: &Machine,
+    plan: &mut Plan,
+) -> Option<Control> {
+    let host = &candidate.host.name;
+    let control = match context.endpoint.connect(host).await {
+        Ok(control) => control,
+        Err(error) => {
+            let error = failure::connect(host, &error);
+            let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+            plan.checks
+                .push(Check::refuse("destination", error.message, hint));
+            return None;
+        }
+    };
+    let rtt = control.rtt();
+    plan.rtt_ms = Some(rtt.as_secs_f64() * 1e3);
+    let reachable = format!("{host} reachable, direct, {}", show_duration(rtt));
+    plan.checks.push(Check::ok("destination", reachable));
+    let query = Query {
+        guest: candidate.guest.description().clone(),
+        machine: machine.clone(),
+    };
+    let held = block_in_place(|| files::hold(context, &candidate.guest));
+    let mut held = held.unwrap_or_else(|error| {
+        plan.checks.push(refused_here(error));
+        Held::default()
+    });
+    let asked = files::ask(context, &control, query, &mut held).await;
+    control.close(CloseCode::Done, "asked and answered");
+    match asked {
+        Ok(checks) => plan.checks.extend(checks.into_iter().map(shown)),
+        Err(AskError::Here(error)) => plan.checks.push(refused_here(error)),
+        Err(AskError::Talk(error)) => {
+            let hint = format!("on {host}: longhaul host trust ... --may query,send");
+            plan.checks.push(Check::refuse(
+                "destination",
+                format!("{host}: {error}"),
+                hint,
+            ));
+        }
+    }
+    Some(control)
+}
+
+/// What was found at the destination, as it is shown.
+fn shown(check: message::Check) -> Check {
+    let hint = check.hint.unwrap_or_else(|| "see the message".to_owned());
+    match check.verdict {
+        Verdict::Fine => Check::ok("destination", check.text),
+        Verdict::Warning => Check::warn("destination", check.text, hint),
+        Verdict::Refused => Check::refuse("destination", check.text, hint),
+    }
+}
+
+/// What stands against a move here.
+fn refused_here(error: ApiError) -> Check {
+    let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
+    Check::refuse("files", error.message, hint)
+}
+
+async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
+    let host = plan.destination.clone();
+    let config = ProbeConfig {
+        duration: PROBE_TIME,
+        bandwidth_bps: plan.asked.bandwidth_bps,
+        ..ProbeConfig::default()
+    };
+    match context.endpoint.probe(&host, config, |_| {}).await {
+        Ok(report) => {
+            let rate = report.throughput_late_bps;
+            plan.rate_bps = Some(rate);
+            plan.rtt_ms = Some(report.rtt_idle.as_secs_f64() * 1e3);
+            if plan.asked.bandwidth_bps.is_none() {
+                context.note_link_rate(&host, rate as f64 / 8.0);
+            }
+            let text = format!("the link carries about {}", show_bit_rate(rate));
+            plan.checks.push(Check::ok("link", text));
+        }
+        Err(error) => {
+            let error = failure::probe(&host, &error);
+            plan.checks.push(Check::warn(
+                "link",
+                format!("the link could not be measured: {}", error.message),
+                "the prediction lacks what it needs; the move may work all the same",
+            ));
+        }
+    }
+}
+
+/// What a prediction depends on besides the guest.
+#[derive(Debug, Clone)]
+pub(crate) struct Asking {
+    pub(crate) guest: String,
+    pub(crate) source: String,
+    pub(crate) downtime: Duration,
+    pub(crate) rate_bytes_per_s: Option<f64>,
+    pub(crate) rtt: Option<Duration>,
+    pub(crate) early_release: bool,
+    pub(crate) convergence: Convergence,
+    /// What will probably travel of disks, in bytes.
+    pub(crate) disk_bytes: u64,
+}
+
+impl Asking {
+    fn of(plan: &Plan, disk_bytes: u64) -> Self {
+        Self {
+            disk_bytes,
+            guest: plan.guest.clone(),
+            source: plan.source.clone(),
+            downtime: Duration::from_millis(plan.asked.downtime_ms),
+            rate_bytes_per_s: plan.rate_bps.map(|rate| rate as f64 / 8.0),
+            rtt: plan.rtt_ms.map(|ms| Duration::from_secs_f64(ms / 1e3)),
+            early_release: plan.asked.early_release,
+            convergence: plan.asked.convergence,
+        }
+    }
+}
+
+/// Pre-copy: a first pass over what is not zero, then what was written meanwhile, and so on.
+pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
+    let rate = asking.rate_bytes_per_s.filter(|rate| *rate > 0.0);
+    let (Some(rate), Some(used)) = (rate, look.used_bytes) else {
+        return prediction(None, None, None, asking, None);
+    };
+    let share = look.share.unwrap_or(1.0);
+    let dirty = look.dirty_bytes_per_s.unwrap_or(0) as f64;
+    let round_trips = if asking.early_release { 0.5 } else { 1.5 };
+    let overhead = SWITCH_OVERHEAD + asking.rtt.unwrap_or_default().mul_f64(round_trips);
+    let limit = asking.downtime;
+    let budget = limit.saturating_sub(overhead).as_secs_f64() * rate;
+    let mut left = used as f64 * share + asking.disk_bytes as f64;
+    let (mut bytes, mut seconds) = (0.0, 0.0);
+    for _ in 0..PASSES_MAX {
+        let pass = left / rate;
+        bytes += left;
+        seconds += pass;
+        // What a guest writes in a pass is at most what it has.
+        left = (dirty * pass).min(used as f64) * share;
+        if left <= budget {
+            break;
+        }
+    }
+    let downtime = overhead + Duration::from_secs_f64(left / rate);
+    let note = (downtime > limit).then(|| {
+        let (guest, asked) = (&asking.guest, &asking.convergence);
+        convergence::note(guest, asked, limit, downtime, dirty * share, rate)
+    });
+    let total = Duration::from_secs_f64(seconds) + downtime;
+    prediction(
+        Some((bytes + left) as u64),
+        Some(total),
+        Some(downtime),
+        asking,
+        note,
+    )
+}
+
+fn prediction(
+    link_bytes: Option<u64>,
+    total: Option<Duration>,
+    downtime: Option<Duration>,
+    asking: &Asking,
+    note: Option<String>,
+) -> Prediction {
+    let ms = |time: Duration| time.as_millis() as u64;
+    let downtime_ms = downtime.map(ms);
+    Prediction {
+        strategy: Strategy::Precopy,
+        link_bytes,
+        total_ms: total.map(ms),
+        downtime_ms,
+        downtime_at_most_ms: downtime_ms.map(|time| time.max(ms(asking.downtime))),
+        if_link_breaks: match asking.early_release {
+            false => format!("stays on {}", asking.source),
+            true => format!(
+                "before the stop: stays on {}; after it: stands still until the hosts meet",
+                asking.source
+            ),
+        },
+        if_source_dies: "before the switch: as without a move".to_owned(),
+        note,
+    }
+}
+
+/// A measurement as the API shows it.
+pub(crate) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
+    let ms = |time: Duration| Some(time.as_secs_f64() * 1e3);
+    ProbeResult {
+        host: host.to_owned(),
+        version: None,
+        rtt_ms: ms(report.rtt_idle),
+        rtt_loaded_ms: ms(report.rtt_loaded),
+        rate_bps: Some(report.throughput_bps),
+        rate_late_bps: Some(report.throughput_late_bps),
+        wire_rate_bps: Some(report.wire_bps),
+        loss: Some(report.loss),
+    }
+}

@@ -1,0 +1,563 @@
+//! Before a guest departs: finding it, checking everything, and bringing the destination to wait
+//! for it. Whatever fails here leaves the guest as it was.
+
+use crate::context::{Context, Holder};
+use crate::handover::ledger::{Ledger, SourceHandover};
+use crate::host::fail_point;
+use crate::host::hooks::Step;
+use crate::limits::bandwidth::Share;
+use crate::limits::shared_dedup::Gang;
+use crate::source::attempt::{Departure, Task};
+use crate::source::connect::{self, Session};
+use crate::source::convergence;
+use crate::source::disk_graph::GraphWatch;
+use crate::source::files::{self, AskError, Held};
+use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::plan::{self, Look};
+use crate::source::qemu::Outbound;
+use crate::source::recovered::Settling;
+use crate::source::sender::{Encoding, Sending};
+use crate::source::verify::Checked;
+use crate::status::failure;
+use crate::status::migration::{Entry, Facts};
+use crate::status::registry::{Reservation, Taken};
+use longhaul_api::{ApiError, Asked, BaseChoice, ErrorCode, Side, StartMigration};
+use longhaul_codec::DigestKey;
+use longhaul_engine::handover::{self, Record, SourceState, Terms};
+use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::strategy::Strategy;
+use longhaul_hypervisor::guest::{self, Found, Guest};
+use longhaul_hypervisor::memory;
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::machine::Machine;
+use longhaul_protocol::message::{
+    DisksOffer, FilesOffer, Keeps, Offer, Query, ToDestination, ToSource, Verdict,
+};
+use longhaul_protocol::{Attempt, BLOCK_SIZE, Generation, MigrationId};
+use longhaul_storage::Journal;
+use longhaul_transport::{CloseCode, Control, TrustedHost};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+
+/// What a switchover takes besides last pages and round trips, before anything was measured.
+const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
+/// How long the destination gets to confirm that an offer is withdrawn.
+const WITHDRAW_WITHIN: Duration = Duration::from_secs(10);
+
+/// Longest name of a group, in bytes.
+const GROUP_BYTES_MAX: usize = 64;
+
+/// A guest that could move, as it was found.
+pub(crate) struct Candidate {
+    pub(crate) guest: Guest,
+    pub(crate) host: TrustedHost,
+    pub(crate) generation: Generation,
+}
+
+/// Finds a guest and a host by name, and refuses what can be refused without asking anybody.
+pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
+    let found = guest::find_all(&context.parts.config.state)
+        .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
+    let running = found.into_iter().find_map(|found| match found {
+        Found::Running(guest) if guest.name() == name => Some(guest),
+        Found::Running(_) | Found::Ended(_) | Found::Damaged { .. } => None,
+    });
+    let right = context
+        .rights
+        .get(name)
+        .map_err(|error| failure::internal(&error.to_string()))?;
+    let Some(guest) = running else {
+        if let Some(right) = right
+            && let longhaul_storage::Holder::Elsewhere { host } = right.holder
+        {
+            return Err(failure::not_here(name, &Holder::Elsewhere(host)));
+        }
+        let error = ApiError::new(ErrorCode::GuestUnknown, format!("{name} does not run here"));
+        return Err(error.hint("`longhaul guests` lists those that do"));
+    };
+    let generation = match right {
+        None => Generation(guest.record().generation.max(1)),
+        Some(right) => match right.holder {
+            longhaul_storage::Holder::Here => right.generation,
+            longhaul_storage::Holder::Elsewhere { host } => {
+                return Err(failure::not_here(name, &Holder::Elsewhere(host)));
+            }
+            longhaul_storage::Holder::InDoubt { host } => {
+                return Err(failure::not_here(name, &Holder::InDoubt(host)));
+            }
+        },
+    };
+    let host = context
+        .parts
+        .trust
+        .by_name(to)
+        .map_err(|error| failure::internal(&error.to_string()))?
+        .ok_or_else(|| {
+            ApiError::new(
+                ErrorCode::HostUnknown,
+                format!("there is no trusted host called {to}"),
+            )
+            .hint("`longhaul host list` lists them; `longhaul host trust` adds one")
+            .state_of_guest(format!("nothing was moved; {name} runs here"))
+        })?;
+    Ok(Candidate {
+        guest,
+        host,
+        generation,
+    })
+}
+
+/// Begins a migration in a task of its own.
+pub(crate) fn start(
+    context: &Arc<Context>,
+    request: StartMigration,
+) -> Result<Arc<Entry>, ApiError> {
+    convergence::check(&request.convergence)?;
+    if let Some(group) = &request.group {
+        check_group(group)?;
+    }
+    let candidate = candidate(context, &request.guest, &request.to)?;
+    let mut id = [0; 8];
+    let gang = getrandom::fill(&mut id).and_then(|()| context.gangs.leaving_for(candidate.host.id));
+    let gang = gang.map_err(|error| failure::internal(&format!("no random numbers: {error}")))?;
+    let id = MigrationId(id);
+    let reservation = context
+        .registry
+        .take(&request.guest, Taken::Moving(id, Side::Source))?;
+    let entry = Arc::new(Entry::new(Facts {
+        id,
+        guest: request.guest.clone(),
+        side: Side::Source,
+        source: context.parts.config.name.clone(),
+        destination: request.to.clone(),
+        asked: Asked::from(&request),
+    }));
+    context.registry.add(entry.clone());
+    let share = context.throttle.join(request.group.as_deref());
+    let (context, shown) = (context.clone(), entry.clone());
+    tokio::spawn(async move {
+        let preparing = Preparing {
+            context,
+            entry,
+            candidate,
+            request,
+            gang,
+            share,
+        };
+        preparing.run(reservation).await;
+    });
+    Ok(shown)
+}
+
+/// Refuses what is not a name of a group.
+fn check_group(name: &str) -> Result<(), ApiError> {
+    let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
+    if (1..=GROUP_BYTES_MAX).contains(&name.len()) && name.bytes().all(plain) {
+        return Ok(());
+    }
+    let text =
+        format!("the name of a group has 1 to {GROUP_BYTES_MAX} letters, digits, `-`, `_` and `.`");
+    Err(ApiError::new(ErrorCode::InvalidRequest, text))
+}
+
+struct Preparing {
+    context: Arc<Context>,
+    entry: Arc<Entry>,
+    candidate: Candidate,
+    request: StartMigration,
+    gang: Arc<Gang>,
+    share: Share,
+}
+
+impl Preparing {
+    async fn run(self, reservation: Reservation) {
+        let entry = self.entry.clone();
+        let context = self.context.clone();
+        let state = format!(
+            "nothing was moved; {} runs on {}",
+            entry.migration().guest,
+            context.parts.config.name
+        );
+        let next = Generation(self.candidate.generation.0 + 1);
+        let prepared = self.prepare(reservation).await;
+        match prepared {
+            Ok((task, session)) => Departure::new(task, session).run().await,
+            Err(mut error) => {
+                context.last_hook(&entry, Step::Stays, next).await;
+                error.state_of_guest.get_or_insert(state);
+                let outcome = failure::outcome(&error);
+                entry.end(outcome, Some(error));
+                context.archive.keep(&entry);
+            }
+        }
+        context.sweep_marks();
+    }
+
+    async fn prepare(self, reservation: Reservation) -> Result<(Task, Session), ApiError> {
+        let qemu =
+            |error: &dyn std::fmt::Display| ApiError::new(ErrorCode::Qemu, error.to_string());
+        let Candidate {
+            guest,
+            host,
+            generation,
+        } = &self.candidate;
+        let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
+        // Before the disks are examined, so that no change falls in between.
+        let graph = GraphWatch::begin(&qmp).await?;
+        let examining = async {
+            let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
+            match blockers.into_iter().next() {
+                Some(blocker) => {
+                    Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
+                }
+                None => Ok(machine),
+            }
+        };
+        let connecting = async {
+            let connecting = self.context.endpoint.connect(&host.name);
+            let control = self.unless_cancelled(connecting).await?;
+            control.map_err(|error| failure::connect(&host.name, &error))
+        };
+        let asked = self.request.disks;
+        let looking = async { Ok(Known::of(guest, asked, &qmp).await) };
+        let (machine, paused, control, mut known) =
+            tokio::try_join!(examining, is_paused(&qmp), connecting, looking)?;
+        let limit = self.share.of(self.request.bandwidth_bps);
+        known.limit(self.context.link_rate(&host.name), limit, control.rtt());
+        tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
+        let mut held = block_in_place(|| files::hold(&self.context, guest))?;
+        self.ask(&control, &machine, &mut held).await?;
+        let next = Generation(generation.0 + 1);
+        let leaving = self
+            .context
+            .leave(&self.entry, guest.description(), &host.name, next);
+        self.unless_cancelled(leaving).await??;
+        let mut outbound = Outbound::attach(guest.clone(), qmp)
+            .await
+            .map_err(crate::source::qemu::OutboundError::into_api)?;
+        let memory = outbound.regions().len();
+        let mut local =
+            local_disks::local(&self.context, guest.description(), asked, &known, memory)?;
+        let bases = local
+            .iter_mut()
+            .filter_map(|disk| disk.offered.base.as_mut());
+        bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
+        outbound.take_along(&self.context.parts.config.state, local, graph);
+        let disks = outbound.disks().iter();
+        let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
+        let mut regions = outbound.regions().to_vec();
+        regions.extend(outbound.disks().iter().map(|disk| disk.spec.clone()));
+        let mut offer = Offer {
+            migration: self.entry.id(),
+            attempt: Attempt(1),
+            generation: *generation,
+            guest: guest.description().clone(),
+            machine,
+            regions,
+            digest_key: self.gang.key(),
+            paused,
+            verify: self.request.verify,
+            patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
+            early_release: self.request.early_release,
+        };
+        let mut journal = Journal::open(&self.context.journals, offer.migration)
+            .map_err(|error| failure::internal(&error.to_string()))?;
+        let began = Record::Began {
+            migration: offer.migration,
+            attempt: offer.attempt,
+            side: handover::Side::Source,
+            guest: offer.guest.name.clone(),
+            generation: offer.generation,
+            peer: host.id,
+            peer_name: host.name.clone(),
+            paused,
+        };
+        let write = |journal: &mut Journal, record: &Record| {
+            block_in_place(|| fail_point::append(journal, record))
+                .map_err(|error| failure::internal(&error.to_string()))
+        };
+        if let Err(error) = write(&mut journal, &began) {
+            // It may be on disk all the same, and nobody has heard of the attempt.
+            if let Err(error) = block_in_place(|| journal.remove()) {
+                tracing::warn!(%error, "a journal that never began stays until the next start");
+            }
+            return Err(error);
+        }
+        let guard = Withdrawal {
+            control: Some(control.clone()),
+        };
+        let begun = self.begin(control, &mut offer, &mut outbound, held).await;
+        let (session, sending, look) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                if let Err(error) = outbound.abort().await {
+                    tracing::error!(%error, "the guest's QEMU could not be set back");
+                }
+                self.context.keep_sweeping_fronts();
+                // Whoever settles the attempt may have to talk to this QEMU.
+                drop(outbound);
+                let aborted = Record::Aborted {
+                    attempt: offer.attempt,
+                    reason: crate::channel::short(&error.message),
+                };
+                if let Err(error) = write(&mut journal, &aborted) {
+                    // It is written again until it is there.
+                    tracing::error!(%error, "a record cannot be written");
+                }
+                Settling::given_up(&self.context, journal, &self.entry).await;
+                return Err(error);
+            }
+        };
+        guard.keep();
+        let known_rate = self.context.link_rate(&host.name);
+        let terms = Terms {
+            attempt: offer.attempt,
+            generation: offer.generation,
+            early: offer.early_release,
+        };
+        let handover = SourceHandover {
+            state: SourceState::Here { postmigrate: false },
+            ledger: Ledger::new(
+                self.context.clone(),
+                offer.migration,
+                &offer.guest.name,
+                &host.name,
+                terms,
+                journal,
+            ),
+        };
+        let task = Task {
+            context: self.context,
+            entry: self.entry,
+            offer,
+            host: host.name.clone(),
+            outbound,
+            sending,
+            handover,
+            patience: Duration::from_millis(self.request.patience_ms),
+            downtime: Duration::from_millis(self.request.downtime_ms),
+            look,
+            disk_bytes,
+            known_rate,
+            share: self.share,
+            reservation,
+        };
+        Ok((task, session))
+    }
+
+    /// Whether the destination has the guest's files and nothing against the move, before anything
+    /// is changed.
+    async fn ask(
+        &self,
+        control: &Control,
+        machine: &Machine,
+        held: &mut Held,
+    ) -> Result<(), ApiError> {
+        if held.is_empty() {
+            return Ok(());
+        }
+        let host = &self.candidate.host.name;
+        let query = Query {
+            guest: self.candidate.guest.description().clone(),
+            machine: machine.clone(),
+        };
+        let asking = files::ask(&self.context, control, query, held);
+        let checks = match self.unless_cancelled(asking).await? {
+            Ok(checks) => checks,
+            Err(AskError::Here(error)) => return Err(error),
+            Err(AskError::Talk(error)) => {
+                return Err(crate::source::connect::failure(host, &error.into()));
+            }
+        };
+        for check in checks {
+            match check.verdict {
+                Verdict::Fine => {}
+                Verdict::Warning => tracing::warn!(host, "{}", check.text),
+                Verdict::Refused => {
+                    let error = ApiError::new(ErrorCode::Refused, check.text);
+                    return Err(match check.hint {
+                        Some(hint) => error.hint(hint),
+                        None => error,
+                    });
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The destination launches its QEMU and takes blocks, the source's QEMU tracks writes.
+    async fn begin(
+        &self,
+        control: Control,
+        offer: &mut Offer,
+        outbound: &mut Outbound,
+        held: Held,
+    ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
+        let host = &self.candidate.host.name;
+        let limit = self.share.of(self.request.bandwidth_bps);
+        let message = offered(&self.context, offer, outbound, &held);
+        let offered = connect::offer(control, message, offer, (limit, held.reading_time()));
+        // The guest is looked at while the destination is asked, and nobody waits for that.
+        let look = plan::look(outbound);
+        let offered = self.unless_cancelled(offered).await?;
+        let (mut session, keeps) =
+            offered.map_err(|error| crate::source::connect::failure(host, &error))?;
+        // What was to be compared was.
+        drop(held);
+        if let Some(key) = keeps.digest_key {
+            offer.digest_key = key;
+        }
+        let sending = self.sending(offer, outbound, &keeps)?;
+        let slow_at_most = convergence::slow_at_most(&self.request.convergence);
+        let watched = outbound.watch_disks(&sending, offer.verify).await;
+        let started = match watched {
+            Ok(()) => outbound
+                .start(slow_at_most)
+                .await
+                .map_err(|error| error.into_api()),
+            Err(error) => Err(error),
+        };
+        if let Err(error) = started {
+            withdraw(&mut session, "the source's QEMU cannot begin").await;
+            return Err(error);
+        }
+        Ok((session, sending, look))
+    }
+
+    /// The engine and what sends for it; nothing is sent yet.
+    fn sending(
+        &self,
+        offer: &Offer,
+        outbound: &Outbound,
+        keeps: &Keeps,
+    ) -> Result<Arc<Sending>, ApiError> {
+        let downtime = Duration::from_millis(self.request.downtime_ms);
+        let internal = |error: SourceError| failure::internal(&error.to_string());
+        let mut engine = Source::new(
+            Strategy::PRECOPY,
+            outbound.regions(),
+            convergence::wish(&self.request.convergence, downtime),
+            SWITCH_OVERHEAD,
+        )
+        .map_err(internal)?;
+        local_disks::add(&mut engine, outbound.disks()).map_err(internal)?;
+        let encoding = self
+            .request
+            .encoding
+            .or(&self.context.parts.config.encoding);
+        let references = encoding.references.unwrap_or(true);
+        engine.use_references(references);
+        if references {
+            let mut kept = keeps.regions.iter();
+            kept.try_for_each(|region| engine.kept(*region))
+                .map_err(internal)?;
+        }
+        engine.use_disk_references(encoding.disk_references.unwrap_or(true));
+        if references {
+            self.gang.join(offer.migration, &mut engine);
+        }
+        let memory_bytes: u64 = outbound
+            .regions()
+            .iter()
+            .map(|region| region.blocks * BLOCK_SIZE as u64)
+            .sum();
+        let encoding = Encoding::new(&encoding, memory_bytes);
+        let key = DigestKey(offer.digest_key);
+        let memory_regions = outbound.regions().len();
+        let content = outbound.content();
+        let of = (offer.migration, key);
+        let checked = Checked::of(outbound.disks().iter().map(|disk| &disk.spec));
+        Ok(Sending::new(
+            engine,
+            of,
+            content,
+            encoding,
+            memory_regions,
+            checked,
+        ))
+    }
+
+    /// Waits for another host, which may take long.
+    async fn unless_cancelled<T>(&self, future: impl Future<Output = T>) -> Result<T, ApiError> {
+        let mut cancelled = self.entry.cancelled();
+        tokio::select! {
+            done = future => Ok(done),
+            Ok(why) = cancelled.wait_for(Option::is_some) => {
+                Err(failure::cancelled(why.as_deref().unwrap_or_default()))
+            }
+        }
+    }
+}
+
+/// The offer as it is said.
+fn offered(context: &Context, offer: &Offer, outbound: &Outbound, held: &Held) -> ToDestination {
+    let mut disks: Vec<_> = outbound
+        .disks()
+        .iter()
+        .map(|disk| disk.offered.clone())
+        .collect();
+    block_in_place(|| {
+        crate::disks::base_images::say_what_is_hot(&context.parts.config.state, &mut disks)
+    });
+    let offer = offer.clone();
+    if !held.is_empty() {
+        let files = held.claims().to_vec();
+        let offer = DisksOffer { offer, disks };
+        return ToDestination::OfferFiles(Box::new(FilesOffer { offer, files }));
+    }
+    match disks.is_empty() {
+        true => ToDestination::Offer(Box::new(offer)),
+        false => ToDestination::OfferDisks(Box::new(DisksOffer { offer, disks })),
+    }
+}
+
+/// Tells the destination that nothing comes, should preparing be dropped half-way.
+struct Withdrawal {
+    control: Option<Control>,
+}
+
+impl Withdrawal {
+    fn keep(mut self) {
+        self.control = None;
+    }
+}
+
+impl Drop for Withdrawal {
+    fn drop(&mut self) {
+        if let Some(control) = &self.control {
+            control.close(CloseCode::Done, "the migration was given up");
+        }
+    }
+}
+
+/// Tells the destination that the offer is withdrawn, and waits for its word.
+async fn withdraw(session: &mut Session, reason: &str) {
+    let cancel = ToDestination::Cancel {
+        reason: crate::channel::short(reason),
+    };
+    let withdrawn = async {
+        session.sender.send(&cancel).await?;
+        loop {
+            if let ToSource::Aborted { .. } = session.receiver.recv().await? {
+                return Ok::<(), crate::channel::TalkError>(());
+            }
+        }
+    };
+    match timeout(WITHDRAW_WITHIN, withdrawn).await {
+        Ok(Ok(())) => {}
+        Ok(Err(error)) => tracing::warn!(%error, "the destination went first"),
+        Err(_) => tracing::warn!("the destination does not confirm that the offer is withdrawn"),
+    }
+}
+
+/// Whether a guest is paused, and could stay so.
+pub(crate) async fn is_paused(qmp: &Qmp) -> Result<bool, ApiError> {
+    let status = qmp.query("query-status").await;
+    let status = status.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;
+    let runs = memory::runs(status["status"].as_str().unwrap_or_default());
+    runs.map(|runs| !runs)
+        .map_err(|error| ApiError::new(ErrorCode::GuestState, error.to_string()))
+}

@@ -1,0 +1,477 @@
+//! The QEMU of a departing guest: its migration, its RAM, and its end - or its going on.
+
+use crate::context::Context;
+use crate::disks;
+use crate::disks::exports::{self, FrontError};
+use crate::host::fail_point;
+use crate::source::disk_graph::GraphWatch;
+use crate::source::exports::Fronts;
+use crate::source::local_disks::LocalDisk;
+use crate::source::retained_qemu::Departed;
+use crate::source::sender::{Content, Sending};
+use crate::status::usage::{Meter, Usage};
+use longhaul_api::{ApiError, ErrorCode};
+use longhaul_codec::BlockId;
+use longhaul_engine::source::{Source, SourceError, Unseen};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::memory::{
+    AttachError, Event, Frozen, GuestMemory, Outgoing, OutgoingError, Progress, Settings, Written,
+};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
+use longhaul_storage::disk::RawDisk;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Why a departing guest's QEMU could not do its part.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum OutboundError {
+    /// Its memory cannot be reached.
+    #[error(transparent)]
+    Attach(#[from] AttachError),
+    /// Its migration cannot go on.
+    #[error(transparent)]
+    Outgoing(#[from] OutgoingError),
+    /// The engine refused what it reported.
+    #[error(transparent)]
+    Engine(#[from] SourceError),
+    /// The socket has no place.
+    #[error(transparent)]
+    Path(#[from] longhaul_hypervisor::folder::PathTooLong),
+    /// The system refused.
+    #[error("QEMU cannot be watched: {0}")]
+    Host(#[from] io::Error),
+    /// The migration was ended before.
+    #[error("the migration has ended")]
+    Over,
+}
+
+impl OutboundError {
+    pub(crate) fn into_api(self) -> ApiError {
+        ApiError::new(ErrorCode::Qemu, self.to_string())
+    }
+}
+
+/// The QEMU of a departing guest.
+pub(crate) struct Outbound {
+    guest: Guest,
+    qmp: Qmp,
+    memory: Arc<GuestMemory>,
+    regions: Vec<RegionSpec>,
+    places: Vec<usize>,
+    outgoing: Option<Outgoing>,
+    prelude: Vec<u8>,
+    gone: bool,
+    meter: Meter,
+    /// The agent's state folder.
+    state: PathBuf,
+    disks: Vec<LocalDisk>,
+    fronts: Fronts,
+    graph: Option<GraphWatch>,
+}
+
+/// A guest that was stopped.
+pub(crate) struct Stopped {
+    pub(crate) stopped_at: tokio::time::Instant,
+    pub(crate) stop_time: Duration,
+    pub(crate) device_state_time: Duration,
+    pub(crate) tail: Vec<u8>,
+}
+
+impl Outbound {
+    /// Looks at a guest's memory; nothing is changed.
+    pub(crate) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, OutboundError> {
+        let pid = guest
+            .pid()
+            .ok_or_else(|| io::Error::other("it has no process"))?;
+        let memory = Arc::new(GuestMemory::attach(&qmp, pid).await?);
+        let mut regions = Vec::new();
+        let mut places = Vec::new();
+        let direct = memory
+            .blocks()
+            .iter()
+            .enumerate()
+            .filter(|(_, block)| !block.is_kept());
+        for (place, block) in direct {
+            let id = RegionId(places.len() as u16);
+            places.push(place);
+            regions.push(RegionSpec {
+                id,
+                name: block.name.clone(),
+                blocks: block.blocks(),
+                durable: false,
+                starts_zero: true,
+            });
+        }
+        Ok(Self {
+            guest,
+            qmp,
+            memory,
+            regions,
+            places,
+            outgoing: None,
+            prelude: Vec::new(),
+            gone: false,
+            meter: Meter::start(),
+            state: PathBuf::new(),
+            disks: Vec::new(),
+            fronts: Fronts::none(),
+            graph: None,
+        })
+    }
+
+    /// Takes these disks along. What all disks of the guest stand on was noted before anything else was
+    /// found out about them.
+    pub(crate) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>, graph: GraphWatch) {
+        self.state = state.to_owned();
+        self.disks = disks;
+        self.graph = Some(graph);
+    }
+
+    /// The disks that it takes along.
+    pub(crate) fn disks(&self) -> &[LocalDisk] {
+        &self.disks
+    }
+
+    /// Reports every write to its disks from here on, and changes that others make below them. What is
+    /// left of them when it goes may have to be compared.
+    pub(crate) async fn watch_disks(
+        &mut self,
+        sending: &Arc<Sending>,
+        verify: bool,
+    ) -> Result<(), ApiError> {
+        if !self.disks.is_empty() {
+            let Self {
+                guest, qmp, disks, ..
+            } = self;
+            let moves = (sending, verify);
+            let fronts = Fronts::put_in(&self.state, guest, qmp, disks, moves).await;
+            self.fronts = fronts.map_err(FrontError::into_api)?;
+        }
+        match &mut self.graph {
+            Some(graph) => graph.go_on_with(self.fronts.below().to_vec()).await,
+            None => Ok(()),
+        }
+    }
+
+    /// Whether what was copied of its disks can be trusted, and they are still what they were.
+    pub(crate) fn check_disks(&self) -> Result<(), ApiError> {
+        self.fronts.check()?;
+        if let Some(graph) = &self.graph {
+            graph.check()?;
+        }
+        for disk in &self.disks {
+            disk.image_bytes().map_err(|error| {
+                let text = format!("disk {}: {error}", disk.spec.name);
+                ApiError::new(ErrorCode::Internal, text)
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Waits until every write to its disks was reported, with the guest stopped for good, and looks for
+    /// the last time whether they are what they were.
+    pub(crate) async fn disks_caught_up(&mut self) -> Result<(), ApiError> {
+        let look = async {
+            match &mut self.graph {
+                Some(graph) => graph.finish().await,
+                None => Ok(()),
+            }
+        };
+        tokio::try_join!(self.fronts.caught_up(), look)?;
+        self.check_disks()
+    }
+
+    /// What of its memory travels in frames.
+    pub(crate) fn regions(&self) -> &[RegionSpec] {
+        &self.regions
+    }
+
+    /// Its memory, and the place there of each region.
+    pub(crate) fn memory(&self) -> (Arc<GuestMemory>, Vec<usize>) {
+        (self.memory.clone(), self.places.clone())
+    }
+
+    /// Its QEMU's process.
+    pub(crate) fn pid(&self) -> Option<i32> {
+        self.guest.pid()
+    }
+
+    /// Reads its regions for sending.
+    pub(crate) fn content(&self) -> Box<dyn Content> {
+        Box::new(GuestContent {
+            memory: self.memory.clone(),
+            places: self.places.clone(),
+            disks: self.disks.iter().map(|disk| disk.disk.clone()).collect(),
+        })
+    }
+
+    /// Begins QEMU's migration, which may slow the guest by up to so many percent of its time.
+    pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), OutboundError> {
+        let path: PathBuf = self.guest.folder().socket("outgoing")?;
+        let settings = Settings::look(&self.qmp)
+            .await
+            .map_err(OutgoingError::from)?;
+        let kept = self.guest.folder().settings();
+        settings.keep(&kept).map_err(OutgoingError::from)?;
+        let started = Outgoing::start(&self.qmp, self.memory.clone(), &path, slow_at_most);
+        let (outgoing, prelude) = started.await?;
+        self.prelude = prelude.bytes;
+        self.outgoing = Some(outgoing);
+        Ok(())
+    }
+
+    /// QEMU's stream up to and including its list of RAM blocks.
+    pub(crate) fn prelude(&self) -> &[u8] {
+        &self.prelude
+    }
+
+    /// What QEMU reports next. Safe to cancel.
+    pub(crate) async fn event(&self) -> Event {
+        match &self.outgoing {
+            Some(outgoing) => outgoing.next_event().await,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// What QEMU has reported already, if anything.
+    pub(crate) fn try_event(&self) -> Option<Event> {
+        self.outgoing.as_ref().and_then(Outgoing::try_event)
+    }
+
+    /// Tells the engine what QEMU reported.
+    pub(crate) fn note(
+        &self,
+        event: Event,
+        engine: &mut Source,
+        now: Duration,
+    ) -> Result<(), OutboundError> {
+        match event {
+            Event::PassStarted { pass } => engine.pass_started(now, pass == 1),
+            Event::Written(written) => self.written(&written, engine)?,
+            Event::Held { .. } => engine.pass_read(),
+            Event::Restarted => {
+                tracing::info!(guest = self.guest.name(), "QEMU starts its migration again");
+            }
+            Event::Failed(why) => return Err(OutgoingError::Failed(why).into()),
+        }
+        Ok(())
+    }
+
+    fn written(&self, written: &Written, engine: &mut Source) -> Result<(), OutboundError> {
+        // A block that is not moved in frames travels with the device state.
+        let region = self.places.iter().position(|place| *place == written.block);
+        let Some(region) = region else { return Ok(()) };
+        for run in &written.runs {
+            engine.written(RegionId(region as u16), *run)?;
+        }
+        Ok(())
+    }
+
+    /// Lets QEMU begin another pass.
+    pub(crate) fn next_pass(&self) {
+        if let Some(outgoing) = &self.outgoing {
+            outgoing.next_pass();
+        }
+    }
+
+    /// About how many blocks no pass has reported yet, where that can be told.
+    pub(crate) fn unseen(&self, now: Duration) -> Option<Unseen> {
+        let progress = self.outgoing.as_ref()?.progress();
+        let dirty = progress.dirty?;
+        Some(Unseen {
+            written_blocks: dirty.pages,
+            unread_blocks: progress.unread_pages.unwrap_or(0),
+            at: now.saturating_sub(dirty.age),
+        })
+    }
+
+    /// How far QEMU's migration is.
+    pub(crate) fn progress(&self) -> Option<Progress> {
+        self.outgoing.as_ref().map(Outgoing::progress)
+    }
+
+    /// What the rest of its stream will probably begin with.
+    pub(crate) fn early(&self) -> Vec<u8> {
+        self.outgoing
+            .as_ref()
+            .map(Outgoing::kept_so_far)
+            .unwrap_or_default()
+    }
+
+    /// Whether QEMU has ended by itself, or was quit.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone
+    }
+
+    /// Stops the guest and reads its stream to the end. None when QEMU has to begin again, and the
+    /// guest runs on.
+    pub(crate) async fn freeze(
+        &mut self,
+        sending: &Sending,
+        now: Duration,
+    ) -> Result<Option<Stopped>, OutboundError> {
+        let outgoing = self.outgoing.as_mut().ok_or(OutboundError::Over)?;
+        if fail_point::is_armed_at_convergence() {
+            outgoing.complete_early().await?;
+            fail_point::after_convergence();
+        }
+        let frozen = match outgoing.freeze().await {
+            Ok(frozen) => frozen,
+            Err(OutgoingError::Restarted) => return Ok(None),
+            Err(error) => return Err(error.into()),
+        };
+        while let Some(event) = self.try_event() {
+            self.note(event, &mut sending.engine(), now)?;
+        }
+        let Frozen {
+            written,
+            changed,
+            tail,
+            stop_time,
+            read_time,
+            finish_time,
+            stopped_at,
+            ..
+        } = frozen;
+        let mut engine = sending.engine();
+        for written in &written {
+            self.written(written, &mut engine)?;
+        }
+        let reported = engine.pending_blocks();
+        for changed in &changed {
+            self.written(changed, &mut engine)?;
+        }
+        let missed = engine.pending_blocks().saturating_sub(reported);
+        if missed > 0 {
+            tracing::info!(
+                guest = self.guest.name(),
+                missed,
+                "QEMU did not report all writes"
+            );
+        }
+        engine.frozen();
+        Ok(Some(Stopped {
+            stopped_at: Instant::into(stopped_at),
+            stop_time,
+            device_state_time: read_time + finish_time,
+            tail,
+        }))
+    }
+
+    /// Lets the guest go on here as before.
+    pub(crate) async fn abort(&mut self) -> Result<(), OutboundError> {
+        self.graph = None;
+        if self.gone {
+            return Ok(());
+        }
+        if let Some(outgoing) = self.outgoing.take() {
+            outgoing.abort().await?;
+        }
+        let kept = self.guest.folder().settings();
+        let restored = Settings::restore_kept(&self.qmp, &kept).await;
+        restored.map_err(OutgoingError::from)?;
+        if !self.disks.is_empty() {
+            // It goes on as it is, and whoever sweeps tries again.
+            let taken_out = exports::take_out(&self.state, &self.guest, &self.qmp).await;
+            if let Err(error) = taken_out {
+                tracing::error!(guest = self.guest.name(), %error, "still below a disk");
+            }
+            self.fronts = Fronts::none();
+        }
+        Ok(())
+    }
+
+    /// Waits until QEMU has ended by itself.
+    pub(crate) async fn qemu_ended(&self) {
+        if self.gone {
+            std::future::pending::<()>().await;
+        }
+        if let Err(error) = self.guest.ended().await {
+            tracing::error!(guest = self.guest.name(), %error, "cannot watch QEMU");
+            std::future::pending::<()>().await;
+        }
+    }
+
+    /// QEMU has ended by itself.
+    pub(crate) fn forget_process(&mut self) {
+        self.gone = true;
+        self.outgoing = None;
+    }
+
+    /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs elsewhere.
+    pub(crate) async fn quit(&mut self, context: &Context) -> Option<Departed> {
+        let was_gone = std::mem::replace(&mut self.gone, true);
+        self.outgoing = None;
+        if !was_gone {
+            let departed = Departed::stand(context, &self.guest, &self.memory, &self.places);
+            if departed.is_some() {
+                return departed;
+            }
+        }
+        crate::host::qemu::stop(&self.guest, &self.qmp).await;
+        exports::ended(&self.state, self.guest.name(), true).await;
+        None
+    }
+
+    /// The end of QEMU's log.
+    pub(crate) fn last_words(&self) -> String {
+        crate::host::qemu::end_of_log(&self.guest)
+    }
+
+    /// What it cost so far.
+    pub(crate) fn usage(&self) -> Usage {
+        self.meter.usage(self.guest.pid())
+    }
+}
+
+struct GuestContent {
+    memory: Arc<GuestMemory>,
+    places: Vec<usize>,
+    /// Those that move too: their regions follow those of the memory.
+    disks: Vec<Arc<RawDisk>>,
+}
+
+impl GuestContent {
+    fn read_disk(
+        &self,
+        n: usize,
+        blocks: &[BlockId],
+        into: &mut [[u8; BLOCK_SIZE]],
+    ) -> Result<(), String> {
+        let disk = self.disks.get(n).ok_or("there is no such disk")?;
+        disks::read_each(disk, blocks, into)
+    }
+}
+
+impl Content for GuestContent {
+    fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String> {
+        let mut done = 0;
+        let mut ranges: Vec<BlockRange> = Vec::with_capacity(blocks.len());
+        for same in blocks.chunk_by(|one, next| one.region == next.region) {
+            let Some(first) = same.first() else { continue };
+            if let Some(n) = usize::from(first.region.0).checked_sub(self.places.len()) {
+                self.read_disk(n, same, &mut into[done..done + same.len()])?;
+                done += same.len();
+                continue;
+            }
+            let place = self.places.get(usize::from(first.region.0)).copied();
+            let place = place.ok_or_else(|| format!("there is no region {}", first.region.0))?;
+            ranges.clear();
+            for id in same {
+                match ranges.last_mut() {
+                    Some(range) if range.end() == id.block => range.count += 1,
+                    _ => ranges.push(BlockRange::new(id.block, 1)),
+                }
+            }
+            let out = into[done..done + same.len()].as_flattened_mut();
+            self.memory
+                .read(place, &ranges, out)
+                .map_err(|error| error.to_string())?;
+            done += same.len();
+        }
+        Ok(())
+    }
+}

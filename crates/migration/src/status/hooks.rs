@@ -1,0 +1,141 @@
+//! Runs the hooks of a migration's steps, and writes down what they cost.
+
+use crate::context::Context;
+use crate::host::hooks::{About, Step};
+use crate::status::migration::Entry;
+use longhaul_api::{ApiError, Check, ErrorCode, HookRun, Side, Verdict};
+use longhaul_protocol::Generation;
+use longhaul_protocol::guest::GuestDescription;
+use longhaul_protocol::message::{self, Refusal, RefusalCode};
+use std::sync::Arc;
+use tokio::task::JoinHandle;
+
+impl Context {
+    /// Runs a step's hook where there is one. An error is a hook that failed and stops the move;
+    /// one that fails too late for that is told in the log and in the report.
+    pub(crate) async fn hook(
+        &self,
+        entry: &Entry,
+        step: Step,
+        next: Generation,
+    ) -> Result<(), ApiError> {
+        let migration = entry.migration();
+        let about = About {
+            migration: entry.id(),
+            guest: migration.guest,
+            source: migration.source,
+            destination: migration.destination,
+            generation: next.0,
+        };
+        let Some(ran) = self.parts.config.hooks.run(step, &about).await else {
+            return Ok(());
+        };
+        let (guest, hook) = (&about.guest, step.name());
+        let time_ms = ran.time.as_secs_f64() * 1e3;
+        let error = ran.result.as_ref().err().map(ToString::to_string);
+        entry.report_with(|report| {
+            report.hooks.push(HookRun {
+                step: hook.to_owned(),
+                time_ms,
+                guest_stood_still: step.holds_guest(),
+                error,
+            });
+        });
+        let why = match ran.result {
+            Ok(said) => {
+                let said = said.text();
+                tracing::info!(migration = %entry.id(), guest, hook, time_ms, said, "hook");
+                return Ok(());
+            }
+            Err(why) => why,
+        };
+        let said = why.said();
+        tracing::error!(migration = %entry.id(), guest, hook, time_ms, %why, said, "hook failed");
+        if !step.can_veto() {
+            return Ok(());
+        }
+        let host = &self.parts.config.name;
+        let text = format!("the hook `{hook}` on {host} stopped the move: {why}");
+        let hint = format!("the log of the agent on {host} has more of what it wrote");
+        Err(ApiError::new(ErrorCode::HookFailed, text).hint(hint))
+    }
+
+    /// What comes before anything is changed here: refuses hooks that could not be run when their
+    /// time comes, marks the guest, and runs the first hook.
+    pub(crate) async fn leave(
+        &self,
+        entry: &Entry,
+        guest: &GuestDescription,
+        host: &str,
+        next: Generation,
+    ) -> Result<(), ApiError> {
+        let mut checks = self.hook_checks(Side::Source).into_iter();
+        if let Some(check) = checks.find(|check| check.verdict == Verdict::Refuse) {
+            let error = ApiError::new(ErrorCode::Refused, check.message);
+            return Err(error.hint(check.hint.unwrap_or_default()));
+        }
+        self.mark(guest, host, next.0)?;
+        self.hook(entry, Step::Prepare, next).await
+    }
+
+    /// Runs the hook of a step at which nothing can be stopped any more.
+    pub(crate) async fn last_hook(&self, entry: &Entry, step: Step, next: Generation) {
+        // Only hooks that come before the release give errors.
+        if let Err(error) = self.hook(entry, step, next).await {
+            tracing::error!(migration = %entry.id(), %error, "too late to matter");
+        }
+    }
+
+    /// Runs the hook beside a guest that runs here now.
+    pub(crate) fn running(
+        self: &Arc<Self>,
+        entry: &Arc<Entry>,
+        next: Generation,
+    ) -> JoinHandle<()> {
+        let (context, entry) = (self.clone(), entry.clone());
+        tokio::spawn(async move { context.last_hook(&entry, Step::Running, next).await })
+    }
+
+    /// What comes before a QEMU is started for a guest that arrives.
+    pub(crate) async fn arriving(&self, entry: &Entry, next: Generation) -> Result<(), Refusal> {
+        let Err(error) = self.hook(entry, Step::Arriving, next).await else {
+            return Ok(());
+        };
+        self.last_hook(entry, Step::NotComing, next).await;
+        Err(Refusal {
+            code: RefusalCode::Unsuitable,
+            text: error.message,
+            hint: error.hint,
+        })
+    }
+
+    /// The same of this side as the destination, for another host.
+    pub(crate) fn hook_answers(&self) -> Vec<message::Check> {
+        let checks = self.hook_checks(Side::Destination).into_iter();
+        let told = checks.map(|check| message::Check {
+            verdict: match check.verdict {
+                Verdict::Ok => message::Verdict::Fine,
+                Verdict::Warn => message::Verdict::Warning,
+                Verdict::Refuse => message::Verdict::Refused,
+            },
+            text: check.message,
+            hint: check.hint,
+        });
+        told.collect()
+    }
+
+    /// Whether the hooks of a side could be run.
+    pub(crate) fn hook_checks(&self, side: Side) -> Vec<Check> {
+        let host = &self.parts.config.name;
+        let unfit = self.parts.config.hooks.unfit(side);
+        let unfit = unfit.into_iter().map(|(step, error)| {
+            let text = format!("the hook `{}` on {host}: {error}", step.name());
+            let hint = "mend it, or take it out of the agent's configuration";
+            match step.can_veto() {
+                true => Check::refuse("hooks", text, hint),
+                false => Check::warn("hooks", text, hint),
+            }
+        });
+        unfit.collect()
+    }
+}

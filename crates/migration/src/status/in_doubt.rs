@@ -1,0 +1,368 @@
+//! Doubt in words: what each side knows, what happens by itself, and which of a person's ways out
+//! make sense.
+
+use longhaul_api::{
+    ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Resolve,
+    Side, WayOut,
+};
+use longhaul_protocol::message::AttemptState;
+
+/// What a side knows while the other one's word decides.
+#[derive(Debug, Clone)]
+pub(crate) struct Standing {
+    pub(crate) record: HandoverRecord,
+    pub(crate) generation: u64,
+    pub(crate) since_unix_ms: u64,
+    pub(crate) other_record: Option<HandoverRecord>,
+    pub(crate) heard_unix_ms: Option<u64>,
+    /// When it was asked last, and why it did not answer.
+    pub(crate) asked: Option<(u64, Option<String>)>,
+}
+
+impl Standing {
+    /// As the API shows it.
+    pub(crate) fn doubt(&self, migration: &Migration) -> Doubt {
+        let words = Words::of(migration);
+        let (here, then, ways_out) = match migration.side {
+            Side::Source => words.at_source(),
+            Side::Destination => words.at_destination(),
+        };
+        Doubt {
+            since_unix_ms: self.since_unix_ms,
+            record: self.record,
+            generation: self.generation,
+            other_host: words.other.to_owned(),
+            other_record: self.other_record,
+            heard_unix_ms: self.heard_unix_ms,
+            reachable: self.asked.as_ref().map(|(_, why)| why.is_none()),
+            unreachable_because: self.asked.as_ref().and_then(|(_, why)| why.clone()),
+            asked_unix_ms: self.asked.as_ref().map(|(at, _)| *at),
+            here,
+            then,
+            ways_out,
+        }
+    }
+}
+
+/// What a destination says of an attempt, as what it has written down.
+pub(crate) fn record_of(state: AttemptState) -> HandoverRecord {
+    match state {
+        AttemptState::Receiving | AttemptState::Loading => HandoverRecord::Began,
+        AttemptState::Ready => HandoverRecord::Ready,
+        AttemptState::Committed => HandoverRecord::Committed,
+        AttemptState::Aborted => HandoverRecord::Aborted,
+    }
+}
+
+struct Words<'a> {
+    guest: &'a str,
+    this: &'a str,
+    other: &'a str,
+}
+
+impl<'a> Words<'a> {
+    fn of(migration: &'a Migration) -> Self {
+        let (source, destination) = (&migration.source, &migration.destination);
+        let (this, other) = match migration.side {
+            Side::Source => (source, destination),
+            Side::Destination => (destination, source),
+        };
+        Self {
+            guest: &migration.guest,
+            this,
+            other,
+        }
+    }
+
+    fn at_source(&self) -> (String, String, Vec<WayOut>) {
+        let Self { guest, this, other } = *self;
+        let here = format!("{guest} stands still on {this}, with all its memory");
+        let then = format!(
+            "when the two agents meet, the word of {other} decides: {guest} runs there if {other} \
+             took it, and goes on here if it did not"
+        );
+        let stay = self.stay(this, other, this);
+        (here, then, vec![stay, self.go(this, other)])
+    }
+
+    fn at_destination(&self) -> (String, String, Vec<WayOut>) {
+        let Self { guest, this, other } = *self;
+        let here = format!("{guest} is loaded on {this}, and has never run here");
+        let then = format!(
+            "when the two agents meet, the word of {other} decides: {guest} runs here if {other} \
+             gave it away, and stays there if it did not"
+        );
+        let leave = WayOut {
+            run_on: Side::Source,
+            tell: this.to_owned(),
+            needs_other_side: false,
+            only_if: format!(
+                "{guest} is to stay on {other}: {this} may always give up before it has committed"
+            ),
+            at_stake: format!(
+                "the copy that waits here is ended. If {other} does not come back, what was in \
+                 the memory of {guest} is lost, as if its power had failed"
+            ),
+        };
+        (here, then, vec![self.go(other, this), leave])
+    }
+
+    /// The source goes on with it.
+    fn stay(&self, source: &str, destination: &str, tell: &str) -> WayOut {
+        let guest = self.guest;
+        WayOut {
+            run_on: Side::Source,
+            tell: tell.to_owned(),
+            needs_other_side: true,
+            only_if: format!(
+                "{destination} is off for good, or cut off from the disks and networks of {guest}, \
+                 and {guest} never ran there"
+            ),
+            at_stake: format!(
+                "{guest} goes on on {source} from the moment at which it was stopped. If it ran on \
+                 {destination} after all, what it did there is lost, and disks that it wrote to \
+                 there no longer fit its memory: going on would damage its file systems"
+            ),
+        }
+    }
+
+    /// The destination takes it.
+    fn go(&self, source: &str, destination: &str) -> WayOut {
+        let guest = self.guest;
+        WayOut {
+            run_on: Side::Destination,
+            tell: destination.to_owned(),
+            needs_other_side: true,
+            only_if: format!(
+                "{source} is off for good, or cut off from the disks and networks of {guest}, and \
+                 does not run it"
+            ),
+            at_stake: format!(
+                "{guest} goes on on {destination} from the moment at which it was stopped. If it \
+                 runs on {source} after all, two copies write to the same disks: its file systems \
+                 would be damaged"
+            ),
+        }
+    }
+}
+
+/// What a person said, for the journal.
+pub(crate) fn because(other: &str, resolve: &Resolve) -> String {
+    let state = resolve.other_side.map_or("given up", OtherSide::name);
+    match &resolve.because {
+        Some(because) => format!("{other} is {state}: {because}"),
+        None => format!("{other} is {state}"),
+    }
+}
+
+/// Refuses a resolution that makes no sense, or that could make two copies run.
+pub(crate) fn judge(migration: &Migration, resolve: &Resolve) -> Result<(), ApiError> {
+    let words = Words::of(migration);
+    let Words { guest, this, other } = words;
+    let refuse =
+        |text: String, hint: String| Err(ApiError::new(ErrorCode::Refused, text).hint(hint));
+    if resolve
+        .because
+        .as_ref()
+        .is_some_and(|text| text.chars().count() > BECAUSE_CHARS_MAX)
+    {
+        let text = format!("`because` is longer than {BECAUSE_CHARS_MAX} characters");
+        return Err(ApiError::new(ErrorCode::InvalidRequest, text));
+    }
+    let Some(doubt) = &migration.doubt else {
+        return Err(not_in_doubt(migration));
+    };
+    if doubt.other_record == Some(HandoverRecord::Committed) && resolve.run_on == Side::Source {
+        return refuse(
+            format!("{other} has said that {guest} runs there: it cannot go on here"),
+            format!("on {other}: longhaul guests"),
+        );
+    }
+    if migration.side == Side::Source && resolve.run_on == Side::Destination {
+        return refuse(
+            format!("only {other} can begin to run {guest}, and has to be told so itself"),
+            format!(
+                "on {other}: longhaul resolve {} --run-on destination --other-side dead|fenced",
+                migration.id
+            ),
+        );
+    }
+    if resolve.run_on == migration.side && resolve.other_side.is_none() {
+        let text = format!("{guest} can run on {this} only when it cannot run on {other}");
+        return Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(format!(
+            "make sure of it, and say so: --other-side dead ({other} is off for good) or \
+             --other-side fenced (it is cut off from the disks and networks of {guest})"
+        )));
+    }
+    Ok(())
+}
+
+fn not_in_doubt(migration: &Migration) -> ApiError {
+    let Migration { id, guest, .. } = migration;
+    let error = match (migration.outcome, migration.side) {
+        (None, _) => ApiError::new(
+            ErrorCode::Refused,
+            format!("the move of {guest} is under way, and nothing is in doubt"),
+        )
+        .hint(format!("to stop it: longhaul cancel {id}")),
+        (Some(longhaul_api::Outcome::Completed), _) => ApiError::new(
+            ErrorCode::TooLate,
+            format!(
+                "{guest} has moved to {}: nothing is in doubt",
+                migration.destination
+            ),
+        ),
+        (Some(_), _) => ApiError::new(
+            ErrorCode::TooLate,
+            format!("the move of {guest} has ended: nothing is in doubt"),
+        ),
+    };
+    match &migration.reason {
+        Some(reason) if migration.outcome.is_some() => match &reason.state_of_guest {
+            Some(state) => error.state_of_guest(state.clone()),
+            None => error,
+        },
+        _ => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_api::{Asked, Outcome, Phase, Strategy};
+
+    fn migration(side: Side, other_record: Option<HandoverRecord>) -> Migration {
+        let mut migration = Migration {
+            id: "7f3a0c11d2e3f405".into(),
+            guest: "web-7".into(),
+            side,
+            source: "lyon-1".into(),
+            destination: "paris-2".into(),
+            strategy: Strategy::Precopy,
+            asked: Asked {
+                downtime_ms: 300,
+                bandwidth_bps: None,
+                verify: false,
+                patience_ms: 60_000,
+                early_release: false,
+                encoding: Default::default(),
+                convergence: Default::default(),
+                group: None,
+            },
+            started_unix_ms: 1,
+            ended_unix_ms: None,
+            phase: Phase::HandingOver,
+            outcome: Some(Outcome::InDoubt),
+            reason: None,
+            doubt: None,
+            progress: None,
+        };
+        let record = match side {
+            Side::Source => HandoverRecord::Released,
+            Side::Destination => HandoverRecord::Ready,
+        };
+        let standing = Standing {
+            record,
+            generation: 5,
+            since_unix_ms: 2,
+            other_record,
+            heard_unix_ms: None,
+            asked: None,
+        };
+        migration.doubt = Some(standing.doubt(&migration));
+        migration
+    }
+
+    fn resolve(run_on: Side, other_side: Option<OtherSide>) -> Resolve {
+        Resolve {
+            run_on,
+            other_side,
+            because: None,
+        }
+    }
+
+    #[test]
+    fn whoever_is_to_run_the_guest_needs_the_other_side_dead_or_fenced() {
+        for side in [Side::Source, Side::Destination] {
+            let migration = migration(side, None);
+            let error = judge(&migration, &resolve(side, None)).unwrap_err();
+            assert_eq!(error.code, ErrorCode::InvalidRequest);
+            assert!(error.hint.unwrap().contains("--other-side dead"));
+            for other in [OtherSide::Dead, OtherSide::Fenced] {
+                assert_eq!(judge(&migration, &resolve(side, Some(other))), Ok(()));
+            }
+        }
+    }
+
+    #[test]
+    fn giving_up_is_safe_and_beginning_to_run_is_for_whoever_runs() {
+        let waiting = migration(Side::Destination, None);
+        assert_eq!(judge(&waiting, &resolve(Side::Source, None)), Ok(()));
+        let released = migration(Side::Source, None);
+        let there = resolve(Side::Destination, Some(OtherSide::Dead));
+        let error = judge(&released, &there).unwrap_err();
+        assert_eq!(error.code, ErrorCode::Refused);
+        assert!(
+            error
+                .hint
+                .unwrap()
+                .starts_with("on paris-2: longhaul resolve")
+        );
+    }
+
+    #[test]
+    fn what_is_offered_is_accepted() {
+        for side in [Side::Source, Side::Destination] {
+            let migration = migration(side, None);
+            let this = Words::of(&migration).this;
+            let ways = &migration.doubt.as_ref().unwrap().ways_out;
+            assert_eq!(ways.len(), 2);
+            for way in ways.iter().filter(|way| way.tell == this) {
+                let other = way.needs_other_side.then_some(OtherSide::Fenced);
+                assert_eq!(
+                    judge(&migration, &resolve(way.run_on, other)),
+                    Ok(()),
+                    "{way:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn what_the_other_side_has_said_stands() {
+        let dead = Some(OtherSide::Dead);
+        let took = migration(Side::Source, Some(HandoverRecord::Committed));
+        let error = judge(&took, &resolve(Side::Source, dead)).unwrap_err();
+        assert_eq!(error.code, ErrorCode::Refused);
+        assert!(error.message.contains("runs there"), "{error}");
+        let unheard = migration(Side::Source, Some(HandoverRecord::Ready));
+        assert_eq!(judge(&unheard, &resolve(Side::Source, dead)), Ok(()));
+    }
+
+    #[test]
+    fn what_is_not_in_doubt_is_not_resolved() {
+        let mut done = migration(Side::Source, None);
+        done.doubt = None;
+        let stay = resolve(Side::Source, Some(OtherSide::Dead));
+        for (outcome, code, text) in [
+            (None, ErrorCode::Refused, "is under way"),
+            (
+                Some(Outcome::Completed),
+                ErrorCode::TooLate,
+                "has moved to paris-2",
+            ),
+            (Some(Outcome::Failed), ErrorCode::TooLate, "has ended"),
+        ] {
+            done.outcome = outcome;
+            let error = judge(&done, &stay).unwrap_err();
+            assert_eq!(error.code, code, "{error}");
+            assert!(error.message.contains(text), "{error}");
+        }
+        let long = Resolve {
+            because: Some("x".repeat(BECAUSE_CHARS_MAX + 1)),
+            ..stay
+        };
+        let error = judge(&migration(Side::Source, None), &long).unwrap_err();
+        assert_eq!(error.code, ErrorCode::InvalidRequest);
+    }
+}

@@ -1,0 +1,376 @@
+//! One migration as people see it: its phase, progress and report, and what they ask of it.
+
+use crate::status::in_doubt::Standing;
+use longhaul_api::{
+    ApiError, Asked, BytesByKind, Cost, DowntimeParts, HandoverRecord, LinkProgress, Migration,
+    Outcome, Phase, PhaseTime, Progress, Report, Resolve, Side, Strategy,
+};
+use longhaul_protocol::{Generation, MigrationId};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use tokio::sync::watch;
+
+/// What is fixed when a migration begins.
+#[derive(Debug, Clone)]
+pub(crate) struct Facts {
+    pub(crate) id: MigrationId,
+    pub(crate) guest: String,
+    pub(crate) side: Side,
+    pub(crate) source: String,
+    pub(crate) destination: String,
+    pub(crate) asked: Asked,
+}
+
+/// A migration of this host, under way or ended.
+#[derive(Debug)]
+pub(crate) struct Entry {
+    id: MigrationId,
+    started: Instant,
+    state: Mutex<State>,
+    progress: watch::Sender<Progress>,
+    cancel: watch::Sender<Option<String>>,
+    limit: watch::Sender<Option<u64>>,
+    resolve: watch::Sender<Option<Resolve>>,
+}
+
+#[derive(Debug)]
+struct State {
+    migration: Migration,
+    report: Report,
+    phase_began: Duration,
+    standing: Option<Standing>,
+}
+
+impl Entry {
+    /// A migration that begins now.
+    pub(crate) fn new(facts: Facts) -> Self {
+        let id = facts.id.to_string();
+        let progress = Progress {
+            id: id.clone(),
+            elapsed_ms: 0,
+            phase: Phase::Preparing,
+            pass: None,
+            regions: Vec::new(),
+            link: LinkProgress {
+                rate_bps: None,
+                rtt_ms: None,
+                sent_bytes: 0,
+                guest_bytes: None,
+                limit_bps: facts.asked.bandwidth_bps,
+                interrupted_ms: None,
+            },
+            dirty_rate_bytes_per_s: None,
+            predicted_downtime_ms: None,
+            outpaced: None,
+            awaits_bases: false,
+            trouble: None,
+            remaining_ms: None,
+            outcome: None,
+            reason: None,
+        };
+        let migration = Migration {
+            id: id.clone(),
+            guest: facts.guest.clone(),
+            side: facts.side,
+            source: facts.source.clone(),
+            destination: facts.destination.clone(),
+            strategy: Strategy::Precopy,
+            asked: facts.asked.clone(),
+            started_unix_ms: unix_ms(),
+            ended_unix_ms: None,
+            phase: Phase::Preparing,
+            outcome: None,
+            reason: None,
+            doubt: None,
+            progress: None,
+        };
+        let report = Report {
+            id,
+            guest: facts.guest,
+            side: facts.side,
+            source: facts.source,
+            destination: facts.destination,
+            strategy: Strategy::Precopy,
+            asked: facts.asked.clone(),
+            started_unix_ms: migration.started_unix_ms,
+            phase: Phase::Preparing,
+            outcome: None,
+            reason: None,
+            predicted: None,
+            link_bytes: None,
+            link_bytes_back: None,
+            memory_bytes: None,
+            disk_bytes: None,
+            repository_bytes: None,
+            disks: Vec::new(),
+            bytes: BytesByKind::default(),
+            total_ms: None,
+            phases: Vec::new(),
+            passes: None,
+            stop: None,
+            downtime_ms: None,
+            downtime: DowntimeParts::default(),
+            dirty_rate_bytes_per_s: None,
+            interruptions: None,
+            cost: Cost::default(),
+            verify: None,
+            clock: None,
+            hooks: Vec::new(),
+            kept_memory: None,
+        };
+        Self {
+            id: facts.id,
+            started: Instant::now(),
+            state: Mutex::new(State {
+                migration,
+                report,
+                phase_began: Duration::ZERO,
+                standing: None,
+            }),
+            progress: watch::Sender::new(progress),
+            cancel: watch::Sender::new(None),
+            limit: watch::Sender::new(facts.asked.bandwidth_bps),
+            resolve: watch::Sender::new(None),
+        }
+    }
+
+    /// A migration that ended under an earlier agent, as its report tells.
+    pub(crate) fn ended(id: MigrationId, migration: Migration, report: Report) -> Self {
+        let facts = Facts {
+            id,
+            guest: migration.guest.clone(),
+            side: migration.side,
+            source: migration.source.clone(),
+            destination: migration.destination.clone(),
+            asked: migration.asked.clone(),
+        };
+        let entry = Self::new(facts);
+        entry.progress.send_modify(|progress| {
+            progress.phase = migration.phase;
+            progress.outcome = migration.outcome;
+            progress.reason = migration.reason.clone();
+            progress.elapsed_ms = report.total_ms.unwrap_or(0);
+        });
+        *entry.lock() = State {
+            migration,
+            report,
+            phase_began: Duration::ZERO,
+            standing: None,
+        };
+        entry
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn id(&self) -> MigrationId {
+        self.id
+    }
+
+    /// Time since it began.
+    pub(crate) fn elapsed(&self) -> Duration {
+        self.started.elapsed()
+    }
+
+    /// Enters a phase.
+    pub(crate) fn enter(&self, phase: Phase) {
+        let now = self.elapsed();
+        let mut state = self.lock();
+        state.close_phase(now);
+        state.migration.phase = phase;
+        state.report.phase = phase;
+        drop(state);
+        tracing::info!(migration = %self.id, %phase, "phase");
+        self.progress(|progress| progress.phase = phase);
+    }
+
+    /// The phase that it is in, or ended in.
+    pub(crate) fn phase(&self) -> Phase {
+        self.lock().migration.phase
+    }
+
+    /// Changes what is shown while it runs.
+    pub(crate) fn progress(&self, change: impl FnOnce(&mut Progress)) {
+        let elapsed = self.elapsed().as_millis() as u64;
+        self.progress.send_modify(|progress| {
+            if progress.outcome.is_none() {
+                progress.elapsed_ms = elapsed;
+                change(progress);
+            }
+        });
+    }
+
+    /// Changes what will be reported.
+    pub(crate) fn report_with(&self, change: impl FnOnce(&mut Report)) {
+        change(&mut self.lock().report);
+    }
+
+    /// Ends it.
+    pub(crate) fn end(&self, outcome: Outcome, reason: Option<ApiError>) {
+        let now = self.elapsed();
+        let mut state = self.lock();
+        state.close_phase(now);
+        state.migration.outcome = Some(outcome);
+        state.migration.reason.clone_from(&reason);
+        state.report.outcome = Some(outcome);
+        state.report.reason.clone_from(&reason);
+        state.report.total_ms = Some(now.as_millis() as u64);
+        state.migration.ended_unix_ms = match outcome {
+            Outcome::InDoubt => None,
+            _ => Some(unix_ms()),
+        };
+        if outcome != Outcome::InDoubt {
+            state.standing = None;
+        }
+        let guest = state.migration.guest.clone();
+        drop(state);
+        match &reason {
+            Some(reason) => {
+                tracing::warn!(migration = %self.id, guest, ?outcome, "ended: {reason}");
+            }
+            None => tracing::info!(migration = %self.id, guest, ?outcome, "ended"),
+        }
+        self.progress.send_modify(|progress| {
+            progress.elapsed_ms = now.as_millis() as u64;
+            progress.outcome = Some(outcome);
+            progress.reason = reason;
+        });
+    }
+
+    /// It is not in doubt any more, and has not ended either.
+    pub(crate) fn goes_on(&self) {
+        let mut state = self.lock();
+        if state.migration.outcome != Some(Outcome::InDoubt) {
+            return;
+        }
+        (state.migration.outcome, state.migration.reason) = (None, None);
+        (state.report.outcome, state.report.reason) = (None, None);
+        drop(state);
+        self.progress.send_modify(|progress| {
+            (progress.outcome, progress.reason) = (None, None);
+        });
+    }
+
+    /// How it ended, if it has.
+    pub(crate) fn outcome(&self) -> Option<Outcome> {
+        self.lock().migration.outcome
+    }
+
+    /// As the list of migrations shows it.
+    pub(crate) fn migration(&self) -> Migration {
+        let state = self.lock();
+        let mut migration = state.migration.clone();
+        migration.doubt = state
+            .standing
+            .as_ref()
+            .map(|standing| standing.doubt(&migration));
+        drop(state);
+        migration.progress = Some(self.progress.borrow().clone());
+        migration
+    }
+
+    /// The report, so far.
+    pub(crate) fn report(&self) -> Report {
+        self.lock().report.clone()
+    }
+
+    /// Its progress, as it changes.
+    pub(crate) fn watch(&self) -> watch::Receiver<Progress> {
+        self.progress.subscribe()
+    }
+
+    /// Asks it to stop.
+    pub(crate) fn cancel(&self, why: &str) {
+        self.cancel.send_if_modified(|asked| {
+            let first = asked.is_none();
+            asked.get_or_insert_with(|| why.to_owned());
+            first
+        });
+    }
+
+    /// What it was asked, to be waited for.
+    pub(crate) fn cancelled(&self) -> watch::Receiver<Option<String>> {
+        self.cancel.subscribe()
+    }
+
+    /// Changes its limit.
+    pub(crate) fn limit(&self, bandwidth_bps: Option<u64>) {
+        self.limit.send_replace(bandwidth_bps);
+        self.progress(|progress| progress.link.limit_bps = bandwidth_bps);
+    }
+
+    /// Its limit, as it changes.
+    pub(crate) fn limits(&self) -> watch::Receiver<Option<u64>> {
+        self.limit.subscribe()
+    }
+
+    /// From now on only the other side's word decides, and it is not to be had: what this side has
+    /// written down last, and the generation of the right with the destination.
+    pub(crate) fn in_doubt(&self, record: HandoverRecord, next: Generation) {
+        let mut state = self.lock();
+        let standing = state.standing.get_or_insert_with(|| Standing {
+            record,
+            generation: next.0,
+            since_unix_ms: unix_ms(),
+            other_record: None,
+            heard_unix_ms: None,
+            asked: None,
+        });
+        standing.record = record;
+    }
+
+    /// The other side was heard of while in doubt, and said this, if it said anything.
+    pub(crate) fn heard(&self, record: Option<HandoverRecord>) {
+        if let Some(standing) = &mut self.lock().standing {
+            let now = unix_ms();
+            standing.other_record = record.or(standing.other_record);
+            standing.heard_unix_ms = Some(now);
+            standing.asked = Some((now, None));
+        }
+    }
+
+    /// The other side was asked while in doubt, and did not answer.
+    pub(crate) fn silent(&self, why: &str) {
+        if let Some(standing) = &mut self.lock().standing {
+            standing.asked = Some((unix_ms(), Some(why.to_owned())));
+        }
+    }
+
+    /// Nothing is in doubt any more.
+    pub(crate) fn certain(&self) {
+        self.lock().standing = None;
+    }
+
+    /// A person says which side runs the guest.
+    pub(crate) fn resolve(&self, resolve: Resolve) {
+        self.resolve.send_replace(Some(resolve));
+    }
+
+    /// What a person said, to be waited for.
+    pub(crate) fn resolutions(&self) -> watch::Receiver<Option<Resolve>> {
+        self.resolve.subscribe()
+    }
+}
+
+impl State {
+    fn close_phase(&mut self, now: Duration) {
+        let phase = self.migration.phase;
+        let time_ms = now.saturating_sub(self.phase_began).as_secs_f64() * 1e3;
+        match self
+            .report
+            .phases
+            .iter_mut()
+            .find(|time| time.phase == phase)
+        {
+            Some(time) => time.time_ms += time_ms,
+            None => self.report.phases.push(PhaseTime { phase, time_ms }),
+        }
+        self.phase_began = now;
+    }
+}
+
+fn unix_ms() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map(|since| since.as_millis() as u64).unwrap_or(0)
+}

@@ -1,0 +1,10 @@
+//! What is known of migrations: their progress, outcomes, reports and failures.
+
+pub(crate) mod archive;
+pub(crate) mod failure;
+pub(crate) mod guest_clock;
+pub(crate) mod hooks;
+pub(crate) mod in_doubt;
+pub(crate) mod migration;
+pub(crate) mod registry;
+pub(crate) mod usage;
