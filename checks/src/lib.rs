@@ -7,5 +7,6 @@
 
 pub mod dependencies;
 pub mod documents;
+pub mod modules;
 pub mod policy;
 pub mod purity;

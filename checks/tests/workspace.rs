@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_checks::dependencies::Graph;
-use longhaul_checks::{documents, policy, purity};
+use longhaul_checks::{documents, modules, policy, purity};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -126,6 +126,27 @@ fn dependencies_point_one_way() {
         GRAPH.direction_findings(),
         "see DIRECTION in checks/src/policy.rs",
     );
+}
+
+#[test]
+fn the_ends_of_a_migration_do_not_know_each_other() {
+    let folder = "crates/migration/src/";
+    let mut findings = Vec::new();
+    let mut seen = std::collections::BTreeSet::new();
+    for (path, text) in FILES.iter() {
+        let Some(path) = path.strip_prefix(folder) else {
+            continue;
+        };
+        let module = modules::module(path);
+        let rules = policy::MIGRATION_MODULES.iter();
+        match rules.clone().find(|(name, _)| *name == module) {
+            Some((_, may)) => findings.extend(modules::findings(path, text, may)),
+            None => findings.push(format!("{path}: module `{module}` is in no rule")),
+        }
+        seen.insert(module);
+    }
+    assert_eq!(seen.len(), policy::MIGRATION_MODULES.len(), "{seen:?}");
+    none(findings, "see MIGRATION_MODULES in checks/src/policy.rs");
 }
 
 #[test]

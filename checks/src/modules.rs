@@ -1,0 +1,65 @@
+//! Which modules of a package import which others, as their `crate::` paths show.
+
+use std::collections::BTreeSet;
+
+/// The modules at the top of its package that a source names.
+pub fn imports(text: &str) -> BTreeSet<&str> {
+    let mut found = BTreeSet::new();
+    for (at, prefix) in text.match_indices("crate::") {
+        let before = text[..at].chars().next_back();
+        if before.is_some_and(|letter| letter.is_alphanumeric() || "_:$".contains(letter)) {
+            continue;
+        }
+        let rest = &text[at + prefix.len()..];
+        let ends = |letter: char| !letter.is_alphanumeric() && letter != '_';
+        match rest.strip_prefix('{') {
+            // Never written here, and not read: a group of modules would hide them.
+            Some(_) => found.extend(["{"]),
+            None => found.extend(rest.split(ends).next()),
+        }
+    }
+    found
+}
+
+/// The module at the top of its package that a file belongs to, by its path below `src`.
+pub fn module(path: &str) -> &str {
+    let end = path.find(['/', '.']).unwrap_or(path.len());
+    &path[..end]
+}
+
+/// What a module imports though it must not.
+pub fn findings(path: &str, text: &str, may: &[&str]) -> Vec<String> {
+    let own = module(path);
+    imports(text)
+        .into_iter()
+        .filter(|name| *name != own && !may.contains(name))
+        .map(|name| format!("{path}: imports `crate::{name}`"))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_imported_is_found() {
+        let text = "use crate::host::config;\nfn f() { crate::disks::g(pub(crate)); }\n\
+                    /// [`crate::files::open`]\nuse other_crate::source::x;\nuse crate::context;";
+        let found: Vec<&str> = imports(text).into_iter().collect();
+        assert_eq!(found, ["context", "disks", "files", "host"]);
+        assert_eq!(imports("use crate::{a, b};").len(), 1);
+        assert_eq!(module("source/attempt/drain.rs"), "source");
+        assert_eq!(module("context.rs"), "context");
+    }
+
+    #[test]
+    fn what_must_not_be_imported_is_named() {
+        let text = "use crate::source::plan;\nuse crate::host::lock::lock;\nuse crate::verify::x;";
+        assert_eq!(
+            findings("destination/qemu.rs", text, &["host", "verify"]),
+            ["destination/qemu.rs: imports `crate::source`"]
+        );
+        assert!(findings("source/plan.rs", text, &["host", "verify"]).is_empty());
+        assert_eq!(findings("host/a.rs", "use crate::{x};", &[]).len(), 1);
+    }
+}
