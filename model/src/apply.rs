@@ -5,7 +5,7 @@ use crate::outcome::Outcome;
 use crate::step::Step;
 use crate::variant::Variant;
 use crate::world::{
-    ATTEMPTS, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
+    ATTEMPTS, Attempt, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
 };
 use longhaul_engine::handover::{
     DestinationEvent as OnDestination, DestinationState, SourceEvent as OnSource, SourceState,
@@ -29,7 +29,7 @@ impl Machine {
             Step::Retry { index, side } => self.retry(&mut next, index, side),
             Step::AllPresent { index } => self.all_present(&mut next, index),
             Step::Overrule { index, side } => self.overrule(&mut next, index, side),
-            Step::Crash { .. } | Step::Restart { .. } | Step::Lose { .. } => {
+            Step::Crash { .. } | Step::Restart { .. } | Step::Lose { .. } | Step::Forget { .. } => {
                 self.fall_or_rise(&mut next, step)
             }
             Step::Stop { index }
@@ -95,12 +95,25 @@ impl Machine {
         if !world.hosts.iter().all(|host| host.up) {
             return None;
         }
+        if self.is_foreign(world, index) {
+            return None;
+        }
         if self.setting.orderly && world.net & to_destination(index) != 0 {
             return None;
         }
         send(world, index, Message::Ask);
         self.feed_source(world, index, OnSource::Connected);
         Some(())
+    }
+
+    /// Whether the source does not connect to the destination: its journals are not those that the
+    /// attempt was offered to, and their word would decide.
+    fn is_foreign(&self, world: &World, index: usize) -> bool {
+        let attempt = &world.attempts[index];
+        let forgot = world.hosts[attempt.host(DESTINATION)].forgot & 1 << index != 0;
+        let state = self.source_state(&attempt.sides[SOURCE]);
+        let keeps_guest = state.is_some_and(SourceState::keeps_guest);
+        forgot && !keeps_guest && self.setting.variant != Variant::OtherJournals
     }
 
     fn abort(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
@@ -201,6 +214,20 @@ impl Machine {
                     it.qemu = Qemu::Dead;
                 }
                 // Its connections are lost with it.
+                self.cut(world, host);
+            }
+            Step::Forget { host } => {
+                let only_destination =
+                    |attempt: &Attempt| !attempt.begun || usize::from(attempt.from) != host;
+                if world.hosts[host].up || !world.attempts.iter().all(only_destination) {
+                    return None;
+                }
+                world.budget.lost_journals = world.budget.lost_journals.checked_sub(1)?;
+                for index in 0..world.begun() {
+                    let side = &mut world.attempts[index].sides[DESTINATION];
+                    (side.journal, side.tail) = Default::default();
+                    world.hosts[host].forgot |= 1 << index;
+                }
                 self.cut(world, host);
             }
             Step::Restart { host } if !world.hosts[host].up => {
@@ -331,7 +358,7 @@ impl Machine {
             if side.state != 0 {
                 self.source_hears(world, index, message, &side);
             }
-        } else {
+        } else if !self.is_foreign(world, index) {
             self.destination_hears(world, index, message, &side);
         }
         Some(())

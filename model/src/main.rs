@@ -172,6 +172,7 @@ fn describe(configuration: &Configuration) -> String {
         ("surprises of QEMU", budget.surprises),
         ("lost hosts", budget.lost_hosts),
         ("starts by a person", budget.boots),
+        ("lost journals", budget.lost_journals),
     ];
     for (what, times) in troubles.into_iter().filter(|(_, times)| *times > 0) {
         let _ = write!(text, ", {what} {times}");

@@ -30,36 +30,38 @@ enum Order {
 use Order::{Any, Kept};
 
 /// The guest, attempts, messages at a time, order; then how many: crashes at A and B, failed writes,
-/// messages that come twice, surprises of QEMU, lost hosts, starts by a person.
-type Row = (Guest, usize, u32, Order, [u8; 7]);
+/// messages that come twice, surprises of QEMU, lost hosts, starts by a person, lost journals.
+type Row = (Guest, usize, u32, Order, [u8; 8]);
 
 /// Every row is explored with a late release and with an early one.
-const USUAL: [Row; 14] = [
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 1, 3, Any, [0, 0, 0, 1, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [0, 1, 2, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 0, 2, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 1, 0]),
-    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0]),
-    (Runs, 1, 2, Kept, [1, 1, 1, 0, 2, 0, 1]),
-    (Runs, 1, 2, Kept, [2, 2, 1, 1, 0, 0, 0]),
-    (Paused, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0]),
-    (Runs, 2, 2, Kept, [0, 0, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 1]),
+const USUAL: [Row; 16] = [
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [0, 0, 0, 1, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [0, 1, 2, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 0, 2, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 1, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 2, 0, 1, 0]),
+    (Runs, 1, 2, Kept, [2, 2, 1, 1, 0, 0, 0, 0]),
+    (Paused, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 2, 2, Kept, [0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 1, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 0, 0, 1]),
+    (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 0, 1]),
 ];
 
 const DEEP: [Row; 8] = [
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0]),
-    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0]),
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0]),
-    (Paused, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0]),
-    (Runs, 1, 3, Kept, [1, 1, 1, 1, 1, 1, 1]),
-    (Runs, 2, 2, Kept, [1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [1, 1, 1, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1]),
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0, 0]),
+    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
+    (Paused, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
+    (Runs, 1, 3, Kept, [1, 1, 1, 1, 1, 1, 1, 0]),
+    (Runs, 2, 2, Kept, [1, 1, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 1, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1, 0]),
 ];
 
 fn configuration(
@@ -75,6 +77,7 @@ fn configuration(
         surprises,
         lost_hosts,
         boots,
+        lost_journals,
     ] = budget;
     Configuration {
         setting: Setting {
@@ -93,6 +96,7 @@ fn configuration(
             surprises,
             lost_hosts,
             boots,
+            lost_journals,
         },
     }
 }
@@ -114,31 +118,32 @@ pub fn deep() -> Vec<Configuration> {
 
 /// A small exploration for unit tests.
 pub fn small() -> Vec<Configuration> {
-    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0])])
+    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0])])
 }
 
 /// Where a broken variant is let loose.
 pub fn for_variant(variant: Variant) -> Configuration {
     use Variant as Is;
-    let calm = (Runs, 1, 3, Any, [0; 7]);
+    let calm = (Runs, 1, 3, Any, [0; 8]);
     let (early, row) = match variant {
         Is::Genuine | Is::CommitWithoutJournal | Is::AbortedToldFirst | Is::ReadyUnseen => {
-            (false, (Runs, 1, 3, Any, [0, 1, 0, 0, 0, 0, 0]))
+            (false, (Runs, 1, 3, Any, [0, 1, 0, 0, 0, 0, 0, 0]))
         }
         Is::ReleaseBeforePostmigrate | Is::RestartResumes | Is::ReadyMeansCommitted => {
-            (false, (Runs, 1, 3, Any, [1, 0, 0, 0, 0, 0, 0]))
+            (false, (Runs, 1, 3, Any, [1, 0, 0, 0, 0, 0, 0, 0]))
         }
-        Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0])),
-        Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0])),
-        Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0])),
+        Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0])),
+        Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0, 0])),
+        Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0, 0])),
         Is::ClosedOfferAccepted => (false, calm),
         Is::ReturnWithoutRecord | Is::RefusalAfterRestart => {
-            (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0]))
+            (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0, 0]))
         }
-        Is::OverruleUntold | Is::DoneAtOnce => (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0])),
-        Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0])),
-        Is::OverruledAgain => (false, (Runs, 2, 1, Kept, [1, 0, 0, 0, 0, 1, 0])),
-        Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 7])),
+        Is::OverruleUntold | Is::DoneAtOnce => (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0, 0])),
+        Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0, 0])),
+        Is::OverruledAgain => (false, (Runs, 2, 1, Kept, [1, 0, 0, 0, 0, 1, 0, 0])),
+        Is::OtherJournals => (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 0, 0, 0, 1])),
+        Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 8])),
         Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
         Is::ResumeOnTimeout
         | Is::AbortAfterCommit

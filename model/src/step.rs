@@ -50,6 +50,8 @@ pub(crate) enum Step {
     Restart { host: usize },
     /// A host is lost with everything that runs there.
     Lose { host: usize },
+    /// The journals of a host whose agent is down are lost; what runs there goes on.
+    Forget { host: usize },
     /// The source stops the guest.
     Stop { index: usize },
     /// QEMU converges by itself, before it is told to stop.
@@ -79,6 +81,7 @@ pub(crate) fn all_steps() -> Vec<Step> {
             Step::Crash { host },
             Step::Restart { host },
             Step::Lose { host },
+            Step::Forget { host },
             Step::LoseSocket { host },
             Step::Die { host },
             Step::Halt { host },
@@ -182,6 +185,7 @@ impl Step {
             Step::Crash { host } => format!("{}: the agent dies", HOSTS[host]),
             Step::Restart { host } => format!("{}: the agent starts", HOSTS[host]),
             Step::Lose { host } => format!("{}: the host is lost", HOSTS[host]),
+            Step::Forget { host } => format!("{}: the journals are lost", HOSTS[host]),
             Step::Stop { index } => format!("{}: stop", index + 1),
             Step::Converge { index } => format!("{}: QEMU converges by itself", index + 1),
             Step::ShutAndStay { index } => format!("{}: SHUT(0), postmigrate", index + 1),

@@ -57,11 +57,13 @@ pub enum Variant {
     ConcedeUnlessHere,
     /// Agent: a restart lets a guest go on by a person's word that is older than the guest.
     OverruledAgain,
+    /// Agent: a host that has lost its journals is believed when it does not know the attempt.
+    OtherJournals,
 }
 
 impl Variant {
     /// All that have to be caught.
-    pub const BROKEN: [Variant; 23] = [
+    pub const BROKEN: [Variant; 24] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -85,6 +87,7 @@ impl Variant {
         Variant::AbortedNotResumed,
         Variant::ConcedeUnlessHere,
         Variant::OverruledAgain,
+        Variant::OtherJournals,
     ];
 
     /// What it does wrong, in a few words.
@@ -114,6 +117,7 @@ impl Variant {
             Variant::AbortedNotResumed => "a restart after ABORTED does not resume",
             Variant::ConcedeUnlessHere => "a person's word not noted while a copy is here",
             Variant::OverruledAgain => "a person's word followed again after a later move",
+            Variant::OtherJournals => "a host without its journals is believed",
         }
     }
 

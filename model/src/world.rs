@@ -75,6 +75,9 @@ pub(crate) struct Host {
     pub(crate) copy: u8,
     pub(crate) holder: Holder,
     pub(crate) generation: u8,
+    /// The attempts, by bit, whose journals were lost here: the journals that the host has now are
+    /// another incarnation.
+    pub(crate) forgot: u8,
 }
 
 /// One side of an attempt at its host.
@@ -150,6 +153,8 @@ pub struct Budget {
     pub lost_hosts: u8,
     /// Times that a person starts a guest that is down.
     pub boots: u8,
+    /// Times that a destination loses its journals.
+    pub lost_journals: u8,
 }
 
 /// A property that does not hold.
@@ -292,10 +297,11 @@ impl World {
                 copy,
                 holder,
                 generation,
+                forgot,
             } = *host;
             let flags = u8::from(up) | u8::from(destroyed) << 1;
             let (qemu, holder) = (qemu as u8, holder as u8);
-            hash.fold(bytes([flags, qemu, copy, holder, generation, 0, 0, 0]));
+            hash.fold(bytes([flags, qemu, copy, holder, generation, forgot, 0, 0]));
         }
         for attempt in attempts {
             let Attempt {
@@ -322,12 +328,13 @@ impl World {
             surprises,
             lost_hosts,
             boots,
+            lost_journals,
         } = *budget;
         let broken = broken.map_or(0, |property| 1 + property as u8);
         hash.fold(u64::from(*net) << 16 | u64::from(*newest) << 8 | u64::from(broken));
         let rest = [failed_writes, duplicates, surprises, lost_hosts];
         let [c, d, e, f] = rest;
-        hash.fold(bytes([a, b, c, d, e, f, boots, 0]));
+        hash.fold(bytes([a, b, c, d, e, f, boots, lost_journals]));
         hash.finish()
     }
 }

@@ -240,3 +240,90 @@ fn the_destination_may_always_give_up() {
     lyon.0.restart();
     lyon.wait_for("back", |lyon| lyon.guest_state() == "running");
 }
+
+/// The destination has committed, and died before it could say so. What answers in its place must not
+/// be believed when it says that it does not know the attempt: the guest runs there.
+fn committed_and_dead() -> (Host, Host) {
+    let (lyon, mut paris) = two("", "destination:after-record:committed=kill");
+    migrate(&lyon);
+    paris.wait_for_death();
+    lyon.wait_for("in doubt", |lyon| lyon.guest_state() == "in_doubt");
+    (lyon, paris)
+}
+
+impl Host {
+    /// Waits until the other host was asked, and did not answer for this reason.
+    fn wait_for_silence(&self, because: &str) {
+        self.wait_for(because, |host| {
+            let doubt = host.doubt();
+            let why = doubt["unreachable_because"].as_str().unwrap_or_default();
+            why.contains(because)
+        });
+        assert_eq!(self.guest_state(), "in_doubt", "{}", self.0.log());
+    }
+}
+
+#[test]
+fn a_destination_without_its_journals_is_not_believed() {
+    for restart in [false, true] {
+        let (mut lyon, mut paris) = committed_and_dead();
+        let (journals, aside) = (
+            paris.0.folder.path().join("s/journal"),
+            paris.0.folder.path().join("s/aside"),
+        );
+        std::fs::rename(&journals, &aside).unwrap();
+        paris.0.restart();
+        if restart {
+            lyon.kill_and_restart("");
+        }
+        lyon.wait_for_silence("its journals are not those");
+
+        // Its journals again, it tells where the guest is.
+        paris.0.end(Signal::SIGTERM);
+        std::fs::remove_dir_all(&journals).unwrap();
+        std::fs::rename(&aside, &journals).unwrap();
+        paris.0.restart();
+        lyon.wait_for("elsewhere", |lyon| lyon.guest_state() == "elsewhere");
+        assert_eq!(paris.guest_state(), "running");
+        lyon.wait_for("free", Host::is_free);
+        // A host that no guest needs may go.
+        lyon.succeed(&["host", "forget", "paris-2"]);
+    }
+}
+
+#[test]
+fn another_host_of_the_same_name_is_not_believed() {
+    let (mut lyon, mut paris) = committed_and_dead();
+    let address = free_address();
+    let other = Host::start("paris-2", &address);
+    let id = |host: &Host| {
+        host.json(&["host"])["fingerprint"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    };
+    let (here, now) = (id(&lyon), id(&other));
+    other.succeed(&["host", "trust", "lyon-1", &here, "127.0.0.1:1"]);
+    let replace = ["host", "trust", "paris-2", &now, &address, "--replace"];
+    lyon.fail(&replace, 3, "still needs paris-2");
+    lyon.fail(&["host", "forget", "paris-2"], 3, "still needs paris-2");
+
+    // Written into the file by hand.
+    let trust = lyon.0.folder.path().join("s/trust.toml");
+    let text = std::fs::read_to_string(&trust).unwrap();
+    let known = text
+        .lines()
+        .find(|line| line.contains('-') && line.contains("fingerprint"));
+    let known = known.unwrap().split('"').nth(1).unwrap().to_owned();
+    lyon.0.end(Signal::SIGTERM);
+    std::fs::write(&trust, text.replace(&known, &now)).unwrap();
+    lyon.0.restart();
+    lyon.wait_for_silence("is not trusted here");
+
+    lyon.0.end(Signal::SIGTERM);
+    std::fs::write(&trust, text).unwrap();
+    lyon.0.restart();
+    paris.0.restart();
+    lyon.wait_for("elsewhere", |lyon| lyon.guest_state() == "elsewhere");
+    assert_eq!(paris.guest_state(), "running");
+}

@@ -331,6 +331,7 @@ async fn old_host(
         version_min: 1,
         version_max: 1,
         software: "longhaul 0.0.9".to_owned(),
+        incarnation: None,
     };
     let config = EndpointConfig::new("127.0.0.1:0".parse().unwrap(), hello);
     let endpoint = Endpoint::bind(config, identity, trust).unwrap();

@@ -33,6 +33,7 @@ use crate::destination::Destination;
 use crate::disks::base_images::Orders;
 use crate::disks::lazy_base_images::ComingFronts;
 use crate::handover::fence::Marks;
+use crate::host::incarnation;
 use crate::host::retained_qemus::RetainedQemus;
 use crate::host::start_error::StartError;
 use crate::host::state::Parts;
@@ -43,15 +44,15 @@ use crate::status::archive::Archive;
 use crate::status::registry::{Registry, Taken};
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
-    ApiError, ErrorCode, Limit, Migration, Phase, Plan, PlanRequest, Probe, ProbeResult, Progress,
-    Report, Resolve, Side, StartMigration,
+    ApiError, ErrorCode, Limit, Migration, Outcome, Phase, Plan, PlanRequest, Probe, ProbeResult,
+    Progress, Report, Resolve, Side, StartMigration,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
-use longhaul_protocol::{MigrationId, wire};
+use longhaul_protocol::{HostId, MigrationId, wire};
 use longhaul_storage::{Journals, Rights};
-use longhaul_transport::{Endpoint, EndpointConfig, Hello, ProbeConfig};
+use longhaul_transport::{CloseCode, Endpoint, EndpointConfig, Hello, ProbeConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::watch;
@@ -95,6 +96,7 @@ impl Manager {
             version_min: wire::VERSION_OLDEST,
             version_max: wire::VERSION,
             software,
+            incarnation: Some(incarnation::of(&state.join("journal"))?),
         };
         let config = EndpointConfig::new(parts.config.listen, hello);
         let endpoint = Endpoint::bind(config, parts.identity.clone(), parts.trust.clone())
@@ -244,6 +246,28 @@ impl Manager {
     /// One migration.
     pub async fn get(&self, id: MigrationId) -> Result<Migration, ApiError> {
         Ok(self.context.registry.get(id)?.migration())
+    }
+
+    /// The migrations that need a host: guests that leave for it, and guests from it that run here and
+    /// are not complete.
+    pub fn that_need(&self, host: &str) -> Vec<Migration> {
+        let entries = self.context.registry.list().into_iter();
+        let open = entries.filter(|entry| matches!(entry.outcome(), None | Some(Outcome::InDoubt)));
+        let open = open.map(|entry| (entry.report().side, entry.phase(), entry.migration()));
+        open.filter(|(side, phase, migration)| match side {
+            Side::Source => migration.destination == host,
+            Side::Destination => migration.source == host && *phase == Phase::Finishing,
+        })
+        .map(|(.., migration)| migration)
+        .collect()
+    }
+
+    /// Ends all connections with a host that is no longer trusted.
+    pub fn disconnect(&self, host: HostId) {
+        let reason = "this host is no longer trusted";
+        self.context
+            .endpoint
+            .disconnect(host, CloseCode::NotAllowed, reason);
     }
 
     /// A migration's report; of one under way, so far.

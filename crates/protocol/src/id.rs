@@ -8,6 +8,14 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct HostId(pub [u8; 32]);
 
+/// Identifies the journals of a host from their creation to their loss: a host that has lost them gets
+/// another one.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Incarnation(pub [u8; INCARNATION_BYTES]);
+
+/// Length of an [`Incarnation`], in bytes.
+pub const INCARNATION_BYTES: usize = 16;
+
 /// Names one migration of one guest, for ever.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MigrationId(pub [u8; 8]);
@@ -82,6 +90,26 @@ impl FromStr for HostId {
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         read_hex(text, "a host's fingerprint (64 hexadecimal digits)").map(Self)
+    }
+}
+
+impl fmt::Display for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0, f)
+    }
+}
+
+impl fmt::Debug for Incarnation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write_hex(&self.0[..4], f)
+    }
+}
+
+impl FromStr for Incarnation {
+    type Err = ParseIdError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        read_hex(text, "an incarnation (32 hexadecimal digits)").map(Self)
     }
 }
 

@@ -58,6 +58,7 @@ fn endpoint(
         version_min: 1,
         version_max: 1,
         software: "longhaul probe".to_owned(),
+        incarnation: None,
     };
     let config = EndpointConfig::new(listen.parse()?, hello);
     Ok(Endpoint::bind(config, identity, trust)?)

@@ -7,6 +7,7 @@ use crate::framing::{Budget, MessageReader, MessageWriter};
 use crate::quic::{Link, RecvStream, SendStream};
 use crate::trust::{Permission, TrustError, TrustedHost};
 use bytes::Bytes;
+use longhaul_protocol::Incarnation;
 use longhaul_protocol::limits::CONTROL_MESSAGE_BYTES_MAX;
 use std::fmt;
 use std::net::SocketAddr;
@@ -25,6 +26,8 @@ pub struct Peer {
     pub address: SocketAddr,
     /// What it calls its software.
     pub software: String,
+    /// The incarnation of its journals, if it sends one.
+    pub incarnation: Option<Incarnation>,
     /// The protocol version that both speak.
     pub version: u16,
 }

@@ -192,6 +192,18 @@ impl Endpoint {
     /// Makes a control connection to a trusted host, at the first of its addresses that answers.
     pub async fn connect(&self, name: &str) -> Result<Control, ConnectError> {
         let host = self.inner.trusted(name)?;
+        self.connect_to(host).await
+    }
+
+    /// Connects to the trusted host with this identity, under whatever name it is trusted now; `name`
+    /// is for errors.
+    pub async fn connect_id(&self, id: HostId, name: &str) -> Result<Control, ConnectError> {
+        let host = self.inner.trust.by_id(id)?;
+        let host = host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))?;
+        self.connect_to(host).await
+    }
+
+    async fn connect_to(&self, host: TrustedHost) -> Result<Control, ConnectError> {
         let dial = Dial {
             expected: Some(host.id),
             name: host.name.clone(),
@@ -353,7 +365,7 @@ impl EndpointInner {
         });
         let theirs = theirs.map_err(|error| dial.error(error))?;
         match self.config.hello.agree(&theirs) {
-            Ok(version) => Ok(self.control(link, host, address, theirs.software, version, true)),
+            Ok(version) => Ok(self.control(link, host, address, theirs, version, true)),
             Err(error) => {
                 link.close(CloseCode::Incompatible, &error.to_string());
                 Err(error.into())
@@ -366,7 +378,7 @@ impl EndpointInner {
         link: Link,
         host: TrustedHost,
         address: SocketAddr,
-        software: String,
+        hello: Hello,
         version: u16,
         dialled: bool,
     ) -> Control {
@@ -377,7 +389,8 @@ impl EndpointInner {
         let peer = Arc::new(Peer {
             host,
             address,
-            software,
+            software: hello.software,
+            incarnation: hello.incarnation,
             version,
         });
         Control {

@@ -1,5 +1,6 @@
 //! The Hello: the first thing said on a control connection, in a form that never changes.
 
+use longhaul_protocol::Incarnation;
 use std::fmt;
 
 /// The bytes that every Hello starts with.
@@ -19,6 +20,9 @@ pub struct Hello {
     pub version_max: u16,
     /// Name and version of the program, such as `longhaul 0.1.0`.
     pub software: String,
+    /// The incarnation of the host's journals: a host that lost them has another one. Agents
+    /// before protocol version 3 send none.
+    pub incarnation: Option<Incarnation>,
 }
 
 /// A Hello that is none.
@@ -71,13 +75,15 @@ impl Hello {
             cut -= 1;
         }
         let software = &self.software.as_bytes()[..cut];
-        let body = (5 + software.len()) as u16;
+        let incarnation = self.incarnation.as_ref().map_or(&[][..], |it| &it.0);
+        let body = (5 + software.len() + incarnation.len()) as u16;
         let mut bytes = HELLO_MAGIC.to_vec();
         bytes.extend(body.to_le_bytes());
         bytes.extend(self.version_min.to_le_bytes());
         bytes.extend(self.version_max.to_le_bytes());
         bytes.push(software.len() as u8);
         bytes.extend(software);
+        bytes.extend(incarnation);
         bytes
     }
 
@@ -93,18 +99,19 @@ impl Hello {
         Ok(body)
     }
 
-    /// Reads the body. Bytes after the software string are for later versions, and ignored.
+    /// Reads the body. Bytes after the incarnation are for later versions, and ignored.
     pub fn decode_body(body: &[u8]) -> Result<Self, HelloError> {
         let [a, b, c, d, length, rest @ ..] = body else {
             return Err(HelloError("it is too short"));
         };
-        let software = rest
-            .get(..usize::from(*length))
+        let (software, rest) = rest
+            .split_at_checked(usize::from(*length))
             .ok_or(HelloError("its software string is cut"))?;
         let hello = Self {
             version_min: u16::from_le_bytes([*a, *b]),
             version_max: u16::from_le_bytes([*c, *d]),
             software: crate::error::printable(software),
+            incarnation: rest.first_chunk().copied().map(Incarnation),
         };
         if hello.version_min > hello.version_max {
             return Err(HelloError("its oldest version is newer than its newest"));
@@ -135,6 +142,7 @@ mod tests {
             version_min: min,
             version_max: max,
             software: "longhaul 0.1.0".to_owned(),
+            incarnation: None,
         }
     }
 
@@ -155,9 +163,26 @@ mod tests {
     }
 
     #[test]
+    fn the_incarnation_follows_the_software() {
+        let bytes = b"LONGHAUL\x16\0\x01\0\x03\0\x01x0123456789abcdef";
+        let hello = Hello {
+            software: "x".to_owned(),
+            incarnation: Some(Incarnation(*b"0123456789abcdef")),
+            ..hello(1, 3)
+        };
+        assert_eq!(hello.encode(), bytes);
+        assert_eq!(decode(bytes), Ok(hello));
+    }
+
+    #[test]
     fn later_versions_may_append() {
+        let bytes = b"LONGHAUL\x18\0\x01\0\x02\0\x01x0123456789abcdef\xff\xff";
+        let hello = decode(bytes).unwrap();
+        assert_eq!(hello.software, "x");
+        assert_eq!(hello.incarnation, Some(Incarnation(*b"0123456789abcdef")));
+        // An older agent's, or one that is cut, is none.
         let bytes = b"LONGHAUL\x08\0\x01\0\x02\0\x01x\xff\xff";
-        assert_eq!(decode(bytes).unwrap().software, "x");
+        assert_eq!(decode(bytes).unwrap().incarnation, None);
     }
 
     #[test]
@@ -173,10 +198,17 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_hello_survives(min in 0u16..=9, more in 0u16..=9, software in "\\PC{0,300}") {
-            let hello = Hello { version_min: min, version_max: min + more, software };
+        fn every_hello_survives(
+            min in 0u16..=9,
+            more in 0u16..=9,
+            software in "\\PC{0,300}",
+            incarnation: Option<[u8; 16]>,
+        ) {
+            let incarnation = incarnation.map(Incarnation);
+            let hello = Hello { version_min: min, version_max: min + more, software, incarnation };
             let read = decode(&hello.encode()).unwrap();
             prop_assert_eq!((read.version_min, read.version_max), (min, min + more));
+            prop_assert_eq!(read.incarnation, hello.incarnation);
             prop_assert!(hello.software.starts_with(&read.software));
         }
 

@@ -29,6 +29,7 @@ fn the_hello() {
         version_min: 1,
         version_max: 2,
         software: "longhaul 0.1.0".to_owned(),
+        incarnation: None,
     };
     let bytes = example("Example: versions 1 to 2");
     assert_eq!(hello.encode(), bytes);

@@ -334,8 +334,13 @@ impl DestinationState {
                 let here = matches!(before, Some(Record::AllPresent { .. }));
                 (Self::Closed { here }, vec![])
             }
-            // Done and Released belong to the source's journals.
-            Some(Record::Began { .. } | Record::Released { .. } | Record::Done { .. }) => {
+            // Peer, Done and Released belong to the source's journals.
+            Some(
+                Record::Began { .. }
+                | Record::Peer { .. }
+                | Record::Released { .. }
+                | Record::Done { .. },
+            ) => {
                 let reason = "the destination's agent was restarted".to_owned();
                 (Self::Aborting { reason }, vec![Do::Quit])
             }

@@ -1,6 +1,6 @@
 //! What the journals hold.
 
-use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use longhaul_protocol::{Attempt, Generation, HostId, Incarnation, MigrationId};
 use serde::{Deserialize, Serialize};
 
 /// Which end of a migration a journal belongs to.
@@ -94,6 +94,14 @@ pub enum Record {
         /// The attempt.
         attempt: Attempt,
     },
+    /// Source: the journals of the destination that the attempt was offered to. Others cannot say
+    /// that an attempt which they do not know was never committed.
+    Peer {
+        /// The attempt.
+        attempt: Attempt,
+        /// The incarnation of the destination's journals.
+        incarnation: Incarnation,
+    },
 }
 
 impl Record {
@@ -109,7 +117,8 @@ impl Record {
             | Record::Returned { attempt, .. }
             | Record::AllPresent { attempt }
             | Record::Overruled { attempt, .. }
-            | Record::Closed { attempt } => *attempt,
+            | Record::Closed { attempt }
+            | Record::Peer { attempt, .. } => *attempt,
         }
     }
 }

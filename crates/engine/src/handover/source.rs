@@ -264,6 +264,7 @@ impl SourceState {
             // What follows belongs to the destination's journals.
             Some(
                 Record::Began { .. }
+                | Record::Peer { .. }
                 | Record::Ready { .. }
                 | Record::Committed { .. }
                 | Record::AllPresent { .. }
@@ -292,6 +293,15 @@ impl SourceState {
                 | Is::Retiring
                 | Is::Overruled
                 | Is::Closed { .. }
+        )
+    }
+
+    /// Whether the guest stays at the source, whatever the destination says.
+    pub fn keeps_guest(&self) -> bool {
+        use SourceState as Is;
+        matches!(
+            self,
+            Is::Aborting | Is::Aborted | Is::Overruled | Is::Closed { here: true }
         )
     }
 

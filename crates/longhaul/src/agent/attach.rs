@@ -6,8 +6,6 @@ use longhaul_hypervisor::attach::Attach;
 use longhaul_migration::{Manager, UNCHANGED, attach_failure};
 use std::path::PathBuf;
 
-/// What is said of a guest that was not attached to.
-
 impl Guests {
     /// Learns everything about a guest that something else started, and changes nothing of it.
     pub(crate) async fn attach(

@@ -2,6 +2,7 @@
 
 use crate::agent::guests::Guests;
 use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
+use longhaul_migration::Manager;
 use longhaul_migration::host::config::is_name;
 use longhaul_migration::host::state::Parts;
 use longhaul_protocol::HostId;
@@ -49,23 +50,38 @@ impl Hosts {
     }
 
     /// Trusts one more.
-    pub(crate) async fn trust(&self, trust: Trust) -> Result<TrustedHost, ApiError> {
+    pub(crate) async fn trust(
+        &self,
+        manager: &Manager,
+        trust: Trust,
+    ) -> Result<TrustedHost, ApiError> {
         let host = self.checked(&trust)?;
         let answer = shown(&host);
+        let wanted = host.name.clone();
+        let before = self.with_store(move |store| store.by_name(&wanted)).await?;
+        let replaced = before.filter(|before| trust.replace && before.id != host.id);
+        if replaced.is_some() {
+            may_go(manager, &trust.name)?;
+        }
         self.with_store(move |store| match trust.replace {
             true => store.replace(host),
             false => store.add(host),
         })
         .await?;
         tracing::info!(host = %answer.name, fingerprint = %answer.fingerprint, "trusted");
+        if let Some(replaced) = replaced {
+            manager.disconnect(replaced.id);
+        }
         Ok(answer)
     }
 
-    /// Trusts one no longer.
-    pub(crate) async fn forget(&self, name: &str) -> Result<(), ApiError> {
+    /// Trusts one no longer, and ends all connections with it.
+    pub(crate) async fn forget(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
+        may_go(manager, name)?;
         let name = name.to_owned();
         let host = self.with_store(move |store| store.forget(&name)).await?;
         tracing::info!(host = %host.name, fingerprint = %host.id, "trusted no longer");
+        manager.disconnect(host.id);
         Ok(())
     }
 
@@ -178,4 +194,21 @@ fn unknown_host(name: &str) -> ApiError {
         format!("no host called {name:?} is trusted here"),
     )
     .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
+}
+
+/// Refuses to lose a host while a guest needs it.
+fn may_go(manager: &Manager, name: &str) -> Result<(), ApiError> {
+    let Some(migration) = manager.that_need(name).into_iter().next() else {
+        return Ok(());
+    };
+    let text = format!(
+        "migration {} of {} still needs {name}: only {name} can say where that guest runs, or has \
+         blocks of its disks",
+        migration.id, migration.guest
+    );
+    let hint = format!(
+        "wait for its end, or cancel it; if {name} never comes back: longhaul resolve {}",
+        migration.guest
+    );
+    Err(ApiError::new(ErrorCode::GuestBusy, text).hint(hint))
 }

@@ -178,9 +178,12 @@ async fn perform(
     Ok(match operation {
         Operation::GetHost => ok(&hosts.this(guests).await),
         Operation::ListHosts => ok(&hosts.list().await?),
-        Operation::TrustHost => json(StatusCode::CREATED, &hosts.trust(parse(body)?).await?),
+        Operation::TrustHost => json(
+            StatusCode::CREATED,
+            &hosts.trust(manager, parse(body)?).await?,
+        ),
         Operation::ForgetHost => {
-            hosts.forget(value).await?;
+            hosts.forget(manager, value).await?;
             StatusCode::NO_CONTENT.into_response()
         }
         Operation::ProbeHost => {

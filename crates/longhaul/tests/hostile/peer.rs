@@ -209,6 +209,7 @@ impl Bad {
             version_min: versions.0,
             version_max: versions.1,
             software: "hostile".to_owned(),
+            incarnation: None,
         };
         let config = EndpointConfig::new("127.0.0.1:0".parse().unwrap(), hello);
         let output = victim.agent.longhaul(&[

@@ -242,7 +242,14 @@ impl Remembered {
         };
         let records = attempt_record::of_attempt(&journal, terms);
         let (state, actions) = DestinationState::restore(&records, &terms);
-        let ledger = Ledger::new(context.context.clone(), migration, "", "", terms, journal);
+        let ledger = Ledger::new(
+            context.context.clone(),
+            migration,
+            "",
+            ("", None),
+            terms,
+            journal,
+        );
         let remembered = Self {
             peer: None,
             paused: false,

@@ -410,7 +410,7 @@ fn fate_by(records: &[Record]) -> Option<Fate> {
                 longhaul_engine::handover::Side::Destination => Fate::Stay,
                 longhaul_engine::handover::Side::Source => Fate::Open,
             },
-            Record::Closed { .. } => continue,
+            Record::Peer { .. } | Record::Closed { .. } => continue,
         });
     }
     fate

@@ -100,6 +100,7 @@ impl Left {
         let Self {
             migration,
             guest,
+            peer,
             peer_name,
             terms,
             journal,
@@ -109,7 +110,7 @@ impl Left {
             context.clone(),
             migration,
             &guest,
-            &peer_name,
+            (&peer_name, Some(peer)),
             terms,
             journal,
         )

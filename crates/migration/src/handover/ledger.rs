@@ -12,7 +12,7 @@ use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
     SourceState, Terms, step_destination, step_source,
 };
-use longhaul_protocol::{Generation, MigrationId};
+use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId};
 use longhaul_storage::{Holder, Journal, Right, RightsError};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -23,8 +23,10 @@ pub(crate) struct Ledger {
     pub(crate) context: Arc<Context>,
     pub(crate) migration: MigrationId,
     pub(crate) guest: String,
-    /// The other host's name here.
+    /// The other host's name here, when the attempt began.
     pub(crate) host: String,
+    /// The other host, unless the journal only answers for an attempt that never began here.
+    pub(crate) peer: Option<HostId>,
     pub(crate) terms: Terms,
     pub(crate) journal: Journal,
     /// A record that was decided on and could not be written yet.
@@ -44,7 +46,7 @@ impl Ledger {
         context: Arc<Context>,
         migration: MigrationId,
         guest: &str,
-        host: &str,
+        (host, peer): (&str, Option<HostId>),
         terms: Terms,
         journal: Journal,
     ) -> Self {
@@ -53,11 +55,24 @@ impl Ledger {
             migration,
             guest: guest.to_owned(),
             host: host.to_owned(),
+            peer,
             terms,
             journal,
             unwritten: None,
             unnoted: None,
         }
+    }
+
+    /// The incarnation of the destination's journals that this attempt was offered to, if it is known.
+    pub(crate) fn incarnation(&self) -> Option<Incarnation> {
+        let attempt = self.terms.attempt;
+        let records = self.journal.records().iter().rev();
+        records
+            .filter(|record| record.attempt() == attempt)
+            .find_map(|record| match record {
+                Record::Peer { incarnation, .. } => Some(*incarnation),
+                _ => None,
+            })
     }
 
     fn append(&mut self, record: &Record) -> bool {

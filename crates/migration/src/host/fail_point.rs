@@ -63,6 +63,8 @@ named! { Record in RECORDS by record_name:
     AllPresent "all-present" [Destination],
     Overruled "overruled" [Source Destination],
     Closed "closed" [Source Destination],
+    // Written with BEGAN, and has no points of its own.
+    Peer "peer" [],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:

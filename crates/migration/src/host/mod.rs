@@ -6,6 +6,7 @@ pub mod config;
 pub(crate) mod content_index;
 pub mod fail_point;
 pub(crate) mod hooks;
+pub(crate) mod incarnation;
 pub(crate) mod lock;
 pub mod meminfo;
 pub(crate) mod memory_cache;

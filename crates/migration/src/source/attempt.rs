@@ -544,11 +544,7 @@ impl Departure {
     }
 
     fn attempted(&self) -> Attempted {
-        Attempted {
-            migration: self.task.offer.migration,
-            attempt: self.task.offer.attempt,
-            host: self.task.host.clone(),
-        }
+        Attempted::of(&self.task.handover.ledger, self.state())
     }
 
     async fn watch_patience(&mut self) {

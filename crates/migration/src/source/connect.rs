@@ -2,10 +2,12 @@
 
 use crate::channel::{self, Receiver, Sender, TalkError};
 use crate::context::Context;
+use crate::handover::ledger::Ledger;
 use crate::source::sender::Line;
 use longhaul_api::{ApiError, ErrorCode};
+use longhaul_engine::handover::SourceState;
 use longhaul_protocol::message::{AttemptState, Keeps, Offer, Refusal, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, MigrationId};
+use longhaul_protocol::{Attempt, Epoch, HostId, Incarnation, MigrationId};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
 use std::time::Duration;
@@ -55,6 +57,12 @@ pub(crate) enum SessionError {
     /// What is left of the guest's disks cannot be sent.
     #[error("what is left of its disks cannot be sent: {0}")]
     Left(#[from] std::io::Error),
+    /// The host that answers has lost the journals that the attempt was offered to.
+    #[error(
+        "its journals are not those that this migration was offered to (lost, replaced or restored), \
+         so it cannot tell whether the guest runs there"
+    )]
+    OtherJournals,
     /// An answer that does not fit.
     #[error("the destination breaks the protocol: {0}")]
     Protocol(&'static str),
@@ -66,6 +74,37 @@ pub(crate) struct Attempted {
     pub(crate) migration: MigrationId,
     pub(crate) attempt: Attempt,
     pub(crate) host: String,
+    /// The host that the attempt was offered to, whatever its name is now.
+    peer: Option<HostId>,
+    /// The journals that it was offered to; none if others may answer too.
+    incarnation: Option<Incarnation>,
+}
+
+impl Attempted {
+    /// What a source in this state needs. Once the guest is known to stay here, the answer of other
+    /// journals is as good.
+    pub(crate) fn of(ledger: &Ledger, state: &SourceState) -> Self {
+        Self {
+            migration: ledger.migration,
+            attempt: ledger.terms.attempt,
+            host: ledger.host.clone(),
+            peer: ledger.peer,
+            incarnation: ledger.incarnation().filter(|_| !state.keeps_guest()),
+        }
+    }
+
+    async fn connect(&self, context: &Context) -> Result<Control, SessionError> {
+        let control = match self.peer {
+            Some(id) => context.endpoint.connect_id(id, &self.host).await?,
+            None => context.endpoint.connect(&self.host).await?,
+        };
+        match self.incarnation {
+            Some(known) if control.peer().incarnation != Some(known) => {
+                Err(SessionError::OtherJournals)
+            }
+            _ => Ok(control),
+        }
+    }
 }
 
 /// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already; it says
@@ -212,7 +251,7 @@ pub(crate) async fn try_resume(
     epoch: Epoch,
     bandwidth_bps: Option<u64>,
 ) -> Result<(Session, AttemptState), SessionError> {
-    let control = context.endpoint.connect(&attempted.host).await?;
+    let control = attempted.connect(context).await?;
     let (mut sender, mut receiver) = channel::as_source(control.open().await?);
     let Attempted {
         migration, attempt, ..
@@ -274,7 +313,7 @@ pub(crate) async fn ask(
     context: &Context,
     attempted: &Attempted,
 ) -> Result<Conversation, SessionError> {
-    let control = context.endpoint.connect(&attempted.host).await?;
+    let control = attempted.connect(context).await?;
     let (mut sender, receiver) = channel::as_source(control.open().await?);
     let Attempted {
         migration, attempt, ..
@@ -293,7 +332,10 @@ pub(crate) fn failure(host: &str, error: &SessionError) -> ApiError {
         SessionError::Protocol(what) => crate::status::failure::protocol(host, what),
         SessionError::Aborted(reason) => crate::status::failure::peer_gave_up(host, reason),
         SessionError::Left(error) => crate::status::failure::internal(&error.to_string()),
-        SessionError::Link(_) | SessionError::Talk(_) | SessionError::Committed { .. } => {
+        SessionError::Link(_)
+        | SessionError::Talk(_)
+        | SessionError::OtherJournals
+        | SessionError::Committed { .. } => {
             ApiError::new(ErrorCode::PeerUnreachable, format!("{host}: {error}"))
         }
     }

@@ -279,7 +279,13 @@ impl Preparing {
             block_in_place(|| fail_point::append(journal, record))
                 .map_err(|error| failure::internal(&error.to_string()))
         };
-        if let Err(error) = write(&mut journal, &began) {
+        let incarnation = control.peer().incarnation;
+        let peer = incarnation.map(|incarnation| Record::Peer {
+            attempt: offer.attempt,
+            incarnation,
+        });
+        let mut records = [began].into_iter().chain(peer);
+        if let Err(error) = records.try_for_each(|record| write(&mut journal, &record)) {
             // It may be on disk all the same, and nobody has heard of the attempt.
             if let Err(error) = block_in_place(|| journal.remove()) {
                 tracing::warn!(%error, "a journal that never began stays until the next start");
@@ -324,7 +330,7 @@ impl Preparing {
                 self.context.clone(),
                 offer.migration,
                 &offer.guest.name,
-                &host.name,
+                (&host.name, Some(host.id)),
                 terms,
                 journal,
             ),

@@ -298,11 +298,7 @@ impl Settling {
     /// Talks with the destination until there is nothing to say.
     async fn meet(&mut self) -> Result<(), SessionError> {
         let ledger = &self.handover.ledger;
-        let attempted = connect::Attempted {
-            migration: ledger.migration,
-            attempt: ledger.terms.attempt,
-            host: ledger.host.clone(),
-        };
+        let attempted = connect::Attempted::of(ledger, &self.handover.state);
         let conversation = connect::ask(&ledger.context, &attempted).await?;
         self.conversation = Some(conversation);
         self.lost_at = None;

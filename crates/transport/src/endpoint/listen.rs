@@ -152,7 +152,7 @@ async fn greet(
     connection.set_receive_window(VarInt::from_u32(CONTROL_WINDOW_BYTES));
     // The stream of the Hello counts until its end is acknowledged.
     connection.set_max_concurrent_bi_streams(VarInt::from_u32(CHANNELS_MAX + 1));
-    let control = endpoint.control(link.clone(), host, address, theirs.software, version, false);
+    let control = endpoint.control(link.clone(), host, address, theirs, version, false);
     let sent = controls.send(control).await;
     sent.map_err(|_| (CloseCode::ShuttingDown, "the agent stops".to_owned()))
 }

@@ -21,6 +21,7 @@ fn host(handshake_timeout: Duration) -> Host {
         version_min: 1,
         version_max: 1,
         software: "test".to_owned(),
+        incarnation: None,
     };
     let mut config = EndpointConfig::new("127.0.0.1:0".parse().unwrap(), hello);
     config.handshake_timeout = handshake_timeout;

@@ -28,6 +28,7 @@ pub fn hello(min: u16, max: u16) -> Hello {
         version_min: min,
         version_max: max,
         software: format!("longhaul test {max}"),
+        incarnation: None,
     }
 }
 

@@ -81,6 +81,10 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
             of("OVERRULED", generation, text)
         }
         Record::Closed { .. } => plain("CLOSED", "nothing more is to be done here".to_owned()),
+        Record::Peer { incarnation, .. } => plain(
+            "PEER",
+            format!("{other} keeps the attempt in its journals {incarnation}"),
+        ),
     }
 }
 
@@ -96,7 +100,10 @@ pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
             Side::Source => MayRun::Here,
             Side::Destination => MayRun::NotHere,
         }),
-        Record::Ready { .. } | Record::AllPresent { .. } | Record::Closed { .. } => None,
+        Record::Ready { .. }
+        | Record::AllPresent { .. }
+        | Record::Closed { .. }
+        | Record::Peer { .. } => None,
         Record::Released { .. } => Some(MayRun::InDoubt),
         Record::Committed { .. } => Some(MayRun::Here),
         Record::Done { .. } => Some(MayRun::There),

@@ -243,7 +243,7 @@ pub(crate) async fn prepare(
         context.context.clone(),
         offer.migration,
         &guest,
-        &peer.name,
+        (&peer.name, Some(peer.id)),
         terms,
         journal,
     );
