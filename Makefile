@@ -4,7 +4,7 @@ export PATH := $(PATH):$(HOME)/.cargo/bin:/usr/sbin:/sbin
 CARGO := cargo
 LAB := target/release/lab
 
-.PHONY: help demo test bench crash-matrix chaos fuzz install build format checks clippy tests unit model e2e
+.PHONY: help demo test quick bench crash-matrix chaos fuzz install build format checks clippy tests unit model e2e
 
 help: ## list these commands
 	@echo "Longhaul: moves running virtual machines between hosts. Commands:"
@@ -16,6 +16,14 @@ demo: install build ## move a running guest between two emulated hosts, and back
 	$(LAB) demo
 
 test: install format checks unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
+
+quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model (5 minutes once built)
+	@echo "== building libraries and programs, with lints"
+	$(CARGO) build --profile tests --workspace --locked --bins
+	@echo "== unit tests"
+	$(CARGO) test --profile tests --workspace --locked --lib --bins
+	@echo "== model of the handover"
+	target/tests/model
 
 BENCH_OPTIONS :=
 
@@ -66,7 +74,7 @@ build: ## build the release binaries: target/release/longhaul and target/release
 # `tests` (Cargo.toml), for the same packages with the same features.
 format: ## is the code formatted?
 	@echo "== formatting"
-	@$(CARGO) fmt --all --check || { echo "To mend it: cargo fmt --all" >&2; exit 1; }
+	@$(CARGO) fmt --all --check || { echo "To fix it: cargo fmt --all" >&2; exit 1; }
 
 checks: ## the workspace's own checks: cores without I/O, dependencies, documents
 	@echo "== workspace checks"
@@ -77,7 +85,7 @@ clippy: ## lints alone, warnings denied
 	$(CARGO) clippy --profile tests --workspace --all-targets --locked -- -D warnings
 
 # Lints are looked for while the tests are compiled: to do that by itself takes half as long again.
-checks tests unit e2e: export RUSTC_WORKSPACE_WRAPPER := $(CURDIR)/checks/rustc
+checks quick tests unit e2e: export RUSTC_WORKSPACE_WRAPPER := $(CURDIR)/checks/rustc
 
 tests: ## build all tests and what they run, and look for lints, warnings denied: target/tests
 	@echo "== building the tests, and what they run, with lints (the first time: ten minutes)"
@@ -89,7 +97,7 @@ unit: tests ## unit and documentation tests
 	$(CARGO) test --profile tests --workspace --locked --doc
 
 model: tests ## explore the hand-over in every order of events (half a minute; deeper: target/tests/model --deep)
-	@echo "== model of the hand-over"
+	@echo "== model of the handover"
 	target/tests/model
 
 # Guests wait for most of their time, so two lanes of tests run at once: these tests, and all others. What the
