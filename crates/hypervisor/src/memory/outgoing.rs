@@ -542,18 +542,21 @@ async fn open(
 
 /// A socket that only this QEMU's account can connect to.
 fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
-    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    use std::os::unix::fs::MetadataExt;
     match std::fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => return Err(error),
         _ => {}
     }
     let listener = tokio::net::UnixListener::bind(path)?;
-    std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600))?;
     let qemu = std::fs::metadata(format!("/proc/{pid}"))?;
-    if qemu.uid() != std::fs::metadata(path)?.uid() {
-        chown(path, Some(qemu.uid()), None)?;
-    }
+    give(path, qemu.uid())?;
     Ok(listener)
+}
+
+/// Makes a socket QEMU's account's. That account owns the folder, which is closed to others, and may have
+/// put a link in the place of the socket: it is not followed.
+fn give(path: &Path, uid: u32) -> std::io::Result<()> {
+    std::os::unix::fs::lchown(path, Some(uid), None)
 }
 
 /// The connection that comes from this process; others are closed.
@@ -565,5 +568,28 @@ async fn accept(listener: &tokio::net::UnixListener, pid: i32) -> std::io::Resul
             socket.set_nonblocking(false)?;
             return Ok(socket);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::{MetadataExt, symlink};
+
+    #[test]
+    fn a_link_in_the_place_of_the_socket_is_not_followed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (key, socket) = (folder.path().join("key"), folder.path().join("outgoing"));
+        std::fs::write(&key, b"secret").unwrap();
+        symlink(&key, &socket).unwrap();
+        let before = std::fs::metadata(&key).unwrap();
+        // Only root may give files away.
+        if before.uid() != 0 {
+            return;
+        }
+        give(&socket, 12345).unwrap();
+        let after = std::fs::metadata(&key).unwrap();
+        assert_eq!((after.uid(), after.mode()), (0, before.mode()));
+        assert_eq!(std::fs::symlink_metadata(&socket).unwrap().uid(), 12345);
     }
 }
