@@ -241,7 +241,9 @@ pub fn step_destination(
             };
             (state.clone(), vec![answer])
         }
-        (Is::Running { .. }, On::PeerOverruled(generation)) => {
+        (Is::Running { .. }, On::PeerOverruled(generation))
+            if *generation == terms.after_next() =>
+        {
             let record = Record::Overruled {
                 attempt,
                 run_on: Side::Source,
@@ -412,6 +414,21 @@ mod tests {
     fn place(actions: &[DestinationAction], wanted: &DestinationAction) -> usize {
         let place = actions.iter().position(|action| action == wanted);
         place.unwrap_or_else(|| panic!("{wanted:?} is missing in {actions:?}"))
+    }
+
+    #[test]
+    fn a_persons_word_has_the_generation_after_the_next() {
+        let running = DestinationState::Running { all_present: false };
+        let told = |generation| {
+            let event = DestinationEvent::PeerOverruled(Generation(generation));
+            step_destination(&running, &event, &TERMS)
+        };
+        let (state, actions) = told(TERMS.after_next().0);
+        assert_eq!((state, actions.len()), (DestinationState::Yielding, 1));
+        // Noted here, it would keep every later copy of the guest away.
+        for generation in [u64::MAX, TERMS.next().0, TERMS.generation.0, 0] {
+            assert_eq!(told(generation), (running.clone(), vec![]), "{generation}");
+        }
     }
 
     #[test]
