@@ -165,6 +165,18 @@ fn a_write_that_fails_asks_for_what_was_turned_away() {
 }
 
 #[test]
+fn a_source_that_can_read_nothing_costs_no_more_than_what_the_guest_waits_for() {
+    let mut presence = handed_over();
+    let read = (2 * KB4, 4 * KB4);
+    assert_eq!(begin(&mut presence, 1, Operation::Read, read), Begin::Wait);
+    outputs(&mut presence);
+    // Block by block this would not end.
+    presence.unreadable(BlockRange::new(0, u64::MAX));
+    let refused = [Output::Unreadable(RequestId(1))];
+    assert_eq!(outputs(&mut presence), refused);
+}
+
+#[test]
 fn who_waits_for_what_the_source_cannot_read_is_refused_and_may_ask_again() {
     let mut presence = handed_over();
     let read = (2 * KB4, 4 * KB4);

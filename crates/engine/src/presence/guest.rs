@@ -222,7 +222,10 @@ impl Presence {
 
     /// These blocks are here: who waited for nothing else goes on.
     pub(super) fn wake(&mut self, range: BlockRange) {
-        for block in range.blocks() {
+        // A peer may name far more blocks than the guest waits for.
+        let wanted = self.guest.wanted.range(range.start..range.end());
+        let wanted: Vec<u64> = wanted.copied().collect();
+        for block in wanted {
             self.guest.wanted.remove(&block);
         }
         let mut ready = Vec::new();
