@@ -296,6 +296,13 @@ async fn a_guest_of_this_host_comes_from_nowhere() {
         assert_eq!(refusal.code, RefusalCode::Busy);
         assert!(refusal.text.contains(expected), "{refusal:?}");
     }
+    // One that never moved is known by its description.
+    victim.knows("db-1");
+    let mut own = offer.clone();
+    own.guest.name = "db-1".to_owned();
+    let refusal = bad.refused(own).await;
+    assert_eq!(refusal.code, RefusalCode::Busy);
+    assert!(refusal.text.contains("of its own"), "{refusal:?}");
     assert_eq!(victim.uses().journals, 0);
 }
 

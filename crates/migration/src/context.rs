@@ -18,6 +18,7 @@ use longhaul_storage::{Journals, Rights};
 use longhaul_transport::Endpoint;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
+use tokio::sync::Notify;
 
 /// What one more look at a filled link weighs.
 const RATE_WEIGHT: f64 = 0.02;
@@ -67,6 +68,8 @@ pub(crate) struct Context {
     pub(crate) gangs: Gangs,
     pub(crate) throttle: Throttle,
     pub(crate) retained_qemus: RetainedQemus,
+    /// Wakes the task that takes exports out or ends them.
+    pub(crate) exports_left: Notify,
     pub(crate) orders: Orders,
     pub(crate) coming: ComingFronts,
     /// What files hold that were compared with those of other hosts.

@@ -55,7 +55,7 @@ use longhaul_storage::{Journals, Rights};
 use longhaul_transport::{CloseCode, Endpoint, EndpointConfig, Hello, ProbeConfig};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
 pub use crate::context::{Holder, Right};
@@ -125,6 +125,7 @@ impl Manager {
             gangs,
             throttle,
             retained_qemus: RetainedQemus::default(),
+            exports_left: Notify::new(),
             orders: Orders::default(),
             coming: ComingFronts::default(),
             contents: Arc::default(),
@@ -145,6 +146,7 @@ impl Manager {
         })?;
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::images::sweep(&context));
+        context.sweep_fronts_for_ever();
         context.keep_sweeping_fronts();
         context.keep_sweeping_coming();
         context.keep_sweeping_kept_memory();
@@ -160,11 +162,13 @@ impl Manager {
     pub async fn shut_down(&self) {
         self.accepting.abort();
         let under_way = || {
-            let entries = self.context.registry.list();
-            entries
-                .into_iter()
-                .filter(|entry| entry.outcome().is_none())
-                .collect::<Vec<_>>()
+            let entries = self.context.registry.list().into_iter();
+            // A drain may take hours, and goes on with the next agent.
+            let ends = |entry: &Arc<_>| {
+                let entry: &status::migration::Entry = entry;
+                entry.outcome().is_none() && entry.phase() != Phase::Finishing
+            };
+            entries.filter(ends).collect::<Vec<_>>()
         };
         for entry in under_way() {
             entry.cancel("the agent was stopped");

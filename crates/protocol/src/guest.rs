@@ -68,6 +68,26 @@ pub struct Disk {
     pub read_only: bool,
 }
 
+impl GuestDescription {
+    /// The image of UEFI's variables, by name, if the guest has one. The guest writes it.
+    pub fn variables(&self) -> Option<&String> {
+        let flash = self.hardware.as_ref()?.flash.as_ref()?;
+        flash.variables.as_ref()
+    }
+
+    /// Every image that the guest uses, by name: those of its disks, and that of UEFI's variables.
+    pub fn images(&self) -> impl Iterator<Item = &String> {
+        let disks = self.disks.iter().map(|disk| &disk.image);
+        disks.chain(self.variables())
+    }
+
+    /// Every image that the guest may write, by name.
+    pub fn written_images(&self) -> impl Iterator<Item = &String> {
+        let disks = self.disks.iter().filter(|disk| !disk.read_only);
+        disks.map(|disk| &disk.image).chain(self.variables())
+    }
+}
+
 impl Disk {
     /// Whether it is on the guest's host alone, and has to move with the guest.
     pub fn is_local(&self) -> bool {

@@ -14,7 +14,7 @@ use longhaul_hypervisor::guest::{self, Found};
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
 use longhaul_hypervisor::qmp::{Qmp, QmpError};
 use longhaul_migration::host::state::Parts;
-use longhaul_migration::host::{atomic_file, base_images};
+use longhaul_migration::host::{atomic_file, base_images, descriptions};
 use longhaul_migration::{Holder, Manager, Right, coming_bases};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message::Verdict;
@@ -22,7 +22,6 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io;
-use std::path::PathBuf;
 use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
@@ -230,7 +229,7 @@ impl Guests {
     }
 
     fn stored(&self) -> io::Result<Vec<GuestDescription>> {
-        let folder = descriptions(&self.parts);
+        let folder = descriptions::folder(&self.parts.config.state);
         let entries = match std::fs::read_dir(&folder) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
             other => other?,
@@ -310,10 +309,6 @@ impl Guests {
     }
 }
 
-fn descriptions(parts: &Parts) -> PathBuf {
-    parts.config.state.join("descriptions")
-}
-
 /// Keeps a description for the next start.
 fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(), ApiError> {
     let failed = |error: &dyn Display| {
@@ -323,8 +318,9 @@ fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(),
         )
     };
     let text = toml::to_string(description).map_err(|error| failed(&error))?;
-    let folder = descriptions(parts);
-    let path = folder.join(format!("{}.toml", description.name));
+    let state = &parts.config.state;
+    let folder = descriptions::folder(state);
+    let path = descriptions::file(state, &description.name);
     std::fs::create_dir_all(&folder)
         .and_then(|()| atomic_file::write(&path, text.as_bytes()))
         .map_err(|error| failed(&error))

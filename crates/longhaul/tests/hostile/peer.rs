@@ -80,6 +80,14 @@ impl Victim {
         }
     }
 
+    /// Gives it a stopped guest of its own.
+    pub fn knows(&self, guest: &str) {
+        let descriptions = self.agent.folder.path().join("s/descriptions");
+        std::fs::create_dir_all(&descriptions).unwrap();
+        let file = descriptions.join(format!("{guest}.toml"));
+        std::fs::write(file, format!("name = {guest:?}\n")).unwrap();
+    }
+
     /// Has it know who may run a guest.
     pub fn set_right(&self, guest: &str, holder: &str) {
         let holder = serde_json::from_str(holder).unwrap();

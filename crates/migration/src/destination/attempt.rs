@@ -20,6 +20,7 @@ use crate::destination::receiver::{ReceiveError, Receiving};
 use crate::disks::base_images::ComingBases;
 use crate::handover::ledger::{DestinationHandover, retry_destination};
 use crate::host::hooks::Step;
+use crate::host::task::owning;
 use crate::limits::peer_quota::{Admission, Pace};
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
@@ -143,7 +144,7 @@ pub(crate) async fn receive(
             return;
         }
     };
-    task.run(call, bulk).await;
+    owning(task.run(call, bulk)).await;
 }
 
 struct Task {

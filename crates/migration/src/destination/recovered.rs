@@ -324,7 +324,7 @@ impl Remembered {
             clock: None,
             running: None,
         };
-        tokio::spawn(Pulling::new(context.clone(), begun).run());
+        crate::host::task::spawn(Pulling::new(context.clone(), begun).run());
     }
 
     async fn present(&mut self) {

@@ -170,18 +170,27 @@ impl<N: Note> Noted<N> {
         Ok(())
     }
 
-    /// Removes what was made for them.
+    /// Removes what was made for them: the note first, as it is what counts. A folder without a note is
+    /// removed when its place is needed.
     pub(crate) fn remove(&self) -> Result<(), FrontError> {
-        self.folder().remove().map_err(|error| self.error(&error))?;
-        for path in [export_process::log(&self.folder), note_of(&self.folder)] {
-            match fs::remove_file(&path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    return Err(self.error(&error));
-                }
-                _ => {}
-            }
-        }
-        Ok(())
+        let removed = remove_if_there(&note_of(&self.folder));
+        removed.map_err(|error| self.error(&error))?;
+        remove_unnoted(&self.folder).map_err(|error| self.error(&error))
+    }
+}
+
+/// Removes the folder of an export of which nothing is noted, if it is there, and its log.
+pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
+    FrontFolder::open(folder)
+        .remove()
+        .map_err(io::Error::other)?;
+    remove_if_there(&export_process::log(folder))
+}
+
+fn remove_if_there(file: &Path) -> io::Result<()> {
+    match fs::remove_file(file) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 
@@ -191,4 +200,49 @@ fn note_of(folder: &Path) -> PathBuf {
     path.push(".");
     path.push(NOTE);
     PathBuf::from(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde::Deserialize;
+
+    #[derive(Serialize, Deserialize)]
+    struct Some;
+
+    impl Note for Some {
+        fn helper_name(&self) -> String {
+            unreachable!("nothing is started")
+        }
+
+        fn helper(&mut self) -> &mut Option<Helper> {
+            unreachable!("nothing is started")
+        }
+
+        fn disk(&self) -> String {
+            "vda".to_owned()
+        }
+    }
+
+    /// A death in between must leave a folder without a note, and not a note that keeps the guest's
+    /// next move away for ever.
+    #[test]
+    fn a_note_goes_before_its_folder() {
+        let above = tempfile::tempdir().unwrap();
+        let folder = above.path().join("web-7.0");
+        let noted = Noted::new(folder.clone(), Some);
+        noted.write().unwrap();
+        // It cannot be removed as a folder.
+        fs::write(&folder, "").unwrap();
+        assert!(noted.remove().is_err());
+        assert!(!Noted::<Some>::is_noted(&folder));
+        assert!(notes::<Some>(above.path()).unwrap().is_empty());
+
+        fs::remove_file(&folder).unwrap();
+        fs::create_dir_all(folder.join("own")).unwrap();
+        fs::write(export_process::log(&folder), "").unwrap();
+        remove_unnoted(&folder).unwrap();
+        assert_eq!(fs::read_dir(above.path()).unwrap().count(), 0);
+        remove_unnoted(&folder).unwrap();
+    }
 }

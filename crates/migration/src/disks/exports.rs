@@ -213,6 +213,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         let text = "a front end from an earlier move is still below it: see the agent's log";
         return Err(io::Error::other(text));
     }
+    export_notes::remove_unnoted(&folder)?;
     let pid = guest.pid().unwrap_or_default();
     let uid = fs::metadata(format!("/proc/{pid}"))?.uid();
     let ours = nix::unistd::geteuid().as_raw();
@@ -500,12 +501,20 @@ impl Context {
         }
     }
 
-    /// Does so again and again until nothing is left.
-    pub(crate) fn keep_sweeping_fronts(self: &Arc<Self>) {
+    /// Has the sweeping task look for exports, again and again until none is left.
+    pub(crate) fn keep_sweeping_fronts(&self) {
+        self.exports_left.notify_one();
+    }
+
+    /// Starts the sweeping task: one, whatever asks for it how often.
+    pub(crate) fn sweep_fronts_for_ever(self: &Arc<Self>) {
         let context = self.clone();
         tokio::spawn(async move {
-            while !context.sweep_fronts().await {
-                sleep(AGAIN_EVERY).await;
+            loop {
+                context.exports_left.notified().await;
+                while !context.sweep_fronts().await {
+                    sleep(AGAIN_EVERY).await;
+                }
             }
         });
     }

@@ -94,9 +94,9 @@ impl Marks {
 
 /// What a guest may write to, as this host finds it: links are followed.
 pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBuf> {
-    let written = guest.disks.iter().filter(|disk| !disk.read_only);
-    written
-        .filter_map(|disk| config.images.get(&disk.image))
+    guest
+        .written_images()
+        .filter_map(|name| config.images.get(name))
         .map(|image| found(&image.path))
         .collect()
 }

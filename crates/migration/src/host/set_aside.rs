@@ -17,7 +17,8 @@ pub(crate) fn set_aside_as(image: &Path) -> PathBuf {
 
 /// Gives the image of a disk that is elsewhere now another name, so that nobody starts from it.
 pub(crate) fn set_aside(image: &Path) -> io::Result<()> {
-    match fs::symlink_metadata(image) {
+    // A link to an image is its name here: the link gets the other name.
+    match fs::metadata(image) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
         Ok(file) if file.is_file() => {
@@ -26,5 +27,31 @@ pub(crate) fn set_aside(image: &Path) -> io::Result<()> {
         }
         // A volume has the name that it has.
         Ok(_) => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::symlink;
+
+    #[test]
+    fn an_image_loses_its_name_also_if_that_is_a_link() {
+        let folder = tempfile::tempdir().unwrap();
+        let (image, link) = (
+            folder.path().join("of.db-1"),
+            folder.path().join("disk.raw"),
+        );
+        fs::write(&image, b"content").unwrap();
+        symlink(&image, &link).unwrap();
+        set_aside(&link).unwrap();
+        assert!(fs::symlink_metadata(&link).is_err());
+        assert_eq!(fs::read(set_aside_as(&link)).unwrap(), b"content");
+        set_aside(&image).unwrap();
+        assert!(!image.exists());
+        // What is gone, and what is no file, stays as it is.
+        set_aside(&image).unwrap();
+        set_aside(folder.path()).unwrap();
+        assert!(folder.path().exists());
     }
 }

@@ -6,6 +6,7 @@
 //! ([`crate::host::peer_limits`]).
 
 use crate::context::Context;
+use crate::host::descriptions;
 use crate::host::peer_limits::{Limits, PeerLimits};
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::description;
@@ -405,6 +406,14 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
             format!("{here} does not know yet whether {guest} runs at {host}"),
             Some(format!("on {here}: longhaul migrations")),
         )),
+        // The owner's own guest, which has never moved: stopped, it is known by its description.
+        None if descriptions::file(&context.parts.config.state, guest).exists() => Err(refusal(
+            RefusalCode::Busy,
+            format!("{here} has a guest called {guest} of its own, which is stopped"),
+            Some(format!(
+                "rename one of the two, or remove it on {here}: longhaul guests"
+            )),
+        )),
         Some(Holder::Elsewhere { .. }) | None => Ok(()),
     }
 }
@@ -427,11 +436,7 @@ fn named(
     let other = |allowed: &Option<Vec<String>>, name: &String| {
         allowed.as_ref().is_some_and(|list| !list.contains(name))
     };
-    let flash = guest.hardware.as_ref().and_then(|it| it.flash.as_ref());
-    let variables = flash.and_then(|flash| flash.variables.as_ref());
-    let disks = guest.disks.iter().map(|disk| &disk.image);
-    let mut disks = disks.chain(variables);
-    if let Some(name) = disks.find(|name| other(&limits.images, name)) {
+    if let Some(name) = guest.images().find(|name| other(&limits.images, name)) {
         return Err(refused("images", name));
     }
     let mut nics = guest.nics.iter().map(|nic| &nic.network);

@@ -44,7 +44,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 
 /// How often the engine is asked what to do next.
 const TICK: Duration = Duration::from_millis(5);
@@ -92,6 +92,7 @@ pub(crate) struct Departure {
     epoch: Epoch,
     redial: Option<Redial>,
     lost_at: Option<Instant>,
+    ticks: Interval,
     interruptions: u32,
     worker: JoinHandle<SendError>,
     acknowledging: Option<Acknowledging>,
@@ -157,11 +158,14 @@ impl Departure {
         });
         let worker = tokio::spawn(task.sending.clone().work());
         let (cancelled, limits) = (task.entry.cancelled(), task.entry.limits());
+        let mut ticks = interval(TICK);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self {
             epoch: session.line.as_ref().map_or(Epoch(1), |line| line.epoch),
             session: Some(session),
             redial: None,
             lost_at: None,
+            ticks,
             interruptions: 0,
             worker,
             acknowledging,
@@ -224,7 +228,6 @@ impl Departure {
     // Waiting.
 
     async fn wait(&mut self) -> Happened {
-        let next = Instant::now() + TICK;
         let may_cancel = self.state().may_abort();
         tokio::select! {
             biased;
@@ -244,6 +247,8 @@ impl Departure {
                     SendError::Content(format!("a part of the agent broke: {error}"))
                 }))
             }
+            // Before what may always be there: patience and retries must not wait for silence.
+            _ = self.ticks.tick() => Happened::Tick,
             message = next_message(&mut self.session) => Happened::Message(message),
             error = ended(&mut self.acknowledging) => Happened::Acknowledging(error),
             event = self.task.outbound.event() => Happened::Guest(event),
@@ -258,7 +263,6 @@ impl Departure {
                 Happened::Rest(message)
             }
             () = self.task.outbound.qemu_ended() => Happened::QemuEnded,
-            () = sleep_until(next) => Happened::Tick,
         }
     }
 

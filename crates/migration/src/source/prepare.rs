@@ -5,6 +5,7 @@ use crate::context::{Context, Holder};
 use crate::handover::ledger::{Ledger, SourceHandover};
 use crate::host::fail_point;
 use crate::host::hooks::Step;
+use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::attempt::{Departure, Task};
@@ -138,7 +139,7 @@ pub(crate) fn start(
     context.registry.add(entry.clone());
     let share = context.throttle.join(request.group.as_deref());
     let (context, shown) = (context.clone(), entry.clone());
-    tokio::spawn(async move {
+    task::spawn(async move {
         let preparing = Preparing {
             context,
             entry,

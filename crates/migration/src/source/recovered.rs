@@ -206,7 +206,7 @@ impl Settling {
 
     /// Goes on in a task of its own.
     pub(crate) fn go_on(self) {
-        tokio::spawn(self.run());
+        crate::host::task::spawn(self.run());
     }
 
     async fn run(mut self) {
