@@ -67,16 +67,16 @@ pub struct Trust {
     pub fingerprint: String,
     /// Where it may be reached: UDP addresses, `host:port` each, tried in this order.
     pub addresses: Vec<String>,
-    /// What it may ask of this host: `query` and `send` where it is left out.
-    #[serde(default = "everything")]
+    /// What it may ask of this host: `query` where it is left out.
+    #[serde(default = "query")]
     pub may: Vec<Scope>,
     /// Whether it may take the place of another host that is trusted under that name.
     #[serde(default)]
     pub replace: bool,
 }
 
-fn everything() -> Vec<Scope> {
-    vec![Scope::Query, Scope::Send]
+fn query() -> Vec<Scope> {
+    vec![Scope::Query]
 }
 
 /// A host that is trusted.

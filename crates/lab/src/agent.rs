@@ -244,7 +244,8 @@ pub fn start_each(
         for (host, fingerprint) in lab.hosts().iter().zip(&fingerprints) {
             if host.name() != agent.name() {
                 let address = format!("{}:{AGENT_PORT}", host.address());
-                agent.run(&["host", "trust", host.name(), fingerprint, &address])?;
+                let trust = ["host", "trust", host.name(), fingerprint, &address];
+                agent.run(&[&trust[..], &["--may", "query,send"]].concat())?;
             }
         }
     }

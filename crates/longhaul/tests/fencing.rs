@@ -103,7 +103,8 @@ impl Host {
     fn trust(&self, name: &str, other: &Self, address: &str) {
         let fingerprint = other.json(&["host"])["fingerprint"].clone();
         let fingerprint = fingerprint.as_str().unwrap();
-        self.succeed(&["host", "trust", name, fingerprint, address]);
+        let trust = ["host", "trust", name, fingerprint, address];
+        self.succeed(&[&trust[..], &["--may", "query,send"]].concat());
     }
 
     fn file(&self, name: &str) -> PathBuf {

@@ -372,7 +372,15 @@ async fn a_host_that_cannot_prove_anything_is_offered_no_guest_with_files() {
     let folder = tempfile::tempdir().unwrap();
     let (endpoint, fingerprint, heard) = old_host(folder.path(), &lyon).await;
     let address = endpoint.local_address().unwrap().to_string();
-    lyon.succeed(&["host", "trust", "old", &fingerprint, &address]);
+    lyon.succeed(&[
+        "host",
+        "trust",
+        "old",
+        &fingerprint,
+        &address,
+        "--may",
+        "query,send",
+    ]);
     let description = lyon.folder.path().join("web-7.toml");
     fs::write(
         &description,

@@ -51,6 +51,8 @@ impl Host {
             name,
             fingerprint.as_str().unwrap(),
             address,
+            "--may",
+            "query,send",
         ]);
     }
 

@@ -173,7 +173,7 @@ pub(crate) struct TrustArgs {
         long,
         value_delimiter = ',',
         value_name = "WHAT",
-        default_value = "query,send"
+        default_value = "query"
     )]
     pub(crate) may: Vec<May>,
     /// Take the place of another host of that name
