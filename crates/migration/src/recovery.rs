@@ -17,7 +17,7 @@ use crate::destination::Destination;
 use crate::handover::attempt_record::Left;
 use crate::source::recovered::Settling;
 use longhaul_engine::handover::{Record, Side};
-use longhaul_storage::{Journal, JournalError};
+use longhaul_storage::{Holder, Journal, JournalError};
 use std::sync::Arc;
 
 /// Brings every attempt to its end, or to somebody who waits for one.
@@ -33,7 +33,19 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         .iter()
         .map(|left| (left.guest.clone(), left.terms.generation))
         .collect();
+    let released: Vec<_> = all
+        .iter()
+        .filter(|left| left.side == Side::Source && has_released(left))
+        .map(|left| (left.migration, left.guest.clone()))
+        .collect();
     for left in all {
+        // An attempt that never released its guest, and could not be closed: the guest went on to
+        // another one, which decides.
+        let by_another = !has_released(&left)
+            && (released
+                .iter()
+                .any(|(migration, guest)| *migration != left.migration && *guest == left.guest)
+                || has_left(context, &left));
         let went_on = begun
             .iter()
             .any(|(guest, generation)| *guest == left.guest && *generation > left.terms.generation);
@@ -41,7 +53,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         match left.side {
             // By a person's word the guest went on here, and then to a later attempt, which may have
             // released it: that one decides, also when its journal is gone.
-            Side::Source if overruled && (went_on || is_older(context, &left)) => {
+            Side::Source if by_another || overruled && (went_on || is_older(context, &left)) => {
                 Settling::pass_on(context, left).await.go_on();
             }
             Side::Source => Settling::take_up(context, left).await.go_on(),
@@ -49,6 +61,24 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         }
     }
     Ok(())
+}
+
+fn has_released(left: &Left) -> bool {
+    let mut records = left.records().into_iter();
+    records.any(|record| matches!(record, Record::Released { .. }))
+}
+
+/// Whether the right to run the guest has left this host since an attempt that never released it began.
+fn has_left(context: &Context, left: &Left) -> bool {
+    match context.rights.get(&left.guest) {
+        Ok(right) => right.is_some_and(|right| {
+            right.generation > left.terms.generation && right.holder != Holder::Here
+        }),
+        Err(error) => {
+            tracing::error!(guest = left.guest, %error, "cannot read who may run it");
+            true
+        }
+    }
 }
 
 /// Whether the guest has changed hands since a person gave it back in this attempt.

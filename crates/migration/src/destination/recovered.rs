@@ -20,7 +20,9 @@ use crate::status::in_doubt;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
-use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState, Terms};
+use longhaul_engine::handover::{
+    DestinationAction, DestinationEvent, DestinationState, Record, Terms,
+};
 use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
@@ -392,6 +394,27 @@ impl Remembered {
         DestinationEvent::Resumed
     }
 
+    /// Whether this host has had the right to run the guest since this attempt, which was not
+    /// committed: a QEMU of that name is a later one's, or the owner's.
+    fn is_anothers(&self) -> bool {
+        let ledger = &self.handover.ledger;
+        let records = attempt_record::of_attempt(&ledger.journal, ledger.terms);
+        let committed = |record: &Record| matches!(record, Record::Committed { .. });
+        if records.iter().any(committed) {
+            return false;
+        }
+        match ledger.context.rights.get(&ledger.guest) {
+            Ok(right) => right.is_some_and(|right| {
+                right.holder == longhaul_storage::Holder::Here
+                    && right.generation >= ledger.terms.generation
+            }),
+            Err(error) => {
+                tracing::error!(guest = ledger.guest, %error, "cannot read who may run it");
+                true
+            }
+        }
+    }
+
     /// Tells people how it stands.
     fn show(&mut self) {
         let Some(entry) = &self.entry else { return };
@@ -437,6 +460,14 @@ impl DestinationOwner for Remembered {
         let attempt = self.handover.ledger.terms.attempt;
         let answer = match action {
             DestinationAction::Resume => return Some(self.resume().await),
+            DestinationAction::Quit if self.is_anothers() => {
+                let guest = &self.handover.ledger.guest;
+                tracing::info!(
+                    guest,
+                    "its QEMU here is not of this attempt, and is left alone"
+                );
+                return Some(DestinationEvent::QemuGone);
+            }
             DestinationAction::Quit => {
                 let ledger = &self.handover.ledger;
                 if let Err(error) =

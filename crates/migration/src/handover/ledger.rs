@@ -33,6 +33,8 @@ pub(crate) struct Ledger {
     unwritten: Option<Record>,
     /// What is known of the right and could not be noted yet.
     unnoted: Option<Noting>,
+    /// The guest stays here and could not be resumed yet: the journal is not closed before it is.
+    pub(crate) unresumed: bool,
 }
 
 /// A change of who may run the guest.
@@ -60,6 +62,7 @@ impl Ledger {
             journal,
             unwritten: None,
             unnoted: None,
+            unresumed: false,
         }
     }
 
@@ -202,8 +205,14 @@ pub(crate) async fn begin_source<O: SourceOwner>(owner: &mut O, actions: Vec<Sou
     }
 }
 
-/// Tries again to write what could not be written.
+/// Tries again to resume the guest, and to write what could not be written.
 pub(crate) async fn retry_source<O: SourceOwner>(owner: &mut O) {
+    if owner.handover().ledger.unresumed {
+        owner.act(SourceAction::Resume).await;
+        if owner.handover().ledger.unresumed {
+            return;
+        }
+    }
     if let Some(record) = owner.handover().ledger.unwritten.take() {
         let mut events = VecDeque::new();
         run_source(owner, vec![SourceAction::Write(record)], true, &mut events).await;
@@ -223,6 +232,9 @@ async fn run_source<O: SourceOwner>(
     for action in actions {
         let ledger = &mut owner.handover().ledger;
         match action {
+            Do::Write(record @ Record::Closed { .. }) if ledger.unresumed => {
+                ledger.unwritten = Some(record);
+            }
             Do::Write(record) => match ledger.append(&record) {
                 true => events.push_back(SourceEvent::Written(record)),
                 // Its time comes with the owner's next retry.

@@ -314,7 +314,7 @@ impl Preparing {
                     // It is written again until it is there.
                     tracing::error!(%error, "a record cannot be written");
                 }
-                Settling::given_up(&self.context, journal, &self.entry).await;
+                Settling::given_up(&self.context, journal, &self.entry, reservation).await;
                 return Err(error);
             }
         };

@@ -37,6 +37,8 @@ use tokio::time::{Instant, sleep, timeout};
 const ASK_EVERY: Duration = Duration::from_secs(1);
 /// ... and when it has been gone for long and nobody waits for the answer.
 const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
+/// Between two tries to resume a guest.
+const RESUME_EVERY: Duration = Duration::from_secs(1);
 /// A destination that says nothing for so long is asked again.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// How often it is looked whether something of the disks could not be read.
@@ -165,13 +167,17 @@ impl Settling {
         actions.retain(|action| !action.lets_go_on());
         let paused = left.paused;
         let ledger = left.into_ledger(context);
-        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused);
+        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused, None);
         begin_source(&mut settling, actions).await;
         settling
     }
 
     /// Goes on with what a task has brought to its end, for the destination to hear of it.
-    pub(crate) fn hand_on(handover: SourceHandover, paused: bool) -> Self {
+    pub(crate) fn hand_on(
+        handover: SourceHandover,
+        paused: bool,
+        reservation: Option<Reservation>,
+    ) -> Self {
         let ledger = &handover.ledger;
         let leaves = leaves(&ledger.context, &ledger.guest, ledger.migration);
         Self {
@@ -181,7 +187,7 @@ impl Settling {
             lost_at: None,
             trouble: None,
             entry: None,
-            reservation: None,
+            reservation,
             conversation: None,
             closed: false,
             reason: None,
@@ -191,16 +197,24 @@ impl Settling {
         }
     }
 
-    /// The same for an attempt that never got a task.
-    pub(crate) async fn given_up(context: &Arc<Context>, journal: Journal, entry: &Entry) {
+    /// The same for an attempt that never got a task. The guest cannot begin another one before the
+    /// journal of this one is closed: read by a later agent, it would have the guest resumed.
+    pub(crate) async fn given_up(
+        context: &Arc<Context>,
+        journal: Journal,
+        entry: &Entry,
+        reservation: Reservation,
+    ) {
         let Ok(left) = Left::of(entry.id(), journal) else {
             return;
         };
         let (state, actions) = SourceState::restore(&left.records(), &left.terms);
         let paused = left.paused;
         let ledger = left.into_ledger(context);
-        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused);
+        let handover = SourceHandover { state, ledger };
+        let mut settling = Self::hand_on(handover, paused, Some(reservation));
         begin_source(&mut settling, actions).await;
+        settling.free_if_over();
         settling.go_on();
     }
 
@@ -212,6 +226,7 @@ impl Settling {
     async fn run(mut self) {
         let mut pause = ASK_EVERY;
         while !self.closed {
+            self.settle_here().await;
             self.last_hook().await;
             match self.meet().await {
                 Ok(()) => pause = ASK_EVERY,
@@ -238,6 +253,7 @@ impl Settling {
                 }
             }
             retry_source(&mut self).await;
+            self.free_if_over();
             self.show();
             if self.closed {
                 break;
@@ -255,6 +271,26 @@ impl Settling {
         }
         self.last_hook().await;
         self.handover.ledger.remove_journal();
+    }
+
+    /// Resumes the guest that stays here, and closes the journal, before anything else: neither needs the
+    /// destination.
+    async fn settle_here(&mut self) {
+        while self.handover.ledger.unresumed {
+            retry_source(self).await;
+            self.show();
+            if self.handover.ledger.unresumed {
+                sleep(RESUME_EVERY).await;
+            }
+        }
+        self.free_if_over();
+    }
+
+    /// Frees the guest's name once the journal says that nothing more is done for it here.
+    fn free_if_over(&mut self) {
+        if self.entry.is_none() && self.ended.is_none() && self.handover.state.is_over() {
+            self.reservation = None;
+        }
     }
 
     /// Runs the hook of how it has ended, once.
@@ -501,15 +537,24 @@ impl Settling {
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
-        let state = match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
-            Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
-                Ok(()) if self.paused => format!("{guest} is paused on {here}"),
-                Ok(()) => format!("{guest} runs on {here}"),
-                Err(error) => format!("{guest} could not be resumed on {here}: {error}"),
-            },
-            Ok(None) => format!("{guest} does not run on {here}"),
-            Err(error) => format!("nobody knows whether {guest} runs on {here}: {error}"),
-        };
+        let (resumed, state) =
+            match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
+                Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
+                    Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
+                    Ok(()) => (true, format!("{guest} runs on {here}")),
+                    Err(error) => (
+                        false,
+                        format!(
+                            "{guest} could not be resumed on {here}, which is tried again: {error}"
+                        ),
+                    ),
+                },
+                Ok(None) => (true, format!("{guest} does not run on {here}")),
+                Err(error) => (
+                    false,
+                    format!("cannot determine whether {guest} runs on {here}: {error}"),
+                ),
+            };
         tracing::info!(guest, "{state}");
         let reason = "the source's agent was restarted";
         let error = self
@@ -517,6 +562,7 @@ impl Settling {
             .take()
             .unwrap_or_else(|| ApiError::new(ErrorCode::Internal, reason));
         self.reason = Some(error.state_of_guest(state));
+        self.handover.ledger.unresumed = !resumed;
     }
 
     /// Tells people how it stands.

@@ -17,7 +17,7 @@ use crate::host::fail_point;
 use crate::host::hooks::Step;
 use crate::limits::peer_quota::{self, Admission};
 use crate::status::migration::{Entry, Facts};
-use crate::status::registry::Taken;
+use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{Asked, Side};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::disk::base::Base;
@@ -37,6 +37,8 @@ use tokio::time::Instant;
 
 /// A source's patience is believed up to this.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
+/// Between two tries to write a record.
+const NOTE_EVERY: Duration = Duration::from_secs(1);
 /// What the destination waits beyond the source's patience.
 const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
 
@@ -226,6 +228,9 @@ pub(crate) async fn prepare(
             };
             if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
+                // Until it is noted the guest's name is taken: read by a later agent, the journal would
+                // have a QEMU of that name ended.
+                tokio::spawn(note_aborted(journal, aborted, reservation));
             }
             block_in_place(|| images::sweep(context));
             let refusal = error.into_refusal(host);
@@ -288,6 +293,17 @@ pub(crate) async fn prepare(
         reservation,
     };
     Ok((task, bulk))
+}
+
+/// Notes that an attempt is over as soon as that can be written.
+async fn note_aborted(mut journal: Journal, aborted: Record, _reservation: Reservation) {
+    loop {
+        tokio::time::sleep(NOTE_EVERY).await;
+        match block_in_place(|| fail_point::append(&mut journal, &aborted)) {
+            Ok(()) => return,
+            Err(error) => tracing::debug!(%error, "cannot note that an attempt is over"),
+        }
+    }
 }
 
 /// What is there of a guest before it comes.

@@ -136,7 +136,15 @@ impl SourceOwner for Departure {
                 if let Err(error) = self.task.outbound.abort().await {
                     let error = error.into_api();
                     tracing::error!(%error, "the guest could not be resumed here");
-                    self.failure = Some(error);
+                    let Task { context, offer, .. } = &self.task;
+                    let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+                    let state = format!(
+                        "{guest} may be stopped on {here}: resuming it is tried again every second"
+                    );
+                    self.failure = Some(error.state_of_guest(state));
+                    // Whoever goes on has a connection of its own to QEMU.
+                    self.task.handover.ledger.unresumed = true;
+                    self.finished = true;
                 }
                 self.task.context.keep_sweeping_fronts();
             }

@@ -247,13 +247,18 @@ impl Departure {
         } = self.task;
         // It has QEMU's only control connection.
         drop(outbound);
-        if let Some(departed) = self.departed {
-            departed.keep(&context, entry, reservation);
-        }
+        let reservation = match self.departed {
+            Some(departed) => {
+                departed.keep(&context, entry, reservation);
+                None
+            }
+            None => Some(reservation),
+        };
         if both_closed {
             handover.ledger.remove_journal();
         } else {
-            Settling::hand_on(handover, offer.paused).go_on();
+            let reservation = reservation.filter(|_| handover.ledger.unresumed);
+            Settling::hand_on(handover, offer.paused, reservation).go_on();
         }
     }
 }
