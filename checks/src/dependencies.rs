@@ -13,15 +13,15 @@ pub struct Package {
     pub version: String,
     /// Its licence, an SPDX expression.
     pub licence: Option<String>,
-    /// Where it comes from; `None` for a folder.
+    /// The source of the package; `None` for a folder.
     pub source: Option<String>,
-    /// Whether it is compiled into the compiler, and not into what it is used for.
+    /// Whether the package is compiled into the compiler rather than into its dependents.
     pub is_macro: bool,
-    /// Ids of what it depends on, tests and build scripts left aside.
+    /// Ids of its dependencies, without those of tests and build scripts.
     pub dependencies: Vec<String>,
 }
 
-/// All packages, by id.
+/// The dependency graph: all packages, by id.
 #[derive(Debug, Clone)]
 pub struct Graph(BTreeMap<String, Package>);
 
@@ -34,7 +34,7 @@ fn list<'a>(value: &'a Value, key: &str) -> impl Iterator<Item = &'a Value> {
 }
 
 impl Graph {
-    /// Reads what `cargo metadata --format-version 1` printed.
+    /// Parses the output of `cargo metadata --format-version 1`.
     pub fn new(json: &str) -> Result<Self, String> {
         let json: Value = serde_json::from_str(json).map_err(|error| error.to_string())?;
         let mut dependencies = BTreeMap::new();
@@ -75,7 +75,7 @@ impl Graph {
         package.dependencies.iter().filter_map(|id| self.0.get(id))
     }
 
-    /// The names of all that is compiled into a package.
+    /// Returns the names of all packages compiled into a package.
     fn closure(&self, package: &Package) -> BTreeSet<String> {
         let mut names = BTreeSet::new();
         let mut todo = vec![package];
@@ -92,7 +92,7 @@ impl Graph {
         names
     }
 
-    /// What is compiled into a core and may not be.
+    /// Returns the packages that are compiled into a core and are not allowed there.
     pub fn core_findings(&self) -> Vec<String> {
         let allowed = |name: &str| {
             policy::CORES.contains(&name)
@@ -115,7 +115,7 @@ impl Graph {
         findings
     }
 
-    /// Dependencies between members that point the wrong way.
+    /// Returns dependencies between members that point the wrong way.
     pub fn direction_findings(&self) -> Vec<String> {
         let members: BTreeSet<&str> = self.members().map(|package| &package.name[..]).collect();
         let mut findings = Vec::new();
@@ -135,7 +135,7 @@ impl Graph {
         findings
     }
 
-    /// Packages whose licence is missing or not on the list.
+    /// Returns packages whose licence is missing or not on the list.
     pub fn licence_findings(&self) -> Vec<String> {
         let bad = self.0.values().filter(|package| {
             package
@@ -150,7 +150,7 @@ impl Graph {
         .collect()
     }
 
-    /// Packages that come from elsewhere than the registry or this repository.
+    /// Returns packages from sources other than the registry and this repository.
     pub fn source_findings(&self) -> Vec<String> {
         let mut findings = Vec::new();
         for package in self.0.values() {
@@ -167,7 +167,8 @@ impl Graph {
         findings
     }
 
-    /// Packages in several versions without a reason, and reasons without need.
+    /// Returns packages present in several versions without a reason, and reasons that are not
+    /// needed.
     pub fn duplicate_findings(&self) -> Vec<String> {
         let mut versions: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for package in self.0.values() {
@@ -192,7 +193,7 @@ impl Graph {
     }
 }
 
-/// Whether an SPDX expression leaves a choice that is on the list.
+/// Returns whether an SPDX expression allows a licence on the list.
 pub fn licence_fits(expression: &str) -> bool {
     let spaced = expression
         .replace('(', " ( ")

@@ -1,4 +1,4 @@
-//! Judges texts: links that lead nowhere, paths of somebody's machine, files that are too long.
+//! Checks texts for broken links, paths of a developer's machine, and files that are too long.
 
 use crate::policy;
 use std::path::{Component, Path, PathBuf};
@@ -8,11 +8,11 @@ use std::path::{Component, Path, PathBuf};
 pub struct Link {
     /// The file, relative to the folder of the text; empty for the text itself.
     pub path: String,
-    /// The heading in it.
+    /// The heading in the file.
     pub heading: Option<String>,
 }
 
-/// Lines of a Markdown text that are not code.
+/// Returns the lines of a Markdown text that are not code.
 fn prose(text: &str) -> impl Iterator<Item = &str> {
     let mut in_code = false;
     text.lines().filter(move |line| {
@@ -22,11 +22,11 @@ fn prose(text: &str) -> impl Iterator<Item = &str> {
     })
 }
 
-/// The links of a Markdown text that lead to files of the repository.
+/// Returns the links of a Markdown text to files of the repository.
 pub fn links(text: &str) -> Vec<Link> {
     let mut links = Vec::new();
     for line in prose(text) {
-        // What stands in backquotes is code.
+        // Text in backquotes is code.
         let plain: String = line.split('`').step_by(2).collect::<Vec<_>>().join("code");
         for (start, _) in plain.match_indices("](") {
             let rest = &plain[start + 2..];
@@ -48,7 +48,7 @@ pub fn links(text: &str) -> Vec<Link> {
     links
 }
 
-/// The names by which the headings of a Markdown text are linked to.
+/// Returns the anchors of the headings of a Markdown text.
 pub fn headings(text: &str) -> Vec<String> {
     let titles = prose(text).filter(|line| line.starts_with('#'));
     let name = |title: &str| {
@@ -61,7 +61,7 @@ pub fn headings(text: &str) -> Vec<String> {
     titles.map(name).collect()
 }
 
-/// Where a link leads to, relative to the root; `None` when that is outside.
+/// Returns the target of a link, relative to the root; `None` when it is outside.
 pub fn target(file: &Path, link: &Link) -> Option<PathBuf> {
     if link.path.is_empty() {
         return Some(file.to_owned());
@@ -78,9 +78,9 @@ pub fn target(file: &Path, link: &Link) -> Option<PathBuf> {
     Some(path)
 }
 
-/// Folders that only exist on the machine of whoever wrote the text.
+/// Returns folders that exist only on the author's machine.
 pub fn machine_paths(text: &str) -> Vec<String> {
-    // Put together here, so that this file is not found.
+    // Assembled here, so that the check does not report this file.
     let folders = [["/ho", "me/"], ["/Us", "ers/"], ["/wo", "rk/"]].map(|halves| halves.concat());
     let mut found = Vec::new();
     for line in text.lines() {
@@ -96,7 +96,7 @@ pub fn machine_paths(text: &str) -> Vec<String> {
     found
 }
 
-/// Whether a source file is too long, by its path and text.
+/// Returns whether a source file is too long, by its path and text.
 pub fn is_too_long(path: &str, text: &str) -> bool {
     let excused = policy::LONG_FILES.iter().any(|(file, _)| *file == path);
     text.lines().count() > policy::LINES_MAX && !excused

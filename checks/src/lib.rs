@@ -1,9 +1,9 @@
-//! What holds for the workspace as a whole, as functions from texts to findings.
+//! Implements the rules for the workspace as a whole, as functions from texts to findings.
 //!
 //! [`purity`]: the cores have no sockets, files, clocks, threads or async. [`dependencies`]: who
-//! may depend on whom, licences, sources, versions. [`documents`]: links, paths, lengths of files.
-//! [`policy`] holds every list, each exception with its reason. Tests of this package apply them
-//! to the workspace; unit tests show for each rule something that breaks it.
+//! may depend on which others, licences, sources, versions. [`documents`]: links, paths, lengths of
+//! files. [`policy`] holds every list, each exception with its reason. Tests of this package apply
+//! the rules to the workspace; unit tests show a violation of each rule.
 
 pub mod dependencies;
 pub mod documents;

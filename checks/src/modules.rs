@@ -1,8 +1,8 @@
-//! Which modules of a package import which others, as their `crate::` paths show.
+//! Finds which modules of a package import which others, from their `crate::` paths.
 
 use std::collections::BTreeSet;
 
-/// The modules at the top of its package that a source names.
+/// Returns the top-level modules of its package that a source names.
 pub fn imports(text: &str) -> BTreeSet<&str> {
     let mut found = BTreeSet::new();
     for (at, prefix) in text.match_indices("crate::") {
@@ -13,7 +13,7 @@ pub fn imports(text: &str) -> BTreeSet<&str> {
         let rest = &text[at + prefix.len()..];
         let ends = |letter: char| !letter.is_alphanumeric() && letter != '_';
         match rest.strip_prefix('{') {
-            // Never written here, and not read: a group of modules would hide them.
+            // Not used in this repository, and not parsed: a group would hide its modules.
             Some(_) => found.extend(["{"]),
             None => found.extend(rest.split(ends).next()),
         }
@@ -21,13 +21,13 @@ pub fn imports(text: &str) -> BTreeSet<&str> {
     found
 }
 
-/// The module at the top of its package that a file belongs to, by its path below `src`.
+/// Returns the top-level module that a file belongs to, by its path below `src`.
 pub fn module(path: &str) -> &str {
     let end = path.find(['/', '.']).unwrap_or(path.len());
     &path[..end]
 }
 
-/// What a module imports though it must not.
+/// Returns imports of a module that are not allowed.
 pub fn findings(path: &str, text: &str, may: &[&str]) -> Vec<String> {
     let own = module(path);
     imports(text)

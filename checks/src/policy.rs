@@ -1,4 +1,4 @@
-//! The lists that the checks go by. An exception has its reason beside it.
+//! Holds the lists that the checks use. Each exception has its reason beside it.
 
 /// The cores: packages without sockets, files, clocks, threads and async.
 pub const CORES: [&str; 4] = [
@@ -8,7 +8,7 @@ pub const CORES: [&str; 4] = [
     "longhaul-engine",
 ];
 
-/// What each package of the workspace may depend on (dependencies of its tests left aside).
+/// The dependencies allowed for each package of the workspace (without those of its tests).
 pub const DIRECTION: [(&str, &[&str]); 17] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
@@ -45,9 +45,9 @@ pub const DIRECTION: [(&str, &[&str]); 17] = [
             "longhaul-migration",
         ],
     ),
-    // What the codec is measured against: the laboratory's alone, never part of the product.
+    // The codec's baseline: used by the laboratory alone, never part of the product.
     ("longhaul-cloudnet", &[]),
-    // The laboratory drives the product from outside; its benches of codecs call those alone.
+    // The laboratory drives the product from outside; only its codec benches call these packages.
     (
         "longhaul-lab",
         &[
@@ -59,14 +59,14 @@ pub const DIRECTION: [(&str, &[&str]); 17] = [
         ],
     ),
     ("longhaul-checks", &[]),
-    // The model runs the hand-over's functions, and nothing else of the product.
+    // The model runs the functions of the handover, and nothing else of the product.
     ("longhaul-model", &["longhaul-protocol", "longhaul-engine"]),
     ("longhaul-arena", &[]),
     ("longhaul-history", &[]),
 ];
 
-/// The modules of `crates/migration`, and which others each may import. The two ends of a migration do
-/// not know each other; what both use knows neither.
+/// The modules of `crates/migration`, and which others each may import. The two ends of a migration
+/// do not import each other; modules that both use import neither.
 pub const MIGRATION_MODULES: [(&str, &[&str]); 13] = [
     ("host", &[]),
     ("channel", &["host"]),
@@ -101,12 +101,12 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 13] = [
     ),
 ];
 
-/// What both ends of a migration use.
+/// Modules that both ends of a migration use.
 const BELOW_THE_ENDS: [&str; 9] = [
     "channel", "context", "disks", "files", "handover", "host", "limits", "status", "verify",
 ];
 
-/// Packages of others that may be part of a core, and why they do no I/O of their own.
+/// Third-party packages allowed in a core, and why they do no I/O of their own.
 pub const CORE_DEPENDENCIES: [(&str, &str); 15] = [
     ("arrayvec", "of blake3: arrays that fill up"),
     ("blake3", "hashing; only its functions on slices are used"),
@@ -138,10 +138,10 @@ pub const LICENCES: [&str; 9] = [
     "Zlib",
 ];
 
-/// The one registry that packages come from.
+/// The only allowed registry.
 pub const REGISTRY: &str = "registry+https://github.com/rust-lang/crates.io-index";
 
-/// Packages that may be built in several versions at once, and why.
+/// Packages that may be built in several versions at once, and the reasons.
 pub const DUPLICATES: [(&str, &str); 7] = [
     (
         "cpufeatures",
@@ -161,8 +161,8 @@ pub const DUPLICATES: [(&str, &str); 7] = [
     ("synstructure", "of macro packages that use either syn"),
 ];
 
-/// Most lines in a source file.
+/// The maximum number of lines in a source file.
 pub const LINES_MAX: usize = 800;
 
-/// Files that may be longer, and why.
+/// Files that may be longer, and the reasons.
 pub const LONG_FILES: [(&str, &str); 0] = [];

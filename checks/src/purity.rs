@@ -1,11 +1,11 @@
-//! Finds in a core's source what a core must not have, by its tokens.
+//! Finds I/O and other forbidden items in the source of a core, by its tokens.
 //!
-//! The standard library is allowed module by module, so that what is new there is forbidden until
-//! somebody has looked at it. Comments, texts and items under `#[cfg(test)]` do not count.
+//! The standard library is allowed module by module, so that a new module is forbidden until it is
+//! reviewed. Comments, string literals and items under `#[cfg(test)]` do not count.
 
 use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
-/// Modules of the standard library that can do nothing to the world outside.
+/// Modules of the standard library without effects on the outside world.
 const MODULES: [&str; 36] = [
     "any",
     "array",
@@ -63,7 +63,7 @@ const PARTS: [(&str, &[&str]); 3] = [
     ("time", &["self", "Duration"]),
 ];
 
-/// Crates that are made to do I/O.
+/// Crates whose purpose is I/O.
 const CRATES: [&str; 16] = [
     "async_std",
     "crossbeam",
@@ -93,7 +93,7 @@ const MACROS: [&str; 6] = [
 ];
 const KEYWORDS: [&str; 3] = ["async", "await", "extern"];
 
-/// What a source file has that a core must not have.
+/// Returns the forbidden items of a source file.
 pub fn findings(source: &str) -> Result<Vec<String>, String> {
     let tokens: TokenStream = source
         .parse()
@@ -103,7 +103,7 @@ pub fn findings(source: &str) -> Result<Vec<String>, String> {
     Ok(findings)
 }
 
-/// The modules that a file declares for its tests only.
+/// Returns the modules that a file declares for its tests only.
 pub fn test_modules(source: &str) -> Vec<String> {
     let tokens: Vec<TokenTree> = source
         .parse()
@@ -141,7 +141,7 @@ fn punct(token: &TokenTree) -> Option<char> {
     }
 }
 
-/// Whether `#[cfg(test)]` stands at `index`.
+/// Returns whether `#[cfg(test)]` is at `index`.
 fn is_test_attribute(tokens: &[TokenTree], index: usize) -> bool {
     let (Some(hash), Some(TokenTree::Group(group))) = (tokens.get(index), tokens.get(index + 1))
     else {
@@ -151,7 +151,7 @@ fn is_test_attribute(tokens: &[TokenTree], index: usize) -> bool {
     punct(hash) == Some('#') && group.delimiter() == Delimiter::Bracket && text == "cfg(test)"
 }
 
-/// The end of the item at `index`: after its first block or semicolon.
+/// Returns the end of the item at `index`: after its first block or semicolon.
 fn item_end(tokens: &[TokenTree], index: usize) -> usize {
     let ends = |token: &TokenTree| match token {
         TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
@@ -161,7 +161,7 @@ fn item_end(tokens: &[TokenTree], index: usize) -> usize {
     length.map_or(tokens.len(), |length| index + length + 1)
 }
 
-/// Looks through tokens; `prefix` is the path before the braces that they stand in.
+/// Scans tokens; `prefix` is the path before the braces that enclose them.
 fn scan(stream: TokenStream, prefix: &[String], findings: &mut Vec<String>) {
     let tokens: Vec<TokenTree> = stream.into_iter().collect();
     let is = |index: usize, c: char| tokens.get(index).and_then(punct) == Some(c);
@@ -203,7 +203,7 @@ fn scan(stream: TokenStream, prefix: &[String], findings: &mut Vec<String>) {
     }
 }
 
-/// What is wrong with a path, if anything is.
+/// Returns the reason why a path is forbidden, if it is.
 fn judge(path: &[String], renamed: bool, called: bool) -> Option<String> {
     let path: Vec<&str> = path.iter().map(String::as_str).collect();
     let whole = path.join("::");

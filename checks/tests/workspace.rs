@@ -1,4 +1,4 @@
-//! The workspace keeps its own rules.
+//! Applies the rules to the workspace.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_checks::dependencies::Graph;
@@ -9,7 +9,7 @@ use std::process::Command;
 use std::sync::LazyLock;
 use std::{env, fs};
 
-/// Folders that hold nothing of ours.
+/// Folders without files of this project.
 const SKIPPED: [&str; 6] = [
     ".git",
     ".lab",
@@ -18,14 +18,14 @@ const SKIPPED: [&str; 6] = [
     "artifacts",
     "node_modules",
 ];
-/// Endings of the files that people write.
+/// Extensions of hand-written files.
 const TEXTS: [&str; 9] = [
     "rs", "toml", "md", "sh", "service", "js", "html", "css", "yml",
 ];
-/// Such files that have no ending.
+/// Hand-written files without an extension.
 const NAMED: [&str; 3] = ["Makefile", "run", "install"];
 
-/// Every text of the repository, by its path from the root.
+/// Every text file of the repository, by its path from the root.
 static FILES: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
     let mut files = BTreeMap::new();
     let mut folders = vec![PathBuf::new()];
@@ -44,7 +44,7 @@ static FILES: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
                 .and_then(|ending| ending.to_str())
                 .unwrap_or_default();
             if kind.is_file() && (TEXTS.contains(&ending) || NAMED.contains(&&name[..])) {
-                // A file may go away while it is looked for: only those that are there count.
+                // A file may disappear during the walk: only existing files count.
                 if let Ok(text) = fs::read_to_string(entry.path()) {
                     files.insert(path.to_str().unwrap().to_owned(), text);
                 }
@@ -58,7 +58,7 @@ static FILES: LazyLock<BTreeMap<String, String>> = LazyLock::new(|| {
 static GRAPH: LazyLock<Graph> = LazyLock::new(|| {
     let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .args(["metadata", "--offline", "--locked", "--format-version", "1"])
-        // Packages for other platforms need not be here.
+        // Packages for other platforms need not be present.
         .args(["--filter-platform", "x86_64-unknown-linux-gnu"])
         .current_dir(root())
         .output()

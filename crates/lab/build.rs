@@ -1,8 +1,8 @@
-//! Builds the user space of the `tiny` guest as static programs: the arena, and the one that does a
-//! history on the guest's disks.
+//! Builds the user space of the `tiny` guest as static programs: the arena, and the program that
+//! runs a history on the guest's disks.
 //!
-//! They have no dependencies, so the compiler alone is enough: no second target has to be installed
-//! and nothing is fetched. `lab` carries the programs in itself (`src/guest/initramfs.rs`).
+//! They have no dependencies, so the compiler alone is sufficient: no second target must be
+//! installed and nothing is downloaded. `lab` embeds the programs (`src/guest/initramfs.rs`).
 
 use std::env;
 use std::ffi::OsString;
@@ -28,7 +28,7 @@ fn main() {
     );
 }
 
-/// Compiles a crate as it runs in guests, whose processors may be old and which have no libraries.
+/// Compiles a crate for guests, whose processors may be old and which have no libraries.
 fn compile(name: &str, source: &str, output: &Path, more: &[OsString]) {
     let status = Command::new(variable("RUSTC"))
         .args(["--crate-name", name, "--edition", "2024", "--cap-lints"])

@@ -1,10 +1,10 @@
-//! What the server of an arriving disk reads: a file of masks, as it is or behind a right beginning, and
-//! what it and its pump say to each other. The first byte says which.
+//! Fuzzes the input of an arriving disk's server: a file of masks, as it is or after a correct
+//! header, and the protocol between the server and its pump. The first byte selects the case.
 
 use longhaul_storage::front::arriving::line::{BLOCKS_MAX, MESSAGE_BYTES, ToPump, ToServer};
 use longhaul_storage::front::arriving::masks::Masks;
 
-/// Reads it: what is read must say the same when it is written.
+/// Parses the input: a parsed value must be equal after encoding and parsing again.
 pub(crate) fn run(data: &[u8]) {
     let Some((how, data)) = data.split_first() else {
         return;
@@ -28,7 +28,7 @@ pub(crate) fn run(data: &[u8]) {
 fn masks(bytes: &[u8]) {
     if let Ok(masks) = Masks::parse(bytes) {
         assert!(masks.missing_blocks() <= masks.blocks);
-        // What was written to a chunk that is here says nothing any more.
+        // A write to a chunk that is present has no effect on the masks.
         let again = Masks::parse(&masks.to_bytes()).expect("our own");
         assert_eq!(again, masks);
     }

@@ -1,9 +1,9 @@
-//! What a disk could give of a content index. The first byte says what: a catalogue as it is, one
-//! whose JSON gets the right checksum, a page as it is, or one whose entries get it.
+//! Fuzzes a content index as read from a disk. The first byte selects the case: a catalogue as it
+//! is, one whose JSON gets the correct checksum, a page as it is, or one whose entries get it.
 
 use longhaul_storage::content::{Catalogue, PAGE_BYTES, Page};
 
-/// Reads it: what is read must say the same when it is written.
+/// Parses the input: a parsed value must be equal after encoding and parsing again.
 pub(crate) fn run(data: &[u8]) {
     let Some((how, data)) = data.split_first() else {
         return;

@@ -1,4 +1,5 @@
-//! What is checked of every frame: an answer within the limits, or an error that changes nothing.
+//! Fuzzes the decoding of frames: the result is within the limits, or an error that changes
+//! nothing.
 
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Content, DecodeError, Decoder, DigestKey, FrameError, Limits,
@@ -27,7 +28,7 @@ pub(crate) fn run(data: &[u8]) {
     assert_eq!(first.applied, sink.applied);
     assert_eq!(first.applied + first.stale + rejected, sink.asked.get());
     assert!(sink.asked.get() <= limits.frame_blocks as u64);
-    // A decoder that has been used gives the same answer, unless the frame was the first in order.
+    // A decoder with history gives the same answer, unless the frame was the first in order.
     let again = decoder.decode(data, &limits, &mut Checked::default());
     match again {
         Err(DecodeError::Frame(FrameError::Order {
@@ -38,7 +39,7 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// A destination that checks what it is asked for, and refuses every third block as stale.
+/// A destination that checks its requests, and refuses every third block as stale.
 #[derive(Default)]
 struct Checked {
     asked: Cell<u64>,

@@ -1,5 +1,5 @@
-//! Frames between a source and a destination that may hold something else than the source thinks:
-//! what is not rejected arrives as it is, and what is rejected changes nothing.
+//! Fuzzes frames between a source and a destination whose content may differ from the source's
+//! record: accepted blocks arrive unchanged, and rejected ones change nothing.
 
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, Decoder, Digest, DigestKey,
@@ -11,13 +11,14 @@ use std::convert::Infallible;
 
 const KEY: DigestKey = DigestKey([42; 32]);
 const BLOCKS: usize = 24;
-/// Rounds that one input may play.
+/// The maximum number of rounds of one input.
 const ROUNDS_MAX: usize = 12;
 
 type Block = [u8; BLOCK_SIZE];
 
-/// Plays `data`: each round writes to blocks, damages the destination, and sends what was written.
-/// Tells how many blocks were to travel as references or might as deltas, and how many were rejected.
+/// Runs `data`: each round writes to blocks, damages the destination, and sends the written blocks.
+/// Returns how many blocks were to travel as references or might as deltas, and how many were
+/// rejected.
 pub(crate) fn run(data: &[u8]) -> (usize, usize) {
     let (mut built_on, mut all_rejected) = (0, 0);
     let mut bytes = Bytes(data);
@@ -63,7 +64,8 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
                             "what holds is used"
                         );
                     }
-                    // A print may miss a change, once in 16 million. Nobody knows what was kept.
+                    // A fingerprint may miss a change, once in 16 million. The kept content is
+                    // unknown.
                     Decision::Changed { .. } | Decision::Kept { .. } => {}
                     other => panic!("{other:?} cannot be rejected"),
                 }
@@ -76,7 +78,7 @@ pub(crate) fn run(data: &[u8]) -> (usize, usize) {
             }
         }
         source.settle(&written, &rejected);
-        // The destination is told of what it lost by somebody else: its blocks come whole again.
+        // Another party reports the loss to the source: these blocks are sent whole again.
         for block in damaged {
             source.held[block] = None;
         }
@@ -113,7 +115,7 @@ impl Bytes<'_> {
 
 struct Source {
     memory: Vec<Block>,
-    /// Digests of what the destination is known to hold.
+    /// Digests of the destination's known content.
     held: Vec<Option<Digest>>,
     digests: Vec<Option<Digest>>,
     hasher: Hasher,
@@ -121,7 +123,7 @@ struct Source {
 }
 
 impl Source {
-    /// `room` says how much may be remembered for deltas: nothing, or for a part of the blocks.
+    /// `room` is the memory for deltas: none, or enough for a part of the blocks.
     fn new(room: u8) -> Self {
         Self {
             memory: vec![[0; BLOCK_SIZE]; BLOCKS],
@@ -207,7 +209,7 @@ impl Source {
     }
 }
 
-/// The migration of another guest, which holds the same as the destination at the beginning of the
+/// The migration of another guest, whose content equals the destination's at the beginning of the
 /// round.
 const OTHER: MigrationId = MigrationId([9; 8]);
 

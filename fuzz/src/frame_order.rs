@@ -1,5 +1,5 @@
-//! Frames that go on from each other, some of them damaged, kept back or sent twice: what is applied
-//! was sent, and everything else is refused.
+//! Fuzzes sequences of dependent frames, some of them damaged, delayed or sent twice: applied
+//! blocks equal the sent ones, and everything else is refused.
 
 use longhaul_codec::{
     BlockId, BlockSink, BlockWrite, Compression, Content, Decision, DecodeError, Decoder, Digest,
@@ -9,12 +9,12 @@ use longhaul_protocol::{BLOCK_SIZE, MigrationId, RegionId};
 use std::convert::Infallible;
 
 const BLOCKS: u64 = 16;
-/// Frames that one input may send.
+/// The maximum number of frames of one input.
 const FRAMES_MAX: usize = 24;
 
 type Block = [u8; BLOCK_SIZE];
 
-/// Plays `data`: each frame's content, what becomes of it on the way, and when it arrives. Tells how
+/// Runs `data`: each frame's content, its damage on the way, and its time of arrival. Returns how
 /// many frames were applied, and whether one was refused.
 pub(crate) fn run(data: &[u8]) -> (usize, bool) {
     let mut bytes = data.iter().copied();
@@ -57,7 +57,7 @@ pub(crate) fn run(data: &[u8]) -> (usize, bool) {
     receive(&under_way, &sent, damaged)
 }
 
-/// The content of the next block: that of another, a little changed, or new.
+/// Returns the content of the next block: a copy, a slightly changed copy, or new.
 fn content(sent: &[Block], choice: u8) -> Block {
     let seed = usize::from(choice);
     match sent.get(seed % (sent.len() + 1)) {

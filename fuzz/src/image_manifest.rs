@@ -1,9 +1,9 @@
-//! A manifest of a base image. The first byte says how: as it is, or its bits and digests behind a
-//! right beginning for a size of so many stripes, which no fuzzer finds.
+//! Fuzzes a manifest of a base image. The first byte selects the case: as it is, or its bits and
+//! digests after a correct header for a given number of stripes, which a fuzzer does not find.
 
 use longhaul_image::{Digest, Manifest, STRIPE_BYTES, Stripe};
 
-/// Reads it: what is read must say the same when it is written.
+/// Parses the input: a parsed value must be equal after encoding and parsing again.
 pub(crate) fn run(data: &[u8]) {
     let Some((how, data)) = data.split_first() else {
         return;

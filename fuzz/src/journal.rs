@@ -1,13 +1,13 @@
-//! A journal. The first byte says how: as it is, or made of pieces that get the right checksums,
-//! which no fuzzer finds.
+//! Fuzzes a journal. The first byte selects the case: as it is, or pieces that get correct
+//! checksums, which a fuzzer does not find.
 
 use longhaul_engine::handover::Record;
 use longhaul_storage::{Ending, MAGIC, Reading, read};
 
-/// Bytes in front of each payload.
+/// Size of the header of each payload.
 const HEADER: usize = 20;
 
-/// Reads it: what is read must be what stands there, without gaps.
+/// Reads the journal: the records must be those of the file, without gaps.
 pub(crate) fn run(data: &[u8]) {
     let Some((how, data)) = data.split_first() else {
         return;
@@ -23,8 +23,8 @@ pub(crate) fn run(data: &[u8]) {
     }
 }
 
-/// Each piece is its length and its payload, until a length of 0; what follows that is the end of
-/// the file, as it is.
+/// Assembles pieces of a length and a payload each, until a length of 0; the bytes after it are the
+/// end of the file, as they are.
 fn pieces(mut data: &[u8]) -> Vec<u8> {
     let mut bytes = MAGIC.to_vec();
     while let Some((length, rest)) = data.split_first() {

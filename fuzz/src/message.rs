@@ -1,4 +1,4 @@
-//! What is checked of every message: an answer that can be sent again as it is, or an error.
+//! Fuzzes the decoding of messages: the result is a message that encodes to the same, or an error.
 
 use longhaul_protocol::message::{Acknowledgement, ToDestination, ToSource};
 use longhaul_protocol::piece::{Assembly, Piece};
@@ -24,7 +24,7 @@ pub(crate) fn run(data: &[u8]) {
 fn check<M: Message + PartialEq + Debug>(data: &[u8]) {
     if let Ok(message) = decode::<M>(data) {
         let bytes = encode(&message).expect("what was accepted keeps to the limits");
-        // It may be shorter: numbers can be written with more bytes than they need.
+        // The encoding may be shorter: numbers can be written with more bytes than necessary.
         assert!(bytes.len() <= data.len());
         assert_eq!(decode::<M>(&bytes).as_ref(), Ok(&message));
     }

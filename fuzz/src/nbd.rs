@@ -1,5 +1,5 @@
-//! All that a client of the disk server sends. The first byte says how: from the handshake on, or
-//! from the first request on, and with which kind of replies.
+//! Fuzzes the input of the disk server from a client. The first byte selects the case: from the
+//! handshake on, or from the first request on, and the kind of replies.
 
 use longhaul_storage::disk::{Disk, Extent, Zeros};
 use longhaul_storage::nbd::ExportName;
@@ -10,12 +10,12 @@ use std::ops::Range;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// The export that seeds ask for.
+/// The export that seeds request.
 const NAME: &str = "00000000000000000000000000000000";
 const SIZE: usize = 64 << 10;
 
-/// Answers the client: what it is told must be of the protocol's form, and the disk must be asked
-/// for nothing that it does not have.
+/// Serves the client: the replies must follow the protocol, and requests to the disk must be within
+/// it.
 pub(crate) fn run(data: &[u8]) {
     let Some((how, mut data)) = data.split_first() else {
         return;
@@ -42,7 +42,7 @@ pub(crate) fn run(data: &[u8]) {
     assert!(session.structured || !session.allocation);
     said.clear();
     let requests = data;
-    // Whatever ends the connection, what was said until then is whole.
+    // Whatever ends the connection, the replies before are complete.
     let never = HangUp {
         after: Duration::MAX,
         close: Box::new(|| ()),
@@ -70,7 +70,7 @@ fn option_reply(bytes: &mut &[u8]) {
     take(bytes, length as usize);
 }
 
-/// Goes through requests and replies side by side.
+/// Walks through requests and replies in parallel.
 fn check_replies(mut requests: &[u8], mut said: &[u8], session: Session) {
     while !said.is_empty() {
         number(&mut requests, 6);
@@ -150,7 +150,7 @@ impl Disk for Memory {
     }
 
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()> {
-        // A disk with a bad spot.
+        // A disk with an unreadable block.
         if bytes.first() == Some(&0xbd) {
             return Err(io::ErrorKind::Other.into());
         }

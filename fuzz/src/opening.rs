@@ -1,4 +1,4 @@
-//! What is checked of the first bytes on connections and streams: an answer or an error.
+//! Fuzzes the decoding of the first bytes on connections and streams: a value or an error.
 
 use longhaul_transport::{BulkOpening, Hello, StreamHeader};
 

@@ -1,8 +1,9 @@
-//! The header of a qcow2 image.
+//! Fuzzes the header of a qcow2 image.
 
 use longhaul_storage::disk::qcow2::{HEADER_BYTES, Head, growth_bytes, header_alone, read};
 
-/// Reads it: an image that can be moved is opened at the destination by a header that says the same.
+/// Parses the header: an image that can be moved is created at the destination with an equal
+/// header.
 pub(crate) fn run(data: &[u8]) {
     let Ok(Head { image, .. }) = read(data) else {
         return;

@@ -1,11 +1,11 @@
-//! What a qcow2 image leads to when it is opened.
+//! Fuzzes the references that are followed when a qcow2 image is opened.
 
 use longhaul_storage::disk::qcow2::opened_with;
 use longhaul_storage::disk::{Disk, Extent, Zeros};
 use std::io;
 use std::ops::Range;
 
-/// An image in memory, of which alone is read.
+/// A read-only image in memory.
 #[derive(Debug)]
 struct Bytes<'a>(&'a [u8]);
 
@@ -41,13 +41,13 @@ impl Disk for Bytes<'_> {
     }
 }
 
-/// Follows it: all of it is within the image, and comes to an end.
+/// Follows the references: all are within the image, and the walk ends.
 pub(crate) fn run(data: &[u8]) {
     let mut visited = 0_u64;
     let visit = &mut |range: Range<u64>| {
         assert!(range.start <= range.end && range.end <= data.len() as u64);
         visited += 1;
-        // Its tables name places, and an image may name the same one again and again.
+        // Its tables contain offsets, and an image may repeat one many times.
         assert!(visited <= 8 + data.len() as u64 * 70_000);
         Ok(())
     };

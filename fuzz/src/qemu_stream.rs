@@ -1,4 +1,4 @@
-//! A migration stream: the first byte says in what pieces the rest comes.
+//! Fuzzes a migration stream: the first byte selects the pieces in which it arrives.
 
 use longhaul_qemu_stream::{Event, Limits, ParseError, Parser};
 
@@ -9,7 +9,7 @@ const LIMITS: Limits = Limits {
     device_state_bytes: 65536,
 };
 
-/// Reads the stream whole and in pieces: both must say the same.
+/// Parses the stream whole and in pieces: the results must be equal.
 pub(crate) fn run(data: &[u8]) {
     let Some((first, stream)) = data.split_first() else {
         return;

@@ -1,8 +1,9 @@
-//! A return path: the first byte says in what pieces the rest comes.
+//! Fuzzes a return path: the first byte selects the pieces in which it arrives.
 
 use longhaul_qemu_stream::return_path::{Message, Parser, ReturnPathError};
 
-/// Reads the messages whole and in pieces: both must say the same, and be written the same again.
+/// Parses the messages whole and in pieces: the results must be equal, and encode to the same
+/// bytes.
 pub(crate) fn run(data: &[u8]) {
     let Some((first, bytes)) = data.split_first() else {
         return;

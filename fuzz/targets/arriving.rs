@@ -1,4 +1,4 @@
-//! What the server of an arriving disk reads: `cargo +nightly fuzz run arriving`.
+//! Fuzzes the input of an arriving disk's server: `cargo +nightly fuzz run arriving`.
 #![no_main]
 
 #[path = "../src/arriving.rs"]

@@ -1,4 +1,4 @@
-//! A content index, as a disk could hold it: `cargo +nightly fuzz run content_index`.
+//! Fuzzes a content index from a disk: `cargo +nightly fuzz run content_index`.
 #![no_main]
 
 #[path = "../src/content_index.rs"]

@@ -1,4 +1,4 @@
-//! A frame of blocks, as a peer could send it: `cargo +nightly fuzz run frame_decode`.
+//! Fuzzes a frame of blocks from a peer: `cargo +nightly fuzz run frame_decode`.
 #![no_main]
 
 #[path = "../src/frame_decode.rs"]

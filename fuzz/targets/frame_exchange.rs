@@ -1,4 +1,5 @@
-//! Frames between a source and a destination that differ: `cargo +nightly fuzz run frame_exchange`.
+//! Fuzzes frames between a source and a destination that differ:
+//! `cargo +nightly fuzz run frame_exchange`.
 #![no_main]
 
 #[path = "../src/frame_exchange.rs"]

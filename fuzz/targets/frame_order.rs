@@ -1,4 +1,4 @@
-//! Frames that go on from each other: `cargo +nightly fuzz run frame_order`.
+//! Fuzzes sequences of dependent frames: `cargo +nightly fuzz run frame_order`.
 #![no_main]
 
 #[path = "../src/frame_order.rs"]

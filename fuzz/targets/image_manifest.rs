@@ -1,4 +1,4 @@
-//! A manifest of a base image, as a store could give it: `cargo +nightly fuzz run image_manifest`.
+//! Fuzzes a manifest of a base image from a store: `cargo +nightly fuzz run image_manifest`.
 #![no_main]
 
 #[path = "../src/image_manifest.rs"]

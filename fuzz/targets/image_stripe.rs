@@ -1,4 +1,4 @@
-//! A stripe of a base image, as a store could give it: `cargo +nightly fuzz run image_stripe`.
+//! Fuzzes a stripe of a base image from a store: `cargo +nightly fuzz run image_stripe`.
 #![no_main]
 
 #[path = "../src/image_stripe.rs"]

@@ -1,4 +1,4 @@
-//! A journal, as a disk could hold it: `cargo +nightly fuzz run journal`.
+//! Fuzzes a journal from a disk: `cargo +nightly fuzz run journal`.
 #![no_main]
 
 #[path = "../src/journal.rs"]

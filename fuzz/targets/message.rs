@@ -1,4 +1,4 @@
-//! A message between agents, as a peer could send it: `cargo +nightly fuzz run message`.
+//! Fuzzes a message from another agent: `cargo +nightly fuzz run message`.
 #![no_main]
 
 #[path = "../src/message.rs"]

@@ -1,4 +1,4 @@
-//! A client of the disk server: `cargo +nightly fuzz run nbd`.
+//! Fuzzes a client of the disk server: `cargo +nightly fuzz run nbd`.
 #![no_main]
 
 #[path = "../src/nbd.rs"]

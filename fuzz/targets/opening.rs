@@ -1,5 +1,4 @@
-//! The first bytes on a connection or stream, as a peer could send them:
-//! `cargo +nightly fuzz run opening`.
+//! Fuzzes the first bytes on a connection or stream from a peer: `cargo +nightly fuzz run opening`.
 #![no_main]
 
 #[path = "../src/opening.rs"]

@@ -1,4 +1,4 @@
-//! The header of an image, as a guest's owner could give it: `cargo +nightly fuzz run qcow2_header`.
+//! Fuzzes the header of an image from a guest's owner: `cargo +nightly fuzz run qcow2_header`.
 #![no_main]
 
 #[path = "../src/qcow2_header.rs"]

@@ -1,4 +1,4 @@
-//! An image as it is opened, as a guest's owner could give it: `cargo +nightly fuzz run qcow2_opening`.
+//! Fuzzes the opening of an image from a guest's owner: `cargo +nightly fuzz run qcow2_opening`.
 #![no_main]
 
 #[path = "../src/qcow2_opening.rs"]

@@ -1,4 +1,4 @@
-//! QEMU's migration stream, as a QEMU could write it: `cargo +nightly fuzz run qemu_stream`.
+//! Fuzzes QEMU's migration stream: `cargo +nightly fuzz run qemu_stream`.
 #![no_main]
 
 #[path = "../src/qemu_stream.rs"]

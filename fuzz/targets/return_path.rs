@@ -1,4 +1,4 @@
-//! The return path, as a QEMU could write it: `cargo +nightly fuzz run return_path`.
+//! Fuzzes QEMU's return path: `cargo +nightly fuzz run return_path`.
 #![no_main]
 
 #[path = "../src/return_path.rs"]

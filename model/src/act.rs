@@ -1,4 +1,4 @@
-//! The actions of both sides, done one at a time.
+//! Executes the actions of both sides, one at a time.
 
 use crate::machine::{Machine, give_back, note, send};
 use crate::outcome::Outcome;
@@ -11,7 +11,7 @@ use longhaul_engine::handover::{
 use longhaul_protocol::Generation;
 
 impl Machine {
-    /// The next action of a side; none where there is none, or it cannot end so.
+    /// Executes the next action of a side; returns `None` where there is none, or it cannot end so.
     pub(crate) fn act(
         &mut self,
         world: &mut World,
@@ -45,7 +45,7 @@ impl Machine {
         Some(())
     }
 
-    /// The record that could not be written is written again.
+    /// Retries the write of a record that failed.
     pub(crate) fn retry(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
         let attempt = &mut world.attempts[index];
         let host = attempt.host(side);
@@ -180,7 +180,7 @@ impl Machine {
                         | DestinationState::Returning { .. }
                         | DestinationState::GivingBack { .. }
                 );
-                // What else it may say moves nobody.
+                // Other answers have no effect.
                 if waiting {
                     send(world, index, Message::Waiting);
                 }
@@ -208,7 +208,7 @@ impl Machine {
         }
     }
 
-    /// `cont`, and what its answer is taken for.
+    /// Executes `cont`, and interprets its answer.
     fn resume_destination(
         &mut self,
         world: &mut World,
@@ -235,7 +235,7 @@ impl Machine {
                 if first {
                     event = DestinationEvent::ResumeFailed(String::new());
                 } else {
-                    // It may have run: a person has to look.
+                    // It may have run: an operator must inspect it.
                     world.hosts[host].qemu = Qemu::Halted;
                 }
             }
@@ -260,7 +260,7 @@ impl Machine {
     }
 }
 
-/// An agent ends a guest's QEMU.
+/// Ends a guest's QEMU, as its agent does.
 fn quit(world: &mut World, host: usize) {
     if world.hosts[host].qemu.is_live() {
         world.blame(Property::RunningQuit);

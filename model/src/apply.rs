@@ -1,4 +1,4 @@
-//! What each step does to the world, where it is possible.
+//! Applies each possible step to the world.
 
 use crate::machine::{Machine, send};
 use crate::outcome::Outcome;
@@ -12,7 +12,7 @@ use longhaul_engine::handover::{
 };
 
 impl Machine {
-    /// The world after a step; none where the step is not possible.
+    /// Returns the world after a step; `None` where the step is not possible.
     pub(crate) fn apply(&mut self, world: &World, step: Step) -> Option<World> {
         let mut next = *world;
         let done = match step {
@@ -47,7 +47,7 @@ impl Machine {
         Some(next)
     }
 
-    /// What has to hold in every state.
+    /// Checks the properties of every state.
     fn check(&mut self, world: &mut World) {
         if world.hosts.iter().all(|host| host.qemu.is_live()) {
             world.blame(Property::TwoCopies);
@@ -58,7 +58,7 @@ impl Machine {
         self.check_claims(world);
     }
 
-    /// A side whose agent runs and has nothing left to do.
+    /// Returns a side whose agent runs and has no action to do.
     fn idle(&self, world: &World, index: usize, side: usize) -> Option<Side> {
         let attempt = &world.attempts[index];
         let host = &world.hosts[attempt.host(side)];
@@ -89,7 +89,7 @@ impl Machine {
         may.then(|| self.begin(world, index, host))
     }
 
-    /// Every connection begins with the question.
+    /// Executes a new connection, which begins with the question.
     fn connect(&mut self, world: &mut World, index: usize) -> Option<()> {
         self.idle_source(world, index)?;
         if !world.hosts.iter().all(|host| host.up) {
@@ -138,7 +138,7 @@ impl Machine {
         let qemu = world.hosts[attempt.host(side)].qemu;
         if side == SOURCE {
             let (it, state) = self.idle_source(world, index)?;
-            // What was sent is all at the destination: only it can go on.
+            // Everything is at the destination: only it can go on.
             let needed = state.may_abort()
                 || state.in_doubt() && self.setting.early && attempt.snapshot == Snapshot::None;
             let gone = !qemu.is_there() || qemu == Qemu::Halted;
@@ -165,8 +165,8 @@ impl Machine {
         Some(())
     }
 
-    /// Allowed only to one who is right: the other host is lost and runs nothing, and the guest did
-    /// not go on from there to another attempt.
+    /// Allowed only to an operator whose statement is right: the other host is lost and runs
+    /// nothing, and the guest did not go on from there to another attempt.
     fn overrule(&mut self, world: &mut World, index: usize, side: usize) -> Option<()> {
         if index + 1 != world.begun() {
             return None;
@@ -239,13 +239,14 @@ impl Machine {
         Some(())
     }
 
-    /// Whether a person has called this host dead, and given its guest to the other one.
+    /// Returns whether an operator has declared this host dead, and given its guest to the other
+    /// one.
     fn is_promised(&self, world: &World, host: usize) -> bool {
         let mut attempts = world.attempts.iter().filter(|attempt| attempt.begun);
         attempts.any(|attempt| attempt.overruled[host ^ usize::from(attempt.from) ^ 1])
     }
 
-    /// What is on its way to a host is lost.
+    /// Drops the messages on their way to a host.
     fn cut(&self, world: &mut World, host: usize) {
         for bit in 0..ATTEMPTS * Message::ALL.len() {
             let (message, index) = Message::of(bit as u8);
@@ -325,7 +326,7 @@ impl Machine {
                 world.budget.surprises = world.budget.surprises.checked_sub(1)?;
                 world.hosts[host].qemu = Qemu::Halted;
             }
-            // A host that a person called dead starts nothing until it has heard of that.
+            // A host that an operator declared dead starts nothing until it has learned of that.
             Step::Boot { .. }
                 if it.up
                     && !self.is_promised(world, host)
@@ -392,7 +393,7 @@ impl Machine {
         self.feed_source(world, index, event);
     }
 
-    /// The destination waits for what is to come: whoever can send it does, nobody else ever will.
+    /// The destination waits for blocks: only their sender can send them.
     fn source_hears_waiting(
         &mut self,
         world: &mut World,
@@ -478,7 +479,7 @@ impl Machine {
     }
 }
 
-/// All messages to the destination of an attempt.
+/// Returns all messages to the destination of an attempt.
 fn to_destination(index: usize) -> u32 {
     let messages = Message::ALL.iter();
     let mine = messages.filter(|message| message.to() == DESTINATION);

@@ -1,9 +1,9 @@
-//! Every state that can be reached, breadth first, so that the first failure has a shortest trace.
+//! Explores every reachable state, breadth first, so that the first failure has a shortest trace.
 //!
-//! The explorer is a page of our own. Of the ready-made ones `stateright` (MIT, maintained) was
-//! looked at: its `eventually` asks for a path on which something happens, and is documented to miss
+//! The explorer is a page of our own code. Of the existing ones `stateright` (MIT, maintained) was
+//! examined: its `eventually` asks for a path on which something happens, and is documented to miss
 //! cycles and states with several ways to them, where the question here is what two fair schedules
-//! make of *every* state; and it brings some forty packages, a web server among them.
+//! make of *every* state; and it adds some forty packages, a web server among them.
 
 use crate::liveness::Ends;
 use crate::machine::{Machine, Setting};
@@ -13,44 +13,44 @@ use crate::step::{Step, all_steps};
 use crate::world::{Budget, Property, World};
 use std::time::{Duration, Instant};
 
-/// How a state was reached first.
+/// The first path to a state.
 #[derive(Debug, Clone, Copy)]
 struct Origin {
     parent: u32,
     step: u16,
-    /// The message that was lost because there were too many, or none.
+    /// The message that was lost because there were too many; 0 for none.
     lost: u8,
 }
 
 const NOTHING_LOST: u8 = u8::MAX;
 
-/// A property that does not hold, and how that comes about.
+/// A violated property, with its trace.
 #[derive(Debug, Clone)]
 pub struct Failure {
-    /// What does not hold.
+    /// The violated property.
     pub property: Property,
-    /// Steps to the failure; of endless doubt, to the state that it begins in.
+    /// Steps to the failure; for endless doubt, to the state that it begins in.
     pub length: usize,
-    /// The trace for people.
+    /// The trace in readable form.
     pub trace: Vec<String>,
 }
 
-/// What was found.
+/// The results of an exploration.
 #[derive(Debug, Clone)]
 pub struct Found {
-    /// Different states.
+    /// The number of different states.
     pub states: usize,
-    /// Steps to the state that is farthest away.
+    /// The number of steps to the most distant state.
     pub depth: usize,
-    /// States of the longest way out of doubt that was walked anew.
+    /// The number of states on the longest way out of doubt that was walked again.
     pub longest_end: usize,
-    /// What was seen.
+    /// The outcomes seen.
     pub seen: Outcomes,
-    /// The first property that does not hold.
+    /// The first violated property.
     pub failure: Option<Failure>,
-    /// The states were more than allowed: nothing is known of the rest.
+    /// Whether the states exceeded the limit: the remaining ones are unknown.
     pub cut_short: bool,
-    /// How long it took.
+    /// The duration.
     pub time: Duration,
 }
 
@@ -63,7 +63,7 @@ struct Explorer {
     first: World,
 }
 
-/// Explores everything that a setting and a budget allow, or up to so many states.
+/// Explores everything that a setting and a budget allow, or up to `states_max` states.
 pub fn explore(setting: Setting, budget: Budget, states_max: usize) -> Found {
     let began = Instant::now();
     let mut explorer = Explorer {
@@ -129,7 +129,7 @@ impl Explorer {
         (depth, None)
     }
 
-    /// Where too many messages are on their way, any one of them is lost.
+    /// Handles a new state; where too many messages are on their way, any one of them is lost.
     fn meet_all(
         &mut self,
         world: World,
@@ -179,7 +179,7 @@ impl Explorer {
         None
     }
 
-    /// Walks to a failure once more, telling what happens.
+    /// Replays the path to a failure, recording the events.
     fn fail(&mut self, property: Property, index: u32, then: &[Step]) -> Failure {
         let mut way = Vec::new();
         let mut at = index;

@@ -1,7 +1,7 @@
-//! The functions under test, as they are, behind small numbers.
+//! Wraps the functions under test, unchanged, behind small numbers.
 //!
 //! States, events, actions and records of the engine are numbered as they appear, so that a state
-//! of the explorer is a few bytes. What a function answered is remembered. Reasons, which are for
+//! of the explorer is a few bytes. The functions' answers are cached. Reasons, which are for
 //! people, are left out: nothing depends on them.
 
 use crate::small::{Quick, Small};
@@ -33,7 +33,7 @@ impl<T: Clone + Eq + Hash> Numbers<T> {
             return *number;
         }
         self.values.push(value.clone());
-        // 255 is beyond all that the engine can say in two attempts; see `fits`.
+        // 255 exceeds everything that the engine can produce in two attempts; see `fits`.
         let number = u8::try_from(self.values.len()).unwrap_or(u8::MAX);
         self.numbers.insert(value, number);
         number
@@ -47,7 +47,7 @@ impl<T: Clone + Eq + Hash> Numbers<T> {
 /// A transition: the next state, and the actions.
 pub(crate) type Answer = (u8, Small<6>);
 
-/// One side of the hand-over: the types and functions of the engine that belong together.
+/// One side of the handover: the types and functions of the engine that belong together.
 pub(crate) trait SideOf {
     type State: Clone + Eq + Hash;
     type Event: Clone + Eq + Hash;
@@ -77,11 +77,11 @@ pub(crate) struct Functions<S: SideOf> {
     events: Numbers<S::Event>,
     actions: Numbers<S::Action>,
     answers: HashMap<(u8, u8, Key), Answer, Quick>,
-    /// Every answer fitted.
+    /// Whether every answer fitted.
     pub(crate) fits: bool,
 }
 
-/// What an answer depends on besides state and event.
+/// The inputs of an answer besides state and event.
 type Key = (u32, u64, bool);
 
 fn key(terms: &Terms) -> Key {
@@ -124,7 +124,7 @@ impl<S: SideOf> Functions<S> {
         self.actions.number(S::plain_action(action))
     }
 
-    /// What the engine does.
+    /// Returns the engine's answer.
     pub(crate) fn step(&mut self, state: u8, event: u8, terms: &Terms) -> Answer {
         let question = (state, event, key(terms));
         if let Some(answer) = self.answers.get(&question) {
@@ -141,7 +141,7 @@ impl<S: SideOf> Functions<S> {
         answer
     }
 
-    /// Where the engine goes on after a restart.
+    /// Returns the engine's state after a restart.
     pub(crate) fn restore(&mut self, records: &[Record], terms: &Terms) -> Answer {
         let (state, actions) = S::restore(self.variant, records, terms);
         self.answer(state, actions)

@@ -1,5 +1,6 @@
-//! Does doubt end? From a state on, nothing is lost and nobody crashes any more, and one of some
-//! fair schedules says who is next. A schedule sees the state alone, and a round counter.
+//! Checks that doubt ends. From a given state on, nothing is lost and nothing crashes any more, and
+//! each of some fair schedules chooses the next step. A schedule sees the state alone, and a round
+//! counter.
 
 use crate::machine::Machine;
 use crate::small::Fingerprints;
@@ -7,17 +8,17 @@ use crate::step::{Ending, Step};
 use crate::world::{Budget, DESTINATION, Qemu, SOURCE, Side, World};
 use longhaul_engine::handover::{DestinationState, SourceState};
 
-/// Rounds of asking before a schedule gives up.
+/// The number of rounds of questions before a schedule gives up.
 const ROUNDS: u8 = 5;
-/// Steps of one schedule, at most.
+/// The maximum number of steps of one schedule.
 const STEPS_MAX: usize = 400;
 
-/// Who is next, where several could be.
+/// The choice of the next step, where several are possible.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Schedule {
-    /// The source first; what moves the guest on comes before what gives up.
+    /// The source first; steps that move the guest on come before steps that give up.
     Onward,
-    /// The destination first, the newest message first; whoever may give up does so at once.
+    /// The destination first, the newest message first; a side that may give up does so at once.
     GivingUp,
 }
 
@@ -25,12 +26,12 @@ pub(crate) enum Schedule {
 #[derive(Debug, Default)]
 pub(crate) struct Ends {
     known: Fingerprints,
-    /// The longest way to an end that was walked.
+    /// The longest walked way to an end.
     pub(crate) longest: usize,
 }
 
 impl Ends {
-    /// The way into endless doubt, if there is one.
+    /// Returns the way into endless doubt, if there is one.
     pub(crate) fn check(&mut self, machine: &mut Machine, world: &World) -> Option<Vec<Step>> {
         // What journals that are lost knew, only a person can say.
         if world.hosts.iter().any(|host| host.forgot != 0) {
@@ -38,7 +39,7 @@ impl Ends {
         }
         let mut start = *world;
         start.budget = Budget::default();
-        // Either all that is on its way arrives, or the connections died with it.
+        // Either all messages on their way arrive, or the connections died with them.
         loop {
             let place = start.fingerprint();
             for schedule in [Schedule::Onward, Schedule::GivingUp] {
@@ -99,13 +100,13 @@ impl Ends {
     }
 }
 
-/// A state together with what the schedule knows.
+/// Returns a state together with the schedule's round.
 fn at(fingerprint: u64, schedule: Schedule, round: u8) -> u64 {
     let number = u64::from(round) * 2 + u64::from(schedule == Schedule::GivingUp) + 1;
     fingerprint ^ number.wrapping_mul(0x9e37_79b9_7f4a_7c15)
 }
 
-/// What happens when nothing else does: the source asks, and one schedule loses its patience.
+/// Returns the step taken when no other is left: the source asks, and one schedule gives up.
 fn new_round(schedule: Schedule, round: u8) -> Vec<Step> {
     let mut steps: Vec<Step> = (0..2).map(|index| Step::Connect { index }).collect();
     if schedule == Schedule::GivingUp {
@@ -136,7 +137,7 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
         return Some(taken);
     }
     if giving_up {
-        // In doubt the source would ask for it for ever.
+        // In doubt the source would ask forever.
         let open = |(side, index): &(usize, usize)| {
             *side == DESTINATION
                 || world.hosts[world.attempts[*index].host(SOURCE)]
@@ -177,8 +178,8 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
     own.chain(onward).chain(wakes).find_map(take)
 }
 
-/// Both sides are settled and agree: one owner, whose guest is as it should be, and both journals
-/// at their ends.
+/// Returns whether both sides are settled and agree: one owner, whose guest is as it should be, and
+/// both journals at their ends.
 fn is_decided(machine: &Machine, world: &World) -> bool {
     let closed = world
         .attempts
@@ -209,7 +210,7 @@ fn is_decided(machine: &Machine, world: &World) -> bool {
     closed && owners[0] != owners[1] && stand
 }
 
-/// Whether the guest is the source's, when its journal is at its end.
+/// Returns whether the guest is the source's, when its journal is at its end.
 fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
     match (machine.source_state(side), side.ended) {
         (None, ended) => ended,
@@ -218,8 +219,8 @@ fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
     }
 }
 
-/// Whether the guest is the destination's, when its journal is at its end. Where the source's is
-/// removed, an answer to a question that came late may stay.
+/// Returns whether the guest is the destination's, when its journal is at its end. If the source's
+/// is removed, an answer to a late question may remain.
 fn destination_end(machine: &Machine, [source, side]: &[Side; 2]) -> Option<bool> {
     if side.journal.is_empty() && side.state == 0 {
         return Some(side.ended.unwrap_or(false));

@@ -1,7 +1,7 @@
-//! The functions under test with an agent around each, at the level of single actions.
+//! Wraps the functions under test with an agent each, at the level of single actions.
 //!
-//! Here is what an agent does on its own account: how it feeds the functions, how it keeps what
-//! could not be written, what it does when it is restarted. `lib.rs` has the list of these rules.
+//! This module has the agent's own behaviour: how it feeds the functions, how it keeps records that
+//! could not be written, and its actions after a restart. `lib.rs` has the list of these rules.
 
 use crate::functions::{Functions, OfDestination, OfSource, Records};
 use crate::outcome::{Outcome, Outcomes};
@@ -16,28 +16,28 @@ use longhaul_engine::handover::{
 use longhaul_protocol::{Generation, HostId, MigrationId};
 use std::collections::HashMap;
 
-/// What a run of the model is about.
+/// The parameters of a run of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Setting {
     /// The source releases when the guest stops.
     pub early: bool,
     /// The owner has paused the guest.
     pub paused: bool,
-    /// Attempts, one after the other, at most.
+    /// The maximum number of attempts, one after the other.
     pub attempts: usize,
-    /// Messages on their way at a time, at most: one more, and one of them is lost.
+    /// The maximum number of messages on their way at a time: with one more, one of them is lost.
     pub messages: u32,
-    /// The source stops the guest only when its offer was taken, and asks only when nothing that it
-    /// said is still on its way; what an agent does at once is not interleaved with what happens
-    /// elsewhere, only with its death. It makes fewer states.
+    /// The source stops the guest only when its offer was accepted, and asks only when none of its
+    /// messages is on its way; immediate actions of an agent are not interleaved with events
+    /// elsewhere, only with its death. This reduces the number of states.
     pub orderly: bool,
-    /// Whether doubt has to end, too.
+    /// Whether doubt must end, too.
     pub doubt: bool,
-    /// What is broken on purpose.
+    /// The deliberate fault.
     pub variant: Variant,
 }
 
-/// Both sides' functions, and what they are asked about.
+/// The functions of both sides, and their inputs.
 #[derive(Debug)]
 pub(crate) struct Machine {
     pub(crate) setting: Setting,
@@ -90,7 +90,7 @@ impl Machine {
         (side.state != 0).then(|| self.destination.state(side.state))
     }
 
-    /// The side that acts next, where an order is kept: attempt, side, host.
+    /// Returns the side that acts next, where an order is kept: attempt, side, host.
     pub(crate) fn busy_side(&self, world: &World) -> Option<(usize, usize, usize)> {
         if !self.setting.orderly {
             return None;
@@ -127,7 +127,7 @@ impl Machine {
         }
     }
 
-    /// The destination takes an offer.
+    /// Handles an offer at the destination.
     pub(crate) fn accept(&mut self, world: &mut World, index: usize) {
         let attempt = &mut world.attempts[index];
         let side = &mut attempt.sides[DESTINATION];
@@ -137,7 +137,7 @@ impl Machine {
         self.feed_destination(world, index, DestinationEvent::Offered(began));
     }
 
-    /// Whether a guest's name is taken at a host, by another attempt than this.
+    /// Returns whether a guest's name is taken at a host by another attempt.
     pub(crate) fn is_busy(&self, world: &World, host: usize, but: Option<usize>) -> bool {
         let others = world.attempts.iter().enumerate();
         let mut others = others.filter(|(index, attempt)| attempt.begun && Some(*index) != but);
@@ -145,7 +145,8 @@ impl Machine {
             let side = host ^ usize::from(attempt.from);
             let state = &attempt.sides[side];
             if side == SOURCE {
-                // A guest that a person gave back is its owner's, whenever the destination hears.
+                // A guest that an operator gave back is its owner's, whenever the destination
+                // learns it.
                 return self
                     .source_state(state)
                     .is_some_and(|state| !state.is_over() && *state != SourceState::Overruled);
@@ -198,7 +199,7 @@ impl Machine {
         }
     }
 
-    /// BEGAN is on disk: QEMU is started.
+    /// Starts QEMU after BEGAN is on disk.
     fn launch(&self, world: &mut World, index: usize, state: u8) {
         let host = world.attempts[index].host(DESTINATION);
         let host = &mut world.hosts[host];
@@ -212,7 +213,7 @@ impl Machine {
         }
     }
 
-    /// Feeds what came of the actions, when they are all done; ends what is at its end.
+    /// Feeds the results of the actions when all are done; ends a finished side.
     pub(crate) fn go_on(&mut self, world: &mut World, index: usize, side: usize) {
         loop {
             let it = &mut world.attempts[index].sides[side];
@@ -232,7 +233,7 @@ impl Machine {
         }
     }
 
-    /// A destination without a task says at once that nothing is needed any more.
+    /// Reports at once that nothing is needed any more, for a destination without a task.
     fn present(&mut self, world: &World, index: usize, side: usize) -> Option<u8> {
         let it = &world.attempts[index].sides[side];
         if side == SOURCE || it.session || it.unwritten != 0 {
@@ -243,8 +244,8 @@ impl Machine {
             .then(|| self.destination.event_number(DestinationEvent::AllPresent))
     }
 
-    /// A destination removes a journal at its end. Without a task it forgets what is settled, and
-    /// reads the journal again when it is asked.
+    /// Removes a destination's journal at its end. Without a task the destination forgets settled
+    /// attempts, and reads the journal again when asked.
     fn leave(&mut self, world: &mut World, index: usize) {
         let it = &mut world.attempts[index].sides[DESTINATION];
         let Some(state) = (it.state != 0).then(|| self.destination.state(it.state)) else {
@@ -274,7 +275,7 @@ impl Machine {
         }
     }
 
-    /// Removes a journal that is at its end.
+    /// Removes a finished journal.
     pub(crate) fn remove(&mut self, world: &mut World, index: usize, side: usize, here: bool) {
         let attempt = &mut world.attempts[index];
         let ended = attempt.sides[side].ended.unwrap_or(here);
@@ -297,7 +298,8 @@ impl Machine {
             let here = host ^ usize::from(attempt.from);
             let side = &mut attempt.sides[here];
             if here == DESTINATION && side.ended.is_some() {
-                // What knew that the attempt is closed is gone, and the connection of its offer with it.
+                // The knowledge that the attempt is closed is gone, and the connection of its offer
+                // with it.
                 world.net &= !(1 << Message::Offer.bit(index));
             }
             *side = Side {
@@ -321,7 +323,7 @@ impl Machine {
         }
     }
 
-    /// Whether what this host knows of the guest is younger than what this attempt made of it.
+    /// Returns whether this host's knowledge of the guest is newer than the result of this attempt.
     fn went_on(&self, world: &World, index: usize, host: usize) -> bool {
         let of = world.attempts[index].generation;
         let later = world.attempts.iter().any(|attempt| {
@@ -333,7 +335,7 @@ impl Machine {
         later || u64::from(world.hosts[host].generation) > after_next.0
     }
 
-    /// A person's word that is older than its guest is passed on, and nothing else is done by it.
+    /// Passes on an operator's statement that is older than its guest, without any other effect.
     fn leave_guest(&self, world: &mut World, index: usize, side: usize) {
         let it = &mut world.attempts[index].sides[side];
         let overruled = side == SOURCE
@@ -345,7 +347,7 @@ impl Machine {
         }
     }
 
-    /// Goes on from the journal.
+    /// Restores the state from the journal.
     pub(crate) fn take_up(&mut self, world: &mut World, index: usize, side: usize) {
         let terms = self.terms(index, &world.attempts[index]);
         let it = &mut world.attempts[index].sides[side];
@@ -387,7 +389,7 @@ impl Machine {
 
     // QEMU.
 
-    /// The guest goes on, or may be let go on by its owner.
+    /// Lets the guest go on, or leaves that to its owner.
     pub(crate) fn let_live(&self, world: &mut World, host: usize, paused: bool) {
         world.hosts[host].qemu = if paused { Qemu::Paused } else { Qemu::Running };
         if world.hosts[host ^ 1].qemu.is_live() {
@@ -498,7 +500,7 @@ impl Machine {
     }
 }
 
-/// Notes who may run the guest; what is known of a newer generation stays.
+/// Notes who may run the guest; a note of a newer generation stays.
 pub(crate) fn note(world: &mut World, host: usize, generation: Generation, holder: Holder) {
     let host = &mut world.hosts[host];
     let generation = generation.0 as u8;
@@ -507,7 +509,7 @@ pub(crate) fn note(world: &mut World, host: usize, generation: Generation, holde
     }
 }
 
-/// Goes back to a generation from the next one, if that is what was noted.
+/// Returns to a generation from the next one, if that is the noted one.
 pub(crate) fn give_back(
     world: &mut World,
     host: usize,

@@ -1,5 +1,5 @@
-//! Explores the hand-over and says what was found; fails when a property does not hold, or when a
-//! variant that is broken on purpose gets through.
+//! Explores the handover and prints the results; fails when a property is violated, or when a
+//! deliberately broken variant is not caught.
 
 use longhaul_model::explore::{Found, explore};
 use longhaul_model::outcome::{Outcome, Outcomes};
@@ -12,9 +12,9 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
-/// An exploration that needs more is too large for the memory of a small machine.
+/// The state limit: more would exceed the memory of a small machine.
 const STATES_MAX: usize = 60_000_000;
-/// Shares the work: as many as `make test` may count on.
+/// The number of threads: as many as `make test` may count on.
 const THREADS: usize = 2;
 const HELP: &str = "\
 model - explores the hand-over, with the functions that the agents run
@@ -37,7 +37,7 @@ fn main() -> ExitCode {
     }
     match run(&configurations) {
         Ok(true) => ExitCode::SUCCESS,
-        // Nobody reads on: there is nothing to say it to.
+        // The reader is gone: no one to report to.
         Ok(false) | Err(_) => ExitCode::FAILURE,
     }
 }
@@ -46,7 +46,7 @@ fn say(text: &str) -> io::Result<()> {
     writeln!(io::stdout(), "{text}")
 }
 
-/// Explores all of them, and hands each result over in order.
+/// Explores all of them, and passes each result on in order.
 fn explore_all(
     configurations: &[Configuration],
     mut each: impl FnMut(&Configuration, &Found) -> io::Result<()>,
@@ -129,7 +129,7 @@ fn run(configurations: &[Configuration]) -> io::Result<bool> {
     Ok(good)
 }
 
-/// Lets the broken variants loose; whether all were caught.
+/// Runs the broken variants; returns whether all were caught.
 fn let_loose() -> io::Result<bool> {
     say("")?;
     let configurations = Variant::BROKEN.map(plan::for_variant);
@@ -149,7 +149,7 @@ fn let_loose() -> io::Result<bool> {
     Ok(all)
 }
 
-/// The setting, and what may go wrong in it.
+/// Returns a description of the setting and its budget.
 fn describe(configuration: &Configuration) -> String {
     let (setting, budget) = (&configuration.setting, &configuration.budget);
     let release = if setting.early { "early" } else { "late" };

@@ -1,42 +1,42 @@
-//! What has to happen in some run, so that the properties do not hold for want of trying.
+//! Lists outcomes that must occur in some run, so that the properties do not hold vacuously.
 
-/// Something that is seen in some run.
+/// An outcome of some run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
     /// Both journals were closed, the guest at the destination.
     Committed,
     /// The source gave up before RELEASED.
     AbortedBeforeRelease,
-    /// The guest came back to the source after RELEASED.
+    /// The guest returned to the source after RELEASED.
     AbortedAfterRelease,
     /// `cont` failed, and the guest was given back.
     Returned,
-    /// A person gave the guest to the source.
+    /// An operator gave the guest to the source.
     OverruledToSource,
-    /// A person gave the guest to the destination.
+    /// An operator gave the guest to the destination.
     OverruledToDestination,
-    /// One side learned that a person had given the guest to the other.
+    /// One side learned that an operator had given the guest to the other.
     Conceded,
-    /// A COMMIT came to a destination that had aborted.
+    /// A COMMIT arrived at a destination that had aborted.
     LateCommitRefused,
-    /// A guest that ran already was told to run.
+    /// A guest that already ran was ordered to run.
     ContTwice,
     /// A guest went on because its migration's socket was lost.
     WokeByItself,
-    /// RELEASED could not be written, and was on disk all the same after a restart.
+    /// RELEASED could not be written, and was on disk nevertheless after a restart.
     ReleasedByFailedWrite,
-    /// A restarted source told a destination that waits for blocks to give up.
+    /// A restarted source ordered a destination that waits for blocks to give up.
     NobodySends,
-    /// A second attempt went back to where the guest had come from.
+    /// A second attempt moved back to the guest's first host.
     WentBack,
-    /// An attempt that the destination had never heard of was aborted by being asked for.
+    /// An attempt unknown to the destination was aborted by a question.
     AbortedUnknown,
-    /// COMMIT came before everything was there.
+    /// COMMIT arrived before all content.
     CommittedEarly,
 }
 
 impl Outcome {
-    /// All of them.
+    /// All outcomes.
     pub const ALL: [Outcome; 15] = [
         Outcome::Committed,
         Outcome::AbortedBeforeRelease,
@@ -55,7 +55,7 @@ impl Outcome {
         Outcome::CommittedEarly,
     ];
 
-    /// What happens, in a few words.
+    /// Returns a short description.
     pub fn name(self) -> &'static str {
         match self {
             Outcome::Committed => "committed, both journals closed",
@@ -81,22 +81,22 @@ impl Outcome {
     }
 }
 
-/// Which of them were seen.
+/// The outcomes seen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Outcomes(u32);
 
 impl Outcomes {
-    /// Notes one.
+    /// Adds an outcome.
     pub fn add(&mut self, outcome: Outcome) {
         self.0 |= outcome.bit();
     }
 
-    /// Notes all that another run has seen.
+    /// Adds all outcomes of another run.
     pub fn join(&mut self, other: Outcomes) {
         self.0 |= other.0;
     }
 
-    /// Whether it was seen.
+    /// Returns whether it was seen.
     pub fn has(self, outcome: Outcome) -> bool {
         self.0 & outcome.bit() != 0
     }

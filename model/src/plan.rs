@@ -1,19 +1,20 @@
-//! What is explored by default, what `--deep` adds, and where each broken variant must be caught.
+//! Defines the default exploration, the additions of `--deep`, and where each broken variant must
+//! be caught.
 
 use crate::machine::Setting;
 use crate::variant::Variant;
 use crate::world::Budget;
 
-/// A setting with what may go wrong in it.
+/// A setting with its budget of faults.
 #[derive(Debug, Clone, Copy)]
 pub struct Configuration {
     /// The setting.
     pub setting: Setting,
-    /// What may go wrong.
+    /// The possible faults.
     pub budget: Budget,
 }
 
-/// The owner's guest, as most of them are.
+/// The state of the owner's guest: running in most cases.
 #[derive(Clone, Copy, PartialEq)]
 enum Guest {
     Runs,
@@ -29,8 +30,8 @@ enum Order {
 }
 use Order::{Any, Kept};
 
-/// The guest, attempts, messages at a time, order; then how many: crashes at A and B, failed writes,
-/// messages that come twice, surprises of QEMU, lost hosts, starts by a person, lost journals.
+/// The guest, attempts, messages at a time, order; then the numbers of: crashes at A and B, failed
+/// writes, duplicated messages, surprises of QEMU, lost hosts, starts by an operator, lost journals.
 type Row = (Guest, usize, u32, Order, [u8; 8]);
 
 /// Every row is explored with a late release and with an early one.
@@ -106,22 +107,22 @@ fn both_releases(rows: &[Row]) -> Vec<Configuration> {
     rows.iter().flat_map(both).collect()
 }
 
-/// What `make test` explores.
+/// Returns the configurations of `make test`.
 pub fn usual() -> Vec<Configuration> {
     both_releases(&USUAL)
 }
 
-/// What `--deep` explores besides.
+/// Returns the additional configurations of `--deep`.
 pub fn deep() -> Vec<Configuration> {
     both_releases(&DEEP)
 }
 
-/// A small exploration for unit tests.
+/// Returns a small exploration for unit tests.
 pub fn small() -> Vec<Configuration> {
     both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0])])
 }
 
-/// Where a broken variant is let loose.
+/// Returns the configurations for a broken variant.
 pub fn for_variant(variant: Variant) -> Configuration {
     use Variant as Is;
     let calm = (Runs, 1, 3, Any, [0; 8]);
@@ -151,7 +152,7 @@ pub fn for_variant(variant: Variant) -> Configuration {
         | Is::RetireOnCommitted => (false, calm),
     };
     let mut configuration = configuration(row, early, variant);
-    // What endangers the guest is shown to do so; what only leaves it in doubt, that.
+    // Variants that endanger the guest are shown to do so; those that only leave it in doubt, that.
     configuration.setting.doubt = matches!(
         variant,
         Is::ReadyMeansCommitted

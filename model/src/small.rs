@@ -1,4 +1,5 @@
-//! What the explorer's states are made of: lists without memory of their own, and a quick hash.
+//! Provides the building blocks of the explorer's states: lists without memory of their own, and a
+//! fast hash.
 
 use std::collections::HashSet;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -26,7 +27,7 @@ impl<const N: usize> Small<N> {
         self.0[..self.len()].iter().copied()
     }
 
-    /// Its bytes as a number; `N` is at most 8.
+    /// Returns its bytes as a number; `N` is at most 8.
     pub(crate) fn word(&self) -> u64 {
         self.0
             .iter()
@@ -38,7 +39,7 @@ impl<const N: usize> Small<N> {
         (self.0[0] != 0).then_some(self.0[0])
     }
 
-    /// Whether there was room.
+    /// Appends an item; returns whether there was room.
     #[must_use]
     pub(crate) fn push(&mut self, item: u8) -> bool {
         let at = self.len();
@@ -48,7 +49,7 @@ impl<const N: usize> Small<N> {
         at < N
     }
 
-    /// Keeps those of which `keep` is true, in their order.
+    /// Keeps the items for which `keep` is true, in their order.
     pub(crate) fn retain(&mut self, keep: impl Fn(u8) -> bool) {
         let mut kept = Self::default();
         let items = self.iter().filter(|item| keep(*item));
@@ -66,7 +67,7 @@ impl<const N: usize> Small<N> {
     }
 }
 
-/// A hash of 64 bits: words are folded in by multiplying.
+/// A 64-bit hash: words are folded in by multiplication.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Folding(u64);
 
@@ -114,7 +115,7 @@ impl Hasher for Folding {
 
 pub(crate) type Quick = BuildHasherDefault<Folding>;
 
-/// Passes a number on that is a hash already.
+/// Passes on a number that is a hash already.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct AsItIs(u64);
 

@@ -1,17 +1,17 @@
-//! Everything that can happen next.
+//! Defines all possible next steps.
 
 use crate::world::{ATTEMPTS, DESTINATION, Message, SOURCE};
 
-/// How an action ends.
+/// The end of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// As it should.
+    /// As expected.
     Well,
     /// A write failed, and nothing of it is on disk.
     FailedLost,
-    /// A write failed, and the record is on disk all the same.
+    /// A write failed, and the record is on disk nevertheless.
     FailedDurable,
-    /// A write failed, and what another one left on disk is still there.
+    /// A write failed, and the record that another one left on disk is still there.
     FailedKept,
     /// QEMU refused.
     Refused,
@@ -22,27 +22,27 @@ pub(crate) enum Ending {
 /// One step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
-    /// Somebody asks for a migration.
+    /// A migration is requested.
     Begin { host: usize },
-    /// An agent does the next of its actions.
+    /// An agent executes the next of its actions.
     Act {
         index: usize,
         side: usize,
         ending: Ending,
     },
-    /// A message is received; `again` when it will come once more.
+    /// A message is received; `again` when it will arrive once more.
     Deliver { bit: u8, again: bool },
     /// The source reaches the destination, again or for the first time since a restart.
     Connect { index: usize },
-    /// A person, a limit or patience ends the attempt at one side.
+    /// An operator, a limit or a time-out ends the attempt at one side.
     Abort { index: usize, side: usize },
     /// An agent sees that its QEMU has ended, or the guest in it.
     SeeGone { index: usize, side: usize },
-    /// An agent tries again to write what could not be written.
+    /// An agent retries a failed write.
     Retry { index: usize, side: usize },
     /// The destination needs nothing more of the source.
     AllPresent { index: usize },
-    /// A person says that the other host is dead, and that the guest is to run here.
+    /// An operator declares the other host dead, and gives the guest to this one.
     Overrule { index: usize, side: usize },
     /// An agent dies; QEMU lives on.
     Crash { host: usize },
@@ -60,7 +60,7 @@ pub(crate) enum Step {
     ShutAndStay { index: usize },
     /// SHUT(1): QEMU lets the guest go on, for another pass.
     ShutAndResume { index: usize },
-    /// The source says that everything has been sent.
+    /// The source reports that everything has been sent.
     Complete { index: usize },
     /// QEMU sees that its migration's socket is gone.
     LoseSocket { host: usize },
@@ -68,11 +68,11 @@ pub(crate) enum Step {
     Die { host: usize },
     /// The guest panics or powers off.
     Halt { host: usize },
-    /// A person starts the guest, which is down.
+    /// An operator starts the guest, which is down.
     Boot { host: usize },
 }
 
-/// Every step that there is, possible or not.
+/// Returns every step that there is, possible or not.
 pub(crate) fn all_steps() -> Vec<Step> {
     let mut steps = Vec::new();
     for host in 0..2 {
@@ -132,7 +132,8 @@ const HOSTS: [&str; 2] = ["A", "B"];
 const SIDES: [&str; 2] = ["the source", "the destination"];
 
 impl Step {
-    /// Whether it is an action of this side (attempt, side, host), or the end of its host's agent.
+    /// Returns whether it is an action of this side (attempt, side, host), or the end of its host's
+    /// agent.
     pub(crate) fn is_of(self, (of, at, home): (usize, usize, usize)) -> bool {
         match self {
             Step::Act { index, side, .. } => (index, side) == (of, at),
@@ -141,7 +142,7 @@ impl Step {
         }
     }
 
-    /// For people.
+    /// Returns a readable form.
     pub(crate) fn tell(self) -> String {
         match self {
             Step::Begin { host } => format!("{}: a migration is asked for", HOSTS[host]),

@@ -1,4 +1,4 @@
-//! Worlds for people: what an action is, and what a step has changed.
+//! Prints worlds in readable form: actions, and the changes of a step.
 
 use crate::machine::Machine;
 use crate::step::Step;
@@ -8,7 +8,7 @@ const HOSTS: [&str; 2] = ["A", "B"];
 const SIDES: [&str; 2] = ["source", "destination"];
 
 impl Machine {
-    /// The action that a step is about.
+    /// Returns the action of a step.
     pub(crate) fn tell_action(&self, world: &World, step: Step) -> String {
         let Step::Act { index, side, .. } = step else {
             return String::new();
@@ -21,13 +21,13 @@ impl Machine {
         } else {
             format!("{:?}", self.destination.action(action))
         };
-        // Of records the name is enough.
+        // The name of a record is sufficient.
         let end = text.find(" {").unwrap_or(text.len());
         let closing = if end < text.len() { ")" } else { "" };
         format!(" - {}{closing}", &text[..end])
     }
 
-    /// What is different, a line for each.
+    /// Returns the differences, a line each.
     pub(crate) fn tell_changes(&self, before: &World, after: &World) -> Vec<String> {
         let mut lines = Vec::new();
         for (index, (old, new)) in before.attempts.iter().zip(&after.attempts).enumerate() {

@@ -1,25 +1,25 @@
-//! Broken variants of the hand-over: each wraps the functions under test and changes one thing.
-//! A model that lets one of them through proves nothing.
+//! Defines broken variants of the handover: each wraps the functions under test and changes one
+//! thing. A model that misses one of them proves nothing.
 
 use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
     SourceState, Terms, step_destination, step_source,
 };
 
-/// What is broken.
+/// The fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Variant {
     /// Nothing: the functions as they are.
     Genuine,
-    /// COMMITTED is acted upon without being durable.
+    /// COMMITTED takes effect without being durable.
     CommitWithoutJournal,
     /// A time-out in Released resumes the guest.
     ResumeOnTimeout,
-    /// READY releases a guest that may yet wake by itself.
+    /// READY releases a guest that may still wake by itself.
     ReleaseBeforePostmigrate,
     /// READY is taken for COMMITTED.
     ReadyMeansCommitted,
-    /// ABORTED is told first, and made durable then.
+    /// ABORTED is sent first, and made durable afterwards.
     AbortedToldFirst,
     /// A failed write of RELEASED resumes the guest at once.
     ResumeAfterFailedRelease,
@@ -31,38 +31,39 @@ pub enum Variant {
     RestartResumes,
     /// The destination aborts after its commit point when it is asked to.
     AbortAfterCommit,
-    /// The destination resumes a copy when COMMIT comes, whatever has yet to arrive.
+    /// The destination resumes a copy when COMMIT arrives, whatever content is still missing.
     CommitBeforeLoaded,
     /// A destination that has aborted accepts a late COMMIT.
     CommitAfterAbort,
-    /// `cont` failed, and the source is told without RETURNED and ABORTED being durable.
+    /// `cont` failed, and the source is informed without RETURNED and ABORTED being durable.
     ReturnWithoutRecord,
-    /// A source that a person gave the guest to does not tell the destination.
+    /// A source that an operator gave the guest to does not inform the destination.
     OverruleUntold,
     /// Agent: a restarted destination takes any error of `cont` for proof that the guest never ran.
     RefusalAfterRestart,
-    /// Agent: a destination restarted in Ready does not look whether its QEMU is still there.
+    /// Agent: a destination restarted in Ready does not check whether its QEMU still exists.
     ReadyUnseen,
-    /// Agent: an offer of an attempt that is known here is accepted again.
+    /// Agent: an offer of a known attempt is accepted again.
     KnownOfferAccepted,
-    /// Agent: an offer is accepted that comes after both sides have closed its attempt.
+    /// Agent: an offer is accepted that arrives after both sides have closed its attempt.
     ClosedOfferAccepted,
-    /// Agent: a guest is let go on although its owner had paused it.
+    /// Agent: a guest is resumed although its owner had paused it.
     PausedStarted,
-    /// A source that has kept the guest lets the destination forget before it has heard its word.
+    /// A source that has kept the guest lets the destination forget before it has its answer.
     DoneAtOnce,
-    /// A source restarted after ABORTED takes it that the guest goes on already.
+    /// A source restarted after ABORTED assumes that the guest goes on already.
     AbortedNotResumed,
-    /// Agent: that a person gave the guest away is not noted while there is a copy of it.
+    /// Agent: while a copy of the guest exists, it is not noted that an operator gave the guest
+    /// away.
     ConcedeUnlessHere,
-    /// Agent: a restart lets a guest go on by a person's word that is older than the guest.
+    /// Agent: a restart resumes a guest by an operator's statement that is older than the guest.
     OverruledAgain,
     /// Agent: a host that has lost its journals is believed when it does not know the attempt.
     OtherJournals,
 }
 
 impl Variant {
-    /// All that have to be caught.
+    /// The variants that must be caught.
     pub const BROKEN: [Variant; 24] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
@@ -90,7 +91,7 @@ impl Variant {
         Variant::OtherJournals,
     ];
 
-    /// What it does wrong, in a few words.
+    /// Returns a short description of the fault.
     pub fn name(self) -> &'static str {
         match self {
             Variant::Genuine => "none",
@@ -121,7 +122,8 @@ impl Variant {
         }
     }
 
-    /// What it makes of the source's function; none where it leaves it alone.
+    /// Returns the variant's answer in place of the source's function; `None` where it changes
+    /// nothing.
     pub(crate) fn source(
         self,
         state: &SourceState,
@@ -179,7 +181,8 @@ impl Variant {
         (state, actions)
     }
 
-    /// What it makes of the destination's function; none where it leaves it alone.
+    /// Returns the variant's answer in place of the destination's function; `None` where it changes
+    /// nothing.
     pub(crate) fn destination(
         self,
         state: &DestinationState,
@@ -211,7 +214,7 @@ impl Variant {
             }
             (Self::CommitAfterAbort, Is::Aborted, On::Commit(..)) => then(&Is::Ready, event),
             (Self::CommitAfterAbort, Is::Ready, On::Abort(_)) => {
-                // The copy is kept for a better time.
+                // The copy is kept for later.
                 let attempt = terms.attempt;
                 let aborted = Record::Aborted {
                     attempt,
@@ -223,7 +226,7 @@ impl Variant {
         })
     }
 
-    /// Whether a record is only said to be written.
+    /// Returns whether a record's write is only pretended.
     pub(crate) fn skips(self, record: &Record) -> bool {
         self == Self::CommitWithoutJournal && matches!(record, Record::Committed { .. })
     }

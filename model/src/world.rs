@@ -1,9 +1,10 @@
-//! One state of everything: two hosts, what is between them, and what the model itself remembers.
+//! Defines one state of everything: two hosts, the messages between them, and the model's own
+//! memory.
 
 use crate::small::{Folding, Small};
 use std::hash::Hasher;
 
-/// Attempts in a run, at most.
+/// The maximum number of attempts in a run.
 pub(crate) const ATTEMPTS: usize = 2;
 /// The sides of an attempt.
 pub(crate) const SOURCE: usize = 0;
@@ -12,7 +13,7 @@ pub(crate) const DESTINATION: usize = 1;
 /// A guest's QEMU on one host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Qemu {
-    /// There is none, and none is missed.
+    /// There is none, and none is expected.
     #[default]
     None,
     /// The guest runs.
@@ -25,34 +26,34 @@ pub(crate) enum Qemu {
     Finishing,
     /// Stopped for good: only `cont` wakes the guest.
     Postmigrate,
-    /// It waits for what comes in.
+    /// It waits for the incoming state.
     Incoming,
-    /// It has everything, and has never run.
+    /// It has loaded everything, and has never run.
     Loaded,
-    /// The guest has stopped by itself (panicked, powered off), or QEMU refuses to let it go on.
+    /// The guest has stopped by itself (panicked, powered off), or QEMU refuses to resume it.
     Halted,
     /// It has ended by itself, or with its host.
     Dead,
 }
 
 impl Qemu {
-    /// Whether the guest runs, or its owner may let it run.
+    /// Returns whether the guest runs, or its owner may let it run.
     pub(crate) fn is_live(self) -> bool {
         matches!(self, Qemu::Running | Qemu::Paused)
     }
 
-    /// Whether there is a process.
+    /// Returns whether the process exists.
     pub(crate) fn is_there(self) -> bool {
         !matches!(self, Qemu::None | Qemu::Dead)
     }
 
-    /// Whether the guest stands still because of its migration.
+    /// Returns whether the guest is stopped because of its migration.
     pub(crate) fn is_stopped(self) -> bool {
         matches!(self, Qemu::Frozen | Qemu::Finishing | Qemu::Postmigrate)
     }
 }
 
-/// Who may run the guest, as a host has noted it.
+/// The holder of the right to run the guest, as a host has noted it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Holder {
     /// Nothing is noted.
@@ -68,10 +69,10 @@ pub(crate) enum Holder {
 pub(crate) struct Host {
     /// The agent runs.
     pub(crate) up: bool,
-    /// The host is lost with everything that ran there, for good or not.
+    /// The host is lost with everything that ran there, permanently or not.
     pub(crate) destroyed: bool,
     pub(crate) qemu: Qemu,
-    /// The number of the copy that is or was here: of attempt n's destination it is n.
+    /// The number of the copy that is or was here: n at the destination of attempt n.
     pub(crate) copy: u8,
     pub(crate) holder: Holder,
     pub(crate) generation: u8,
@@ -85,35 +86,35 @@ pub(crate) struct Host {
 pub(crate) struct Side {
     /// The state, by number; 0 where the agent does not know the attempt.
     pub(crate) state: u8,
-    /// Actions that are yet to be done.
+    /// Pending actions.
     pub(crate) todo: Small<6>,
-    /// Events that come of those that were done.
+    /// Events from completed actions.
     pub(crate) events: Small<3>,
-    /// What is being done follows a failed write: the next failure waits for a retry.
+    /// The current action follows a failed write: the next failure waits for a retry.
     pub(crate) again: bool,
-    /// A record that could not be written twice.
+    /// A record whose write failed twice.
     pub(crate) unwritten: u8,
-    /// What is fed when everything that the journal asks for is done.
+    /// The event that is fed when all actions of the journal are done.
     pub(crate) heard: u8,
     /// Records on disk.
     pub(crate) journal: Small<8>,
-    /// A record whose write failed, on disk all the same, until the next write replaces it.
+    /// A record whose write failed, on disk nevertheless, until the next write replaces it.
     pub(crate) tail: u8,
-    /// The agent that began the attempt has not been restarted since.
+    /// Whether the agent that began the attempt has not been restarted since.
     pub(crate) session: bool,
-    /// Of the model: the journal was closed and removed; whether the guest was said to be here.
+    /// Of the model: the journal was closed and removed; whether the guest was reported here.
     pub(crate) ended: Option<bool>,
 }
 
-/// What the destination's copy is made of.
+/// The state of the destination's copy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) enum Snapshot {
     /// The source has not yet sent everything.
     #[default]
     None,
-    /// It has, and the source has stood still since.
+    /// The source has sent everything, and its guest has been stopped since.
     Good,
-    /// The source's guest has gone on: what was sent is old.
+    /// The source's guest has gone on: the sent content is stale.
     Void,
 }
 
@@ -128,7 +129,7 @@ pub(crate) struct Attempt {
     pub(crate) snapshot: Snapshot,
     /// ALL-PRESENT was durable at the destination.
     pub(crate) all_present: bool,
-    /// A person gave the guest to the source, or to the destination.
+    /// An operator gave the guest to the source, or to the destination.
     pub(crate) overruled: [bool; 2],
 }
 
@@ -138,33 +139,33 @@ impl Attempt {
     }
 }
 
-/// What may yet go wrong.
+/// The faults that may still happen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Budget {
     /// Crashes of each host's agent.
     pub crashes: [u8; 2],
     /// Writes that fail.
     pub failed_writes: u8,
-    /// Messages that come twice.
+    /// Messages that arrive twice.
     pub duplicates: u8,
     /// QEMUs that end or stop by themselves, or refuse.
     pub surprises: u8,
-    /// Hosts that are lost with all that runs there, and persons who decide because of it.
+    /// Hosts that are lost with all that runs there, and operators who decide because of it.
     pub lost_hosts: u8,
-    /// Times that a person starts a guest that is down.
+    /// Times that an operator starts a guest that is down.
     pub boots: u8,
     /// Times that a destination loses its journals.
     pub lost_journals: u8,
 }
 
-/// A property that does not hold.
+/// A property of the handover that may be violated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Property {
-    /// Two copies run, or may be let run.
+    /// Two copies run, or may be resumed.
     TwoCopies,
     /// A copy runs after its successor ran.
     OldCopy,
-    /// A copy runs that is not complete, or is older than what the source ran since.
+    /// A copy runs that is incomplete, or older than the source's last run.
     LostWrites,
     /// A guest that its owner had paused is started.
     PausedStarted,
@@ -181,7 +182,7 @@ pub enum Property {
 }
 
 impl Property {
-    /// All of them, as they are printed.
+    /// All properties, as they are printed.
     pub const ALL: [Property; 9] = [
         Property::TwoCopies,
         Property::OldCopy,
@@ -194,7 +195,7 @@ impl Property {
         Property::Capacity,
     ];
 
-    /// What has to hold.
+    /// Returns the property in words.
     pub fn name(self) -> &'static str {
         match self {
             Property::TwoCopies => "never two copies run",
@@ -220,12 +221,12 @@ pub(crate) struct World {
     /// The newest copy that has run.
     pub(crate) newest: u8,
     pub(crate) budget: Budget,
-    /// What was found wrong on the way here.
+    /// The violation found on the way here.
     pub(crate) broken: Option<Property>,
 }
 
 impl World {
-    /// The owner's guest on host A, alone in the world.
+    /// Returns the owner's guest on host A, alone in the world.
     pub(crate) fn new(paused: bool, budget: Budget) -> Self {
         let mut world = World {
             budget,
@@ -278,7 +279,8 @@ impl Side {
 }
 
 impl World {
-    /// A number that stands for this state: any two of n share one with a chance of n^2 / 2^65.
+    /// Returns a fingerprint of this state: any two of n states share one with a chance of n^2 /
+    /// 2^65.
     pub(crate) fn fingerprint(&self) -> u64 {
         let World {
             hosts,
@@ -339,7 +341,7 @@ impl World {
     }
 }
 
-/// What travels between the agents.
+/// A message between the agents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Message {
     Offer,
@@ -355,7 +357,7 @@ pub(crate) enum Message {
     Committed,
     AllPresent,
     Aborted,
-    /// Neither committed nor aborted: it waits for what is to come.
+    /// Neither committed nor aborted: it waits for blocks.
     Waiting,
     Closed,
 }
@@ -390,7 +392,7 @@ impl Message {
         )
     }
 
-    /// The side that it is for.
+    /// Returns the side that it is addressed to.
     pub(crate) fn to(self) -> usize {
         let to_source = matches!(
             self,

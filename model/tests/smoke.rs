@@ -1,4 +1,4 @@
-//! A small part of what the binary explores, so that a broken model is noticed early.
+//! Explores a small part of the binary's configurations, so that a broken model is noticed early.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_model::explore::{Found, explore};

@@ -1,4 +1,5 @@
-//! A client for the API: one connection a request, with limits and times on everything.
+//! Implements the client of the API: one connection a request, with limits and time-outs on
+//! everything.
 
 use crate::operation::{Method, Operation};
 use crate::{
@@ -22,55 +23,55 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
 const CONNECT_WAIT: Duration = Duration::from_secs(5);
-/// For what an agent answers from memory or its disk.
+/// The time limit for answers from the agent's memory or disk.
 const ANSWER_WAIT: Duration = Duration::from_secs(15);
-/// For what makes an agent talk to QEMU or to another host.
+/// The time limit for answers that involve QEMU or another host.
 const WORK_WAIT: Duration = Duration::from_secs(180);
-/// An agent that is watched says something every second.
+/// The time limit between two lines of a watched migration, which an agent sends every second.
 const WATCH_WAIT: Duration = Duration::from_secs(20);
 
-/// Why a request did not bring what was asked for.
+/// Why a request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody answers there.
+    /// No agent answers there.
     #[error("agent unreachable at {endpoint}: {source}")]
     Unreachable {
-        /// Where the agent should be.
+        /// The expected endpoint of the agent.
         endpoint: String,
-        /// What happened.
+        /// The error.
         source: io::Error,
     },
-    /// It is there and says nothing.
+    /// The agent accepts the connection and sends no answer.
     #[error("the agent at {endpoint} did not answer within {wait_s} s")]
     Silent {
-        /// Where the agent is.
+        /// The endpoint of the agent.
         endpoint: String,
-        /// How long it was waited for, in seconds.
+        /// The time limit, in seconds.
         wait_s: u64,
     },
-    /// What it says is not this API.
+    /// The answer is not of this API.
     #[error("the agent at {endpoint} gave an answer that makes no sense: {what}")]
     Nonsense {
-        /// Where the agent is.
+        /// The endpoint of the agent.
         endpoint: String,
-        /// What is wrong with it.
+        /// The error in it.
         what: String,
     },
     /// The connection ended before the answer did.
     #[error("the agent at {endpoint} went away: {what}")]
     Lost {
-        /// Where the agent was.
+        /// The endpoint of the agent.
         endpoint: String,
-        /// What happened.
+        /// The error.
         what: String,
     },
-    /// It answered with an error.
+    /// The agent answered with an error.
     #[error(transparent)]
     Api(#[from] ApiError),
 }
 
 impl ClientError {
-    /// What to do about it.
+    /// Returns advice for the user.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Unreachable { endpoint, source } => Some(match source.kind() {
@@ -96,7 +97,7 @@ impl ClientError {
         }
     }
 
-    /// The exit code of a command that ends with it.
+    /// Returns the exit code of a command that ends with this error.
     pub fn exit_code(&self) -> u8 {
         match self {
             Self::Api(error) => error.code.exit_code(),
@@ -105,7 +106,7 @@ impl ClientError {
     }
 }
 
-/// Where an agent is.
+/// The endpoint of an agent.
 #[derive(Clone)]
 enum Endpoint {
     Unix(PathBuf),
@@ -116,21 +117,22 @@ enum Endpoint {
     },
 }
 
-/// Asks one agent.
+/// A client of one agent.
 #[derive(Clone)]
 pub struct Client {
     endpoint: Endpoint,
 }
 
 impl Client {
-    /// An agent of this host, on its unix socket.
+    /// Creates a client of an agent on this host, by its unix socket.
     pub fn unix(path: impl AsRef<Path>) -> Self {
         Self {
             endpoint: Endpoint::Unix(path.as_ref().to_owned()),
         }
     }
 
-    /// An agent elsewhere, at `host:port`. Whose key counts is what `config` says.
+    /// Creates a client of an agent elsewhere, at `host:port`. `config` decides which keys are
+    /// accepted.
     pub fn tls(address: &str, config: Arc<rustls::ClientConfig>, token: &str) -> Self {
         Self {
             endpoint: Endpoint::Tls {
@@ -141,23 +143,23 @@ impl Client {
         }
     }
 
-    /// What the agent's host is.
+    /// Returns the agent's host.
     pub async fn host(&self) -> Result<Host, ClientError> {
         self.get(Operation::GetHost, "").await
     }
 
-    /// The hosts that it trusts.
+    /// Returns the hosts that it trusts.
     pub async fn hosts(&self) -> Result<TrustedHosts, ClientError> {
         self.get(Operation::ListHosts, "").await
     }
 
-    /// Trusts a host from now on.
+    /// Trusts a host.
     pub async fn trust(&self, trust: &Trust) -> Result<TrustedHost, ClientError> {
         self.send(Operation::TrustHost, "", trust, ANSWER_WAIT)
             .await
     }
 
-    /// Trusts a host no longer.
+    /// Removes the trust in a host.
     pub async fn forget(&self, host: &str) -> Result<(), ClientError> {
         let request = self.request(Operation::ForgetHost, host, Bytes::new())?;
         timeout(ANSWER_WAIT, self.exchange(request))
@@ -172,12 +174,12 @@ impl Client {
             .await
     }
 
-    /// The guests.
+    /// Returns the guests.
     pub async fn guests(&self) -> Result<Guests, ClientError> {
         self.get(Operation::ListGuests, "").await
     }
 
-    /// One guest.
+    /// Returns one guest.
     pub async fn guest(&self, guest: &str) -> Result<Guest, ClientError> {
         self.get(Operation::GetGuest, guest).await
     }
@@ -193,7 +195,7 @@ impl Client {
             .await
     }
 
-    /// Attaches to a guest that something else started.
+    /// Attaches to a guest that another program started.
     pub async fn attach_guest(
         &self,
         guest: &str,
@@ -203,7 +205,7 @@ impl Client {
             .await
     }
 
-    /// Forgets a guest that was attached to.
+    /// Detaches from an attached guest.
     pub async fn detach_guest(&self, guest: &str) -> Result<(), ClientError> {
         let request = self.request(Operation::DetachGuest, guest, Bytes::new())?;
         timeout(ANSWER_WAIT, self.exchange(request))
@@ -224,12 +226,12 @@ impl Client {
             .await
     }
 
-    /// The migrations, the newest first.
+    /// Returns the migrations, the newest first.
     pub async fn migrations(&self) -> Result<Migrations, ClientError> {
         self.get(Operation::ListMigrations, "").await
     }
 
-    /// One migration, by its id or the beginning of it.
+    /// Returns one migration, by its id or a prefix of it.
     pub async fn migration(&self, id: &str) -> Result<Migration, ClientError> {
         self.get(Operation::GetMigration, id).await
     }
@@ -240,7 +242,7 @@ impl Client {
             .await
     }
 
-    /// Says which side runs the guest of a migration that is in doubt.
+    /// States which side runs the guest of a migration in doubt.
     pub async fn resolve(&self, id: &str, resolve: &Resolve) -> Result<Migration, ClientError> {
         self.send(Operation::ResolveMigration, id, resolve, WORK_WAIT)
             .await
@@ -252,7 +254,7 @@ impl Client {
             .await
     }
 
-    /// A migration's report.
+    /// Returns a migration's report.
     pub async fn report(&self, id: &str) -> Result<Report, ClientError> {
         self.get(Operation::ReportMigration, id).await
     }
@@ -277,7 +279,7 @@ impl Client {
         })
     }
 
-    /// The API's description, as that agent serves it.
+    /// Returns the API's description, as that agent serves it.
     pub async fn openapi(&self) -> Result<serde_json::Value, ClientError> {
         self.get(Operation::GetOpenapi, "").await
     }
@@ -299,7 +301,7 @@ impl Client {
         wait: Duration,
     ) -> Result<T, ClientError> {
         let content = serde_json::to_vec(content).map_err(|error| self.nonsense(error))?;
-        // `()` is "no content".
+        // `()` stands for an empty body.
         let content = if content == b"null" {
             Bytes::new()
         } else {
@@ -380,7 +382,7 @@ impl Client {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| self.lost(error))?;
-        // Ends with the last byte of the answer, or when that is no longer wanted.
+        // Ends with the last byte of the answer, or when the receiver is dropped.
         tokio::spawn(connection);
         sender
             .send_request(request)
@@ -460,7 +462,7 @@ async fn connect_tls(
     Ok(Box::new(connector.connect(name, stream).await?))
 }
 
-/// A migration that is watched.
+/// A watched migration.
 pub struct Watch {
     client: Client,
     body: Incoming,
@@ -469,8 +471,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// The next progress; none after the last, which has an outcome. May be dropped and called
-    /// again without losing anything.
+    /// Returns the next progress; `None` after the last, which has an outcome. Safe to cancel.
     pub async fn next(&mut self) -> Option<Result<Progress, ClientError>> {
         if self.ended {
             return None;

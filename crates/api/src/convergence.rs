@@ -1,4 +1,5 @@
-//! When a guest is stopped, and what is done about one that writes faster than the link carries.
+//! Defines when a guest is stopped, and the measures against one that writes faster than the link
+//! carries.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

@@ -1,11 +1,12 @@
-//! Disks that move with their guest: what people may choose.
+//! Defines the choices for disks that move with their guest.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// How the disks move that are on the source host alone. Disks that both hosts see stay where they are.
+/// How the disks move that are on the source host alone. Disks that both hosts see stay where they
+/// are.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskChoice {
@@ -16,7 +17,8 @@ pub enum DiskChoice {
     Precopy,
     /// All of a disk before the guest is stopped, and each of its writes before it is answered.
     Mirror,
-    /// What is seldom written before the guest is stopped, the rest when it runs at the destination.
+    /// What is seldom written before the guest is stopped, the rest when it runs at the
+    /// destination.
     Hybrid,
     /// All of a disk when the guest runs at the destination.
     Postcopy,
@@ -71,14 +73,16 @@ impl FromStr for DiskChoice {
     }
 }
 
-/// When the guest goes on at a destination that does not have all of a base image that its disks stand on.
+/// When the guest goes on at a destination that does not have all of a base image that its disks
+/// stand on.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseChoice {
     /// When all of it is there: it needs no repository then.
     #[default]
     Whole,
-    /// At once: what it reads that is missing is fetched then, and all else behind it. While the repository is away it waits
+    /// At once: what it reads that is missing is fetched then, and all else behind it. While the
+    /// repository is away it waits
     /// for that.
     Lazy,
 }

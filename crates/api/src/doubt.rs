@@ -1,4 +1,5 @@
-//! Doubt: what is known while nobody can tell who may run a guest, and how a person ends it.
+//! Defines a migration in doubt: what is known until the two agents meet again, and how an operator
+//! ends it.
 
 use crate::migration::Side;
 use schemars::JsonSchema;
@@ -21,7 +22,7 @@ pub enum HandoverRecord {
 }
 
 impl HandoverRecord {
-    /// What it is called in the journal and to people.
+    /// Returns its name in the journal and for display.
     pub fn name(self) -> &'static str {
         match self {
             Self::Began => "BEGAN",
@@ -89,7 +90,7 @@ pub enum OtherSide {
 }
 
 impl OtherSide {
-    /// Its name, as in JSON.
+    /// Returns its name, as in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Dead => "dead",
@@ -113,5 +114,5 @@ pub struct Resolve {
     pub because: Option<String>,
 }
 
-/// Longest reason of a [`Resolve`], in characters.
+/// The maximum length of the reason of a [`Resolve`], in characters.
 pub const BECAUSE_CHARS_MAX: usize = 500;

@@ -1,5 +1,4 @@
-//! How memory is encoded for the link: what people may choose, in requests and in the agent's
-//! configuration.
+//! Defines the choices for encoding memory, in requests and in the agent's configuration.
 
 use longhaul_protocol::units::parse_bytes;
 use schemars::JsonSchema;
@@ -7,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The fastest and the densest level of Zstandard that may be asked for.
+/// The levels of Zstandard that may be requested.
 const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -20..=19;
 
 /// How memory is encoded. What is left out is as the agent of the source is configured.
@@ -27,18 +26,19 @@ pub struct Encoding {
     /// Whether a page that the destination has elsewhere in the guest's memory is named, not sent.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
-    /// Whether disks that move too count in that: pages that are on them, their blocks that are in memory or elsewhere on them.
+    /// Whether disks that move too count in that: pages that are on them, their blocks that are in
+    /// memory or elsewhere on them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_references: Option<bool>,
 }
 
 impl Encoding {
-    /// Whether nothing was chosen.
+    /// Returns whether nothing was chosen.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
 
-    /// What is chosen here, and what `other` says where nothing is.
+    /// Returns these choices, completed by those of `other`.
     pub fn or(&self, other: &Self) -> Self {
         Self {
             compression: self.compression.or(other.compression),

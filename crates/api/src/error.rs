@@ -1,4 +1,4 @@
-//! What an agent says when it will not or cannot do what it was asked.
+//! Defines the errors with which an agent answers a request.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -69,7 +69,7 @@ pub enum ErrorCode {
 }
 
 impl ErrorCode {
-    /// Every code.
+    /// All codes.
     pub const ALL: [Self; 29] = [
         Self::InvalidRequest,
         Self::RequestTooLarge,
@@ -102,7 +102,7 @@ impl ErrorCode {
         Self::Internal,
     ];
 
-    /// The HTTP status that carries it.
+    /// Returns the HTTP status that carries it.
     pub fn http_status(self) -> u16 {
         match self {
             Self::InvalidRequest => 400,
@@ -134,9 +134,9 @@ impl ErrorCode {
         }
     }
 
-    /// The exit code of a command that was answered with it: 3 where nothing was changed because
-    /// something forbade it, 2 for a wrong request, 4 in doubt, 130 where somebody wanted it to
-    /// stop, 1 for what broke.
+    /// Returns the exit code of a command with this error: 3 where nothing was changed because a
+    /// check or a right forbade it, 2 for a wrong request, 4 in doubt, 130 for an interrupt or a
+    /// cancellation, 1 for failures.
     pub fn exit_code(self) -> u8 {
         match self {
             Self::InvalidRequest
@@ -186,7 +186,7 @@ pub struct ApiError {
 }
 
 impl ApiError {
-    /// An error without a hint.
+    /// Creates an error without a hint.
     pub fn new(code: ErrorCode, message: impl Into<String>) -> Self {
         Self {
             code,
@@ -196,14 +196,14 @@ impl ApiError {
         }
     }
 
-    /// The same error, saying what to do about it.
+    /// Returns the same error with advice.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// The same error, saying where the guest is.
+    /// Returns the same error with the guest's place.
     #[must_use]
     pub fn state_of_guest(mut self, state: impl Into<String>) -> Self {
         self.state_of_guest = Some(state.into());

@@ -1,4 +1,4 @@
-//! Guests: which there are, starting and stopping them.
+//! Defines guests: their list, starting and stopping them.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -52,7 +52,8 @@ pub struct Guest {
     pub generation: Option<u64>,
     /// Id of the migration that it is in.
     pub migration: Option<String>,
-    /// How far the base images have come that its disks stand on, and what keeps them; null where all of them are here.
+    /// How far the base images have come that its disks stand on, and what keeps them; null where
+    /// all of them are here.
     #[serde(default)]
     pub coming: Option<String>,
     /// Unix sockets of its channels on this host, by the channels' names.

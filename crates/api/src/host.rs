@@ -1,4 +1,4 @@
-//! This host, and the hosts that it trusts.
+//! Defines this host, and the hosts that it trusts.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};

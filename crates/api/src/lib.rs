@@ -1,8 +1,8 @@
-//! The agent's REST API: its types, its OpenAPI description and a client.
+//! Defines the agent's REST API: its types, its OpenAPI description and a client.
 //!
-//! [`Operation`] lists what can be asked of an agent; the agent's router, the OpenAPI document
-//! and the [`Client`] are all made from it, so none of them can know a route that the others
-//! do not. Every figure that was not measured is null, never 0; units stand last in names.
+//! [`Operation`] lists the operations of an agent; the agent's router, the OpenAPI document and the
+//! [`Client`] are all derived from it, so that they have the same routes. An unmeasured figure is
+//! null, never 0; names end with the unit.
 
 pub mod client;
 mod convergence;
@@ -38,14 +38,14 @@ pub use report::{
     KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
 
-/// Largest body of a request that an agent reads, in bytes.
+/// The maximum size of a request's body that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;
-/// Largest body of an answer that a client reads, in bytes.
+/// The maximum size of an answer's body that a client reads, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 16 << 20;
-/// Longest line of a watched migration that a client reads, in bytes.
+/// The maximum length of a line of a watched migration that a client reads, in bytes.
 pub const WATCH_LINE_BYTES_MAX: usize = 64 << 10;
-/// Time within which an agent repeats a watched migration's progress although nothing changed,
-/// in milliseconds.
+/// The interval at which an agent repeats a watched migration's unchanged progress, in
+/// milliseconds.
 pub const WATCH_REPEAT_MS: u64 = 1000;
-/// Where an agent listens when nothing else was configured.
+/// The default socket of an agent.
 pub const SOCKET_DEFAULT: &str = "/run/longhaul/agent.sock";

@@ -1,4 +1,4 @@
-//! Migrations: asking for one, watching it, changing its mind.
+//! Defines migrations: requesting one, watching it, changing it.
 
 use crate::convergence::{Convergence, Outpaced};
 use crate::disks::{BaseChoice, DiskChoice};
@@ -119,7 +119,8 @@ pub struct StartMigration {
     /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
-    /// Whether both sides hash all memory and all disks that move before the guest is handed over, and
+    /// Whether both sides hash all memory and all disks that move before the guest is handed over,
+    /// and
     /// compare.
     #[serde(default)]
     pub verify: bool,
@@ -140,10 +141,12 @@ pub struct StartMigration {
     /// How the disks move that are on the source host alone.
     #[serde(default, skip_serializing_if = "DiskChoice::is_default")]
     pub disks: DiskChoice,
-    /// When the guest goes on at a destination that does not have all of the base images that its disks stand on.
+    /// When the guest goes on at a destination that does not have all of the base images that its
+    /// disks stand on.
     #[serde(default, skip_serializing_if = "BaseChoice::is_default")]
     pub bases: BaseChoice,
-    /// The name of a group, of up to 64 letters, digits, `-`, `_` and `.`: moves of one name that are under
+    /// The name of a group, of up to 64 letters, digits, `-`, `_` and `.`: moves of one name that
+    /// are under
     /// way at the same time share `bandwidth_bps` equally.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
@@ -269,11 +272,13 @@ pub struct Progress {
     /// Where the guest writes faster than the link carries: what becomes of that; null otherwise.
     #[serde(default)]
     pub outpaced: Option<Outpaced>,
-    /// Whether the destination may still have to get the base images that the guest's disks stand on: the guest is not
+    /// Whether the destination may still have to get the base images that the guest's disks stand
+    /// on: the guest is not
     /// stopped before it has them.
     #[serde(default)]
     pub awaits_bases: bool,
-    /// What keeps what is left of the guest's disks from being taken at the destination, where it runs, or what is wrong
+    /// What keeps what is left of the guest's disks from being taken at the destination, where it
+    /// runs, or what is wrong
     /// with what came; null where nothing is.
     #[serde(default)]
     pub trouble: Option<String>,
@@ -305,11 +310,13 @@ pub struct RegionProgress {
     /// Why so, where the agent has chosen it; null otherwise.
     #[serde(default)]
     pub why: Option<String>,
-    /// Requests of the guest that wait for a part of a disk that is yet to come; null where this side does not
+    /// Requests of the guest that wait for a part of a disk that is yet to come; null where this
+    /// side does not
     /// see them.
     #[serde(default)]
     pub waiting: Option<u64>,
-    /// Where the source cannot read what is left of a disk: the first byte of the first such block; null where it
+    /// Where the source cannot read what is left of a disk: the first byte of the first such block;
+    /// null where it
     /// can.
     #[serde(default)]
     pub unreadable_byte: Option<u64>,

@@ -1,4 +1,4 @@
-//! The OpenAPI 3.1 description of the API, made from [`Operation`] and the types themselves.
+//! Generates the OpenAPI 3.1 description of the API from [`Operation`] and the types themselves.
 
 use crate::operation::Operation;
 use crate::{
@@ -12,12 +12,12 @@ use serde_json::{Map, Value, json};
 
 type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
 
-/// What an operation takes and gives, beyond its method and path.
+/// The request and answer of an operation, beyond its method and path.
 struct Description {
     id: &'static str,
     summary: &'static str,
     request: Option<SchemaOf>,
-    /// Whether the request's body may be left out.
+    /// Whether the request's body is optional.
     request_optional: bool,
     status: u16,
     media_type: &'static str,
@@ -155,7 +155,7 @@ fn json_schema_object() -> Schema {
     schemars::json_schema!({ "type": "object" })
 }
 
-/// The whole document.
+/// Returns the whole document.
 pub fn openapi() -> Value {
     let settings = || {
         SchemaSettings::draft2020_12().with(|settings| {
@@ -263,7 +263,7 @@ fn error_description() -> String {
     text
 }
 
-/// The document as it is committed and served.
+/// Returns the document as it is committed and served.
 pub fn openapi_text() -> String {
     format!("{:#}\n", openapi())
 }
@@ -307,8 +307,8 @@ mod tests {
         assert!(document["components"]["schemas"]["Progress"].is_object());
     }
 
-    /// Requests and answers are described apart (what has a default may be left out of a request
-    /// and is always in an answer), so no type may mean both.
+    /// Requests and answers are described separately (a field with a default is optional in a
+    /// request and always present in an answer), so no type may be used for both.
     #[test]
     fn no_type_is_described_in_two_ways() {
         let settings = SchemaSettings::draft2020_12;

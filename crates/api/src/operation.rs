@@ -1,20 +1,20 @@
-//! Everything that can be asked of an agent: method and path of each operation.
+//! Defines the operations of an agent, with the method and path of each.
 
 /// An HTTP method.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Method {
-    /// Reads.
+    /// Reads a value.
     Get,
-    /// Makes something, or makes something happen.
+    /// Creates a value, or starts an action.
     Post,
     /// Sets a value.
     Put,
-    /// Removes.
+    /// Removes a value.
     Delete,
 }
 
 impl Method {
-    /// Its name in HTTP.
+    /// Returns its name in HTTP.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Get => "GET",
@@ -28,52 +28,52 @@ impl Method {
 /// An operation of the API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
-    /// What this host is.
+    /// Returns this host.
     GetHost,
-    /// The hosts that it trusts.
+    /// Returns the hosts that it trusts.
     ListHosts,
-    /// Trust one more.
+    /// Trusts a host.
     TrustHost,
-    /// Trust one no longer.
+    /// Removes the trust in a host.
     ForgetHost,
-    /// Measure the link to one.
+    /// Measures the link to a trusted host.
     ProbeHost,
-    /// The guests of this host.
+    /// Returns the guests of this host.
     ListGuests,
-    /// One of them.
+    /// Returns one guest.
     GetGuest,
-    /// Start one.
+    /// Starts a guest.
     StartGuest,
-    /// Stop one.
+    /// Stops a guest.
     StopGuest,
-    /// Attach to one that something else started.
+    /// Attaches to a guest that another program started.
     AttachGuest,
-    /// Forget one that was attached to.
+    /// Detaches from an attached guest.
     DetachGuest,
-    /// Check and predict a migration without changing anything.
+    /// Checks and predicts a migration without changing anything.
     PlanMigration,
-    /// Start a migration.
+    /// Starts a migration.
     StartMigration,
-    /// The migrations of this host.
+    /// Returns the migrations of this host.
     ListMigrations,
-    /// One of them.
+    /// Returns one migration.
     GetMigration,
-    /// Watch one: a line of JSON for each progress.
+    /// Watches a migration: a line of JSON for each progress.
     WatchMigration,
-    /// Stop one and keep the guest at the source.
+    /// Stops a migration and keeps the guest at the source.
     CancelMigration,
-    /// Say which side runs the guest of one that is in doubt.
+    /// States which side runs the guest of a migration in doubt.
     ResolveMigration,
-    /// Change one's limit.
+    /// Changes a migration's limit.
     LimitMigration,
-    /// One's report.
+    /// Returns a migration's report.
     ReportMigration,
-    /// This API's description.
+    /// Returns this API's description.
     GetOpenapi,
 }
 
 impl Operation {
-    /// Every operation.
+    /// All operations.
     pub const ALL: [Self; 21] = [
         Self::GetHost,
         Self::ListHosts,
@@ -98,23 +98,23 @@ impl Operation {
         Self::GetOpenapi,
     ];
 
-    /// Its method.
+    /// Returns its method.
     pub fn method(self) -> Method {
         self.route().0
     }
 
-    /// Its path, with a `{parameter}` at most.
+    /// Returns its path, with at most one `{parameter}`.
     pub fn path(self) -> &'static str {
         self.route().1
     }
 
-    /// The name of the parameter in its path.
+    /// Returns the name of the parameter in its path.
     pub fn parameter(self) -> Option<&'static str> {
         let (_, rest) = self.path().split_once('{')?;
         rest.split_once('}').map(|(name, _)| name)
     }
 
-    /// Its path with the parameter replaced by a value, which is percent-encoded.
+    /// Returns its path with the parameter replaced by a percent-encoded value.
     pub fn path_with(self, value: &str) -> String {
         let Some(name) = self.parameter() else {
             return self.path().to_owned();

@@ -1,4 +1,5 @@
-//! What a migration would meet and cost, found out without changing anything.
+//! Defines the plan of a migration: its checks and predicted costs, determined without changing
+//! anything.
 
 use crate::convergence::Convergence;
 use crate::migration::{Asked, Strategy};
@@ -92,17 +93,17 @@ pub struct Check {
 }
 
 impl Check {
-    /// A check that found everything as it should be.
+    /// Creates a check that passed.
     pub fn ok(name: &str, message: impl Into<String>) -> Self {
         Self::new(name, Verdict::Ok, message, None)
     }
 
-    /// A check that found something to know before.
+    /// Creates a check with a warning.
     pub fn warn(name: &str, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::new(name, Verdict::Warn, message, Some(hint.into()))
     }
 
-    /// A check that refuses.
+    /// Creates a check that refuses.
     pub fn refuse(name: &str, message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self::new(name, Verdict::Refuse, message, Some(hint.into()))
     }

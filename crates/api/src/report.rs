@@ -1,4 +1,4 @@
-//! What a migration was predicted to cost, and what it did cost.
+//! Defines the report of a migration: its predicted and its actual costs.
 
 use crate::convergence::StopChoice;
 use crate::disks::{BaseChoice, DiskChoice};
@@ -44,7 +44,8 @@ pub struct Report {
     /// What of that carried the guest's disks; null where none moved.
     #[serde(default)]
     pub disk_bytes: Option<u64>,
-    /// Bytes that the destination read from its repository for the base images that disks stand on, which did not
+    /// Bytes that the destination read from its repository for the base images that disks stand on,
+    /// which did not
     /// come over the link from the source; null where none stands on one.
     #[serde(default)]
     pub repository_bytes: Option<u64>,
@@ -81,7 +82,8 @@ pub struct Report {
     /// The hooks that were run on this host, in their order.
     #[serde(default)]
     pub hooks: Vec<HookRun>,
-    /// What the guest's memory held when it left this host, as far as that is kept here for when it comes back.
+    /// What the guest's memory held when it left this host, as far as that is kept here for when it
+    /// comes back.
     #[serde(default)]
     pub kept_memory: Option<KeptMemoryReport>,
 }
@@ -133,10 +135,12 @@ pub struct DiskReport {
     pub image_bytes: u64,
     /// What of that took space when the move began.
     pub allocated_bytes: u64,
-    /// The id of the base image that it stands on, which did not move; null where it stands on none.
+    /// The id of the base image that it stands on, which did not move; null where it stands on
+    /// none.
     #[serde(default)]
     pub base: Option<String>,
-    /// When the guest went on, where not all of that was at the destination; null where it stands on none.
+    /// When the guest went on, where not all of that was at the destination; null where it stands
+    /// on none.
     #[serde(default)]
     pub base_choice: Option<BaseChoice>,
 }
@@ -235,7 +239,8 @@ pub struct HostCost {
     pub qemu_cpu_s: Option<f64>,
 }
 
-/// What comparing all memory, and all disks that were at the destination before the guest ran there, found.
+/// What comparing all memory, and all disks that were at the destination before the guest ran
+/// there, found.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyResult {
     /// RAM blocks compared.
@@ -245,14 +250,17 @@ pub struct VerifyResult {
     /// Disks compared.
     #[serde(default)]
     pub disks: u32,
-    /// Bytes of them; without what the guest had written at the destination before it could be compared.
+    /// Bytes of them; without what the guest had written at the destination before it could be
+    /// compared.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// What of those was compared while the guest stood still; the rest had been before, and had not
+    /// What of those was compared while the guest stood still; the rest had been before, and had
+    /// not
     /// changed since.
     #[serde(default)]
     pub disk_bytes_stopped: u64,
-    /// Disks that moved and are not compared yet: a part of them comes when the guest runs at the destination. All of them
+    /// Disks that moved and are not compared yet: a part of them comes when the guest runs at the
+    /// destination. All of them
     /// is compared then, but for what the guest has written there.
     #[serde(default)]
     pub disks_not_compared: u32,

@@ -1,4 +1,5 @@
-//! The client against agents that are wrong: too much, too long, cut off, or no agent at all.
+//! Tests the client against faulty agents: answers that are too large, too slow, truncated, or
+//! missing.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_api::{ANSWER_BYTES_MAX, Client, ClientError, ErrorCode, WATCH_LINE_BYTES_MAX};
@@ -6,7 +7,7 @@ use std::path::PathBuf;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixListener;
 
-/// An agent that answers every request with the same bytes, and a client for it.
+/// Starts an agent that answers every request with the same bytes, and returns a client of it.
 fn agent(folder: &tempfile::TempDir, answer: Vec<u8>) -> Client {
     let path: PathBuf = folder.path().join("agent.sock");
     let listener = UnixListener::bind(&path).unwrap();
@@ -16,7 +17,7 @@ fn agent(folder: &tempfile::TempDir, answer: Vec<u8>) -> Client {
             tokio::spawn(async move {
                 let mut head = vec![0; 4096];
                 let _ = stream.read(&mut head).await;
-                // The client stops reading what is too much.
+                // The client stops reading an answer that is too large.
                 let _ = stream.write_all(&answer).await;
             });
         }

@@ -1,9 +1,11 @@
-//! Blocks of a fixed size in a cache that both ends keep, and deltas against what an address held.
+//! Encodes blocks of a fixed size by a cache that both ends keep, and as deltas against the last
+//! content of an address.
 //!
-//! A page is sent as its number (64 bits), then of each of its blocks a meta record: an index of the
-//! cache (32 bits) and the length of a delta (16 bits). A negative index -1-N says that the block
-//! follows whole and that the caches keep it as entry N. A positive one with no length is a block
-//! that entry holds; with a length, that many bytes of delta against it follow.
+//! A page is sent as its number (64 bits), then a meta record for each of its blocks: an index of
+//! the cache (32 bits) and the length of a delta (16 bits). A negative index -1-N means that the
+//! whole block follows and that the caches keep it as entry N. A positive index with length 0 is a
+//! block that the entry holds; with another length, a delta of that many bytes against the entry
+//! follows.
 
 use crate::cache::{Cache, Entry};
 use crate::hash::super_fast_hash;
@@ -11,18 +13,18 @@ use crate::index::Index;
 use crate::read::Reader;
 use crate::{ConfigError, DecodeError, NoSuchPage, PAGE_BYTES, Page, Sent, delta};
 
-/// What both ends agree on.
+/// Parameters that both ends must share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Bytes of a block: a power of two, at most a page.
+    /// Size of a block in bytes: a power of two, at most a page.
     pub block_bytes: usize,
-    /// Bytes that each end's cache holds.
+    /// Capacity of each end's cache in bytes.
     pub cache_bytes: usize,
     /// Whether blocks are looked up by their content.
     pub redundancy: bool,
-    /// Whether blocks are looked up by their address, and sent as deltas.
+    /// Whether blocks are looked up by their address and sent as deltas.
     pub deltas: bool,
-    /// Pages of the memory.
+    /// Number of pages of the memory.
     pub pages: u64,
 }
 
@@ -35,7 +37,8 @@ impl Config {
         Cache::new(self.cache_bytes, size)
     }
 
-    /// A longer delta is not worth it; it must also fit the 16 bits of its length.
+    /// Returns the length from which a delta is not worth it; it must also fit the 16 bits of its
+    /// length.
     fn delta_limit(&self) -> usize {
         self.block_bytes / 8 * 7
     }
@@ -48,22 +51,22 @@ impl Config {
     }
 }
 
-/// What became of looking a block up by its address.
+/// The result of looking up a block by its address.
 enum Delta {
-    /// It is what it was.
+    /// The block is unchanged.
     Same(Entry),
     /// A delta was appended.
     Sent,
-    /// There is no earlier version, or none that a short delta leads from.
+    /// There is no earlier version, or no short delta from it.
     None,
 }
 
-/// The source's end.
+/// The encoder at the source.
 pub struct Encoder {
     config: Config,
     cache: Cache,
     index: Index,
-    /// What was last sent of each block of the memory.
+    /// The last content sent of each block of the memory.
     addresses: Vec<Option<Entry>>,
 }
 
@@ -76,7 +79,7 @@ impl std::fmt::Debug for Encoder {
 }
 
 impl Encoder {
-    /// An encoder with an empty cache.
+    /// Returns an encoder with an empty cache.
     ///
     /// # Errors
     /// When the sizes make no sense.
@@ -92,7 +95,8 @@ impl Encoder {
         })
     }
 
-    /// Forgets what was sent, and keeps its memory; the other end must forget at the same time.
+    /// Forgets what was sent and keeps the allocated memory. The other end must do so at the same
+    /// time.
     pub fn clear(&mut self) {
         self.cache.clear();
         self.index.clear();
@@ -150,14 +154,14 @@ impl Encoder {
         self.addresses[address] = Some(self.cache.add(block));
     }
 
-    /// The entry that holds this very content.
+    /// Returns the entry with this exact content.
     fn find(&self, fingerprint: u32, block: &[u8]) -> Option<Entry> {
         let mut slots = self.index.find(fingerprint);
         let slot = slots.find(|slot| self.cache.get(*slot) == Some(block))?;
         self.cache.entry(slot)
     }
 
-    /// Encodes a delta against what was last sent of this address, if that is worth it.
+    /// Encodes a delta against the last content sent of this address, if the delta is worth it.
     fn delta(&self, address: usize, block: &[u8], out: &mut Vec<u8>) -> Delta {
         let entry = self.addresses[address].filter(|_| self.config.deltas);
         let Some((entry, old)) =
@@ -187,7 +191,7 @@ fn meta(index: i32, delta_bytes: u16, out: &mut Vec<u8>) {
     out.extend_from_slice(&delta_bytes.to_le_bytes());
 }
 
-/// The destination's end.
+/// The decoder at the destination.
 pub struct Decoder {
     config: Config,
     cache: Cache,
@@ -202,7 +206,7 @@ impl std::fmt::Debug for Decoder {
 }
 
 impl Decoder {
-    /// A decoder with an empty cache.
+    /// Returns a decoder with an empty cache.
     ///
     /// # Errors
     /// When the sizes make no sense.
@@ -211,7 +215,8 @@ impl Decoder {
         Ok(Self { config, cache })
     }
 
-    /// Forgets what came, and keeps its memory; the other end must forget at the same time.
+    /// Forgets what was received and keeps the allocated memory. The other end must do so at the
+    /// same time.
     pub fn clear(&mut self) {
         self.cache.clear();
     }
@@ -219,8 +224,8 @@ impl Decoder {
     /// Decodes pages, in the order in which they were encoded.
     ///
     /// # Errors
-    /// When the bytes are not what an encoder with this decoder's past would say. The caches of the
-    /// two ends differ from then on.
+    /// When the bytes are not output of an encoder with this decoder's history. The caches of the
+    /// two ends differ afterwards.
     pub fn pages(
         &mut self,
         bytes: &[u8],

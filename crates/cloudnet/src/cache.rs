@@ -1,20 +1,20 @@
-//! The cache that both ends keep: entries of one size, the oldest of which makes room.
+//! Implements the cache that both ends keep: FIFO, with entries of one size.
 
 use crate::ConfigError;
 
-/// Most bytes of a cache: its entries are named by a positive 32-bit number.
+/// The maximum size of a cache in bytes: entries are named by a positive 32-bit number.
 const BYTES_MAX: usize = 8 << 30;
 
 /// A FIFO cache of blocks of one size.
 pub(crate) struct Cache {
     bytes: Vec<u8>,
     block_bytes: usize,
-    /// How often each entry was filled; it says whether an entry is still the one that was meant.
+    /// How often each entry was filled; identifies the content that a reference meant.
     fills: Vec<u32>,
     next: usize,
 }
 
-/// An entry, and which of the contents that it had over time.
+/// A reference to one content of an entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) slot: u32,
@@ -27,7 +27,7 @@ impl Cache {
             return Err(ConfigError::CacheBytes(cache_bytes));
         }
         let slots = cache_bytes / block_bytes;
-        // Written once, so that its memory is there before anything is measured.
+        // Written once, so that its memory is allocated before anything is measured.
         let mut bytes = vec![0; slots * block_bytes];
         bytes.fill(1);
         Ok(Self {
@@ -38,8 +38,8 @@ impl Cache {
         })
     }
 
-    /// Forgets all entries. The next one goes where it would have gone: as in a migration that goes
-    /// on, new content does not lie in memory that was just used.
+    /// Forgets all entries. The next one goes to the following slot: as in a migration under way,
+    /// new content does not go to memory that was just used.
     pub(crate) fn clear(&mut self) {
         self.fills.fill(0);
     }
@@ -48,12 +48,12 @@ impl Cache {
         self.fills.len()
     }
 
-    /// The slot that the next content goes to.
+    /// Returns the slot of the next content.
     pub(crate) fn next(&self) -> u32 {
         self.next as u32
     }
 
-    /// Puts a block into the next slot, whose content it replaces.
+    /// Puts a block into the next slot, replacing its content.
     pub(crate) fn add(&mut self, block: &[u8]) -> Entry {
         let slot = self.next;
         let start = slot * self.block_bytes;
@@ -66,7 +66,7 @@ impl Cache {
         }
     }
 
-    /// What a slot holds now; nothing if it was never filled.
+    /// Returns the content of a slot; `None` if it was never filled.
     pub(crate) fn get(&self, slot: u32) -> Option<&[u8]> {
         let slot = slot as usize;
         if *self.fills.get(slot)? == 0 {
@@ -76,14 +76,14 @@ impl Cache {
         self.bytes.get(start..start + self.block_bytes)
     }
 
-    /// What an entry holds, if that has not made room for another.
+    /// Returns the content of an entry, unless it was replaced.
     pub(crate) fn get_entry(&self, entry: Entry) -> Option<&[u8]> {
         (self.fills.get(entry.slot as usize) == Some(&entry.fill))
             .then(|| self.get(entry.slot))
             .flatten()
     }
 
-    /// The entry that a slot holds now.
+    /// Returns a reference to the current content of a slot.
     pub(crate) fn entry(&self, slot: u32) -> Option<Entry> {
         let fill = *self.fills.get(slot as usize)?;
         (fill != 0).then_some(Entry { slot, fill })

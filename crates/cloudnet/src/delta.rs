@@ -1,16 +1,17 @@
-//! Deltas of pages: the XOR of two versions, run-length encoded.
+//! Computes deltas of pages: the XOR of two versions, run-length encoded.
 //!
-//! A delta is a list of runs: bytes that are equal (16 bits), bytes that differ (16 bits), and the
-//! XOR of the latter. What follows the last run is equal.
+//! A delta is a list of runs: the number of equal bytes (16 bits), the number of different bytes
+//! (16 bits), and the XOR of the latter. Bytes after the last run are equal.
 
 use crate::DecodeError;
 use crate::read::Reader;
 
-/// Bytes of the two lengths of a run. As many equal bytes, or fewer, do not end a run of different ones.
+/// Size in bytes of the two lengths of a run. That many equal bytes, or fewer, do not end a run of
+/// different ones.
 const RUN_BYTES: usize = 4;
 
-/// Appends the delta from `old` to `new`, blocks of one length of at most 64 KiB - 1; false when it
-/// would be `limit` bytes or longer, and then what was appended is of no use.
+/// Appends the delta from `old` to `new`, blocks of one length of at most 64 KiB - 1. Returns false
+/// when it would be `limit` bytes or longer; the appended bytes are then of no use.
 pub fn encode(old: &[u8], new: &[u8], limit: usize, out: &mut Vec<u8>) -> bool {
     let (new, first) = (&new[..old.len()], out.len());
     let (mut at, mut coded) = (0, 0);
@@ -39,7 +40,7 @@ pub fn encode(old: &[u8], new: &[u8], limit: usize, out: &mut Vec<u8>) -> bool {
     }
 }
 
-/// How many bytes the two have in common at the beginning.
+/// Returns the length of the common prefix.
 fn equal(old: &[u8], new: &[u8]) -> usize {
     let words = old.as_chunks::<8>().0.iter().zip(new.as_chunks::<8>().0);
     let same = 8 * words.take_while(|(old, new)| old == new).count();
@@ -47,10 +48,10 @@ fn equal(old: &[u8], new: &[u8]) -> usize {
     same + rest.take_while(|(old, new)| old == new).count()
 }
 
-/// Makes the new version of `block` from the old one that it holds.
+/// Turns the old version in `block` into the new one.
 ///
 /// # Errors
-/// When the delta is cut short or leaves the block; the block is then neither version.
+/// When the delta is truncated or leaves the block; the block is then neither version.
 pub fn apply(delta: &[u8], block: &mut [u8]) -> Result<(), DecodeError> {
     let mut reader = Reader(delta);
     let mut rest = block;
@@ -86,7 +87,7 @@ mod tests {
         new[10] = 6;
         new[63] = 7 ^ 0xf0;
         assert_eq!(delta(&old, &new), [10, 0, 1, 0, 1, 52, 0, 1, 0, 0xf0]);
-        // As few equal bytes as the next run's lengths take do not end a run.
+        // Equal bytes no longer than the next run's lengths do not end a run.
         new[15] = 4;
         assert_eq!(delta(&old, &new)[..4], [10, 0, 6, 0]);
         new[15] = 7;
@@ -116,7 +117,7 @@ mod tests {
             assert!(delta.is_empty() || !encode(&old, &new, delta.len(), &mut out));
             for length in 0..delta.len() {
                 let mut block = old.clone();
-                // Cut short it is refused, or is a shorter list of runs.
+                // A truncated delta is refused, or is a shorter list of runs.
                 if apply(&delta[..length], &mut block).is_ok() {
                     assert_ne!(block, new);
                 }

@@ -1,7 +1,7 @@
-//! The fingerprint of a block: Hsieh's SuperFastHash.
+//! Computes the fingerprint of a block: Hsieh's SuperFastHash.
 
-/// Hashes a block whose length is a multiple of 4, so that the algorithm's steps for a rest of 1 to
-/// 3 bytes are never needed.
+/// Hashes a block whose length is a multiple of 4, so that the algorithm's steps for a remainder of
+/// 1 to 3 bytes are not needed.
 pub(crate) fn super_fast_hash(block: &[u8]) -> u32 {
     let (words, _) = block.as_chunks::<4>();
     let mut hash = block.len() as u32;
@@ -24,7 +24,8 @@ pub(crate) fn super_fast_hash(block: &[u8]) -> u32 {
 mod tests {
     use super::*;
 
-    /// The definition, a step at a time, with a signed 64-bit accumulator cut to 32 bits.
+    /// Computes the hash by the definition, a step at a time, with a signed 64-bit accumulator cut
+    /// to 32 bits.
     fn by_definition(block: &[u8]) -> u32 {
         let cut = |value: u64| value & 0xffff_ffff;
         let mut hash = block.len() as u64;

@@ -1,4 +1,4 @@
-//! Finding entries of a cache by a fingerprint: lists of those whose fingerprints begin alike.
+//! Finds entries of a cache by fingerprint, in lists of entries whose fingerprints share a prefix.
 
 /// The end of a list.
 const NONE: u32 = u32::MAX;
@@ -6,7 +6,7 @@ const NONE: u32 = u32::MAX;
 /// A table of lists; each of a fixed number of entries is in one list, or in none.
 pub(crate) struct Index {
     heads: Vec<u32>,
-    /// Per entry: its fingerprint, the next of its list, and whether it is in one.
+    /// Per entry: its fingerprint, the next entry of its list, and whether it is in a list.
     links: Vec<Link>,
 }
 
@@ -36,7 +36,7 @@ impl Index {
         self.links.fill(UNLISTED);
     }
 
-    /// The entries with this fingerprint, the newest first.
+    /// Returns the entries with this fingerprint, the newest first.
     pub(crate) fn find(&self, fingerprint: u32) -> impl Iterator<Item = u32> {
         let mut at = self.heads[self.head(fingerprint)];
         std::iter::from_fn(move || {
@@ -51,7 +51,7 @@ impl Index {
         })
     }
 
-    /// Lists an entry under a fingerprint, and no longer under the one that it had.
+    /// Lists an entry under a fingerprint, and removes it from its earlier list.
     pub(crate) fn insert(&mut self, entry: u32, fingerprint: u32) {
         self.remove(entry);
         let head = self.head(fingerprint);
@@ -63,7 +63,7 @@ impl Index {
         self.heads[head] = entry;
     }
 
-    /// Takes an entry out of its list, if it is in one.
+    /// Removes an entry from its list, if it is in one.
     pub(crate) fn remove(&mut self, entry: u32) {
         let link = std::mem::replace(&mut self.links[entry as usize], UNLISTED);
         if !link.listed {

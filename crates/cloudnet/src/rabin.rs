@@ -1,18 +1,18 @@
-//! Rabin fingerprints of a window that slides over a page.
+//! Computes Rabin fingerprints of a window that slides over a page.
 
 use crate::{PAGE_BYTES, Page};
 
-/// Bytes of the window.
+/// Size of the window in bytes.
 pub(crate) const WINDOW: usize = 32;
 /// An irreducible polynomial over GF(2), its highest power included.
 const POLYNOMIAL: u64 = 0x3d_12c3_09c6_f6eb;
 const DEGREE: u32 = 53;
 
-/// The tables that make a step of the window two look-ups.
+/// Tables by which a step of the window takes two look-ups.
 pub(crate) struct Rabin {
-    /// What leaving the window takes away, by byte.
+    /// The contribution that a byte leaving the window takes away.
     leave: [u64; 256],
-    /// What brings eight more powers back below the polynomial's, by those eight.
+    /// The reduction of the eight powers above the polynomial's degree, by those eight bits.
     reduce: [u64; 256],
 }
 
@@ -38,8 +38,8 @@ impl Rabin {
         (print << 8 | u64::from(byte)) ^ self.reduce[high & 0xff]
     }
 
-    /// Calls `each` with the start and the fingerprint of every window of a page that is chosen:
-    /// those whose last bits, as many as `mask` has, are zero.
+    /// Calls `each` with the start and the fingerprint of every chosen window of a page: those
+    /// whose lowest bits, as many as `mask` has, are zero.
     pub(crate) fn choose(&self, page: &Page, mask: u64, mut each: impl FnMut(usize, u64)) {
         let mut print = page[..WINDOW]
             .iter()
@@ -60,7 +60,7 @@ impl Rabin {
     }
 }
 
-/// What is left of `value` after division by the polynomial.
+/// Returns the remainder of `value` after division by the polynomial.
 fn remainder(mut value: u64) -> u64 {
     for power in (DEGREE..64).rev() {
         if value >> power & 1 == 1 {

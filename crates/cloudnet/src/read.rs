@@ -1,8 +1,8 @@
-//! Taking encoded bytes apart.
+//! Reads fields from encoded bytes.
 
 use crate::DecodeError;
 
-/// What is left of some encoded bytes.
+/// The unread part of encoded bytes.
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
 impl<'a> Reader<'a> {

@@ -1,13 +1,14 @@
-//! Strings of any length that the cache of pages holds, found by fingerprints of short windows.
+//! Encodes pages as strings of any length that the cache holds, found by fingerprints of short
+//! windows.
 //!
-//! Windows are chosen by their own fingerprint, so that moved content has the same ones; up to a
-//! fixed number of them is kept for each page of the cache. Where a chosen window is in the cache,
-//! the match is drawn out to both sides as far as it goes.
+//! Windows are chosen by their own fingerprint, so that moved content has the same ones. For each
+//! page of the cache up to a fixed number of them is kept. A match of a chosen window is extended
+//! to both sides as far as it goes.
 //!
-//! A page is sent as its number (64 bits) and then parts until it is full. A part begins with an
-//! index of the cache (32 bits). If that is negative, a length (16 bits) and as many bytes follow;
-//! if not, the offset in that entry and the length of the string (16 bits each). A page that is not
-//! one single string is kept in the cache afterwards, at both ends.
+//! A page is sent as its number (64 bits) and then parts until it is complete. A part begins with
+//! an index of the cache (32 bits). If the index is negative, a length (16 bits) and that many
+//! bytes follow; if not, the offset in that entry and the length of the string (16 bits each). A
+//! page that is not one single string is kept in the cache afterwards, at both ends.
 
 use crate::cache::Cache;
 use crate::index::Index;
@@ -15,17 +16,18 @@ use crate::rabin::{Rabin, WINDOW};
 use crate::read::Reader;
 use crate::{ConfigError, DecodeError, NoSuchPage, PAGE_BYTES, Page, Sent};
 
-/// Entries that are compared for one window; the longest match is taken.
+/// The maximum number of entries that are compared for one window; the longest match is taken.
 const TRIES: usize = 4;
 
-/// What both ends agree on.
+/// Parameters that both ends must share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Config {
-    /// Fingerprints of a page that the cache keeps, and about as many are looked up: a power of two.
+    /// The number of fingerprints kept for a page of the cache, and about the number looked up: a
+    /// power of two.
     pub fingerprints: usize,
-    /// Bytes that each end's cache holds.
+    /// Capacity of each end's cache in bytes.
     pub cache_bytes: usize,
-    /// Pages of the memory.
+    /// Number of pages of the memory.
     pub pages: u64,
 }
 
@@ -47,15 +49,15 @@ impl Config {
     }
 }
 
-/// The source's end.
+/// The encoder at the source.
 pub struct Encoder {
     config: Config,
     rabin: Rabin,
     cache: Cache,
     index: Index,
-    /// Where in its page the window of each entry of the index starts.
+    /// The start in its page of the window of each entry of the index.
     offsets: Vec<u16>,
-    /// The chosen windows of the page at hand: start and fingerprint.
+    /// The chosen windows of the current page: start and fingerprint.
     chosen: Vec<(usize, u64)>,
 }
 
@@ -76,7 +78,7 @@ struct Match {
 }
 
 impl Encoder {
-    /// An encoder with an empty cache.
+    /// Returns an encoder with an empty cache.
     ///
     /// # Errors
     /// When the sizes make no sense.
@@ -93,7 +95,8 @@ impl Encoder {
         })
     }
 
-    /// Forgets what was sent, and keeps its memory; the other end must forget at the same time.
+    /// Forgets what was sent and keeps the allocated memory. The other end must do so at the same
+    /// time.
     pub fn clear(&mut self) {
         self.cache.clear();
         self.index.clear();
@@ -136,7 +139,7 @@ impl Encoder {
         Ok(sent)
     }
 
-    /// Collects the chosen windows; of several in a row with one fingerprint the first.
+    /// Collects the chosen windows; of consecutive ones with one fingerprint the first.
     fn choose(&mut self, page: &Page) {
         let chosen = &mut self.chosen;
         chosen.clear();
@@ -148,7 +151,8 @@ impl Encoder {
         });
     }
 
-    /// The longest string around the window at `start` that the cache holds; nothing before `done`.
+    /// Returns the longest string around the window at `start` that the cache holds; bytes before
+    /// `done` are not used.
     fn find(&self, page: &Page, done: usize, start: usize, print: u64) -> Option<Match> {
         let matches = self.index.find(short(print)).filter_map(|entry| {
             let slot = entry / self.config.fingerprints as u32;
@@ -186,12 +190,13 @@ impl Encoder {
     }
 }
 
-/// As much of a fingerprint as the index takes, without the bits that all chosen ones share.
+/// Returns the part of a fingerprint that the index uses, without the bits that all chosen ones
+/// share.
 fn short(print: u64) -> u32 {
     (print >> 12) as u32
 }
 
-/// How many bytes two sequences have in common at their beginnings.
+/// Returns the length of the common prefix of two sequences.
 fn common<'a>(a: impl Iterator<Item = &'a u8>, b: impl Iterator<Item = &'a u8>) -> usize {
     a.zip(b).take_while(|(a, b)| a == b).count()
 }
@@ -204,7 +209,7 @@ fn literal(bytes: &[u8], out: &mut Vec<u8>) {
     }
 }
 
-/// The destination's end.
+/// The decoder at the destination.
 pub struct Decoder {
     config: Config,
     cache: Cache,
@@ -219,7 +224,7 @@ impl std::fmt::Debug for Decoder {
 }
 
 impl Decoder {
-    /// A decoder with an empty cache.
+    /// Returns a decoder with an empty cache.
     ///
     /// # Errors
     /// When the sizes make no sense.
@@ -228,7 +233,8 @@ impl Decoder {
         Ok(Self { config, cache })
     }
 
-    /// Forgets what came, and keeps its memory; the other end must forget at the same time.
+    /// Forgets what was received and keeps the allocated memory. The other end must do so at the
+    /// same time.
     pub fn clear(&mut self) {
         self.cache.clear();
     }
@@ -236,8 +242,8 @@ impl Decoder {
     /// Decodes pages, in the order in which they were encoded.
     ///
     /// # Errors
-    /// When the bytes are not what an encoder with this decoder's past would say. The caches of the
-    /// two ends differ from then on.
+    /// When the bytes are not output of an encoder with this decoder's history. The caches of the
+    /// two ends differ afterwards.
     pub fn pages(
         &mut self,
         bytes: &[u8],

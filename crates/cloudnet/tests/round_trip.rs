@@ -1,4 +1,4 @@
-//! What is encoded comes back, byte for byte, over several passes and with caches that overflow.
+//! Tests that decoding restores every byte, over several passes and with caches that overflow.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_cloudnet::{CACHE_BYTES, DecodeError, PAGE_BYTES, Page, Sent, blocks, strings};
@@ -26,7 +26,8 @@ impl Random {
     }
 }
 
-/// Pages of every kind: noise, zeros, copies, halves of others, and others moved by some bytes.
+/// Returns pages of every kind: noise, zeros, copies, halves of others, and others shifted by some
+/// bytes.
 fn memory(random: &mut Random) -> Vec<Page> {
     let mut pages: Vec<Page> = Vec::new();
     for index in 0..PAGES {
@@ -65,7 +66,7 @@ fn change(memory: &mut [Page], random: &mut Random) {
     }
 }
 
-/// Sends four versions of a memory; what each pass sent.
+/// Sends four versions of a memory and returns what each pass sent.
 fn passes(
     mut encode: impl FnMut(u64, &Page, &mut Vec<u8>) -> Sent,
     mut decode: impl FnMut(&[u8], &mut dyn FnMut(u64, &Page)) -> Result<(), DecodeError>,
@@ -167,7 +168,7 @@ fn smaller_blocks_and_more_fingerprints_find_more() {
     // Of six pages one is zero and one a copy; one more is a copy in its second half.
     assert!((0.30..0.36).contains(&whole), "{whole}");
     assert!((0.38..0.44).contains(&halves), "{halves}");
-    // Only strings find the one that was moved.
+    // Only strings find the shifted one.
     let strings = first(string_passes(16, 4 << 20));
     assert!((0.48..0.60).contains(&strings), "{strings}");
     assert!(first(string_passes(1, 4 << 20)) < strings);

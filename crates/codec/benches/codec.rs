@@ -1,7 +1,7 @@
-//! How fast each step of the codec is on this machine: `cargo bench -p longhaul-codec`. Times are of
-//! the processor, so that what else the machine does counts for little.
+//! Measures the speed of each step of the codec on this machine: `cargo bench -p longhaul-codec`.
+//! Times are processor times, so that other load on the machine matters little.
 //!
-//! `lab bench codec` measures whole pipelines; this is for work on a single step.
+//! `lab bench codec` measures whole pipelines; this benchmark is for work on a single step.
 #![allow(clippy::unwrap_used, clippy::print_stdout)]
 
 use longhaul_codec::{
@@ -20,7 +20,7 @@ const FRAME_BLOCKS: usize = 64;
 const REPEATS: usize = 5;
 
 fn main() {
-    // Test runs build benches and start them too, without this argument.
+    // Test runs build and start benches too, without this argument.
     if !std::env::args().any(|argument| argument == "--bench") {
         return;
     }
@@ -59,7 +59,8 @@ fn main() {
     }
 }
 
-/// A second sending of blocks in which a word of so many lines has changed: all steps, and back.
+/// Encodes and decodes blocks that are sent again after a word of `lines` lines has changed, with
+/// all steps.
 fn dirty(before: &[Block], lines: usize, compression: Compression) {
     let hasher = Hasher::new(KEY);
     let mut digests = Vec::new();
@@ -150,7 +151,7 @@ fn ids(seq: usize) -> [BlockId; FRAME_BLOCKS] {
     })
 }
 
-/// What this thread has had of a processor.
+/// Returns the processor time of this thread.
 fn processor_seconds() -> f64 {
     let stat = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap();
     stat.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
@@ -160,10 +161,10 @@ fn rate(seconds: f64) -> f64 {
     (BLOCKS * BLOCK_SIZE) as f64 / seconds / 1e9
 }
 
-/// A frame at a time: copy to the staging buffer, stage, encode; then decode into memory.
+/// Runs all steps frame by frame: copy to the staging buffer, stage, encode, decode into memory.
 fn pipeline(name: &str, content: &[Block], compression: Compression) {
     let hasher = Hasher::new(KEY);
-    // As a first pass is sent: what later deltas need is remembered.
+    // As in a first pass: the encoder remembers what later deltas need.
     let mut encoder = Encoder::for_guest(BLOCKS, 16 << 20);
     let mut staging = vec![[0; BLOCK_SIZE]; FRAME_BLOCKS];
     let mut frames = vec![Vec::new(); BLOCKS / FRAME_BLOCKS];
@@ -265,7 +266,7 @@ fn noise(seed: u64, block: &mut Block) {
         .fill(block);
 }
 
-/// Words from a small dictionary in random order: a little better than 3:1.
+/// Words from a small dictionary in random order: compresses slightly better than 3:1.
 fn prose(seed: u64, block: &mut Block) {
     let mut random = [0; BLOCK_SIZE];
     noise(seed, &mut random);

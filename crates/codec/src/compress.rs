@@ -1,37 +1,39 @@
-//! The compressors that a frame's payload may go through, with their contexts kept between frames.
+//! The compressors of frame payloads, with contexts that persist between frames.
 
 use crate::long::{LongCompressor, LongDecompressor};
 use crate::lz4::Places;
 use std::io;
 
 const FRAME_BLOCKS: usize = 64;
-/// Fewer than a frame may describe: they fit into one even where nothing can be compressed.
+/// Fewer than a frame may describe: the blocks fit into one frame even if none of them is
+/// compressible.
 const FRAME_BLOCKS_DEAR: usize = 192;
-/// The dearest level for which frames of [`FRAME_BLOCKS`] are enough.
+/// The slowest level for which frames of [`FRAME_BLOCKS`] are enough.
 const ZSTD_FRAME_LEVEL: i32 = 3;
-/// What is found in earlier frames need not be in the same one.
+/// Matches in earlier frames make large frames unnecessary.
 const FRAME_BLOCKS_LONG: usize = 128;
 
-/// How the payload of a frame is compressed.
+/// The compression of a frame's payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Compression {
-    /// Not at all.
+    /// None.
     Raw,
-    /// LZ4's block format, made by looking for repeats at whole words only.
+    /// LZ4's block format, with matches searched at whole words only.
     Lz4Fast,
     /// LZ4's block format.
     Lz4,
-    /// One Zstandard frame, made at this level (negative levels are faster).
+    /// One Zstandard frame of this level (negative levels are faster).
     Zstd(i32),
-    /// A part of a Zstandard frame that goes on through many frames of a connection, made at this
-    /// level: what was found in earlier ones need not be sent again. Such frames are decoded in
-    /// their order, see [`crate::InOrder`].
+    /// A part of a Zstandard frame that extends over many frames of a connection, of this level:
+    /// content of earlier parts need not be sent again. Such frames are decoded in their order, see
+    /// [`crate::InOrder`].
     ZstdLong(i32),
 }
 
 impl Compression {
-    /// Blocks in a frame: what compresses well together, and still is small on the link. The search
-    /// of dear levels finds more in larger frames; for the others their cost in caches is higher.
+    /// Returns the number of blocks per frame: enough to compress well together, and few enough to
+    /// occupy the link only briefly. Slow levels find more in larger frames; for the others larger
+    /// frames cost more cache misses.
     pub fn frame_blocks(self) -> usize {
         match self {
             Self::Zstd(level) if level > ZSTD_FRAME_LEVEL => FRAME_BLOCKS_DEAR,
@@ -41,7 +43,7 @@ impl Compression {
     }
 }
 
-/// The compressing contexts of one worker.
+/// The compression contexts of one worker.
 pub(crate) struct Compressor {
     places: Box<Places>,
     lz4: lz4_flex::block::CompressTable,
@@ -61,15 +63,15 @@ impl Compressor {
         }
     }
 
-    /// What goes on through frames begins anew: nothing that was sent so far can be built on.
+    /// Restarts compression over frames: no later frame depends on an earlier one.
     pub(crate) fn forget_frames(&mut self) {
         if let Some(long) = &mut self.long {
             long.forget_frames();
         }
     }
 
-    /// Compresses `payload`, and tells what became of it; `None` when the result would save less
-    /// than a sixty-fourth.
+    /// Compresses `payload`, and returns the result; `None` when it would save less than a
+    /// sixty-fourth.
     pub(crate) fn compress(
         &mut self,
         payload: &[u8],
@@ -103,7 +105,7 @@ impl Compressor {
                     Some(long) => self.long.insert(long),
                     None => self.long.insert(LongCompressor::new(level)?),
                 };
-                // Sent even where it does not pay: what comes later builds on it.
+                // Sent even if it saves nothing: later parts depend on it.
                 return long.compress(payload, level, &mut self.output).map(Some);
             }
         };
@@ -120,15 +122,16 @@ impl Compressor {
     }
 }
 
-/// A payload that was compressed.
+/// A compressed payload.
 pub(crate) struct Compressed<'a> {
     pub(crate) stored: &'a [u8],
     pub(crate) method: Method,
-    /// How: another level than asked for where one goes on.
+    /// The compression used: another level than the requested one where a running frame has that
+    /// level.
     pub(crate) compression: Compression,
 }
 
-/// The Zstandard context, set to `level`.
+/// Returns the Zstandard context, set to `level`.
 fn zstd_at<'a>(
     context: &'a mut Option<(i32, zstd::bulk::Compressor<'static>)>,
     level: i32,
@@ -144,7 +147,8 @@ fn zstd_at<'a>(
     Ok(compressor)
 }
 
-/// A buffer's first `length` bytes, whatever they hold; it grows and never shrinks.
+/// Returns a buffer's first `length` bytes, with arbitrary content; the buffer grows and never
+/// shrinks.
 pub(crate) fn scratch(buffer: &mut Vec<u8>, length: usize) -> &mut [u8] {
     if buffer.len() < length {
         buffer.resize(length, 0);
@@ -152,7 +156,7 @@ pub(crate) fn scratch(buffer: &mut Vec<u8>, length: usize) -> &mut [u8] {
     &mut buffer[..length]
 }
 
-/// The decompressing contexts of one connection.
+/// The decompression contexts of one connection.
 pub(crate) struct Decompressor {
     zstd: Option<zstd::bulk::Decompressor<'static>>,
     long: LongDecompressor,
@@ -166,7 +170,7 @@ impl Decompressor {
         }
     }
 
-    /// Fills `payload` from `stored`; false unless `stored` is valid and exactly that long.
+    /// Fills `payload` from `stored`; `false` unless `stored` is valid and has exactly that length.
     pub(crate) fn decompress(
         &mut self,
         stored: &[u8],
@@ -189,18 +193,18 @@ impl Decompressor {
         Ok(length == Some(payload.len()))
     }
 
-    /// The order number that the next long frame must have.
+    /// Returns the order number that the next long frame must have.
     pub(crate) fn expected(&self) -> u32 {
         self.long.expected()
     }
 }
 
-/// How a payload that is not raw is stored.
+/// The storage method of a payload that is not raw.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Method {
     Lz4,
     Zstd,
-    /// As a part of a Zstandard frame: one that `begins`, or the one that goes on. `order` counts
+    /// As a part of a Zstandard frame: a new one if it `begins`, or the running one. `order` counts
     /// these parts on a connection, from 0.
     Long {
         begins: bool,

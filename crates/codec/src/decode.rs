@@ -1,4 +1,4 @@
-//! Checks frames at the destination and applies what they describe.
+//! Decodes frames at the destination: it validates them and applies their blocks.
 //!
 //! ```text
 //! header -> entries (ranges inside their regions) -> payload (exactly the literals and deltas)
@@ -22,7 +22,7 @@ use std::{fmt, io};
 /// Bytes of a digest in a frame.
 const DIGEST_BYTES: usize = 16;
 
-/// What a destination accepts.
+/// The limits of a destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Longest frame, in bytes as received.
@@ -40,25 +40,25 @@ impl Default for Limits {
     }
 }
 
-/// Where decoded blocks go. It owns the regions and the version of each of their blocks.
+/// The receiver of decoded blocks. It owns the regions and the version of each of their blocks.
 ///
-/// No other frame may come between `accepts` and `apply`: frames that are decoded at the
-/// same time need a lock around [`Decoder::decode`], or an `apply` that asks for versions again.
+/// No other frame may come between `accepts` and `apply`: frames decoded concurrently need a lock
+/// around [`Decoder::decode`], or an `apply` that checks the versions again.
 pub trait BlockSink {
-    /// What can go wrong when blocks are applied.
+    /// An error of applying blocks.
     type Error;
 
-    /// The length of a region in blocks; `None` when there is no such region.
+    /// Returns the length of a region in blocks; `None` when there is no such region.
     fn region_blocks(&self, region: RegionId) -> Option<u64>;
 
-    /// Whether version `seq` of a block may be applied: nothing newer is there. Changes nothing.
+    /// Returns whether version `seq` of a block may be applied: no newer one is there.
     fn accepts(&self, id: BlockId, seq: u64) -> bool;
 
-    /// Reads a block as it was before this frame; false when its content cannot be used.
+    /// Reads a block as it was before this frame; `false` when its content cannot be used.
     fn read(&mut self, id: BlockId, content: &mut [u8; BLOCK_SIZE]) -> bool;
 
-    /// Reads a block of another guest from the same source; false when there is no such guest or
-    /// block, or when it may not be looked at.
+    /// Reads a block of another guest from the same source; `false` if it is unknown or not
+    /// permitted.
     fn read_shared(
         &mut self,
         migration: MigrationId,
@@ -66,8 +66,8 @@ pub trait BlockSink {
         content: &mut [u8; BLOCK_SIZE],
     ) -> bool;
 
-    /// Reads what was kept from before and may have this digest: of this very block, or anywhere; false
-    /// where nothing was.
+    /// Reads known content that may have this digest: of this very block, or of any; `false` where
+    /// there is none.
     fn read_kept(
         &mut self,
         _id: BlockId,
@@ -77,8 +77,8 @@ pub trait BlockSink {
         false
     }
 
-    /// Applies all that a frame brings, in order, as version `seq`; called once a frame, and not
-    /// at all when there is nothing to apply.
+    /// Applies all blocks of a frame, in order, as version `seq`; called once per frame, and not at
+    /// all when there is nothing to apply.
     fn apply(&mut self, seq: u64, writes: &[BlockWrite<'_>]) -> Result<(), Self::Error>;
 }
 
@@ -89,7 +89,7 @@ pub struct BlockWrite<'a> {
     pub region: RegionId,
     /// The blocks.
     pub range: BlockRange,
-    /// What they are to hold.
+    /// Their new content.
     pub content: Content<'a>,
 }
 
@@ -111,23 +111,23 @@ impl fmt::Debug for Content<'_> {
     }
 }
 
-/// What became of a frame. Every block that it describes is counted in exactly one of the three.
+/// The result of a frame. Every block that it describes is counted in exactly one of the three.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Outcome {
     /// The frame's sequence number.
     pub seq: u64,
     /// Blocks that were applied.
     pub applied: u64,
-    /// Blocks left out because something newer was there.
+    /// Blocks omitted because something newer was there.
     pub stale: u64,
-    /// Blocks whose reference did not hold here: the source must send them otherwise.
+    /// Blocks whose reference did not match here: the source must send them in another way.
     pub rejected: Vec<(RegionId, BlockRange)>,
 }
 
-/// Why a frame is refused. Each of these is a fault of the peer, and nothing was applied.
+/// A reason why a frame is refused. Each is a fault of the peer, and nothing was applied.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
-    /// It is longer than is accepted.
+    /// It is longer than the limit.
     #[error("a frame of {bytes} bytes, at most {limit} are accepted")]
     TooLong {
         /// Its length.
@@ -135,13 +135,13 @@ pub enum FrameError {
         /// The limit.
         limit: usize,
     },
-    /// It ends before what it announces.
+    /// It ends too early.
     #[error("a frame that is cut off")]
     Truncated,
-    /// Bytes are left over between the entries and the payload.
+    /// Bytes remain between the entries and the payload.
     #[error("a frame with {bytes} bytes that belong to nothing")]
     Trailing {
-        /// How many.
+        /// Their number.
         bytes: usize,
     },
     /// It is of another version of the format.
@@ -153,13 +153,13 @@ pub enum FrameError {
     /// An entry's kind is unknown.
     #[error("an entry of the unknown kind {0}")]
     Kind(u8),
-    /// A number is too large, or longer than it need be.
+    /// A number is too large, or not in its shortest form.
     #[error("a number in an entry that is too large or written too long")]
     Number,
-    /// An entry is of no blocks.
+    /// An entry describes no blocks.
     #[error("an entry of no blocks")]
     Empty,
-    /// It describes more blocks than is accepted.
+    /// It describes more blocks than the limit.
     #[error("a frame of more than {limit} blocks")]
     TooManyBlocks {
         /// The limit.
@@ -180,47 +180,47 @@ pub enum FrameError {
         /// The region's length.
         blocks: u64,
     },
-    /// A duplicate names a literal that no earlier entry brought.
+    /// A duplicate refers to a literal that no earlier entry brought.
     #[error("a duplicate of literals that no earlier entry brought")]
     UnknownLiteral,
-    /// The declared payload is not what the entries need.
+    /// The declared payload length contradicts the entries.
     #[error("a payload of {declared} bytes where the entries need {least} to {most}")]
     PayloadLength {
-        /// What the header says.
+        /// The length by the header.
         declared: u64,
-        /// What the literals and the shortest deltas add up to.
+        /// The sum of the literals and the shortest deltas.
         least: u64,
-        /// What the literals and the longest deltas add up to.
+        /// The sum of the literals and the longest deltas.
         most: u64,
     },
     /// The stored payload does not decompress to exactly the declared length.
     #[error("a payload that does not decompress to its declared length")]
     Payload,
-    /// It goes on from another frame than the last one of its kind.
+    /// It does not continue the last frame of its kind.
     #[error("frame {order} of those in order where frame {expected} comes next")]
     Order {
-        /// Its place.
+        /// Its order number.
         order: u32,
-        /// The place that comes next.
+        /// The expected order number.
         expected: u32,
     },
-    /// More of those in order have come before their turn than may be under way.
+    /// More frames arrived before their turn than may be in flight.
     #[error("{bytes} bytes of frames that came before their turn, at most {limit} are accepted")]
     TooEarly {
-        /// Their length together.
+        /// The sum of their lengths.
         bytes: usize,
         /// The limit.
         limit: usize,
     },
-    /// What follows the literals in the payload is not as many deltas as the entries announce.
+    /// The bytes behind the literals are not as many deltas as the entries announce.
     #[error("deltas that do not fill the payload, or are longer than a block")]
     Delta,
 }
 
-/// Why a frame was not applied.
+/// A reason why a frame was not applied.
 #[derive(Debug, thiserror::Error)]
 pub enum DecodeError<E> {
-    /// It is not a frame that may be sent: end the connection.
+    /// The frame is invalid: the connection has to be ended.
     #[error("the peer sent {0}")]
     Frame(#[from] FrameError),
     /// There is no memory for a decompressor.
@@ -231,8 +231,8 @@ pub enum DecodeError<E> {
     Sink(#[source] E),
 }
 
-/// Decodes frames; holds the contexts and buffers that are used again for each. One a connection:
-/// frames of [`crate::Compression::ZstdLong`] go on from those before them, and come
+/// Decodes frames, and holds the contexts and buffers that are reused for each. There is one per
+/// connection: frames of [`crate::Compression::ZstdLong`] continue earlier ones, and have to arrive
 /// [in order](crate::InOrder).
 pub struct Decoder {
     hasher: Hasher,
@@ -248,7 +248,7 @@ impl fmt::Debug for Decoder {
 }
 
 impl Decoder {
-    /// A decoder for a migration whose digests are made with `key`.
+    /// Creates a decoder for a migration whose digests are made with `key`.
     pub fn new(key: DigestKey) -> Self {
         Self {
             hasher: Hasher::new(key),
@@ -258,7 +258,7 @@ impl Decoder {
         }
     }
 
-    /// Checks a frame, and applies those of its blocks that are not older than what is there.
+    /// Validates a frame, and applies its blocks unless newer ones are present.
     pub fn decode<S: BlockSink>(
         &mut self,
         frame: &[u8],
@@ -325,14 +325,14 @@ struct Parsed<'a> {
     stored: &'a [u8],
 }
 
-/// An entry, with what follows it in the frame.
+/// An entry, with its digests and its place in the payload.
 struct ParsedEntry<'a> {
     entry: Entry,
-    /// The first of its blocks in the payload, where it has any.
+    /// The first of its blocks in the payload, if it has any.
     literal: usize,
-    /// The first of its deltas among those of the frame, where it has any.
+    /// The first of its deltas among those of the frame, if it has any.
     delta: usize,
-    /// A digest for each block of a reference, or for what each delta makes.
+    /// A digest for each block of a reference, or for the result of each delta.
     digests: &'a [[u8; DIGEST_BYTES]],
 }
 
@@ -362,7 +362,7 @@ impl<'a> Parsed<'a> {
         for _ in 0..header.entries {
             let parsed = reader.entry(literals, deltas)?;
             let entry = &parsed.entry;
-            // No sum here can overflow: each count is at most what is left of the limit.
+            // No sum can overflow: each count is at most the rest of the limit.
             if entry.range.count > limits.frame_blocks as u64 - blocks {
                 return Err(FrameError::TooManyBlocks {
                     limit: limits.frame_blocks,
@@ -380,7 +380,7 @@ impl<'a> Parsed<'a> {
                         &region_blocks,
                     )?;
                 }
-                // Where another guest ends is found out when it is read.
+                // The length of another guest's region is only known when it is read.
                 Kind::Zero | Kind::Duplicate { .. } | Kind::Shared { .. } | Kind::Kept => {}
             }
             entries.push(parsed);
@@ -415,7 +415,7 @@ impl<'a> Parsed<'a> {
         })
     }
 
-    /// The deltas of a payload, one after another, which must be all that follows the literals.
+    /// Splits the payload into deltas, which must be all that follows the literals.
     fn cut_deltas<'p>(&self, payload: &'p [u8]) -> Result<Vec<&'p [u8]>, FrameError> {
         let mut rest = payload.get(self.literal_bytes..).unwrap_or_default();
         let mut deltas = Vec::with_capacity(self.deltas);
@@ -445,7 +445,7 @@ fn parse_header(frame: &[u8]) -> Result<Header, FrameError> {
     }
 }
 
-/// How the payload of a frame is stored, and what follows that in the frame.
+/// Parses how the payload of a frame is stored. Returns it with the rest of the frame.
 fn method(compression: u8, body: &[u8]) -> Result<(Option<Method>, &[u8]), FrameError> {
     let begins = match compression {
         COMPRESSION_RAW => return Ok((None, body)),
@@ -462,8 +462,8 @@ fn method(compression: u8, body: &[u8]) -> Result<(Option<Method>, &[u8]), Frame
     Ok((Some(Method::Long { begins, order }), body))
 }
 
-/// The place of a frame among those that are decoded in order; none for all others, and for what is
-/// no frame.
+/// Returns the order number of a frame that is decoded in order; `None` for all other frames, and
+/// for invalid ones.
 pub(crate) fn order_of(frame: &[u8]) -> Option<u32> {
     let header = parse_header(frame).ok()?;
     match method(header.compression, &frame[HEADER_BYTES..]).ok()? {
@@ -490,13 +490,13 @@ fn inside(
     }
 }
 
-/// Reads the entries of a frame.
+/// Parses the entries of a frame.
 struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// Reads an entry; `literals` are the blocks of the payload, and `deltas` the deltas, that
+    /// Parses an entry; `literals` are the blocks of the payload, and `deltas` the deltas, that
     /// earlier entries took.
     fn entry(&mut self, literals: u64, deltas: u64) -> Result<ParsedEntry<'a>, FrameError> {
         let kind = self.byte()?;
@@ -613,33 +613,33 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Where the content of consecutive blocks lies.
+/// The place of the content of consecutive blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Place {
     Zero,
     /// From this block of the payload on.
     Payload(usize),
-    /// From this reference of the frame on; a delta refers to the block itself.
+    /// From this reference of the frame on; for a delta that is the block itself.
     Reference(usize),
 }
 
-/// A frame on its way into the sink.
+/// A frame that is being applied to the sink.
 struct Applying {
-    /// What is to be applied, as far as it is not rejected.
+    /// The blocks to be applied, before rejection.
     wanted: Vec<(RegionId, BlockRange, Place)>,
     stale: u64,
     references: Vec<Reference>,
     rejected: Vec<(RegionId, BlockRange)>,
 }
 
-/// Whose block is to be read.
+/// The holder of a block that is to be read.
 #[derive(Debug, Clone, Copy)]
 enum Holder {
-    /// The guest itself has it.
+    /// The guest itself.
     Guest,
     /// Another guest, of that migration.
     Other(MigrationId),
-    /// Nobody: it was kept from before.
+    /// No guest: it is known content.
     Kept,
 }
 
@@ -648,7 +648,7 @@ struct Reference {
     holder: Holder,
     source: BlockId,
     digest: Digest,
-    /// Which of the frame's deltas makes the new content of it; without one it is that itself.
+    /// The frame's delta that is applied to it; without one it is the new content itself.
     delta: Option<usize>,
     holds: bool,
 }
@@ -726,7 +726,7 @@ impl Applying {
         Place::Reference(self.references.len() - 1)
     }
 
-    /// Reads what is referred to, makes new versions of what is changed, and compares.
+    /// Reads referenced blocks, applies deltas to their bases, and checks the digests.
     fn read_references(
         &mut self,
         sink: &mut impl BlockSink,
@@ -755,7 +755,7 @@ impl Applying {
         }
     }
 
-    /// What is to be applied; fills in what is rejected.
+    /// Returns the blocks to be applied, and records rejected ones.
     fn writes<'a>(
         &mut self,
         payload: &'a [u8],

@@ -1,24 +1,24 @@
 //! The delta of a block: which of its 8-byte words have new values, and those values.
 //!
-//! New values, not differences: what is written into memory resembles other memory, and compresses
-//! together with it. What a delta is made against is known by short prints of its parts
-//! ([`crate::versions`]), so a delta may bring words that are as they were; and the digest of what
-//! comes out tells whether it brings all that are new.
+//! A delta holds new values, not differences: content written to memory resembles other memory, and
+//! compresses together with it. The base of a delta is known only by short prints of its parts
+//! ([`crate::versions`]), so a delta may include unchanged words; and the digest of the result
+//! shows whether all new ones are included.
 
 use longhaul_protocol::BLOCK_SIZE;
 
 /// Bytes in a word.
 const WORD: usize = 8;
-/// Words in a line; a delta has a byte for each line in which a word is new.
+/// Words in a line; a delta has a byte for each line with a new word.
 const LINE_WORDS: usize = 8;
-/// Bytes that say which lines those are.
+/// Bytes that mark those lines.
 const LINES_BYTES: usize = BLOCK_SIZE / WORD / LINE_WORDS / 8;
-/// The shortest delta: nothing is new.
+/// The shortest delta: no word is new.
 pub(crate) const BYTES_MIN: usize = LINES_BYTES;
-/// The longest that a destination takes: the length of a block.
+/// The longest delta that a destination accepts: the length of a block.
 pub(crate) const BYTES_MAX: usize = BLOCK_SIZE;
-/// The longest that is worth sending. Beyond that the block itself is as small when it is
-/// compressed, and needs nothing of the destination.
+/// The longest delta worth sending. Beyond it the compressed block is as small, and does not depend
+/// on the destination's content.
 const BYTES_WORTH: usize = 3584;
 
 /// A bit for each word of a block, a byte for each line.
@@ -28,7 +28,7 @@ fn lines(block: &[u8; BLOCK_SIZE]) -> &[[[u8; WORD]; LINE_WORDS]] {
     block.as_chunks::<WORD>().0.as_chunks::<LINE_WORDS>().0
 }
 
-/// Appends the delta that brings these words of `content`; false, and nothing appended, when the
+/// Appends the delta with these words of `content`; `false`, with nothing appended, when the
 /// content itself should travel.
 pub(crate) fn encode(words: &Words, content: &[u8; BLOCK_SIZE], out: &mut Vec<u8>) -> bool {
     let count: usize = words.iter().map(|bits| bits.count_ones() as usize).sum();
@@ -59,7 +59,7 @@ pub(crate) fn encode(words: &Words, content: &[u8; BLOCK_SIZE], out: &mut Vec<u8
     true
 }
 
-/// The length of the delta that `bytes` begin with; `None` when they are not one.
+/// Returns the length of the delta at the beginning of `bytes`; `None` when there is no valid one.
 pub(crate) fn length(bytes: &[u8]) -> Option<usize> {
     let (lines, rest) = bytes.split_first_chunk::<LINES_BYTES>()?;
     let count = lines.iter().map(|bits| bits.count_ones() as usize).sum();
@@ -70,7 +70,7 @@ pub(crate) fn length(bytes: &[u8]) -> Option<usize> {
     sound.then_some(length)
 }
 
-/// Brings a block up to date; `delta` is as long as [`length`] said.
+/// Applies a delta to a block; `delta` has the length that [`length`] returned.
 pub(crate) fn apply(block: &mut [u8; BLOCK_SIZE], delta: &[u8]) {
     let Some((mask, rest)) = delta.split_first_chunk::<LINES_BYTES>() else {
         return;

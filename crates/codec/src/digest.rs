@@ -1,8 +1,9 @@
-//! The identity of a block's content: zero, or a keyed 128-bit BLAKE3 digest, many at a time.
+//! Identifies a block's content: as zero, or by a keyed 128-bit BLAKE3 digest, for many blocks at a
+//! time.
 //!
 //! A digest is the first half of the ordinary keyed BLAKE3 hash of the block. BLAKE3's public
 //! functions hash one block at a time and fill at most four lanes with it; `hash_many` fills all
-//! lanes with blocks of their own and is nearly twice as fast. It is hidden from blake3's
+//! lanes with different blocks and is nearly twice as fast. It is hidden from blake3's
 //! documentation, so the workspace pins that crate's exact version, and a test here compares every
 //! batch size with the public function.
 
@@ -15,7 +16,7 @@ use std::fmt;
 const CHUNK: usize = 1024;
 /// Leaves in the tree of one block.
 const CHUNKS: usize = BLOCK_SIZE / CHUNK;
-/// Bytes in a chaining value, what a node of the tree hands to its parent.
+/// Bytes in a chaining value, which a node of the tree passes to its parent.
 const CV: usize = 32;
 
 // The domain flags of BLAKE3's compression function (section 2.1 of its paper).
@@ -25,7 +26,7 @@ const PARENT: u8 = 1 << 2;
 const ROOT: u8 = 1 << 3;
 const KEYED_HASH: u8 = 1 << 4;
 
-/// The keyed BLAKE3 hash of some content, cut to 128 bits.
+/// The keyed BLAKE3 hash of some content, truncated to 128 bits.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest(pub [u8; 16]);
 
@@ -35,27 +36,27 @@ impl fmt::Debug for Digest {
     }
 }
 
-/// The key of all digests of one migration, known to its two agents alone.
+/// The key of all digests of one migration, known only to its two agents.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct DigestKey(pub [u8; 32]);
 
-/// Shows nothing of the key: with it, digests tell a third party what a guest holds.
+/// Omits the key: with it, digests reveal a guest's content to a third party.
 impl fmt::Debug for DigestKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("DigestKey(..)")
     }
 }
 
-/// What is known of a block's content once it lies in the staging buffer.
+/// The result of staging a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Staged {
     /// Every byte is zero.
     Zero,
-    /// Some byte is not.
+    /// Some byte is not zero.
     Content(Digest),
 }
 
-/// Whether every byte of a block is zero.
+/// Returns whether every byte of a block is zero.
 pub fn is_zero(block: &[u8; BLOCK_SIZE]) -> bool {
     let (pieces, _) = block.as_chunks::<128>();
     pieces
@@ -78,7 +79,7 @@ impl fmt::Debug for Hasher {
 }
 
 impl Hasher {
-    /// A hasher for one migration.
+    /// Creates a hasher for one migration.
     pub fn new(key: DigestKey) -> Self {
         Self {
             platform: Platform::detect(),
@@ -87,7 +88,7 @@ impl Hasher {
         }
     }
 
-    /// Finds the zero blocks among `blocks` and digests the others; appends one answer a block.
+    /// Finds the zero blocks among `blocks` and digests the others; appends one result per block.
     pub fn stage(&self, blocks: &[[u8; BLOCK_SIZE]], staged: &mut Vec<Staged>) {
         let first = staged.len();
         let mut group: [(usize, &[u8; BLOCK_SIZE]); MAX_SIMD_DEGREE] =
@@ -112,19 +113,19 @@ impl Hasher {
         flush(&group[..grouped], staged);
     }
 
-    /// Digests every block, zero or not; appends one digest a block.
+    /// Digests every block, zero or not; appends one digest per block.
     pub fn digest_blocks(&self, blocks: &[[u8; BLOCK_SIZE]], digests: &mut Vec<Digest>) {
         for group in blocks.chunks(MAX_SIMD_DEGREE) {
             self.digest_group(group.iter(), |_, digest| digests.push(digest));
         }
     }
 
-    /// Digests a text of any length.
+    /// Digests bytes of any length.
     pub fn digest(&self, bytes: &[u8]) -> Digest {
         cut(blake3::keyed_hash(&self.key.0, bytes).as_bytes())
     }
 
-    /// Digests at most `MAX_SIMD_DEGREE` blocks, side by side through every level of their trees.
+    /// Digests at most `MAX_SIMD_DEGREE` blocks, in parallel through every level of their trees.
     fn digest_group<'a>(
         &self,
         blocks: impl ExactSizeIterator<Item = &'a [u8; BLOCK_SIZE]> + Clone,
@@ -270,7 +271,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn staging_answers_for_every_block_in_order(zero in prop::collection::vec(any::<bool>(), 0..70)) {
+        fn staging_answers_for_every_block_in_order(
+            zero in prop::collection::vec(any::<bool>(), 0..70)
+        ) {
             let hasher = Hasher::new(DigestKey([3; 32]));
             let blocks: Vec<_> = zero
                 .iter()

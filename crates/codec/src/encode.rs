@@ -1,4 +1,4 @@
-//! Makes frames of blocks at the source.
+//! Encodes blocks into frames at the source.
 
 use crate::compress::{Compressor, Method};
 use crate::frame::{
@@ -11,12 +11,12 @@ use longhaul_protocol::limits::{FRAME_BLOCKS_MAX, FRAME_BYTES_MAX};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 use std::{fmt, io};
 
-/// Slots of the table that finds duplicates: a power of two, twice what a frame can hold.
+/// Slots of the table that finds duplicates: a power of two, twice the blocks of a frame.
 const DUPLICATE_SLOTS: usize = 2 * FRAME_BLOCKS_MAX;
-/// A slot that holds no literal.
+/// A slot without a literal.
 const NO_LITERAL: u16 = u16::MAX;
 
-/// Names one block.
+/// Identifies one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct BlockId {
     /// The region that it is in.
@@ -25,59 +25,60 @@ pub struct BlockId {
     pub block: u64,
 }
 
-/// What is to be sent for a block.
+/// How a block travels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Decision {
-    /// Nothing: the destination has, or is getting, this very content for this very block.
+    /// Not at all: the destination has, or is getting, this very content for this very block.
     Skip,
-    /// That it is zero.
+    /// As zero.
     Zero,
-    /// Where the destination holds the same content; it checks that against the digest.
+    /// As a reference to a block with the same content at the destination, which checks it against
+    /// the digest.
     Reference {
         /// The block that holds it.
         source: BlockId,
         /// The content's digest.
         digest: Digest,
     },
-    /// Where the destination holds the same content in another guest, which came or comes from this
-    /// source; it checks that against the digest.
+    /// As a reference to a block of another guest that this source has sent or is sending to the
+    /// destination, which checks it against the digest.
     Shared {
         /// The other guest's migration.
         migration: MigrationId,
         /// The block of it that holds the content.
         source: BlockId,
-        /// The content's digest, made with the key that both migrations have.
+        /// The content's digest, made with the key that both migrations share.
         digest: Digest,
     },
-    /// That it has this content, which the destination may have kept from before, in this very block or
-    /// anywhere; it compares what it finds.
+    /// As a digest of content that the destination may know, in this very block or anywhere; the
+    /// destination verifies the content that it finds.
     Kept {
         /// The content's digest.
         digest: Digest,
     },
-    /// Its content, or which earlier literal of the frame is the same.
+    /// As a literal, or as a duplicate of an earlier literal of the frame.
     Literal {
         /// The content's digest.
         digest: Digest,
     },
-    /// The same, or its delta against what the destination holds in this very block; the
-    /// destination checks what comes out of that against the digest.
+    /// As a literal, or as a delta against the destination's content of this very block; the
+    /// destination checks the result against the digest.
     Changed {
         /// The content's digest.
         digest: Digest,
-        /// The digest of what the destination holds.
+        /// The digest of the destination's content.
         base: Digest,
     },
 }
 
-/// A frame, and what the caller needs to know to choose the next one's compression.
+/// A frame, with the measurements that the choice of the next one's compression depends on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EncodedFrame {
-    /// What is sent.
+    /// The bytes to send.
     pub bytes: Vec<u8>,
     /// Blocks that the frame describes: all but the skipped ones.
     pub blocks: usize,
-    /// Blocks among them that are the same as another literal of the frame.
+    /// Blocks among them that equal another literal of the frame.
     pub duplicates: usize,
     /// Blocks among them that travel as a delta.
     pub deltas: usize,
@@ -87,12 +88,12 @@ pub struct EncodedFrame {
     pub payload_bytes: usize,
     /// Literals and deltas as stored in the frame, in bytes.
     pub stored_bytes: usize,
-    /// How the payload is stored: as asked, raw where that would not have paid, or as it goes on
-    /// where another level of [`Compression::ZstdLong`] is too young to be changed.
+    /// How the payload is stored: as requested, raw where that saves nothing, or with the level of
+    /// a running [`Compression::ZstdLong`] frame that is too young for a change.
     pub compression: Compression,
 }
 
-/// Why no frame can be made.
+/// A reason why no frame can be made.
 #[derive(Debug, thiserror::Error)]
 pub enum EncodeError {
     /// The three slices do not describe the same blocks.
@@ -111,7 +112,7 @@ pub enum EncodeError {
         /// Blocks given.
         blocks: usize,
     },
-    /// The frame came out longer than a destination accepts.
+    /// The frame is longer than a destination accepts.
     #[error("a frame of {bytes} bytes: at most {FRAME_BYTES_MAX} are accepted, give fewer blocks")]
     TooLong {
         /// Its length.
@@ -122,8 +123,8 @@ pub enum EncodeError {
     Compression(#[source] io::Error),
 }
 
-/// Makes frames; holds the contexts and buffers that are used again for each, and what deltas are
-/// made against. One a worker.
+/// Encodes frames, and holds the contexts and buffers that are reused for each, and the versions
+/// that deltas are made against. There is one per worker.
 pub struct Encoder {
     compressor: Compressor,
     versions: Versions,
@@ -146,18 +147,19 @@ impl Default for Encoder {
 }
 
 impl Encoder {
-    /// An encoder without any context yet, which keeps no versions and so sends no deltas.
+    /// Creates an encoder that remembers no versions and so sends no deltas.
     pub fn new() -> Self {
         Self::with_versions(0)
     }
 
-    /// An encoder that makes deltas, of what fits into `bytes` of memory with the finest prints.
+    /// Creates an encoder that makes deltas, for as many blocks as fit into `bytes` of memory with
+    /// the finest prints.
     pub fn with_versions(bytes: usize) -> Self {
         Self::for_guest(bytes / 1024, bytes)
     }
 
-    /// An encoder that makes deltas: it remembers what it needs to know of earlier versions in at
-    /// most `bytes` of memory, for a guest of so many blocks.
+    /// Creates an encoder that makes deltas for a guest of `blocks` blocks: it remembers earlier
+    /// versions in at most `bytes` of memory.
     pub fn for_guest(blocks: usize, bytes: usize) -> Self {
         Self {
             compressor: Compressor::new(),
@@ -174,15 +176,15 @@ impl Encoder {
         self.versions.sent(id, digest, content);
     }
 
-    /// From now on frames go to somebody who has none of those before: a new connection.
+    /// Begins a new connection, whose receiver has none of the earlier frames.
     pub fn forget_frames(&mut self) {
         self.compressor.forget_frames();
     }
 
-    /// Makes one frame of the blocks, in their order.
+    /// Encodes the blocks, in their order, into one frame.
     ///
-    /// `content` holds a copy of each block, the one that its decision was made on. A block should
-    /// not be named twice. Consecutive blocks that are decided alike cost no more than one.
+    /// `content` holds the copy of each block that its decision was based on. A block should not be
+    /// named twice. Consecutive blocks with equal decisions cost no more than one.
     pub fn encode_frame(
         &mut self,
         seq: u64,
@@ -339,7 +341,7 @@ impl Encoder {
     }
 }
 
-/// How the blocks of a frame travel.
+/// The number of blocks of a frame by how they travel.
 #[derive(Default)]
 struct Counts {
     described: usize,
@@ -347,7 +349,7 @@ struct Counts {
     deltas: usize,
 }
 
-/// The entries of a frame in the making; the last one may still grow.
+/// The entries of an unfinished frame; the last one may still grow.
 #[derive(Default)]
 struct Entries {
     bytes: Vec<u8>,
@@ -388,7 +390,7 @@ impl Entries {
         }
     }
 
-    /// A frame up to its payload, with room for that.
+    /// Returns a frame up to its payload, with capacity for that.
     fn begin(
         &self,
         seq: u64,
@@ -431,7 +433,7 @@ impl Entries {
     }
 }
 
-/// The literals of one frame, with an open hash table of their digests, at most half full.
+/// The literals of one frame, with an open hash table of their digests that is at most half full.
 struct Literals {
     slots: [u16; DUPLICATE_SLOTS],
     /// Digest and index in the batch of each literal.
@@ -451,7 +453,7 @@ impl Literals {
         self.found.clear();
     }
 
-    /// The literal that is the same as block `index`; when there is none, where it belongs.
+    /// Returns the literal that equals block `index`, or else the slot for it.
     fn find(
         &self,
         digest: &Digest,
@@ -473,14 +475,14 @@ impl Literals {
         }
     }
 
-    /// Makes block `index` the next literal; `slot` is where it belongs.
+    /// Adds block `index` as the next literal; `slot` is its place in the table.
     fn add(&mut self, slot: usize, digest: &Digest, index: usize) {
         self.slots[slot] = self.found.len() as u16;
         self.found.push((*digest, index));
     }
 
-    /// All literals one after another, and the deltas behind them: where they lie, or gathered if
-    /// they lie apart.
+    /// Returns all literals in sequence, followed by the deltas: in place, or gathered if they are
+    /// not adjacent.
     fn payload<'a>(
         &self,
         content: &'a [[u8; BLOCK_SIZE]],
@@ -498,7 +500,7 @@ impl Literals {
         gathered
     }
 
-    /// Appends all literals one after another, and the deltas behind them.
+    /// Appends all literals in sequence, followed by the deltas.
     fn gather(&self, content: &[[u8; BLOCK_SIZE]], deltas: &[u8], into: &mut Vec<u8>) {
         for run in self.found.chunk_by(|(_, one), (_, next)| one + 1 == *next) {
             if let [(_, first), ..] = run {
@@ -508,7 +510,7 @@ impl Literals {
         into.extend_from_slice(deltas);
     }
 
-    /// All literals together, in bytes.
+    /// Returns the length of all literals, in bytes.
     fn bytes(&self) -> usize {
         self.found.len() * BLOCK_SIZE
     }

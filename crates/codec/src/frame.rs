@@ -1,4 +1,4 @@
-//! The layout of a frame: its header, its entries, and the numbers they are made of.
+//! The layout of a frame: its header, its entries, and their numbers.
 
 use longhaul_protocol::{BlockRange, MigrationId, RegionId};
 
@@ -14,8 +14,8 @@ pub(crate) const COMPRESSION_ZSTD: u8 = 2;
 pub(crate) const COMPRESSION_LONG_BEGINS: u8 = 3;
 pub(crate) const COMPRESSION_LONG: u8 = 4;
 
-/// Bytes of the order number, which follows the header of a frame whose compression is one of the
-/// last two.
+/// Bytes of the order number, which follows the header of a frame with one of the last two
+/// compressions.
 pub(crate) const ORDER_BYTES: usize = 4;
 
 pub(crate) const KIND_ZERO: u8 = 0;
@@ -26,7 +26,7 @@ pub(crate) const KIND_DELTA: u8 = 4;
 pub(crate) const KIND_SHARED: u8 = 5;
 pub(crate) const KIND_KEPT: u8 = 6;
 
-/// What stands before the entries of a frame.
+/// The part of a frame before its entries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Header {
     pub(crate) compression: u8,
@@ -48,7 +48,7 @@ impl Header {
         bytes
     }
 
-    /// Reads a header whose version was found to be [`FRAME_VERSION`].
+    /// Parses a header of version [`FRAME_VERSION`].
     pub(crate) fn from_bytes(bytes: &[u8; HEADER_BYTES]) -> Self {
         let [
             _,
@@ -75,31 +75,31 @@ impl Header {
     }
 }
 
-/// What an entry says of its blocks.
+/// The encoding of an entry's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Zero,
     /// The next blocks of the payload.
     Literal,
-    /// The blocks of the payload from this one on, which earlier entries brought.
+    /// The blocks of the payload from this one on, which belong to earlier entries.
     Duplicate {
         literal: u64,
     },
-    /// What the destination holds in these blocks; a digest for each follows.
+    /// The destination's content of these blocks; a digest for each follows.
     Reference {
         region: RegionId,
         start: u64,
     },
-    /// What the destination holds in these blocks of another guest; a digest for each follows.
+    /// The destination's content of these blocks of another guest; a digest for each follows.
     Shared {
         migration: MigrationId,
         region: RegionId,
         start: u64,
     },
-    /// What the destination has kept from before; a digest for each follows.
+    /// Content that the destination may know; a digest for each follows.
     Kept,
-    /// The next deltas of the payload, against what the destination holds in these very blocks;
-    /// a digest of that follows for each.
+    /// The next deltas of the payload, against the destination's content of these very blocks; a
+    /// digest of each result follows.
     Delta,
 }
 
@@ -112,7 +112,7 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    /// Takes one more block into the entry, if it continues it.
+    /// Adds one more block to the entry, if it continues it.
     pub(crate) fn extend(&mut self, region: RegionId, block: u64, kind: Kind) -> bool {
         let count = self.range.count;
         let continues = match (self.kind, kind) {
@@ -189,7 +189,7 @@ impl Entry {
     }
 }
 
-/// Appends a number, seven bits a byte, lowest first; the top bit says that more follow.
+/// Appends a number, seven bits per byte, lowest first; the top bit says that more bytes follow.
 pub(crate) fn write_varint(bytes: &mut Vec<u8>, mut value: u64) {
     while value >= 0x80 {
         bytes.push(value as u8 | 0x80);

@@ -1,12 +1,12 @@
-//! Brings the frames of a connection that go on from each other into their order.
+//! Reorders the frames of a connection that continue each other.
 
 use crate::FrameError;
 use crate::decode::order_of;
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use std::collections::{BTreeMap, VecDeque};
 
-/// What a connection brought, in the order in which it can be decoded: frames that need others before
-/// them are kept until those are there, all others pass at once.
+/// A reordering queue of received frames: frames that depend on earlier ones are held until those
+/// have arrived, all others pass at once.
 #[derive(Debug)]
 pub struct InOrder<F> {
     next: u32,
@@ -27,11 +27,11 @@ impl<F> Default for InOrder<F> {
 }
 
 impl<F: AsRef<[u8]>> InOrder<F> {
-    /// A frame has come.
+    /// Takes a frame that has arrived.
     pub fn arrived(&mut self, frame: F) -> Result<(), FrameError> {
         let bytes = frame.as_ref().len();
         match order_of(frame.as_ref()) {
-            // One whose turn is over is refused by the decoder.
+            // A frame whose turn is over is refused by the decoder.
             None => self.ready.push_back(frame),
             Some(order) if order <= self.next => {
                 self.ready.push_back(frame);
@@ -56,12 +56,12 @@ impl<F: AsRef<[u8]>> InOrder<F> {
         Ok(())
     }
 
-    /// The next frame that can be decoded.
+    /// Returns the next frame that can be decoded.
     pub fn next_ready(&mut self) -> Option<F> {
         self.ready.pop_front()
     }
 
-    /// The next one is there, and with it those that waited for it.
+    /// Releases the next frame in order, and those that waited for it.
     fn turn(&mut self) {
         self.next = self.next.wrapping_add(1);
         while let Some(frame) = self.kept.remove(&self.next) {

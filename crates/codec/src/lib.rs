@@ -1,15 +1,15 @@
-//! How blocks are encoded: zero, same, reference, duplicate, delta or literal; frames of many
+//! The codec of blocks: zero, same, reference, duplicate, delta or literal, in frames of many
 //! blocks.
 //!
-//! The way of a batch at the source: its content is copied once into a staging buffer;
-//! [`Hasher::stage`] finds zero blocks and digests the others; the caller decides per block
-//! ([`Decision`]); [`Encoder::encode_frame`] makes one frame of them, self-contained unless its
-//! compression goes on from frame to frame ([`Compression::ZstdLong`], [`InOrder`]). At the
-//! destination [`Decoder::decode`] checks a frame as a whole before its first block is applied to a
-//! [`BlockSink`]. `docs/wire.md`, section 4, is the normative description of a frame.
+//! At the source the content of a batch is copied once into a staging buffer; [`Hasher::stage`]
+//! finds zero blocks and digests the others; the caller decides per block ([`Decision`]);
+//! [`Encoder::encode_frame`] makes one frame of them, self-contained unless its compression extends
+//! over frames ([`Compression::ZstdLong`], [`InOrder`]). At the destination [`Decoder::decode`]
+//! validates a whole frame before its first block is applied to a [`BlockSink`]. `docs/wire.md`,
+//! section 4, is the normative description of a frame.
 //!
-//! A block that the destination is known to hold an older version of ([`Decision::Changed`]) travels
-//! as a delta against that version, where the [`Encoder`] remembers enough of it.
+//! A block of which the destination is known to hold an older version ([`Decision::Changed`])
+//! travels as a delta against that version, if the [`Encoder`] remembers enough of it.
 //!
 //! References into disks will be one more [`Decision`] and one more kind of entry.
 

@@ -1,9 +1,10 @@
-//! Compression that goes on through frames: one Zstandard frame (RFC 8878) whose parts travel as the
-//! payloads of many frames, so that each is made of what the ones before it brought.
+//! Compression over frames: one Zstandard frame (RFC 8878) whose parts are the payloads of many
+//! frames, so that each part can refer to the content of earlier ones.
 //!
-//! Memory that resembles what was sent some megabytes ago is common: another process of the same
-//! program, a file that was read twice, tables of a database. It costs a window on both sides, and
-//! the parts must be decompressed in their order, which [`crate::InOrder`] brings them into.
+//! Memory often resembles memory that was sent some megabytes earlier: another process of the same
+//! program, a file that was read twice, tables of a database. This compression costs a window on
+//! both sides, and the parts must be decompressed in their order, which [`crate::InOrder`]
+//! restores.
 
 use crate::Compression;
 use crate::compress::{Compressed, Method, scratch};
@@ -11,19 +12,19 @@ use std::io;
 use zstd::stream::raw::{CParameter, Decoder, Encoder, InBuffer, Operation, OutBuffer};
 use zstd::zstd_safe::DParameter;
 
-/// How far back is looked, as the logarithm of bytes: 32 MiB. Four times as much finds 1 to 2 % more, a
-/// quarter of it 1 to 5 % less: decision 0011.
+/// The window, as the logarithm of bytes: 32 MiB. Four times as much finds 1 to 2 % more, a quarter
+/// of it 1 to 5 % less: decision 0011.
 const WINDOW_LOG: u32 = 25;
-/// A level that was begun with is kept for so much payload: beginning anew costs what is remembered.
+/// The payload for which a level is kept: a new frame loses the window.
 const KEEP_LEVEL_BYTES: u64 = 16 << 20;
 
-/// The side that compresses.
+/// The compressing side.
 pub(crate) struct LongCompressor {
     encoder: Encoder<'static>,
     level: i32,
     /// The order number of the next part.
     order: u32,
-    /// Payload that the Zstandard frame carries so far; nothing when the next part begins one.
+    /// Payload that the Zstandard frame carries so far; 0 when the next part begins one.
     carried_bytes: u64,
 }
 
@@ -40,12 +41,12 @@ impl LongCompressor {
         })
     }
 
-    /// A new connection: whoever listens there has none of the parts.
+    /// Begins a new connection, whose receiver has none of the parts.
     pub(crate) fn forget_frames(&mut self) {
         (self.order, self.carried_bytes) = (0, 0);
     }
 
-    /// Makes the next part of `payload`, in `output`.
+    /// Compresses `payload` into the next part, in `output`.
     pub(crate) fn compress<'a>(
         &mut self,
         payload: &[u8],
@@ -62,7 +63,7 @@ impl LongCompressor {
                 .set_parameter(CParameter::CompressionLevel(level))?;
             self.level = level;
         }
-        // The frame's header, and a block's for each flush.
+        // The frame's header, and a block header for each flush.
         let bound = zstd::zstd_safe::compress_bound(payload.len()) + 64;
         let mut written = OutBuffer::around(scratch(output, bound));
         let mut read = InBuffer::around(payload);
@@ -90,11 +91,11 @@ impl LongCompressor {
     }
 }
 
-/// The side that decompresses: of one connection.
+/// The decompressing side, of one connection.
 #[derive(Default)]
 pub(crate) struct LongDecompressor {
     decoder: Option<Decoder<'static>>,
-    /// The order number that comes next.
+    /// The expected order number.
     order: u32,
 }
 
@@ -103,8 +104,8 @@ impl LongDecompressor {
         self.order
     }
 
-    /// Fills `payload` from the next part; false unless it is valid and makes exactly that. After
-    /// that no more parts are understood.
+    /// Fills `payload` from the next part; `false` unless it is valid and has exactly that length.
+    /// After a failure no more parts can be decoded.
     pub(crate) fn decompress(
         &mut self,
         stored: &[u8],
@@ -132,13 +133,13 @@ impl LongDecompressor {
         while read.pos() < stored.len() {
             let before = (read.pos(), written.pos());
             let ended = decoder.run(&mut read, &mut written);
-            // A frame that ends has no next part.
+            // A frame that has ended has no next part.
             if !ended.is_ok_and(|hint| hint > 0) || before == (read.pos(), written.pos()) {
                 self.decoder = None;
                 return Ok(false);
             }
         }
-        // All that the part makes has come out if there is nothing more for one byte of room.
+        // The part's output is complete if one more byte of room yields nothing.
         let whole = written.pos() == length;
         let mut rest = [0];
         let mut more = OutBuffer::around(&mut rest[..]);

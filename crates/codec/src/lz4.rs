@@ -1,30 +1,31 @@
-//! Blocks in LZ4's format, made twice as fast as LZ4's own way, and a little larger: what repeats in
-//! memory mostly begins at a whole word, so repeats are looked for only there.
+//! An encoder for LZ4's block format that is twice as fast as LZ4's own, with slightly larger
+//! output: repetitions in memory mostly begin at a whole word, so matches are searched only there.
 //!
 //! The format is that of LZ4's `doc/lz4_Block_format.md`: sequences of literals and a match, each
 //! begun by a byte with both lengths, the last one without a match.
 
-/// Bytes in a word: where repeats are looked for, and the shortest that count.
+/// Bytes in a word: the alignment of matches, and their least length.
 const WORD: usize = 8;
-/// Words whose last place is known, by their hash: what fits into a first cache.
+/// Logarithm of the number of words whose last place is recorded, by their hash: as many as fit
+/// into a first-level cache.
 const SLOTS_LOG: u32 = 12;
-/// After so many looks without a repeat the steps become one word longer, up to so many words.
+/// After this many failed searches the step grows by one word, up to a limit of words.
 const PATIENCE: usize = 8;
 const STEP_MAX: usize = 16;
 
-/// The shortest match that the format knows.
+/// The shortest match of the format.
 const MATCH_MIN: usize = 4;
-/// The longest way back.
+/// The longest distance of a match.
 const DISTANCE_MAX: usize = u16::MAX as usize;
-/// A match ends so many bytes before the end of the input, at least. It also has to begin 12 before
-/// it, which one of a word does.
+/// Bytes at the end of the input that no match may cover. A match also has to begin 12 bytes before
+/// the end, which a match of a word does.
 const LITERALS_AT_END: usize = 5;
-/// A length of so much, in the byte that begins a sequence, goes on behind it.
+/// A length of this value in the first byte of a sequence continues in further bytes.
 const LENGTH_ON: usize = 15;
-/// Literals up to so many are copied without a look at how many they are.
+/// Up to this number literals are copied with a fixed length.
 const COPY: usize = 32;
 
-/// The place where each word was seen last.
+/// The last place of each word.
 pub(crate) struct Places([u32; 1 << SLOTS_LOG]);
 
 impl Places {
@@ -32,8 +33,8 @@ impl Places {
         Box::new(Self([0; 1 << SLOTS_LOG]))
     }
 
-    /// Compresses `input` into `output`; the length of the result, `None` when it is longer than
-    /// `output`.
+    /// Compresses `input` into `output`. Returns the length of the result, or `None` when it
+    /// exceeds `output`.
     pub(crate) fn compress(&mut self, input: &[u8], output: &mut [u8]) -> Option<usize> {
         self.0.fill(0);
         let mut sequences = Sequences {
@@ -46,7 +47,7 @@ impl Places {
         while at + WORD + LITERALS_AT_END <= input.len() {
             let word = word(input, at);
             let slot = (word.wrapping_mul(0x9e37_79b1_85eb_ca87) >> (64 - SLOTS_LOG)) as usize;
-            // What no word was seen at is taken for the first word: it is compared anyway.
+            // An unused slot refers to the first word: the comparison rejects it if it differs.
             let earlier = std::mem::replace(&mut self.0[slot], at as u32) as usize;
             let distance = at.wrapping_sub(earlier);
             if self::word(input, earlier) != word || distance > DISTANCE_MAX {
@@ -64,7 +65,7 @@ impl Places {
     }
 }
 
-/// The bytes of the input from `at` on; none where they are not all there.
+/// Returns the bytes of the input from `at` on; `None` where there are fewer.
 #[inline(always)]
 fn bytes<const N: usize>(input: &[u8], at: usize) -> Option<&[u8; N]> {
     input.get(at..)?.first_chunk()
@@ -75,7 +76,8 @@ fn word(input: &[u8], at: usize) -> u64 {
     bytes(input, at).map_or(0, |word| u64::from_le_bytes(*word))
 }
 
-/// How many bytes from `at` on are as those `distance` before them; the last ones do not count.
+/// Returns how many bytes from `at` on equal those `distance` before them, without the last ones of
+/// the input.
 #[inline(always)]
 fn same(input: &[u8], at: usize, distance: usize) -> usize {
     let end = input.len().saturating_sub(LITERALS_AT_END);
@@ -94,7 +96,7 @@ fn same(input: &[u8], at: usize, distance: usize) -> usize {
     now.saturating_sub(at)
 }
 
-/// How many bytes before `at` are as those `distance` before them, up to a word.
+/// Returns how many bytes before `at` equal those `distance` before them, up to a word.
 #[inline(always)]
 fn same_before(input: &[u8], at: usize, distance: usize) -> usize {
     if at < distance + WORD {
@@ -104,8 +106,8 @@ fn same_before(input: &[u8], at: usize, distance: usize) -> usize {
     differ.leading_zeros() as usize / 8
 }
 
-/// Writes a sequence whose lengths go on for a byte at most, without a look at what they are: some of
-/// what is written is overwritten by what follows. How long the sequence is.
+/// Writes a sequence whose lengths take at most one further byte each, with copies of fixed length:
+/// the next sequence overwrites the excess. Returns the length of the sequence.
 #[inline(always)]
 fn short(
     to: &mut [u8; 2 * COPY],
@@ -124,13 +126,13 @@ fn short(
     length + 2 + usize::from(more >= LENGTH_ON)
 }
 
-/// The block in the making.
+/// An unfinished block.
 struct Sequences<'a> {
     input: &'a [u8],
     output: &'a mut [u8],
-    /// Bytes of it that are written.
+    /// Bytes written.
     length: usize,
-    /// Bytes of the input that they stand for.
+    /// Bytes of the input that they encode.
     done: usize,
 }
 
@@ -158,7 +160,7 @@ impl Sequences<'_> {
         Some(())
     }
 
-    /// Writes what is left as literals; how long all is.
+    /// Writes the rest as literals. Returns the length of the block.
     fn finish(mut self) -> Option<usize> {
         self.begin(self.input.len() - self.done, 0)?;
         Some(self.length)
@@ -178,7 +180,7 @@ impl Sequences<'_> {
         Some(())
     }
 
-    /// Writes what is left of a length.
+    /// Writes the rest of a length.
     #[inline(always)]
     fn length(&mut self, mut length: usize) -> Option<()> {
         while length >= 255 {
@@ -201,7 +203,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// Compresses into just as much as it takes, and back.
+    /// Compresses into a buffer of exactly the needed length, and decompresses.
     fn round_trip(input: &[u8]) -> usize {
         let mut places = Places::new();
         let bound = lz4_flex::block::get_maximum_output_size(input.len());
@@ -222,8 +224,8 @@ mod tests {
         length
     }
 
-    /// Decoders other than ours rely on it: the last match begins 12 bytes before the end, or earlier,
-    /// and 5 literals follow.
+    /// Checks a rule that other decoders rely on: the last match begins at least 12 bytes before
+    /// the end, and 5 literals follow it.
     fn ends_as_the_format_says(block: &[u8], length: usize) {
         let mut block = block.iter().map(|byte| usize::from(*byte));
         let (mut done, mut last_match) = (0, None);
@@ -243,7 +245,7 @@ mod tests {
         panic!("{done} of {length}");
     }
 
-    /// A length that begins so.
+    /// Returns a length that begins with `part`.
     fn whole(part: usize, block: &mut impl Iterator<Item = usize>) -> usize {
         let mut length = part;
         let mut on = part == LENGTH_ON;

@@ -1,4 +1,4 @@
-//! Compressing what is not made of blocks, such as the state of a guest's devices: one Zstandard
+//! Compression of data other than blocks, such as the state of a guest's devices: one Zstandard
 //! frame (RFC 8878).
 
 use std::io;
@@ -11,7 +11,7 @@ pub fn pack(bytes: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::compress(bytes, LEVEL)
 }
 
-/// Decompresses what [`pack`] made, if that is at most `limit` bytes long.
+/// Decompresses the output of [`pack`], if that is at most `limit` bytes long.
 pub fn unpack(packed: &[u8], limit: usize) -> io::Result<Vec<u8>> {
     zstd::bulk::decompress(packed, limit)
 }

@@ -1,18 +1,18 @@
-//! Which compression the next frame gets: the one that moves most guest bytes a second.
+//! Chooses the compression of the next frame: the one that moves most guest bytes per second.
 //!
-//! A frame's bytes pass two stages that work side by side, the encoder and the link. With a
-//! compression that leaves `ratio` of the bytes, the pair moves `min(encode rate, link rate /
-//! ratio)`. To the encoder's time belongs what each frame costs before it is encoded: that is most of
-//! it where nothing is compressed. All of it is measured on the frames that were made; a compression
-//! that was not used lately drifts back to what is typical, so that it is tried again when content
-//! changes. Where others need the processor, encoding takes longer, and something cheaper is chosen by
-//! itself.
+//! A frame's bytes pass two stages that run in parallel, the encoder and the link. With a
+//! compression that leaves `ratio` of the bytes, the two move `min(encode rate, link rate /
+//! ratio)`. The encoder's time includes the cost of each frame before encoding, which dominates
+//! without compression. All of it is measured on actual frames; the values of a compression that
+//! has not been used recently return to the typical ones, so that it is tried again when content
+//! changes. Where other processes need the processor, encoding takes longer, and a cheaper
+//! compression is chosen automatically.
 
 use crate::Compression;
 use std::time::Duration;
 
-/// The choices from the cheapest to the dearest, with what is typical of guest memory: the part of
-/// the bytes that is left, and guest bytes encoded a second.
+/// The choices from the cheapest to the most expensive, with typical values for guest memory: the
+/// ratio, and guest bytes encoded per second.
 const TYPICAL: [(Compression, f64, f64); 7] = [
     (Compression::Raw, 1.0, 20.0e9),
     (Compression::Lz4Fast, 0.62, 2.0e9),
@@ -23,40 +23,41 @@ const TYPICAL: [(Compression, f64, f64); 7] = [
     (DEAREST, 0.295, 0.12e9),
 ];
 
-/// Saves little, and costs three times as much as the next: only for encoders that have nothing to
-/// do for most of the time.
+/// Saves little, and costs three times as much as the next one: only for encoders that are idle
+/// most of the time.
 const DEAREST: Compression = Compression::ZstdLong(6);
 const DEAREST_WORK_MAX: f64 = 0.5;
 
-/// What reading and digesting blocks typically takes, in seconds, of so many bytes to encode.
+/// The typical time of reading and digesting blocks, in seconds, for this many bytes to encode.
 const PREPARING: (f64, f64) = (50e-6, 256e3);
 
-/// What one more measurement weighs.
+/// The weight of one more measurement.
 const LEARN: f64 = 1.0 / 8.0;
-/// How far the unused ones go back to what is typical with each frame.
+/// How far the values of unused compressions return to the typical ones with each frame.
 const FORGET: f64 = 1.0 / 1024.0;
-/// Less than this before the link means that it waits for the encoder, in bytes: it could carry more.
+/// A shorter queue of the link, in bytes, means that the link waits for the encoder and could carry
+/// more.
 const QUEUE_MIN: usize = 64 << 10;
 const STARVED_LINK: f64 = 2.0;
-/// For each frame that is ready, up to so many, encoding may take this much longer than the link: it is
-/// ahead, and one slow frame shows nothing.
+/// For each encoded frame in the queue, up to a limit, encoding may take this much longer than the
+/// link: the encoder is ahead, and one slow frame is not significant.
 const PATIENCE: f64 = 0.75;
 const READY_FRAMES_MAX: usize = 2;
-/// A dearer compression must move this much more, so that noise does not decide.
+/// A more expensive compression must move this much more, so that noise does not decide.
 const GAIN_MIN: f64 = 1.05;
 
-/// Chooses a compression for each frame from what the last ones cost and saved.
+/// Chooses a compression for each frame from the cost and savings of the last ones.
 #[derive(Debug, Clone)]
 pub struct CompressionPolicy {
     workers: f64,
     /// Ratio and rate, in the order of [`TYPICAL`].
     measured: [(f64, f64); TYPICAL.len()],
-    /// As [`PREPARING`].
+    /// In the form of [`PREPARING`].
     preparing: (f64, f64),
 }
 
 impl CompressionPolicy {
-    /// A policy for `workers` encoders that run at the same time.
+    /// Creates a policy for `workers` concurrent encoders.
     pub fn new(workers: usize) -> Self {
         Self {
             workers: workers.max(1) as f64,
@@ -65,8 +66,8 @@ impl CompressionPolicy {
         }
     }
 
-    /// Learns what a frame took before it was encoded, and then: `asked` is what was chosen for it,
-    /// even if it was stored raw.
+    /// Records the times of a frame before and in the encoder: `asked` is the compression chosen
+    /// for it, even if it was stored raw.
     pub fn observe(
         &mut self,
         asked: Compression,
@@ -93,9 +94,9 @@ impl CompressionPolicy {
         }
     }
 
-    /// The compression for the next frame. `queued_bytes` are under way over a link of
-    /// `link_bytes_per_s`; while its rate is not known, the queue shows whether it is slow.
-    /// `ready_frames` are encoded and have yet to begin their way.
+    /// Returns the compression for the next frame. `queued_bytes` are in flight on a link of
+    /// `link_bytes_per_s`; while its rate is unknown, the queue shows whether it is slow.
+    /// `ready_frames` are encoded and not sent yet.
     pub fn choose(
         &self,
         link_bytes_per_s: Option<f64>,
@@ -186,7 +187,7 @@ mod tests {
         assert!(cheaper(0), "nothing is ready: the link would wait");
         assert!(!cheaper(READY_FRAMES_MAX));
         assert!(!cheaper(1000));
-        // It does not have one at all.
+        // It gets no processor at all.
         (0..50).for_each(|_| policy.observe(dear, 1 << 18, 80 << 10, READ, slow));
         assert_ne!(policy.choose(link, queued, READY_FRAMES_MAX), dear);
     }

@@ -1,13 +1,14 @@
-//! What the source remembers of the versions that the destination holds, to send only what has
-//! changed: not their content but a short print of each part, a twentieth to a fifth of it.
+//! The source's memory of the destination's block versions, from which deltas are made: not their
+//! content but a short print of each part, a twentieth to a fifth of it.
 //!
-//! A part whose print is the same is taken for unchanged. That is wrong once in 16 million changes
-//! of a part; then the digest that goes with the delta does not fit what the destination makes of
-//! it, and the block is rejected and sent whole. So prints need no key and no secrecy: who can make
-//! them collide only makes his own blocks travel twice.
+//! A part with an equal print is assumed to be unchanged. That is wrong once in 16 million changes
+//! of a part; then the digest sent with the delta does not match the destination's result, and the
+//! block is rejected and sent whole. So prints need neither a key nor secrecy: a guest that can
+//! make them collide only makes its own blocks travel twice.
 //!
 //! Each block has one place in the table, which it may share with others. A block that was sent
-//! again has a right to the place; one that was sent once takes it when nobody has that right.
+//! again has a claim to the place; one that was sent once takes it when no other block has that
+//! claim.
 
 use crate::delta::{self, Words};
 use crate::{BlockId, Digest};
@@ -15,10 +16,10 @@ use longhaul_protocol::BLOCK_SIZE;
 
 /// Bytes in a print.
 const PRINT: usize = 3;
-/// What a place costs beside its prints: the block, the version, the standing.
+/// The cost of a place besides its prints: the block, the version, the standing.
 const OVERHEAD: usize = 17;
-/// How many others a block's version stands that were sent again, when it was itself, what a use
-/// adds to that, and the most.
+/// The initial standing of a block that was sent again, which is the number of other such blocks
+/// that it resists; the gain of a use; and the limit.
 const STANDING: u8 = 3;
 const STANDING_USE: u8 = 2;
 const STANDING_MAX: u8 = 7;
@@ -36,7 +37,7 @@ const FACTORS: [u64; 8] = [
 ];
 const LAST_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// How large the parts are.
+/// The size of the parts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Parts {
     Bytes16,
@@ -47,7 +48,7 @@ enum Parts {
 impl Parts {
     const ALL: [Self; 3] = [Self::Bytes16, Self::Bytes32, Self::Bytes64];
 
-    /// Prints of a block, in bytes.
+    /// Returns the length of a block's prints, in bytes.
     const fn prints(self) -> usize {
         PRINT
             * match self {
@@ -61,7 +62,7 @@ impl Parts {
         self.prints() + OVERHEAD
     }
 
-    /// The smallest parts with which half of the blocks have a place.
+    /// Returns the smallest parts with which half of the blocks have a place.
     fn fitting(bytes: usize, blocks: usize) -> Self {
         let fits = |parts: &Self| bytes / parts.place_bytes() >= blocks.div_ceil(2);
         Self::ALL.into_iter().find(fits).unwrap_or(Self::Bytes64)
@@ -70,12 +71,12 @@ impl Parts {
 
 const PRINTS_MAX: usize = Parts::Bytes16.prints();
 
-/// The table. Its memory is taken into use as it fills, up to its bound.
+/// The table. Its memory is used only as it fills, up to its limit.
 pub(crate) struct Versions {
     parts: Parts,
-    /// The block that has each place, as a number above 0.
+    /// The block in each place, as a number above 0.
     blocks: Vec<u64>,
-    /// The beginning of the digest of its version.
+    /// The first bytes of the digest of its version.
     tags: Vec<u64>,
     standing: Vec<u8>,
     prints: Vec<u8>,
@@ -84,7 +85,8 @@ pub(crate) struct Versions {
 }
 
 impl Versions {
-    /// A table that needs at most `bytes`, for a memory of so many blocks; there may be more.
+    /// Creates a table that uses at most `bytes`, for a memory of `blocks` blocks; there may be
+    /// more.
     pub(crate) fn new(bytes: usize, blocks: usize) -> Self {
         let parts = Parts::fitting(bytes, blocks);
         let places = (bytes / parts.place_bytes()).min(blocks);
@@ -98,7 +100,7 @@ impl Versions {
         }
     }
 
-    /// A block is sent that nobody knew of at the destination, or it is not known any more.
+    /// Records that a block is sent of which the destination held no version, or an unknown one.
     pub(crate) fn sent(&mut self, id: BlockId, digest: &Digest, content: &[u8; BLOCK_SIZE]) {
         let Some(place) = self.place(id) else { return };
         let held = self.blocks[place];
@@ -108,8 +110,8 @@ impl Versions {
         }
     }
 
-    /// A block is sent again, to a destination that holds its version `base`. Appends the delta to
-    /// `out` if there is one, and says so.
+    /// Records that a block is sent again, to a destination that holds its version `base`. Appends
+    /// the delta to `out` if there is one. Returns whether there is.
     pub(crate) fn sent_again(
         &mut self,
         id: BlockId,
@@ -140,7 +142,7 @@ impl Versions {
         done
     }
 
-    /// Drops what is known of a block.
+    /// Forgets the version of a block.
     pub(crate) fn forget(&mut self, id: BlockId) {
         if let Some(place) = self.place(id)
             && self.blocks[place] == number(id)
@@ -150,7 +152,7 @@ impl Versions {
         }
     }
 
-    /// Neighbours have neighbouring places.
+    /// Returns a block's place; neighbours have neighbouring places.
     fn place(&self, id: BlockId) -> Option<usize> {
         let spread = u64::from(id.region.0).wrapping_mul(LAST_FACTOR >> 32);
         (id.block.wrapping_add(spread) as usize).checked_rem(self.blocks.len())
@@ -172,7 +174,8 @@ impl Versions {
         }
     }
 
-    /// The words in whose parts the block that is being sent differs from the version that is known.
+    /// Returns the words of the parts in which the block that is being sent differs from the
+    /// remembered version.
     fn words(&self, place: usize) -> Words {
         let length = self.parts.prints();
         let known = &self.prints[place * length..][..length];
@@ -197,8 +200,8 @@ fn tag(digest: &Digest) -> u64 {
     u64::from_le_bytes(tag)
 }
 
-/// Prints of parts of so many words: the highest bits of a sum, which all of its parts reach. Four at
-/// a time, as four are written at once.
+/// Computes the prints of parts of `WORDS` words: the highest bits of a sum that depends on every
+/// bit of the part. Four at a time, as four are written at once.
 fn print<const WORDS: usize>(content: &[u8; BLOCK_SIZE], prints: &mut [u8]) {
     let parts = content.as_chunks::<8>().0.as_chunks::<WORDS>().0;
     let fours = parts.as_chunks::<4>().0;
@@ -255,7 +258,7 @@ mod tests {
         block
     }
 
-    /// A table with 64-byte parts and so many places.
+    /// Returns a table with 64-byte parts and this number of places.
     fn table(places: usize) -> Versions {
         let versions = Versions::new(places * Parts::Bytes64.place_bytes(), 1000 * places);
         assert_eq!(
@@ -265,7 +268,8 @@ mod tests {
         versions
     }
 
-    /// Sends version `to` of a block again, to somebody who holds `from`: whether as a delta.
+    /// Sends version `to` of a block again, to a destination that holds `from`. Returns whether it
+    /// is a delta.
     fn again(versions: &mut Versions, n: u64, from: u64, to: u64) -> bool {
         let mut content = block(n);
         content[(to as usize % 64) * 64] ^= to as u8 | 1;

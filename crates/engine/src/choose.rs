@@ -1,75 +1,76 @@
-//! Which strategy a disk moves by where nobody says so, and why.
+//! The choice of a disk's strategy where the request names none, with its reason.
 
 use crate::strategy::Strategy;
 use std::time::Duration;
 
-/// Writes that take at most this share of the link leave so little for the stop that everything can
-/// be there.
+/// Share of the link up to which the guest's writes leave so little for the stop that everything
+/// can be there before it.
 const QUIET_SHARE: f64 = 0.1;
-/// Up to this share what was written is caught up with while the guest goes on as before.
+/// Share of the link up to which a copy catches up with the writes while the guest runs
+/// undisturbed.
 const CAUGHT_UP_SHARE: f64 = 0.5;
-/// A write that waits for the destination may take so much longer.
+/// Limit on the latency that waiting for the destination may add to a write.
 const MIRROR_RTT_MAX: Duration = Duration::from_millis(2);
-/// Writes that fall again and again on the same chunks: this share of them, or more.
+/// Share of writes that fall on the same chunks again, from which on a disk counts as rewritten.
 const AGAIN_SHARE: f64 = 0.5;
 
-/// What is known of a disk before it moves.
+/// Measurements of a disk before it moves.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Seen {
     /// Whether both hosts see the same disk.
     pub shared: bool,
-    /// What the guest writes to it, in bytes per second.
+    /// The guest's writes to it, in bytes per second.
     pub written_bytes_per_s: f64,
-    /// The share of what it writes that falls on chunks that it has written a short time before.
+    /// The share of writes that fall on recently written chunks.
     pub again_share: f64,
-    /// What the link carries of ours, in bytes per second, if that is known.
+    /// The throughput of the link, in bytes per second, if it is known.
     pub link_bytes_per_s: Option<f64>,
-    /// Round trip.
+    /// Round-trip time.
     pub rtt: Duration,
 }
 
-/// Why a strategy was chosen.
+/// The reason for the choice of a strategy.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Why {
     /// Both hosts see the disk.
     Shared,
     /// The guest writes little: everything can be there before the stop, and nothing is fetched
-    /// afterwards.
+    /// after it.
     Quiet {
-        /// What its writes take of the link.
+        /// The share of the link that its writes take.
         share: f64,
     },
-    /// The destination is near enough for the guest to wait for its writes, and nothing is fetched
-    /// afterwards.
+    /// The destination is so near that the guest can wait for its writes, and nothing is fetched
+    /// after the stop.
     Near {
-        /// Round trip.
+        /// Round-trip time.
         rtt: Duration,
     },
-    /// The guest writes the same again and again: what is hot travels once, after the stop.
+    /// The guest rewrites the same chunks: hot ones travel once, after the stop.
     Rewrites {
-        /// The share of its writes that falls on what it has just written.
+        /// The share of its writes that fall on recently written chunks.
         share: f64,
     },
-    /// The guest writes much for the link: not everything can be there before the stop.
+    /// The guest's writes take much of the link: not everything can be there before the stop.
     Busy {
-        /// What its writes take of the link.
+        /// The share of the link that its writes take.
         share: f64,
     },
-    /// The link leaves enough to catch up with what the guest writes.
+    /// The link has enough spare throughput to catch up with the guest's writes.
     CaughtUp {
-        /// What its writes take of the link.
+        /// The share of the link that its writes take.
         share: f64,
     },
-    /// Nothing but waiting for the link keeps the guest from writing faster than it carries.
+    /// Only waiting for the link keeps the guest from writing faster than the link carries.
     HeldBack {
-        /// What its writes take of the link.
+        /// The share of the link that its writes take.
         share: f64,
     },
-    /// Nobody knows what the link carries, so nobody is made to wait for it.
+    /// The throughput of the link is unknown, so the guest is not made to wait for it.
     UnknownLink,
 }
 
-/// A strategy, and why.
+/// A strategy, with the reason for it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Choice {
     /// The strategy.
@@ -96,7 +97,8 @@ impl std::fmt::Display for Why {
             ),
             Self::Rewrites { share } => write!(
                 f,
-                "{} % of the guest's writes fall on what it has just written, which then travels once",
+                "{} % of the guest's writes fall on what it has just written, \
+                 which then travels once",
                 percent(*share)
             ),
             Self::Busy { share } => write!(
@@ -106,7 +108,8 @@ impl std::fmt::Display for Why {
             ),
             Self::CaughtUp { share } => write!(
                 f,
-                "the guest's writes take {} % of the link, which leaves enough to catch up with them",
+                "the guest's writes take {} % of the link, \
+                 which leaves enough to catch up with them",
                 percent(*share)
             ),
             Self::HeldBack { share } => write!(
@@ -119,7 +122,7 @@ impl std::fmt::Display for Why {
     }
 }
 
-/// Chooses among these strategies, which the agents can do; pre-copy they always can.
+/// Chooses among the strategies that both agents support; pre-copy is always among them.
 pub fn choose(seen: &Seen, among: &[Strategy]) -> Choice {
     let can = |strategy: Strategy| among.iter().any(|one| one.name == strategy.name);
     let choice = |strategy, why| Choice { strategy, why };

@@ -1,32 +1,32 @@
-//! Chunks: 64 blocks, 256 KiB, one word of a mask. What is decided for disks is decided by chunk.
+//! Chunks: 64 blocks or 256 KiB, one word of a mask. Decisions on disks are made per chunk.
 
 use longhaul_protocol::BlockRange;
 
-/// Blocks of a chunk.
+/// Blocks per chunk.
 pub const CHUNK_BLOCKS: u64 = 64;
 
-/// How many chunks so many blocks make.
+/// Returns the number of chunks in a region of `blocks` blocks.
 pub(crate) fn count(blocks: u64) -> usize {
     blocks.div_ceil(CHUNK_BLOCKS) as usize
 }
 
-/// The chunk that a block is in.
+/// Returns the chunk of a block.
 pub(crate) fn of(block: u64) -> usize {
     (block / CHUNK_BLOCKS) as usize
 }
 
-/// A block's bit in its chunk's mask.
+/// Returns a block's bit in the mask of its chunk.
 pub(crate) fn bit(block: u64) -> u64 {
     1 << (block % CHUNK_BLOCKS)
 }
 
-/// The mask of all blocks that a chunk has: the last one of a region may have fewer.
+/// Returns the mask of all blocks of a chunk; the last chunk of a region may have fewer than 64.
 pub(crate) fn whole(chunk: usize, blocks: u64) -> u64 {
     let here = blocks.saturating_sub(chunk as u64 * CHUNK_BLOCKS);
     low(here.min(CHUNK_BLOCKS))
 }
 
-/// The chunks that a range touches, each with the mask of what it touches of it.
+/// Returns the chunks that a range touches, each with the mask of the touched blocks.
 pub fn pieces(range: BlockRange) -> impl Iterator<Item = (usize, u64)> {
     let first = range.start / CHUNK_BLOCKS;
     let last = range.end().div_ceil(CHUNK_BLOCKS);
@@ -39,7 +39,7 @@ pub fn pieces(range: BlockRange) -> impl Iterator<Item = (usize, u64)> {
     parts.filter(|(_, mask)| *mask != 0)
 }
 
-/// The runs of set bits of a chunk's mask, as ranges of blocks.
+/// Returns the runs of set bits in a chunk's mask as ranges of blocks.
 pub(crate) fn runs(chunk: usize, mask: u64) -> impl Iterator<Item = BlockRange> {
     let base = chunk as u64 * CHUNK_BLOCKS;
     let mut left = mask;
@@ -54,7 +54,7 @@ pub(crate) fn runs(chunk: usize, mask: u64) -> impl Iterator<Item = BlockRange> 
     })
 }
 
-/// The lowest so many bits.
+/// Returns a word with the lowest `bits` bits set.
 fn low(bits: u64) -> u64 {
     match bits {
         64.. => u64::MAX,

@@ -1,8 +1,9 @@
-//! Finds a block of the destination by its content.
+//! Indexes that find a block of the destination by its content.
 //!
-//! Caches: entries may be stale, or pushed out. Where digests are kept of a region's blocks, an entry
-//! of [`ContentIndex`] is 4 bytes, and only believed after the caller has compared the digest. Of disks none are kept:
-//! an entry of [`TaggedIndex`] has 32 bits of the digest beside it, and it is the destination that compares.
+//! Both are caches: entries may be stale or evicted. Where a region has records with digests, an
+//! entry of [`ContentIndex`] takes 4 bytes, and the caller compares the digest before it relies on
+//! the entry. Disks have no such records: an entry of [`TaggedIndex`] holds 32 bits of the digest
+//! as well, and the destination compares.
 
 use longhaul_codec::Digest;
 
@@ -16,7 +17,7 @@ pub(crate) struct ContentIndex {
 }
 
 impl ContentIndex {
-    /// An index for that many blocks.
+    /// Creates an index for this number of blocks.
     pub(crate) fn new(blocks: usize) -> Self {
         let buckets = (blocks + blocks / 4).div_ceil(WAYS).next_power_of_two();
         Self {
@@ -30,7 +31,7 @@ impl ContentIndex {
         (u64::from_le_bytes(low) as usize & (self.slots.len() / WAYS - 1)) * WAYS
     }
 
-    /// The block with this content, if `holds` confirms one.
+    /// Returns the block with this content if `holds` confirms it.
     pub(crate) fn find(&self, digest: &Digest, holds: impl Fn(u32) -> bool) -> Option<u32> {
         let bucket = self.bucket(digest);
         let slots = &self.slots[bucket..bucket + WAYS];
@@ -40,7 +41,7 @@ impl ContentIndex {
             .find(|block| *block != EMPTY && holds(*block))
     }
 
-    /// Notes that a block has this content; `holds` says whether another one has it too.
+    /// Records that a block has this content; `holds` says whether another block has it too.
     pub(crate) fn insert(&mut self, digest: &Digest, block: u32, holds: impl Fn(u32) -> bool) {
         if self.find(digest, holds).is_some() {
             return;
@@ -54,36 +55,37 @@ impl ContentIndex {
     }
 }
 
-/// Slots of a [`TaggedIndex`] at most: 16 MiB, for 8 GiB of content.
+/// Limit on the slots of a [`TaggedIndex`]: 16 MiB, for 8 GiB of content.
 const TAGGED_MAX: usize = 1 << 21;
 
-/// A block, counted from 1, and what tells its content from others of its bucket; 0 is an empty slot.
+/// A block, counted from 1, and a tag that separates its content from others in its bucket; 0 is an
+/// empty slot.
 #[derive(Debug, Clone, Copy, Default)]
 struct Tagged {
     tag: u32,
     block: u32,
 }
 
-/// Block numbers by digest, for blocks whose digests are not kept: 8 bytes each.
+/// Block numbers by digest, for blocks without stored digests: 8 bytes each.
 #[derive(Debug, Default)]
 pub(crate) struct TaggedIndex {
     slots: Vec<Tagged>,
 }
 
 impl TaggedIndex {
-    /// Whether it has room for anything.
+    /// Returns whether the index has any slots.
     pub(crate) fn is_open(&self) -> bool {
         !self.slots.is_empty()
     }
 
-    /// Makes room for that many blocks, or as many as it may have.
+    /// Allocates slots for this number of blocks, up to the limit.
     pub(crate) fn open(&mut self, blocks: u64) {
         let wanted = usize::try_from(blocks + blocks / 4).unwrap_or(usize::MAX);
         let slots = wanted.clamp(WAYS, TAGGED_MAX).next_power_of_two();
         self.slots = vec![Tagged::default(); slots];
     }
 
-    /// The first slot of a digest's bucket, and its tag.
+    /// Returns the first slot of a digest's bucket, and the digest's tag.
     fn place(&self, digest: &Digest) -> (usize, u32) {
         let [low, tag, ..] = *digest.0.as_chunks::<4>().0 else {
             return (0, 0);
@@ -93,7 +95,7 @@ impl TaggedIndex {
         (bucket * WAYS, u32::from_le_bytes(tag))
     }
 
-    /// A block that probably had this content when it was noted, if `fits` says that it will do.
+    /// Returns a block that probably has this content and that `fits` accepts.
     pub(crate) fn find(&self, digest: &Digest, fits: impl Fn(u32) -> bool) -> Option<u32> {
         let (bucket, tag) = self.place(digest);
         let slots = self.slots.get(bucket..bucket + WAYS)?;
@@ -104,7 +106,8 @@ impl TaggedIndex {
         blocks.find(|block| fits(*block))
     }
 
-    /// Notes that a block has this content; `stays` says whether another one that had it still does.
+    /// Records that a block has this content; `stays` says whether the block of an existing entry
+    /// still has it.
     pub(crate) fn insert(&mut self, digest: &Digest, block: u32, stays: impl Fn(u32) -> bool) {
         let (bucket, tag) = self.place(digest);
         let Some(slots) = self.slots.get_mut(bucket..bucket + WAYS) else {

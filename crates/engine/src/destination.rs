@@ -1,5 +1,5 @@
-//! The destination's side of replication: which version of each block is here, and whether
-//! everything that was promised has come.
+//! The destination's side of replication: the version of each block, and whether everything that
+//! was promised has arrived.
 
 use longhaul_codec::BlockId;
 use longhaul_protocol::limits::{ACKNOWLEDGED_MAX, REGIONS_MAX};
@@ -8,22 +8,22 @@ use longhaul_protocol::{BlockRange, Epoch, RegionId, RegionSpec};
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
 
-/// More rejected blocks than this are not waited for.
+/// Limit on rejected blocks that are waited for.
 const MISSING_MAX: usize = 1 << 20;
 
-/// What a source said that makes no sense, or is too much.
+/// A statement of the source that is invalid or exceeds a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum DestinationError {
-    /// Regions that are not numbered from 0, or too large to be counted.
+    /// The regions are not numbered from 0, or are too large to be counted.
     #[error("the list of regions is not one that can be received")]
     Regions,
-    /// A sequence number that came before, or that is too large.
+    /// The sequence number was used before, or is too large.
     #[error("frame {seq} is not one that can follow")]
     Sequence {
         /// Its number.
         seq: u64,
     },
-    /// Hardly any reference holds: the source does not know what is here.
+    /// Hardly any reference holds: the source does not know the destination's content.
     #[error("{blocks} blocks were rejected and did not come again")]
     Rejections {
         /// How many.
@@ -34,14 +34,15 @@ pub enum DestinationError {
 #[derive(Debug)]
 struct Region {
     spec: RegionSpec,
-    /// The frame that each block's content came with; 0 before the first. None of a durable region: its
-    /// [`Presence`](crate::presence::Presence) says what may be applied.
+    /// The frame that brought each block's content; 0 before the first. Empty for a durable region:
+    /// its [`Presence`](crate::presence::Presence) decides what may be applied.
     versions: Vec<u32>,
-    /// What is left of it is listed: blocks that could not be used are part of that.
+    /// Whether the source has listed the region's missing blocks: rejected blocks then belong to
+    /// that list.
     listed: bool,
 }
 
-/// One guest's state on its way in.
+/// The incoming state of one guest.
 #[derive(Debug)]
 pub struct Destination {
     regions: Vec<Region>,
@@ -49,16 +50,16 @@ pub struct Destination {
     applied_in_epoch: u64,
     unacknowledged: Acknowledgement,
     announced: Option<u64>,
-    /// Blocks that were rejected and have not come again, with the newest frame that had them. An
-    /// older frame that was overtaken does not bring what that one meant.
+    /// Blocks that were rejected and have not arrived again, with the newest frame that had them.
+    /// An older, overtaken frame does not bring the content of that newest one.
     missing: BTreeMap<(RegionId, u64), u64>,
     frames: u64,
-    /// Nothing is written any more.
+    /// Whether nothing is written any more.
     sealed: bool,
 }
 
 impl Destination {
-    /// Nothing has arrived yet.
+    /// Creates the state before the first frame.
     pub fn new(regions: &[RegionSpec]) -> Result<Self, DestinationError> {
         let numbered = regions
             .iter()
@@ -88,13 +89,13 @@ impl Destination {
         })
     }
 
-    /// Everything is here, and is the guest's from now on. What a source sends again, because it did
-    /// not hear that it had arrived, is acknowledged and changes nothing.
+    /// Seals the state: everything is here and belongs to the guest. Frames that the source
+    /// repeats, because it has not seen their acknowledgement, are acknowledged and change nothing.
     pub fn seal(&mut self) {
         self.sealed = true;
     }
 
-    /// Whether a block of frame `seq` is newer than what is here.
+    /// Returns whether a block of frame `seq` is newer than the one here.
     pub fn accepts(&self, id: BlockId, seq: u64) -> bool {
         if self.region(id.region).is_some_and(|r| r.spec.durable) {
             return true;
@@ -108,8 +109,8 @@ impl Destination {
         version.is_some_and(|version| u64::from(*version) < seq)
     }
 
-    /// Blocks of frame `seq` are about to be written. Returns whether none of them was ever
-    /// written before, and so is zero where the region starts so.
+    /// Records that blocks of frame `seq` are about to be written. Returns whether none of them was
+    /// written before; such blocks are zero where the region starts as zeros.
     pub fn written(&mut self, region: RegionId, range: BlockRange, seq: u64) -> bool {
         let Some(region_state) = self.regions.get_mut(usize::from(region.0)) else {
             return false;
@@ -129,8 +130,8 @@ impl Destination {
         fresh
     }
 
-    /// The source has listed what is left of a region. Returns the blocks that could not be used and
-    /// are left as well.
+    /// Records that the source has listed the missing blocks of a region. Returns the rejected
+    /// blocks, which are missing as well.
     pub fn listed(&mut self, region: RegionId) -> Vec<u64> {
         if let Some(listed) = self.regions.get_mut(usize::from(region.0)) {
             listed.listed = true;
@@ -147,7 +148,7 @@ impl Destination {
         missing
     }
 
-    /// The length of a region in blocks.
+    /// Returns the length of a region in blocks.
     pub fn region_blocks(&self, region: RegionId) -> Option<u64> {
         self.region(region).map(|region| region.spec.blocks)
     }
@@ -156,7 +157,7 @@ impl Destination {
         self.regions.get(usize::from(region.0))
     }
 
-    /// A frame of the connection `epoch` was applied, except for what is `rejected`.
+    /// Records that a frame of connection `epoch` was applied, except for the `rejected` blocks.
     pub fn applied(
         &mut self,
         epoch: Epoch,
@@ -193,7 +194,7 @@ impl Destination {
         Ok(())
     }
 
-    /// A new connection: what was not acknowledged on the old one will come again.
+    /// Begins a new connection: frames that were not acknowledged on the old one arrive again.
     pub fn connected(&mut self, epoch: Epoch) {
         self.epoch = epoch;
         self.applied_in_epoch = 0;
@@ -204,14 +205,14 @@ impl Destination {
             .for_each(|region| region.listed = false);
     }
 
-    /// The source says that it has sent so many frames on this connection, and that is all.
+    /// Records the source's announcement of how many frames it has sent on this connection in all.
     pub fn announced(&mut self, epoch: Epoch, frames: u64) {
         if epoch == self.epoch {
             self.announced = Some(frames);
         }
     }
 
-    /// What the source should be told, if there is anything.
+    /// Returns the next acknowledgement for the source, if there is one.
     pub fn poll_acknowledgement(&mut self) -> Option<Acknowledgement> {
         let waiting = &mut self.unacknowledged;
         if waiting.applied.is_empty() && waiting.rejected.is_empty() {
@@ -234,17 +235,17 @@ impl Destination {
         })
     }
 
-    /// Whether everything that was announced on this connection is here.
+    /// Returns whether everything that was announced on this connection has arrived.
     pub fn is_complete(&self) -> bool {
         self.missing.is_empty() && self.announced.is_some_and(|n| self.applied_in_epoch >= n)
     }
 
-    /// The connection's number.
+    /// Returns the number of the connection.
     pub fn epoch(&self) -> Epoch {
         self.epoch
     }
 
-    /// Frames applied in all.
+    /// Returns the number of frames applied in all.
     pub fn frames(&self) -> u64 {
         self.frames
     }
@@ -290,7 +291,7 @@ mod tests {
         destination
             .applied(Epoch(1), 7, &[(MEMORY, block)])
             .unwrap();
-        // It was overtaken on its way.
+        // The frame was overtaken.
         destination.written(MEMORY, block, 5);
         destination.applied(Epoch(1), 5, &[]).unwrap();
         assert!(!destination.is_complete());

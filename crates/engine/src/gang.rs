@@ -1,31 +1,33 @@
-//! What guests that move at once to the same destination have brought there: each sends what another
-//! has sent as a reference to that ("gang migration": Deshpande, Wang and Gopalan, HPDC 2011).
+//! An index of the content that guests have brought to one destination at the same time, so that
+//! each sends content that another has sent as a reference ("gang migration": Deshpande, Wang and
+//! Gopalan, HPDC 2011).
 //!
-//! An index of 16 bytes a slot, of content that was acknowledged. It may be stale: the destination
-//! compares every reference with its digest, and what does not hold comes again as a literal. So it
-//! may forget, and it need not be told everything.
+//! The index has 16 bytes per slot and holds acknowledged content. It may be stale: the destination
+//! compares every reference with its digest, and content that does not match arrives again as a
+//! literal. So entries may be evicted, and changes need not be reported.
 
 use longhaul_codec::{BlockId, Digest};
 use longhaul_protocol::{MigrationId, RegionId};
 
 const WAYS: usize = 4;
-/// Slots at most: 16 MiB.
+/// Limit on slots: 16 MiB.
 const SLOTS_MAX: usize = 1 << 20;
-/// And for a guest that is alone, which notes what it brings for those that may come: 4 MiB.
+/// Limit on slots while one guest moves alone, which records its content for guests that may
+/// follow: 4 MiB.
 const SLOTS_ALONE_MAX: usize = 1 << 18;
-/// Members that may be noted for the same content: one may leave before the others have need of it.
+/// Limit on members recorded for the same content: one may leave before the others need it.
 const COPIES_MAX: usize = 2;
 
-/// What other guests have brought to the destination of one; the owner of a gang gives each
-/// migration its own.
+/// The content that other guests have brought to one guest's destination; the owner of a gang gives
+/// each migration its own.
 pub trait Gang: Send {
-    /// A block of another guest that had this content when that was acknowledged.
+    /// Returns a block of another guest that had this content when it was acknowledged.
     fn find(&self, digest: &Digest) -> Option<(MigrationId, BlockId)>;
 
-    /// The destination has this content in this block of ours.
+    /// Records that the destination has this content in this block of our guest.
     fn arrived(&mut self, digest: &Digest, block: BlockId);
 
-    /// The block of ours does not stay so.
+    /// Records that this block of our guest does not keep this content.
     fn changed(&mut self, digest: &Digest, block: BlockId);
 }
 
@@ -50,8 +52,8 @@ const EMPTY: Slot = Slot {
 pub struct Member(u16);
 
 impl Member {
-    /// Where in its memory this guest should begin, of the whole: each somewhere else, so that they
-    /// do not all send the same at the same time.
+    /// Returns where this guest begins in its memory, as a share of the whole. Members begin at
+    /// different places, so that they do not all send the same content at the same time.
     pub fn start(self) -> f64 {
         const GOLDEN: f64 = 0.618_033_988_749_895;
         (f64::from(self.0 - 1) * GOLDEN).fract()
@@ -63,26 +65,26 @@ impl Member {
 pub struct GangIndex {
     slots: Vec<Slot>,
     members: Vec<Option<MigrationId>>,
-    /// Of the largest member so far.
+    /// The largest member so far, in blocks.
     blocks: u64,
 }
 
 impl GangIndex {
-    /// One more guest, of so many blocks, moves to the destination. None when there are too many.
+    /// Adds a guest with this number of blocks. Returns `None` when there are too many members.
     pub fn join(&mut self, migration: MigrationId, blocks: u64) -> Option<Member> {
         let is_alone = self.members.iter().all(Option::is_none);
         let slots_max = if is_alone { SLOTS_ALONE_MAX } else { SLOTS_MAX };
         self.blocks = self.blocks.max(blocks);
-        // Buckets fill unevenly, and the others bring content of their own.
+        // Buckets fill unevenly, and the other members bring content of their own.
         let wanted = usize::try_from(self.blocks.saturating_mul(2)).unwrap_or(usize::MAX);
         self.grow(wanted.clamp(WAYS, slots_max).next_power_of_two());
-        // Never the number of one that has left: what is noted of that is nobody's.
+        // Numbers of members that have left are not used again: their entries stay invalid.
         let member = u16::try_from(self.members.len() + 1).ok()?;
         self.members.push(Some(migration));
         Some(Member(member))
     }
 
-    /// Has at least so many slots from now on, a power of two.
+    /// Grows the index to at least `slots` slots, a power of two.
     fn grow(&mut self, slots: usize) {
         if self.slots.len() >= slots {
             return;
@@ -97,20 +99,20 @@ impl GangIndex {
         }
     }
 
-    /// A guest has gone its way: what it brought may change without anybody's noticing.
+    /// Removes a guest: its blocks may change unnoticed from now on.
     pub fn leave(&mut self, member: Member) {
         if let Some(place) = self.members.get_mut(usize::from(member.0 - 1)) {
             *place = None;
         }
     }
 
-    /// Whose migration a slot speaks of, while that is under way.
+    /// Returns the migration that a slot belongs to, while it is running.
     fn migration(&self, slot: &Slot) -> Option<MigrationId> {
         let place = usize::from(slot.member).checked_sub(1)?;
         *self.members.get(place)?
     }
 
-    /// A block of another member that had this content.
+    /// Returns a block of another member that had this content.
     pub fn find(&self, member: Member, digest: &Digest) -> Option<(MigrationId, BlockId)> {
         let (bucket, tag) = self.place(digest);
         let slots = self.slots.get(bucket..bucket + WAYS)?;
@@ -127,7 +129,7 @@ impl GangIndex {
         others.find_map(of_another)
     }
 
-    /// The destination has this content in this block of a member.
+    /// Records that the destination has this content in this block of a member.
     pub fn arrived(&mut self, member: Member, digest: &Digest, id: BlockId) {
         let (bucket, tag) = self.place(digest);
         let (Some(slots), Ok(block)) = (
@@ -150,7 +152,7 @@ impl GangIndex {
         };
     }
 
-    /// This block of a member does not keep this content.
+    /// Records that this block of a member does not keep this content.
     pub fn changed(&mut self, member: Member, digest: &Digest, id: BlockId) {
         let (bucket, tag) = self.place(digest);
         let Some(slots) = self.slots.get_mut(bucket..bucket + WAYS) else {
@@ -164,7 +166,7 @@ impl GangIndex {
         }
     }
 
-    /// The first slot of a digest's bucket, and what tells it from others there.
+    /// Returns the first slot of a digest's bucket, and the digest's tag there.
     fn place(&self, digest: &Digest) -> (usize, u64) {
         let [tag, _] = *digest.0.as_chunks().0 else {
             return (0, 0);

@@ -1,7 +1,7 @@
-//! The one replication engine: source, destination, strategies, stop point and hand-over.
+//! The replication engine: source, destination, strategies, stop point and handover.
 //!
-//! A core: it does no I/O and has no clock. It does not know what QEMU, a disk or QUIC are; where
-//! regions differ, the difference is data of the region.
+//! The engine does no I/O and has no clock. It knows nothing of QEMU, disks or QUIC; where regions
+//! differ, the difference is data of the region.
 
 mod block_map;
 pub mod choose;

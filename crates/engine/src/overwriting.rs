@@ -1,18 +1,22 @@
-//! Guests that overwrite what is left at the source faster than it could be fetched: nothing is fetched meanwhile but
-//! what somebody waits for. What comes then is mostly written over a moment later, and takes processors and disk from
-//! the guest that writes. What it has just written itself it does not overwrite soon: that comes all the same. A guest that
-//! went when a burst began ([`crate::rhythm`]) is expected to do so; of others it is seen.
+//! Detects guests that overwrite missing blocks at the destination faster than the link could fetch
+//! them; while they do, only wanted blocks are fetched.
 //!
-//! Nobody leaves it to the guest for longer than fetching everything would have taken: at worst the drain takes twice
-//! as long as without.
+//! Blocks that arrive during such a time are mostly overwritten a moment later, and cost the guest
+//! processor time and disk throughput. Blocks that the guest has just written itself are the
+//! exception: it does not overwrite them soon, so they are fetched. A guest whose switchover was
+//! placed at the beginning of a burst ([`crate::rhythm`]) is expected to overwrite; other guests
+//! are measured.
+//!
+//! The drain is held back for no longer than fetching everything would have taken: at worst the
+//! drain takes twice as long as without this rule.
 
 use std::time::Duration;
 
-/// Whether the guest is fast enough is judged by what it does in this time.
+/// The time over which the guest's rate is measured.
 const WINDOW: Duration = Duration::from_millis(500);
-/// The same of one that is expected to be, and has yet to begin.
+/// The first such time of a guest that is expected to overwrite but has yet to begin.
 const FIRST: Duration = Duration::from_millis(1500);
-/// It is not left to the guest for longer.
+/// Limit on the time for which the drain is held back.
 const HELD_MAX: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, Copy)]
@@ -22,15 +26,17 @@ struct Window {
     overwritten_blocks: u64,
 }
 
-/// How fast a guest overwrites what is left.
+/// How fast a guest overwrites missing blocks.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Overwriting {
     overwritten_blocks: u64,
     window: Option<Window>,
-    /// So many blocks the guest has just written, and will not overwrite soon; what was left at first.
+    /// Blocks that the guest has just written and will not overwrite soon; blocks that were missing
+    /// at first.
     just_written_blocks: u64,
     left_blocks: u64,
-    /// Whether the guest is fast enough; whether it is left to it, for how long it has been, and for how long it may be.
+    /// Whether the guest is fast enough; whether the drain is held back, for how long it has been,
+    /// and for how long it may be.
     fast: bool,
     held: bool,
     held_for: Duration,
@@ -39,7 +45,8 @@ pub(crate) struct Overwriting {
 }
 
 impl Overwriting {
-    /// The guest runs at the destination, perhaps at the beginning of a burst, which has written so much already.
+    /// Begins at the switchover, perhaps at the start of a burst that has written
+    /// `just_written_blocks` so far.
     pub(crate) fn begin(&mut self, expected: bool, just_written_blocks: u64) {
         if self.window.is_none() {
             self.fast = expected;
@@ -47,12 +54,13 @@ impl Overwriting {
         }
     }
 
-    /// It has overwritten so many blocks more of what is left.
+    /// Counts missing blocks that the guest has overwritten.
     pub(crate) fn overwritten(&mut self, blocks: u64) {
         self.overwritten_blocks += blocks;
     }
 
-    /// Whether what is left, so many blocks, is now left to the guest. `fetch` says how long it takes to fetch so many.
+    /// Returns whether the drain is held back now. `left_blocks` are missing; `fetch` returns how
+    /// long fetching a number of blocks takes.
     pub(crate) fn holds(
         &mut self,
         now: Duration,
@@ -77,7 +85,7 @@ impl Overwriting {
                 let took = now.saturating_sub(window.began);
                 if took >= window.length {
                     let overwritten = self.overwritten_blocks - window.overwritten_blocks;
-                    // One that had yet to begin has not had all of the time.
+                    // A guest that had yet to begin has not used all of the time.
                     let share = if window.length == FIRST { 2 } else { 1 };
                     self.fast = fetch(overwritten).saturating_mul(share) >= took;
                     self.window = Some(next(WINDOW));
@@ -86,7 +94,7 @@ impl Overwriting {
         }
         self.looked_at = now;
         self.fast &= self.held_for < self.limit;
-        // What was written last is fetched first.
+        // The blocks written last are fetched first.
         let gone = self.left_blocks.saturating_sub(left_blocks);
         let fetched = gone.saturating_sub(self.overwritten_blocks);
         self.held = self.fast && fetched >= self.just_written_blocks;
@@ -100,12 +108,13 @@ mod tests {
 
     const LEFT: u64 = 10_000;
 
-    /// A thousand blocks in a second.
+    /// A thousand blocks per second.
     fn fetch(blocks: u64) -> Duration {
         Duration::from_millis(blocks)
     }
 
-    /// The times, in tenths of a second, in which it is left to a guest that overwrites so many blocks in each.
+    /// Returns the times, in tenths of a second, at which the drain is held back for a guest that
+    /// overwrites this many blocks in each tenth.
     fn held(expected: bool, per_tenth: impl Fn(u64) -> u64) -> Vec<u64> {
         let mut overwriting = Overwriting::default();
         overwriting.begin(expected, 0);
@@ -121,10 +130,10 @@ mod tests {
 
     #[test]
     fn who_overwrites_faster_than_the_link_carries_is_left_to_it() {
-        // Expected, it begins after half a second, and ends after four.
+        // An expected burst begins after half a second and ends after four.
         let burst = held(true, |tenth| 200 * u64::from((5..40).contains(&tenth)));
         assert_eq!(burst, (0..45).collect::<Vec<_>>());
-        // It is seen of one that was not expected to.
+        // An unexpected one is detected.
         let seen = held(false, |tenth| 200 * u64::from((20..40).contains(&tenth)));
         assert_eq!(seen, (25..45).collect::<Vec<_>>());
     }

@@ -1,37 +1,38 @@
-//! How fast the source's disk may be read for a move, so that the guest's own requests do not starve:
-//! half as fast when they take longer than they should, a little faster while they do not.
+//! Limits how fast a move reads the source's disk, so that the guest's own requests do not starve:
+//! the rate is halved when their latency is too high, and rises slowly while it is not.
 //!
-//! CloudNet has a fixed limit that a person sets; here the limit follows the guest's latency.
+//! CloudNet has a fixed limit that an operator sets; here the limit follows the guest's latency.
 
 use std::time::Duration;
 
-/// The guest's requests may take so many times as long as they do on their own,
+/// The factor up to which the latency of the guest's requests may exceed the undisturbed one,
 const SLOWER_MAX: f64 = 2.0;
-/// and this much more in any case: what is this quick is not worth a slower move.
+/// and the increase that is always allowed: at such latencies a slower move gains nothing.
 const SLOWER_FREE: Duration = Duration::from_millis(1);
-/// Rates in bytes per second: a move always goes on, and its first step is what any disk gives.
+/// Rates in bytes per second: the least, at which a move always proceeds, and the first, which any
+/// disk can deliver.
 const RATE_MIN: f64 = 4e6;
 const RATE_FIRST: f64 = 64e6;
 const RATE_MAX: f64 = 16e9;
-/// Each step up, and down.
+/// The factors of a step up and of a step down.
 const UP: f64 = 1.15;
 const DOWN: f64 = 0.5;
-/// A step is made at most this often.
+/// The shortest time between two steps.
 const STEP_EVERY: Duration = Duration::from_millis(100);
-/// How quickly what is usual follows what is seen: requests that are quicker, and slower ones while the move
-/// hardly reads, since then they are so for reasons of their own.
+/// How quickly the undisturbed latency follows the measured one: downwards always, upwards while
+/// the move hardly reads, since the latency then has other causes.
 const USUAL_DOWN: f64 = 0.2;
 const USUAL_UP: f64 = 0.1;
-/// What may be read at once after a pause.
+/// The time whose bytes may be read at once after a pause.
 const BURST: Duration = Duration::from_millis(100);
 
 /// The pace of one disk.
 #[derive(Debug, Clone)]
 pub struct Pace {
     rate_bytes_per_s: f64,
-    /// How long the guest's requests take when they are undisturbed.
+    /// Latency of the guest's requests when the move does not disturb them.
     usual: Option<f64>,
-    /// Requests of this step, and how long they took together.
+    /// Requests in this step, and the sum of their latencies.
     requests: u64,
     seconds: f64,
     stepped_at: Duration,
@@ -41,7 +42,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// Nothing has been seen yet.
+    /// Creates a pace without measurements.
     pub fn new(now: Duration) -> Self {
         Self {
             rate_bytes_per_s: RATE_FIRST,
@@ -54,15 +55,15 @@ impl Pace {
         }
     }
 
-    /// So many requests of the guest took so long together. Those that are answered from memory say nothing
-    /// of the disk, and must not be counted.
+    /// Counts requests of the guest and the sum of their latencies. Requests that were answered
+    /// from memory say nothing about the disk and must not be counted.
     pub fn guest_waited(&mut self, now: Duration, requests: u64, together: Duration) {
         self.requests += requests;
         self.seconds += together.as_secs_f64();
         self.step(now);
     }
 
-    /// Whether the move may read now.
+    /// Returns whether the move may read now.
     pub fn may_read(&mut self, now: Duration) -> bool {
         self.step(now);
         let since = now.saturating_sub(self.counted_at).as_secs_f64();
@@ -72,12 +73,12 @@ impl Pace {
         self.allowance > 0.0
     }
 
-    /// It reads so many bytes: what is too much is waited for the next time.
+    /// Counts bytes that the move reads; an excess delays the next read.
     pub fn read(&mut self, bytes: u64) {
         self.allowance -= bytes as f64;
     }
 
-    /// What may be read at present, in bytes per second.
+    /// Returns the current limit, in bytes per second.
     pub fn rate_bytes_per_s(&self) -> f64 {
         self.rate_bytes_per_s
     }
@@ -112,11 +113,12 @@ mod tests {
 
     const MS: Duration = Duration::from_millis(1);
 
-    /// A disk of so many bytes a second under a move that reads as fast as it may, and a guest with a
-    /// request every 10 ms that takes 5 ms, and as much longer as the move has the disk.
+    /// Simulates a disk of this throughput under a move that reads as fast as it may, and a guest
+    /// with a request every 10 ms that takes 5 ms, and longer in proportion to the move's share of
+    /// the disk.
     fn rate_on(disk_bytes_per_s: f64) -> (f64, f64) {
         let mut pace = Pace::new(Duration::ZERO);
-        // Before the move reads anything, the guest's requests take what they take.
+        // Before the move reads anything, the guest's requests have their undisturbed latency.
         (0..30).for_each(|n| pace.guest_waited(MS * 10 * n, 1, MS * 5));
         let (mut read, mut latency, mut now) = (0u64, 0.0, MS * 300);
         for _ in 0..2000 {
@@ -161,7 +163,7 @@ mod tests {
             pace.guest_waited(MS * (100_000 + 100 * n), 2, MS * 40);
         }
         assert_eq!(pace.rate_bytes_per_s(), RATE_MIN);
-        // That it does not get better without the move is no fault of the move.
+        // A latency that does not improve without the move is not caused by the move.
         for n in 14..100 {
             pace.guest_waited(MS * (100_000 + 100 * n), 1, MS * 20);
         }
@@ -182,7 +184,7 @@ mod tests {
     fn what_was_read_too_much_is_waited_for() {
         let mut pace = Pace::new(Duration::ZERO);
         assert!(pace.may_read(Duration::ZERO));
-        // 64 MB a second at first: a sixteenth of a second.
+        // 64 MB per second at first: a sixteenth of a second.
         pace.read(10_400_000);
         assert!(!pace.may_read(MS * 50));
         assert!(pace.may_read(MS * 70));

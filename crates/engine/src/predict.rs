@@ -1,80 +1,80 @@
-//! What a switchover would cost: what is left, what a block of it takes on the link, and how sure
-//! that is.
+//! Predicts what a switchover would cost: the pending data, its cost per block on the link, and the
+//! uncertainty of both.
 
 pub use crate::rhythm::Rhythm;
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
 
-/// Blocks in a frame, before any was seen.
+/// Blocks per frame, before a frame has been measured.
 const FRAME_BLOCKS_UNSEEN: f64 = 64.0;
-/// How many average deviations a figure is trusted not to be off by: about 97 of 100 stay within.
+/// Average deviations that an estimate allows for: about 97 of 100 values lie within.
 const DEVIATIONS: f64 = 2.35;
-/// The share of a block's cost that it is taken to be off by, before it was seen.
+/// Assumed relative deviation of a block's cost before it has been measured.
 const DEVIATION_UNSEEN: f64 = 0.5;
-/// The shortest time in which written blocks tell how fast a guest writes.
+/// The shortest time over which written blocks yield a write rate.
 const RATE_TIME_MIN: Duration = Duration::from_millis(100);
 
-/// The link, as far as it is known.
+/// The link, as far as it has been measured.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Link {
-    /// What it carries of ours, in bytes per second.
+    /// Its throughput for this migration, in bytes per second.
     pub rate_bytes_per_s: f64,
-    /// Round trip.
+    /// Round-trip time.
     pub rtt: Duration,
-    /// Bytes handed over and not yet acknowledged by the link.
+    /// Bytes handed to the link and not yet acknowledged by it.
     pub queued_bytes: u64,
 }
 
-/// Blocks that no pass has reported yet, where somebody can tell.
+/// Written blocks that no pass has reported yet, where they can be counted.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Unseen {
-    /// Written since the pass was made.
+    /// Blocks written since the pass was made.
     pub written_blocks: u64,
-    /// Reported by the pass, in the part of it that is not read yet.
+    /// Blocks in the part of the pass that is not read yet.
     pub unread_blocks: u64,
-    /// When the written ones were counted.
+    /// The time at which the written blocks were counted.
     pub at: Duration,
 }
 
-/// What is left to send, as far as is known.
+/// The data that is still to be sent, as far as is known.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Left {
     /// Blocks that are pending.
     pub pending_blocks: u64,
     /// Blocks that no pass has reported yet.
     pub unseen: Option<Unseen>,
-    /// Blocks that the guest writes per second, as the last passes showed.
+    /// The guest's write rate, in blocks per second, over the last passes.
     pub dirty_blocks_per_s: Option<f64>,
-    /// What all of it costs on the link, in bytes.
+    /// The cost of all of it on the link, in bytes.
     pub bytes: f64,
-    /// How long making frames of it takes.
+    /// The time that encoding it takes.
     pub work: Duration,
     /// The link.
     pub link: Option<Link>,
-    /// The guest's bursts of writes, where they are looked for.
+    /// The guest's bursts of writes, where they are tracked.
     pub rhythm: Rhythm,
 }
 
-/// How long the guest would stand still if it were stopped now.
+/// The predicted downtime if the guest were stopped now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Downtime {
-    /// Probably.
+    /// The likely value.
     pub likely: Duration,
-    /// At most, in about 97 of 100 cases.
+    /// The upper bound in about 97 of 100 cases.
     pub at_most: Duration,
 }
 
 /// A guest that writes faster than the link carries.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Outpaced {
-    /// What its writes would take on the link, in bytes per second.
+    /// The guest's writes after encoding, in bytes per second.
     pub written_bytes_per_s: f64,
-    /// What the link carries, in bytes per second.
+    /// The throughput of the link, in bytes per second.
     pub link_bytes_per_s: f64,
 }
 
-/// Blocks by who reports their writes: what passes report, and what is reported write by write, differ in
-/// content.
+/// Numbers of blocks by how their writes are reported, by passes or one by one: the two kinds
+/// differ in content.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Blocks {
     pub(crate) by_passes: f64,
@@ -87,17 +87,17 @@ impl Blocks {
     }
 }
 
-/// What blocks take on the link, and to make frames of.
+/// The cost of blocks on the link and in the encoder.
 #[derive(Debug, Default)]
 pub(crate) struct Costs {
     by_passes: Cost,
     by_writes: Cost,
-    /// Seconds for each block.
+    /// Seconds of encoding per block.
     work: Option<f64>,
 }
 
 impl Costs {
-    /// Of blocks whose writes are reported one by one, or by passes.
+    /// Returns the cost of blocks whose writes are reported one by one, or by passes.
     pub(crate) fn of(&mut self, by_writes: bool) -> &mut Cost {
         match by_writes {
             true => &mut self.by_writes,
@@ -105,22 +105,22 @@ impl Costs {
         }
     }
 
-    /// What a block that passes report takes, in bytes.
+    /// Returns the cost of a block that passes report, in bytes.
     pub(crate) fn block(&self) -> f64 {
         self.by_passes.likely()
     }
 
-    /// What blocks take, in bytes, probably.
+    /// Returns the likely cost of blocks, in bytes.
     pub(crate) fn likely(&self, blocks: Blocks) -> f64 {
         blocks.by_passes * self.by_passes.likely() + blocks.by_writes * self.by_writes.likely()
     }
 
-    /// How long so many blocks travel, probably, whose writes are reported one by one.
+    /// Returns the likely travel time of blocks whose writes are reported one by one.
     pub(crate) fn fetch_time(&self, blocks: u64, link: Link) -> Duration {
         travel_time(blocks as f64 * self.by_writes.likely(), link)
     }
 
-    /// What they take at most.
+    /// Returns the upper bound of the cost of blocks, in bytes.
     pub(crate) fn at_most(&self, blocks: Blocks) -> f64 {
         let Blocks {
             by_passes,
@@ -130,7 +130,7 @@ impl Costs {
             + by_writes * self.by_writes.at_most(by_writes)
     }
 
-    /// A frame of so many written blocks took so long to make.
+    /// Records how long encoding a frame of written blocks took.
     pub(crate) fn made(&mut self, blocks: usize, took: Duration) {
         if blocks > 0 {
             let now = took.as_secs_f64() / blocks as f64;
@@ -139,30 +139,30 @@ impl Costs {
         }
     }
 
-    /// How long making frames of blocks takes: the link waits for that where it is faster.
+    /// Returns how long encoding the blocks takes: a faster link waits for it.
     pub(crate) fn work(&self, blocks: Blocks) -> Duration {
         let seconds = self.work.unwrap_or(0.0) * blocks.all();
         Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
     }
 }
 
-/// What a frame of so many blocks changes an average by.
+/// Returns the weight of a frame of this size in an average.
 fn weight(blocks: usize) -> f64 {
     (blocks as f64 / 2048.0).min(0.5)
 }
 
-/// How fast a guest writes, as passes show.
+/// A guest's write rate, from the reports of passes.
 #[derive(Debug, Default)]
 pub(crate) struct Written {
-    /// Since the rate was known last.
+    /// Blocks and time since the last update of the rate.
     lately: (Blocks, Duration),
     all: (Blocks, Duration),
     known: Option<Blocks>,
 }
 
 impl Written {
-    /// A pass has reported so many blocks, which were written in that time. Passes may begin one right
-    /// after the other: only some of them together tell a rate.
+    /// Adds the blocks that a pass reported and the time in which they were written. Passes may
+    /// follow one another directly: only several together yield a rate.
     pub(crate) fn add(&mut self, blocks: Blocks, time: Duration) {
         for (sum, over) in [&mut self.lately, &mut self.all] {
             sum.by_passes += blocks.by_passes;
@@ -175,12 +175,12 @@ impl Written {
         }
     }
 
-    /// Blocks per second, lately.
+    /// Returns the recent rate in blocks per second.
     pub(crate) fn lately(&self) -> Option<Blocks> {
         self.known
     }
 
-    /// Blocks per second, from the beginning.
+    /// Returns the average rate from the beginning, in blocks per second.
     pub(crate) fn on_average(&self) -> Option<Blocks> {
         rate(self.all)
     }
@@ -194,11 +194,11 @@ fn rate((blocks, time): (Blocks, Duration)) -> Option<Blocks> {
     })
 }
 
-/// Bytes that a block costs on the link.
+/// The cost of a block on the link, in bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Cost {
     average: Option<f64>,
-    /// How far a frame's blocks are off on average, and how many those are.
+    /// The average deviation of a frame's blocks, and the average number of blocks per frame.
     deviation: f64,
     frame_blocks: f64,
     /// Blocks with content that whole passes have sent, and their bytes on the link.
@@ -207,13 +207,13 @@ pub(crate) struct Cost {
 }
 
 impl Cost {
-    /// Blocks with content of a pass over everything took so many bytes.
+    /// Records the bytes of blocks with content in a pass over everything.
     pub(crate) fn add_first(&mut self, blocks: u64, bytes: u64) {
         self.first_blocks += blocks;
         self.first_bytes += bytes;
     }
 
-    /// Written blocks, those that need not travel among them, took so many bytes.
+    /// Records the bytes of written blocks, including those that need not travel.
     pub(crate) fn add(&mut self, blocks: usize, bytes: u64) {
         if blocks == 0 {
             return;
@@ -232,7 +232,7 @@ impl Cost {
         self.frame_blocks += weight * (blocks as f64 - self.frame_blocks);
     }
 
-    /// What a block takes, probably.
+    /// Returns the likely cost of a block.
     pub(crate) fn likely(&self) -> f64 {
         let first = self.first_bytes as f64 / self.first_blocks as f64;
         let first = Some(first).filter(|_| self.first_blocks > 0);
@@ -240,8 +240,8 @@ impl Cost {
         cost.unwrap_or(BLOCK_SIZE as f64)
     }
 
-    /// What each of so many blocks takes at most: the more there are, the more they make up for
-    /// each other.
+    /// Returns the upper bound of the cost of each of a number of blocks: the more blocks, the more
+    /// their deviations cancel out.
     pub(crate) fn at_most(&self, blocks: f64) -> f64 {
         let likely = self.likely();
         let (deviation, frame_blocks) = match self.average {
@@ -253,8 +253,8 @@ impl Cost {
     }
 }
 
-/// Blocks that a guest writes per second, by what passes showed and what was counted since the last one
-/// began.
+/// Returns the guest's write rate in blocks per second, from passes and from the count since the
+/// last pass began.
 pub(crate) fn write_rate(passes: Option<Blocks>, counted: Unseen, began: Duration) -> Blocks {
     let counted_for = counted.at.saturating_sub(began);
     let lately = if counted_for >= RATE_TIME_MIN {
@@ -269,7 +269,7 @@ pub(crate) fn write_rate(passes: Option<Blocks>, counted: Unseen, began: Duratio
     }
 }
 
-/// How long so many bytes travel.
+/// Returns the travel time of a number of bytes.
 pub(crate) fn travel_time(bytes: f64, link: Link) -> Duration {
     let seconds = bytes / link.rate_bytes_per_s.max(1.0);
     Duration::try_from_secs_f64(seconds).unwrap_or(Duration::MAX)
@@ -309,7 +309,7 @@ mod tests {
             by_writes,
         };
         assert!(costs.likely(blocks(1000.0, 0.0)) < 101.0 * 1000.0);
-        // As an average over all blocks these would take half of it.
+        // As an average over all blocks the cost would be half of that.
         assert!(costs.likely(blocks(0.0, 100.0)) > 4000.0 * 100.0);
         assert!(costs.at_most(blocks(0.0, 100.0)) <= 4096.0 * 100.0);
         assert_eq!(

@@ -1,11 +1,11 @@
-//! What is still at the source when a guest goes on at the destination, as the two sides tell each
-//! other.
+//! The encoding of missing blocks in the lists that the two agents exchange while a guest runs at
+//! the destination.
 
 use std::ops::Range;
 
 pub use longhaul_protocol::disk::{List, Remaining};
 
-/// Whether these are in ascending order, without overlap, and within these chunks.
+/// Returns whether the entries are in ascending order, do not overlap, and lie within these chunks.
 pub(crate) fn are_within(parts: &[Remaining], chunks: &Range<u32>) -> bool {
     let mut next = chunks.start;
     parts.iter().all(|part| {
@@ -16,8 +16,8 @@ pub(crate) fn are_within(parts: &[Remaining], chunks: &Range<u32>) -> bool {
     })
 }
 
-/// What is left of these chunks, each given by its mask and what was written to it, in at most so
-/// many entries; and where it goes on, if that is not the end.
+/// Collects the missing blocks of chunks, each given by its mask and its write count, into at most
+/// `entries_max` entries. Also returns where the next part begins, if there is one.
 pub(crate) fn collect(
     chunks: Range<u32>,
     entries_max: usize,

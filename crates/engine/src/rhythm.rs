@@ -1,37 +1,44 @@
-//! Guests that write their disks in bursts, such as checkpoints: when is a good moment to go on at the destination?
+//! Detects guests that write their disks in bursts, such as checkpoints, and finds a good moment
+//! for their switchover.
 //!
-//! What is left at the source has to be fetched, unless the guest overwrites it first, and what a guest
-//! writes in bursts it mostly writes anew in the next one. So what the last burst has written is fetched by a guest that
-//! goes after it, and overwritten by one that goes when the next one begins.
+//! Blocks that are pending at the switchover have to be fetched, unless the guest overwrites them
+//! first, and a burst mostly overwrites the blocks of the burst before it. So a guest that moves
+//! after a burst fetches that burst's blocks, while one that moves when the next burst begins
+//! overwrites them.
 //!
 //! ```text
 //! written  ____####_____####_____####_____
 //!              ^        ^        ^          good moments
 //! ```
 //!
-//! One that has written nothing yet since its migration began is taken to be between two bursts where it usually writes a
-//! lot. Late in the first burst that is seen of it, it waits for the next one as well.
+//! A guest that has written nothing since its migration began is assumed to be between two bursts
+//! if it usually writes a lot. A guest late in the first burst that is observed waits for the next
+//! one as well.
 //!
-//! What waiting brings is not known, so nobody waits for longer than fetching would take by now: at worst it takes twice
-//! as long as without.
+//! The benefit of waiting is unknown in advance, so the wait is no longer than fetching would take
+//! at that moment: at worst the move takes twice as long as without waiting.
 
 use std::time::Duration;
 
-/// So long nothing is written between two bursts.
+/// The time without writes that separates two bursts.
 const GAP: Duration = Duration::from_millis(200);
-/// A burst has begun when so much of the one before was written; less belongs to that one.
+/// A burst has begun once it has written this fraction (one in `BEGUN`) of the one before; fewer
+/// writes belong to that one.
 const BEGUN: u64 = 16;
-/// A guest usually writes a lot when it writes this part of what is left while that would be fetched.
+/// A guest usually writes a lot if it writes this fraction (one in `USUAL`) of the pending blocks
+/// in the time in which they would be fetched.
 const USUAL: u32 = 4;
-/// Who has been writing for so long, and never paused for as long, is known by that, and no longer by what it usually does: it
-/// writes a lot when that is this part of what is fetched meanwhile.
+/// A guest that has been writing for this long, and never paused for as long, is judged by that and
+/// no longer by its usual rate: it writes a lot when it writes this fraction of the blocks that are
+/// fetched meanwhile.
 const STEADY: Duration = Duration::from_secs(1);
 const STEADILY: u32 = 2;
-/// What is fetched in so many times the rest of a burst is not worth waiting for the next one.
+/// Blocks whose fetch takes at most this multiple of the rest of a burst are not worth waiting for
+/// the next one.
 const LONG_BEFORE: f64 = 1.5;
-/// What takes less to fetch is not worth waiting.
+/// A shorter fetch is not worth waiting.
 const FETCH_MIN: Duration = Duration::from_millis(500);
-/// Nobody waits for longer.
+/// Limit on the wait.
 const WAIT_MAX: Duration = Duration::from_secs(30);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -40,34 +47,35 @@ struct Burst {
     blocks: u64,
 }
 
-/// What is known of a guest's bursts.
+/// Observations of a guest's bursts.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Rhythm {
-    /// Blocks written so far, and when the last ones were.
+    /// Blocks written so far, and the time of the last write.
     written_blocks: u64,
     written_at: Duration,
-    /// When it began to write, perhaps with gaps, and what it had written by then.
+    /// When it began to write, gaps included, and how much it had written by then.
     writes_since: Option<(Duration, u64)>,
     last: Option<Burst>,
-    /// Perhaps the beginning of a burst.
+    /// A possible beginning of a burst.
     next: Option<Burst>,
-    /// From the beginning of a burst of so many blocks to that of the next one.
+    /// The time from the beginning of a burst of `previous_blocks` to the beginning of the next
+    /// one.
     period: Option<Duration>,
     previous_blocks: u64,
     waits_since: Option<Duration>,
-    /// When it was asked last whether it waits.
+    /// When the rule was last evaluated.
     asked_at: Duration,
-    /// What it wrote on average before, in blocks per second.
+    /// The guest's average write rate before the migration, in blocks per second.
     usual_blocks_per_s: u64,
 }
 
 impl Rhythm {
-    /// So many blocks did the guest write in a second, on average, before its migration began.
+    /// Sets the guest's average write rate before its migration began.
     pub(crate) fn usually(&mut self, blocks_per_s: u64) {
         self.usual_blocks_per_s = blocks_per_s;
     }
 
-    /// So many blocks were written until now. It is told many times within a gap.
+    /// Takes the count of blocks written so far. It is called many times within a gap.
     pub(crate) fn look(&mut self, now: Duration, written_blocks: u64) {
         let blocks = written_blocks.saturating_sub(self.written_blocks);
         if blocks == 0 {
@@ -104,20 +112,22 @@ impl Rhythm {
         self.last.is_some() && now.saturating_sub(self.written_at) >= GAP
     }
 
-    /// Whether the burst that was waited for has come.
+    /// Returns whether the burst that was waited for has begun.
     pub(crate) fn is_in_next_burst(&self) -> bool {
         let began = self.last.map(|burst| burst.began);
         self.waits_since.is_some() && began >= self.waits_since
     }
 
-    /// What the burst has written so far in which the guest goes: it will not overwrite that before the next one.
+    /// Returns how much the current burst has written so far: the guest does not overwrite that
+    /// before the next one.
     pub(crate) fn written_in_burst(&self) -> u64 {
         let last = self.last.filter(|_| !self.is_quiet(self.asked_at));
         last.map_or(0, |burst| burst.blocks)
     }
 
-    /// Whether it is not worth while to send beforehand what need not be there: the guest usually writes a lot, and it
-    /// would mostly go for nothing. Half of the time for which its next burst is waited for.
+    /// Returns whether sending optional blocks ahead is not worthwhile, since the guest usually
+    /// writes a lot and would overwrite most of them. It holds for half of the time for which the
+    /// next burst is waited for.
     pub(crate) fn spoils(&self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
         let waited = self
             .waits_since
@@ -126,7 +136,8 @@ impl Rhythm {
         usual.is_some_and(|all| waited < all / 2)
     }
 
-    /// How long it takes at most to fetch all that is left, of a guest that usually writes a lot of it meanwhile.
+    /// Returns the upper bound of the time to fetch all pending blocks, of a guest that usually
+    /// writes a lot of them meanwhile.
     fn writes_a_lot(&self, now: Duration, fetch: impl Fn(u64) -> Duration) -> Option<Duration> {
         if self
             .writes_steadily(now)
@@ -140,7 +151,7 @@ impl Rhythm {
         a_lot.then_some(all)
     }
 
-    /// What it has written, of a guest that does so all the time, and in which time.
+    /// Returns how much a steadily writing guest has written, and in which time.
     fn writes_steadily(&self, now: Duration) -> Option<(u64, Duration)> {
         let (since, before) = self.writes_since?;
         let time = now.saturating_sub(since);
@@ -148,8 +159,8 @@ impl Rhythm {
         (time >= STEADY && !pauses).then_some((self.written_blocks - before, time))
     }
 
-    /// Whether the guest should not go before its next burst. `fetch` says how long it takes to fetch so many of the
-    /// blocks that are left.
+    /// Returns whether the switchover should wait for the guest's next burst. `fetch` returns how
+    /// long fetching a number of the pending blocks takes.
     pub(crate) fn waits(&mut self, now: Duration, fetch: impl Fn(u64) -> Duration) -> bool {
         self.asked_at = now;
         let usual = self.writes_a_lot(now, &fetch);
@@ -160,7 +171,8 @@ impl Rhythm {
         let (at_most, worth_it) = match (last.filter(|(_, fetch)| *fetch >= FETCH_MIN), usual) {
             (Some((last, fetch)), _) => match self.period.filter(|_| self.is_like_previous(last)) {
                 Some(period) => (fetch, (last.began + period).saturating_sub(now) < fetch),
-                // It has written once, and whether it does so again nobody knows, but what it usually does.
+                // The guest has written once; only its usual rate suggests whether it does so
+                // again.
                 None => {
                     let between = self.next.is_some() || self.is_quiet(now);
                     let late = is_late(now.saturating_sub(last.began), fetch, all);
@@ -174,14 +186,16 @@ impl Rhythm {
         worth_it && now.saturating_sub(*self.waits_since.get_or_insert(now)) < at_most
     }
 
-    /// What was little beside a burst tells nothing of when the next one comes.
+    /// Writes that were few beside a burst say nothing about when the next burst begins.
     fn is_like_previous(&self, burst: Burst) -> bool {
         self.previous_blocks * BEGUN >= burst.blocks
     }
 }
 
-/// Whether a burst, if it writes all that is left, is over long before what it has written so far would be fetched: a guest
-/// that goes now would then read what is still to come. Who writes for longer than anybody waits does not write in bursts.
+/// Returns whether a burst, if it writes all pending blocks, ends long before the blocks that it
+/// has written so far would be fetched: a guest that moves now would then read blocks that are
+/// still missing. A guest that writes for longer than the limit on the wait does not write in
+/// bursts.
 fn is_late(wrote_for: Duration, fetch: Duration, all: Duration) -> bool {
     let [writes, fetch, all] = [wrote_for, fetch, all].map(|time| time.as_secs_f64());
     wrote_for < WAIT_MAX && LONG_BEFORE * writes * (all - fetch) < fetch * fetch
@@ -192,7 +206,7 @@ mod tests {
     use super::*;
 
     const TICK: Duration = Duration::from_millis(5);
-    /// Of 100 blocks each 10 ms take, and what they take to fetch.
+    /// Blocks written per 10 ms, each of which takes 0.1 ms to fetch.
     const BLOCKS: u64 = 100;
 
     fn fetch(blocks: u64) -> Duration {
@@ -203,7 +217,7 @@ mod tests {
         Duration::from_millis(ms)
     }
 
-    /// A guest that writes for a time, and is quiet for another; where it waits, by the time.
+    /// Returns the times at which a guest waits that alternates between writing and quiet.
     fn waits(writes: Duration, quiet: Duration, from: Duration, until: Duration) -> Vec<Duration> {
         let mut rhythm = Rhythm::default();
         let (mut now, mut written) = (Duration::ZERO, 0);
@@ -224,16 +238,16 @@ mod tests {
 
     #[test]
     fn a_guest_goes_when_a_burst_begins() {
-        // Between two bursts; what it wrote takes eight seconds to fetch.
+        // Between two bursts; the last one takes eight seconds to fetch.
         let quiet = waits(ms(4000), ms(1000), ms(9500), ms(11_000));
         assert_eq!(quiet.first(), Some(&ms(9500)));
         let last = *quiet.last().unwrap();
         assert!(last >= ms(9995) && last < ms(10_300), "{last:?}");
-        // Late in one: what it has written of it takes longer than the time to the next.
+        // Late in a burst: fetching what it has written takes longer than the time to the next one.
         let late = waits(ms(4000), ms(1000), ms(8000), ms(11_000));
         assert_eq!(late.first(), Some(&ms(8000)));
         assert!(*late.last().unwrap() < ms(10_300));
-        // Early in one, and at its beginning, it goes at once.
+        // Early in a burst, and at its beginning, it moves at once.
         assert_eq!(waits(ms(4000), ms(1000), ms(6000), ms(6500)), []);
         assert_eq!(waits(ms(4000), ms(1000), ms(5300), ms(5400)), []);
     }
@@ -246,7 +260,7 @@ mod tests {
             (once.first(), once.last()),
             (Some(&ms(2000)), Some(&ms(3995)))
         );
-        // It never stops writing, writes rarely, or nothing.
+        // It never stops writing, writes rarely, or not at all.
         assert_eq!(waits(ms(60_000), ms(0), ms(0), ms(30_000)), []);
         assert_eq!(waits(ms(10), ms(3000), ms(0), ms(30_000)), []);
         assert_eq!(waits(ms(0), ms(3000), ms(0), ms(30_000)), []);
@@ -254,7 +268,7 @@ mod tests {
 
     #[test]
     fn who_has_not_written_yet_is_waited_for_where_it_usually_writes_a_lot() {
-        // So many blocks are left.
+        // The number of pending blocks.
         let left = |blocks: u64| fetch(blocks.min(100 * BLOCKS));
         let waits_until = |usually: u64| {
             let mut rhythm = Rhythm::default();
@@ -266,12 +280,12 @@ mod tests {
         };
         assert_eq!(waits_until(0), None);
         assert_eq!(waits_until(12 * BLOCKS), None);
-        // A quarter of what is left, while that would be fetched; no longer than that.
+        // A quarter of the pending blocks in the time of their fetch; no longer than that.
         assert_eq!(waits_until(13 * BLOCKS), Some(1995));
 
         let mut rhythm = Rhythm::default();
         rhythm.usually(13 * BLOCKS);
-        // A little does not begin a burst.
+        // A few writes do not begin a burst.
         rhythm.look(ms(100), BLOCKS);
         assert!(rhythm.waits(ms(150), left));
         assert!(rhythm.waits(ms(500), left));
@@ -280,7 +294,7 @@ mod tests {
         }
         assert!(!rhythm.waits(ms(1400), left));
         assert!(rhythm.is_in_next_burst());
-        // Of the burst that it was in only the end was seen, which says little of the next one.
+        // Only the end of the first burst was observed, which says little about the next one.
         let mut rhythm = Rhythm::default();
         rhythm.usually(13 * BLOCKS);
         for n in 0..30 {
@@ -297,11 +311,11 @@ mod tests {
         let left = |blocks: u64| fetch(blocks.min(400 * BLOCKS));
         let spoils = |per_tick: u64| {
             let mut rhythm = Rhythm::default();
-            // As one does that has just made its files.
+            // As a guest does that has just created its files.
             rhythm.usually(100 * BLOCKS);
             let at = |tick: u64| ms(tick * 10);
             let spoils = (0..300u64).filter(|tick| {
-                // With gaps, which make no bursts.
+                // With gaps that do not separate bursts.
                 rhythm.look(at(*tick), tick / 40 * 40 * per_tick);
                 assert!(*tick < 150 || !rhythm.waits(at(*tick), left));
                 rhythm.spoils(at(*tick), left)
@@ -315,7 +329,7 @@ mod tests {
 
     #[test]
     fn late_in_the_first_burst_it_waits_for_the_next_one() {
-        // Four seconds write all that there is, which takes eight to fetch.
+        // Four seconds write all blocks, which take eight to fetch.
         let left = |blocks: u64| fetch(blocks.min(400 * BLOCKS));
         let mut rhythm = Rhythm::default();
         let mut writes = (0..400).map(|tick| {
@@ -323,9 +337,9 @@ mod tests {
             (tick * 10, rhythm)
         });
         let first = writes.find_map(|(at, mut rhythm)| rhythm.waits(ms(at), left).then_some(at));
-        // What it has written by then takes half as long again to fetch as it takes to write the rest.
+        // Fetching what it has written by then takes half as long again as writing the rest.
         assert_eq!(first, Some(1700));
-        // It writes the same again and again.
+        // It writes the same blocks repeatedly.
         let waits = |at: u64| {
             let mut rhythm = Rhythm::default();
             (0..=at / 10).for_each(|tick| rhythm.look(ms(tick * 10), (1 + tick) * BLOCKS));
@@ -357,7 +371,7 @@ mod tests {
                 rhythm.look(ms(at), written);
             }
         };
-        // A pause that was none makes it look as if the next burst were near.
+        // An apparent pause makes the next burst look near.
         write(&mut rhythm, 0, 300);
         write(&mut rhythm, 900, 1000);
         assert!(rhythm.waits(ms(1400), |_| ms(600)));

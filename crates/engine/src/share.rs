@@ -1,31 +1,31 @@
-//! How two kinds of blocks share the link: regions that must be at the destination before the switchover
-//! and regions that need not, or what a write waits for and what none does.
+//! Divides the link between two kinds of blocks: those that must be at the destination before the
+//! switchover and those that need not, or those that a write waits for and the others.
 
-/// The part of the link that the second kind gets while the first has something to send: in its first
-/// pass, and later, when it has to get ahead of what the guest writes. docs/decisions/0015 has the
+/// The share of the link that the second kind gets while the first kind has something to send: in
+/// its first pass, and later, when it has to outrun the guest's writes. docs/decisions/0015 has the
 /// measurement.
 const FIRST_PASS_SHARE: f64 = 0.25;
 const LATER_SHARE: f64 = 0.0;
-/// What one kind may be ahead of its share, in bytes.
+/// How far one kind may be ahead of its share, in bytes.
 const AHEAD_BYTES_MAX: f64 = 1024.0 * 1024.0;
 
-/// Whose turn it is.
+/// The kind that sends next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// Regions of which every block must be there.
+    /// Regions whose blocks must all arrive before the switchover.
     Must,
-    /// Regions of which the list is enough.
+    /// Regions for which the list is enough.
     Background,
 }
 
-/// Keeps the shares, of whatever is counted: bytes on the link, or blocks.
+/// The balance between the two kinds, in any unit: bytes on the link, or blocks.
 #[derive(Debug)]
 pub(crate) struct Share {
     first_pass: f64,
     later: f64,
-    /// The one that counts now.
+    /// The share in force.
     background: f64,
-    /// What the background is behind its share, and may be.
+    /// How far the background is behind its share, and how far it may be.
     behind: f64,
     ahead_max: f64,
 }
@@ -43,7 +43,8 @@ impl Default for Share {
 }
 
 impl Share {
-    /// The second kind always has this share, and either may be so much ahead.
+    /// Creates a balance in which the second kind always has this share, and either may be this far
+    /// ahead.
     pub(crate) fn of(background: f64, ahead_max: f64) -> Self {
         let mut share = Self {
             ahead_max,
@@ -53,14 +54,14 @@ impl Share {
         share
     }
 
-    /// Other shares than the usual ones, from 0 to 1.
+    /// Sets the shares, from 0 to 1.
     pub(crate) fn set(&mut self, first_pass: f64, later: f64) {
         self.first_pass = first_pass.clamp(0.0, 1.0);
         self.later = later.clamp(0.0, 1.0);
         self.background = self.first_pass;
     }
 
-    /// A pass begins.
+    /// Records that a pass begins.
     pub(crate) fn pass_started(&mut self, number: u32) {
         self.background = match number {
             0 | 1 => self.first_pass,
@@ -69,7 +70,7 @@ impl Share {
         self.behind = self.behind.min(0.0);
     }
 
-    /// Whose turn it is, when these have something to send.
+    /// Returns which kind sends next, given which of them have something to send.
     pub(crate) fn turn(&self, must: bool, background: bool) -> Option<Turn> {
         match (must, background) {
             (false, false) => None,
@@ -80,7 +81,7 @@ impl Share {
         }
     }
 
-    /// One kind has taken so much, while both had something to send.
+    /// Records how much one kind has taken while both had something to send.
     pub(crate) fn taken(&mut self, turn: Turn, amount: u64) {
         let amount = amount as f64;
         let change = match turn {

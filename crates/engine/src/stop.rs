@@ -1,33 +1,33 @@
-//! When to stop the guest, and why: by the downtime that is predicted over what is still to be sent
-//! *after encoding*, or, to compare with, by the rules of other systems.
+//! Stop rules: when to stop the guest and why, by the predicted downtime of the pending data *after
+//! encoding* or, for comparison, by the rules of other systems.
 //!
 //! ```text
-//!                          predicted <= asked for, at any time -----------------> stop: WithinLimit
+//!                       predicted <= requested, at any time -------------> stop: WithinLimit
 //! Predicted:  falling --- no progress for WINDOW passes ---> too fast --- a local minimum, and
-//!                                                   nothing more to wait for ---> stop: LocalMinimum
-//! CloudNet:   less left than after each of the last WINDOW passes (paper 000, section 4.2)
-//! Xen:        less than 50 pages left, 30 passes, or three times the memory sent
-//! QEMU:       what is left, uncompressed, fits the downtime asked for; never otherwise
+//!                                              nothing more to wait for ---> stop: LocalMinimum
+//! CloudNet:   less pending than after each of the last WINDOW passes (paper 000, section 4.2)
+//! Xen:        less than 50 pages pending, 30 passes, or three times the memory sent
+//! QEMU:       the pending data, uncompressed, fits the requested downtime; never otherwise
 //! ```
 //!
-//! Every rule ends: what a guest that writes too fast is waited for has a limit.
+//! Every rule terminates: the wait for a guest that writes too fast is limited.
 
 use serde::{Deserialize, Serialize};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Passes that are looked back on.
+/// Number of recent passes that a rule considers.
 const WINDOW: usize = 5;
 /// A pass counts as progress when it leaves at most this share of the best one before it.
 const PROGRESS: f64 = 0.9;
-/// Xen stops when fewer blocks than this are left,
+/// Xen stops when fewer blocks than this are pending,
 const XEN_LEFT_BLOCKS: u64 = 50;
-/// after so many passes,
+/// after this many passes,
 const XEN_PASSES: u32 = 30;
-/// or when it has sent the guest's memory so many times.
+/// or when it has sent this multiple of the guest's memory.
 const XEN_SENT_TIMES: u64 = 3;
 
-/// Which rule says when to stop.
+/// The rule that decides when to stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub enum Rule {
     /// The predicted downtime, over encoded bytes; hot blocks wait for the stop.
@@ -35,49 +35,50 @@ pub enum Rule {
     Predicted,
     /// CloudNet's smart stop, over blocks.
     CloudNet,
-    /// Xen's, over blocks and passes.
+    /// Xen's rule, over blocks and passes.
     Xen,
-    /// QEMU's, over uncompressed bytes.
+    /// QEMU's rule, over uncompressed bytes.
     Qemu,
 }
 
 impl Rule {
-    /// Whether blocks that are written in pass after pass are kept for the stop.
+    /// Returns whether blocks that are written in pass after pass are deferred to the stop.
     pub(crate) fn defers_hot(self) -> bool {
         self == Self::Predicted
     }
 }
 
-/// Why the guest is stopped.
+/// The reason for the stop of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum StopReason {
-    /// The predicted downtime is within what was asked for.
+    /// The predicted downtime is within the requested one.
     WithinLimit,
-    /// It will not get better: the guest writes too fast for the link.
+    /// The prediction will not improve: the guest writes too fast for the link.
     LocalMinimum,
-    /// More and more is left: the guest writes faster and faster.
+    /// The pending data grows: the guest writes faster and faster.
     RisingTrend,
-    /// It has been waited for long enough, and is still too fast.
+    /// The limit on the wait has passed, and the guest is still too fast.
     WaitedEnough,
-    /// As many passes as the rule allows.
+    /// The rule's limit on passes was reached.
     Passes,
-    /// As many bytes as the rule allows.
+    /// The rule's limit on bytes was reached.
     Bytes,
 }
 
-/// What is asked of the stop.
+/// The requested stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wish {
     /// The rule.
     pub rule: Rule,
-    /// The downtime asked for.
+    /// The requested downtime.
     pub downtime: Duration,
-    /// How long a guest that writes too fast is waited for before it is stopped all the same.
+    /// How long a guest that writes too fast is waited for before it is stopped regardless.
     pub wait: Duration,
 }
 
 impl Wish {
-    /// The usual rule, which stops a guest that writes too fast at the best moment.
+    /// Returns a wish for the usual rule, which stops a guest that writes too fast at the best
+    /// moment.
     pub fn downtime(downtime: Duration) -> Self {
         Self {
             rule: Rule::Predicted,
@@ -87,7 +88,7 @@ impl Wish {
     }
 }
 
-/// Where a migration is when everything that a pass reported has been sent.
+/// The state of a migration when everything that a pass reported has been sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AfterPass {
     /// The time.
@@ -96,9 +97,9 @@ pub struct AfterPass {
     pub left_blocks: u64,
     /// The same after encoding, in bytes.
     pub left_bytes: u64,
-    /// How long the guest would stand still, at most.
+    /// The upper bound of the predicted downtime.
     pub downtime: Duration,
-    /// How long the blocks left would travel as they are.
+    /// The travel time of the pending blocks without encoding.
     pub uncompressed: Duration,
     /// Blocks that were sent so far.
     pub sent_blocks: u64,
@@ -114,12 +115,12 @@ pub struct StopRule {
     best: Option<u64>,
     without_progress: usize,
     window: VecDeque<u64>,
-    /// Since when it is known that the downtime asked for cannot be kept.
+    /// Since when it has been known that the requested downtime cannot be met.
     too_fast_since: Option<Duration>,
 }
 
 impl StopRule {
-    /// A rule that has seen nothing yet.
+    /// Creates a rule that has seen no pass.
     pub fn new(wish: Wish) -> Self {
         Self {
             wish,
@@ -131,17 +132,17 @@ impl StopRule {
         }
     }
 
-    /// What was asked of it.
+    /// Returns the requested stop.
     pub fn wish(&self) -> Wish {
         self.wish
     }
 
-    /// Since when it is known that the guest writes too fast for the downtime asked for.
+    /// Returns since when the guest has been known to write too fast for the requested downtime.
     pub fn too_fast_since(&self) -> Option<Duration> {
         self.too_fast_since
     }
 
-    /// A pass has been sent.
+    /// Takes a pass that has been sent. Returns the reason to stop, if there is one.
     pub fn pass(&mut self, after: &AfterPass) -> Option<StopReason> {
         self.passes += 1;
         let (reason, ready) = match self.wish.rule {
@@ -155,13 +156,13 @@ impl StopRule {
             return Some(StopReason::WithinLimit);
         }
         let waits = match self.wish.rule {
-            // It is known to be too fast when the rule would stop it where it is.
+            // The guest counts as too fast when the rule would stop it at this point.
             Rule::Predicted => {
                 let known = self.too_fast_since.or(reason.map(|_| after.now));
                 self.too_fast_since = known;
                 known.map(|since| after.now.saturating_sub(since))
             }
-            // Those know of no such thing.
+            // These rules have no such notion.
             Rule::CloudNet | Rule::Xen => return reason,
             Rule::Qemu => {
                 let since = *self.too_fast_since.get_or_insert(after.now);
@@ -176,7 +177,7 @@ impl StopRule {
         }
     }
 
-    /// Whether it will not get better, as far as can be seen.
+    /// Returns the reason to stop if no improvement is to be expected.
     fn predicted(&mut self, after: &AfterPass) -> Option<StopReason> {
         let left = after.left_bytes;
         let progress = self
@@ -232,7 +233,8 @@ mod tests {
     const LIMIT: Duration = Duration::from_millis(300);
     const OVER: Duration = Duration::from_secs(1);
 
-    /// After a pass a second, with so many blocks left, which would take too long.
+    /// Returns the state after a pass, one per second, with this many pending blocks, which would
+    /// take too long.
     fn after(pass: u64, left: u64) -> AfterPass {
         AfterPass {
             now: Duration::from_secs(pass),
@@ -253,7 +255,7 @@ mod tests {
         })
     }
 
-    /// After which of these passes it stops, from 0, and why.
+    /// Returns after which of these passes the rule stops, from 0, and why.
     fn stops(rule: &mut StopRule, lefts: impl Iterator<Item = u64>) -> Option<(u64, StopReason)> {
         (0..)
             .zip(lefts)

@@ -3,16 +3,18 @@
 //!
 //! | strategy | before the switchover | what READY promises | after |
 //! |---|---|---|---|
-//! | `precopy` | everything, until the stop rule speaks | everything | - |
-//! | `hybrid` | chunks written fewer times than the threshold | the list of what is left | what is left, most written first |
-//! | `mirror` | everything, then each write before it is answered | everything | - |
-//! | `postcopy` | nothing | the list of everything | everything, most written first |
+//! | `precopy` | everything, until the stop rule applies | everything | - |
+//! | `hybrid` | chunks written less often than the threshold | the list of the rest | the rest |
+//! | `mirror` | everything, then each write before its completion | everything | - |
+//! | `postcopy` | nothing | the list of all blocks | all blocks |
 //! | `shared` | nothing | nothing: both hosts see it | - |
+//!
+//! After the switchover the most written chunks travel first.
 
-/// One row of the table.
+/// A strategy: one row of the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Strategy {
-    /// The name that people choose it by.
+    /// The name that users choose it by.
     pub name: &'static str,
     /// What travels while the guest runs at the source.
     pub before: Before,
@@ -23,22 +25,22 @@ pub struct Strategy {
 /// What travels while the guest still runs at the source.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Before {
-    /// Everything, hot blocks last, until the stop rule speaks.
+    /// Everything, hot blocks last, until the stop rule applies.
     UntilStopRule,
-    /// Chunks to which less than so many times their length was written.
+    /// Chunks to which less than this multiple of their length was written.
     BelowThreshold(u8),
-    /// Everything; once that is there, each write before it is answered.
+    /// Everything; once that has arrived, each write before it completes.
     InStep,
     /// Nothing.
     Nothing,
 }
 
-/// What a destination that says READY has.
+/// What a destination has when it says READY.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Promise {
     /// Every block.
     Everything,
-    /// The list of what is still at the source.
+    /// The list of the blocks that are missing.
     List,
     /// Nothing: the region is elsewhere, and both hosts see it.
     Nothing,
@@ -55,7 +57,7 @@ impl Strategy {
         promise: Promise::Everything,
     };
 
-    /// Active push, prioritised prefetch (paper 001, section 4.3).
+    /// Active push with prioritised prefetch (paper 001, section 4.3).
     pub const HYBRID: Strategy = Strategy::hybrid(Self::THRESHOLD);
 
     /// Asynchronous, then synchronous replication (paper 000, section 3.2).
@@ -65,14 +67,14 @@ impl Strategy {
         promise: Promise::Everything,
     };
 
-    /// Everything afterwards (paper 001, section 5.2.2).
+    /// Everything after the switchover (paper 001, section 5.2.2).
     pub const POSTCOPY: Strategy = Strategy {
         name: "postcopy",
         before: Before::Nothing,
         promise: Promise::List,
     };
 
-    /// Nothing is moved.
+    /// Nothing moves.
     pub const SHARED: Strategy = Strategy {
         name: "shared",
         before: Before::Nothing,
@@ -88,7 +90,7 @@ impl Strategy {
         Self::SHARED,
     ];
 
-    /// `hybrid` with a threshold of one's own.
+    /// Returns `hybrid` with another threshold.
     pub const fn hybrid(threshold: u8) -> Strategy {
         Strategy {
             name: "hybrid",

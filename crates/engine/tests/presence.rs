@@ -1,4 +1,5 @@
-//! A disk at its destination: what waits, what is asked for, and what is durable before what.
+//! Tests the presence of a disk at its destination: what waits, what is requested, and the order of
+//! durability.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_engine::presence::{
@@ -31,7 +32,7 @@ fn list(remaining: Vec<Remaining>) -> List {
     }
 }
 
-/// 100 blocks, of which the first 8 are still at the source; handed over, all else durable.
+/// 100 blocks, of which the first 8 are missing; handed over, all others durable.
 fn handed_over() -> Presence {
     let mut presence = Presence::new(DISK, 100);
     presence.listed(&list(vec![part(0, 0xff)])).unwrap();
@@ -46,7 +47,7 @@ fn outputs(presence: &mut Presence) -> Vec<Output> {
     std::iter::from_fn(|| presence.poll()).collect()
 }
 
-/// Does what it is told to make durable; what else it said.
+/// Carries out the steps of durability. Returns all other outputs.
 fn settle(presence: &mut Presence) -> Vec<Output> {
     let mut others = Vec::new();
     while let Some(output) = presence.poll() {
@@ -73,7 +74,7 @@ fn a_read_waits_for_exactly_what_is_missing() {
         outputs(&mut presence),
         [Output::Want(BlockRange::new(6, 2))]
     );
-    // Another one does not ask again.
+    // Another request does not ask again.
     assert_eq!(
         begin(&mut presence, 2, Operation::Read, (7 * KB4, 8 * KB4)),
         Begin::Wait
@@ -193,7 +194,7 @@ fn who_waits_for_what_the_source_cannot_read_is_refused_and_may_ask_again() {
     assert_eq!(again, Begin::Wait);
     let want = [Output::Want(BlockRange::new(2, 1))];
     assert_eq!(outputs(&mut presence), want, "it may be read this time");
-    // What is written over is not needed.
+    // Overwritten blocks are not needed.
     let go = begin(&mut presence, 4, Operation::Write, (2 * KB4, 3 * KB4));
     assert_eq!(go, Begin::Go(2 * KB4..3 * KB4));
     presence.done(RequestId(4), true);
@@ -228,7 +229,7 @@ fn a_flush_is_answered_after_data_and_masks() {
     outputs(&mut presence);
     presence.flush(RequestId(2));
     assert_eq!(outputs(&mut presence), [Output::SyncData]);
-    // This one comes too late for the round.
+    // This flush is too late for the round.
     presence.flush(RequestId(3));
     presence.data_synced(true);
     let masks = vec![ChunkMask {
@@ -338,7 +339,7 @@ fn a_new_connection_begins_anew_before_the_hand_over_and_goes_on_after_it() {
         presence.accepts(Epoch(3), 64, 1),
         "by a source that counts anew"
     );
-    // A source that has not heard of READY repeats its list: it is known better here.
+    // A source that has not seen READY repeats its list: the destination knows better.
     presence.listed(&list(vec![])).unwrap();
     assert_eq!(presence.missing_blocks(), 1);
 }

@@ -1,5 +1,5 @@
-//! Source and destination against each other and against a plain copy: whatever a guest writes,
-//! whatever the link loses, both ends hold the same when the destination is complete.
+//! Tests source and destination against each other and against a plain copy: whatever the guest
+//! writes and the link loses, both ends hold the same content when the destination is complete.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_codec::{
@@ -45,7 +45,7 @@ fn memory(fill: u8) -> Memory {
 struct Receiver {
     memory: Memory,
     state: Destination,
-    /// So many blocks will be read as something else than they hold.
+    /// The number of blocks that will be misread.
     misreads: u8,
     /// What another guest holds there.
     other: Option<(MigrationId, Memory)>,
@@ -112,7 +112,7 @@ struct Bench {
     encoder: Encoder,
     deltas: usize,
     misread: bool,
-    /// Frames of connections that are gone, some of which may yet arrive.
+    /// Frames of lost connections, some of which may yet arrive.
     forgotten: VecDeque<(Epoch, Vec<u8>)>,
     decoder: Decoder,
     epoch: Epoch,
@@ -140,7 +140,7 @@ impl Bench {
             },
             wire: VecDeque::new(),
             acks: VecDeque::new(),
-            // Room for half of the guest's blocks: versions come and go.
+            // Room for half of the guest's blocks: versions are evicted.
             encoder: Encoder::for_guest(79, 32_000),
             deltas: 0,
             misread: false,
@@ -225,7 +225,7 @@ impl Bench {
         true
     }
 
-    /// Frames may overtake each other: `which` picks one of those on their way.
+    /// Delivers a frame. Frames may overtake each other: `which` picks one in flight.
     fn deliver(&mut self, which: u16) -> bool {
         if self.wire.is_empty() {
             return false;
@@ -247,7 +247,7 @@ impl Bench {
             .unwrap();
     }
 
-    /// A frame of an earlier connection comes through after all, or one comes twice.
+    /// Delivers a frame of an earlier connection, or one for the second time.
     fn straggle(&mut self, which: u16) {
         let which = usize::from(which) % self.forgotten.len().max(1);
         if let Some((epoch, frame)) = self.forgotten.get(which).cloned() {
@@ -352,7 +352,7 @@ proptest! {
             }
         }
         if !bench.misread && bench.forgotten.is_empty() {
-            // Whatever order frames come in, what is built on waits for what builds on it.
+            // In whatever order frames arrive, a target of a reference waits for that reference.
             prop_assert_eq!(bench.source.sent().rejected_blocks, 0);
         }
         bench.finish();
@@ -412,7 +412,7 @@ fn what_has_changed_travels_as_a_delta() {
     assert!(bench.guest == bench.receiver.memory);
 }
 
-/// A member of a gang in which nobody waits for anybody.
+/// A member of a gang in which no guest waits for another.
 struct Joined(Arc<Mutex<GangIndex>>, Member);
 
 impl Gang for Joined {
@@ -462,7 +462,8 @@ fn what_another_guest_has_brought_is_not_sent_again() {
     };
     let sent = settle(&mut first);
     assert_eq!((sent.literal_blocks, sent.shared_blocks), (60, 0));
-    // One that has changed there does not hold; one that is known to have changed is not asked for.
+    // A block that has changed there does not match; one that is known to have changed is not
+    // referred to.
     first.write(7, 99);
     let known = settle(&mut first);
     assert_eq!(known.literal_blocks, 61);
@@ -475,7 +476,7 @@ fn what_another_guest_has_brought_is_not_sent_again() {
     second.finish();
     assert!(second.guest == second.receiver.memory);
     assert_eq!(second.source.sent().literal_blocks, 3);
-    // What runs at the destination is built on by nobody.
+    // No guest refers to blocks of a guest that runs at the destination.
     let mut third = Bench::new();
     join(&mut third, 3);
     first.finish();
@@ -483,7 +484,7 @@ fn what_another_guest_has_brought_is_not_sent_again() {
     assert_eq!(settle(&mut third).shared_blocks, 0);
 }
 
-/// A guest of which block 5 is being sent as a reference to block 3, which has changed since.
+/// A guest whose block 5 is being sent as a reference to block 3, which has changed since.
 fn referring() -> Bench {
     let mut bench = Bench::new();
     bench.write(3, 33);

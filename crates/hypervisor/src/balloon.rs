@@ -1,13 +1,13 @@
-//! Whether a guest has a balloon that tells QEMU which pages it does not use (`free-page-hint`).
+//! Detects a balloon that reports unused pages to QEMU (`free-page-hint`).
 
 use crate::observe::{children, property};
 use crate::qmp::{Qmp, QmpError};
 use serde_json::Value;
 
-/// The property that makes a balloon do so; QEMU wants a thread for it.
+/// The property that makes a balloon report free pages; QEMU requires an I/O thread for it.
 pub(crate) const FREE_PAGE_HINT: &str = "free-page-hint";
 
-/// Whether the guest has such a balloon. A machine has one balloon at most.
+/// Returns whether the guest has such a balloon. A machine has at most one balloon.
 pub(crate) async fn tells_free_pages(qmp: &Qmp) -> Result<bool, QmpError> {
     for folder in ["/machine/peripheral", "/machine/peripheral-anon"] {
         for (name, kind) in children(qmp, folder).await? {

@@ -1,4 +1,4 @@
-//! What this host can run, and whether a given guest is among it.
+//! Determines what this host can run, and checks a given guest against it.
 
 use crate::config::{AcceleratorChoice, HostConfig};
 use crate::description;
@@ -19,28 +19,28 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio::sync::Mutex;
 
-/// What runs a guest's instructions.
+/// The executor of a guest's instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
-    /// The processor.
+    /// The processor, by KVM.
     Kvm,
-    /// QEMU itself.
+    /// QEMU's own translator.
     Tcg,
 }
 
 /// What this host can run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
-    /// Label of the emulator that is preferred.
+    /// Label of the preferred emulator.
     pub default: String,
-    /// The emulators that answered, by label.
+    /// The working emulators, by label.
     pub emulators: BTreeMap<String, Emulator>,
-    /// The emulators that did not, by label, and why.
+    /// The emulators that failed, by label, with the reasons.
     pub broken: BTreeMap<String, String>,
-    /// What runs the guests' instructions.
+    /// The executor of the guests' instructions.
     pub accelerator: Accelerator,
-    /// Why it is not KVM, where that was tried.
+    /// Why it is not KVM, where KVM was tried.
     pub no_kvm: Option<String>,
     /// Memory for guests.
     pub memory: Memory,
@@ -54,36 +54,36 @@ pub struct Capabilities {
     pub kernels: BTreeSet<String>,
 }
 
-/// What one emulator can do.
+/// The capabilities of one emulator.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Emulator {
     /// Its version, such as `10.0.2`.
     pub version: String,
     /// The machine types that it can build, by name.
     pub machine_types: BTreeMap<String, MachineType>,
-    /// The CPU models that it knows, by name, and what it cannot give of each.
+    /// The CPU models that it knows, by name, with the features of each that it cannot provide.
     pub cpu_models: BTreeMap<String, Vec<String>>,
 }
 
 /// A machine type that an emulator can build.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct MachineType {
-    /// Most virtual CPUs of such a machine.
+    /// The maximum number of virtual CPUs of such a machine.
     pub cpus_max: u64,
 }
 
 /// Memory for guests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memory {
-    /// What the host could give away now, in bytes.
+    /// Memory available now, in bytes.
     pub available_bytes: u64,
-    /// What all guests may have together, in bytes.
+    /// The limit for all guests together, in bytes.
     pub limit_bytes: Option<u64>,
-    /// What the guests of this host have together, in bytes.
+    /// Memory of all guests of this host together, in bytes.
     pub guests_bytes: u64,
 }
 
-/// A host that cannot say what it can run.
+/// Why the host's capabilities cannot be determined.
 #[derive(Debug, thiserror::Error)]
 pub enum CapabilitiesError {
     /// The configuration names KVM, which does not work.
@@ -95,19 +95,19 @@ pub enum CapabilitiesError {
     /// No emulator works.
     #[error("no emulator of this host works: {0}")]
     NoEmulator(String),
-    /// The system cannot be asked.
+    /// The system cannot be queried.
     #[error("cannot see what this host has: {0}")]
     Host(#[from] io::Error),
 }
 
-/// Remembers what emulators can do, as long as their files do not change.
+/// Caches the capabilities of emulators while their files do not change.
 #[derive(Debug, Clone)]
 pub struct Prober {
     config: Arc<HostConfig>,
     cache: Arc<Mutex<Cache>>,
 }
 
-/// What was found out, kept in the state folder as well.
+/// The results, kept in the state folder as well.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 struct Cache {
     emulators: BTreeMap<String, Emulator>,
@@ -115,7 +115,7 @@ struct Cache {
 }
 
 impl Accelerator {
-    /// What QEMU calls it.
+    /// Returns QEMU's name for it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Kvm => "kvm",
@@ -131,7 +131,7 @@ impl fmt::Display for Accelerator {
 }
 
 impl Prober {
-    /// Remembers nothing yet but what the state folder holds.
+    /// Creates a prober with the content of the state folder.
     pub fn new(config: Arc<HostConfig>) -> Self {
         let cache = fs::read(cache_file(&config.state))
             .ok()
@@ -143,7 +143,7 @@ impl Prober {
         }
     }
 
-    /// What this host can run now.
+    /// Returns what this host can run now.
     pub async fn capabilities(&self) -> Result<Capabilities, CapabilitiesError> {
         let (accelerator, no_kvm) = self.accelerator().await?;
         let mut emulators = BTreeMap::new();
@@ -181,7 +181,7 @@ impl Prober {
         })
     }
 
-    /// What runs the guests' instructions here, and why it is not KVM.
+    /// Returns the executor of guests' instructions on this host, and why it is not KVM.
     pub async fn accelerator(&self) -> Result<(Accelerator, Option<String>), CapabilitiesError> {
         let choice = self.config.qemu.accelerator;
         if choice == AcceleratorChoice::Tcg {
@@ -213,7 +213,7 @@ impl Prober {
             return known.clone();
         }
         let works = probe::kvm_works(path, &self.config.state).await;
-        // What was found out before this start of the machine is of no more use.
+        // Results from before this boot are stale.
         cache.kvm.retain(|key, _| key.ends_with(boot.trim()));
         cache.kvm.insert(key, works.clone());
         self.keep(&cache);
@@ -263,7 +263,7 @@ fn cache_file(state: &Path) -> std::path::PathBuf {
     state.join("emulators.json")
 }
 
-/// Changes whenever the file does.
+/// Returns a key that changes whenever the file does.
 fn file_key(path: &Path) -> io::Result<String> {
     let file = fs::metadata(path)?;
     let (seconds, nanos) = (file.mtime(), file.mtime_nsec());
@@ -296,8 +296,8 @@ fn memory(config: &HostConfig) -> io::Result<Memory> {
 }
 
 impl Capabilities {
-    /// Label of the emulator that a guest would be launched with: the preferred one, or the newest
-    /// of those that can build its machine.
+    /// Returns the label of the emulator that a guest would be launched with: the preferred one, or
+    /// the newest of those that can build its machine.
     pub fn emulator_for(&self, machine_type: &str) -> Option<&str> {
         let builds = |label: &&String| {
             self.emulators[*label]
@@ -315,10 +315,11 @@ impl Capabilities {
     }
 }
 
-/// Every check of whether `host` can run a guest; `machine` is the guest's as it runs elsewhere.
+/// Returns all checks of whether `host` can run a guest; `machine` is that of the guest at its
+/// current host.
 ///
-/// The CPU's features are checked as far as the emulator's own list allows. The last word have the
-/// two machines, compared when the destination's QEMU is there ([`Machine::differences`]).
+/// The CPU's features are checked as far as the emulator's own list allows. The final check
+/// compares the two machines when the destination's QEMU runs ([`Machine::differences`]).
 pub fn can_run(
     host: &str,
     description: &GuestDescription,
@@ -326,7 +327,7 @@ pub fn can_run(
     capabilities: &Capabilities,
 ) -> Vec<Check> {
     if let Err(error) = description::check(description) {
-        // A peer may have sent it: nothing in it is shown or looked up.
+        // It may be from a peer: nothing in it is shown or looked up.
         return vec![Check {
             verdict: Verdict::Refused,
             text: format!("{host} cannot run this guest: {error}"),
@@ -410,7 +411,7 @@ impl<'a> Question<'a> {
                 hint: Some(format!("install QEMU {} on {host}", machine.qemu)),
             });
         }
-        // Not of a guest that is only to be started.
+        // Does not apply to a guest that is only to be started.
         let moves = self.machine.is_some();
         if let Some(text) = tested::warning(&emulator.version, host).filter(|_| moves) {
             checks.push(Check {
@@ -469,7 +470,7 @@ impl<'a> Question<'a> {
             ));
             return;
         };
-        // A feature that the guest does not see where it runs is none that it could miss.
+        // A feature that the guest does not have now cannot be missing.
         let sees = |feature: &&String| {
             self.machine.is_none_or(|machine| {
                 machine.cpu_properties.get(*feature).map(String::as_str) == Some("on")
@@ -585,7 +586,8 @@ impl<'a> Question<'a> {
             .kernel
             .iter()
             .map(|kernel| ("kernel", "[kernels]", &here.kernels, &kernel.name));
-        // A file that stays must be the same on both hosts; `migration::files` proves that and says so.
+        // A file that is not moved must be the same on both hosts; `migration::files` proves and
+        // reports that.
         let staying = files::staying(guest);
         let stays = |kind: &str, name: &String| {
             let mut staying = staying.iter();
@@ -622,7 +624,7 @@ fn fine(text: String) -> Check {
     }
 }
 
-/// A CPU description without some features.
+/// Returns a CPU description without some features.
 fn without(cpu: &str, features: &[&str]) -> String {
     let added = |part: &&str| {
         part.strip_prefix('+')
@@ -633,7 +635,7 @@ fn without(cpu: &str, features: &[&str]) -> String {
     kept.join(",") + &taken.collect::<String>()
 }
 
-/// The numbers of a version, for comparison.
+/// Returns the numbers of a version, for comparison.
 fn version(text: &str) -> Vec<u32> {
     text.split('.')
         .map_while(|part| part.parse().ok())

@@ -1,4 +1,4 @@
-//! Which guests are refused, and in which words.
+//! Tests which guests are refused, and the messages.
 
 use super::*;
 use crate::description::tests::sample;

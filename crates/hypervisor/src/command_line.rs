@@ -1,8 +1,8 @@
-//! QEMU's command line from a guest's description and this host's configuration.
+//! Builds QEMU's command line from a guest's description and this host's configuration.
 //!
-//! It is deterministic: every device has a slot of its own by its kind and place in the
-//! description, so that two hosts build the same machine. Texts of the description come here
-//! checked ([`crate::description::check`]); paths come from the host's own configuration only.
+//! The result is deterministic: every device has a fixed slot by its kind and position in the
+//! description, so that two hosts build the same machine. Texts of the description are already
+//! checked ([`crate::description::check`]); paths are from the host's own configuration only.
 
 use crate::capabilities::Accelerator;
 use crate::config::{HostConfig, Image, ImageFormat, Network};
@@ -16,50 +16,50 @@ use std::collections::BTreeMap;
 use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 
-/// Slot of the controller of the channels.
+/// PCI slot of the controller of the channels.
 const CHANNELS_SLOT: usize = 0x03;
-/// Slot of the first disk.
+/// PCI slot of the first disk.
 const DISKS_SLOT: usize = 0x04;
-/// Slot of the first network card.
+/// PCI slot of the first network card.
 const NICS_SLOT: usize = 0x10;
 
 /// Why a description cannot be launched on this host.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ResolveError {
-    /// A name means nothing here.
+    /// This host's configuration does not define a name.
     #[error("this host has no {kind} called `{name}` (it has: {}): add it under {table} in the \
              agent's configuration", known.join(", "))]
     Unknown {
-        /// What kind of thing it names.
+        /// The kind of thing it names.
         kind: &'static str,
-        /// Where such things are configured.
+        /// The configuration table for this kind.
         table: &'static str,
         /// The name.
         name: String,
-        /// The names that mean something.
+        /// The defined names.
         known: Vec<String>,
     },
-    /// The machine type is of a family that cannot be built.
+    /// The machine type is of an unsupported family.
     #[error("machine type `{0}` cannot be built: only pc-q35-* and pc-i440fx-* can")]
     Machine(String),
-    /// The model of a device is none that can be made.
+    /// The model of a device is not supported.
     #[error("the device model `{0}` cannot be made")]
     Model(String),
 }
 
-/// What a command line is made of, apart from the description.
+/// The inputs of a command line apart from the description.
 pub(crate) struct Surroundings<'a> {
     pub(crate) config: &'a HostConfig,
     pub(crate) accelerator: Accelerator,
     pub(crate) folder: &'a GuestFolder,
     /// The TAP device of each network card that has one, by the card's index.
     pub(crate) taps: &'a BTreeMap<usize, String>,
-    /// What the images of disks stand on, by the disks' names: raw, and never written.
+    /// The base images of disks, by the disks' names: raw and read-only.
     pub(crate) bases: &'a BTreeMap<String, Base>,
     pub(crate) incoming: bool,
 }
 
-/// QEMU's arguments, without the program itself.
+/// Returns QEMU's arguments, without the program itself.
 pub(crate) fn arguments(
     description: &GuestDescription,
     around: &Surroundings<'_>,
@@ -101,7 +101,7 @@ pub(crate) fn arguments(
     Ok(line.0)
 }
 
-/// What a network card's cable is plugged into; false where that is nothing.
+/// Emits the backend of a network card; returns false where there is none.
 pub(crate) fn backend(
     line: &mut Line,
     description: &GuestDescription,
@@ -120,7 +120,7 @@ pub(crate) fn backend(
     Ok(true)
 }
 
-/// The bridge of each network card that needs a TAP device, by the card's index.
+/// Returns the bridge of each network card that needs a TAP device, by the card's index.
 pub(crate) fn bridges<'a>(
     description: &GuestDescription,
     config: &'a HostConfig,
@@ -134,7 +134,7 @@ pub(crate) fn bridges<'a>(
     Ok(bridges)
 }
 
-/// Arguments, two by two.
+/// Arguments, in pairs.
 #[derive(Default)]
 pub(crate) struct Line(Vec<String>);
 
@@ -220,7 +220,7 @@ fn channels(line: &mut Line, description: &GuestDescription, folder: &GuestFolde
     for (index, channel) in description.channels.iter().enumerate() {
         let socket = server(&format!("channel{index}"), &folder.channel(&channel.name));
         line.option("-chardev", socket);
-        // Port 0 is the console's.
+        // Port 0 belongs to the console.
         line.option(
             "-device",
             format!(
@@ -251,7 +251,7 @@ fn disk(
     Ok(())
 }
 
-/// The nodes of a disk; the name of the upper one.
+/// Emits the nodes of a disk and returns the name of the upper one.
 pub(crate) fn disk_nodes(
     line: &mut Line,
     disk: &Disk,
@@ -275,20 +275,20 @@ pub(crate) fn disk_nodes(
     Ok(format)
 }
 
-/// How an image is used.
+/// The use of an image.
 #[derive(Default)]
 pub(crate) struct Used<'a> {
     pub(crate) shared: bool,
     pub(crate) read_only: bool,
-    /// The node that it stands on; where it is left out, the image says so itself.
+    /// The node of its base image; where absent, the image names it itself.
     pub(crate) base: Option<&'a str>,
 }
 
-/// The nodes of an image.
+/// Emits the nodes of an image.
 pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, used: &Used<'_>) {
     let read_only = used.read_only;
     let direct = image.direct.unwrap_or(used.shared);
-    // QEMU's own lock stands beside the journal: it stops a person who starts a second QEMU.
+    // QEMU's own lock complements the journal: it stops an operator who starts a second QEMU.
     let file_node = json!({
         "driver": file_driver(&image.path), "node-name": file, "filename": text(&image.path),
         "locking": if image.locks { "on" } else { "off" },
@@ -309,7 +309,7 @@ pub(crate) fn nodes(line: &mut Line, file: &str, format: &str, image: &Image, us
     line.option("-blockdev", format_node.to_string());
 }
 
-/// What opens an image: QEMU has one driver for files and one for volumes.
+/// Returns the driver that opens an image: QEMU has one for files and one for volumes.
 fn file_driver(path: &Path) -> &'static str {
     let kind = std::fs::metadata(path).map(|file| file.file_type());
     match kind.is_ok_and(|kind| kind.is_block_device()) {
@@ -318,7 +318,7 @@ fn file_driver(path: &Path) -> &'static str {
     }
 }
 
-/// The device's id: prefixed, so that no disk's name meets another device's.
+/// Returns the device's id, prefixed so that a disk's name cannot collide with another device's id.
 fn disk_id(name: &str) -> String {
     format!("blk-{name}")
 }
@@ -356,7 +356,7 @@ pub(crate) fn server(id: &str, path: &Path) -> String {
     format!("socket,id={id},path={path},server=on,wait=off")
 }
 
-/// A path as an argument; the configuration's check refuses what is not text.
+/// Returns a path as an argument; the configuration's check refuses paths that are not UTF-8.
 fn text(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }

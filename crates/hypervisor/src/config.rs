@@ -1,7 +1,7 @@
-//! The host's own configuration: what the names in a guest's description mean on this host.
+//! Defines the host's configuration: the meaning of the names in guest descriptions on this host.
 //!
-//! It is the part of the agent's TOML document that concerns guests. Nothing in it ever comes from
-//! a peer, so this is the only place where paths, bridges and programs are named.
+//! It is the part of the agent's TOML document about guests. None of it is ever from a peer: paths,
+//! bridges and programs are named only here.
 
 use crate::description::is_name;
 use longhaul_protocol::units::parse_bytes;
@@ -10,14 +10,14 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Longest name of a host, in bytes.
+/// The maximum length of a host's name, in bytes.
 const HOST_NAME_BYTES_MAX: usize = 63;
 
-/// What this host offers its guests.
+/// The resources that this host offers its guests.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct HostConfig {
-    /// Folder of everything that must outlive the agent.
+    /// Folder of all state that must outlive the agent.
     #[serde(default = "default_state")]
     pub state: PathBuf,
     /// QEMU on this host.
@@ -40,32 +40,32 @@ pub struct HostConfig {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct QemuConfig {
-    /// The emulator that is preferred, by its label; may be left out where there is one only.
+    /// Label of the preferred emulator; optional where there is only one.
     #[serde(default)]
     pub default: Option<String>,
     /// QEMU's programs by label.
     pub emulators: BTreeMap<String, PathBuf>,
-    /// What runs the guests' instructions.
+    /// The executor of the guests' instructions.
     #[serde(default)]
     pub accelerator: AcceleratorChoice,
-    /// The user that QEMU runs as; the agent's own where it is left out.
+    /// The user that QEMU runs as; defaults to the agent's own.
     #[serde(default)]
     pub run_as: Option<String>,
-    /// Most memory that all guests of this host may have together, in bytes.
+    /// The largest amount of memory that all guests of this host may have together, in bytes.
     #[serde(default, deserialize_with = "size")]
     pub memory_limit: Option<u64>,
 }
 
-/// What runs the guests' instructions.
+/// The choice of the executor of the guests' instructions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum AcceleratorChoice {
-    /// KVM where a guest really runs with it, otherwise TCG.
+    /// KVM where a test guest runs with it, otherwise TCG.
     #[default]
     Auto,
-    /// The processor.
+    /// The processor, by KVM.
     Kvm,
-    /// QEMU itself.
+    /// QEMU's own translator.
     Tcg,
 }
 
@@ -73,38 +73,37 @@ pub enum AcceleratorChoice {
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Image {
-    /// Where it is.
+    /// Path of the image.
     pub path: PathBuf,
-    /// What the file holds.
+    /// Format of the file.
     pub format: ImageFormat,
-    /// Whether to go past this host's page cache; where it is left out, shared disks do.
+    /// Whether to bypass this host's page cache; the default is yes for shared disks.
     #[serde(default)]
     pub direct: Option<bool>,
-    /// Whether QEMU locks the file; off only for storage that knows no locks. The right to run a
-    /// guest does not rest on it.
+    /// Whether QEMU locks the file; off only for storage without locks. The right to run a guest
+    /// does not depend on these locks.
     #[serde(default = "yes")]
     pub locks: bool,
-    /// Whether no other host sees it: it moves along with a guest that is attached to. Guests that are
-    /// launched say so themselves.
+    /// Whether no other host sees it: it then moves along with an attached guest. Descriptions of
+    /// launched guests specify this themselves.
     #[serde(default)]
     pub local: bool,
-    /// The file of another host that this one is, where neither host can find that out: the
-    /// operator's word.
+    /// The same file on another host, where neither host can detect that: the operator's statement.
     #[serde(default)]
     pub same_file_as: Option<SameFile>,
 }
 
-/// A file of another host, written `HOST:PATH`.
+/// A file of another host, written as `HOST:PATH`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SameFile {
     /// The name by which this host trusts the other one.
     pub host: String,
-    /// Where the file is there.
+    /// The file's path there.
     pub path: String,
 }
 
 impl SameFile {
-    /// Whether it is this path of this host.
+    /// Returns whether it is this path of this host.
     pub fn is(&self, host: &str, path: &str) -> bool {
         self.host == host && self.path == path
     }
@@ -142,23 +141,23 @@ fn yes() -> bool {
     true
 }
 
-/// What an image file holds; never guessed from its content, which the guest could write.
+/// Format of an image file; never guessed from its content, which the guest could write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ImageFormat {
-    /// The disk, byte for byte.
+    /// Raw: the disk, byte for byte.
     Raw,
-    /// QEMU's own format.
+    /// QEMU's copy-on-write format.
     Qcow2,
 }
 
-/// What a network is on this host.
+/// The meaning of a network on this host.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Network {
-    /// The card's cable is not plugged in.
+    /// A card without a link.
     None,
-    /// QEMU's own small network, cut off from the host and everything else.
+    /// QEMU's user network, isolated from the host and everything else.
     User,
     /// A port of this Linux bridge.
     Bridge(String),
@@ -175,7 +174,7 @@ pub struct KernelFiles {
     pub initrd: Option<PathBuf>,
 }
 
-/// A configuration that cannot be used.
+/// Why a configuration cannot be used.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
     /// The file cannot be read.
@@ -183,10 +182,10 @@ pub enum ConfigError {
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// It is not TOML of the right shape; the text shows line and column.
+    /// It is not TOML of the right shape; the message has line and column.
     #[error("{}: {source}", path.display())]
     Parse {
         /// The file.
@@ -194,20 +193,20 @@ pub enum ConfigError {
         /// What is wrong, and where.
         source: toml::de::Error,
     },
-    /// It is well formed and cannot be used.
+    /// A value is well formed and cannot be used.
     #[error("{}: `{key}` {problem}", path.display())]
     Value {
         /// The file.
         path: PathBuf,
-        /// What the value is called in the file.
+        /// Key of the value in the file.
         key: String,
-        /// What is wrong, and what to do.
+        /// The problem, and what to do.
         problem: String,
     },
 }
 
 impl HostConfig {
-    /// Reads and checks a file that holds nothing else.
+    /// Reads and checks a file that has only this part.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text = std::fs::read_to_string(path).map_err(|source| ConfigError::Read {
             path: path.to_owned(),
@@ -221,9 +220,10 @@ impl HostConfig {
         Ok(config)
     }
 
-    /// Checks what the types cannot say; `file` is where the configuration was read from.
+    /// Checks constraints that the types cannot express; `file` is the configuration's origin.
     ///
-    /// Files of images and kernels are not looked at: they may come and go while the agent runs.
+    /// Files of images and kernels are not examined: they may appear and disappear while the agent
+    /// runs.
     pub fn check(&self, file: &Path) -> Result<(), ConfigError> {
         let problem = |key: String, problem: String| ConfigError::Value {
             path: file.to_owned(),
@@ -278,7 +278,7 @@ impl HostConfig {
         Ok(())
     }
 
-    /// The label of the emulator that is preferred.
+    /// Returns the label of the preferred emulator.
     pub fn default_emulator(&self) -> Option<&str> {
         self.default_emulator_label().ok()
     }

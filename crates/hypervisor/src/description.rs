@@ -1,31 +1,31 @@
-//! Which guest descriptions can be launched at all: a peer may send one, so every text in it is
-//! held against what it is for before any of it reaches a command line.
+//! Checks guest descriptions before launch. A peer may send one, so every text is validated before
+//! any of it reaches a command line.
 
 use crate::hardware;
 use longhaul_protocol::guest::{Channel, Disk, GuestDescription, Nic};
 use longhaul_protocol::limits::REGION_BLOCKS_MAX;
 use std::collections::BTreeSet;
 
-/// Longest name of a guest (it is part of a socket's path, which Linux keeps short).
+/// The maximum length of a guest's name (it is part of a socket's path, which Linux limits).
 pub const GUEST_NAME_BYTES_MAX: usize = 48;
-/// Most virtual CPUs of a guest.
+/// The maximum number of virtual CPUs of a guest.
 pub const VCPUS_MAX: u32 = 255;
-/// Least memory of a guest, in MiB.
+/// The minimum memory of a guest, in MiB.
 pub const MEMORY_MIB_MIN: u64 = 16;
-/// Most memory of a guest, in MiB: as many blocks as a region may have.
+/// The maximum memory of a guest, in MiB: the block limit of a region.
 pub const MEMORY_MIB_MAX: u64 = REGION_BLOCKS_MAX / 256;
-/// Most disks of a guest: the PCI slots that are kept for them.
+/// The maximum number of disks of a guest: the PCI slots reserved for them.
 pub const DISKS_MAX: usize = 12;
-/// Most network cards of a guest: the PCI slots that are kept for them.
+/// The maximum number of network cards of a guest: the PCI slots reserved for them.
 pub const NICS_MAX: usize = 8;
-/// Most channels of a guest.
+/// The maximum number of channels of a guest.
 pub const CHANNELS_MAX: usize = 16;
-/// Most features that are added to or taken from a CPU model.
+/// The maximum number of features added to or removed from a CPU model.
 pub const CPU_FEATURES_MAX: usize = 64;
-/// Longest kernel command line, in bytes (x86 Linux reads no more).
+/// The maximum length of a kernel command line, in bytes (x86 Linux reads no more).
 pub const COMMAND_LINE_BYTES_MAX: usize = 2047;
 
-/// Numbers of a CPU that a description may set.
+/// Numeric CPU properties that a description may set.
 const CPU_NUMBERS: [&str; 8] = [
     "family",
     "hv-spinlocks",
@@ -37,17 +37,17 @@ const CPU_NUMBERS: [&str; 8] = [
     "xlevel",
 ];
 
-/// A description that no host would launch.
+/// Why no host would launch a description.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("guest description: `{field}` {problem}")]
 pub struct DescriptionError {
-    /// What is wrong, as it is called in the description.
+    /// The wrong field, by its name in the description.
     pub field: String,
-    /// What is wrong with it, and what to do.
+    /// The problem, and what to do.
     pub problem: String,
 }
 
-/// The two families of machines that can be described.
+/// The two supported machine families.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Chipset {
     /// `pc-q35-*`.
@@ -57,7 +57,7 @@ pub enum Chipset {
 }
 
 impl Chipset {
-    /// The family of a versioned machine type.
+    /// Returns the family of a versioned machine type.
     pub fn of(machine: &str) -> Option<Self> {
         [("pc-q35-", Self::Q35), ("pc-i440fx-", Self::I440fx)]
             .into_iter()
@@ -67,7 +67,7 @@ impl Chipset {
             })
     }
 
-    /// The bus that every device of a description sits on.
+    /// Returns the bus of every device of a description.
     pub fn bus(self) -> &'static str {
         match self {
             Self::Q35 => "pcie.0",
@@ -76,17 +76,17 @@ impl Chipset {
     }
 }
 
-/// Reads a description from TOML and checks it.
+/// Parses a description from TOML and checks it.
 pub fn parse(text: &str) -> Result<GuestDescription, ParseError> {
     let description = toml::from_str(text)?;
     check(&description)?;
     Ok(description)
 }
 
-/// A text that is no description.
+/// Why a text is not a valid description.
 #[derive(Debug, thiserror::Error)]
 pub enum ParseError {
-    /// It is not TOML of the right shape; the text shows line and column.
+    /// It is not TOML of the right shape; the message has line and column.
     #[error("guest description: {0}")]
     Toml(#[from] toml::de::Error),
     /// It is well formed and cannot be launched.
@@ -94,7 +94,7 @@ pub enum ParseError {
     Description(#[from] DescriptionError),
 }
 
-/// Checks everything in a description that does not depend on a host.
+/// Checks all properties of a description that do not depend on a host.
 pub fn check(description: &GuestDescription) -> Result<(), DescriptionError> {
     name("name", &description.name, GUEST_NAME_BYTES_MAX)?;
     machine(&description.machine)?;
@@ -144,7 +144,7 @@ fn machine(machine: &str) -> Result<(), DescriptionError> {
     )
 }
 
-/// A model, and after it features that are added (`+avx`, `avx=on`) or taken away (`-avx`,
+/// Checks a CPU: a model, then added features (`+avx`, `avx=on`), removed features (`-avx`,
 /// `avx=off`), and numbers (`phys-bits=40`).
 fn cpu(cpu: &str) -> Result<(), DescriptionError> {
     let mut parts = cpu.split(',');
@@ -166,7 +166,7 @@ fn cpu(cpu: &str) -> Result<(), DescriptionError> {
     )
 }
 
-/// Whether this adds a feature to a CPU, takes one away, or sets one of its numbers.
+/// Returns whether this adds a CPU feature, removes one, or sets a numeric property.
 pub(crate) fn is_cpu_setting(text: &str) -> bool {
     if let Some(feature) = text.strip_prefix(['+', '-']) {
         return is_name(feature, 64);
@@ -231,7 +231,7 @@ fn channels(channels: &[Channel]) -> Result<(), DescriptionError> {
     Ok(())
 }
 
-/// Checks a name that stands for itself, in paths and on QEMU's command line.
+/// Checks a name that is used as it is in paths and on QEMU's command line.
 fn name(field: &str, text: &str, bytes_max: usize) -> Result<(), DescriptionError> {
     if is_name(text, bytes_max) {
         return Ok(());
@@ -307,7 +307,7 @@ fn refuse(field: &str, problem: String) -> Result<(), DescriptionError> {
     })
 }
 
-/// The beginning of a text of unknown origin, fit to be shown.
+/// Returns the beginning of a text of unknown origin, safe for display.
 fn shown(text: &str) -> String {
     let start: String = text.chars().take(40).collect();
     start.escape_debug().to_string()
@@ -317,7 +317,7 @@ fn shown(text: &str) -> String {
 pub(crate) mod tests {
     use super::*;
 
-    /// A description that is sound, with one of everything.
+    /// Returns a valid description with one device of each kind.
     pub(crate) fn sample() -> GuestDescription {
         let text = r#"
             name = "web-7"

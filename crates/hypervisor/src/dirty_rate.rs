@@ -1,8 +1,8 @@
-//! How fast a guest writes to its memory, seen from outside and without asking QEMU for anything:
-//! a sample of its blocks is looked at twice.
+//! Measures how fast a guest writes to its memory without asking QEMU: a sample of its blocks is
+//! read twice.
 //!
-//! QEMU can count by itself (`calc-dirty-rate`), but Debian's 7.2 without KVM ends when it is asked
-//! for its precise mode, and the other one is a sample too.
+//! QEMU can measure this itself (`calc-dirty-rate`), but Debian's 7.2 without KVM exits when its
+//! precise mode is requested, and the other mode is a sample too.
 
 use crate::memory::{AccessError, GuestMemory, Sample};
 use longhaul_protocol::BLOCK_SIZE;
@@ -11,7 +11,7 @@ use std::time::Duration;
 use tokio::task::JoinError;
 use tokio::time::Instant;
 
-/// How long the guest is watched.
+/// How long the guest is observed.
 const WATCHED: Duration = Duration::from_secs(1);
 
 /// Why the rate is not known.
@@ -20,13 +20,13 @@ pub enum DirtyRateError {
     /// The guest's memory cannot be read.
     #[error(transparent)]
     Access(#[from] AccessError),
-    /// The looking was interrupted.
+    /// The measurement was interrupted.
     #[error("looking at the guest's memory was interrupted: {0}")]
     Interrupted(#[from] JoinError),
 }
 
-/// Bytes per second, in blocks that changed within a second, as far as a sample of one block in 64
-/// tells.
+/// Returns the dirty rate in bytes per second: blocks that changed within a second, estimated from
+/// a sample of one block in 64.
 pub async fn measure(memory: &Arc<GuestMemory>) -> Result<u64, DirtyRateError> {
     let began = Instant::now();
     let looking = memory.clone();

@@ -1,7 +1,7 @@
-//! What the host still holds in memory of a guest's disks.
+//! Flushes the host's cached writes of a guest's disks.
 //!
-//! QEMU flushes every disk when it stops a guest, and the guest stands still for as long as that
-//! takes: hundreds of milliseconds where much was written. Flushed shortly before, there is little left.
+//! QEMU flushes every disk when it stops a guest, and the guest is stopped for that time: hundreds
+//! of milliseconds after many writes. A flush shortly before leaves little to write.
 
 use crate::memory::shared_files;
 use crate::open_files::open_files;
@@ -9,13 +9,13 @@ use std::fs;
 use std::io;
 use std::os::unix::fs::FileTypeExt;
 
-/// Writes to stable storage what the host's page cache and journals hold of the files and block
-/// devices that this process has open for writing, except for those that are its memory. Blocks for as
-/// long as the disks take.
+/// Writes to stable storage the content of the host's page cache and journals for files and block
+/// devices that this process has open for writing, except for its memory. Blocks for as long as the
+/// disks take.
 ///
-/// The guest is not held up, and sees nothing of it. Nobody depends on it: QEMU flushes by itself
-/// when it stops the guest, and is told of lost data then too, since Linux tells every open file. Of
-/// several errors the first one is returned, after all files.
+/// The guest is not held up, and does not notice. Nothing depends on the result: QEMU flushes by
+/// itself when it stops the guest, and then also gets errors of lost data, since Linux reports them
+/// to every open file. Of several errors the first is returned, after all files.
 pub fn flush(pid: i32) -> io::Result<()> {
     let memory = shared_files(&fs::read_to_string(format!("/proc/{pid}/maps"))?);
     let mut flushed = Ok(());

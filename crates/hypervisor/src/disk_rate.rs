@@ -1,4 +1,4 @@
-//! How much a guest writes to its disks, as QEMU counts it.
+//! Measures how much a guest writes to its disks, by QEMU's counters.
 
 use crate::qmp::{Qmp, QmpError};
 use serde_json::Value;
@@ -6,10 +6,11 @@ use std::collections::BTreeMap;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// How long the guest is watched.
+/// How long the guest is observed.
 const WATCHED: Duration = Duration::from_millis(500);
 
-/// Bytes per second that a guest writes to each of its disks, by the path of the disk's device in QEMU.
+/// Returns the guest's write rate for each of its disks in bytes per second, by the path of the
+/// disk's device in QEMU.
 pub async fn measure(qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
     let began = Instant::now();
     let before = written(&qmp.query("query-blockstats").await?);
@@ -23,7 +24,7 @@ pub async fn measure(qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
     Ok(after.into_iter().filter_map(rate).collect())
 }
 
-/// The same on average, since its QEMU started so long ago.
+/// Returns the average of the same since its QEMU started, `age` ago.
 pub async fn average(qmp: &Qmp, age: Duration) -> Result<BTreeMap<String, f64>, QmpError> {
     let seconds = age.max(WATCHED).as_secs_f64();
     let written = written(&qmp.query("query-blockstats").await?).into_iter();
@@ -32,7 +33,7 @@ pub async fn average(qmp: &Qmp, age: Duration) -> Result<BTreeMap<String, f64>, 
         .collect())
 }
 
-/// Bytes that were written to each device so far.
+/// Returns the bytes written to each device so far.
 fn written(stats: &Value) -> BTreeMap<String, u64> {
     let stats = stats.as_array().map(Vec::as_slice).unwrap_or_default();
     let of_one = |one: &Value| {

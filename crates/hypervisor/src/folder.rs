@@ -1,11 +1,11 @@
-//! A guest's folder on this host: its description, the record by which its QEMU is found again,
-//! and the sockets through which it is reached.
+//! Manages a guest's folder on this host: its description, the record that identifies its QEMU, and
+//! its sockets.
 //!
 //! ```text
-//! STATE/guests/NAME/description.toml   the guest, as it was launched
-//!                   record.toml        which QEMU runs it
-//!                   settings.json      what a move has changed of its QEMU's settings
-//!                   qemu.log           what QEMU says
+//! STATE/guests/NAME/description.toml   the description that was launched
+//!                   record.toml        the QEMU that runs it
+//!                   settings.json      QEMU's migration settings before a move
+//!                   qemu.log           QEMU's output
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
 
@@ -19,42 +19,42 @@ use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-/// Longest path of a unix socket, in bytes.
+/// The maximum length of a unix socket's path, in bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
-/// Largest description or record that is read, in bytes.
+/// The maximum size of a description or record that is read, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// How much of QEMU's log is read to be shown, in bytes.
+/// The number of bytes at the end of QEMU's log that are read for display.
 const LOG_TAIL_BYTES: u64 = 2048;
 
-/// Where a guest's files are.
+/// Paths of a guest's files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GuestFolder {
     path: PathBuf,
 }
 
-/// Which QEMU runs a guest.
+/// The record of the QEMU that runs a guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Record {
-    /// Generation of the right to run, as it was when this was written.
+    /// Generation of the right to run at the time of writing.
     pub generation: u64,
     /// Label of the emulator.
     pub emulator: String,
-    /// TAP devices that were made for it.
+    /// TAP devices created for the guest.
     #[serde(default)]
     pub taps: Vec<String>,
-    /// The process; none while it is being started.
+    /// The process; `None` while it is being started.
     #[serde(default)]
     pub process: Option<ProcessId>,
-    /// What the process runs in.
+    /// The scope of the process.
     #[serde(default)]
     pub scope: Scope,
-    /// The control socket of a QEMU that something else started.
+    /// The control socket of a QEMU that another program started.
     #[serde(default)]
     pub attached: Option<PathBuf>,
 }
 
-/// A socket whose path is longer than Linux allows.
+/// Why a socket cannot exist: its path is longer than Linux allows.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the socket {} would have a path of {} bytes and Linux allows {SOCKET_PATH_BYTES_MAX}: choose \
@@ -65,17 +65,17 @@ pub struct Record {
 pub struct PathTooLong(pub PathBuf);
 
 impl GuestFolder {
-    /// The folder of the guest of that (checked) name.
+    /// Returns the folder of the guest with that (checked) name.
     pub fn new(state: &Path, name: &str) -> Result<Self, PathTooLong> {
         let folder = Self {
             path: guests(state).join(name),
         };
-        // The longest of those that every guest has.
+        // The longest path of those that every guest has.
         folder.socket("incoming")?;
         Ok(folder)
     }
 
-    /// The folders of all guests under a state folder.
+    /// Returns the folders of all guests under a state folder.
     pub fn all(state: &Path) -> io::Result<Vec<Self>> {
         let entries = match fs::read_dir(guests(state)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
@@ -92,18 +92,18 @@ impl GuestFolder {
         Ok(folders)
     }
 
-    /// The folder itself.
+    /// Returns the folder itself.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The guest's name, which is the folder's.
+    /// Returns the guest's name, which is the folder's.
     pub fn name(&self) -> String {
         let name = self.path.file_name().unwrap_or_default();
         name.to_string_lossy().into_owned()
     }
 
-    /// The folder of the sockets.
+    /// Returns the folder of the sockets.
     pub fn run(&self) -> PathBuf {
         self.path.join("run")
     }
@@ -113,22 +113,22 @@ impl GuestFolder {
         self.run().join("qmp")
     }
 
-    /// The host's end of one of the guest's channels.
+    /// Returns the host's end of one of the guest's channels.
     pub fn channel(&self, name: &str) -> PathBuf {
         self.run().join(format!("channel-{name}"))
     }
 
-    /// What QEMU was set to for migrations before a move changed it.
+    /// Returns the path of QEMU's migration settings from before a move changed them.
     pub fn settings(&self) -> PathBuf {
         self.path.join("settings.json")
     }
 
-    /// What QEMU writes on its standard output and error.
+    /// Returns the log of QEMU's standard output and error.
     pub fn log(&self) -> PathBuf {
         self.path.join("qemu.log")
     }
 
-    /// A path in the run folder that a socket can have.
+    /// Returns a path in the run folder that is short enough for a socket.
     pub fn socket(&self, name: &str) -> Result<PathBuf, PathTooLong> {
         let path = self.run().join(name);
         if path.as_os_str().len() > SOCKET_PATH_BYTES_MAX {
@@ -137,9 +137,9 @@ impl GuestFolder {
         Ok(path)
     }
 
-    /// Makes the folder, with an empty run folder that belongs to QEMU's user.
+    /// Creates the folder, with an empty run folder that belongs to QEMU's user.
     ///
-    /// Where that is not this process's, the state folder is made passable as well.
+    /// Where that user is not this process's, the state folder is made passable as well.
     ///
     /// Fails with [`io::ErrorKind::AlreadyExists`] where the guest has a folder already.
     pub(crate) fn create(&self, account: Option<&Account>) -> io::Result<()> {
@@ -168,12 +168,12 @@ impl GuestFolder {
         sync(self.path.parent().unwrap_or(Path::new("/")))
     }
 
-    /// The guest's description.
+    /// Returns the guest's description.
     pub fn description(&self) -> io::Result<GuestDescription> {
         read_toml(&self.path.join("description.toml"))
     }
 
-    /// Which QEMU runs the guest.
+    /// Returns the record of the QEMU that runs the guest.
     pub fn record(&self) -> io::Result<Record> {
         read_toml(&self.path.join("record.toml"))
     }
@@ -186,7 +186,7 @@ impl GuestFolder {
         write_toml(&self.path.join("record.toml"), record)
     }
 
-    /// The log, to be written at its end.
+    /// Returns the log, opened for appending.
     pub(crate) fn open_log(&self) -> io::Result<File> {
         OpenOptions::new()
             .create(true)
@@ -195,7 +195,7 @@ impl GuestFolder {
             .open(self.log())
     }
 
-    /// The end of the log, for people.
+    /// Returns the end of the log, for display.
     pub fn log_tail(&self) -> String {
         let read = || -> io::Result<String> {
             let mut file = File::open(self.log())?;
@@ -217,10 +217,10 @@ fn guests(state: &Path) -> PathBuf {
     state.join("guests")
 }
 
-/// Makes a folder that others may pass through, to what they know the name of.
+/// Creates a folder that other users may pass through, to paths that they know.
 fn make_passable(path: &Path, with_parents: bool) -> io::Result<()> {
     DirBuilder::new().recursive(with_parents).create(path)?;
-    // Whatever the umask of this process is.
+    // Independent of this process's umask.
     fs::set_permissions(path, Permissions::from_mode(0o711))
 }
 
@@ -235,7 +235,7 @@ fn read_toml<T: DeserializeOwned>(path: &Path) -> io::Result<T> {
     })
 }
 
-/// Writes a file so that after a crash either the old one is there or the new one.
+/// Writes a file atomically: after a crash either the old file or the new one exists.
 fn write_toml<T: Serialize>(path: &Path, value: &T) -> io::Result<()> {
     let text = toml::to_string(value).map_err(io::Error::other)?;
     let new = path.with_extension("new");

@@ -1,8 +1,9 @@
-//! A guest on this host: its QEMU found again after a restart of the agent, reached, and ended.
+//! Finds a guest's QEMU again after a restart of the agent, connects to it, and ends it.
 //!
-//! [`Guest`] is what the rest of Longhaul holds of a guest, whoever started its QEMU: a control
-//! socket, a process, a description. Here it comes from a folder that [`crate::launch`] filled;
-//! guests that libvirt, Proxmox or a person started will be further sources of the same handle.
+//! [`Guest`] is the handle of a guest in the rest of Longhaul, whatever program started its QEMU: a
+//! control socket, a process, a description. Its source here is a folder written by
+//! [`crate::launch`]; guests started by libvirt, Proxmox or an operator will be further sources of
+//! the same handle.
 
 use crate::description;
 use crate::folder::{GuestFolder, Record};
@@ -18,11 +19,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// Time that a QEMU gets to end by itself, and again after SIGTERM.
+/// The time limit for a QEMU to end by itself, and again after SIGTERM.
 const END_TIMEOUT: Duration = Duration::from_secs(5);
-/// Time that the system gets to end a killed QEMU (its last writes may be under way).
+/// The time limit for the system to end a killed QEMU (its last writes may be under way).
 const KILL_TIMEOUT: Duration = Duration::from_secs(60);
-/// Time that a QEMU's control socket gets to answer when the QEMU is to end anyway.
+/// The time limit for an answer from the control socket of a QEMU that is to end anyway.
 const LAST_WORD_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// A guest that has a QEMU on this host, or had one that died.
@@ -33,38 +34,38 @@ pub struct Guest {
     record: Record,
 }
 
-/// What a folder of a guest turned out to hold.
+/// The state of a guest whose folder was found.
 #[derive(Debug)]
 pub enum Found {
     /// Its QEMU runs.
     Running(Guest),
     /// Its QEMU has ended, by itself or with the machine.
     Ended(Guest),
-    /// What is in it cannot be read; nothing was changed.
+    /// Its content cannot be read; nothing was changed.
     Damaged {
         /// The folder.
         folder: GuestFolder,
-        /// What is wrong with it.
+        /// The error in it.
         why: String,
     },
 }
 
-/// A QEMU that could not be ended, or left something behind.
+/// Why a QEMU was not ended, or not removed completely.
 #[derive(Debug, thiserror::Error)]
 #[error("ending {guest}: {what}: {source}")]
 pub struct StopError {
     /// The guest.
     pub guest: String,
-    /// What was being done.
+    /// The operation that failed.
     pub what: String,
-    /// What the system said.
+    /// The system's error.
     pub source: io::Error,
 }
 
-/// Looks at every guest's folder under a state folder.
+/// Returns the guests of all folders under a state folder.
 ///
-/// A QEMU that was started in the moment in which the agent died is found by its command line. Nothing
-/// is written: the guest may be one that is being launched.
+/// A QEMU that started just as the agent died is found by its command line. Nothing is written: the
+/// guest may be one that is being launched.
 pub fn find_all(state: &Path) -> io::Result<Vec<Found>> {
     Ok(GuestFolder::all(state)?.into_iter().map(find).collect())
 }
@@ -114,7 +115,7 @@ fn find_by_command_line(folder: &GuestFolder) -> io::Result<Option<ProcessId>> {
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()) else {
             continue;
         };
-        // A process may end at any time, and then it is not the one.
+        // A process may end at any time; it is then not the one sought.
         let line = fs::read(entry.path().join("cmdline")).unwrap_or_default();
         if line
             .split(|byte| *byte == 0)
@@ -126,12 +127,12 @@ fn find_by_command_line(folder: &GuestFolder) -> io::Result<Option<ProcessId>> {
     Ok(None)
 }
 
-/// A name for the guest's scope that no other on this machine has.
+/// Returns a name for the guest's scope that is unique on this machine.
 pub(crate) fn scope_name(folder: &GuestFolder) -> String {
     format!("{}-{:08x}", folder.name(), unique(folder))
 }
 
-/// A number that tells this folder from all others, the same in every version of this program.
+/// Returns a number that identifies this folder, the same in every version of this program.
 pub(crate) fn unique(folder: &GuestFolder) -> u32 {
     let bytes = folder.path().as_os_str().as_encoded_bytes();
     // 32-bit FNV-1a.
@@ -149,43 +150,43 @@ impl Guest {
         }
     }
 
-    /// The guest's name.
+    /// Returns the guest's name.
     pub fn name(&self) -> &str {
         &self.description.name
     }
 
-    /// What it was launched from.
+    /// Returns the description that it was launched from.
     pub fn description(&self) -> &GuestDescription {
         &self.description
     }
 
-    /// Its files and sockets.
+    /// Returns its files and sockets.
     pub fn folder(&self) -> &GuestFolder {
         &self.folder
     }
 
-    /// Its QEMU's control socket.
+    /// Returns its QEMU's control socket.
     pub fn socket(&self) -> PathBuf {
         let attached = self.record.attached.clone();
         attached.unwrap_or_else(|| self.folder.qmp())
     }
 
-    /// Whether something other than Longhaul started its QEMU.
+    /// Returns whether another program started its QEMU.
     pub fn is_attached(&self) -> bool {
         self.record.attached.is_some()
     }
 
-    /// Forgets a guest that something else started; its QEMU goes on as it is.
+    /// Forgets a guest that another program started; its QEMU goes on unchanged.
     pub fn detach(&self) -> io::Result<()> {
         self.folder.remove()
     }
 
-    /// Which QEMU runs it.
+    /// Returns the record of its QEMU.
     pub fn record(&self) -> &Record {
         &self.record
     }
 
-    /// The number of its process, while or after it ran.
+    /// Returns the number of its process, also after the process ended.
     pub fn pid(&self) -> Option<i32> {
         self.record.process.as_ref().map(|process| process.pid)
     }
@@ -204,7 +205,7 @@ impl Guest {
         self.write_record()
     }
 
-    /// Writes down the generation that the right to run has now.
+    /// Records the current generation of the right to run.
     pub fn set_generation(&mut self, generation: u64) -> io::Result<()> {
         let record = Record {
             generation,
@@ -220,7 +221,7 @@ impl Guest {
         Qmp::connect(&self.socket(), COMMAND_TIMEOUT).await
     }
 
-    /// A hold on its process; none where it has ended.
+    /// Returns a handle of its process; `None` where it has ended.
     pub fn process(&self) -> io::Result<Option<Process>> {
         match &self.record.process {
             Some(id) => Process::open(id),
@@ -236,9 +237,9 @@ impl Guest {
         }
     }
 
-    /// Ends its QEMU and removes everything that was made for it.
+    /// Ends its QEMU and removes everything that was created for it.
     ///
-    /// A connection that is held already must be given, as there can be no second one.
+    /// An existing connection must be given, as there can be no second one.
     pub async fn stop(&self, qmp: Option<&Qmp>) -> Result<(), StopError> {
         if let Some(process) = self.process().map_err(self.failed("finding its process"))? {
             self.end(&process, qmp)
@@ -279,7 +280,7 @@ impl Guest {
             }
         };
         match qmp.execute("quit", json!({}), LAST_WORD_TIMEOUT).await {
-            // It may be gone before its answer is.
+            // QEMU may exit before its answer is sent.
             Ok(_) | Err(QmpError::Closed { .. }) => Ok(()),
             Err(error) => Err(error),
         }
@@ -311,7 +312,7 @@ impl Guest {
     }
 }
 
-/// The account that a configuration names.
+/// Returns the account that a configuration names.
 pub(crate) fn account(run_as: Option<&str>) -> io::Result<Option<Account>> {
     run_as
         .map(|name| Account::of(name).map_err(|text| io::Error::other(format!("run_as {text}"))))

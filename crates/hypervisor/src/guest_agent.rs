@@ -1,8 +1,8 @@
-//! A guest's clock after a move: asked of the QEMU guest agent inside it, and set right by it; of
-//! a guest without one, its real-time clock is all that can be seen.
+//! Measures and corrects a guest's clock after a move, by the QEMU guest agent. For a guest without
+//! an agent it reads the real-time clock.
 //!
-//! The agent speaks JSON over a virtio-serial port. What it says comes from the guest, so every
-//! line has a limit, and the whole talk a time.
+//! The agent speaks JSON over a virtio-serial port. Its answers are from the guest, so every line
+//! has a length limit, and the whole conversation a time limit.
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp};
 use serde_json::{Value, json};
@@ -13,50 +13,50 @@ use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-/// Name of the port that the agent listens on.
+/// Name of the agent's port.
 pub const PORT: &str = "org.qemu.guest_agent.0";
-/// Longest line that an agent may send, in bytes.
+/// The maximum length of a line from an agent, in bytes.
 const LINE_BYTES_MAX: u64 = 64 << 10;
-/// Most lines that are skipped until the agent's answer comes.
+/// The maximum number of lines that are skipped before the agent's answer.
 const LINES_SKIPPED_MAX: usize = 16;
-/// Time that an agent gets for everything it is asked.
+/// The time limit for the whole conversation with an agent.
 const TALK_TIMEOUT: Duration = Duration::from_secs(2);
-/// A clock that is off by less is left alone: the question takes about so long itself.
+/// The smallest error that is corrected: the query itself takes about as long.
 const SET_FROM: Duration = Duration::from_millis(100);
-/// What stands before the answer to a delimited question.
+/// The byte before the answer to a delimited command.
 const DELIMITER: u8 = 0xff;
 
-/// How far a guest's clock is off against this host's, in milliseconds; negative: behind it.
+/// The offset of a guest's clock from this host's, in milliseconds; negative: behind it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Clock {
-    /// How far it was when it was first looked at.
+    /// The offset when first measured.
     pub before_ms: i64,
-    /// How far it was in the end.
+    /// The final offset.
     pub after_ms: i64,
-    /// Whether the guest agent told it; otherwise it is the real-time clock, to the second.
+    /// Whether the guest agent reported it; otherwise it is the real-time clock, to the second.
     pub by_agent: bool,
-    /// Whether it was set right.
+    /// Whether the clock was set.
     pub set: bool,
 }
 
-/// Why the guest agent was of no help.
+/// Why the guest agent could not be used.
 #[derive(Debug, thiserror::Error)]
 pub enum AgentError {
     /// The port cannot be used.
     #[error("the guest agent's port cannot be used: {0}")]
     Port(#[from] io::Error),
-    /// No answer.
+    /// It sent no answer.
     #[error("the guest agent did not answer within {} s", TALK_TIMEOUT.as_secs())]
     Silent,
-    /// No answer that makes sense.
+    /// Its answer is not understood.
     #[error("the guest agent's answer to `{0}` is not understood")]
     Answer(&'static str),
-    /// It refused.
+    /// It refused a command.
     #[error("the guest agent refused `{command}`: {why}")]
     Refused {
         /// The command.
         command: &'static str,
-        /// Its own words.
+        /// Its error message.
         why: String,
     },
 }
@@ -67,13 +67,13 @@ struct Agent {
 }
 
 impl Agent {
-    /// Connects, and has the agent forget what was said before.
+    /// Connects and resets the agent's parser.
     async fn connect(path: &Path) -> Result<Self, AgentError> {
         const SYNC: &str = "guest-sync-delimited";
         let port = BufReader::new(UnixStream::connect(path).await?);
         let mut agent = Self { port };
-        // An agent in the middle of another client's line starts anew at this byte; one that is
-        // not calls it an error, ahead of the delimiter.
+        // This byte resets an agent in the middle of another client's line; otherwise the agent
+        // reports it as an error, ahead of the delimiter.
         agent.port.get_mut().write_all(&[DELIMITER]).await?;
         let id = now() % 1_000_000_000;
         let id = u64::try_from(id).map_err(|_| AgentError::Answer(SYNC))?;
@@ -120,7 +120,7 @@ impl Agent {
         value.ok_or(AgentError::Answer(command))
     }
 
-    /// How far the guest's clock is off, in milliseconds.
+    /// Returns the offset of the guest's clock, in milliseconds.
     async fn off_ms(&mut self) -> Result<i64, AgentError> {
         const GET: &str = "guest-get-time";
         let asked = now();
@@ -145,7 +145,7 @@ impl Agent {
         let time = i64::try_from(now()).unwrap_or(i64::MAX);
         let set = self.ask("guest-set-time", json!({ "time": time })).await;
         clock.after_ms = self.off_ms().await?;
-        // An agent that cannot set the machine's clock too says that it failed.
+        // An agent that cannot also set the hardware clock reports failure.
         clock.set = set.is_ok() || small(clock.after_ms);
         if let Err(error) = set {
             tracing::info!(%error, ?clock, "setting a guest's clock");
@@ -154,7 +154,7 @@ impl Agent {
     }
 }
 
-/// How far the clock is off by the guest agent's word, and sets it right where it is.
+/// Returns the offset of the clock by the guest agent, and sets the clock where it is off.
 pub async fn set_right(port: &Path) -> Result<Clock, AgentError> {
     let talk = async { Agent::connect(port).await?.set_right().await };
     timeout(TALK_TIMEOUT, talk)
@@ -162,7 +162,7 @@ pub async fn set_right(port: &Path) -> Result<Clock, AgentError> {
         .unwrap_or(Err(AgentError::Silent))
 }
 
-/// Whether something in the guest has opened a port; an agent that is not there is not waited for.
+/// Returns whether a program in the guest has opened a port, to avoid waiting for an absent agent.
 pub async fn is_open(qmp: &Qmp, port: &Path) -> bool {
     let devices = qmp
         .execute("query-chardev", json!({}), COMMAND_TIMEOUT)
@@ -170,7 +170,7 @@ pub async fn is_open(qmp: &Qmp, port: &Path) -> bool {
     let Ok(Value::Array(devices)) = devices else {
         return false;
     };
-    // Such as `unix:PATH,server=on`, with more around it where somebody is connected.
+    // For example `unix:PATH,server=on`, with more text around it where a client is connected.
     let named = format!("unix:{}", port.display());
     devices.iter().any(|device| {
         let name = device["filename"].as_str().unwrap_or_default();
@@ -178,7 +178,7 @@ pub async fn is_open(qmp: &Qmp, port: &Path) -> bool {
     })
 }
 
-/// How far a guest's real-time clock is off, which can be seen from outside.
+/// Returns the offset of a guest's real-time clock, which is readable from outside.
 pub async fn real_time_clock(qmp: &Qmp) -> Option<Clock> {
     let question = json!({"path": "/machine", "property": "rtc-time"});
     let theirs = qmp
@@ -203,16 +203,16 @@ pub async fn real_time_clock(qmp: &Qmp) -> Option<Clock> {
     })
 }
 
-/// Days from 1970 to a date of the Gregorian calendar.
+/// Returns the days from 1970 to a date of the Gregorian calendar.
 fn days(year: i64, month: i64, day: i64) -> i64 {
-    // Years that begin in March: the odd day is their last.
+    // Years begin in March: the leap day is their last.
     let year = if month <= 2 { year - 1 } else { year };
     let of_year = (153 * ((month + 9) % 12) + 2) / 5 + day - 1;
     let leap_days = year.div_euclid(4) - year.div_euclid(100) + year.div_euclid(400);
     365 * year + leap_days + of_year - 719_468
 }
 
-/// Nanoseconds since 1970.
+/// Returns nanoseconds since 1970.
 fn now() -> i128 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |now| i128::try_from(now.as_nanos()).unwrap_or(i128::MAX))
@@ -225,13 +225,13 @@ mod tests {
     use std::sync::{Arc, Mutex};
     use tokio::net::UnixListener;
 
-    /// What a made-up agent does.
+    /// The behaviour of a simulated agent.
     #[derive(Clone, Copy)]
     struct Behaviour {
         off_ms: i64,
-        /// What it says ahead of everything.
+        /// Bytes that it sends first.
         noise: &'static [u8],
-        /// It sets the clock, and says that it did not.
+        /// It sets the clock and reports an error.
         complains: bool,
         /// A command that it never answers.
         deaf_to: &'static str,
@@ -244,7 +244,7 @@ mod tests {
         deaf_to: "",
     };
 
-    /// An agent, and what it was asked.
+    /// Returns a simulated agent and the commands that it received.
     fn fake(behaviour: Behaviour) -> (tempfile::TempDir, PathBuf, Arc<Mutex<Vec<String>>>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("port");
@@ -306,7 +306,7 @@ mod tests {
             assert!((-95_000..=-85_000).contains(&clock.before_ms), "{clock:?}");
             assert!((-5_000..=5_000).contains(&clock.after_ms), "{clock:?}");
             assert!(clock.by_agent);
-            // A busy machine may take longer than what counts as right.
+            // A busy machine may exceed the tolerance.
             assert!(clock.set || complains, "{clock:?}");
             let expected = [
                 "guest-sync-delimited",

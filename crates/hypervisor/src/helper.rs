@@ -1,5 +1,5 @@
-//! Programs of ours that a guest needs when the agent is gone: they run where a QEMU would, never in
-//! the agent's own unit, session or cgroup.
+//! Starts helper programs that a guest needs while the agent is gone: they run where a QEMU would,
+//! never in the agent's own unit, session or cgroup.
 
 use crate::process::{Process, ProcessId};
 use crate::scope::{Program, Scope, ScopeLimits, start};
@@ -9,16 +9,16 @@ use std::path::Path;
 use std::time::Duration;
 use tokio::time::timeout;
 
-/// Memory that one may take: a front end with as many clients as it serves takes half of it.
+/// The memory limit of a helper: a disk export with the maximum number of clients takes half of it.
 const MEMORY_BYTES: u64 = 1 << 30;
-/// Threads that one may have.
+/// The thread limit of a helper.
 const TASKS: u32 = 64;
-/// Time for one that was told to end.
+/// The time limit for a helper to end when asked.
 const END_TIMEOUT: Duration = Duration::from_secs(10);
-/// Time for one that was killed.
+/// The time limit for a killed helper.
 const KILL_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// A program that was started.
+/// A started helper program.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Helper {
@@ -27,7 +27,7 @@ pub struct Helper {
 }
 
 impl Helper {
-    /// Starts a program. The name must be one that no guest's and no other helper's scope has.
+    /// Starts a program. The name must differ from those of all guests' and helpers' scopes.
     pub async fn start(
         file: &Path,
         arguments: &[String],
@@ -47,7 +47,7 @@ impl Helper {
         })
         .await?;
         if let Some(mut child) = started.child {
-            // So that it does not stay in the table of processes when it ends.
+            // Reaps the process when it ends.
             tokio::spawn(async move { child.wait().await });
         }
         let process = ProcessId::of(started.pid)?;
@@ -58,13 +58,13 @@ impl Helper {
         })
     }
 
-    /// Whether it runs.
+    /// Returns whether the program runs.
     pub fn is_alive(&self) -> io::Result<bool> {
         self.process.is_alive()
     }
 
-    /// Waits until it has ended, as it was told to, and removes what it ran in. One that does not end is
-    /// killed.
+    /// Waits until the program has ended as requested, and removes its scope. A program that does
+    /// not end is killed.
     pub async fn ended(&self) -> io::Result<()> {
         if let Some(process) = Process::open(&self.process)?
             && timeout(END_TIMEOUT, process.ended()).await.is_err()

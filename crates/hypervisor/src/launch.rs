@@ -1,11 +1,11 @@
-//! Starting a guest's QEMU from its description, so that it is never without a record.
+//! Starts a guest's QEMU from its description, so that it is never without a record.
 //!
 //! ```text
 //! folder and record (no process)  ->  TAP devices  ->  QEMU, paused  ->  record (process)
 //!     ->  fresh start: the guest runs            destination: QEMU waits for the state
 //! ```
 //!
-//! An agent that dies on the way leaves a paused QEMU at most, which [`crate::guest::find_all`]
+//! An agent that dies on the way leaves at most a paused QEMU, which [`crate::guest::find_all`]
 //! finds.
 
 use crate::capabilities::Accelerator;
@@ -27,49 +27,49 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::time::{Instant, timeout};
 
-/// Time that a QEMU gets until it answers.
+/// The time limit for the first answer of a QEMU.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Time that a QEMU gets to end after it closed its control socket.
+/// The time limit for a QEMU to end after it closed its control socket.
 const LAST_WORDS_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// What a QEMU is started for.
+/// The purpose of a QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
     /// The guest boots.
     Fresh,
-    /// The guest's state will come from another host.
+    /// The guest's state is received from another host.
     Destination,
 }
 
 /// A guest to be launched.
 #[derive(Debug, Clone, Copy)]
 pub struct Launch<'a> {
-    /// What it is.
+    /// The guest's description.
     pub description: &'a GuestDescription,
-    /// What for.
+    /// The purpose.
     pub role: Role,
     /// Label of the emulator.
     pub emulator: &'a str,
-    /// What runs the guest's instructions.
+    /// The executor of the guest's instructions.
     pub accelerator: Accelerator,
-    /// The generation that is written into the record.
+    /// The generation written into the record.
     pub generation: u64,
-    /// What the images of its disks stand on, by the disks' names; what other images stand on, they say
+    /// The base images of its disks, by the disks' names; other images name their backing files
     /// themselves.
     pub bases: &'a BTreeMap<String, Base>,
 }
 
-/// Why a guest was not launched; nothing of it is left over, unless said otherwise.
+/// Why a guest was not launched. Nothing of it remains, except where stated.
 #[derive(Debug, thiserror::Error)]
 pub enum LaunchError {
-    /// No host would launch it.
+    /// No host would launch the description.
     #[error(transparent)]
     Description(#[from] DescriptionError),
     /// This host cannot resolve a name in it.
     #[error(transparent)]
     Resolve(#[from] ResolveError),
-    /// There is no such emulator.
+    /// No emulator has this label.
     #[error(
         "this host has no emulator labelled `{0}`: add it under [qemu.emulators] in the agent's \
          configuration"
@@ -78,7 +78,7 @@ pub enum LaunchError {
     /// A socket's path is too long.
     #[error(transparent)]
     Path(#[from] PathTooLong),
-    /// The guest has a folder here already.
+    /// The guest already has a folder here.
     #[error(
         "{name} is on this host already (its folder is {}): stop it or move it away first",
         folder.display()
@@ -89,14 +89,14 @@ pub enum LaunchError {
         /// Its folder.
         folder: PathBuf,
     },
-    /// Something on this host is in the way.
+    /// A system call failed.
     #[error("cannot launch {name}: {what}: {source}")]
     Host {
         /// The guest.
         name: String,
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// QEMU ended instead of starting.
@@ -104,23 +104,23 @@ pub enum LaunchError {
     Ended {
         /// The guest.
         name: String,
-        /// What QEMU said last.
+        /// The end of QEMU's log.
         log: String,
     },
-    /// QEMU does not talk.
+    /// QEMU does not answer.
     #[error("cannot launch {name}: {source}")]
     Qmp {
         /// The guest.
         name: String,
-        /// What went wrong.
+        /// The error.
         source: QmpError,
     },
-    /// The launch failed, and so did clearing up.
+    /// The launch failed, and so did the cleanup.
     #[error("{error}; then {left}")]
     LeftOver {
         /// Why the launch failed.
         error: Box<LaunchError>,
-        /// Why something is left over.
+        /// Why the cleanup failed.
         left: Box<StopError>,
     },
 }
@@ -128,7 +128,7 @@ pub enum LaunchError {
 impl Launch<'_> {
     /// Starts the guest's QEMU and connects to it.
     ///
-    /// The future is to be driven to its end: dropped on the way it leaves a guest behind that
+    /// The future must be driven to completion: if dropped earlier, it leaves a guest behind that
     /// [`crate::guest::find_all`] finds.
     pub async fn run(&self, config: &HostConfig) -> Result<(Guest, Qmp), LaunchError> {
         description::check(self.description)?;
@@ -220,7 +220,7 @@ impl Launch<'_> {
                 .await
                 .map_err(self.host("making its TAP device"))?;
         }
-        // QEMU's log must be there before its user is the one who writes to it.
+        // QEMU's log must exist before its user is the one who writes to it.
         drop(
             guest
                 .folder()
@@ -229,7 +229,7 @@ impl Launch<'_> {
         );
         let started = start(program).await.map_err(self.host("starting QEMU"))?;
         if let Some(mut child) = started.child {
-            // So that it does not stay in the table of processes when it ends.
+            // Reaps the process when it ends.
             tokio::spawn(async move { child.wait().await });
         }
         let process = ProcessId::of(started.pid).map_err(self.host("finding QEMU's process"))?;
@@ -273,7 +273,7 @@ impl Launch<'_> {
             }
             connected = connected => match connected {
                 Ok(qmp) => Ok(qmp),
-                // A QEMU that is ending closes its socket first; its last words say more.
+                // A QEMU that is ending closes its socket first; the end of its log explains more.
                 Err(error) => match timeout(LAST_WORDS_TIMEOUT, process.ended()).await {
                     Ok(Ok(())) => Err(self.ended(guest)),
                     Ok(Err(_)) | Err(_) => Err(error),

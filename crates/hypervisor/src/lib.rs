@@ -1,8 +1,8 @@
-//! QEMU from outside: QMP, launching guests, their memory and their migration sockets.
+//! Controls QEMU from outside: QMP, launching guests, their memory and their migration sockets.
 //!
-//! A host's configuration ([`config`]) says what the names in a guest's description mean;
-//! [`launch`] makes a QEMU of the two, [`guest`] finds and ends it, [`observe`] reads its machine,
-//! [`capabilities`] says beforehand what this host could run.
+//! A host's configuration ([`config`]) defines the names in a guest's description; [`launch`]
+//! starts a QEMU from the two, [`guest`] finds and ends it, [`observe`] reads its machine,
+//! [`capabilities`] determines beforehand what this host can run.
 
 pub mod attach;
 mod balloon;

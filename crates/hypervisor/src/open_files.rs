@@ -1,4 +1,4 @@
-//! What a process has open: its files by `/proc/PID/fd`, which also opens those without a name.
+//! Lists the open files of a process by `/proc/PID/fd`, which also opens files without a name.
 
 use nix::sys::stat::{major, minor};
 use std::fs::{self, DirEntry, File, Metadata};
@@ -6,29 +6,29 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// More open files of one process than this are not looked at.
+/// The maximum number of open files of one process that are examined.
 const FILES_MAX: usize = 4096;
 
-/// Which file of this host: its device, major and minor, and its inode.
+/// The identity of a file on this host: its device, major and minor, and its inode.
 pub(crate) type FileIdentity = ((u64, u64), u64);
 
-/// A file that a process had open when it was looked at.
+/// A file that a process had open at the time of listing.
 pub(crate) struct OpenFile {
-    /// Opens the same file anew.
+    /// A path that opens the same file again.
     path: PathBuf,
-    /// The process's number for it.
+    /// The process's descriptor number.
     fd: String,
     metadata: Metadata,
 }
 
-/// The files that a process has open, without those that it closes meanwhile.
+/// Returns the open files of a process, without those that it closes meanwhile.
 pub(crate) fn open_files(pid: i32) -> io::Result<impl Iterator<Item = io::Result<OpenFile>>> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd"))?.take(FILES_MAX);
     Ok(entries.filter_map(|entry| entry.map(OpenFile::of).transpose()))
 }
 
-/// Whether a process has this very file, or block device, open. That may be for reading only: QEMU does so
-/// while its guest cannot write.
+/// Returns whether a process has this exact file, or block device, open, possibly for reading only:
+/// QEMU does so while its guest cannot write.
 pub fn has_open(pid: i32, file: &Metadata) -> io::Result<bool> {
     let is_it = |open: &Metadata| match file.file_type().is_block_device() {
         true => open.file_type().is_block_device() && open.rdev() == file.rdev(),
@@ -66,9 +66,9 @@ impl OpenFile {
         File::open(&self.path)
     }
 
-    /// Whether the process has it open for writing.
+    /// Returns whether the process has it open for writing.
     pub(crate) fn is_written(&self) -> bool {
-        /// O_WRONLY and O_RDWR of open(2), as proc(5) shows them.
+        /// The bits of O_WRONLY and O_RDWR of open(2), as proc(5) shows them.
         const WRITES: u32 = 0o3;
         let process = self.path.parent().and_then(Path::parent);
         let info = process.map(|process| process.join("fdinfo").join(&self.fd));

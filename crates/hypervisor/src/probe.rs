@@ -1,7 +1,7 @@
-//! Asking an emulator what it can do, by starting it without a guest.
+//! Determines the capabilities of an emulator by starting it without a guest.
 //!
-//! What KVM can do is tried and not asked for: on some machines `/dev/kvm` opens, and a guest
-//! stands still in it for ever.
+//! KVM is tested by running code: on some machines `/dev/kvm` opens, and a guest hangs in it
+//! forever.
 
 use crate::capabilities::{Accelerator, Emulator, MachineType};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
@@ -14,19 +14,19 @@ use tokio::net::UnixStream;
 use tokio::process::{Child, Command};
 use tokio::time::timeout;
 
-/// Time that an emulator gets to start and answer.
+/// The time limit for an emulator to start and answer.
 const START_TIMEOUT: Duration = Duration::from_secs(30);
-/// Time that a guest of a few instructions gets to run with KVM.
+/// The time limit for a guest of a few instructions to run with KVM.
 const KVM_TIMEOUT: Duration = Duration::from_secs(5);
 /// Exit status of a QEMU whose guest wrote [`EXIT_VALUE`] to the exit device.
 const EXIT_STATUS: i32 = (EXIT_VALUE as i32) << 1 | 1;
 const EXIT_VALUE: u8 = 0x10;
-/// Size of the firmware image whose end is where a processor begins.
+/// Size of the firmware image; a processor starts at its end.
 const FIRMWARE_BYTES: usize = 0x10000;
-/// Where in it the first instruction is.
+/// Offset of the first instruction.
 const RESET_VECTOR: usize = 0xfff0;
 
-/// An emulator that does not answer as one.
+/// Why a program does not work as an emulator.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ProbeError {
     /// It cannot be started.
@@ -34,20 +34,20 @@ pub(crate) enum ProbeError {
     Start {
         /// The program.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It does not talk.
+    /// It does not answer.
     #[error("the emulator {} does not answer: {source}", path.display())]
     Qmp {
         /// The program.
         path: PathBuf,
-        /// What went wrong.
+        /// The error.
         source: QmpError,
     },
 }
 
-/// Asks an emulator for its version, machine types and CPU models.
+/// Queries an emulator's version, machine types and CPU models.
 pub(crate) async fn emulator(
     path: &Path,
     accelerator: Accelerator,
@@ -55,7 +55,7 @@ pub(crate) async fn emulator(
     let (qmp, mut child) = start(path, accelerator).await?;
     let asked = ask(&qmp).await;
     drop(qmp);
-    // It has no guest, so there is nothing to be careful with.
+    // It has no guest, so it can be killed.
     let ended = child.kill().await;
     let answer = asked.map_err(|source| ProbeError::Qmp {
         path: path.to_owned(),
@@ -101,7 +101,7 @@ async fn start(path: &Path, accelerator: Accelerator) -> Result<(Qmp, Child), Pr
     }
 }
 
-/// A program that ends with this one, whatever ends it.
+/// Returns a program that ends when this process ends, for any reason.
 fn short_lived(path: &Path) -> Command {
     let mut command = Command::new("setpriv");
     command.args(["--pdeathsig", "KILL", "--"]).arg(path);
@@ -144,7 +144,7 @@ async fn list(qmp: &Qmp, command: &str) -> Result<Vec<Value>, QmpError> {
     }
 }
 
-/// Tries whether a guest really runs with KVM; the text says why not.
+/// Tests whether a guest really runs with KVM; the error gives the reason.
 pub(crate) async fn kvm_works(path: &Path, folder: &Path) -> Result<(), String> {
     if let Err(error) = std::fs::File::options()
         .read(true)
@@ -186,13 +186,13 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
             Ok(Ok(status)) => Err(format!("QEMU does not start with it ({status})")),
             Ok(Err(error)) => Err(format!("QEMU cannot be waited for: {error}")),
             Err(_) => {
-                // Failing to end it is reported by the system's table of processes only.
+                // A failure to end it is visible in the process table only.
                 let _ = child.kill().await;
                 Err("it opens, and a guest stands still in it".to_owned())
             }
         },
     };
-    // What cannot be removed is overwritten by the next try.
+    // A file that cannot be removed is overwritten by the next try.
     let _ = std::fs::remove_file(&firmware);
     outcome
 }
@@ -200,7 +200,7 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
 fn image() -> Vec<u8> {
     let mut image = vec![0; FIRMWARE_BYTES];
     image[..FIRMWARE.len()].copy_from_slice(&FIRMWARE);
-    // jmp to the image's beginning
+    // jmp to the beginning of the image
     let back = (0x10000 - (RESET_VECTOR + 3)) as u16;
     image[RESET_VECTOR] = 0xe9;
     image[RESET_VECTOR + 1..RESET_VECTOR + 3].copy_from_slice(&back.to_le_bytes());

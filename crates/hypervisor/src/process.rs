@@ -1,5 +1,5 @@
-//! Processes that may outlive the agent: naming one so that it is found again and never mistaken
-//! for another, ending it, and the account that it runs under.
+//! Identifies processes that may outlive the agent, so that each is found again and never mistaken
+//! for another; ends them, and resolves their accounts.
 
 use nix::unistd::{Gid, Uid, User};
 use rustix::param::clock_ticks_per_second;
@@ -12,26 +12,26 @@ use std::time::Duration;
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
-/// Names one process for as long as the machine is up, and none after that.
+/// The identity of a process: unique while the machine is up, and invalid afterwards.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProcessId {
-    /// Its number, which the system gives out again.
+    /// Its number, which the system reuses.
     pub pid: i32,
-    /// When it started, in clock ticks since the machine did.
+    /// Its start time, in clock ticks since boot.
     pub start_ticks: u64,
-    /// Which start of the machine that was.
+    /// The identity of that boot.
     pub boot_id: String,
 }
 
-/// A hold on one process: signals reach it and never a successor of the same number.
+/// A handle of one process: signals reach it and never a successor of the same number.
 #[derive(Debug)]
 pub struct Process {
     id: ProcessId,
     fd: AsyncFd<OwnedFd>,
 }
 
-/// The account that a program runs under.
+/// The account of a program.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Account {
     /// Its name.
@@ -43,7 +43,7 @@ pub struct Account {
 }
 
 impl ProcessId {
-    /// The process that has this number now, unless it has ended.
+    /// Returns the process with this number, unless it has ended.
     pub fn of(pid: i32) -> io::Result<Option<Self>> {
         let Some(stat) = Stat::read(pid)? else {
             return Ok(None);
@@ -56,7 +56,7 @@ impl ProcessId {
         }))
     }
 
-    /// How long ago it started.
+    /// Returns how long ago it started.
     pub fn age(&self) -> Duration {
         let now = clock_gettime(ClockId::Boottime);
         let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
@@ -64,14 +64,14 @@ impl ProcessId {
         now.saturating_sub(Duration::from_secs_f64(started))
     }
 
-    /// Whether the process still runs.
+    /// Returns whether the process still runs.
     pub fn is_alive(&self) -> io::Result<bool> {
         Ok(Self::of(self.pid)?.as_ref() == Some(self))
     }
 }
 
 impl Process {
-    /// Takes hold of a process; none where it has ended.
+    /// Opens a process; returns `None` where it has ended.
     pub fn open(id: &ProcessId) -> io::Result<Option<Self>> {
         let Some(pid) = Pid::from_raw(id.pid.max(0)) else {
             return Ok(None);
@@ -80,19 +80,19 @@ impl Process {
             Err(rustix::io::Errno::SRCH | rustix::io::Errno::INVAL) => return Ok(None),
             other => other?,
         };
-        // Only now, with the hold taken, does the comparison say anything.
+        // The comparison is valid only now, with the handle open.
         if !id.is_alive()? {
             return Ok(None);
         }
         #[expect(unsafe_code, reason = "tokio has no safe way to wait for a file")]
-        // SAFETY: an `OwnedFd` is open, and names the same file, for as long as it lives; nothing
-        // takes it out of the `AsyncFd`.
+        // SAFETY: an `OwnedFd` is open, and names the same file, for as long as it lives; it is
+        // never taken out of the `AsyncFd`.
         let fd = unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?;
         let id = id.clone();
         Ok(Some(Self { id, fd }))
     }
 
-    /// Which process it is.
+    /// Returns the process's identity.
     pub fn id(&self) -> &ProcessId {
         &self.id
     }
@@ -121,7 +121,7 @@ impl Process {
 }
 
 impl Account {
-    /// The account of that name; an error says what to do.
+    /// Returns the account of that name; an error says what to do.
     pub fn of(name: &str) -> Result<Self, String> {
         match User::from_name(name) {
             Ok(Some(user)) => Ok(Self {
@@ -137,7 +137,7 @@ impl Account {
     }
 }
 
-/// What `/proc/PID/stat` says.
+/// Fields of `/proc/PID/stat`.
 struct Stat {
     start_ticks: u64,
     ended: bool,
@@ -158,7 +158,7 @@ impl Stat {
     }
 
     fn parse(text: &str) -> Option<Self> {
-        // The second field is the program's name in brackets, which may hold anything.
+        // The second field is the program's name in brackets, which may contain anything.
         let (_, rest) = text.rsplit_once(')')?;
         let mut fields = rest.split_ascii_whitespace();
         let state = fields.next()?;
@@ -193,7 +193,7 @@ mod tests {
         let process = Process::open(&id).unwrap().unwrap();
         process.kill().unwrap();
         process.ended().await.unwrap();
-        // Ended and not yet reaped: gone for us.
+        // Ended and not yet reaped counts as gone.
         assert!(!id.is_alive().unwrap());
         child.wait().unwrap();
         assert!(Process::open(&id).unwrap().is_none());

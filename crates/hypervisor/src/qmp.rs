@@ -1,8 +1,8 @@
-//! A small, tolerant QMP client: it owns one connection to one QEMU's control socket.
+//! Implements a small, tolerant QMP client: one connection to one QEMU's control socket.
 //!
-//! It knows the shape of QMP's messages and nothing of their schema, so a QEMU newer than this
-//! program is no trouble. Answers are matched by id, in whatever order they come; events go to
-//! everyone who listens; a command that timed out leaves the connection usable.
+//! It knows the shape of QMP's messages and not their schema, so that newer versions of QEMU work.
+//! Answers are matched by id, in any order; events go to every listener; a command that timed out
+//! leaves the connection usable.
 
 use serde_json::{Map, Value, json};
 use std::collections::HashMap;
@@ -18,17 +18,17 @@ use tokio::sync::{broadcast, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout_at};
 
-/// Longest line that QEMU may send, in bytes.
+/// The maximum length of a line from QEMU, in bytes.
 pub const LINE_BYTES_MAX: usize = 16 << 20;
-/// Most commands that may wait for their answer.
+/// The maximum number of commands that may wait for their answer.
 pub const PENDING_MAX: usize = 256;
-/// Events that QEMU may tell of before it greets, at most.
+/// The maximum number of events that QEMU may send before its greeting.
 const EVENTS_BEFORE_GREETING_MAX: usize = 256;
-/// Events kept for a listener that is slow to take them.
+/// The number of events kept for a slow listener.
 const EVENTS_KEPT: usize = 1024;
-/// Commands queued for a QEMU that does not read.
+/// The number of commands queued for a QEMU that does not read.
 const COMMANDS_QUEUED: usize = 64;
-/// Time that a QEMU gets for an ordinary command, where the caller has no reason for another.
+/// The time limit of an ordinary command, where the caller has no reason for another.
 pub const COMMAND_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A connection to a QEMU; clones share it, and it closes with the last of them.
@@ -48,29 +48,29 @@ pub struct Version {
     pub micro: u32,
 }
 
-/// Something that QEMU reported without being asked.
+/// An event that QEMU reported.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Event {
     /// Its name, such as `STOP`.
     pub name: String,
-    /// What it carries; null where there is nothing.
+    /// Its data; null where there are none.
     pub data: Value,
-    /// When QEMU says it happened, since the Unix epoch.
+    /// QEMU's time of the event, since the Unix epoch.
     pub at: Duration,
 }
 
 /// Why a command has no result.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum QmpError {
-    /// Nobody listens on the socket.
+    /// No process listens on the socket.
     #[error("cannot reach QEMU on its QMP socket {}: {why}", path.display())]
     Connect {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
-    /// The socket takes a connection and says nothing.
+    /// The socket accepts a connection and sends nothing.
     #[error(
         "another client holds this guest's QMP socket {} (no greeting in {:.1} s; QEMU talks to \
          one client at a time): close that client, or see whether QEMU hangs",
@@ -82,15 +82,15 @@ pub enum QmpError {
         /// How long it was silent.
         waited: Duration,
     },
-    /// What is on the socket does not speak QMP.
+    /// The peer on the socket does not speak QMP.
     #[error("{} is not a QMP socket: {why}", path.display())]
     NotQmp {
         /// The socket.
         path: PathBuf,
-        /// What it said.
+        /// Its output.
         why: String,
     },
-    /// The connection ended, so whether the command was carried out is not known.
+    /// The connection ended, so the command's result is unknown.
     #[error("QEMU's QMP connection {} ended: {why}", path.display())]
     Closed {
         /// The socket.
@@ -98,12 +98,12 @@ pub enum QmpError {
         /// Why it ended.
         why: String,
     },
-    /// No answer in time; whether the command was carried out is not known.
+    /// No answer arrived in time; the command's result is unknown.
     #[error("QEMU did not answer `{command}` within {:.1} s", waited.as_secs_f64())]
     Timeout {
         /// The command.
         command: String,
-        /// How long was waited.
+        /// The time waited.
         waited: Duration,
     },
     /// QEMU refused.
@@ -113,21 +113,21 @@ pub enum QmpError {
         command: String,
         /// QEMU's error class, such as `GenericError` or `CommandNotFound`.
         class: String,
-        /// QEMU's own words.
+        /// QEMU's error message.
         description: String,
     },
-    /// An answer came that does not hold what it should.
+    /// An answer lacks an expected part.
     #[error("QEMU's answer to `{command}` is not understood: {why}")]
     Answer {
         /// The command.
         command: String,
-        /// What is missing.
+        /// The missing part.
         why: String,
     },
 }
 
 impl QmpError {
-    /// Whether QEMU does not know the command.
+    /// Returns whether QEMU does not know the command.
     pub fn is_unknown_command(&self) -> bool {
         matches!(self, Self::Refused { class, .. } if class == "CommandNotFound")
     }
@@ -174,7 +174,7 @@ impl Qmp {
         Self::over(stream, path, left).await
     }
 
-    /// Makes a connection that is there already ready for commands; `path` is what it is called.
+    /// Makes an existing connection ready for commands; `path` is its name.
     pub async fn over(
         stream: UnixStream,
         path: &Path,
@@ -184,7 +184,7 @@ impl Qmp {
         let (reader, writer) = stream.into_split();
         let mut lines = Lines::new(reader);
         let mut greeting = next_line(&mut lines, path, deadline, timeout).await?;
-        // What happens while QEMU takes a client may be told before it greets.
+        // Events during the connection setup may arrive before the greeting.
         for _ in 0..EVENTS_BEFORE_GREETING_MAX {
             if !is_event(&greeting) {
                 break;
@@ -222,22 +222,22 @@ impl Qmp {
         }
     }
 
-    /// The version that QEMU greeted with.
+    /// Returns the version in QEMU's greeting.
     pub fn version(&self) -> Version {
         self.connection.version
     }
 
-    /// The socket that this is connected to.
+    /// Returns the socket that this is connected to.
     pub fn path(&self) -> &Path {
         &self.connection.shared.path
     }
 
-    /// Everything that QEMU reports from now on.
+    /// Returns a receiver of all later events.
     pub fn events(&self) -> broadcast::Receiver<Event> {
         self.connection.shared.events.subscribe()
     }
 
-    /// Whether the connection has ended.
+    /// Returns whether the connection has ended.
     pub fn is_closed(&self) -> bool {
         *self.connection.shared.closed.borrow()
     }
@@ -249,10 +249,10 @@ impl Qmp {
         let _ = closed.wait_for(|closed| *closed).await;
     }
 
-    /// Carries out a command and returns what QEMU returns.
+    /// Executes a command and returns its result.
     ///
-    /// After a time-out the answer, should it come, is dropped; the connection stays usable.
-    /// Dropping the future does not take the command back once it is queued.
+    /// After a time-out a late answer is dropped; the connection stays usable. Dropping the future
+    /// does not withdraw the command once it is queued.
     pub async fn execute(
         &self,
         command: &str,
@@ -274,7 +274,7 @@ impl Qmp {
         let mut line = message.to_string().into_bytes();
         line.push(b'\n');
         let exchange = async {
-            // When the writer is gone the state says why, and `answered` fails.
+            // When the writer has ended, the state has the reason, and `answered` fails.
             let _ = self.connection.commands.send(line).await;
             answered.await
         };
@@ -293,12 +293,12 @@ impl Qmp {
         }
     }
 
-    /// Carries out a command without arguments in the usual time.
+    /// Executes a command without arguments, with the default time limit.
     pub async fn query(&self, command: &str) -> Result<Value, QmpError> {
         self.execute(command, json!({}), COMMAND_TIMEOUT).await
     }
 
-    /// Carries out a line of the human monitor, and returns what it prints.
+    /// Executes a line of the human monitor, and returns its output.
     pub async fn hmp(&self, line: &str, timeout: Duration) -> Result<String, QmpError> {
         let arguments = json!({"command-line": line});
         let value = self
@@ -328,7 +328,7 @@ impl Drop for Connection {
     }
 }
 
-/// What the two tasks and everyone who waits have in common.
+/// State shared by the two tasks and all waiting callers.
 struct Shared {
     path: PathBuf,
     state: Mutex<State>,
@@ -347,7 +347,7 @@ struct Refusal {
     description: String,
 }
 
-/// Takes a command off the list of those that wait, however its wait ends.
+/// Removes a command from the list of waiting ones, however its wait ends.
 struct Forget<'a> {
     shared: &'a Shared,
     id: u64,
@@ -361,7 +361,7 @@ impl Drop for Forget<'_> {
 
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing that holds the lock can panic half-way through a change.
+        // No holder of the lock can panic half-way through a change.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -406,12 +406,12 @@ impl Shared {
         self.closed.send_replace(true);
     }
 
-    /// Deals with one message; an error ends the connection.
+    /// Processes one message; an error ends the connection.
     fn take(&self, line: &[u8]) -> Result<(), String> {
         let message: Map<String, Value> = serde_json::from_slice(line)
             .map_err(|_| format!("QEMU sent `{}`, which is not QMP", excerpt(line)))?;
         if let Some(event) = event(&message) {
-            // Nobody may be listening.
+            // There may be no listener.
             let _ = self.events.send(event);
             return Ok(());
         }
@@ -438,7 +438,7 @@ impl Shared {
                 description: "an answer without a result".to_owned(),
             }),
         };
-        // Whoever asked may have stopped waiting.
+        // The caller may have stopped waiting.
         let _ = answer.send(result);
         Ok(())
     }
@@ -470,7 +470,7 @@ async fn write_all(
     }
 }
 
-/// Lines of a stream, none longer than [`LINE_BYTES_MAX`].
+/// The lines of a stream, none longer than [`LINE_BYTES_MAX`].
 struct Lines {
     reader: BufReader<OwnedReadHalf>,
 }
@@ -482,7 +482,7 @@ impl Lines {
         }
     }
 
-    /// The next line that is not empty, without its end; an error says why there is none.
+    /// Returns the next non-empty line, without its end; an error says why there is none.
     async fn next(&mut self) -> Result<Vec<u8>, String> {
         loop {
             let mut line = Vec::new();
@@ -506,7 +506,7 @@ impl Lines {
     }
 }
 
-/// The next line that QEMU sends before a deadline.
+/// Returns the next line that QEMU sends before a deadline.
 async fn next_line(
     lines: &mut Lines,
     path: &Path,
@@ -523,7 +523,7 @@ async fn next_line(
     }
 }
 
-/// Whether a line tells of an event.
+/// Returns whether a line is an event.
 fn is_event(line: &[u8]) -> bool {
     let said: Result<Value, _> = serde_json::from_slice(line);
     said.is_ok_and(|said| said.get("event").is_some())
@@ -534,7 +534,7 @@ fn greeted_version(line: &[u8]) -> Option<Version> {
     version_of(greeting.get("QMP")?.get("version")?)
 }
 
-/// Reads what `query-version` returns and what a greeting holds.
+/// Parses the result of `query-version`, which a greeting contains too.
 pub(crate) fn version_of(value: &Value) -> Option<Version> {
     let number = |name| u32::try_from(value.get("qemu")?.get(name)?.as_u64()?).ok();
     Some(Version {
@@ -547,7 +547,7 @@ pub(crate) fn version_of(value: &Value) -> Option<Version> {
 fn event(message: &Map<String, Value>) -> Option<Event> {
     let name = message.get("event")?.as_str()?.to_owned();
     let number = |name| message.get("timestamp")?.get(name)?.as_u64();
-    // QEMU gives -1 where its clock failed.
+    // QEMU sends -1 if its clock failed.
     let micros = u32::try_from(number("microseconds").unwrap_or(0)).unwrap_or(0);
     Some(Event {
         name,
@@ -561,7 +561,7 @@ fn text<'a>(value: &'a Value, name: &str) -> Option<&'a str> {
     value.get(name)?.as_str()
 }
 
-/// The beginning of what a peer sent, fit to be shown.
+/// Returns the beginning of a peer's bytes, safe for display.
 fn excerpt(bytes: &[u8]) -> String {
     let shown = &bytes[..bytes.len().min(80)];
     let text = String::from_utf8_lossy(shown);

@@ -1,4 +1,4 @@
-//! The QMP client against a QEMU that behaves badly in every way that one can.
+//! Tests the QMP client against a misbehaving QEMU.
 
 use super::*;
 use std::future::Future;
@@ -7,9 +7,9 @@ use tokio::net::UnixListener;
 
 const GREETING: &str = r#"{"QMP": {"version": {"qemu": {"micro": 22, "minor": 2, "major": 7},
     "package": "test"}, "capabilities": ["oob"]}}"#;
-/// Long enough never to be what decides a test that should succeed.
+/// A time limit long enough never to decide a test that should succeed.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// For what is meant to time out.
+/// A time limit for calls that shall time out.
 const SHORT: Duration = Duration::from_millis(200);
 
 /// The other side of the socket.
@@ -25,7 +25,7 @@ impl Peer {
     }
 
     async fn raw(&mut self, bytes: &[u8]) {
-        // The client may have gone by then, and a test would see that on its side.
+        // The client may have gone by then, which a test sees on its side.
         let _ = self.writer.write_all(bytes).await;
     }
 
@@ -48,7 +48,7 @@ impl Peer {
     }
 }
 
-/// Starts a peer that runs `script` with its first client, and gives its socket.
+/// Starts a peer that runs `script` with its first client, and returns its socket.
 fn peer<F>(script: impl FnOnce(Peer) -> F + Send + 'static) -> (TempDir, PathBuf)
 where
     F: Future<Output = ()> + Send,

@@ -1,8 +1,8 @@
-//! Where a QEMU runs: never in the agent's own unit, session or cgroup, so that whatever ends the
-//! agent leaves the guests alone.
+//! Places a QEMU outside the agent's own unit, session and cgroup, so that the end of the agent
+//! never ends the guests.
 //!
 //! Where systemd runs this machine, a QEMU is a transient service of its own. Elsewhere it gets a
-//! session of its own, and a cgroup wherever one can be made.
+//! session of its own, and a cgroup where one can be created.
 
 use crate::process::Account;
 use longhaul_protocol::guest::GuestDescription;
@@ -17,12 +17,12 @@ use tokio::process::{Child, Command};
 
 /// Folder of the guests' cgroups in each hierarchy.
 const CGROUP_FOLDER: &str = "longhaul";
-/// How often a cgroup is tried to be removed whose last process is ending.
+/// The number of tries to remove a cgroup whose last process is ending.
 const CGROUP_TRIES: u32 = 50;
-/// What programs that are started here see as their environment.
+/// The search path of started programs.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// What a QEMU runs in.
+/// The scope of a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Scope {
@@ -41,14 +41,14 @@ pub(crate) struct Program<'a> {
     pub(crate) file: &'a Path,
     pub(crate) arguments: &'a [String],
     pub(crate) account: Option<&'a Account>,
-    /// Where its standard output and error go.
+    /// The file of its standard output and error.
     pub(crate) log: &'a Path,
-    /// A name that no other scope of this machine has.
+    /// A name that is unique among the scopes of this machine.
     pub(crate) scope_name: &'a str,
     pub(crate) limits: ScopeLimits,
 }
 
-/// What a QEMU may take, whatever its guest or the state that it was given make of it.
+/// The resource limits of a QEMU, whatever its guest or the received state does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ScopeLimits {
     /// Memory, in bytes.
@@ -58,10 +58,10 @@ pub(crate) struct ScopeLimits {
 }
 
 impl ScopeLimits {
-    /// Beyond the guest's RAM: video memory, a sixteenth for tables, translated code (at most 1 GiB
-    /// under TCG), buffers.
+    /// The allowance beyond the guest's RAM: video memory, a sixteenth for tables, translated code
+    /// (at most 1 GiB under TCG), buffers.
     const OVERHEAD_BYTES: u64 = 2 << 30;
-    /// Beyond a thread for each virtual CPU: QEMU's pools of workers.
+    /// The allowance beyond a thread for each virtual CPU: QEMU's worker pools.
     const OVERHEAD_TASKS: u32 = 256;
 
     pub(crate) fn of(guest: &GuestDescription) -> Self {
@@ -79,11 +79,11 @@ impl ScopeLimits {
 pub(crate) struct Started {
     pub(crate) pid: i32,
     pub(crate) scope: Scope,
-    /// The child to be waited for, where it is one of this process.
+    /// The child process to be reaped, where it is one of this process.
     pub(crate) child: Option<Child>,
 }
 
-/// Whether systemd runs this machine, and sees the same network as this process.
+/// Returns whether systemd runs this machine, in the same network namespace as this process.
 ///
 /// An agent in a network namespace of its own (as in the laboratory) must keep its QEMUs in it.
 fn systemd_serves() -> bool {
@@ -130,14 +130,14 @@ fn unit_arguments(program: &Program<'_>, unit: &str) -> Vec<String> {
     } = program.limits;
     arguments.push(format!("--property=MemoryMax={memory_bytes}"));
     arguments.push(format!("--property=TasksMax={tasks}"));
-    // A core would hold the guest's memory.
+    // A core dump would contain the guest's memory.
     arguments.push("--property=LimitCORE=0".to_owned());
     if let Some(account) = program.account {
         arguments.push(format!("--uid={}", account.name));
     }
     arguments.push("--".to_owned());
     arguments.push(program.file.display().to_string());
-    // systemd would put variables in the place of their names.
+    // systemd would substitute variables.
     let literal = |argument: &String| argument.replace('$', "$$");
     arguments.extend(program.arguments.iter().map(literal));
     arguments
@@ -194,7 +194,7 @@ fn start_session(program: &Program<'_>) -> io::Result<Started> {
         .stderr(log)
         .kill_on_drop(false)
         .spawn()?;
-    // None only for a child that was waited for.
+    // `None` only for a child that was reaped.
     let pid = child.id().unwrap_or(0) as i32;
     let cgroups = join_cgroups(program.scope_name, pid, program.limits);
     Ok(Started {
@@ -207,9 +207,9 @@ fn start_session(program: &Program<'_>) -> io::Result<Started> {
     })
 }
 
-/// Keeps files that this process was started with from being inherited by a QEMU.
+/// Keeps files inherited by this process from being inherited by a QEMU.
 ///
-/// All that Rust opens is closed on exec anyway.
+/// Files that Rust opens are closed on exec anyway.
 fn close_files_on_exec() -> io::Result<()> {
     for entry in fs::read_dir("/proc/self/fd")? {
         let name = entry?.file_name();
@@ -224,8 +224,8 @@ fn close_files_on_exec() -> io::Result<()> {
             reason = "files that nothing in this process owns have no safe name"
         )]
         // SAFETY: the borrow lives for this one call, which neither reads nor closes the file. If
-        // another thread closed it meanwhile, the call fails, or marks a file of that thread's
-        // that was to be closed on exec as well.
+        // another thread closed it meanwhile, the call fails, or marks a file of that thread that
+        // is closed on exec anyway.
         let file = unsafe { BorrowedFd::borrow_raw(number) };
         match rustix::io::fcntl_setfd(file, rustix::io::FdFlags::CLOEXEC) {
             Ok(()) | Err(rustix::io::Errno::BADF) => {}
@@ -235,7 +235,7 @@ fn close_files_on_exec() -> io::Result<()> {
     Ok(())
 }
 
-/// Puts a process into a cgroup of its own in each hierarchy where that can be done.
+/// Puts a process into a cgroup of its own in each hierarchy where that is possible.
 fn join_cgroups(name: &str, pid: i32, limits: ScopeLimits) -> Vec<PathBuf> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
     let mut joined = Vec::new();
@@ -257,10 +257,10 @@ fn join_cgroups(name: &str, pid: i32, limits: ScopeLimits) -> Vec<PathBuf> {
     joined
 }
 
-/// Limits a cgroup as far as its hierarchy has the controllers; where it has none, the guest is
-/// held by its description alone.
+/// Limits a cgroup as far as its hierarchy has the controllers; where it has none, only the
+/// description limits the guest.
 fn limit_cgroup(folder: &Path, path: &Path, limits: ScopeLimits) {
-    // Of v2 only: there a folder hands controllers on to those in it.
+    // In v2 only: there a folder delegates controllers to its children.
     for controller in ["+memory", "+pids"] {
         let handed = fs::write(folder.join("cgroup.subtree_control"), controller);
         tracing::debug!(folder = %folder.display(), controller, ?handed, "controllers");
@@ -282,7 +282,7 @@ fn join_cgroup(path: &Path, pid: i32) -> io::Result<()> {
     for _ in 0..CGROUP_TRIES {
         fs::create_dir_all(path)?;
         match fs::write(path.join("cgroup.procs"), pid.to_string()) {
-            // Another agent has swept it away before there was a process in it.
+            // Another agent removed it before there was a process in it.
             Err(_) if !path.exists() => {}
             other => return other,
         }
@@ -290,16 +290,16 @@ fn join_cgroup(path: &Path, pid: i32) -> io::Result<()> {
     Err(io::Error::other("it is removed again and again"))
 }
 
-/// Removes cgroups without a process: of guests whose QEMU ended and whose agent never came back.
+/// Removes cgroups without a process: of guests whose QEMU ended and whose agent never returned.
 fn sweep(folder: &Path) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
-        // One that is in use cannot be removed, and files never can.
+        // A cgroup in use cannot be removed, and files never can.
         let _ = fs::remove_dir(entry.path());
     }
     let _ = fs::remove_dir(folder);
 }
 
-/// Where the hierarchies are mounted in which a process's place decides what it dies with.
+/// Returns the mount points of the hierarchies by which processes are killed together.
 fn hierarchies(mountinfo: &str) -> Vec<PathBuf> {
     let hierarchy = |line: &str| {
         let (mount, file_system) = line.split_once(" - ")?;
@@ -318,7 +318,7 @@ fn hierarchies(mountinfo: &str) -> Vec<PathBuf> {
 }
 
 impl Scope {
-    /// The scope of a process that was started under this name, where nothing else says it.
+    /// Returns the scope of a process that was started under this name, where there is no record.
     pub(crate) fn of_name(name: &str) -> Self {
         if systemd_serves() {
             return Self::Unit(unit_name(name));
@@ -335,7 +335,7 @@ impl Scope {
         }
     }
 
-    /// Removes what is left of the scope once its process has ended.
+    /// Removes the scope once its process has ended.
     pub(crate) async fn remove(&self) -> io::Result<()> {
         match self {
             Self::Session => Ok(()),
@@ -346,7 +346,8 @@ impl Scope {
                 Ok(())
             }
             Self::Unit(unit) => {
-                // A unit that ended well is gone already; then these say that it is not loaded.
+                // A unit that ended successfully is gone already; these then report that it is not
+                // loaded.
                 for verb in ["stop", "reset-failed"] {
                     if let Err(error) = run("systemctl", &[verb, "--quiet", unit]).await {
                         tracing::debug!(unit, %error, "unit is gone already");
@@ -373,7 +374,7 @@ async fn remove_cgroup(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Runs a program of the system and returns what it prints.
+/// Runs a system program and returns its output.
 pub(crate) async fn run(program: &str, arguments: &[impl AsRef<str>]) -> io::Result<String> {
     let output = Command::new(program)
         .args(arguments.iter().map(AsRef::as_ref))

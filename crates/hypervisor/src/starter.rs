@@ -1,12 +1,13 @@
-//! What started a guest's QEMU, and so could start a second copy of it: found in `/proc`.
+//! Identifies the program that started a guest's QEMU, and so could start a second copy of it, in
+//! `/proc`.
 //!
-//! | what the process shows | started by |
+//! | sign in `/proc` | starter |
 //! |---|---|
 //! | the control socket of its folder on its command line | Longhaul |
 //! | a scope `machine-qemu…`, or libvirt's monitor | libvirt |
 //! | a scope `N.scope` in `qemu.slice`, or qemu-server's paths | Proxmox |
 //! | a container's cgroup | a container's runtime |
-//! | a service, or a scope that is no login | systemd |
+//! | a service, or a scope that is not a login session | systemd |
 //! | a parent that still runs | that program: a shell, a script |
 
 use crate::guest::Guest;
@@ -15,11 +16,11 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Longest file of `/proc` that is read, in bytes.
+/// The maximum size of a file of `/proc` that is read, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
-/// How much of a program's command line is shown.
+/// The number of characters of a command line that are shown.
 const SHOWN_CHARS_MAX: usize = 60;
-/// Services that start whatever a person or a table tells them: they say nothing by themselves.
+/// Services that start arbitrary programs for users or tables, and so do not identify the starter.
 const HOSTS_OF_OTHERS: [&str; 7] = [
     "ssh.service",
     "sshd.service",
@@ -30,7 +31,7 @@ const HOSTS_OF_OTHERS: [&str; 7] = [
     "serial-getty@",
 ];
 
-/// What started a guest's QEMU.
+/// The starter of a guest's QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Starter {
     /// An agent of Longhaul, here.
@@ -45,16 +46,16 @@ pub enum Starter {
         /// The guest's number there.
         id: u32,
     },
-    /// A container's runtime.
+    /// A container runtime.
     Container {
-        /// What the cgroup calls it.
+        /// The container's name in the cgroup.
         name: String,
     },
     /// systemd.
     Unit {
         /// The unit.
         unit: String,
-        /// Whether it is one of a user's own manager.
+        /// Whether it belongs to a user's own manager.
         of_user: bool,
     },
     /// A program that still runs.
@@ -64,11 +65,11 @@ pub enum Starter {
         /// Its command line, shortened.
         command: String,
     },
-    /// Something that has ended.
+    /// A program that has ended.
     Unknown,
 }
 
-/// What `/proc` shows of a process.
+/// The view of a process in `/proc`.
 #[derive(Debug, Default)]
 struct Seen {
     arguments: Vec<String>,
@@ -78,7 +79,7 @@ struct Seen {
 }
 
 impl Starter {
-    /// What started a guest; none where its QEMU has ended.
+    /// Returns the starter of a guest; `None` where its QEMU has ended.
     pub fn of(guest: &Guest) -> io::Result<Option<Self>> {
         let Some(pid) = guest.pid() else {
             return Ok(None);
@@ -86,8 +87,8 @@ impl Starter {
         Ok(Seen::read(pid)?.map(|seen| seen.judge(&guest.folder().qmp())))
     }
 
-    /// What must be done so that it starts no second copy, in the words of a hint; none where
-    /// Longhaul sees to that.
+    /// Returns the action that keeps it from starting a second copy, worded as a hint; `None` where
+    /// Longhaul handles that.
     pub fn fence_hint(&self) -> Option<String> {
         let hint = match self {
             Self::Longhaul => return None,
@@ -192,11 +193,11 @@ impl Seen {
         })
     }
 
-    /// The guest's name, from `-name NAME` or `-name guest=NAME,…`.
+    /// Returns the guest's name, from `-name NAME` or `-name guest=NAME,…`.
     fn name(&self) -> Option<String> {
         let text = self.option("-name")?;
         let text = text.strip_prefix("guest=").unwrap_or(text);
-        // A comma is written twice where it belongs to the name.
+        // A comma in the name is doubled.
         let text = text.replace(",,", "\0");
         let name = text
             .split(',')
@@ -245,12 +246,12 @@ fn container(segments: &[&str]) -> Option<Starter> {
         place.map(|pair| pair[1])
     };
     let name = named.or_else(below)?;
-    // Names are 64 hexadecimal digits, of which people use twelve.
+    // Names are 64 hexadecimal digits, which are usually abbreviated to twelve.
     let name = name.chars().take(12).collect();
     Some(Starter::Container { name })
 }
 
-/// The innermost unit that is not a person's login.
+/// Returns the innermost unit that is not a login session.
 fn unit(segments: &[&str]) -> Option<Starter> {
     let of_user = |part: &str| part.starts_with("user@") && part.ends_with(".service");
     let starts = |part: &&&str| {
@@ -266,14 +267,14 @@ fn unit(segments: &[&str]) -> Option<Starter> {
     })
 }
 
-/// Whether a program takes in orphans, so that it says nothing to be the parent.
+/// Returns whether a program adopts orphans, so that being the parent proves nothing.
 fn is_manager(command: &[String]) -> bool {
     let program = command.first().map_or("", String::as_str);
     let name = program.rsplit('/').next().unwrap_or_default();
     ["systemd", "init", "tini", "dumb-init"].contains(&name)
 }
 
-/// The path that systemd uses: that of cgroup v2, or v1's hierarchy of its own; else any.
+/// Returns the path used by systemd: that of cgroup v2, or v1's hierarchy of its own; else any.
 fn cgroup_path(text: &str) -> &str {
     let mut found = "";
     for line in text.lines() {
@@ -281,7 +282,7 @@ fn cgroup_path(text: &str) -> &str {
         let (Some(_), Some(kind), Some(path)) = (parts.next(), parts.next(), parts.next()) else {
             continue;
         };
-        // The unified hierarchy of a machine that still uses v1 may hold nothing.
+        // The unified hierarchy of a machine that still uses v1 may be empty.
         let of_systemd = kind == "name=systemd" || (kind.is_empty() && path != "/");
         if of_systemd {
             return path;
@@ -293,7 +294,7 @@ fn cgroup_path(text: &str) -> &str {
     found
 }
 
-/// Field 4 of `/proc/PID/stat`; the second, a name in brackets, may hold anything.
+/// Returns field 4 of `/proc/PID/stat`; the second, a name in brackets, may contain anything.
 fn parent_of(stat: &str) -> Option<i32> {
     let (_, rest) = stat.rsplit_once(')')?;
     rest.split_ascii_whitespace().nth(1)?.parse().ok()
@@ -304,7 +305,7 @@ fn words(cmdline: &str) -> Vec<String> {
     words.filter(|word| !word.is_empty()).collect()
 }
 
-/// A command line for people: programs of a guest's owner may write anything there.
+/// Returns a command line for display: its content is untrusted.
 fn shown(command: &[String]) -> String {
     let text = command.join(" ");
     let mut shown: String = text
@@ -318,7 +319,7 @@ fn shown(command: &[String]) -> String {
     shown
 }
 
-/// A file of a process; none where that has ended.
+/// Returns a file of a process; `None` where the process has ended.
 fn read(pid: i32, name: &str) -> io::Result<Option<String>> {
     let gone = |error: &io::Error| {
         error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(nix::libc::ESRCH)
@@ -354,7 +355,7 @@ mod tests {
         let line = format!("qemu -chardev socket,id=qmp,path={OWN},server=on,wait=off");
         let cgroup = "0::/system.slice/longhaul-guest-web-7-1a2b3c4d.service\n";
         assert_eq!(judge(cgroup, &line, None), Starter::Longhaul);
-        // The same name in another agent's folder is not ours.
+        // The same name in another agent's folder does not match.
         let other = line.replace("/var/lib", "/srv");
         assert!(matches!(judge(cgroup, &other, None), Starter::Unit { .. }));
         assert_eq!(Starter::Longhaul.fence_hint(), None);
@@ -460,7 +461,7 @@ mod tests {
         assert_eq!(judge(login, "qemu", parent), by("bash /root/start-web-7"));
         let ssh = "0::/system.slice/ssh.service\n";
         assert_eq!(judge(ssh, "qemu", Some((812, "-bash"))), by("-bash"));
-        // Daemonized: its parent has ended, and somebody else took it in.
+        // Daemonized: its parent has ended, and another process adopted it.
         for manager in ["/sbin/init", "/usr/lib/systemd/systemd --user", "tini -- x"] {
             assert_eq!(judge(login, "qemu", Some((77, manager))), Starter::Unknown);
         }

@@ -1,15 +1,16 @@
-//! TAP devices: a guest's end of a network, made before its QEMU starts and removed after it.
+//! Creates TAP devices, the backends of a guest's network cards, before its QEMU starts, and
+//! removes them afterwards.
 
 use crate::process::Account;
 use crate::scope::run;
 use std::io;
 
-/// A name for a TAP device that no other guest of this machine has.
+/// Returns a name for a TAP device that is unique on this machine.
 pub(crate) fn name(unique: u32, index: usize) -> String {
     format!("lh{unique:08x}-{index}")
 }
 
-/// Makes a TAP device that `account` may open, and plugs it into a bridge.
+/// Creates a TAP device that `account` may open, and attaches it to a bridge.
 pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) -> io::Result<()> {
     let mut add = vec!["tuntap", "add", "dev", name, "mode", "tap"];
     let uid = account.map(|account| account.uid.to_string());
@@ -25,7 +26,7 @@ pub(crate) async fn create(name: &str, bridge: &str, account: Option<&Account>) 
     Ok(())
 }
 
-/// Removes a TAP device, if it is there.
+/// Removes a TAP device, if it exists.
 pub(crate) async fn remove(name: &str) -> io::Result<()> {
     if nix::net::if_::if_nametoindex(name) == Err(nix::errno::Errno::ENODEV) {
         return Ok(());

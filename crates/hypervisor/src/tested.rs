@@ -1,15 +1,16 @@
-//! The versions of QEMU that Longhaul is tested with, what to say of a newer one, and which two are
-//! known not to understand each other.
+//! Lists the versions of QEMU that Longhaul is tested with, the warning about newer ones, and two
+//! known incompatible ones.
 
-/// The first two numbers of the versions between which every `make test` moves guests. Versions between
-/// them are not named: what differs between neighbours here is known (docs/qemu-versions.md).
+/// The first two numbers of the versions between which every `make test` moves guests. Versions
+/// between them are not listed: the differences between neighbours here are known
+/// (docs/qemu-versions.md).
 pub const VERSIONS: [(u32, u32); 3] = [(7, 2), (10, 0), (11, 1)];
 /// The newest of them.
 const NEWEST: (u32, u32) = VERSIONS[VERSIONS.len() - 1];
-/// From this third number on a version is what its developers have of the next one.
+/// The third number from which on a version is a development version of the next one.
 const DEVELOPED_FROM: u32 = 50;
 
-/// What to say of a QEMU that is newer than all that are tested; of others nothing.
+/// Returns the warning about a QEMU that is newer than all tested ones; `None` for others.
 pub fn warning(version: &str, host: &str) -> Option<String> {
     is_newer(version, NEWEST).then(|| {
         let (major, minor) = NEWEST;
@@ -20,34 +21,36 @@ pub fn warning(version: &str, host: &str) -> Option<String> {
     })
 }
 
-/// What to do about one.
+/// Returns the advice about one.
 pub fn hint(host: &str) -> String {
     format!("on {host}: longhaul doctor --self-test")
 }
 
-/// A release whose virtio queues all have 1024 entries, whatever their devices ask for.
+/// A release whose virtio queues all have 1024 entries, whatever their devices request.
 const LARGE_QUEUES: &str = "10.0.13";
-/// From this version on QEMU does not load queues that are larger than its own.
+/// The first version of QEMU that does not load queues larger than its own.
 const CHECKS_QUEUES: (u32, u32) = (11, 1);
 
-/// Why a guest with virtio devices, run by one QEMU, is not loaded by another; nothing of two that are
-/// not known for that.
+/// Returns why a guest with virtio devices, run by one QEMU, is not loaded by another; `None` for
+/// pairs without a known fault.
 pub fn does_not_load(from: &str, to: &str) -> Option<String> {
     let (major, minor) = numbers(to)?;
     (from == LARGE_QUEUES && (major, minor) >= CHECKS_QUEUES).then(|| {
         format!(
-            "QEMU {to} does not load virtio devices of QEMU {from}, which gives their queues 1024 entries"
+            "QEMU {to} does not load virtio devices of QEMU {from}, which gives their queues 1024 \
+             entries"
         )
     })
 }
 
-/// The first two numbers of a version.
+/// Returns the first two numbers of a version.
 fn numbers(version: &str) -> Option<(u32, u32)> {
     let mut numbers = version.split('.').map(|part| part.parse().ok());
     Some((numbers.next()??, numbers.next()??))
 }
 
-/// Whether a version is newer than any of that pair of numbers. What is no version is not.
+/// Returns whether a version is newer than any of that pair of numbers. A text that is not a
+/// version is not.
 pub fn is_newer(version: &str, newest: (u32, u32)) -> bool {
     let mut numbers = version.split('.').map(|part| part.parse().ok());
     let mut next = || numbers.next().flatten();

@@ -1,4 +1,4 @@
-//! Guests that something else started: what is learned of real QEMUs, and what is made of it.
+//! Tests attaching to guests of real QEMUs that another program started.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// A QEMU that a script started.
+/// A QEMU started by a script.
 struct Script {
     child: Child,
     socket: PathBuf,
@@ -30,7 +30,7 @@ impl Drop for Script {
 }
 
 impl Script {
-    /// Starts one in the host's folder; `line` is split at spaces.
+    /// Starts a QEMU in the host's folder; `line` is split at spaces.
     async fn start(host: &Host, emulator: &Path, line: &str) -> Self {
         let socket = host.folder.path().join("script.sock");
         let child = Command::new(emulator)
@@ -80,7 +80,7 @@ async fn attach(
     what.look(&host.config).await?.keep(&host.config)
 }
 
-/// A host whose configuration names everything that the scripts use.
+/// Returns a host whose configuration names everything that the scripts use.
 fn host() -> Host {
     let mut host = Host::new();
     let folder = host.folder.path().to_owned();
@@ -110,9 +110,9 @@ fn host() -> Host {
     host
 }
 
-/// Lines of scripts, and what must be on the description that is made of each.
+/// Lines of scripts, and what the description of each must contain.
 const SCRIPTS: [(&str, &str); 6] = [
-    // What people write first: nothing has an id, and QEMU adds what it likes.
+    // A hand-written line: nothing has an id, and QEMU adds its defaults.
     (
         "-machine MACHINE -m 64 -net none -drive file=vda.raw,if=virtio,format=raw \
          -device virtio-net-pci -device virtio-rng-pci -device qemu-xhci -device usb-tablet",
@@ -126,13 +126,13 @@ const SCRIPTS: [(&str, &str); 6] = [
          -blockdev driver=raw,node-name=d0,file=f0 \
          -device virtio-blk-pci,id=boot,drive=d0,bootindex=1,serial=abc,addr=0x9 \
          -drive if=none,id=h1,file=vdb.raw,format=raw,werror=stop,rerror=stop,cache=writethrough \
-         -device virtio-scsi-pci,id=scsi -device scsi-hd,bus=scsi.0,drive=h1,scsi-id=3,lun=1,id=data \
-         -device scsi-cd,bus=scsi.0,id=cd \
-         -netdev user,id=n0,restrict=on -device virtio-net-pci,netdev=n0,mac=52:54:00:aa:bb:01,mq=off \
-         -device e1000,id=second,mac=52:54:00:aa:bb:02 \
-         -object iothread,id=io0 \
-         -device virtio-balloon-pci,id=balloon,deflate-on-oom=on,free-page-hint=on,iothread=io0 -rtc base=localtime,driftfix=slew \
-         -boot order=c,menu=on -no-reboot -vga std",
+         -device virtio-scsi-pci,id=scsi -device \
+         scsi-hd,bus=scsi.0,drive=h1,scsi-id=3,lun=1,id=data -device scsi-cd,bus=scsi.0,id=cd \
+         -netdev user,id=n0,restrict=on -device \
+         virtio-net-pci,netdev=n0,mac=52:54:00:aa:bb:01,mq=off -device \
+         e1000,id=second,mac=52:54:00:aa:bb:02 -object iothread,id=io0 \
+         -device virtio-balloon-pci,id=balloon,deflate-on-oom=on,free-page-hint=on,iothread=io0 \
+         -rtc base=localtime,driftfix=slew -boot order=c,menu=on -no-reboot -vga std",
         "memfd = true",
     ),
     (
@@ -146,8 +146,9 @@ const SCRIPTS: [(&str, &str); 6] = [
         "serial_ports = 2",
     ),
     (
-        "-machine MACHINE -m 64 -nodefaults -drive if=pflash,unit=0,readonly=on,format=raw,file=code.fd \
-         -drive if=pflash,unit=1,format=raw,file=vars.raw -device virtio-gpu-pci,id=gpu",
+        "-machine MACHINE -m 64 -nodefaults -drive \
+         if=pflash,unit=0,readonly=on,format=raw,file=code.fd -drive \
+         if=pflash,unit=1,format=raw,file=vars.raw -device virtio-gpu-pci,id=gpu",
         "variables = \"vars\"",
     ),
     (
@@ -158,12 +159,13 @@ const SCRIPTS: [(&str, &str); 6] = [
         "command_line = \"console=ttyS0\"",
     ),
     (
-        "-machine MACHINE -m 64 -nodefaults -bios code.fd -cpu max,migratable=on -device VGA,id=vga",
+        "-machine MACHINE -m 64 -nodefaults -bios code.fd -cpu max,migratable=on -device \
+         VGA,id=vga",
         "firmware = \"code\"",
     ),
 ];
 
-/// The machine that is launched from what was learned is the one that was found, on every QEMU.
+/// A machine launched from the description equals the original one, on every QEMU.
 #[tokio::test]
 async fn what_is_learned_makes_the_same_machine() {
     let mut failed = Vec::new();
@@ -228,7 +230,7 @@ async fn same_machine(
     Ok(())
 }
 
-/// What is equal is also what QEMU loads, by its own migration.
+/// Equal machines are also loaded by QEMU, with its own migration.
 async fn loads(from: &Qmp, to: &Qmp, socket: &Path) -> Result<(), String> {
     let late = json!({"capabilities": [{"capability": "late-block-activate", "state": true}]});
     let target = json!({"uri": format!("unix:{}", socket.display())});
@@ -257,7 +259,7 @@ async fn loads(from: &Qmp, to: &Qmp, socket: &Path) -> Result<(), String> {
     }
 }
 
-/// What only QEMU itself can tell is refused by name as well, with what to do.
+/// Properties that only QEMU itself reports are refused by name as well, with advice.
 #[tokio::test]
 async fn what_a_running_qemu_cannot_take_along_is_refused() {
     for (label, emulator) in emulators() {
@@ -269,8 +271,9 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
                 "[images.NAME]\npath = \"/",
             ),
             (
-                "-nodefaults -blockdev driver=qcow2,node-name=q,file.driver=file,file.filename=q.qcow2 \
-                 -device virtio-blk-pci,drive=q,id=q0",
+                "-nodefaults -blockdev \
+                 driver=qcow2,node-name=q,file.driver=file,file.filename=q.qcow2 -device \
+                 virtio-blk-pci,drive=q,id=q0",
                 "disk q0 is qcow2, and the configuration says otherwise of image q",
                 "format = \"qcow2\"",
             ),
@@ -335,7 +338,7 @@ async fn what_a_running_qemu_cannot_take_along_is_refused() {
     }
 }
 
-/// The smallest image of that format, whose content nobody reads.
+/// Creates the smallest image of that format, whose content is never read.
 fn qcow2(path: &Path) {
     let mut image = vec![0; 4 << 16];
     let mut put = |at: usize, bytes: &[u8]| image[at..at + bytes.len()].copy_from_slice(bytes);
@@ -376,7 +379,7 @@ async fn what_changes_afterwards_is_seen() {
         );
         guest.detach().unwrap();
 
-        // Whoever holds the control socket is not pushed aside.
+        // The current client of the control socket is not displaced.
         let busy = attach(script.attach("web"), &host).await.unwrap_err();
         assert!(busy.to_string().contains("another client holds"), "{busy}");
         drop(qmp);

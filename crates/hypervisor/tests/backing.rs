@@ -1,4 +1,4 @@
-//! Memory that QEMU shares: what the guest never used stays unused, whoever looks at it.
+//! Tests that unused parts of shared memory stay unallocated when it is read.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -17,7 +17,7 @@ use payload::{Payload, Qemu, Spec, main_block};
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 
-/// What the system holds for the memory files of a process, in bytes.
+/// Returns the allocated size of a process's memory files, in bytes.
 fn allocated(pid: i32) -> u64 {
     let files = fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
     let paths = files.map(|file| file.unwrap().path());
@@ -57,7 +57,7 @@ async fn reading_shared_memory_fills_no_holes() {
         let filled = &content[300 * BLOCK_SIZE..301 * BLOCK_SIZE];
         assert!(filled.iter().any(|byte| *byte != 0), "{label}: content");
 
-        // What is written at a destination is there, and nothing else.
+        // A destination has the written blocks, and nothing else.
         let destination = Qemu::waiting(&spec).await;
         let there = destination.memory().await;
         let fresh = allocated(destination.pid());

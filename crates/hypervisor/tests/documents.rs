@@ -1,4 +1,4 @@
-//! The examples in `docs/operating.md` are what this program reads.
+//! Tests that this program accepts the examples in `docs/operating.md`.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_hypervisor::config::{AcceleratorChoice, HostConfig, Network};
@@ -18,7 +18,7 @@ fn the_configuration_is_one() {
     assert_eq!(config.default_emulator(), Some("10.0"));
     assert_eq!(config.qemu.accelerator, AcceleratorChoice::Auto);
     assert_eq!(config.networks["lab"], Network::None);
-    // The user that it names need not be on the machine of this test.
+    // The configured user may be absent on the machine of this test.
     let mut config = config;
     config.qemu.run_as = None;
     config.check(Path::new("docs/operating.md")).unwrap();

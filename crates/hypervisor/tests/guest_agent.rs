@@ -1,4 +1,4 @@
-//! Clocks as a real guest agent and real QEMUs tell them.
+//! Tests reading clocks from a real guest agent and real QEMUs.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -11,7 +11,7 @@ use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// Off by less than this: the machine may be busy.
+/// The tolerance of a clock: the machine may be busy.
 const NEAR_MS: u64 = 60_000;
 
 struct Ended(Child);
@@ -23,7 +23,7 @@ impl Drop for Ended {
     }
 }
 
-/// Debian's package `qemu-guest-agent`, which talks over a socket as it does over its port.
+/// Debian's package `qemu-guest-agent`, which speaks the same over a socket as over its port.
 #[tokio::test]
 async fn a_real_guest_agent_tells_its_time() {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
@@ -32,14 +32,14 @@ async fn a_real_guest_agent_tells_its_time() {
         "/usr/sbin/qemu-ga".into(),
     ];
     let Some(program) = places.iter().find(|place| place.exists()) else {
-        // Past the test's captured output, for all to see.
+        // Past the test's captured output, so that it is always visible.
         let said = "SKIPPED: no guest agent here: scripts/install lab";
         writeln!(std::io::stderr(), "{said}").unwrap();
         return;
     };
     let folder = tempfile::tempdir().unwrap();
     let port = folder.path().join("port");
-    // It must not touch this machine's clock, whatever it is told.
+    // It must not touch this machine's clock, whatever the command.
     let agent = Command::new(program)
         .args(["-m", "unix-listen", "-b", "guest-set-time", "-p"])
         .arg(&port)

@@ -1,4 +1,4 @@
-//! A QEMU that completes although it is held: its guest is stopped for as short as can be.
+//! Tests a QEMU that completes although it is held: its guest is stopped as briefly as possible.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -27,7 +27,7 @@ async fn settings(qemu: &Qemu) -> (serde_json::Value, serde_json::Value) {
     (capabilities, parameters)
 }
 
-/// How long a guest was stopped, by QEMU's own clock.
+/// Returns how long a guest was stopped, by QEMU's own clock.
 async fn next_stop(events: &mut Receiver<qmp::Event>) -> Duration {
     let mut stopped = None;
     loop {
@@ -41,7 +41,8 @@ async fn next_stop(events: &mut Receiver<qmp::Event>) -> Duration {
     }
 }
 
-/// A QEMU of 11.1 whose machine type promises to wait for the acknowledgement, and which does not.
+/// Returns a QEMU of 11.1 whose machine type promises to wait for the acknowledgement, and which
+/// does not.
 fn unheld(emulator: &std::path::Path) -> Spec {
     let mut spec = Spec::new(emulator, "pc-q35-11.0", Payload::BUSY);
     spec.more = ["-global", "migration.switchover-ack-legacy=off"]
@@ -50,7 +51,8 @@ fn unheld(emulator: &std::path::Path) -> Spec {
     spec
 }
 
-/// From STOP to the end of the migration where everything is read at once: QEMU's own time.
+/// Returns the time from STOP to the end of the migration where everything is read at once: QEMU's
+/// own time.
 async fn own_stop(spec: &Spec) -> Duration {
     let source = Qemu::running(spec).await;
     let mut events = source.qmp.events();
@@ -133,7 +135,7 @@ async fn a_qemu_that_ignores_the_hold_does_not_keep_its_guest_stopped() {
         let stopped = next_stop(&mut events).await;
         println!("stopped for {stopped:?} (by QEMU itself: {own:?}): {why}");
         assert!(why.contains("though it was held"), "{why}");
-        // On a busy machine; docs/decisions/0002 has what was measured on a quiet one.
+        // On a busy machine; docs/decisions/0002 has the figures of a quiet one.
         assert!(stopped < own + Duration::from_secs(2), "{stopped:?}");
         assert!(source.is_writing(spec.payload).await, "the guest goes on");
         outgoing.abort().await.unwrap();

@@ -1,4 +1,5 @@
-//! Guests on real QEMUs: launched, found again, ended, and what is left of them.
+//! Tests launching guests on real QEMUs, finding them again, ending them, and removing their
+//! remains.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -17,7 +18,7 @@ use std::process::{Command, Stdio};
 use std::time::Duration;
 use tokio::io::{AsyncBufReadExt, BufReader};
 
-/// Set for a copy of this program that plays an agent.
+/// Set for a copy of this program that acts as an agent.
 const AGENT: &str = "LONGHAUL_TEST_AGENT_STATE";
 
 fn running(state: &Path) -> Guest {
@@ -36,15 +37,15 @@ fn cgroups(guest: &Guest) -> Vec<PathBuf> {
     }
 }
 
-/// Ends a guest and sees that nothing of it is left.
+/// Ends a guest and asserts that nothing of it remains.
 async fn stop(guest: Guest, qmp: Option<&Qmp>) {
     let cgroups = cgroups(&guest);
     guest.stop(qmp).await.unwrap();
-    // Its parent may not have taken notice yet: it holds nothing any more.
+    // Its parent may not have reaped it yet: it holds nothing any more.
     assert!(guest.process().unwrap().is_none());
     assert!(!guest.folder().path().exists());
     assert!(cgroups.iter().all(|path| !path.exists()), "{cgroups:?}");
-    // And a second time there is nothing to do.
+    // A second call has nothing to do.
     guest.stop(None).await.unwrap();
 }
 
@@ -265,7 +266,7 @@ async fn a_qemu_without_a_process_in_its_record_is_found_by_its_command_line() {
         .launch(&guest(MACHINES[0]), emulator, Role::Fresh)
         .await
         .unwrap();
-    // As it is when the agent dies between starting a QEMU and noting its process.
+    // The state after an agent dies between starting a QEMU and recording its process.
     let record = guest.folder().path().join("record.toml");
     let text = fs::read_to_string(&record).unwrap();
     let start = text.find("[process]").unwrap();
@@ -276,7 +277,7 @@ async fn a_qemu_without_a_process_in_its_record_is_found_by_its_command_line() {
     let found = running(host.state());
     assert_eq!(found.record().process, guest.record().process);
     assert_eq!(found.record().scope, guest.record().scope);
-    // It may be a guest whose launch has got so far, and is about to write that itself.
+    // It may be a guest whose launch is under way, and is about to write that itself.
     assert!(guest.folder().record().unwrap().process.is_none());
     stop(found, None).await;
 }
@@ -294,7 +295,7 @@ async fn the_generation_is_kept() {
     stop(guest, Some(&qmp)).await;
 }
 
-/// Plays the agent of `a_guest_outlives_the_agent`, when this program is started for it.
+/// Acts as the agent of `a_guest_outlives_the_agent`, when this program is started for it.
 #[tokio::test]
 async fn helper_agent() {
     let Some(state) = std::env::var_os(AGENT) else {
@@ -308,7 +309,7 @@ async fn helper_agent() {
         .await
         .unwrap();
     println!("\nlaunched {}", guest.pid().unwrap());
-    // Until it is killed.
+    // Runs until it is killed.
     std::future::pending::<()>().await;
 }
 
@@ -318,7 +319,7 @@ async fn a_guest_outlives_the_agent() {
     let mut agent = tokio::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "helper_agent", "--nocapture"])
         .env(AGENT, host.state())
-        // So that the agent has files of its parent's, as one started by others may.
+        // So that the agent has files of its parent, as an agent started by another program may.
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .kill_on_drop(true)
@@ -341,7 +342,7 @@ async fn a_guest_outlives_the_agent() {
     stop(guest, Some(&qmp)).await;
 }
 
-/// A QEMU's session is its own, and so is each of its files.
+/// A QEMU has a session of its own, and no inherited files.
 fn assert_inherits_nothing(pid: i32, state: &Path) {
     let process = nix::unistd::Pid::from_raw(pid);
     assert_eq!(nix::unistd::getsid(Some(process)).unwrap(), process);
@@ -383,7 +384,7 @@ async fn qemu_runs_sandboxed_and_as_somebody_else() {
         let mut host = Host::new();
         host.config.qemu.run_as = Some("nobody".to_owned());
         let nobody = nix::unistd::User::from_name("nobody").unwrap().unwrap();
-        // As an agent makes it that keeps everything to itself.
+        // As created by an agent with a restrictive umask.
         fs::create_dir(host.state()).unwrap();
         fs::set_permissions(host.state(), fs::Permissions::from_mode(0o700)).unwrap();
         let image = host.folder.path().join("vda.raw");
@@ -406,7 +407,7 @@ async fn qemu_runs_sandboxed_and_as_somebody_else() {
         assert_eq!(field("Seccomp:"), ["2"]);
         assert_eq!(field("NoNewPrivs:"), ["1"]);
         assert_eq!(field("CapEff:"), ["0000000000000000"]);
-        // It can make a socket of its own, for the state that is to come.
+        // It can create a socket of its own, for the incoming state.
         let socket = guest.folder().socket("incoming").unwrap();
         let target = serde_json::json!({"uri": format!("unix:{}", socket.display())});
         let listen = qmp.execute("migrate-incoming", target, Duration::from_secs(30));
@@ -423,7 +424,7 @@ async fn a_card_on_a_bridge_gets_a_port_and_loses_it() {
         eprintln!("no TAP devices here");
         return;
     }
-    // In a network of this thread's own, which QEMU and `ip` inherit.
+    // In a network namespace of this thread, which QEMU and `ip` inherit.
     let thread = std::thread::spawn(|| {
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
         let runtime = tokio::runtime::Builder::new_current_thread()

@@ -1,4 +1,4 @@
-//! Moves between two real QEMUs on one machine, by the smallest loop that can do it.
+//! Tests moves between two real QEMUs on one machine, with a minimal migration loop.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -23,7 +23,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(300);
-/// How long a mover waits for a pass before it goes on without.
+/// How long a mover waits for a pass before it goes on without one.
 const PASS_PATIENCE: Duration = Duration::from_secs(4);
 
 fn emulator(label: &str) -> Option<PathBuf> {
@@ -34,7 +34,7 @@ fn emulator(label: &str) -> Option<PathBuf> {
     found.map(|(_, path)| path)
 }
 
-/// The pages that the destination has not got.
+/// The pages that the destination does not have.
 #[derive(Default)]
 struct Pending {
     pages: BTreeSet<(usize, u64)>,
@@ -48,7 +48,7 @@ impl Pending {
         }
     }
 
-    /// Sends everything; a page is no longer pending before its content is read.
+    /// Sends all pages; a page stops being pending before its content is read.
     fn send(&mut self, source: &GuestMemory, destination: &GuestMemory) {
         let pages: Vec<(usize, u64)> = std::mem::take(&mut self.pages).into_iter().collect();
         for batch in pages.chunks(64) {
@@ -108,7 +108,8 @@ impl Source {
     }
 
     /// Reads on until a pass is held, and returns its number: 1 where the guest writes nothing. A
-    /// QEMU that writes quickly begins its second pass before the first is read to where it is held.
+    /// QEMU that writes quickly begins its second pass before the first is read to the place where
+    /// it is held.
     async fn held(&mut self) -> u64 {
         loop {
             if let Event::Held { pass, .. } = self.event().await {
@@ -129,7 +130,7 @@ impl Source {
 }
 
 /// Moves a guest after `passes` passes, or fewer when it writes too little for another; both QEMUs
-/// stand still and equal in the end.
+/// are stopped and equal in the end.
 async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
     let mut moving = Source::start(source).await;
     let destination = Qemu::waiting(to).await;
@@ -162,7 +163,7 @@ async fn move_guest(source: &Qemu, to: &Spec, passes: u64) -> (Qemu, Frozen) {
     (destination, frozen)
 }
 
-/// Both hold the same in all blocks that are read from outside.
+/// Asserts that both have the same content in all blocks that are read from outside.
 fn assert_equal(source: &GuestMemory, destination: &GuestMemory) {
     let mut compared = 0;
     for (index, block) in source.blocks().iter().enumerate() {
@@ -212,7 +213,7 @@ async fn busy_guests_arrive_byte_by_byte() {
             assert!(frozen.was_running);
             drop(source);
             runs(&destination, spec.payload).await;
-            // And on from there, so that nothing was left behind in the first hop's target.
+            // A second hop shows that nothing was left behind in the first hop's destination.
             let (destination, _) = {
                 let again = move_guest(&destination, &spec, 2).await;
                 drop(destination);
@@ -232,7 +233,7 @@ async fn idle_guests_stay_in_their_first_pass() {
             let source = Qemu::running(&spec).await;
             let mut moving = Source::start(&source).await;
             assert_eq!(moving.held().await, 1);
-            // The next pass is asked for and cannot be had: nothing is dirty.
+            // The next pass is requested and impossible: nothing is dirty.
             moving.outgoing.next_pass();
             for _ in 0..30 {
                 tokio::time::sleep(Duration::from_millis(100)).await;
@@ -289,10 +290,10 @@ async fn memory_above_4_gib_arrives() {
     for (label, path) in emulators() {
         println!("{label}");
         let mut spec = Spec::new(&path, machines(&label)[0], Payload::IDLE);
-        // From 2816 MiB on a q35 machine has 2 GiB below the hole under 4 GiB, the rest above.
+        // From 2816 MiB on a q35 machine has 2 GiB below the hole under 4 GiB, and the rest above.
         spec.memory = "2820M".to_owned();
         let source = Qemu::running(&spec).await;
-        // The guest sleeps and has no paging: write above 4 GiB on its behalf.
+        // The guest sleeps and has no paging: the test writes above 4 GiB on its behalf.
         let memory = source.memory().await;
         let main = memory.find("pc.ram").unwrap();
         let last = memory.blocks()[main].blocks() - 1;
@@ -329,7 +330,7 @@ async fn kept_blocks_arrive_as_well() {
     }
 }
 
-/// A balloon that tells QEMU which pages are free.
+/// Returns a balloon that reports free pages to QEMU.
 fn with_balloon(spec: Spec) -> Spec {
     let more = [
         "-object",
@@ -367,8 +368,8 @@ async fn guests_with_a_balloon_that_tells_free_pages_arrive() {
     }
 }
 
-/// QEMU 11.1 looks for dirty pages ten times a second and more where post-copy may follow, as Longhaul has it
-/// for such a balloon: those looks are no passes.
+/// QEMU 11.1 queries dirty pages ten times a second and more where post-copy may follow, as
+/// Longhaul sets it for such a balloon: those queries are not passes.
 #[tokio::test(flavor = "multi_thread")]
 async fn looks_in_the_middle_of_a_pass_are_no_passes() {
     let Some(path) = emulator("11.1") else {
@@ -394,7 +395,7 @@ async fn looks_in_the_middle_of_a_pass_are_no_passes() {
     assert!(source.is_writing(payload).await, "the guest goes on");
 }
 
-/// A kernel of the laboratory's, which boots and finds no root.
+/// Returns a kernel of the laboratory that boots and finds no root.
 fn booting(emulator: &std::path::Path, machine: &str, console: &std::path::Path) -> Option<Spec> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let kernel = std::path::Path::new(&lab).join("kernel/vmlinuz");
@@ -442,7 +443,7 @@ async fn a_kernel_moves_while_it_boots() {
                 destination.qmp.query("cont").await.unwrap();
                 qemu = destination;
             }
-            // A kernel that boots to its end has found its memory and its devices as they were.
+            // A kernel that boots to its end has found its memory and its devices unchanged.
             let deadline = Instant::now() + LIMIT;
             while !text().contains("Unable to mount root fs") {
                 assert!(Instant::now() < deadline, "not booted: {}", text());
@@ -452,7 +453,7 @@ async fn a_kernel_moves_while_it_boots() {
     }
 }
 
-/// The kept pages in a tail, by block and page.
+/// Returns the kept pages in a tail, by block and page.
 fn kept(tail: &[u8]) -> std::collections::BTreeMap<(String, u64), Option<Vec<u8>>> {
     let blocks: Vec<stream::RamBlock> = ["pc.ram", "0000:00:01.0/vga.vram"]
         .into_iter()
@@ -468,7 +469,7 @@ fn kept(tail: &[u8]) -> std::collections::BTreeMap<(String, u64), Option<Vec<u8>
             used_bytes: 1 << 30,
         })
         .collect();
-    // Any prelude of the same section and blocks serves for reading.
+    // Any prelude with the same section and blocks serves for reading.
     let section = u32::from_be_bytes(tail[1..5].try_into().unwrap());
     let mut bytes = stream::Writer::prelude("any", section, &blocks);
     bytes.extend(tail);
@@ -497,7 +498,7 @@ fn kept(tail: &[u8]) -> std::collections::BTreeMap<(String, u64), Option<Vec<u8>
     pages
 }
 
-/// Where a move is given up.
+/// The point at which a move is aborted.
 #[derive(Debug, Clone, Copy)]
 enum Point {
     Started,
@@ -703,7 +704,7 @@ async fn what_cannot_be_moved_is_refused_by_name() {
         let before = settings(&source).await;
         let attached = GuestMemory::attach(&source.qmp, source.pid()).await;
         let error = match attached {
-            // QEMU 7.2 does not say where the memory of such a device is.
+            // QEMU 7.2 does not report the memory of such a device.
             Err(error) => error.to_string(),
             Ok(memory) => {
                 let socket = source.folder.path().join("outgoing");

@@ -1,4 +1,4 @@
-//! Machines of real QEMUs, as they are seen from outside and compared.
+//! Tests reading the machines of real QEMUs from outside, and comparing them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -21,7 +21,7 @@ async fn machine(description: &GuestDescription, emulator: &str, role: Role) -> 
     let (guest, qmp) = host.launch(description, emulator, role).await.unwrap();
     let (machine, blockers) = observe::examine(&qmp, None).await.unwrap();
     assert_eq!(blockers, []);
-    // Asked once of a process that is known, and remembered.
+    // Queried once of a known process, and cached.
     let process = guest.record().process.as_ref();
     for _ in 0..2 {
         let again = observe::examine(&qmp, process).await.unwrap();
@@ -76,7 +76,7 @@ async fn a_machine_is_seen_as_it_was_described() {
     }
 }
 
-/// Between every two versions that are here, in both directions.
+/// Between every two versions present, in both directions.
 #[tokio::test]
 async fn the_same_description_makes_the_same_machine() {
     for name in MACHINES {
@@ -142,7 +142,7 @@ async fn a_cpu_that_two_versions_emulate_differently_is_named() {
     let found = destination.differences(&source);
     assert_eq!(found.len(), 1, "{found:#?}");
     assert!(found[0].text.contains("rdseed"), "{}", found[0]);
-    // What the hint says is what mends it.
+    // The hint's advice repairs the guest.
     let start = found[0].hint.find("MODEL").unwrap();
     let end = found[0].hint[start..].find('"').unwrap() + start;
     description.cpu = found[0].hint[start..end].replace("MODEL", "EPYC-v3");
@@ -151,7 +151,7 @@ async fn a_cpu_that_two_versions_emulate_differently_is_named() {
     assert_eq!(texts(&destination, &source), [""; 0]);
 }
 
-/// What is found equal is also what QEMU loads, by its own migration.
+/// Equal machines are also loaded by QEMU, with its own migration.
 #[tokio::test]
 async fn what_is_equal_loads() {
     for name in MACHINES {
@@ -168,7 +168,7 @@ async fn what_is_equal_loads() {
 }
 
 async fn moves(description: &GuestDescription, source: &str, destination: &str) {
-    // Two hosts that see one disk.
+    // Two hosts that share one disk.
     let (there, mut here) = (Host::new(), Host::new());
     here.config.images = there.config.images.clone();
     let (from, from_qmp) = there
@@ -235,7 +235,7 @@ async fn this_host_knows_what_it_can_run() {
         assert!(emulator.cpu_models.contains_key("qemu64"));
         if label != "system" {
             assert_eq!(tested::warning(&emulator.version, "here"), None);
-            // As if the newest of them were not tested.
+            // As if the newest of them were untested.
             let newer = tested::is_newer(&emulator.version, (10, 0));
             assert_eq!(newer, label == "11.1");
         }
@@ -248,7 +248,7 @@ async fn this_host_knows_what_it_can_run() {
     let checks = can_run("here", &impossible, None, &capabilities);
     assert_eq!(checks.iter().filter(refused).count(), 2, "{checks:#?}");
 
-    // A new agent reads what the old one found out.
+    // A new agent reads the results of the old one.
     let file = host.state().join("emulators.json");
     let kept = std::fs::read_to_string(&file).unwrap();
     std::fs::write(&file, kept.replace("pc-q35-7.2", "pc-q35-98.0")).unwrap();

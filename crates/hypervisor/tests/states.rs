@@ -1,5 +1,5 @@
-//! Guests that stand still for a reason of their own, and QEMUs that somebody has set up: both are
-//! as they were after a move that did not happen.
+//! Tests guests that stopped for a reason of their own, and QEMUs with settings of their own: both
+//! are unchanged after an aborted move.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Writes to I/O ports, in 16-bit code: `mov dx, port; mov a, value; out dx, a`.
+/// Returns 16-bit code that writes to an I/O port: `mov dx, port; mov a, value; out dx, a`.
 fn out_byte(port: u16, value: u8) -> Vec<u8> {
     let [low, high] = port.to_le_bytes();
     vec![0xba, low, high, 0xb0, value, 0xee]
@@ -34,19 +34,19 @@ fn out_long(port: u16, value: u32) -> Vec<u8> {
     code
 }
 
-/// A firmware that does this and halts.
+/// Returns a firmware that does this and halts.
 fn firmware(folder: &Path, code: &[Vec<u8>]) -> String {
     let mut image = vec![0x90; 0x10000];
     let code = [&[0xfa][..], &code.concat(), &[0xf4, 0xeb, 0xfd]].concat();
     image[..code.len()].copy_from_slice(&code);
-    // jmp to the image's beginning
+    // jmp to the beginning of the image
     image[0xfff0..0xfff3].copy_from_slice(&[0xe9, 0x0d, 0x00]);
     let path = folder.join("own-firmware");
     std::fs::write(&path, image).unwrap();
     path.display().to_string()
 }
 
-/// What ACPI's sleep control is to do, on a q35.
+/// Returns writes to ACPI's sleep control on a q35.
 fn sleep(kind: u16) -> Vec<Vec<u8>> {
     const LPC: u32 = 0x8000_0000 | 0x1f << 11;
     vec![
@@ -96,7 +96,7 @@ async fn held(outgoing: &Outgoing) {
     tokio::time::timeout(LIMIT, held).await.unwrap();
 }
 
-/// A disk that cannot be read.
+/// Returns a disk that cannot be read.
 fn broken_disk(folder: &Path) -> String {
     let image = folder.join("disk");
     std::fs::write(&image, vec![0; 1 << 20]).unwrap();
@@ -136,7 +136,7 @@ async fn an_io_error_stays_one() {
                 outgoing.freeze().await.unwrap();
             }
             outgoing.abort().await.unwrap();
-            // Taken back from a freeze it tried once more to read, and is stopped for good.
+            // Resumed after a freeze, it tried once more to read, and is stopped for good.
             let state = source.state().await;
             assert!(
                 matches!(state.as_str(), "io-error" | "paused"),
@@ -213,7 +213,7 @@ async fn states_without_a_way_back_are_refused_by_name() {
     }
 }
 
-/// What somebody has set in QEMU for migrations of his own.
+/// Settings of an operator for migrations by QEMU itself.
 async fn set_up(qemu: &Qemu) {
     let on = |name: &str| json!({"capability": name, "state": true});
     let capabilities = [

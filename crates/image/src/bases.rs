@@ -1,8 +1,8 @@
-//! Images as plain files of a host, for the disks of guests that stand on them.
+//! Images as regular files of a host, used as backing files of guests' disks.
 //!
 //! ```text
-//! FOLDER/ID.raw       the disk: whole when nobody may write to it, and nobody has since it was sealed
-//! FOLDER/ID.manifest  what it is compared with while it comes
+//! FOLDER/ID.raw       the disk: complete when it is read-only and unchanged since it was sealed
+//! FOLDER/ID.manifest  the digests that its content is checked against during the download
 //! ```
 
 use crate::disk::{Fetched, ImageDisk, ImageNotice, OpenImageError, Order};
@@ -20,19 +20,19 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const ENDING: &str = ".raw";
-/// When a file that is whole says that it was written last: a write shows.
+/// The modification time of a complete file, so that a later write shows.
 const SEALED_SECONDS: u64 = 1;
-/// Whoever may write to a file.
+/// The write permissions of a file.
 const WRITERS: u32 = 0o222;
 
 pub(crate) fn sealed() -> SystemTime {
     UNIX_EPOCH + Duration::from_secs(SEALED_SECONDS)
 }
 
-/// An image that is not here.
+/// A reason why an image could not be brought to this host.
 #[derive(Debug, thiserror::Error)]
 pub enum BringError {
-    /// It cannot be begun.
+    /// The download could not begin.
     #[error(transparent)]
     Open(#[from] OpenImageError),
     /// The file system failed.
@@ -40,15 +40,15 @@ pub enum BringError {
     Files {
         /// The image.
         id: ImageId,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// Something of it cannot be had, or not be kept.
+    /// A part of the image cannot be fetched or stored.
     #[error("image {} cannot be fetched: {reason}", id.short())]
     Failed {
         /// The image.
         id: ImageId,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
 }
@@ -60,24 +60,24 @@ pub struct Bases {
 }
 
 impl Bases {
-    /// Those in a folder, which need not be there yet.
+    /// Returns the images in a folder, which need not exist yet.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         let folder = folder.into();
         Self { folder }
     }
 
-    /// The file of an image.
+    /// Returns the path of an image's file.
     pub fn path(&self, id: ImageId) -> PathBuf {
         self.folder.join(format!("{id}{ENDING}"))
     }
 
-    /// The image that a file is, by its name and in whatever folder.
+    /// Returns the image of a file, from the file's name.
     pub fn named(path: &Path) -> Option<ImageId> {
         let name = path.file_name()?.to_str()?;
         name.strip_suffix(ENDING)?.parse().ok()
     }
 
-    /// The length of an image's file, where all of the image is in it.
+    /// Returns the length of an image's file if it is complete.
     pub fn whole(&self, id: ImageId) -> io::Result<Option<u64>> {
         match fs::symlink_metadata(self.path(id)) {
             Ok(file) => {
@@ -90,7 +90,7 @@ impl Bases {
         }
     }
 
-    /// The files of all images that are here as a whole. What cannot be looked at is not among them.
+    /// Returns the files of all complete images. Files that cannot be inspected are omitted.
     pub fn all_whole(&self) -> Vec<PathBuf> {
         let entries = fs::read_dir(&self.folder).into_iter().flatten().flatten();
         let ids = entries.filter_map(|entry| Self::named(&entry.path()));
@@ -100,13 +100,14 @@ impl Bases {
         paths
     }
 
-    /// What of an image this host's guests use: stripes, and how many of their pages (of 4096 bytes) are in memory.
+    /// Returns the parts of an image that this host's guests use: stripes, with the number of their
+    /// pages (of 4096 bytes) in memory.
     pub fn hot(&self, id: ImageId) -> io::Result<Vec<(u32, u32)>> {
         pages_in_memory(&File::open(self.path(id))?, STRIPE_BYTES)
     }
 
-    /// Begins to bring an image: its file is there then, as long as it will be. Several may do so at
-    /// once. While the store is away it is waited for so long.
+    /// Begins to bring an image: afterwards its file exists at full length. Several processes may
+    /// do so at once. While the store is unreachable, it is waited for up to the given time.
     pub fn bring(
         &self,
         repository: Repository,
@@ -117,12 +118,12 @@ impl Bases {
         let heard = trouble.clone();
         let notify = move |notice| heard.hear(notice);
         let disk = Arc::new(self.open(repository, id, patience, notify)?);
-        // It is new, so nothing is there.
+        // The disk is new, so the value is unset.
         let _ = trouble.disk.set(Arc::downgrade(&disk));
         Ok(Bringing { disk, trouble })
     }
 
-    /// Opens an image as a disk whose content comes.
+    /// Opens an image as a disk whose content is being fetched.
     pub(crate) fn open(
         &self,
         repository: Repository,
@@ -139,7 +140,7 @@ impl Bases {
     }
 }
 
-/// What keeps an image from coming.
+/// The cause that keeps an image from being completed.
 #[derive(Debug, Default)]
 struct Trouble {
     disk: OnceLock<Weak<ImageDisk>>,
@@ -147,7 +148,7 @@ struct Trouble {
 }
 
 impl Trouble {
-    /// Without one stripe there is no image: the others need not be tried.
+    /// Without one stripe the image cannot be completed: the others need not be tried.
     fn hear(&self, notice: ImageNotice) {
         let (ImageNotice::Failed { reason, .. } | ImageNotice::NotKept { reason }) = notice else {
             return;
@@ -160,7 +161,7 @@ impl Trouble {
     }
 }
 
-/// An image that is coming.
+/// An image that is being brought.
 #[derive(Debug)]
 pub struct Bringing {
     disk: Arc<ImageDisk>,
@@ -168,34 +169,34 @@ pub struct Bringing {
 }
 
 impl Bringing {
-    /// The image.
+    /// Returns the image.
     pub fn id(&self) -> ImageId {
         self.disk.id()
     }
 
-    /// How long its disk is.
+    /// Returns the length of its disk.
     pub fn size_bytes(&self) -> u64 {
         self.disk.size_bytes()
     }
 
-    /// What of it is not all zeros, in bytes.
+    /// Returns the length of its content other than zeros, in bytes.
     pub fn content_bytes(&self) -> u64 {
         self.disk.manifest().stored_bytes()
     }
 
-    /// What of that is known to be here, in bytes.
+    /// Returns how much of that is known to be here, in bytes.
     pub fn here_bytes(&self) -> u64 {
         let missing = u64::from(self.disk.missing()) * STRIPE_BYTES;
         self.content_bytes().saturating_sub(missing)
     }
 
-    /// What was read from the repository, in bytes.
+    /// Returns how much was read from the repository, in bytes.
     pub fn read_bytes(&self) -> u64 {
         self.disk.read_bytes()
     }
 
-    /// Brings the rest, in this order. When it returns without an error all of the image is here, durably, was compared, and
-    /// nobody writes to its file any more.
+    /// Brings the remaining stripes, in this order. When it returns without an error the whole
+    /// image is here durably and verified, and its file is read-only.
     pub fn finish(&self, order: &Order) -> Result<(), BringError> {
         let id = self.id();
         let fetched = self.disk.fetch(order);
@@ -209,7 +210,7 @@ impl Bringing {
         Err(BringError::Failed { id, reason })
     }
 
-    /// Ends [`Self::finish`], where that goes on.
+    /// Ends a running [`Self::finish`].
     pub fn end(&self) {
         self.disk.end();
     }

@@ -1,8 +1,10 @@
-//! The front end of a base image that is not all here: what a guest reads comes first, all else behind it, and in the end
-//! the image's file says that it is whole ([`crate::Bases::whole`]). Then whoever owns it gives QEMU the file instead.
+//! The export of an incomplete base image: stripes that a guest reads are fetched first, all others
+//! in the background, and in the end the image's file is marked as complete
+//! ([`crate::Bases::whole`]). Then the owner gives QEMU the file instead.
 //!
-//! What it knows is in the file itself, so it may be killed at any time. An image that cannot be had is waited for: a read of
-//! what is missing waits while the repository is away, and fails where a stripe is damaged or gone; then it is tried again.
+//! Its knowledge is in the file itself, so it may be killed at any time. A read of a missing stripe
+//! waits while the repository is unreachable, and fails if the stripe is damaged or gone there; the
+//! download is then tried again.
 
 use crate::bases::Bases;
 use crate::disk::{Fetched, ImageDisk, ImageNotice, Order};
@@ -23,23 +25,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, SystemTime};
 
-/// How long a repository is waited for: as long as there are guests.
+/// Limit on the wait for a repository: as long as there are guests.
 const PATIENCE: Duration = Duration::from_secs(1 << 32);
-/// How often it says how far it is, and looks for a new order.
+/// How often it reports its progress, and checks for a new order.
 const TELL_EVERY: Duration = Duration::from_millis(500);
-/// Until what could not be had, or not be kept, is tried again.
+/// The time until a failed fetch or a failed write is tried again.
 const AGAIN_EVERY: Duration = Duration::from_secs(5);
 /// Longest file of an order: each stripe of the longest image once.
 const ORDER_BYTES_MAX: u64 = 16 << 20;
-/// Longest file of what is told.
+/// Longest file of a report.
 const TOLD_BYTES_MAX: u64 = 64 << 10;
-/// Longest trouble that is told.
+/// Longest error text in a report.
 const TROUBLE_CHARS_MAX: usize = 300;
 
-/// What of the environment repositories need.
+/// Prefixes of the environment variables that repositories need.
 const ENVIRONMENT: [&str; 2] = ["AWS_", "SSL_CERT_"];
 
-/// What of this process's environment a repository may need.
+/// Returns the variables of this process's environment that a repository may need.
 pub fn environment() -> BTreeMap<String, String> {
     let needed = |name: &str| ENVIRONMENT.iter().any(|begin| name.starts_with(begin));
     std::env::vars_os()
@@ -48,23 +50,23 @@ pub fn environment() -> BTreeMap<String, String> {
         .collect()
 }
 
-/// How far an image has come.
+/// The progress of an image.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Told {
-    /// What of it is not all zeros, in bytes.
+    /// Its content other than zeros, in bytes.
     pub content_bytes: u64,
-    /// What of that is known to be here.
+    /// How much of that is known to be here.
     pub here_bytes: u64,
-    /// What was read from the repository, also by servers before this one.
+    /// How much was read from the repository, by earlier servers as well.
     pub read_bytes: u64,
-    /// Reads that wait for something that is missing.
+    /// Reads that wait for missing stripes.
     pub waiting: usize,
-    /// What keeps it from coming.
+    /// The cause that keeps it from being completed.
     pub trouble: Option<String>,
 }
 
-/// What the server of a folder said last.
+/// Returns the last report of a folder's server.
 pub fn told(folder: &FrontFolder) -> Option<Told> {
     let mut text = Vec::new();
     let file = File::open(folder.told()).ok()?;
@@ -72,20 +74,20 @@ pub fn told(folder: &FrontFolder) -> Option<Told> {
     serde_json::from_slice(&text).ok()
 }
 
-/// Says to the server of a folder in which order the image is to come.
+/// Sets the order for a folder's server.
 pub fn say_order(folder: &FrontFolder, hottest: &[u32]) -> io::Result<()> {
     let bytes: Vec<u8> = hottest.iter().flat_map(|at| at.to_le_bytes()).collect();
     put(&folder.order(), &bytes)
 }
 
-/// Puts a file in place whole. It need not outlive the host.
+/// Writes a whole file atomically. It need not outlive the host.
 fn put(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = path.with_extension("new");
     fs::write(&new, bytes)?;
     fs::rename(&new, path)
 }
 
-/// An order that somebody has put there; what is none says nothing.
+/// Reads an order; an invalid file counts as empty.
 fn read_order(path: &Path) -> io::Result<Vec<u32>> {
     let mut bytes = Vec::new();
     let file = File::open(path)?;
@@ -94,7 +96,7 @@ fn read_order(path: &Path) -> io::Result<Vec<u32>> {
     Ok(stripes.iter().map(|at| u32::from_le_bytes(*at)).collect())
 }
 
-/// Why an image cannot be shown.
+/// A reason why an image cannot be exported.
 #[derive(Debug, thiserror::Error)]
 enum Unshown {
     #[error("its folder does not say where it comes from")]
@@ -107,7 +109,7 @@ fn unshown(error: impl std::error::Error + Send + Sync + 'static) -> ServeError 
     ServeError::Disk(Box::new(error))
 }
 
-/// Shows a base image, in a process that a supervisor has started, and brings it.
+/// Exports a base image, in a process that a supervisor has started, and fetches it.
 pub fn base(
     folder: &FrontFolder,
     notify: impl Fn(Notice) + Send + Sync + 'static,
@@ -147,12 +149,12 @@ pub fn base(
     serve(folder, open, notify)
 }
 
-/// What a server knows beside its disk.
+/// The server's state besides its disk.
 struct State {
-    /// What servers before it have read from the repository, in bytes.
+    /// How much earlier servers have read from the repository, in bytes.
     before: u64,
     trouble: Mutex<Option<String>>,
-    /// What comes cannot be kept.
+    /// Whether fetched stripes cannot be stored.
     is_full: AtomicBool,
     order: Order,
 }
@@ -176,7 +178,7 @@ impl State {
         *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble.map(short);
     }
 
-    /// Begins to bring it, and to say how far it is.
+    /// Begins to fetch, and to report the progress.
     fn begin(self: &Arc<Self>, folder: &FrontFolder, disk: &Arc<ImageDisk>) -> io::Result<()> {
         let mut ordered = None;
         self.take_order(folder, &mut ordered);
@@ -188,7 +190,7 @@ impl State {
             let mut said = None;
             loop {
                 let now = state.told(&disk);
-                // Where it cannot be said, somebody else may still read what is.
+                // If the report cannot be written, the last one stays readable.
                 if said.as_ref() != Some(&now)
                     && let Ok(text) = serde_json::to_vec(&now)
                     && put(&folder.told(), &text).is_ok()
@@ -202,7 +204,7 @@ impl State {
         Ok(())
     }
 
-    /// Takes a new order, where there is one.
+    /// Takes a new order, if there is one.
     fn take_order(&self, folder: &FrontFolder, known: &mut Option<SystemTime>) {
         let path = folder.order();
         let changed = fs::metadata(&path).and_then(|file| file.modified()).ok();
@@ -228,7 +230,7 @@ impl State {
         }
     }
 
-    /// Brings all of it, however long that takes.
+    /// Fetches the whole image, however long that takes.
     fn bring(&self, disk: &ImageDisk) {
         loop {
             let has_room = || !self.is_full.load(Ordering::Acquire);
@@ -247,7 +249,7 @@ impl State {
     }
 }
 
-/// A disk whose reads let others go on where they wait.
+/// A disk whose waiting reads let other requests proceed.
 #[derive(Debug)]
 struct ComingDisk(Arc<ImageDisk>);
 
@@ -324,7 +326,7 @@ mod tests {
         say_order(&folder, &[7, 3, 9]).unwrap();
         state.take_order(&folder, &mut known);
         assert_eq!(state.order.hottest(), [7, 3, 9]);
-        // Not all of the last one is there.
+        // The last entry is incomplete.
         fs::write(folder.order(), [1, 0, 0, 0, 2, 0]).unwrap();
         assert_eq!(read_order(&folder.order()).unwrap(), [1]);
 

@@ -1,4 +1,4 @@
-//! What of a file this host has in memory: whoever uses the file has used that lately.
+//! Determines which parts of a file are in this host's page cache: those were used recently.
 
 use nix::errno::Errno;
 use nix::libc;
@@ -7,12 +7,13 @@ use std::io;
 use std::os::fd::AsRawFd;
 use std::ptr;
 
-/// Bytes of a page of a file's content in memory, as it is counted here.
+/// Bytes of a page in the page cache, as counted here.
 const PAGE_BYTES: u64 = 4096;
-/// Bytes that are looked at at once.
+/// Bytes that are inspected at once.
 const WINDOW_BYTES: u64 = 1 << 30;
 
-/// How many pages of each piece of a file are in memory, as (piece, pages): none of those that have none.
+/// Returns the number of cached pages in each piece of a file, as (piece, pages), for pieces with
+/// at least one.
 pub(crate) fn pages_in_memory(file: &File, piece_bytes: u64) -> io::Result<Vec<(u32, u32)>> {
     let length = file.metadata()?.len();
     let mut found: Vec<(u32, u32)> = Vec::new();
@@ -37,15 +38,15 @@ pub(crate) fn pages_in_memory(file: &File, piece_bytes: u64) -> io::Result<Vec<(
     Ok(found)
 }
 
-/// A byte for each page of a range, which begins with a page.
+/// Returns a byte for each page of a range, which begins at a page.
 fn in_memory(file: &File, start: u64, bytes: u64) -> io::Result<Vec<u8>> {
     let length = usize::try_from(bytes).map_err(|_| Errno::EFBIG)?;
     let offset = libc::off_t::try_from(start).map_err(|_| Errno::EFBIG)?;
     let mut pages = vec![0_u8; bytes.div_ceil(PAGE_BYTES) as usize];
     #[expect(unsafe_code, reason = "there is no safe wrapper of mincore")]
-    // SAFETY: a mapping of its own at a place that the system chooses, which nobody reads or writes, and
-    // which goes before this returns. The vector has a byte for each of its pages (4096 bytes, the smallest
-    // that this system has), which is what mincore writes.
+    // SAFETY: a new mapping at an address that the system chooses, which is never read or written,
+    // and is unmapped before this returns. The vector has a byte for each of its pages (4096 bytes,
+    // the smallest size on this system), which is what mincore writes.
     let looked = unsafe {
         let (protection, flags) = (libc::PROT_NONE, libc::MAP_SHARED);
         let mapped = libc::mmap(

@@ -1,4 +1,4 @@
-//! Putting a disk into a repository: each stripe that is not there yet, then the manifest.
+//! Imports a disk into a repository: first the stripes that it lacks, then the manifest.
 
 use crate::manifest::{Manifest, ManifestError, STRIPE_BYTES};
 use crate::marker::{Marker, Owner, Work, others};
@@ -14,17 +14,17 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Threads that read, compress and store: a store that is far away answers each after a while.
+/// Threads that read, compress and store: a remote store answers each request with a delay.
 const WORKERS: usize = 8;
-/// Extents that are asked for at once.
+/// Extents that are queried at once.
 const EXTENTS: usize = 1024;
-/// How long a removal is waited for.
+/// Limit on the wait for a removal.
 const REMOVAL_PATIENCE: Duration = Duration::from_secs(600);
-/// Time between two looks at it.
+/// The time between two checks of it.
 const REMOVAL_INTERVAL: Duration = Duration::from_millis(200);
 
-/// An image that was not imported. What was stored of it is used by the next try, and goes with
-/// the next removal.
+/// A reason why an image was not imported. Stripes stored so far are used by the next attempt, and
+/// removed by the next removal.
 #[derive(Debug, thiserror::Error)]
 pub enum ImportError {
     /// The store failed.
@@ -33,67 +33,70 @@ pub enum ImportError {
     /// The disk cannot be read.
     #[error("cannot read the disk at byte {offset}: {error}")]
     Read {
-        /// Where.
+        /// The offset.
         offset: u64,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// No image is like this disk.
+    /// No image can have this size.
     #[error("the disk cannot become an image: {0}")]
     Size(ManifestError),
     /// A stripe cannot be compressed.
     #[error("cannot compress what stands at byte {offset}: {error}")]
     Compress {
-        /// Where.
+        /// The offset.
         offset: u64,
-        /// What the compressor said.
+        /// The compressor's error.
         error: io::Error,
     },
     /// Another image has the name.
-    #[error("image {} is called {name} already: choose another name, or remove that image", id.short())]
+    #[error(
+        "image {} is called {name} already: choose another name, or remove that image",
+        id.short()
+    )]
     NameTaken {
         /// The name.
         name: ImageName,
-        /// Whose it is.
+        /// The image with that name.
         id: ImageId,
     },
-    /// Somebody removes images, and comes to no end.
+    /// A removal of images is running, and does not end.
     #[error(
         "images are being removed by {}: import again when that has ended", describe(owner.as_ref())
     )]
     Removal {
-        /// Who.
+        /// Its owner.
         owner: Option<Owner>,
     },
-    /// Somebody removed images meanwhile, and did not wait for this import.
+    /// A removal meanwhile did not wait for this import.
     #[error("somebody removed images and did not wait for this import: import again")]
     Overruled,
 }
 
-/// How somebody's owner is called.
+/// Returns an owner as text.
 pub(crate) fn describe(owner: Option<&Owner>) -> String {
     owner.map_or_else(|| "somebody".to_owned(), Owner::to_string)
 }
 
-/// What is wanted of an import.
+/// The options of an import.
 #[derive(Debug, Clone, Default)]
 pub struct ImportOptions {
-    /// What to call the image.
+    /// The image's name.
     pub name: Option<ImageName>,
-    /// Store stripes again that are there already: they may be damaged.
+    /// Whether to store existing stripes again: they may be damaged.
     pub rewrite: bool,
 }
 
-/// How far an import is.
+/// The progress of an import.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ImportProgress {
-    /// What has been read of the disk, holes left aside.
+    /// Bytes read of the disk, without holes.
     pub read_bytes: u64,
-    /// What there is to be read.
+    /// Bytes to be read.
     pub total_bytes: u64,
-    /// What was stored, compressed.
+    /// Bytes stored, compressed.
     pub stored_bytes: u64,
-    /// Whether a removal is waited for.
+    /// Whether it waits for a removal.
     pub waits: bool,
 }
 
@@ -104,17 +107,17 @@ pub struct Imported {
     pub id: ImageId,
     /// The size of the disk.
     pub size_bytes: u64,
-    /// What of it is not zeros, in whole stripes.
+    /// Its content other than zeros, in whole stripes.
     pub content_bytes: u64,
-    /// What of that was not in the repository before.
+    /// How much of that was new to the repository.
     pub new_bytes: u64,
-    /// What that takes there, compressed.
+    /// The compressed length of that.
     pub stored_bytes: u64,
 }
 
-/// Puts a disk into a repository. `progress` is called now and then, by several threads.
+/// Imports a disk into a repository. `progress` is called periodically, by several threads.
 ///
-/// Nobody may write to the disk meanwhile.
+/// The disk must not be written meanwhile.
 pub fn import(
     repository: &Repository,
     disk: &dyn Disk,
@@ -124,7 +127,7 @@ pub fn import(
     Manifest::new(disk.size_bytes(), &[]).map_err(ImportError::Size)?;
     let marker = Marker::leave(repository, Work::Import)?;
     wait_for_removals(repository, progress)?;
-    // The same name for the same image is fine, but that is not known yet.
+    // The same name for the same image is fine, but the image is not known yet.
     let taken = match &options.name {
         Some(name) => repository.named(name)?.map(|id| (name.clone(), id)),
         None => None,
@@ -159,7 +162,7 @@ pub fn import(
     })
 }
 
-/// Waits for those that may not have seen our marker. Those that begin later give way to it.
+/// Waits for removals that may not have seen this import's marker. Later ones give way to it.
 fn wait_for_removals(
     repository: &Repository,
     progress: &(dyn Fn(ImportProgress) + Sync),
@@ -184,7 +187,7 @@ fn wait_for_removals(
     }
 }
 
-/// Shows the image to everybody, once all of its stripes are there for good.
+/// Publishes the image, once all of its stripes are durable.
 fn publish(
     repository: &Repository,
     marker: &Marker<'_>,
@@ -198,7 +201,7 @@ fn publish(
     }
     let id = manifest.id();
     store.put(&Key::Image(id), &manifest.bytes())?;
-    // Somebody who does not wait may have come between: then a stripe may be gone.
+    // A removal that did not wait may have come between: then a stripe may be gone.
     if !marker.is_there()? {
         for (_, digest) in manifest.stripes() {
             if !store.has(&Key::Stripe(digest))? {
@@ -213,7 +216,7 @@ fn publish(
     Ok(())
 }
 
-/// The stripes that hold data.
+/// Returns the stripes that hold data.
 fn candidates(disk: &dyn Disk) -> Result<Vec<u32>, ImportError> {
     let size_bytes = disk.size_bytes();
     let mut stripes = Vec::new();
@@ -241,21 +244,21 @@ fn candidates(disk: &dyn Disk) -> Result<Vec<u32>, ImportError> {
     Ok(stripes)
 }
 
-/// An import at work.
+/// A running import.
 struct Import<'a> {
     repository: &'a Repository,
     disk: &'a dyn Disk,
     rewrite: bool,
     progress: &'a (dyn Fn(ImportProgress) + Sync),
-    /// Those that may hold something.
+    /// The stripes that may hold content.
     stripes: Vec<u32>,
-    /// Which of them is next.
+    /// The index of the next one.
     next: AtomicUsize,
     failed: AtomicBool,
     read_bytes: AtomicU64,
     new_bytes: AtomicU64,
     stored_bytes: AtomicU64,
-    /// Those that do hold something.
+    /// The stripes that do hold content.
     found: Mutex<Vec<(u32, Digest)>>,
 }
 
@@ -263,7 +266,7 @@ impl Import<'_> {
     fn all(&self) -> Result<Manifest, ImportError> {
         thread::scope(|scope| {
             let workers = [(); WORKERS].map(|()| scope.spawn(|| self.work()));
-            // All of them end before the first error is told.
+            // All of them end before the first error is returned.
             let results = workers.map(|worker| {
                 let panicked = || io::Error::other("a thread of the import ended unexpectedly");
                 worker.join().unwrap_or_else(|_| {
@@ -302,7 +305,7 @@ impl Import<'_> {
         Ok(())
     }
 
-    /// Stores a stripe, unless it is all zeros or there already.
+    /// Stores a stripe, unless it is all zeros or exists already.
     fn stripe(&self, range: Range<u64>, content: &mut [u8]) -> Result<Option<Digest>, ImportError> {
         let offset = range.start;
         let read = self.disk.read(offset, content);

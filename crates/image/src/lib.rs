@@ -1,7 +1,8 @@
-//! Base images: what one is ([`Manifest`]), the repositories that hold them ([`Repository`]), and
-//! disks that read them while their content is still coming ([`ImageDisk`]), and their files on a host ([`Bases`]).
+//! Base images: their format ([`Manifest`]), the repositories that hold them ([`Repository`]), lazy
+//! disks that are read while their content is being fetched ([`ImageDisk`]), and their files on a
+//! host ([`Bases`]).
 //!
-//! The format is described in docs/image-repository.md.
+//! docs/image-repository.md describes the format.
 
 mod bases;
 mod disk;

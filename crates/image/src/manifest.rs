@@ -1,4 +1,4 @@
-//! What an image is made of: its size, and the digest of each stripe that is not all zeros.
+//! The manifest of an image: its size, and the digest of each stripe that is not all zeros.
 
 use crate::name::{Digest, ImageId};
 use std::ops::Range;
@@ -8,11 +8,11 @@ use std::sync::OnceLock;
 pub const STRIPE_BYTES: u64 = 256 << 10;
 /// Largest image.
 pub const SIZE_BYTES_MAX: u64 = 1 << 40;
-/// What a manifest begins with; the last byte is the version.
+/// The first bytes of a manifest; the last of them is the version.
 const MAGIC: [u8; 8] = *b"LHIMAGE\x01";
 const HEADER_BYTES: usize = 16;
 const DIGEST_BYTES: usize = 32;
-/// Stripes whose presence one word says.
+/// Stripes per word of the presence bitmap.
 const WORD_BITS: usize = 64;
 /// Longest manifest: every stripe of the largest image is stored.
 pub(crate) const MANIFEST_BYTES_MAX: u64 =
@@ -23,51 +23,52 @@ pub(crate) const MANIFEST_BYTES_MAX: u64 =
 pub enum Stripe {
     /// All zeros.
     Hole,
-    /// These bytes.
+    /// Content with this digest.
     Stored(Digest),
 }
 
-/// Bytes that are not a manifest.
+/// A reason why bytes are not a manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestError {
-    /// Something else.
+    /// They begin differently.
     #[error("it does not begin as a manifest does")]
     Magic,
-    /// Of another version.
+    /// They are of another version.
     #[error("it has version {0}, which this Longhaul does not know: use a newer one")]
     Version(u8),
     /// No image has this size.
     #[error("it is for an image of {0} bytes; an image has 1 byte to 1 TiB")]
     Size(u64),
-    /// Longer or shorter than what it says.
+    /// Their length contradicts their content.
     #[error("it has {actual} bytes where {expected} follow from what it says")]
     Length {
-        /// As it should be.
+        /// The length by the content.
         expected: usize,
-        /// As it is.
+        /// The actual length.
         actual: usize,
     },
-    /// Stripes behind the end of the image.
+    /// They name stripes behind the end of the image.
     #[error("it names stripes behind the end of the image")]
     Behind,
-    /// A stripe of zeros that is named, where it has to be left out.
+    /// They name a stripe of zeros, which has to be omitted.
     #[error("it names stripe {0}, which is all zeros")]
     Zeros(u32),
 }
 
-/// An image.
+/// A manifest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
     size_bytes: u64,
-    /// Which stripes are stored, one bit each.
+    /// The stored stripes, one bit each.
     stored: Vec<u64>,
-    /// How many are stored before each word.
+    /// The number of stored stripes before each word.
     before: Vec<u32>,
     digests: Vec<Digest>,
 }
 
 impl Manifest {
-    /// An image of that size with these stripes, which are in order; all others are zeros.
+    /// Returns the manifest of an image of that size with these stripes, in order; all others are
+    /// zeros.
     pub fn new(size_bytes: u64, stripes: &[(u32, Digest)]) -> Result<Self, ManifestError> {
         let count = count(size_bytes)?;
         let mut stored = vec![0_u64; count.div_ceil(WORD_BITS)];
@@ -107,7 +108,7 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// Reads one.
+    /// Parses a manifest.
     pub fn parse(bytes: &[u8]) -> Result<Self, ManifestError> {
         let length = |expected| ManifestError::Length {
             expected,
@@ -149,7 +150,7 @@ impl Manifest {
         )
     }
 
-    /// As it is stored. The same image gives the same bytes.
+    /// Returns its stored form. Equal images have equal bytes.
     pub fn bytes(&self) -> Vec<u8> {
         let bits_bytes = self.stripe_count() as usize;
         let bits_bytes = bits_bytes.div_ceil(8);
@@ -163,28 +164,28 @@ impl Manifest {
         bytes
     }
 
-    /// Its id.
+    /// Returns its id.
     pub fn id(&self) -> ImageId {
         ImageId(Digest::of(&self.bytes()))
     }
 
-    /// The size of the disk.
+    /// Returns the size of the disk.
     pub fn size_bytes(&self) -> u64 {
         self.size_bytes
     }
 
-    /// How many stripes there are, holes included.
+    /// Returns the number of stripes, holes included.
     pub fn stripe_count(&self) -> u32 {
         // An image is at most 4 Mi stripes long.
         self.size_bytes.div_ceil(STRIPE_BYTES) as u32
     }
 
-    /// How many stripes are stored.
+    /// Returns the number of stored stripes.
     pub fn stored_count(&self) -> u32 {
         self.digests.len() as u32
     }
 
-    /// How many bytes are in stripes that are stored.
+    /// Returns the number of bytes in stored stripes.
     pub fn stored_bytes(&self) -> u64 {
         let all = u64::from(self.stored_count()) * STRIPE_BYTES;
         let last = self.stripe_count() - 1;
@@ -194,7 +195,7 @@ impl Manifest {
         }
     }
 
-    /// A stripe; behind the end there are only holes.
+    /// Returns a stripe; behind the end there are only holes.
     pub fn stripe(&self, index: u32) -> Stripe {
         let index = index as usize;
         let (place, bit) = (index / WORD_BITS, index % WORD_BITS);
@@ -207,13 +208,13 @@ impl Manifest {
         }
     }
 
-    /// The bytes of the disk that a stripe covers.
+    /// Returns the bytes of the disk that a stripe covers.
     pub fn range(&self, index: u32) -> Range<u64> {
         let start = u64::from(index) * STRIPE_BYTES;
         start..(start + STRIPE_BYTES).min(self.size_bytes)
     }
 
-    /// The stripes that are stored, in order.
+    /// Returns the stored stripes, in order.
     pub fn stripes(&self) -> impl Iterator<Item = (u32, Digest)> {
         let indices = self.stored.iter().enumerate().flat_map(|(place, word)| {
             let bits = (0..WORD_BITS).filter(move |bit| word >> bit & 1 == 1);
@@ -230,12 +231,12 @@ fn count(size_bytes: u64) -> Result<usize, ManifestError> {
     Ok(size_bytes.div_ceil(STRIPE_BYTES) as usize)
 }
 
-/// How long a range of a stripe is.
+/// Returns the length of a stripe's range.
 pub(crate) fn length(range: &Range<u64>) -> u64 {
     range.end - range.start
 }
 
-/// The digest of zeros: of a whole stripe it is asked for often.
+/// Returns the digest of zeros, which is cached for a whole stripe.
 fn zeros_digest(range: Range<u64>) -> Digest {
     static WHOLE: OnceLock<Digest> = OnceLock::new();
     let of = |length: u64| Digest::of(&vec![0; length as usize]);
@@ -253,7 +254,7 @@ mod tests {
         Digest([byte; 32])
     }
 
-    /// Two stripes of 67, the last one of which is short.
+    /// An image of 67 stripes with a short last one, of which two are stored.
     fn example() -> Manifest {
         let size_bytes = 66 * STRIPE_BYTES + 4096;
         Manifest::new(size_bytes, &[(1, digest(0xaa)), (66, digest(0xbb))]).unwrap()
@@ -300,7 +301,7 @@ mod tests {
         };
         assert_eq!(changed(0, b'M'), ManifestError::Magic);
         assert_eq!(changed(7, 2), ManifestError::Version(2));
-        // One more byte than 1 TiB, and none.
+        // A size far above 1 TiB.
         let huge = ManifestError::Size((1 << 48) + 66 * STRIPE_BYTES + 4096);
         assert_eq!(changed(14, 1), huge);
         assert_eq!(changed(24, 8), ManifestError::Behind);

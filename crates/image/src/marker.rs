@@ -1,9 +1,10 @@
-//! Who is at work in a repository, so that nobody removes what somebody else is about to need.
+//! Markers of the processes that work in a repository, so that no removal deletes stripes that an
+//! import is about to need.
 //!
-//! An import may find a stripe that is there and not store it again; a removal may find that no
-//! image needs that stripe. So each of them first leaves a marker, and then looks for markers of
-//! the other kind. A store shows to everybody what was put before, so of two at once at least one
-//! sees the other: removals give way to imports, imports wait for removals.
+//! An import may find an existing stripe and not store it again; a removal may find that no image
+//! needs that stripe. So each of them first leaves a marker, and then checks for markers of the
+//! other kind. A store shows every earlier put to all its users, so of two concurrent ones at least
+//! one sees the other: removals give way to imports, imports wait for removals.
 
 use crate::repository::Repository;
 use crate::store::{Key, Listing, StoreError};
@@ -15,7 +16,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 /// Longest marker.
 const MARKER_BYTES_MAX: u64 = 4096;
 
-/// What somebody does in a repository.
+/// The kind of work in a repository.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Work {
     Import,
@@ -31,20 +32,20 @@ impl Work {
     }
 }
 
-/// A process that is, or was, at work in a repository.
+/// A process that works, or worked, in a repository.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
     /// Its host's name.
     pub host: String,
-    /// Its number there.
+    /// Its process number there.
     pub pid: u32,
-    /// When it began, by its host's clock.
+    /// When it began its work, by its host's clock.
     pub since_unix_s: u64,
-    /// When its process began, in the kernel's ticks: numbers are used again.
+    /// When its process began, in the kernel's ticks: process numbers are reused.
     started: String,
-    /// The host's latest start.
+    /// The boot of its host.
     boot: String,
-    /// The space that its number is in.
+    /// The process namespace of its number.
     pid_namespace: String,
 }
 
@@ -62,12 +63,12 @@ impl Owner {
         }
     }
 
-    /// Whether it has ended for certain, as far as this host can know.
+    /// Returns whether it has ended for certain, as far as this host can know.
     fn has_ended(&self) -> bool {
         if self.host != host_name() || self.boot.is_empty() {
             return false;
         }
-        // The host was started again, or the process is none of those that we can see.
+        // The host was rebooted, or no visible process is the same.
         self.boot != boot()
             || (self.pid_namespace == pid_namespace()
                 && started(self.pid).is_none_or(|started| started != self.started))
@@ -95,7 +96,7 @@ fn pid_namespace() -> String {
     link.display().to_string()
 }
 
-/// When a process began; none where there is none of that number.
+/// Returns when a process began; `None` where there is no such process.
 fn started(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name before it, in parentheses, may hold anything.
@@ -103,7 +104,7 @@ fn started(pid: u32) -> Option<String> {
     rest.split_whitespace().nth(19).map(str::to_owned)
 }
 
-/// A marker of this process, until it is dropped.
+/// A marker of this process, removed when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Marker<'a> {
     repository: &'a Repository,
@@ -111,7 +112,7 @@ pub(crate) struct Marker<'a> {
 }
 
 impl<'a> Marker<'a> {
-    /// Leaves one.
+    /// Leaves a marker.
     pub(crate) fn leave(repository: &'a Repository, work: Work) -> Result<Self, StoreError> {
         let refused = |reason: String| StoreError::Refused {
             what: "leave a marker".to_owned(),
@@ -131,7 +132,7 @@ impl<'a> Marker<'a> {
         Ok(marker)
     }
 
-    /// Whether nobody has removed it.
+    /// Returns whether the marker still exists.
     pub(crate) fn is_there(&self) -> Result<bool, StoreError> {
         self.repository.store().has(&self.key)
     }
@@ -139,32 +140,32 @@ impl<'a> Marker<'a> {
 
 impl Drop for Marker<'_> {
     fn drop(&mut self) {
-        // One that stays is recognised by its process, which has ended.
+        // A remaining marker is recognised by its process, which has ended.
         let _ = self.repository.store().remove(&self.key);
     }
 }
 
-/// Somebody else's marker.
+/// Another process's marker.
 #[derive(Debug)]
 pub(crate) struct Other {
     key: Key,
-    /// Whose, where the marker says it.
+    /// Its owner, if the marker names it.
     pub(crate) owner: Option<Owner>,
 }
 
 impl Other {
-    /// Whether both are the same marker.
+    /// Returns whether both are the same marker.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.key == other.key
     }
 
-    /// Takes it away: whoever left it notices.
+    /// Removes the marker, which its owner notices.
     pub(crate) fn remove(&self, repository: &Repository) -> Result<(), StoreError> {
         repository.store().remove(&self.key)
     }
 }
 
-/// Who does that work now. Markers of processes that have ended are removed.
+/// Returns the current markers of that work. Markers of ended processes are removed.
 pub(crate) fn others(repository: &Repository, work: Work) -> Result<Vec<Other>, StoreError> {
     let mut others = Vec::new();
     for name in repository.store().list(Listing::Markers)? {
@@ -173,7 +174,7 @@ pub(crate) fn others(repository: &Repository, work: Work) -> Result<Vec<Other>, 
         }
         let key = Key::Marker(name);
         let text = match repository.store().get(&key, MARKER_BYTES_MAX) {
-            // It has ended meanwhile.
+            // That work has ended meanwhile.
             Err(StoreError::Missing { .. }) => continue,
             text => text?,
         };

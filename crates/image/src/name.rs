@@ -1,22 +1,22 @@
-//! How images and stripes are called: digests, and the names that people give to images.
+//! Names of images and stripes: digests, and the names that users give to images.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Digits of an id as people see it.
+/// Digits of an id as displayed.
 const SHORT_DIGITS: usize = 12;
-/// Fewest digits that an image can be asked for by.
+/// Fewest digits by which an image can be selected.
 pub(crate) const PREFIX_DIGITS_MIN: usize = 4;
 /// Longest name.
 const NAME_BYTES_MAX: usize = 63;
 
-/// The BLAKE3 hash of some bytes, by which they are called.
+/// The BLAKE3 hash of some bytes, which identifies them.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest(pub [u8; 32]);
 
 impl Digest {
-    /// The digest of these bytes.
+    /// Returns the digest of these bytes.
     pub fn of(bytes: &[u8]) -> Self {
         Self(*blake3::hash(bytes).as_bytes())
     }
@@ -60,13 +60,13 @@ impl FromStr for Digest {
     }
 }
 
-/// An image: the digest of its manifest. In files it is its text.
+/// Identifies an image: the digest of its manifest. In files it is stored as text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ImageId(pub Digest);
 
 impl ImageId {
-    /// The beginning, enough for people.
+    /// Returns its first digits, for display.
     pub fn short(&self) -> String {
         let mut text = self.to_string();
         text.truncate(SHORT_DIGITS);
@@ -102,12 +102,12 @@ impl From<ImageId> for String {
     }
 }
 
-/// What people call an image.
+/// A name that users give to an image.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ImageName(String);
 
 impl ImageName {
-    /// As text.
+    /// Returns the text.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -119,7 +119,7 @@ impl fmt::Display for ImageName {
     }
 }
 
-/// A text that cannot be the name of an image.
+/// A text that is not a valid name of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
     "an image's name has 1 to 63 letters, digits, `-`, `_` and `.`, begins with a letter or digit, \
@@ -142,7 +142,7 @@ impl FromStr for ImageName {
     }
 }
 
-/// Whether this can be the beginning of an id.
+/// Returns whether a text can be the beginning of an id.
 pub(crate) fn is_prefix(text: &str) -> bool {
     let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
     (PREFIX_DIGITS_MIN..=64).contains(&text.len()) && text.bytes().all(digit)

@@ -1,4 +1,4 @@
-//! Taking an image out of a repository, and with it the stripes that no other image needs.
+//! Removes an image from a repository, with the stripes that no other image needs.
 
 use crate::import::describe;
 use crate::marker::{Marker, Owner, Work, others};
@@ -6,19 +6,19 @@ use crate::name::{Digest, ImageId};
 use crate::repository::{Repository, RepositoryError};
 use crate::store::{Key, Listing, StoreError};
 
-/// An image that was not removed, or not all of it.
+/// A reason why an image was not removed, or not completely.
 #[derive(Debug, thiserror::Error)]
 pub enum RemoveError {
-    /// The repository failed: what is left goes with the next removal.
+    /// The repository failed: the remaining stripes are removed by the next removal.
     #[error(transparent)]
     Repository(#[from] RepositoryError),
-    /// Somebody imports an image; nothing was changed.
+    /// An import is running; nothing was changed.
     #[error(
         "an image is being imported by {}, and may need what would be removed; nothing was removed",
         describe(owner.as_ref())
     )]
     Import {
-        /// Who.
+        /// Its owner.
         owner: Option<Owner>,
     },
 }
@@ -29,19 +29,19 @@ impl From<StoreError> for RemoveError {
     }
 }
 
-/// What a removal did.
+/// The result of a removal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Removed {
-    /// Stripes that are gone.
+    /// Number of removed stripes.
     pub stripes: u64,
-    /// Stripes that other images need.
+    /// Number of stripes that other images need.
     pub kept: u64,
 }
 
 /// Removes images, their names, and all stripes that no image needs.
 ///
-/// Imports are not disturbed, unless they are to be `overruled`: whoever imports then is told to
-/// begin again. Whoever reads a removed image can no longer get what it has not read.
+/// Imports are not disturbed, unless they are to be `overruled`: then they fail, and have to begin
+/// again. Readers of a removed image can no longer fetch the stripes that they have not read.
 pub fn remove(
     repository: &Repository,
     images: &[ImageId],
@@ -54,7 +54,7 @@ pub fn remove(
         }
         other.remove(repository)?;
     }
-    // What stays has to be readable: otherwise nobody knows what it needs.
+    // The manifests of remaining images have to be readable: otherwise their stripes are unknown.
     let mut needed = Vec::new();
     for id in repository.images()? {
         if !images.contains(&id) {
@@ -80,8 +80,8 @@ pub fn remove(
     Ok(removed)
 }
 
-/// Enough of a digest: that a stripe which nobody needs begins like one that is needed is rare, and
-/// then it stays.
+/// Returns a prefix of a digest, which is enough: an unneeded stripe rarely has the prefix of a
+/// needed one, and then it stays.
 fn beginning(digest: Digest) -> u64 {
     let mut beginning = [0; 8];
     beginning.copy_from_slice(&digest.0[..8]);
@@ -95,7 +95,7 @@ fn sweep(
     removed: &mut Removed,
 ) -> Result<(), StoreError> {
     for name in repository.store().list(Listing::Stripes(first))? {
-        // Other names are not ours.
+        // Foreign names are ignored.
         let Ok(digest) = name.parse::<Digest>() else {
             continue;
         };

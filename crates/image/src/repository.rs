@@ -6,18 +6,18 @@ use crate::store::{Key, Listing, Store, StoreError};
 use crate::stripe::{STORED_BYTES_MAX, StripeFault, decode_stripe};
 use std::sync::Arc;
 
-/// What the object says that is there from the beginning.
+/// The content of the object that identifies the format.
 const FORMAT_TEXT: &str = "longhaul image repository 1\n";
 /// Longest text of a small object.
 const TEXT_BYTES_MAX: u64 = 4096;
 
-/// A repository that was not opened, or an image of one.
+/// A reason why a repository, or one of its images, was not opened.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RepositoryError {
     /// The store failed.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// There is none.
+    /// The store has no repository.
     #[error("there is no image repository in {store} yet: the first import makes it")]
     None {
         /// The store.
@@ -31,10 +31,10 @@ pub enum RepositoryError {
     Version {
         /// The store.
         store: String,
-        /// What it says of itself.
+        /// Its version text.
         said: String,
     },
-    /// What stands for an image is something else.
+    /// The stored manifest of an image is damaged.
     #[error(
         "the manifest of image {} in {store} is damaged: {reason}; remove the image, and import it \
          again", id.short()
@@ -44,23 +44,23 @@ pub enum RepositoryError {
         id: ImageId,
         /// The store.
         store: String,
-        /// What is wrong.
+        /// The fault.
         reason: ManifestFault,
     },
 }
 
-/// What is wrong with a stored manifest.
+/// A fault of a stored manifest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ManifestFault {
-    /// It is not the one.
+    /// It does not match the image's id.
     #[error("it holds something else than its id says")]
     Id,
-    /// It is none.
+    /// It is not a manifest.
     #[error(transparent)]
     Form(#[from] ManifestError),
 }
 
-/// An image that was not found.
+/// A reason why an image was not found.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum FindError {
     /// The repository failed.
@@ -69,37 +69,37 @@ pub enum FindError {
     /// There is no such image.
     #[error("no image in {store} is called {wanted}, and no id begins with that")]
     Unknown {
-        /// What was asked for.
+        /// The requested name or id.
         wanted: String,
         /// The store.
         store: String,
     },
-    /// There are several.
+    /// Several images match.
     #[error("{count} images in {store} begin with {wanted}: give more of the id")]
     Several {
-        /// What was asked for.
+        /// The requested id.
         wanted: String,
         /// The store.
         store: String,
-        /// How many.
+        /// Number of matches.
         count: usize,
     },
 }
 
-/// A stripe that was not read.
+/// A reason why a stripe was not read.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StripeError {
     /// The store failed, or does not have it.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// What is there is not the stripe.
+    /// The stored content is not the stripe.
     #[error("stripe {digest} in {store} is damaged: {fault}")]
     Damaged {
         /// The stripe.
         digest: Digest,
         /// The store.
         store: String,
-        /// What is wrong.
+        /// The fault.
         fault: StripeFault,
     },
 }
@@ -126,12 +126,12 @@ impl Repository {
         }
     }
 
-    /// The repository in a store that was opened before: nothing is asked of it yet.
+    /// Returns the repository in a store that was opened before, without any request.
     pub(crate) fn known(store: Arc<dyn Store>) -> Self {
         Self { store }
     }
 
-    /// Opens it, and makes it where there is none.
+    /// Opens it, and creates it where there is none.
     pub fn open_or_make(store: Arc<dyn Store>) -> Result<Self, RepositoryError> {
         match Self::open(store.clone()) {
             Err(RepositoryError::None { .. }) => {
@@ -142,7 +142,7 @@ impl Repository {
         }
     }
 
-    /// Where it is, for people.
+    /// Returns its place, for display.
     pub fn place(&self) -> String {
         self.store.place()
     }
@@ -151,7 +151,7 @@ impl Repository {
         &*self.store
     }
 
-    /// A small object's text; none where there is no such object.
+    /// Returns a small object's text; `None` where there is no such object.
     fn text(&self, key: &Key) -> Result<Option<String>, StoreError> {
         match self.store.get(key, TEXT_BYTES_MAX) {
             Ok(bytes) => Ok(Some(String::from_utf8_lossy(&bytes).into_owned())),
@@ -160,16 +160,16 @@ impl Repository {
         }
     }
 
-    /// All images.
+    /// Returns all images.
     pub fn images(&self) -> Result<Vec<ImageId>, StoreError> {
         let names = self.store.list(Listing::Images)?;
-        // Other names are not ours.
+        // Foreign names are ignored.
         let mut images: Vec<ImageId> = names.iter().filter_map(|name| name.parse().ok()).collect();
         images.sort();
         Ok(images)
     }
 
-    /// All names, and the images that they stand for.
+    /// Returns all names with their images.
     pub fn names(&self) -> Result<Vec<(ImageName, ImageId)>, StoreError> {
         let mut names = Vec::new();
         for name in self.store.list(Listing::Names)? {
@@ -182,13 +182,13 @@ impl Repository {
         Ok(names)
     }
 
-    /// The image of a name.
+    /// Returns the image of a name.
     pub fn named(&self, name: &ImageName) -> Result<Option<ImageId>, StoreError> {
         let text = self.text(&Key::Name(name.clone()))?;
         Ok(text.and_then(|text| text.trim_end().parse().ok()))
     }
 
-    /// The image of that name, or whose id begins so.
+    /// Returns the image with that name, or whose id begins with that text.
     pub fn find(&self, wanted: &str) -> Result<ImageId, FindError> {
         if let Ok(name) = wanted.parse::<ImageName>()
             && let Some(id) = self.named(&name)?
@@ -212,7 +212,7 @@ impl Repository {
         }
     }
 
-    /// An image's manifest as it is stored, checked.
+    /// Returns an image's manifest as stored, verified.
     pub(crate) fn manifest_bytes(
         &self,
         id: ImageId,
@@ -230,13 +230,13 @@ impl Repository {
         Ok((manifest, bytes))
     }
 
-    /// An image's manifest.
+    /// Returns an image's manifest.
     pub fn manifest(&self, id: ImageId) -> Result<Manifest, RepositoryError> {
         Ok(self.manifest_bytes(id)?.0)
     }
 
-    /// Fills a buffer, as long as the stripe, with a stripe's content; what is in it after an error
-    /// means nothing. How many bytes were read for it is returned.
+    /// Fills a buffer of the stripe's length with its content, which is undefined after an error.
+    /// Returns how many bytes were read for it.
     pub fn stripe(&self, digest: Digest, content: &mut [u8]) -> Result<u64, StripeError> {
         let damaged = |fault| StripeError::Damaged {
             digest,
@@ -254,7 +254,7 @@ impl Repository {
     }
 }
 
-/// The manifest of that image, if these bytes are it.
+/// Parses the manifest of that image, if these bytes are it.
 pub(crate) fn read_manifest(id: ImageId, bytes: &[u8]) -> Result<Manifest, ManifestFault> {
     if ImageId(Digest::of(bytes)) != id {
         return Err(ManifestFault::Id);

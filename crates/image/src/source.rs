@@ -9,20 +9,20 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// The program that reads QEMU's own format.
+/// The program that reads qcow2 images.
 const QEMU_IMG: &str = "qemu-img";
 
-/// What a file holds; never guessed from its content, which a guest could write.
+/// The format of a file; never guessed from its content, which a guest could write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SourceFormat {
     /// The disk, byte for byte.
     Raw,
-    /// QEMU's own format.
+    /// QEMU's qcow2.
     Qcow2,
 }
 
 impl SourceFormat {
-    /// What the file's name says.
+    /// Returns the format by the file's name.
     pub fn of_name(path: &Path) -> Option<Self> {
         match path.extension()?.to_str()? {
             "raw" | "img" => Some(Self::Raw),
@@ -32,24 +32,24 @@ impl SourceFormat {
     }
 }
 
-/// A file that cannot be imported. Nothing was changed.
+/// A reason why a file cannot be imported. Nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// It cannot be opened.
     #[error(transparent)]
     Open(OpenError),
-    /// It holds no disk.
+    /// It is not a regular file or device.
     #[error("{} is neither a plain file nor a block device: give the file of a disk", .0.display())]
     NoFile(PathBuf),
-    /// Somebody writes to it.
+    /// Another process writes to it.
     #[error("cannot import {}: {error}", path.display())]
     InUse {
         /// The file.
         path: PathBuf,
-        /// Who, in words.
+        /// The conflict, in words.
         error: LockError,
     },
-    /// There is no program for it.
+    /// The program that reads it is missing.
     #[error(
         "{} cannot be read without qemu-img, which cannot be started: {error}; install it (Debian: \
          apt-get install qemu-utils)", path.display()
@@ -57,18 +57,18 @@ pub enum SourceError {
     NoProgram {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// The program refused.
+    /// The program failed.
     #[error("qemu-img cannot read {}: {said}", path.display())]
     Program {
         /// The file.
         path: PathBuf,
-        /// What it said.
+        /// Its output.
         said: String,
     },
-    /// It is not a disk by itself.
+    /// It is an overlay of another file.
     #[error(
         "{} stands on another file ({on}), which an import does not follow: make one file of them \
          first: qemu-img convert -O qcow2 {} NEW.qcow2", path.display(), path.display()
@@ -76,16 +76,19 @@ pub enum SourceError {
     Chained {
         /// The file.
         path: PathBuf,
-        /// The other one.
+        /// The other file.
         on: String,
     },
     /// It is encrypted.
-    #[error("{} is encrypted: an image holds what a guest reads, so decrypt it first", path.display())]
+    #[error(
+        "{} is encrypted: an image holds what a guest reads, so decrypt it first",
+        path.display()
+    )]
     Encrypted {
         /// The file.
         path: PathBuf,
     },
-    /// There is no place for what is unpacked.
+    /// The unpacked disk could not be stored.
     #[error(
         "cannot unpack {} in {}: {error}; set TMPDIR to a folder with room for it",
         path.display(), folder.display()
@@ -93,9 +96,9 @@ pub enum SourceError {
     Scratch {
         /// The file.
         path: PathBuf,
-        /// Where it was unpacked.
+        /// The folder for it.
         folder: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
 }
@@ -109,17 +112,17 @@ impl From<OpenError> for SourceError {
     }
 }
 
-/// A file's disk, which no QEMU writes to while this is held.
+/// The disk in a file, which no QEMU writes to while this is held.
 #[derive(Debug)]
 pub struct Source {
     disk: RawDisk,
     _lock: Option<ImageLock>,
-    /// What was unpacked is gone when this is closed.
+    /// The unpacked disk, which is gone when this is closed.
     _unpacked: Option<File>,
 }
 
 impl Source {
-    /// Opens a file. One in QEMU's own format is unpacked first, beside what is in `scratch`.
+    /// Opens a file. A qcow2 image is first unpacked into the folder `scratch`.
     pub fn open(path: &Path, format: SourceFormat, scratch: &Path) -> Result<Self, SourceError> {
         match format {
             SourceFormat::Raw => Self::open_raw(path),
@@ -127,7 +130,7 @@ impl Source {
         }
     }
 
-    /// The disk.
+    /// Returns the disk.
     pub fn disk(&self) -> &dyn Disk {
         &self.disk
     }
@@ -159,7 +162,7 @@ impl Source {
         let mut convert = Command::new(QEMU_IMG);
         convert
             .args(["convert", "-f", "qcow2", "-O", "raw"])
-            // The file is there, and all hole.
+            // The file exists, and is one hole.
             .args(["-n", "--target-is-zero"])
             .arg(as_file(path))
             .arg(&name);
@@ -172,7 +175,7 @@ impl Source {
     }
 }
 
-/// A file without a name: it is gone when it is closed, however this process ends.
+/// Creates a file without a name: it is gone when it is closed, however this process ends.
 fn nameless(folder: &Path) -> io::Result<File> {
     let mut random = [0; 8];
     getrandom::fill(&mut random).map_err(|error| io::Error::other(error.to_string()))?;
@@ -188,7 +191,7 @@ fn nameless(folder: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// What the program says of a file.
+/// The program's description of a file.
 #[derive(Deserialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info {
@@ -211,7 +214,7 @@ struct SpecificData {
     data_file: Option<String>,
 }
 
-/// Looks at a file in QEMU's own format, and refuses what an import cannot take.
+/// Inspects a qcow2 image, and refuses one that an import cannot take.
 fn info(path: &Path) -> Result<Info, SourceError> {
     let mut command = Command::new(QEMU_IMG);
     command
@@ -237,7 +240,7 @@ fn info(path: &Path) -> Result<Info, SourceError> {
     Ok(info)
 }
 
-/// A name that the program takes for a file, whatever is in it.
+/// Returns a path that the program takes for a file, whatever characters it has.
 fn as_file(path: &Path) -> PathBuf {
     match path.is_absolute() {
         true => path.to_owned(),

@@ -1,32 +1,31 @@
-//! How the content of a stripe is stored: compressed, and checked by its digest when it is read.
+//! The stored form of a stripe: compressed, and checked by its digest on reading.
 
 use crate::manifest::STRIPE_BYTES;
 use crate::name::Digest;
 use std::io;
 
-/// Zstandard's level: an image is written once, and read over links.
+/// Zstandard's level: an image is written once, and read over links many times.
 const LEVEL: i32 = 6;
-/// Longest stored stripe: one that does not compress is a little longer than it is.
+/// Longest stored stripe: incompressible content grows a little.
 pub(crate) const STORED_BYTES_MAX: u64 = STRIPE_BYTES + (4 << 10);
 
-/// What is wrong with a stored stripe.
+/// A fault of a stored stripe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum StripeFault {
-    /// It is not a frame of Zstandard's, or one of another length.
+    /// It is not a Zstandard frame of the right length.
     #[error("it cannot be decompressed")]
     Compressed,
-    /// It holds something else.
+    /// Its content is another one.
     #[error("it holds something else than its digest says")]
     Digest,
 }
 
-/// A stripe as it is stored.
+/// Returns the stored form of a stripe.
 pub fn encode_stripe(content: &[u8]) -> io::Result<Vec<u8>> {
     zstd::bulk::compress(content, LEVEL)
 }
 
-/// The content of a stored stripe, which is as long as the buffer; what is in the buffer after an
-/// error means nothing.
+/// Decodes a stored stripe into a buffer of its length, whose content is undefined after an error.
 pub fn decode_stripe(stored: &[u8], digest: Digest, content: &mut [u8]) -> Result<(), StripeFault> {
     let length = zstd::bulk::decompress_to_buffer(stored, content);
     if length.ok() != Some(content.len()) {

@@ -1,4 +1,4 @@
-//! Reading all of an image to see whether it is there as it should be.
+//! Verifies a whole image in its repository.
 
 use crate::manifest::{Manifest, STRIPE_BYTES, length};
 use crate::name::{Digest, ImageId};
@@ -8,38 +8,38 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// Threads that read: a store that is far away answers each after a while.
+/// Threads that read: a remote store answers each request with a delay.
 const WORKERS: usize = 8;
 
-/// An image that could not be looked at.
+/// A reason why an image could not be verified.
 #[derive(Debug, thiserror::Error)]
 pub enum VerifyError {
     /// The repository failed, or the image's manifest is damaged.
     #[error(transparent)]
     Repository(#[from] RepositoryError),
-    /// The store failed on the way.
+    /// The store failed meanwhile.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// A thread of ours ended.
+    /// A thread of the verification panicked.
     #[error("a thread that verified ended unexpectedly")]
     Thread,
 }
 
-/// What was found.
+/// The result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Verified {
     /// Stripes that were read.
     pub stripes: u64,
-    /// Those that are not there.
+    /// Number of stripes that are missing.
     pub missing: u64,
-    /// Those that hold something else.
+    /// Number of stripes with other content.
     pub damaged: u64,
-    /// Where the first of these stands in the image.
+    /// The offset of the first such stripe in the image.
     pub first_bad_offset: Option<u64>,
 }
 
 impl Verified {
-    /// Whether all is as it should be.
+    /// Returns whether the image is intact.
     pub fn is_good(&self) -> bool {
         self.missing + self.damaged == 0
     }
@@ -50,8 +50,8 @@ impl Verified {
     }
 }
 
-/// Reads all of an image. `progress` is told how many stripes were read, and of how many, by
-/// several threads.
+/// Reads a whole image. `progress` is called by several threads with the number of stripes that
+/// were read, and their total.
 pub fn verify(
     repository: &Repository,
     id: ImageId,
@@ -66,7 +66,7 @@ pub fn verify(
         while let Some((index, digest)) = stripes.get(next.fetch_add(1, Ordering::Relaxed)) {
             let found = look(repository, &manifest, *index, *digest, &mut buffer);
             if found.is_err() {
-                // The others need not go on.
+                // The other threads need not continue.
                 next.store(stripes.len(), Ordering::Relaxed);
             }
             let found = found?;

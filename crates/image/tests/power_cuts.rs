@@ -1,9 +1,9 @@
-//! Cuts the power beneath a repository in a folder while images come and go: every image that is
-//! listed must be whole, and every one that was acknowledged must be there. Then leaves out one
-//! sync after the other: each must be missed.
+//! Cuts the power below a repository in a folder during imports and removals: every listed image
+//! must be complete, and every acknowledged one must be there. Then suppresses one sync after the
+//! other, which each time must be detected.
 //!
-//! `LONGHAUL_SEED=N` begins with the script of that seed. The threads of an import take turns as
-//! they like, so a seed gives the same script, and nearly the same cuts.
+//! `LONGHAUL_SEED=N` begins with the script of that seed. The threads of an import are not
+//! scheduled deterministically, so a seed reproduces the script, and nearly the same cuts.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -37,10 +37,10 @@ use std::time::Instant;
 const SCRIPTS: u64 = 300;
 const SEED: u64 = 20_261_122;
 const LIVES: u64 = 4;
-/// Operations of the file layer in one life, at most.
+/// Limit on operations of the file layer in one life.
 const LIFE_MAX: u64 = 120;
 const STRIPE: usize = 256 << 10;
-/// Every sync that the code asks for.
+/// Every sync that the code requests.
 const SYNCS: [&str; 5] = [
     "the folder's name",
     "the image's absence",
@@ -97,7 +97,7 @@ impl Disk for Words {
 struct Script {
     random: Random,
     files: Simulated,
-    /// What was acknowledged, and not asked to go since.
+    /// Images that were acknowledged, and not removed since.
     surely: BTreeMap<ImageId, Vec<u8>>,
 }
 
@@ -109,8 +109,8 @@ impl Script {
         Repository::open_or_make(store)
     }
 
-    /// After a power cut nobody is at work any more: on a real host the markers say so themselves,
-    /// here it is the same process and the same start of the host.
+    /// Removes all markers: after a power cut no process is working any more. On a real host the
+    /// markers show that themselves; here it is the same process and the same boot.
     fn forget_markers(&self) {
         let folder = Path::new("/state/images/markers");
         for name in self.files.names(folder).unwrap_or_default() {
@@ -118,7 +118,7 @@ impl Script {
         }
     }
 
-    /// Imports and removes until the power is gone.
+    /// Imports and removes until the power is cut.
     fn live(&mut self) -> Result<(), String> {
         let Ok(repository) = self.repository() else {
             return Ok(());
@@ -137,7 +137,7 @@ impl Script {
                     Err(error) => return Err(error.to_string()),
                 }
             } else if let Some(id) = self.surely.keys().next().copied() {
-                // Whether it came so far or not, it need not be there any more.
+                // Completed or not, it need not exist any more.
                 self.surely.remove(&id);
                 let removed = remove(&repository, &[id], true);
                 if removed.is_err() && self.files.is_on() {
@@ -170,7 +170,7 @@ impl Script {
     }
 }
 
-/// Runs a script: how it went, and which syncs it asked for.
+/// Runs a script. Returns its outcome, and the requested syncs.
 fn run(
     seed: u64,
     suppressed: Option<&'static str>,

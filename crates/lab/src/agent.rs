@@ -1,4 +1,4 @@
-//! Agents of the product on emulated hosts: configured, started, killed and started again.
+//! Controls agents of the product on emulated hosts: configures, starts, kills and restarts them.
 
 use std::fs::{self, File};
 use std::os::unix::net::UnixStream;
@@ -20,9 +20,9 @@ use crate::process::{self, own_binary, wait_until};
 pub const AGENT_PORT: u16 = 7400;
 /// The variable that arms an agent's fail points.
 const FAIL_POINT_VARIABLE: &str = "LONGHAUL_FAIL_POINT";
-/// An agent is up in a fraction of a second, on a machine that does nothing else.
+/// The time limit for an agent's start, which takes a fraction of a second on an idle machine.
 const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long an agent may take to put its things away.
+/// The time limit for an agent's orderly end.
 const STOP_LIMIT: Duration = Duration::from_secs(20);
 
 /// The agent of an emulated host. It is ended when this is dropped; its guests are not.
@@ -35,7 +35,7 @@ pub struct Agent {
     process: Child,
 }
 
-/// What `longhaul host --json` says of a host, as far as the laboratory needs it.
+/// The fields of `longhaul host --json` that the laboratory needs.
 #[derive(Debug, Deserialize)]
 struct Identity {
     fingerprint: String,
@@ -43,7 +43,7 @@ struct Identity {
 
 impl Agent {
     /// Starts a host's agent and waits until it answers. `more` holds the tables of its
-    /// configuration that say what guests find on this host.
+    /// configuration for the guests of this host.
     ///
     /// # Errors
     /// When it does not come up; the error names its log.
@@ -65,27 +65,27 @@ impl Agent {
         Ok(agent)
     }
 
-    /// The host's name.
+    /// Returns the host's name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// The socket of its API.
+    /// Returns the socket of its API.
     pub fn api(&self) -> &Path {
         &self.api
     }
 
-    /// What it logged.
+    /// Returns its log.
     pub fn log(&self) -> &Path {
         &self.log
     }
 
-    /// Its process number.
+    /// Returns its process number.
     pub fn pid(&self) -> u32 {
         self.process.id()
     }
 
-    /// A command of the product's, told to talk to this agent.
+    /// Returns a command of the product's, addressed to this agent.
     ///
     /// # Errors
     /// When the product has not been built.
@@ -95,7 +95,7 @@ impl Agent {
         Ok(command)
     }
 
-    /// Runs a command of the product's against this agent and gives its standard output.
+    /// Runs a command of the product's against this agent and returns its standard output.
     ///
     /// # Errors
     /// When it fails.
@@ -108,7 +108,7 @@ impl Agent {
     /// # Errors
     /// When it cannot be waited for.
     pub fn kill(&mut self) -> Result<(), LabError> {
-        // Dead already is as wanted.
+        // It may be dead already.
         let _ = self.process.kill();
         self.process
             .wait()
@@ -116,7 +116,7 @@ impl Agent {
             .during(|| format!("wait for the agent of {}", self.name))
     }
 
-    /// Starts it again after it was killed, with the same state, and waits until it answers.
+    /// Restarts it after it was killed, with the same state, and waits until it answers.
     ///
     /// # Errors
     /// When it does not come up; the error names its log.
@@ -124,8 +124,7 @@ impl Agent {
         self.restart_to_fail(host, "")
     }
 
-    /// As [`Self::restart`]; the agent is to fail at these points, as its `fail_point` describes
-    /// them.
+    /// As [`Self::restart`]; the agent fails at these points, in the form of its `fail_point`.
     ///
     /// # Errors
     /// When it does not come up; the error names its log.
@@ -135,7 +134,7 @@ impl Agent {
         self.wait_until_it_answers()
     }
 
-    /// Whether its process is no more.
+    /// Returns whether its process has ended.
     pub fn has_ended(&mut self) -> bool {
         !matches!(self.process.try_wait(), Ok(None))
     }
@@ -171,7 +170,7 @@ impl Agent {
 impl Drop for Agent {
     fn drop(&mut self) {
         if let Ok(pid) = i32::try_from(self.process.id()) {
-            // Gone already: as wanted.
+            // It may be gone already.
             let _ = kill(Pid::from_raw(pid), Signal::SIGTERM);
         }
         let ended = wait_until(STOP_LIMIT, || !matches!(self.process.try_wait(), Ok(None)));
@@ -181,7 +180,7 @@ impl Drop for Agent {
     }
 }
 
-/// The tables of an agent's configuration that name this machine's QEMUs.
+/// Returns the tables of an agent's configuration for this machine's QEMUs.
 ///
 /// # Errors
 /// When no version of QEMU is there.
@@ -273,7 +272,8 @@ fn configuration(host: &Host, api: &Path, more: &toml::Table) -> Result<String, 
     })
 }
 
-/// An agent in a session of its own group: a Ctrl-C at the terminal is the laboratory's to handle.
+/// Starts an agent in a process group of its own: a Ctrl-C at the terminal is handled by the
+/// laboratory.
 fn start_process(
     host: &Host,
     config: &Path,

@@ -1,4 +1,4 @@
-//! Talks to the arena inside a guest and keeps the times at which its heartbeats arrived.
+//! Talks to the arena inside a guest and records the arrival times of its heartbeats.
 
 use crate::interrupt;
 use serde::Deserialize;
@@ -13,14 +13,14 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const CONNECT_EVERY: Duration = Duration::from_millis(2);
-/// How long the reader of a silent socket goes on reading before it looks whether to end.
+/// How long the reader blocks on a silent socket before it checks whether to end.
 const READ_SLICE: Duration = Duration::from_millis(100);
-/// How long nothing is heard before it is looked whether somebody asked to end.
+/// How long a wait blocks before it checks for an interrupt.
 const SLICE: Duration = Duration::from_millis(200);
 const LONGEST_LINE: u64 = 64 << 10;
 const FAULTS_KEPT: usize = 64;
 
-/// What the arena holds and how it is rewritten.
+/// The content of the arena and the way it is rewritten.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Workload {
     /// `random`, `text` or `mix`.
@@ -31,22 +31,22 @@ pub struct Workload {
     pub working_set_bytes: u64,
     /// Pages rewritten per second.
     pub pages_per_s: u64,
-    /// Bytes changed in a page that is rewritten.
+    /// Bytes changed in a rewritten page.
     pub write_bytes: u64,
-    /// Threads that write.
+    /// The number of writing threads.
     pub writers: u32,
     /// Pages verified per second.
     pub verify_pages_per_s: u64,
-    /// Makes the content differ from that of another seed.
+    /// The seed of the content.
     pub seed: u64,
 }
 
-/// A heartbeat, as it arrived.
+/// A heartbeat with its arrival time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Beat {
     /// When it arrived, by the laboratory's monotonic clock.
     pub at: Instant,
-    /// Its number; the guest counts every one that it could have sent.
+    /// Its number; the guest also counts those that it could not send.
     pub number: u64,
     /// Time since the arena started, by the guest's own clock.
     pub clock_us: u64,
@@ -56,66 +56,66 @@ pub struct Beat {
     pub verified: u64,
     /// Pages found wrong so far.
     pub errors: u64,
-    /// Units of work that a workload beside the arena has done so far, where one runs.
+    /// Units of work of a workload beside the arena so far, where one runs.
     pub work: Option<u64>,
 }
 
 impl Beat {
-    /// What tells how much the guest gets done: its workload's work, or the arena's own.
+    /// Returns the measure of the guest's progress: its workload's work, or the arena's own.
     pub fn work(&self) -> u64 {
         self.work.unwrap_or(self.writes + self.verified)
     }
 }
 
-/// Where heartbeats came from: what tells one copy of a guest from two.
+/// The sockets of heartbeats, which distinguish one copy of a guest from two.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Origins {
-    /// How often a new heartbeat came from another socket than the one before it: once a move.
+    /// The number of new heartbeats from another socket than the one before: once a move.
     pub switches: u64,
-    /// How many heartbeats came that another socket had brought before: at most a buffer's worth a
-    /// move, and hundreds a second of a second copy.
+    /// The number of repeated heartbeats, already received from another socket: at most a buffer's
+    /// worth a move, and hundreds a second with a second copy.
     pub repeated: u64,
 }
 
-/// A page that did not hold what it should.
+/// A page with wrong content.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Fault {
     /// The page's number in the arena.
     #[serde(rename = "fault")]
     pub page: u64,
-    /// What it should have held.
+    /// The expected content.
     pub expected: String,
-    /// What it held.
+    /// The actual content.
     pub found: String,
 }
 
-/// What verifying every page found.
+/// The result of verifying every page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Verified {
-    /// Pages looked at.
+    /// Pages checked.
     pub pages: u64,
     /// Pages that were wrong.
     pub errors: u64,
 }
 
-/// Why the arena could not be asked.
+/// Why the arena could not be queried.
 #[derive(Debug, thiserror::Error)]
 pub enum ArenaError {
     /// No socket of the guest is connected.
     #[error("the guest's arena cannot be reached: none of its sockets is there")]
     NotConnected,
-    /// The guest said nothing.
+    /// The guest did not answer.
     #[error("the guest's arena did not {what} within {} s", limit.as_secs())]
     TimedOut {
-        /// What it should have done.
+        /// The expected event.
         what: String,
-        /// How long it was waited for.
+        /// The time limit.
         limit: Duration,
     },
     /// The arena refused.
     #[error("the guest's arena refused: {0}")]
     Refused(String),
-    /// Somebody asked to end.
+    /// The user interrupted.
     #[error("the guest's arena was not waited for: interrupted")]
     Interrupted,
     /// The socket broke.
@@ -123,7 +123,7 @@ pub enum ArenaError {
     Write(#[from] io::Error),
 }
 
-/// The arena of one guest, wherever the guest runs: it is heard on every socket that was attached.
+/// The arena of one guest, on any host: it listens on every attached socket.
 #[derive(Debug)]
 pub struct Arena {
     shared: Arc<Shared>,
@@ -143,16 +143,16 @@ struct State {
     faults: Vec<Fault>,
     answers: HashMap<u64, Value>,
     sockets: HashMap<PathBuf, UnixStream>,
-    /// When each socket last brought a heartbeat, new or not.
+    /// The time of the last heartbeat on each socket, new or not.
     heard: HashMap<PathBuf, Instant>,
-    /// Where the latest heartbeat came from: commands go there.
+    /// The socket of the latest heartbeat: commands go there.
     current: Option<PathBuf>,
     origins: Origins,
     bad_lines: u64,
 }
 
 impl Arena {
-    /// An arena that is not heard yet.
+    /// Creates an arena without a connection.
     pub fn new() -> Self {
         Self {
             shared: Arc::default(),
@@ -160,7 +160,7 @@ impl Arena {
         }
     }
 
-    /// Listens on a channel's socket from the moment at which it exists, until it breaks.
+    /// Listens on a channel's socket from its creation until it breaks.
     pub fn attach(&self, socket: &Path) -> io::Result<()> {
         let (shared, path) = (self.shared.clone(), socket.to_owned());
         thread::Builder::new()
@@ -176,7 +176,7 @@ impl Arena {
         Ok(answer.get("pages").and_then(Value::as_u64).unwrap_or(0))
     }
 
-    /// Changes how many pages are rewritten per second; 0 stops it.
+    /// Changes the number of pages rewritten per second; 0 stops it.
     pub fn set_rate(&mut self, pages_per_s: u64, limit: Duration) -> Result<(), ArenaError> {
         self.ask(
             json!({"command": "rate", "pages_per_s": pages_per_s}),
@@ -195,14 +195,14 @@ impl Arena {
         }
     }
 
-    /// Starts a workload beside the arena: one of the programs that the guest has for it.
+    /// Starts a workload beside the arena: one of the guest's programs for that.
     pub fn start_program(&mut self, name: &str, limit: Duration) -> Result<(), ArenaError> {
         let command = json!({"command": "workload", "name": name});
         self.ask(command, limit).map(drop)
     }
 
-    /// Stops the workload beside the arena and lets it look whether all is as it should be: how
-    /// many errors it found since it was started, and the first of them.
+    /// Stops the workload beside the arena and lets it verify its state; returns the number of
+    /// errors since its start, and the first of them.
     pub fn check_program(&mut self, limit: Duration) -> Result<(u64, String), ArenaError> {
         let answer = self.ask(json!({"command": "check"}), limit)?;
         let errors = answer.get("found_errors").and_then(Value::as_u64);
@@ -213,7 +213,7 @@ impl Arena {
         }
     }
 
-    /// Waits until a heartbeat arrives that was sent after this call, and gives it.
+    /// Waits for a heartbeat that was sent after this call, and returns it.
     pub fn wait_for_beat(&self, limit: Duration) -> Result<Beat, ArenaError> {
         let known = self.shared.state().beats.len();
         let state = self.shared.wait(limit, |state| state.beats.len() > known);
@@ -225,32 +225,32 @@ impl Arena {
             })
     }
 
-    /// Every heartbeat since the arena was first heard, in the order of arrival.
+    /// Returns all heartbeats in the order of arrival.
     pub fn beats(&self) -> Vec<Beat> {
         self.shared.state().beats.clone()
     }
 
-    /// The latest heartbeat.
+    /// Returns the latest heartbeat.
     pub fn last_beat(&self) -> Option<Beat> {
         self.shared.state().beats.last().copied()
     }
 
-    /// The first pages that were found wrong.
+    /// Returns the first pages that were found wrong.
     pub fn faults(&self) -> Vec<Fault> {
         self.shared.state().faults.clone()
     }
 
-    /// The socket that the latest heartbeat came from.
+    /// Returns the socket of the latest heartbeat.
     pub fn heard_on(&self) -> Option<PathBuf> {
         self.shared.state().current.clone()
     }
 
-    /// Where heartbeats came from so far.
+    /// Returns the origins of heartbeats so far.
     pub fn origins(&self) -> Origins {
         self.shared.state().origins.clone()
     }
 
-    /// Forgets all heartbeats but the last, for a guest that is watched for hours.
+    /// Drops all heartbeats but the last, for a guest that is observed for hours.
     pub fn forget_beats(&self) {
         let mut state = self.shared.state();
         let last = state.beats.last().copied();
@@ -258,7 +258,7 @@ impl Arena {
         state.beats.extend(last);
     }
 
-    /// The sockets that brought a heartbeat since then: more than one are two copies of a guest.
+    /// Returns the sockets with a heartbeat since then: more than one means two copies of a guest.
     pub fn heard_since(&self, since: Instant) -> Vec<PathBuf> {
         let state = self.shared.state();
         let heard = state.heard.iter().filter(|(_, at)| **at >= since);
@@ -313,7 +313,7 @@ impl Shared {
         self.closed.load(Ordering::Relaxed)
     }
 
-    /// The state once `done` holds of it; `None` when the time is over.
+    /// Returns the state once `done` holds for it; `None` after the time limit.
     fn wait(
         &self,
         limit: Duration,
@@ -326,7 +326,7 @@ impl Shared {
         (!result.timed_out()).then_some(state)
     }
 
-    /// As [`Self::wait`], for what may take minutes: also until somebody asks to end.
+    /// As [`Self::wait`], for waits of minutes: also ends at an interrupt.
     fn wait_patiently(
         &self,
         limit: Duration,
@@ -345,12 +345,12 @@ impl Shared {
         }
     }
 
-    /// Connects again whenever the socket breaks: a guest may come back to a host it left.
+    /// Reconnects whenever the socket breaks: a guest may return to a host that it left.
     fn listen(&self, path: &Path) {
         while !self.closed() {
             match UnixStream::connect(path) {
                 Ok(socket) => {
-                    // What ends a socket is seen by the heartbeats that stay away.
+                    // The end of a socket shows in the missing heartbeats.
                     let _ = self.read(path, socket);
                     self.state().sockets.remove(path);
                 }
@@ -394,7 +394,7 @@ impl Shared {
             let elsewhere = state.current.as_deref().is_some_and(|known| known != path);
             state.origins.switches += u64::from(newest && elsewhere);
             state.origins.repeated += u64::from(!newest && elsewhere);
-            // A buffer that both QEMUs had may come twice; only what is newer counts.
+            // A buffer that both QEMUs had may arrive twice; only newer numbers count.
             if newest {
                 state.current = Some(path.to_owned());
                 state.beats.push(Beat {

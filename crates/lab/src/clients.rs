@@ -1,5 +1,5 @@
-//! Clients of a guest's shop, outside the guest: they ask, check every answer, and note how long
-//! each took.
+//! Runs clients of a guest's shop, outside the guest: they send requests, check every answer, and
+//! record the response times.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -14,51 +14,51 @@ use crate::error::LabError;
 use crate::measure::{AFTER, BEFORE};
 use crate::netns::Namespace;
 
-/// Where the shop is, on the network of guests and clients.
+/// The address of the shop, on the network of guests and clients.
 pub const SHOP: SocketAddr = SocketAddr::new(
     std::net::IpAddr::V4(std::net::Ipv4Addr::new(10, 78, 0, 2)),
     80,
 );
 const CLIENTS: u64 = 4;
-/// How long a client thinks before it asks again.
+/// The pause of a client between requests.
 const THINK: Duration = Duration::from_millis(50);
 const CONNECT_LIMIT: Duration = Duration::from_secs(1);
 const RECONNECT_EVERY: Duration = Duration::from_millis(100);
-/// When a request that is not answered is given up, and asked again on another connection.
+/// How long an answer is waited for before the request is repeated on another connection.
 const ANSWER_LIMIT: Duration = Duration::from_secs(120);
-/// How long the clients ask for what their sessions ordered, in the end.
+/// How long the clients check their sessions' orders at the end.
 const LAST_LIMIT: Duration = Duration::from_secs(300);
 const HEADER_BYTES_MAX: u64 = 16 << 10;
 const BODY_BYTES_MAX: usize = 1 << 20;
-/// One request in so many is an order, the others look at the catalogue.
+/// One request in this many is an order, the others read the catalogue.
 const ORDER_EVERY: u64 = 4;
 const ITEMS: u64 = 20_000;
 const ITEMS_ON_PAGE: u64 = 10;
 
-/// Clients that ask until they are told to stop.
+/// Clients that send requests until they are stopped.
 #[derive(Debug)]
 pub struct Clients {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<Seen>>,
 }
 
-/// What clients saw.
+/// The clients' observations.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Seen {
-    /// When each answer was there, and how long it took; in the order of arrival.
+    /// The time of each answer, and its response time; in the order of arrival.
     answers: Vec<(Instant, Duration)>,
-    /// Answers that were not what they had to be, and orders that were lost.
+    /// Wrong answers, and lost orders.
     pub wrong: u64,
     /// The first of them.
     pub first_wrong: Option<String>,
-    /// Connections that broke, or on which nothing came for two minutes.
+    /// Connections that broke, or on which nothing arrived for two minutes.
     broken: u64,
 }
 
-/// How a shop's clients were served around a move.
+/// The service of a shop's clients around a move.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Responses {
-    /// How many clients asked.
+    /// The number of clients.
     pub clients: u64,
     /// Answers from shortly before the move until shortly after it.
     pub answered: u64,
@@ -68,18 +68,18 @@ pub struct Responses {
     pub longest_gap_ms: Option<f64>,
     /// The median response time before the move.
     pub before_ms: Option<f64>,
-    /// The same while it was under way.
+    /// The median response time during the move.
     pub during_ms: Option<f64>,
     /// Each second; the move begins with second 0.
     pub per_second: Vec<Second>,
 }
 
-/// A second of clients' life.
+/// A second of the clients' observations.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Second {
-    /// Which, counted from the beginning of the move.
+    /// Its number, counted from the beginning of the move.
     pub second: i64,
-    /// Answers that came in it.
+    /// Answers that arrived in it.
     pub answered: u64,
     /// Their median response time.
     pub median_ms: Option<f64>,
@@ -109,7 +109,7 @@ impl Clients {
         Ok(Self { stop, threads })
     }
 
-    /// Lets them ask for what they ordered, and gives what they saw.
+    /// Lets them check their orders, and returns their observations.
     pub fn finish(mut self) -> Seen {
         self.stop.store(true, Ordering::Relaxed);
         let mut all = Seen::default();
@@ -126,7 +126,7 @@ impl Clients {
 
 impl Drop for Clients {
     fn drop(&mut self) {
-        // Whoever is not interested any more does not wait for them.
+        // The clients end without being waited for.
         self.stop.store(true, Ordering::Relaxed);
     }
 }
@@ -146,7 +146,7 @@ impl Seen {
         self.first_wrong.get_or_insert(what);
     }
 
-    /// What they saw around a move.
+    /// Returns the observations around a move.
     pub fn around(&self, began: Instant, ended: Instant) -> Responses {
         let from = began.checked_sub(BEFORE).unwrap_or(began);
         let (before, watched) = (self.between(from, began), self.between(from, ended + AFTER));
@@ -169,7 +169,7 @@ impl Seen {
     }
 }
 
-/// Every whole second of the time that was watched, those without an answer too.
+/// Returns every whole second of the observed time, including those without an answer.
 fn per_second(
     watched: &[(Instant, Duration)],
     began: Instant,
@@ -208,7 +208,7 @@ fn ms(time: Duration) -> f64 {
     time.as_secs_f64() * 1e3
 }
 
-/// One client, and what it knows that the shop must know of its session.
+/// One client, and its record of the session's state in the shop.
 struct Client {
     session: String,
     orders: u64,
@@ -249,7 +249,7 @@ impl Client {
         self.seen
     }
 
-    /// Looks at a page of the catalogue; nothing where it was told to stop before.
+    /// Reads a page of the catalogue; returns nothing if it was stopped before.
     fn look(&mut self, network: &Namespace, stop: &AtomicBool) -> Option<()> {
         let page = self.random() % (ITEMS / ITEMS_ON_PAGE);
         let total: u64 = (page * ITEMS_ON_PAGE..(page + 1) * ITEMS_ON_PAGE)
@@ -262,7 +262,7 @@ impl Client {
         Some(())
     }
 
-    /// Orders something. What is asked again because its answer did not come is done once.
+    /// Places an order. A request that is repeated because its answer was missing is executed once.
     fn order(&mut self, network: &Namespace, stop: &AtomicBool) -> Option<()> {
         let item = self.random() % ITEMS;
         let path = format!("/order/{}/{}/{item}", self.session, self.orders);
@@ -274,7 +274,7 @@ impl Client {
         Some(())
     }
 
-    /// Looks whether the shop knows all orders that it said it had taken.
+    /// Checks that the shop has all orders that it confirmed.
     fn look_at_session(&mut self, network: &Namespace) {
         let began = Instant::now();
         let path = format!("/session/{}", self.session);
@@ -283,7 +283,7 @@ impl Client {
             let what = "the shop does not say what was ordered".to_owned();
             return self.seen.note_wrong(what);
         };
-        // One order may have been done whose answer was not waited for.
+        // One order may have been executed without its answer.
         let expected = format!("<h1>orders {} chain {}</h1>", self.orders, self.chain);
         let more = format!("<h1>orders {} chain ", self.orders + 1);
         if !text.starts_with(&more) {
@@ -299,7 +299,7 @@ impl Client {
         }
     }
 
-    /// Asks until there is an answer that is whole; nothing where it is to give up.
+    /// Sends a request until there is a complete answer; returns nothing when it is to give up.
     fn answer(
         &mut self,
         network: &Namespace,
@@ -315,7 +315,7 @@ impl Client {
                     return self.whole(body);
                 }
                 Ok((status, body)) => {
-                    // A shop that comes up has no application yet.
+                    // A starting shop has no application yet.
                     if self.orders > 0 {
                         let body = String::from_utf8_lossy(&body);
                         self.seen.note_wrong(format!("{path}: {status}: {body}"));
@@ -328,7 +328,7 @@ impl Client {
         None
     }
 
-    /// The text of an answer whose digest is right.
+    /// Returns the text of an answer whose digest is correct.
     fn whole(&mut self, body: Vec<u8>) -> Option<String> {
         let text = String::from_utf8_lossy(&body);
         let cut = text.trim_end().rfind("<!-- ").unwrap_or(0);
@@ -351,7 +351,7 @@ impl Client {
         read_answer(connection)
     }
 
-    /// A xorshift generator.
+    /// Returns a xorshift generator.
     fn random(&mut self) -> u64 {
         self.random ^= self.random << 13;
         self.random ^= self.random >> 7;
@@ -370,7 +370,7 @@ fn connect(network: &Namespace) -> io::Result<BufReader<TcpStream>> {
     Ok(BufReader::new(stream))
 }
 
-/// Reads an answer whose length is told: its status and its content.
+/// Reads an answer with a length: its status and its content.
 fn read_answer(connection: &mut impl BufRead) -> io::Result<(u32, Vec<u8>)> {
     let invalid = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what.to_owned());
     let mut header = connection.by_ref().take(HEADER_BYTES_MAX);
@@ -397,12 +397,12 @@ fn read_answer(connection: &mut impl BufRead) -> io::Result<(u32, Vec<u8>)> {
     Ok((status, body))
 }
 
-/// What an item costs, as the guest's catalogue was made.
+/// Returns the price of an item, as generated in the guest's catalogue.
 fn price(item: u64) -> u64 {
     100 + item * 7919 % 10_000
 }
 
-/// FNV-1a of 64 bits, as the shop computes it.
+/// Returns the 64-bit FNV-1a, as the shop computes it.
 fn digest(bytes: &[u8]) -> String {
     let hash = bytes.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
         (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
@@ -446,7 +446,7 @@ mod tests {
         client.whole(whole.replace("chain x", "chain y").into_bytes());
         client.whole(b"nothing".to_vec());
         assert_eq!(client.seen.wrong, 3);
-        // The values that FNV's authors give.
+        // The values are those of FNV's authors.
         assert_eq!(digest(b""), "cbf29ce484222325");
         assert_eq!(digest(b"foobar"), "85944171f73967e8");
     }

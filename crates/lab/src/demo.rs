@@ -1,4 +1,5 @@
-//! `lab demo`: a running guest moves to another host and back, then QEMU moves it, side by side.
+//! Implements `lab demo`: a running guest moves to another host and back, then QEMU moves it, side
+//! by side.
 
 use crate::arena::Workload;
 use crate::error::{During, LabError};
@@ -28,11 +29,11 @@ const LIMIT: Duration = Duration::from_secs(60);
 const DISK_BYTES: u64 = 32 << 20;
 /// Operations on the disk per second: about a tenth of the link's rate is written.
 const DISK_OPERATIONS_PER_S: u64 = 25;
-/// What was done to the disk as fast as could be, so that it holds something when it moves.
+/// The number of operations done at full speed before, so that the disk has content when it moves.
 const DISK_OPERATIONS_BEFORE: u64 = 400;
 
-/// Shows what Longhaul does, on this machine, in less than 6 minutes. Exit status 1 where a move
-/// failed or the guest's memory was damaged.
+/// Demonstrates Longhaul on this machine, in less than 6 minutes. Exit status 1 where a move failed
+/// or the guest's memory was damaged.
 ///
 /// # Errors
 /// When the laboratory cannot be made.
@@ -104,7 +105,7 @@ pub fn run() -> Result<ExitCode, LabError> {
     Ok(ExitCode::from(u8::from(!sound || !disk_is_right)))
 }
 
-/// How a host's configuration names the images of the guest's disks: each host has its own.
+/// Returns a host's configuration for the images of the guest's disks: each host has its own.
 fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
     let image = |disk: &LocalDisk| {
         let name = disk.path.file_name().unwrap_or_default();
@@ -121,7 +122,7 @@ fn images_in(folder: &Path, disks: &[LocalDisk]) -> toml::Table {
     toml::Table::from_iter([("images".to_owned(), images.into())])
 }
 
-/// What a database would do to the guest's disk.
+/// Returns a workload like a database's on the guest's disk.
 fn task(disks: &[LocalDisk]) -> Task<'_> {
     let work = Work {
         operations_per_s: DISK_OPERATIONS_PER_S,
@@ -186,8 +187,9 @@ fn move_by_longhaul(
     let usual = DISK_OPERATIONS_PER_S * crate::measure::BEFORE.as_secs();
     history.wait_for(DISK_OPERATIONS_BEFORE + usual, LIMIT)?;
     tell(&format!(
-        "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with checksums, \
-         rewrites {} of them per second ({:.0} % of the link's rate), and verifies them for ever",
+        "QEMU {QEMU} with {}; 256 MiB of memory; its workload keeps {} MiB of pages with \
+         checksums, rewrites {} of them per second ({:.0} % of the link's rate), and verifies \
+         them for ever",
         if kvm {
             "KVM"
         } else {
@@ -198,8 +200,8 @@ fn move_by_longhaul(
         DIRTY_SHARE * 100.0
     ))?;
     tell(&format!(
-        "and a disk of {} MiB that only lyon has, to which it writes as a database would: at random places, \
-         with flushes and barriers; every sector can be judged from outside",
+        "and a disk of {} MiB that only lyon has, to which it writes as a database would: at \
+         random places, with flushes and barriers; every sector can be judged from outside",
         DISK_BYTES >> 20
     ))?;
 
@@ -225,7 +227,7 @@ fn move_by_longhaul(
     Ok(([there, back], is_right))
 }
 
-/// The guest with its disks, and what writes to them.
+/// Returns the guest with its disks, and the workload that writes to them.
 fn with_disks(case: &Case, disks: &[LocalDisk]) -> Result<Case, LabError> {
     let version = installed::qemu_version(&installed::qemu(QEMU)?)?;
     Ok(Case {
@@ -234,14 +236,15 @@ fn with_disks(case: &Case, disks: &[LocalDisk]) -> Result<Case, LabError> {
     })
 }
 
-/// Looks at the disk as the guest left it.
+/// Judges the guest's final disk.
 fn judge(longhaul: &LonghaulMover<'_>, history: History) -> Result<bool, LabError> {
     let record = history.finish()?;
     let judgement = record.judge(longhaul.lab.host(0)?.folder())?;
     let is_right = judgement.findings.is_empty() && record.errors == 0;
     tell(&match is_right {
         true => format!(
-            "the disk, after both moves: {} operations, {} sectors judged from outside: every one holds what it must",
+            "the disk, after both moves: {} operations, {} sectors judged from outside: every one \
+             holds what it must",
             record.done, judgement.sectors
         ),
         false => format!(
@@ -257,7 +260,7 @@ fn judge(longhaul: &LonghaulMover<'_>, history: History) -> Result<bool, LabErro
 fn shown(longhaul: &LonghaulMover<'_>, host: usize, words: &[&str]) -> Result<(), LabError> {
     tell(&format!("$ longhaul {}", words.join(" ")))?;
     let mut command = longhaul.product.agent(host)?.command()?;
-    // What it has to say, also of a failure, is on the screen.
+    // Its output, also that of a failure, is on the screen.
     command
         .args(words)
         .status()

@@ -1,5 +1,5 @@
-//! `lab doctor`: what of all that the laboratory needs is here, what is missing, and the command
-//! that mends it.
+//! Implements `lab doctor`: checks everything that the laboratory needs, and names the command that
+//! installs each missing part.
 
 use std::fs::{self, OpenOptions};
 use std::path::PathBuf;
@@ -14,12 +14,12 @@ use crate::installed::{self, QEMU_VERSIONS};
 use crate::netns::Namespace;
 use crate::process::{own_binary, run};
 
-/// A guest or two, their saved states and logs.
+/// Space for a guest or two, their saved states and logs.
 const DISK_FREE_MIB_MIN: u64 = 2048;
-/// Two small guests' QEMUs and agents.
+/// Memory for two small guests' QEMUs and agents.
 const MEMORY_FREE_MIB_MIN: u64 = 1024;
 
-/// How much something is needed.
+/// How necessary a part is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
     /// The demo cannot run without it.
@@ -28,16 +28,16 @@ enum Need {
     More,
 }
 
-/// Something that was looked at.
+/// The result of a check.
 #[derive(Debug)]
 struct Finding {
     what: String,
     need: Need,
-    /// What is there, or what is wrong and the command that mends it.
+    /// The state, or the fault and the command that repairs it.
     state: Result<String, (String, String)>,
 }
 
-/// Looks at everything and gives the report; says whether the demo can run.
+/// Runs all checks and returns the report, and whether the demo can run.
 pub fn examine() -> (String, bool) {
     let mut findings = vec![
         root(),
@@ -135,7 +135,7 @@ fn program(name: &str, purpose: &str, need: Need) -> Finding {
     finding(name, need, state)
 }
 
-/// Makes a namespace and removes it again: the only way to know.
+/// Creates a namespace and removes it again, which is the only reliable check.
 fn namespaces() -> Finding {
     let name = format!("lh-doctor-{}", std::process::id());
     let tried = Namespace::create(&name).and_then(|namespace| namespace.enter(|| ()));
@@ -194,7 +194,7 @@ fn kernel() -> Finding {
     finding("guests' kernel", Need::Demo, state)
 }
 
-/// A program for one test, which was unpacked beside the QEMUs.
+/// Returns a program for one test, which was unpacked beside the QEMUs.
 fn unpacked(what: &str, path: &str, version: &str) -> Finding {
     let path = installed::folder().join(path);
     let state = match run(Command::new(&path).arg(version)) {
@@ -204,7 +204,7 @@ fn unpacked(what: &str, path: &str, version: &str) -> Finding {
     finding(what, Need::More, state)
 }
 
-/// Never missing: without KVM guests are slower, and the agent finds out whether KVM really works.
+/// Never fails: without KVM guests are slower, and the agent determines whether KVM really works.
 fn accelerator() -> Finding {
     let opened = OpenOptions::new().read(true).write(true).open("/dev/kvm");
     let state = match opened {

@@ -1,58 +1,58 @@
-//! What can go wrong in the laboratory, and what to do about it.
+//! Defines the laboratory's errors, with advice.
 
 use std::io;
 use std::path::PathBuf;
 
-/// A laboratory, or a part of it, that could not be made, changed or removed.
+/// Why a laboratory, or a part of it, could not be created, changed or removed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LabError {
-    /// Something of the operating system's did not work.
+    /// A system call failed.
     #[error("{doing}: {source}")]
     Io {
-        /// What was being done.
+        /// The operation that failed.
         doing: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A program that the laboratory uses failed.
     #[error("`{command}` failed: {message}")]
     Command {
-        /// The command as one would type it.
+        /// The command, as typed in a shell.
         command: String,
-        /// What it said on its standard error.
+        /// Its standard error.
         message: String,
     },
-    /// A program that the laboratory needs is not there.
+    /// A program that the laboratory needs is missing.
     #[error("{what} is missing (hint: {hint})")]
     Missing {
-        /// What is missing.
+        /// The missing part.
         what: String,
-        /// The command that mends it.
+        /// The command that installs it.
         hint: String,
     },
-    /// A part of the laboratory did not do in time what it should have.
+    /// An event did not occur in time.
     #[error("{what} within {seconds} s (see {log})", log = log.display())]
     Late {
-        /// What did not happen.
+        /// The expected event.
         what: String,
-        /// How long it was waited for.
+        /// The time waited.
         seconds: u64,
-        /// Where it may have said why.
+        /// A log that may have the reason.
         log: PathBuf,
     },
-    /// A process or a file said something that is not understood.
+    /// The output of a process, or a file, is not understood.
     #[error("{what}: {message}")]
     Answer {
-        /// Who said it.
+        /// Its source.
         what: String,
-        /// What was wrong with it.
+        /// The error in it.
         message: String,
     },
-    /// The link made is not the link asked for.
+    /// The created link differs from the requested one.
     #[error("the link differs from the one asked for: {0}")]
     Link(String),
-    /// There is no laboratory, or more than one, that the command could mean.
+    /// The command fits no laboratory, or more than one.
     #[error("{0}")]
     Which(String),
     /// Ctrl-C, or a signal that asks to end.
@@ -60,12 +60,12 @@ pub enum LabError {
     Interrupted,
 }
 
-/// Adds to an I/O error what was being done.
+/// Adds the failed operation to an I/O error.
 pub trait During<T> {
-    /// Turns the error into a [`LabError`] that says what was being done.
+    /// Turns the error into a [`LabError`] that names the operation.
     ///
     /// # Errors
-    /// The same error, with more to it.
+    /// Returns the same error with an extended operation.
     fn during(self, doing: impl FnOnce() -> String) -> Result<T, LabError>;
 }
 

@@ -1,4 +1,4 @@
-//! Where `scripts/install` put what the laboratory needs beside Debian's packages.
+//! Locates the files that `scripts/install` installed for the laboratory beside Debian's packages.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,21 +9,21 @@ use crate::process::run;
 /// The versions of QEMU between which guests are moved.
 pub const QEMU_VERSIONS: [&str; 3] = ["7.2", "10.0", "11.1"];
 
-/// How to get what is missing.
+/// The hint for a missing part.
 const HINT: &str = "sudo scripts/install lab";
 
-/// The folder of QEMUs and kernel: /var/lib/longhaul-lab, or `LONGHAUL_LAB_DIR`.
+/// Returns the folder of QEMUs and kernel: /var/lib/longhaul-lab, or `LONGHAUL_LAB_DIR`.
 pub fn folder() -> PathBuf {
     std::env::var_os("LONGHAUL_LAB_DIR")
         .map_or_else(|| PathBuf::from("/var/lib/longhaul-lab"), PathBuf::from)
 }
 
-/// Whether a test must fail, instead of saying that it skips, when a QEMU is missing; so in CI.
+/// Returns whether a test must fail, instead of being skipped, when a QEMU is missing; so in CI.
 pub fn all_required() -> bool {
     std::env::var_os("LONGHAUL_LAB_REQUIRE_ALL").is_some_and(|value| value != "0")
 }
 
-/// The folder of the guests' kernel: `vmlinuz`, `modules` and `release`.
+/// Returns the folder of the guests' kernel: `vmlinuz`, `modules` and `release`.
 ///
 /// # Errors
 /// When it has not been installed.
@@ -38,7 +38,7 @@ pub fn kernel() -> Result<PathBuf, LabError> {
     })
 }
 
-/// The program of a version of QEMU, or of a path given instead of one.
+/// Returns the program of a version of QEMU, or of a path given instead of one.
 ///
 /// # Errors
 /// When it has not been installed.
@@ -60,7 +60,7 @@ pub fn qemu(version_or_path: &str) -> Result<PathBuf, LabError> {
     })
 }
 
-/// The version that a QEMU says it is, such as `10.0.2`.
+/// Returns the version that a QEMU reports, such as `10.0.2`.
 ///
 /// # Errors
 /// When it does not run.

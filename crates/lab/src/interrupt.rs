@@ -1,4 +1,5 @@
-//! Ctrl-C and the signals that ask to end: noticed at once, obeyed where things can be put away.
+//! Handles Ctrl-C and the signals that request an end: recorded at once, obeyed where everything
+//! can be cleaned up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::thread;
@@ -9,13 +10,13 @@ use nix::sys::signal::{SaFlags, SigAction, SigHandler, SigSet, Signal, sigaction
 
 use crate::error::{During, LabError};
 
-/// How many signals that ask to end have come.
+/// The number of such signals received.
 static REQUESTS: AtomicU32 = AtomicU32::new(0);
-/// Who asks so often does not want to wait until things are put away.
+/// The number of signals after which the process ends without cleanup.
 const REQUESTS_MAX: u32 = 3;
 
-/// From now on signals that ask to end are noted instead of ending the process; the third one ends
-/// it all the same. Processes started from here are not concerned: they handle signals as usual.
+/// Installs handlers that record signals instead of ending the process; the third one ends it
+/// nevertheless. Child processes are not affected: they handle signals as usual.
 ///
 /// # Errors
 /// When the system refuses.
@@ -51,15 +52,15 @@ extern "C" fn note(_signal: libc::c_int) {
     }
 }
 
-/// Whether somebody asked this process to end.
+/// Returns whether this process was asked to end.
 pub fn requested() -> bool {
     REQUESTS.load(Ordering::SeqCst) > 0
 }
 
-/// Goes on only if nobody asked this process to end.
+/// Fails if this process was asked to end.
 ///
 /// # Errors
-/// [`LabError::Interrupted`] when somebody did.
+/// [`LabError::Interrupted`] when it was.
 pub fn check() -> Result<(), LabError> {
     if requested() {
         Err(LabError::Interrupted)
@@ -68,10 +69,10 @@ pub fn check() -> Result<(), LabError> {
     }
 }
 
-/// Sleeps for this long, or until somebody asks this process to end.
+/// Sleeps for this long, or until this process is asked to end.
 ///
 /// # Errors
-/// [`LabError::Interrupted`] when somebody does.
+/// [`LabError::Interrupted`] when it is.
 pub fn sleep(time: Duration) -> Result<(), LabError> {
     let until = Instant::now() + time;
     loop {

@@ -1,5 +1,6 @@
-//! A laboratory: hosts, each a network namespace with a folder and an address, and a link between
-//! every two of them. It removes itself when dropped; what a crash leaves, the next one removes.
+//! Manages a laboratory: hosts, each a network namespace with a folder and an address, and a link
+//! between every two of them. It is removed when dropped; the remains of a crash are removed by the
+//! next one.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,23 +14,23 @@ use crate::link::{self, Control, End, Link};
 use crate::netns::Namespace;
 use crate::registry::{Claim, HostRecord, LAB_VARIABLE, LinkRecord, Record, Registry};
 
-/// What the hosts of a laboratory are called, in this order.
+/// The names of the hosts of a laboratory, in this order.
 pub const HOST_NAMES: [&str; 6] = ["lyon", "paris", "oslo", "porto", "turin", "delhi"];
 
-/// What a laboratory is to be.
+/// The parameters of a laboratory.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// What it is made for, as `lab ls` shows it.
+    /// Its purpose, as `lab ls` shows it.
     pub purpose: String,
-    /// How many hosts, from 1 to [`HOST_NAMES`]'s number.
+    /// The number of hosts, from 1 to [`HOST_NAMES`]'s length.
     pub hosts: usize,
     /// The link between every two of them.
     pub link: LinkSpec,
-    /// Decides which frames a lossy link loses.
+    /// The seed of the random losses of a link.
     pub seed: u64,
 }
 
-/// A laboratory that is there.
+/// A running laboratory.
 #[derive(Debug)]
 pub struct Lab {
     claim: Claim,
@@ -51,10 +52,10 @@ pub struct Host {
 }
 
 impl Lab {
-    /// Removes what earlier laboratories left, then makes this one.
+    /// Removes the remains of earlier laboratories, then creates this one.
     ///
     /// # Errors
-    /// When some part of it cannot be made; what was made is removed again.
+    /// When some part of it cannot be created; the created parts are removed again.
     pub fn create(plan: &Plan) -> Result<Self, LabError> {
         let limit = HOST_NAMES.len();
         if !(1..=limit).contains(&plan.hosts) {
@@ -85,32 +86,32 @@ impl Lab {
         Ok(lab)
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn id(&self) -> &str {
         &self.claim.record.id
     }
 
-    /// What the registry knows of it.
+    /// Returns its entry in the registry.
     pub fn record(&self) -> &Record {
         &self.claim.record
     }
 
-    /// Its hosts, in the order of [`HOST_NAMES`].
+    /// Returns its hosts, in the order of [`HOST_NAMES`].
     pub fn hosts(&self) -> &[Host] {
         &self.hosts
     }
 
-    /// The first host: where guests start.
+    /// Returns a host; guests start on the first.
     ///
     /// # Errors
-    /// Never for a laboratory that was made.
+    /// Never for a complete laboratory.
     pub fn host(&self, index: usize) -> Result<&Host, LabError> {
         self.hosts
             .get(index)
             .ok_or_else(|| LabError::Which(format!("this laboratory has no host {index}")))
     }
 
-    /// A folder on storage that all hosts see (they are on one machine).
+    /// Returns a folder on storage shared by all hosts (they are on one machine).
     ///
     /// # Errors
     /// When it cannot be made.
@@ -118,7 +119,7 @@ impl Lab {
         make_folder(&self.claim.record.data.join("shared"))
     }
 
-    /// The way to change and ask the link between two hosts.
+    /// Returns the controls of the link between two hosts.
     ///
     /// # Errors
     /// When there is none between these.
@@ -131,7 +132,7 @@ impl Lab {
             .ok_or_else(|| LabError::Which(format!("no link between hosts {first} and {second}")))
     }
 
-    /// Makes a network of guests and their clients, beside the links.
+    /// Creates a network of guests and their clients, beside the links.
     ///
     /// # Errors
     /// When a part of it cannot be made.
@@ -145,7 +146,7 @@ impl Lab {
         Ok(())
     }
 
-    /// Where guests' clients are.
+    /// Returns the namespace of the guests' clients.
     ///
     /// # Errors
     /// When this laboratory has none.
@@ -155,7 +156,7 @@ impl Lab {
     }
 
     /// Measures the link between the first two hosts, which nothing else may use meanwhile, and
-    /// compares it with what was asked for. Tries again once: a busy machine may have been late.
+    /// compares it with the request. Tries again once: a busy machine may have been late.
     ///
     /// # Errors
     /// When it cannot be measured, or differs by more than the laboratory's tolerances.
@@ -172,7 +173,7 @@ impl Lab {
         }
     }
 
-    /// Notes the socket of a host's agent, for people to reach it.
+    /// Records the socket of a host's agent, for `lab`'s users.
     ///
     /// # Errors
     /// When the record cannot be written.
@@ -180,7 +181,7 @@ impl Lab {
         self.note(host, |record| record.api = Some(api.to_owned()))
     }
 
-    /// Notes the guest that was started on a host, for people to find it.
+    /// Records the guest that was started on a host, for `lab`'s users.
     ///
     /// # Errors
     /// When the record cannot be written.
@@ -248,32 +249,32 @@ impl Drop for Lab {
 }
 
 impl Host {
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Its address on every link.
+    /// Returns its address on every link.
     pub fn address(&self) -> &str {
         &self.address
     }
 
-    /// The folder that holds its state; removed with the laboratory.
+    /// Returns the folder that holds its state; removed with the laboratory.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// The folder for sockets, whose path is short; shared by the laboratory's hosts.
+    /// Returns the folder for sockets, which has a short path; shared by the laboratory's hosts.
     pub fn socket_folder(&self) -> &Path {
         &self.sockets
     }
 
-    /// Its network.
+    /// Returns its network namespace.
     pub fn namespace(&self) -> &Namespace {
         &self.namespace
     }
 
-    /// This host as the end of a link.
+    /// Returns this host's end of a link.
     pub fn end(&self) -> End<'_> {
         End {
             name: &self.name,
@@ -283,7 +284,7 @@ impl Host {
         }
     }
 
-    /// Starts a process on this host, as the laboratory's own: it ends with it.
+    /// Starts a process on this host that belongs to the laboratory: it ends with it.
     ///
     /// # Errors
     /// When it cannot be started.
@@ -291,7 +292,7 @@ impl Host {
         self.namespace.spawn(command.env(LAB_VARIABLE, &self.lab))
     }
 
-    /// Runs a process on this host to its end and gives its standard output.
+    /// Runs a process on this host to its end and returns its standard output.
     ///
     /// # Errors
     /// When it cannot be started or fails.
@@ -300,14 +301,14 @@ impl Host {
     }
 }
 
-/// Tells a person something, on the standard error: the standard output is for documents.
+/// Prints a message on the standard error: the standard output is for documents.
 pub fn say(text: &str) {
     let mut stderr = std::io::stderr().lock();
-    // Nobody left to read it.
+    // The reader is gone.
     let _ = writeln!(stderr, "{text}");
 }
 
-/// Prints what a command was asked for, on the standard output.
+/// Prints the result of a command on the standard output.
 ///
 /// # Errors
 /// When it cannot be written.
@@ -324,7 +325,7 @@ fn make_folder(path: &Path) -> Result<PathBuf, LabError> {
     Ok(path.to_owned())
 }
 
-/// The name of the interface on one host towards another.
+/// Returns the name of the interface on one host towards another.
 pub fn interface_to(peer: &Host) -> String {
     link::interface(&peer.name)
 }

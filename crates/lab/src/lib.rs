@@ -1,7 +1,8 @@
-//! The laboratory: emulated hosts, links and guests on one machine; demo, end-to-end tests, benches.
+//! Implements the laboratory: emulated hosts, links and guests on one machine; demo, end-to-end
+//! tests, benches.
 //!
-//! [`lab`] makes hosts ([`netns`]) and [`link`]s and enters them in the [`registry`], so that nothing
-//! is left behind whatever happens.
+//! [`lab`] creates hosts ([`netns`]) and [`link`]s and records them in the [`registry`], so that
+//! they are always removed.
 
 pub mod agent;
 pub mod arena;

@@ -1,4 +1,4 @@
-//! The program `lab`: emulated hosts, links and guests on one machine; demo and benches.
+//! Implements the program `lab`: emulated hosts, links and guests on one machine; demo and benches.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -29,15 +29,16 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Action {
-    /// Say what is here, what is missing and what mends it; exit 1 if the demo cannot run
+    /// Check what is installed, what is missing and how to install it; exit 1 if the demo cannot
+    /// run
     Doctor,
     /// Move a running guest to another host and back, beside QEMU's own pre-copy (6 minutes)
     Demo,
-    /// Make a laboratory to play with, and say how to reach what is in it
+    /// Create an interactive laboratory, and print how to reach its parts
     Up(UpArguments),
-    /// Remove a laboratory made by `lab up`, and whatever earlier ones left over
+    /// Remove a laboratory made by `lab up`, and the remains of earlier ones
     Down {
-        /// Which one, as `lab ls` names it
+        /// The laboratory, as `lab ls` names it
         id: Option<String>,
         /// All that were made by `lab up`
         #[arg(long, conflicts_with = "id")]
@@ -47,12 +48,12 @@ enum Action {
     Ls,
     /// Show or change the links of a laboratory while it runs
     Link {
-        /// Which laboratory, as `lab ls` names it
+        /// The laboratory, as `lab ls` names it
         id: String,
-        /// Make it another link, say 50mbit,40ms
+        /// Change to another link, for example 50mbit,40ms
         #[arg(long, value_name = "SPEC", group = "change")]
         to: Option<LinkSpec>,
-        /// Lose everything for this long, say 5s
+        /// Drop everything for this long, for example 5s
         #[arg(long, value_name = "TIME", value_parser = parse_duration, group = "change")]
         cut: Option<Duration>,
         /// End a cut
@@ -61,7 +62,7 @@ enum Action {
     },
     /// Run a bench: measure, print rows and the checks computed from them
     Bench {
-        /// Which one, as --list names it
+        /// The bench, as --list names it
         #[arg(required_unless_present = "list")]
         name: Option<String>,
         /// List the benches, what each compares, and how long it takes
@@ -73,9 +74,9 @@ enum Action {
         #[command(flatten)]
         options: bench::Options,
     },
-    /// Make the page of results of the documents that benches printed: FOLDER/documents/*.json
+    /// Generate the page of results from the documents of benches: FOLDER/documents/*.json
     Results {
-        /// Where the page is written, say docs/benchmarks
+        /// The folder of the page, for example docs/benchmarks
         folder: PathBuf,
     },
     /// Draw a sample of a guest's memory from two raw snapshots, as an input of the benches
@@ -83,20 +84,20 @@ enum Action {
         /// Its name, and the files
         #[arg(value_name = "NAME=FIRST,LATER")]
         input: bench::codec::OwnInput,
-        /// Where the sample is written
+        /// The folder of the sample
         folder: PathBuf,
-        /// Decides which pages are drawn
+        /// The seed of the choice of pages
         #[arg(long, default_value_t = 1)]
         seed: u64,
     },
-    /// Let something fail at every step of a move, and look whether the guest is still there once
+    /// Cause a failure at every step of a move, and check that exactly one copy of the guest exists
     CrashMatrix(crash::Options),
-    /// Move one guest to and fro, with failures in between, and look what is left behind
+    /// Move one guest back and forth, with failures in between, and check that nothing remains
     Soak(crash::soak::Options),
-    /// Let a guest write to disks of its own, and check from outside what they hold afterwards
+    /// Let a guest write to disks of its own, and check their content from outside
     #[command(subcommand)]
     History(history::command::Action),
-    /// The process of one link; started by the others
+    /// The process of one link; started by the other commands
     #[command(hide = true)]
     EmulateLink {
         /// What to emulate, in JSON
@@ -106,13 +107,17 @@ enum Action {
 
 #[derive(Debug, clap::Args)]
 struct UpArguments {
-    /// How many hosts
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u8).range(1..=HOST_NAMES.len() as i64))]
+    /// The number of hosts
+    #[arg(
+        long,
+        default_value_t = 2,
+        value_parser = clap::value_parser!(u8).range(1..=HOST_NAMES.len() as i64)
+    )]
     hosts: u8,
     /// The link between every two of them: RATE,RTT, then loss=1%, jitter=2ms, queue=50ms
     #[arg(long, value_name = "SPEC", default_value = "100mbit,20ms")]
     link: LinkSpec,
-    /// Decides which frames a lossy link loses
+    /// The seed of the random losses of a link
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Start a guest on the first host; `tiny` is the laboratory's own

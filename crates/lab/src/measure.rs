@@ -1,4 +1,4 @@
-//! The measuring stick: what a move did to the guest, seen from outside, and what it cost.
+//! Measures the effect of a move on the guest from outside, and the move's cost.
 
 use crate::arena::Beat;
 use serde::Serialize;
@@ -11,13 +11,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// How long before a move the guest's usual rhythm and speed are taken.
+/// How long before a move the guest's usual rhythm and speed are measured.
 pub const BEFORE: Duration = Duration::from_secs(3);
-/// How long after a move the guest is still watched.
+/// How long the guest is observed after a move.
 pub const AFTER: Duration = Duration::from_secs(2);
 const SAMPLE_EVERY: Duration = Duration::from_millis(100);
 
-/// What a move did to the guest.
+/// The effect of a move on the guest.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Observed {
     /// Longest gap between two heartbeats, less the usual one.
@@ -28,13 +28,13 @@ pub struct Observed {
     pub stalls: Stalls,
     /// The workload's units of work per second, or else pages rewritten and verified, before it.
     pub work_before_per_s: f64,
-    /// The same, while it was under way.
+    /// The same, during it.
     pub work_during_per_s: f64,
     /// The same, after it.
     pub work_after_per_s: Option<f64>,
 }
 
-/// How many gaps between heartbeats were longer than the usual one by how much.
+/// The numbers of gaps between heartbeats that exceed the usual one.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Stalls {
     /// By more than 10 ms.
@@ -45,7 +45,7 @@ pub struct Stalls {
     pub above_1000_ms: u32,
 }
 
-/// Looks at the heartbeats around a move; `None` where there are too few of them to say anything.
+/// Evaluates the heartbeats around a move; `None` where there are too few of them.
 pub fn observe(beats: &[Beat], began: Instant, ended: Instant) -> Option<Observed> {
     let from = began.checked_sub(BEFORE).unwrap_or(began);
     let before = between(beats, from, began);
@@ -80,7 +80,7 @@ fn between(beats: &[Beat], from: Instant, to: Instant) -> &[Beat] {
     &beats[start..end.max(start)]
 }
 
-/// As [`between`], and the first heartbeat after: a guest that was silent to the end did no work.
+/// As [`between`], with the first heartbeat after: a guest that was silent to the end did no work.
 fn until_heard_again(beats: &[Beat], from: Instant, to: Instant) -> &[Beat] {
     let next = beats.partition_point(|beat| beat.at <= to);
     between(
@@ -102,16 +102,16 @@ fn work_per_s(beats: &[Beat]) -> Option<f64> {
     (seconds > 0.0).then(|| last.work().saturating_sub(first.work()) as f64 / seconds)
 }
 
-/// What a process used between two moments.
+/// The resources that a process used between two moments.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Used {
     /// CPU time, in seconds.
     pub cpu_s: f64,
-    /// Most memory at once, memory files that the process made included.
+    /// The peak memory in bytes, including memory files created by the process.
     pub peak_bytes: u64,
 }
 
-/// Watches a process until asked, also one that ends before.
+/// Observes a process until stopped, or until the process ends.
 #[derive(Debug)]
 pub struct ProcessMeter {
     latest: Arc<Mutex<Option<Used>>>,
@@ -120,7 +120,7 @@ pub struct ProcessMeter {
 }
 
 impl ProcessMeter {
-    /// Watches the process from now on.
+    /// Starts to observe the process.
     pub fn start(pid: u32) -> std::io::Result<Self> {
         // Without the right to reset it the peak counts from the process's start.
         let _ = fs::write(format!("/proc/{pid}/clear_refs"), "5");
@@ -157,7 +157,7 @@ impl ProcessMeter {
         })
     }
 
-    /// What it used until now, or until it ended; `None` where it never was there.
+    /// Returns the resources used until now, or until its end; `None` where it never existed.
     pub fn finish(mut self) -> Option<Used> {
         self.stop();
         *self.latest.lock().unwrap_or_else(PoisonError::into_inner)
@@ -179,10 +179,10 @@ impl Drop for ProcessMeter {
     }
 }
 
-/// CPU time of a process and its threads so far; `None` where it is gone.
+/// Returns the CPU time of a process and its threads so far; `None` where it is gone.
 pub fn cpu_s(pid: u32) -> Option<f64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is the name in brackets, which may hold anything.
+    // The second field is the name in brackets, which may contain anything.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
     if fields.next()? == "Z" {
         return None;
@@ -193,9 +193,9 @@ pub fn cpu_s(pid: u32) -> Option<f64> {
     Some((user + system) as f64 / ticks as f64)
 }
 
-/// Peak of a process's resident memory, and all of its memory files beside it: at most some pages
-/// of those that are mapped are counted twice, never too few. Files that it only reads are another's:
-/// guests' RAM.
+/// Returns the peak of a process's resident memory, and all of its memory files beside it: some
+/// pages of mapped files may be counted twice, none is missed. Files that it only reads are
+/// another's: guests' RAM.
 fn peak_bytes(pid: u32) -> Option<u64> {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
     let line = status
@@ -221,7 +221,7 @@ fn peak_bytes(pid: u32) -> Option<u64> {
     Some((resident_kib << 10) + files_bytes)
 }
 
-/// Whether a process has a file open for reading only.
+/// Returns whether a process has a file open for reading only.
 fn is_read_only(pid: u32, descriptor: &OsStr) -> bool {
     let path = format!("/proc/{pid}/fdinfo/{}", descriptor.display());
     let info = fs::read_to_string(path).unwrap_or_default();

@@ -1,4 +1,4 @@
-//! One measured move of a guest between two hosts, by whichever system, and the row it gives.
+//! Runs one measured move of a guest between two hosts, by any system, and produces its row.
 
 mod longhaul;
 
@@ -25,50 +25,50 @@ use std::time::{Duration, Instant};
 
 pub use longhaul::{LonghaulMover, Show};
 
-/// A guest under TCG is up in 2 s, on a machine that does nothing else.
+/// The time limit of a boot, which takes 2 s under TCG on an idle machine.
 const BOOT_LIMIT: Duration = Duration::from_secs(120);
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
-/// What a workload may take to stop and to look at all that it did.
+/// The time limit for a workload to stop and verify all its work.
 const CHECK_LIMIT: Duration = Duration::from_secs(1200);
-/// How long a guest that was woken from a saved state runs before it counts.
+/// How long a guest that was restored from a saved state runs before it is measured.
 const AWAKE: Duration = Duration::from_secs(3);
-/// What a command may take beyond the move itself.
+/// The allowance of a command beyond the move itself.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
 const PAGE_BYTES: f64 = 4096.0;
 
-/// What is moved, and how it is asked for.
+/// The guest of a move, and the request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Case {
     /// The guest.
     pub guest: GuestDescription,
-    /// What it does meanwhile.
+    /// Its load.
     pub load: Load,
     /// The link.
     pub link: LinkSpec,
-    /// The downtime asked for.
+    /// The requested downtime.
     pub downtime_ms: u64,
-    /// When a move that does not converge is given up.
+    /// The time limit of a move that does not converge.
     pub limit: Duration,
-    /// Which repeat this is, from 1.
+    /// The repeat, from 1.
     pub repeat: u32,
 }
 
-/// What a guest does, and how it comes to do it.
+/// The load of a guest, and how it starts.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Load {
-    /// It boots, and the arena is all that runs.
+    /// The guest boots, and only the arena runs.
     Arena {
-        /// What the arena does.
+        /// The workload of the arena.
         arena: Workload,
         /// Its dirty rate as a share of the link's rate.
         dirty_share: f64,
     },
-    /// It goes on from a saved state, in which a workload runs beside the arena.
+    /// The guest starts from a saved state, in which a workload runs beside the arena.
     Warm(Rc<Warm>),
 }
 
 impl Load {
-    /// What the arena does.
+    /// Returns the workload of the arena.
     pub fn arena(&self) -> &Workload {
         match self {
             Self::Arena { arena, .. } => arena,
@@ -76,7 +76,7 @@ impl Load {
         }
     }
 
-    /// Its name in rows.
+    /// Returns its name in rows.
     pub fn name(&self) -> &str {
         match self {
             Self::Arena { arena, .. } => &arena.content,
@@ -84,7 +84,7 @@ impl Load {
         }
     }
 
-    /// The arena's dirty rate as a share of the link's rate, where that is what matters.
+    /// Returns the arena's dirty rate as a share of the link's rate, where that is relevant.
     pub fn dirty_share(&self) -> Option<f64> {
         match self {
             Self::Arena { dirty_share, .. } => Some(*dirty_share),
@@ -94,26 +94,26 @@ impl Load {
 }
 
 impl Case {
-    /// Pages per second that make up a share of a link's rate.
+    /// Returns the pages per second for a share of a link's rate.
     pub fn pages_per_s(link: LinkSpec, share: f64) -> u64 {
         (link.rate_bps as f64 / 8.0 * share / PAGE_BYTES).round() as u64
     }
 }
 
-/// A row of the benches that move guests. What was not measured is null.
+/// A row of the benches that move guests. Unmeasured values are null.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct MoveRow<P = Parameters> {
-    /// Who moved the guest.
+    /// The system that moved the guest.
     pub system: String,
-    /// The link as asked for.
+    /// The requested link.
     pub link: AskedLink,
     /// The strategy.
     pub strategy: String,
-    /// What runs beside the arena, or else what the arena holds.
+    /// The workload beside the arena, or else the content of the arena.
     pub workload: String,
-    /// More of what it does.
+    /// Further parameters of the load.
     pub parameters: P,
-    /// Which repeat, from 1.
+    /// The repeat, from 1.
     pub repeat: u32,
     /// `completed`, `forced` or `failed: why`.
     pub outcome: String,
@@ -125,11 +125,11 @@ pub struct MoveRow<P = Parameters> {
     pub memory_bytes: Option<u64>,
     /// Bytes of disks.
     pub disk_bytes: Option<u64>,
-    /// From the command to the guest running at the destination.
+    /// From the command until the guest runs at the destination.
     pub total_ms: Option<f64>,
-    /// The downtime asked for.
+    /// The requested downtime.
     pub asked_downtime_ms: u64,
-    /// The downtime, from outside.
+    /// The downtime, measured from outside.
     pub downtime_ms: Option<f64>,
     /// Gaps in the guest's heartbeats.
     pub stalls: Option<Stalls>,
@@ -139,26 +139,26 @@ pub struct MoveRow<P = Parameters> {
     pub work_during_per_s: Option<f64>,
     /// After it.
     pub work_after_per_s: Option<f64>,
-    /// What the system said beforehand.
+    /// The predictions of the system.
     pub predicted: Predicted,
     /// CPU time.
     pub cpu_s: CpuRow,
-    /// Most memory that the agents made.
+    /// The peak memory of the agents.
     pub agent_peak_bytes: PeakRow,
-    /// Bytes read from storage that is not the destination's own.
+    /// Bytes read from storage other than the destination's own.
     pub storage_bytes: Option<u64>,
-    /// What the guest itself found wrong: pages, and what its workload checks.
+    /// Errors found by the guest itself: in pages, and by its workload's checks.
     pub verify_errors: Option<u64>,
     /// Passes over memory.
     pub passes: Option<u64>,
-    /// How the guest's clients were served, where it has any.
+    /// The service of the guest's clients, where it has any.
     pub responses: Option<Responses>,
 }
 
-/// What the guest is and does.
+/// The parameters of a guest and its load.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct Parameters {
-    /// The arena's dirty rate as a share of the link's rate, where nothing else runs.
+    /// The arena's dirty rate as a share of the link's rate, where no other workload runs.
     pub dirty_rate_of_link: Option<f64>,
     /// Pages that the arena rewrites per second.
     pub pages_per_s: u64,
@@ -176,14 +176,14 @@ pub struct Parameters {
     pub guest_memory_bytes: u64,
 }
 
-/// What was predicted.
+/// The predictions.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Predicted {
     /// Time of the whole move.
     pub total_ms: Option<f64>,
     /// Downtime.
     pub downtime_ms: Option<f64>,
-    /// Downtime at most.
+    /// The upper bound of the downtime.
     pub downtime_at_most_ms: Option<f64>,
     /// Bytes over the link.
     pub link_bytes: Option<u64>,
@@ -212,7 +212,7 @@ pub struct PeakRow {
 }
 
 impl MoveRow {
-    /// A row that says what is moved, and nothing yet of how it went.
+    /// Creates a row with the parameters, before the results.
     pub fn of(case: &Case, system: &str, strategy: &str) -> Self {
         let arena = case.load.arena();
         let parameters = Parameters {
@@ -236,7 +236,7 @@ impl MoveRow {
 }
 
 impl<P> MoveRow<P> {
-    /// A row of a system, a strategy and a workload, which says nothing yet of how it went.
+    /// Creates a row of a system, a strategy and a workload, before the results.
     pub fn new(
         [system, strategy, workload]: [&str; 3],
         parameters: P,
@@ -273,14 +273,14 @@ impl<P> MoveRow<P> {
         }
     }
 
-    /// Notes what the link carried between two readings of its counters.
+    /// Records the traffic of the link between two readings of its counters.
     pub fn note_link(&mut self, before: &LinkStats, after: &LinkStats) {
         let carried = |after: u64, before: u64| Some(after.saturating_sub(before));
         self.link_bytes = carried(after.forth.carried_bytes, before.forth.carried_bytes);
         self.link_bytes_back = carried(after.back.carried_bytes, before.back.carried_bytes);
     }
 
-    /// Notes what the product said of its move.
+    /// Records the product's report of its move.
     pub fn note_finished(&mut self, finished: &Finished) {
         self.outcome = if finished.completed() {
             "completed".to_owned()
@@ -305,10 +305,10 @@ impl<P> MoveRow<P> {
         }
     }
 
-    /// Notes what was seen of the guest; its outcome is known before.
+    /// Records the observations of the guest; its outcome is set before.
     pub fn note_observed(&mut self, observed: Option<Observed>) {
         let Some(observed) = observed else { return };
-        // The longest gap of a guest that stayed where it was is no downtime.
+        // The longest gap of a guest that was not moved is not a downtime.
         self.downtime_ms = self.is_completed().then_some(observed.downtime_ms);
         self.stalls = Some(observed.stalls);
         self.work_before_per_s = Some(observed.work_before_per_s);
@@ -316,7 +316,8 @@ impl<P> MoveRow<P> {
         self.work_after_per_s = observed.work_after_per_s;
     }
 
-    /// Notes what the guest's clients saw; what was wrong is an error like those that it finds itself.
+    /// Records the observations of the guest's clients; a wrong answer is an error like those that
+    /// the guest finds itself.
     fn note_clients(&mut self, seen: Option<&Seen>, began: Instant, ended: Instant) {
         let Some(seen) = seen else { return };
         self.responses = Some(seen.around(began, ended));
@@ -326,13 +327,13 @@ impl<P> MoveRow<P> {
         }
     }
 
-    /// Whether the guest was moved and its checks could be asked.
+    /// Returns whether the guest was moved and its checks are known.
     pub fn is_completed(&self) -> bool {
         self.outcome == "completed"
     }
 }
 
-/// Starts the arena and lets the guest settle until its usual rhythm is known.
+/// Starts the arena and waits until the guest's usual rhythm is known.
 ///
 /// # Errors
 /// When the guest does not come up.
@@ -342,7 +343,7 @@ pub fn settle(arena: &mut Arena, workload: &Workload) -> Result<(), LabError> {
     interrupt::sleep(measure::BEFORE)
 }
 
-/// A guest under its load, and those who watch it from outside.
+/// A guest under its load, and its observers outside.
 #[derive(Debug)]
 pub struct Watched {
     /// Its arena.
@@ -351,21 +352,21 @@ pub struct Watched {
 }
 
 impl Watched {
-    /// As [`settle`], for a guest that does already what it is to do where it was saved so.
+    /// As [`settle`], for a guest that was saved with its load running.
     fn settle(&mut self, load: &Load) -> Result<(), LabError> {
         let workload = match load {
             Load::Arena { arena, .. } => arena,
             Load::Warm(_) => {
                 self.arena.wait_for_beat(BOOT_LIMIT).map_err(silent)?;
-                // Its code has to be translated anew.
+                // Its code must be translated again.
                 return interrupt::sleep(AWAKE + measure::BEFORE);
             }
         };
         settle(&mut self.arena, workload)
     }
 
-    /// As [`verify`], and those beside the arena look at all that was done; what they found, and
-    /// what was seen of the move, is noted in the row.
+    /// As [`verify`], with checks by the workload beside the arena and the clients; records the
+    /// results, and the observations of the move, in the row.
     fn verify(
         &mut self,
         load: &Load,
@@ -393,11 +394,11 @@ impl Watched {
     }
 }
 
-/// Watches the guest a little longer, stops its workload and lets it verify all its pages: how
-/// many were wrong, in all its checks. An error is a guest that does not answer.
+/// Observes the guest a little longer, stops its workload and lets it verify all its pages; returns
+/// the number of errors of all its checks. A guest that does not answer is an error.
 ///
 /// # Errors
-/// When somebody asked to end.
+/// When the user interrupts.
 pub fn verify(arena: &mut Arena) -> Result<Result<u64, ArenaError>, LabError> {
     interrupt::sleep(measure::AFTER)?;
     let verified = arena
@@ -408,7 +409,7 @@ pub fn verify(arena: &mut Arena) -> Result<Result<u64, ArenaError>, LabError> {
     Ok(verified)
 }
 
-/// Notes what the guest found; one that does not answer any more was not moved.
+/// Records the guest's errors; a guest that does not answer counts as not moved.
 pub fn note_verified<P>(row: &mut MoveRow<P>, verified: Result<u64, ArenaError>) {
     match verified {
         Ok(errors) => row.verify_errors = Some(errors),
@@ -423,18 +424,18 @@ fn silent(error: ArenaError) -> LabError {
     }
 }
 
-/// Starts the QEMUs that the laboratory runs by itself.
+/// Starts the QEMUs of the laboratory's own guests.
 #[derive(Debug)]
 pub struct Launcher<'a> {
     /// The laboratory, whose first two hosts it uses.
     pub lab: &'a Lab,
-    /// What guests boot from.
+    /// The boot files of guests.
     pub files: &'a KernelFiles,
     /// QEMU at the source and at the destination.
     pub qemus: [PathBuf; 2],
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
-    /// The file of every disk of the guest's, by its image's name.
+    /// The files of all disks of the guest, by the images' names.
     pub disks: Vec<(String, PathBuf)>,
 }
 
@@ -460,14 +461,14 @@ impl Launcher<'_> {
         PeerQemu::start(&host, guest, begin)
     }
 
-    /// The files of a guest's disks.
+    /// Returns the files of a guest's disks.
     pub fn disks_of(&self, guest: &GuestDescription) -> impl Iterator<Item = &PathBuf> {
         let of_guest =
             |(image, _): &&(String, PathBuf)| guest.disks.iter().any(|disk| disk.image == *image);
         self.disks.iter().filter(of_guest).map(|(_, path)| path)
     }
 
-    /// Puts a disk in the place of a guest's; what the guests of earlier cases wrote is gone.
+    /// Copies a disk in place of a guest's; writes of earlier cases' guests are gone.
     ///
     /// # Errors
     /// When it cannot be copied.
@@ -504,7 +505,7 @@ impl Launcher<'_> {
         clients.transpose()
     }
 
-    /// A guest that is heard on a channel, and its clients.
+    /// Returns a guest with the arena of a channel, and its clients.
     fn watch(&self, case: &Case, arena: Arena) -> Result<Watched, LabError> {
         let has_clients = matches!(&case.load, Load::Warm(warm) if warm.has_clients);
         let clients = self.clients(has_clients)?;
@@ -512,7 +513,7 @@ impl Launcher<'_> {
     }
 }
 
-/// Moves guests by QEMU's own means.
+/// Moves guests with QEMU's own migration.
 #[derive(Debug)]
 pub struct PeerMover<'a> {
     /// Starts both QEMUs.
@@ -523,7 +524,7 @@ impl PeerMover<'_> {
     /// Starts the guest, moves it, and measures.
     ///
     /// # Errors
-    /// When there is nothing to move, or a QEMU dies; a move that fails is a row.
+    /// When there is nothing to move, or a QEMU dies; a failed move is a row.
     pub fn run(&self, case: &Case, system: PeerSystem) -> Result<MoveRow, LabError> {
         let mut row = MoveRow::of(case, system.name(), system.strategy());
         let lab = self.launcher.lab;
@@ -560,12 +561,12 @@ impl PeerMover<'_> {
     }
 }
 
-/// Milliseconds between two moments.
+/// Returns milliseconds between two moments.
 pub fn ms(began: Instant, ended: Instant) -> f64 {
     (ended - began).as_secs_f64() * 1000.0
 }
 
-/// An arena that listens on a channel's socket.
+/// Returns an arena that listens on a channel's socket.
 ///
 /// # Errors
 /// When no thread can be started.
@@ -575,7 +576,7 @@ pub fn attached(channel: &Path) -> Result<Arena, LabError> {
     Ok(arena)
 }
 
-/// Listens on one more socket, also one that is not there yet.
+/// Listens on another socket, which need not exist yet.
 ///
 /// # Errors
 /// When no thread can be started.
@@ -586,7 +587,7 @@ pub fn attach(arena: &Arena, channel: &Path) -> Result<(), LabError> {
     })
 }
 
-/// Watches a process from now on.
+/// Starts to observe a process.
 ///
 /// # Errors
 /// When no thread can be started.

@@ -1,4 +1,4 @@
-//! Network namespaces: made and removed by name, entered by one thread at a time.
+//! Creates and removes network namespaces by name, and enters them by one thread at a time.
 
 use std::ffi::OsStr;
 use std::fs::{self, File};
@@ -19,29 +19,29 @@ pub struct Namespace {
 }
 
 impl Namespace {
-    /// Makes a namespace with nothing in it but a loopback interface that is up.
+    /// Creates a namespace with only a loopback interface that is up.
     ///
     /// # Errors
-    /// When `ip` is missing or may not make it (it needs root).
+    /// When `ip` is missing or may not create it (it needs root).
     pub fn create(name: &str) -> Result<Self, LabError> {
         run(Command::new("ip").args(["netns", "add", name]))?;
         let namespace = Self::open(name)?;
         namespace.configure("link set dev lo up\n")?;
-        // Addresses of version 6 would announce themselves and be counted as traffic.
+        // IPv6 addresses would be announced and counted as traffic.
         namespace.enter(|| {
             for key in ["all", "default"] {
                 set_sysctl(&format!("net/ipv6/conf/{key}/disable_ipv6"), "1");
             }
-            // TCP's buffers must not be what limits the peers on a long fast link.
+            // TCP's buffers must not limit the baselines on a long fast link.
             set_sysctl("net/ipv4/tcp_rmem", "4096 131072 67108864");
             set_sysctl("net/ipv4/tcp_wmem", "4096 131072 67108864");
-            // What one connection learnt must not colour the next measurement.
+            // The metrics of one connection must not influence the next measurement.
             set_sysctl("net/ipv4/tcp_no_metrics_save", "1");
         })?;
         Ok(namespace)
     }
 
-    /// Opens a namespace that exists.
+    /// Opens an existing namespace.
     ///
     /// # Errors
     /// When there is none of that name.
@@ -54,13 +54,13 @@ impl Namespace {
         })
     }
 
-    /// Its name.
+    /// Returns its name.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Runs something in a thread of its own inside the namespace: sockets and interfaces that it
-    /// opens belong to the namespace for as long as they live.
+    /// Runs a task in a thread of its own inside the namespace: its sockets and interfaces belong
+    /// to the namespace for as long as they live.
     ///
     /// # Errors
     /// When the namespace cannot be entered (it needs root).
@@ -87,7 +87,7 @@ impl Namespace {
             .during(|| format!("start `{shown}`"))
     }
 
-    /// Runs a process inside the namespace to its end and gives its standard output.
+    /// Runs a process inside the namespace to its end and returns its standard output.
     ///
     /// # Errors
     /// When it cannot be started or fails.
@@ -106,7 +106,7 @@ impl Namespace {
         Ok(())
     }
 
-    /// The processes whose network is this namespace.
+    /// Returns the processes in this network namespace.
     ///
     /// # Errors
     /// When /proc cannot be read.
@@ -121,10 +121,10 @@ impl Namespace {
         })
     }
 
-    /// Removes a namespace by name; its interfaces go with it. One that is not there is no error.
+    /// Removes a namespace by name, with its interfaces. A missing one is not an error.
     ///
     /// # Errors
-    /// When it is there and cannot be removed.
+    /// When it exists and cannot be removed.
     pub fn remove(name: &str) -> Result<(), LabError> {
         if !path(name).exists() {
             return Ok(());
@@ -137,16 +137,16 @@ fn path(name: &str) -> PathBuf {
     PathBuf::from("/run/netns").join(name)
 }
 
-/// Sets a kernel setting where the kernel has it; one that it lacks changes nothing here.
+/// Sets a kernel setting where the kernel has it; a missing one changes nothing here.
 fn set_sysctl(key: &str, value: &str) {
     let path = PathBuf::from("/proc/sys").join(key);
     if path.exists() {
-        // Refused inside some containers; the link's own measurement tells whether it matters.
+        // Refused inside some containers; the link's own measurement shows whether it matters.
         let _ = fs::write(path, value);
     }
 }
 
-/// A command that runs a program with no terminal to read from.
+/// Returns a command that runs a program without a terminal to read from.
 pub fn command(program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new(program);
     command.stdin(Stdio::null());

@@ -1,5 +1,5 @@
-//! The peers that Longhaul is compared with: QEMU's own ways to move the same guest over the same
-//! link, as an administrator would use them.
+//! Runs the baselines of Longhaul: QEMU's own ways to move the same guest over the same link, as an
+//! administrator would use them.
 
 mod line;
 pub mod mirror;
@@ -22,32 +22,32 @@ use std::time::{Duration, Instant};
 
 const PORT: u16 = 4444;
 const POLL_EVERY: Duration = Duration::from_millis(10);
-/// QEMU's own cleaning up after a move or a cancelled one.
+/// The time limit of QEMU's own cleanup after a completed or cancelled move.
 const SETTLE_LIMIT: Duration = Duration::from_secs(60);
-/// Loading and saving a state takes seconds, on a machine that does nothing else.
+/// The time limit for loading and saving a state, which takes seconds on an idle machine.
 const START_LIMIT: Duration = Duration::from_secs(300);
 const SAVE_LIMIT: Duration = Duration::from_secs(300);
 
-/// The cache that XBZRLE gets.
+/// The cache size of XBZRLE.
 const XBZRLE_CACHE_BYTES: u64 = 512 << 20;
 
 /// One of QEMU's ways to move a guest's memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum PeerSystem {
-    /// As it is when nothing is asked for.
+    /// The default settings.
     Default,
-    /// Changes of pages that were sent before, found in a large cache.
+    /// Deltas of pages that were sent before, from a large cache.
     Xbzrle,
     /// Several connections, each compressed.
     MultifdZstd,
-    /// One pass, then the guest runs at the destination and faults in what it lacks.
+    /// One pass, then the guest runs at the destination and faults in the missing pages.
     Postcopy,
     /// The same, with that pass over several connections, each compressed.
     MultifdZstdPostcopy,
 }
 
 impl PeerSystem {
-    /// Every one.
+    /// All of them.
     pub const ALL: [Self; 5] = [
         Self::Default,
         Self::Xbzrle,
@@ -56,7 +56,7 @@ impl PeerSystem {
         Self::MultifdZstdPostcopy,
     ];
 
-    /// Its name in rows.
+    /// Returns its name in rows.
     pub fn name(self) -> &'static str {
         match self {
             Self::Default => "qemu-default",
@@ -67,7 +67,7 @@ impl PeerSystem {
         }
     }
 
-    /// The strategy that its rows are of.
+    /// Returns the strategy in its rows.
     pub fn strategy(self) -> &'static str {
         match self {
             Self::Postcopy | Self::MultifdZstdPostcopy => "postcopy",
@@ -75,7 +75,7 @@ impl PeerSystem {
         }
     }
 
-    /// The first QEMU that has it, where not every one here does.
+    /// Returns the first QEMU that has it, where older ones do not.
     pub fn since(self) -> Option<&'static str> {
         match self {
             Self::MultifdZstdPostcopy => Some("10.1"),
@@ -83,7 +83,7 @@ impl PeerSystem {
         }
     }
 
-    /// Whether a QEMU of this version has it.
+    /// Returns whether a QEMU of this version has it.
     pub fn is_in(self, version: &str) -> bool {
         let numbers = |text: &str| {
             let numbers = text.split('.').map_while(|number| number.parse().ok());
@@ -113,13 +113,17 @@ impl PeerSystem {
             Self::Default | Self::Postcopy => json!({}),
             Self::Xbzrle => json!({"xbzrle-cache-size": XBZRLE_CACHE_BYTES}),
             Self::MultifdZstd | Self::MultifdZstdPostcopy => {
-                json!({"multifd-channels": 4, "multifd-compression": "zstd", "multifd-zstd-level": 1})
+                json!({
+                    "multifd-channels": 4,
+                    "multifd-compression": "zstd",
+                    "multifd-zstd-level": 1
+                })
             }
         }
     }
 }
 
-/// What a host gives a peer's QEMU.
+/// A host's resources for a baseline's QEMU.
 #[derive(Debug)]
 pub struct PeerHost<'a> {
     /// The host.
@@ -128,24 +132,24 @@ pub struct PeerHost<'a> {
     pub qemu: &'a Path,
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
-    /// What guests boot from.
+    /// The boot files of guests.
     pub files: &'a KernelFiles,
-    /// The file of every disk of the guest's that all hosts see, by its image's name.
+    /// The files of all shared disks of the guest, by the images' names.
     pub disks: &'a [(String, PathBuf)],
     /// Its disks on this host alone.
     pub local: &'a [LocalDisk],
 }
 
-/// How a QEMU's guest begins.
+/// How a QEMU's guest starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Begin<'a> {
     /// It boots.
     Boot,
-    /// It goes on from a state that was saved in a file.
+    /// It resumes from a saved state in a file.
     Saved(&'a Path),
-    /// It waits for a guest that comes from elsewhere.
+    /// It waits for an incoming guest.
     Incoming,
-    /// The same; and the guest waits to be let run when it has come.
+    /// The same; the guest stays stopped after it has arrived.
     IncomingStopped,
 }
 
@@ -165,17 +169,17 @@ pub struct QemuProcess {
     channel: PathBuf,
 }
 
-/// The socket of a channel of the guest that the laboratory itself runs on a host.
+/// Returns the socket of a channel of the laboratory's own guest on a host.
 pub fn channel_socket(host: &Host, channel: &str) -> PathBuf {
     let name = format!("{}-peer-{channel}", host.name());
     host.socket_folder().join(name)
 }
 
 impl PeerQemu {
-    /// Starts a QEMU, whose guest begins so.
+    /// Starts a QEMU with its guest.
     ///
     /// # Errors
-    /// When QEMU does not start; its own words are in `peer-qemu.log` in the host's folder.
+    /// When QEMU does not start; its output is in `peer-qemu.log` in the host's folder.
     pub fn start(
         host: &PeerHost<'_>,
         guest: &GuestDescription,
@@ -223,25 +227,25 @@ impl PeerQemu {
         })
     }
 
-    /// The socket of the arena's channel.
+    /// Returns the socket of the arena's channel.
     pub fn channel(&self) -> &Path {
         &self.process.channel
     }
 
-    /// The control socket.
+    /// Returns the control socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// QEMU's process id.
+    /// Returns QEMU's process id.
     pub fn pid(&self) -> u32 {
         self.process.pid
     }
 
-    /// Lets it put away what it has and end, as an administrator would.
+    /// Lets it flush its data and end, as an administrator would.
     ///
     /// # Errors
-    /// When it refuses, does not end in time, or says that it failed.
+    /// When it refuses, does not end in time, or reports a failure.
     pub fn quit(mut self) -> Result<(), LabError> {
         self.qmp.execute("quit", &json!({}))?;
         let began = Instant::now();
@@ -256,7 +260,7 @@ impl PeerQemu {
         Err(unexpected("it did not end in time"))
     }
 
-    /// Leaves its control socket to somebody else, who may end it.
+    /// Frees its control socket for another client, which may end it.
     ///
     /// # Errors
     /// When no thread can be started.
@@ -274,7 +278,7 @@ impl PeerQemu {
         while began.elapsed() < START_LIMIT {
             match self.status()?.as_str() {
                 "running" => return Ok(()),
-                // As it was when it was saved.
+                // As it was when saved.
                 "paused" => drop(self.qmp.execute("cont", &json!({}))?),
                 _ => interrupt::sleep(POLL_EVERY)?,
             }
@@ -282,7 +286,7 @@ impl PeerQemu {
         Err(unexpected("the guest's saved state was not loaded in time"))
     }
 
-    /// Stops the guest and saves its state in a file. The disks are as the state needs them.
+    /// Stops the guest and saves its state in a file. The disks then match the state.
     ///
     /// # Errors
     /// When QEMU cannot write it.
@@ -322,7 +326,7 @@ impl PeerQemu {
 }
 
 impl QemuProcess {
-    /// Takes notice of its end at once, as an init does: who ends it waits for that.
+    /// Reaps it as soon as it ends, as an init does: the process that ends it waits for that.
     fn reap_when_ended(&self) -> Result<(), LabError> {
         let child = Arc::downgrade(&self.child);
         let reap = move || {
@@ -352,7 +356,7 @@ fn lock(child: &Mutex<Child>) -> MutexGuard<'_, Child> {
     child.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A path as the shell that QEMU starts takes it.
+/// Returns a path quoted for the shell that QEMU starts.
 fn quoted(path: &Path) -> String {
     format!("'{}'", path.display().to_string().replace('\'', r"'\''"))
 }
@@ -364,38 +368,38 @@ fn unexpected(message: &str) -> LabError {
     }
 }
 
-/// How a peer's move is run.
+/// The parameters of a baseline's move.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct PeerMove<'a> {
-    /// The way.
+    /// The system.
     pub system: PeerSystem,
     /// The destination's address on the link.
     pub destination: &'a str,
-    /// The downtime asked for.
+    /// The requested downtime.
     pub downtime_ms: u64,
-    /// When it is given up.
+    /// The time limit.
     pub limit: Duration,
 }
 
-/// How a peer's move went.
+/// The results of a baseline's move.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PeerResult {
-    /// When it was asked for.
+    /// The time of the request.
     pub began: Instant,
     /// When the guest ran at the destination, or the move was given up.
     pub ended: Instant,
-    /// Why it did not complete, where it did not.
+    /// Why it did not complete, if it did not.
     pub failure: Option<String>,
     /// Bytes of memory sent, as QEMU counts them.
     pub memory_bytes: Option<u64>,
     /// Passes over memory, as QEMU counts them.
     pub passes: Option<u64>,
-    /// Bytes of disks sent, as QEMU counts them, with those that were sent again; zeros included.
+    /// Bytes of disks sent, as QEMU counts them, including repeated ones and zeros.
     pub disk_bytes: Option<u64>,
 }
 
 impl PeerResult {
-    /// With what the source's QEMU counted of memory.
+    /// Creates a result with the source QEMU's statistics of memory.
     fn of(
         source: &mut PeerQemu,
         [began, ended]: [Instant; 2],
@@ -418,7 +422,7 @@ impl PeerMove<'_> {
     /// Moves the guest of `source` to `destination`, which was started to wait for it.
     ///
     /// # Errors
-    /// When a QEMU refuses or dies; a move that does not end in time is a result.
+    /// When a QEMU refuses or dies; a move that exceeds its limit is a result.
     pub fn run(
         &self,
         source: &mut PeerQemu,
@@ -440,7 +444,7 @@ impl PeerMove<'_> {
         PeerResult::of(source, [began, ended], failure)
     }
 
-    /// Until the guest runs at the destination; what went wrong otherwise.
+    /// Waits until the guest runs at the destination; returns the error otherwise.
     fn wait(
         &self,
         source: &mut PeerQemu,
@@ -481,8 +485,8 @@ fn status_of(info: &Value) -> &str {
     status.unwrap_or_default()
 }
 
-/// Whether `dirty-sync-count` is the number of passes over memory that were begun. Where post-copy
-/// may follow, QEMU 11.1 looks for dirty pages, and counts that, ten times a second.
+/// Returns whether `dirty-sync-count` is the number of passes over memory that were begun. Where
+/// post-copy may follow, QEMU 11.1 queries dirty pages, and counts that, ten times a second.
 fn counts_passes(version: &Value) -> bool {
     let number = |key: &str| version.get("qemu")?.get(key)?.as_u64();
     number("major").zip(number("minor")) <= Some((10, 0))

@@ -1,4 +1,4 @@
-//! Processes: run to their end with what they said, found in /proc, ended for certain.
+//! Runs processes and returns their output, finds them in /proc, and ends them reliably.
 
 use std::fs;
 use std::io::Write;
@@ -12,20 +12,20 @@ use nix::unistd::Pid;
 
 use crate::error::{During, LabError};
 
-/// A process as it is told apart from a later one with the same number.
+/// The identity of a process, distinct from a later one with the same number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ProcessId {
     /// Its number.
     pub pid: i32,
-    /// When it was started, in the kernel's ticks since boot.
+    /// Its start time, in the kernel's ticks since boot.
     pub started_ticks: u64,
 }
 
 impl ProcessId {
-    /// The process of that number as it is now; nothing when there is none.
+    /// Returns the current process of that number; `None` when there is none.
     pub fn of(pid: i32) -> Option<Self> {
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-        // The name stands in parentheses and may hold anything; field 22 is counted after it.
+        // The name is in parentheses and may contain anything; field 22 is counted after it.
         let fields = stat.rsplit_once(')')?.1;
         let mut fields = fields.split_ascii_whitespace();
         if matches!(fields.next()?, "Z" | "X") {
@@ -37,18 +37,18 @@ impl ProcessId {
         })
     }
 
-    /// This process.
+    /// Returns this process.
     pub fn own() -> Option<Self> {
         Self::of(i32::try_from(std::process::id()).ok()?)
     }
 
-    /// Whether it is still there.
+    /// Returns whether it still exists.
     pub fn is_alive(self) -> bool {
         Self::of(self.pid) == Some(self)
     }
 }
 
-/// The numbers of all processes that this says yes to.
+/// Returns the numbers of all processes that satisfy a predicate.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -60,7 +60,7 @@ pub fn all_where(mut wanted: impl FnMut(i32) -> bool) -> Result<Vec<i32>, LabErr
         .collect())
 }
 
-/// The processes that were started with this variable in their environment.
+/// Returns the processes that were started with this variable in their environment.
 ///
 /// # Errors
 /// When /proc cannot be read.
@@ -72,10 +72,10 @@ pub fn all_with_variable(name: &str, value: &str) -> Result<Vec<i32>, LabError> 
     })
 }
 
-/// Kills these processes and waits until they are gone.
+/// Kills these processes and waits until they have ended.
 ///
 /// # Errors
-/// When one is still there after ten seconds.
+/// When one still exists after ten seconds.
 pub fn kill_all(pids: &[i32]) -> Result<(), LabError> {
     let own = std::process::id();
     let victims: Vec<ProcessId> = pids
@@ -84,7 +84,7 @@ pub fn kill_all(pids: &[i32]) -> Result<(), LabError> {
         .filter_map(|pid| ProcessId::of(*pid))
         .collect();
     for victim in &victims {
-        // One that is gone already is what is wanted.
+        // It may be gone already.
         let _ = kill(Pid::from_raw(victim.pid), Signal::SIGKILL);
     }
     let limit = Duration::from_secs(10);
@@ -98,7 +98,7 @@ pub fn kill_all(pids: &[i32]) -> Result<(), LabError> {
     })
 }
 
-/// Waits until the condition holds, or the limit is over; says whether it holds.
+/// Waits until the condition holds, or the limit is over; returns whether it holds.
 pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool {
     let started = Instant::now();
     loop {
@@ -112,18 +112,18 @@ pub fn wait_until(limit: Duration, mut condition: impl FnMut() -> bool) -> bool 
     }
 }
 
-/// Runs a command to its end and gives its standard output.
+/// Runs a command to its end and returns its standard output.
 ///
 /// # Errors
-/// When it cannot be started or fails; with what it said on its standard error.
+/// When it cannot be started or fails; with its standard error.
 pub fn run(command: &mut Command) -> Result<String, LabError> {
     run_with_input(command, "")
 }
 
-/// Runs a command to its end with this on its standard input, and gives its standard output.
+/// Runs a command to its end with this on its standard input, and returns its standard output.
 ///
 /// # Errors
-/// When it cannot be started or fails; with what it said on its standard error.
+/// When it cannot be started or fails; with its standard error.
 pub fn run_with_input(command: &mut Command, input: &str) -> Result<String, LabError> {
     let shown = show(command);
     let mut child = command
@@ -133,7 +133,7 @@ pub fn run_with_input(command: &mut Command, input: &str) -> Result<String, LabE
         .spawn()
         .map_err(|source| not_started(command, &shown, source))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // One that ends without reading says why by its exit status.
+        // A program that ends without reading reports the reason by its exit status.
         let _ = stdin.write_all(input.as_bytes());
     }
     let output = child
@@ -166,7 +166,7 @@ fn not_started(command: &Command, shown: &str, source: std::io::Error) -> LabErr
     }
 }
 
-/// A command as one would type it.
+/// Returns a command as typed in a shell.
 pub fn show(command: &Command) -> String {
     std::iter::once(command.get_program())
         .chain(command.get_args())
@@ -175,7 +175,8 @@ pub fn show(command: &Command) -> String {
         .join(" ")
 }
 
-/// Where a binary of this workspace is: beside the running one, or one folder up (for tests).
+/// Returns the path of a binary of this workspace: beside the running one, or one folder up (for
+/// tests).
 ///
 /// # Errors
 /// When it has not been built.

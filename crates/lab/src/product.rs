@@ -1,4 +1,4 @@
-//! Longhaul in the laboratory, driven from outside: agents on the hosts, guests on the agents, and
+//! Drives Longhaul in the laboratory from outside: agents on the hosts, guests on the agents, and
 //! moves by its own command line.
 
 use crate::agent::{self, Agent};
@@ -20,20 +20,20 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How long nothing is heard of a move before it is looked whether somebody asked to end.
+/// How long a wait for events of a move blocks before it checks for an interrupt.
 const SLICE: Duration = Duration::from_millis(100);
 
-/// What hosts find in their agent's configuration.
+/// The settings of the agents' configuration.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// Which QEMU each host prefers: a version such as `7.2`, or a path.
+    /// The preferred QEMU of each host: a version such as `7.2`, or a path.
     pub qemus: Vec<String>,
     /// `auto`, `kvm` or `tcg`.
     pub accelerator: String,
 }
 
 impl Settings {
-    /// The tables of the configuration of the host of that index.
+    /// Returns the tables of the configuration of a host, by its index.
     fn table(&self, index: usize, files: &KernelFiles) -> Result<toml::Table, LabError> {
         let text = |path: &Path| toml::Value::from(path.display().to_string());
         let table = |pairs: Vec<(&str, toml::Value)>| {
@@ -76,7 +76,7 @@ impl Product {
     /// Starts an agent on every host; each trusts every other.
     ///
     /// # Errors
-    /// When one does not come up.
+    /// When an agent does not start.
     pub fn start(
         lab: &mut Lab,
         files: &KernelFiles,
@@ -88,7 +88,7 @@ impl Product {
     /// As [`Self::start`], with more tables in the configuration of every host.
     ///
     /// # Errors
-    /// When one does not come up.
+    /// When an agent does not start.
     pub fn start_with(
         lab: &mut Lab,
         files: &KernelFiles,
@@ -101,7 +101,7 @@ impl Product {
     /// As [`Self::start_with`], with each host's own tables, by the host's index.
     ///
     /// # Errors
-    /// When one does not come up.
+    /// When an agent does not start.
     pub fn start_each_with(
         lab: &mut Lab,
         files: &KernelFiles,
@@ -116,7 +116,7 @@ impl Product {
         Ok(Self { agents })
     }
 
-    /// A host's agent.
+    /// Returns a host's agent.
     ///
     /// # Errors
     /// When there is no such host.
@@ -124,7 +124,7 @@ impl Product {
         self.agents.get(host).ok_or_else(|| no_host(host))
     }
 
-    /// A host's agent, to kill it and to start it again.
+    /// Returns a host's agent, to kill and restart it.
     ///
     /// # Errors
     /// When there is no such host.
@@ -132,7 +132,7 @@ impl Product {
         self.agents.get_mut(host).ok_or_else(|| no_host(host))
     }
 
-    /// Whether guests of a host run with KVM.
+    /// Returns whether guests of a host run with KVM.
     ///
     /// # Errors
     /// When its agent does not answer.
@@ -173,7 +173,7 @@ impl Product {
             .map(drop)
     }
 
-    /// What a host says of a guest; nothing where it does not know it.
+    /// Returns a host's data about a guest; `None` where the guest is unknown.
     ///
     /// # Errors
     /// When its agent does not answer.
@@ -182,7 +182,7 @@ impl Product {
         Ok(guests.guests.into_iter().find(|guest| guest.name == name))
     }
 
-    /// The latest migration of a guest, as a host knows it.
+    /// Returns the latest migration of a guest in a host's list.
     ///
     /// # Errors
     /// When its agent does not answer.
@@ -194,7 +194,7 @@ impl Product {
             .find(|migration| migration.guest == name))
     }
 
-    /// Runs a command of the product's that answers with one JSON document.
+    /// Runs a command of the product's whose output is one JSON document.
     ///
     /// # Errors
     /// When it fails.
@@ -209,7 +209,7 @@ impl Product {
         })
     }
 
-    /// Starts to move a guest from a host; `more` are further words of the command line.
+    /// Starts to move a guest from a host; `more` are further options of the command line.
     ///
     /// # Errors
     /// When the command cannot be started.
@@ -234,7 +234,7 @@ impl Product {
         if let Some(stdout) = process.stdout.take() {
             thread::spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
-                    // The other end is gone when nobody wants to know any more.
+                    // The receiver may be gone.
                     let _ = sender.send((Instant::now(), Event::of(&line)));
                 }
             });
@@ -247,8 +247,8 @@ impl Product {
         })
     }
 
-    /// As [`Self::migrate`], to the end; a move that does not end in time is cancelled, and then is
-    /// one that failed.
+    /// As [`Self::migrate`], to the end; a move that exceeds its limit is cancelled, and counts as
+    /// failed.
     ///
     /// # Errors
     /// When the command cannot be started.
@@ -275,7 +275,7 @@ impl Product {
         }
     }
 
-    /// Moves a guest with the product's own display on this terminal, to the end.
+    /// Moves a guest to the end with the product's own display on this terminal.
     ///
     /// # Errors
     /// When the command cannot be run.
@@ -310,7 +310,7 @@ fn no_host(host: usize) -> LabError {
     LabError::Which(format!("this laboratory has no agent {host}"))
 }
 
-/// The socket of a guest's channel on a host, also before the guest is there.
+/// Returns the socket of a guest's channel on a host, even before the guest is there.
 pub fn channel_socket(host: &Host, guest: &str, channel: &str) -> PathBuf {
     host.folder()
         .join(format!("state/guests/{guest}/run/channel-{channel}"))
@@ -321,11 +321,11 @@ pub fn channel_socket(host: &Host, guest: &str, channel: &str) -> PathBuf {
 pub enum Event {
     /// It began.
     Migration(Box<Migration>),
-    /// Where it is.
+    /// Its progress.
     Progress(Box<Progress>),
-    /// What it came to.
+    /// Its report.
     Report(Option<Box<Report>>),
-    /// Why it did not go, or anything else.
+    /// An error, or anything else.
     Other(Value),
 }
 
@@ -346,7 +346,7 @@ impl Event {
     }
 }
 
-/// A move under way. The command is ended when this is dropped; the move is the agents'.
+/// A move under way. Dropping this ends the command; the move belongs to the agents.
 #[derive(Debug)]
 pub struct Move {
     process: Child,
@@ -355,26 +355,26 @@ pub struct Move {
     finished: Finished,
 }
 
-/// How a move ended.
+/// The end of a move.
 #[derive(Debug, Clone)]
 pub struct Finished {
-    /// When it was asked for.
+    /// The time of the request.
     pub began: Instant,
-    /// When its outcome was known.
+    /// The time of the outcome.
     pub ended: Instant,
     /// The command's exit code, where it has one.
     pub exit_code: Option<i32>,
-    /// How it ended, where the agent said so.
+    /// The outcome, if the agent reported it.
     pub outcome: Option<Outcome>,
     /// The agent's report.
     pub report: Option<Box<Report>>,
-    /// What else was said: errors.
+    /// Further output: errors.
     pub said: Vec<String>,
-    /// Every phase that was seen, with its time.
+    /// Every observed phase, with its time.
     pub phases: Vec<(Instant, Phase)>,
-    /// The prediction while the guest still ran at the source, the last one.
+    /// The last prediction while the guest still ran at the source.
     pub last_prediction_ms: Option<u64>,
-    /// Interruptions of the link were shown.
+    /// Whether interruptions of the link were shown.
     pub interruption_seen: bool,
 }
 
@@ -393,12 +393,12 @@ impl Finished {
         }
     }
 
-    /// Whether the guest was moved.
+    /// Returns whether the guest was moved.
     pub fn completed(&self) -> bool {
         self.exit_code == Some(0) && self.outcome == Some(Outcome::Completed)
     }
 
-    /// Why it was not moved, for people.
+    /// Returns why it was not moved, as text.
     pub fn why(&self) -> String {
         match self.said.as_slice() {
             [] => format!("outcome {:?}, exit code {:?}", self.outcome, self.exit_code),
@@ -408,8 +408,8 @@ impl Finished {
 }
 
 impl Move {
-    /// Waits until the move is in that phase or a later one; false where it ended before, or was
-    /// not there in time.
+    /// Waits until the move is in that phase or a later one; returns false if it ended before, or
+    /// did not reach it in time.
     pub fn wait_for_phase(&mut self, phase: Phase, limit: Duration) -> bool {
         self.wait_until(limit, |finished| {
             finished
@@ -419,7 +419,7 @@ impl Move {
         })
     }
 
-    /// Waits until a condition holds of what is known; false where the move ended before.
+    /// Waits until a condition holds for the known state; returns false if the move ended before.
     pub fn wait_until(
         &mut self,
         limit: Duration,
@@ -477,12 +477,12 @@ impl Move {
         Ok(self.finished.clone())
     }
 
-    /// Whether the command has ended.
+    /// Returns whether the command has ended.
     pub fn has_ended(&mut self) -> bool {
         !matches!(self.process.try_wait(), Ok(None))
     }
 
-    /// The id of the migration and what is known of it so far.
+    /// Returns the id of the migration and its known state so far.
     pub fn so_far(&self) -> &Finished {
         &self.finished
     }
@@ -516,7 +516,7 @@ impl Move {
 
 impl Drop for Move {
     fn drop(&mut self) {
-        // It has ended already where all went well.
+        // It has ended already after a success.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }

@@ -1,10 +1,10 @@
-//! Which laboratories there are on this machine: a folder each, whose lock its owner holds for as
-//! long as it lives, so that what a crashed owner left is told from what is in use.
+//! Records the laboratories of this machine: a folder for each, locked by its owner for as long as
+//! the owner lives, so that remains of a crashed owner are distinguished from laboratories in use.
 //!
 //! ```text
 //! /run/longhaul-lab/lock           held while a laboratory is entered or leftovers are claimed
 //! /run/longhaul-lab/ID/lock        held by the owner; free means that the owner is dead
-//! /run/longhaul-lab/ID/lab.json    what to remove: namespaces, folders (a `Record`)
+//! /run/longhaul-lab/ID/lab.json    the things to remove: namespaces, folders (a `Record`)
 //! /run/longhaul-lab/ID/*.sock      the links' and agents' sockets
 //! ```
 
@@ -20,21 +20,21 @@ use crate::error::{During, LabError};
 use crate::netns::Namespace;
 use crate::process::{self, ProcessId};
 
-/// The variable by which every process of a laboratory is known, wherever it was started.
+/// The environment variable that identifies every process of a laboratory.
 pub const LAB_VARIABLE: &str = "LONGHAUL_LAB";
 
-/// What is known of a laboratory on disk.
+/// The data of a laboratory on disk.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Record {
     /// Its name: six characters.
     pub id: String,
-    /// What it was made for.
+    /// Its purpose.
     pub purpose: String,
-    /// The process that holds it.
+    /// The process that owns it.
     pub owner: Option<ProcessId>,
-    /// When it was made, in seconds since 1970.
+    /// Its time of creation, in seconds since 1970.
     pub created_unix_s: u64,
-    /// Where its hosts keep their state; removed with it.
+    /// The folder of its hosts' state; removed with it.
     pub data: PathBuf,
     /// Its hosts.
     pub hosts: Vec<HostRecord>,
@@ -46,14 +46,14 @@ pub struct Record {
 }
 
 impl Record {
-    /// Every network namespace that is to be removed.
+    /// Returns all network namespaces to be removed.
     fn namespaces(&self) -> Vec<String> {
         let hosts = self.hosts.iter().map(|host| host.namespace.clone());
         hosts.chain(self.clients.clone()).collect()
     }
 }
 
-/// A host as it stands in a [`Record`].
+/// A host in a [`Record`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct HostRecord {
     /// Its name.
@@ -64,17 +64,17 @@ pub struct HostRecord {
     pub address: String,
     /// Its agent's socket, if there is an agent.
     pub api: Option<PathBuf>,
-    /// The guest that was started on it, if one was.
+    /// The guest that was started on it, if there is one.
     #[serde(default)]
     pub guest: Option<String>,
 }
 
-/// A link as it stands in a [`Record`].
+/// A link in a [`Record`].
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct LinkRecord {
-    /// The hosts that it joins.
+    /// The two hosts that it joins.
     pub between: [String; 2],
-    /// What was asked for.
+    /// The requested specification.
     pub asked: String,
     /// The socket of its emulator.
     pub control: PathBuf,
@@ -87,20 +87,20 @@ pub struct Registry {
     data: PathBuf,
 }
 
-/// A laboratory's place in the registry, held by its owner.
+/// A laboratory's entry in the registry, held by its owner.
 #[derive(Debug)]
 pub struct Claim {
     folder: PathBuf,
-    /// The owner's hold on it; the system lets go of it when the owner dies.
+    /// The owner's lock; the system releases it when the owner dies.
     _lock: Flock<File>,
-    /// What is on disk.
+    /// The data on disk.
     pub record: Record,
 }
 
 /// A laboratory found in the registry.
 #[derive(Debug)]
 pub struct Found {
-    /// What is on disk; nothing when its owner died before it wrote it.
+    /// The data on disk; `None` when its owner died before writing it.
     pub record: Option<Record>,
     /// Its name.
     pub id: String,
@@ -109,7 +109,7 @@ pub struct Found {
 }
 
 impl Registry {
-    /// The registry of this machine.
+    /// Returns the registry of this machine.
     pub fn of_this_machine() -> Self {
         Self {
             folder: PathBuf::from("/run/longhaul-lab"),
@@ -117,7 +117,7 @@ impl Registry {
         }
     }
 
-    /// Enters a new laboratory, with nothing in it yet.
+    /// Adds a new, empty laboratory.
     ///
     /// # Errors
     /// When the folders cannot be made (it needs root).
@@ -153,7 +153,7 @@ impl Registry {
         Ok(claim)
     }
 
-    /// All laboratories, in use or left over.
+    /// Returns all laboratories, in use or left over.
     ///
     /// # Errors
     /// When the registry cannot be read.
@@ -171,16 +171,16 @@ impl Registry {
         Ok(found)
     }
 
-    /// Removes everything that laboratories whose owners died have left, and names them.
+    /// Removes all remains of laboratories whose owners died, and returns their names.
     ///
     /// # Errors
-    /// When something of theirs cannot be removed.
+    /// When some of the remains cannot be removed.
     pub fn sweep(&self) -> Result<Vec<String>, LabError> {
         let _held = self.hold()?;
         let mut removed = Vec::new();
         for id in self.ids()? {
             let folder = self.folder.join(&id);
-            // The lock is kept while its things are removed.
+            // The lock is held during the removal.
             let Some(_lock) = try_lock(&folder)? else {
                 continue;
             };
@@ -192,7 +192,7 @@ impl Registry {
         Ok(removed)
     }
 
-    /// Held while the list of laboratories changes.
+    /// Locks the list of laboratories for changes.
     fn hold(&self) -> Result<Flock<File>, LabError> {
         let folder = &self.folder;
         fs::create_dir_all(folder)
@@ -235,12 +235,12 @@ impl Registry {
 }
 
 impl Claim {
-    /// The folder for the laboratory's sockets.
+    /// Returns the folder for the laboratory's sockets.
     pub fn folder(&self) -> &Path {
         &self.folder
     }
 
-    /// Writes down what is to be removed; called before a thing is made, not after.
+    /// Records the things to be removed; called before a thing is created, not after.
     ///
     /// # Errors
     /// When it cannot be written.
@@ -254,10 +254,10 @@ impl Claim {
             .during(|| format!("write {}", path.display()))
     }
 
-    /// Ends and removes everything that belongs to this laboratory.
+    /// Ends and removes everything of this laboratory.
     ///
     /// # Errors
-    /// When something of it cannot be removed; a later sweep tries again.
+    /// When some of it cannot be removed; a later sweep tries again.
     pub fn remove(&self) -> Result<(), LabError> {
         remove_everything(
             &self.record.id,
@@ -268,7 +268,7 @@ impl Claim {
     }
 }
 
-/// The owner of a laboratory that is in use.
+/// Returns the owner of a laboratory that is in use.
 pub fn owner_of(found: &Found) -> Option<ProcessId> {
     found
         .record
@@ -277,8 +277,8 @@ pub fn owner_of(found: &Found) -> Option<ProcessId> {
         .filter(|owner| owner.is_alive())
 }
 
-/// Processes first, then namespaces, then folders: the record goes last, so that a removal that is
-/// itself interrupted is taken up again.
+/// Removes processes first, then namespaces, then folders: the record is last, so that an
+/// interrupted removal is resumed.
 fn remove_everything(
     id: &str,
     namespaces: &[String],
@@ -323,7 +323,7 @@ fn open_lock(path: &Path) -> Result<File, LabError> {
         .during(|| format!("open {}", path.display()))
 }
 
-/// Takes a laboratory's lock if nobody holds it.
+/// Takes a laboratory's lock if it is free.
 fn try_lock(folder: &Path) -> Result<Option<Flock<File>>, LabError> {
     let path = folder.join("lock");
     match Flock::lock(open_lock(&path)?, FlockArg::LockExclusiveNonblock) {
@@ -369,7 +369,7 @@ mod tests {
         assert_ne!(kept.record.id, dropped.record.id);
         let (id, data) = (dropped.record.id.clone(), dropped.record.data.clone());
         fs::write(data.join("state"), "x").unwrap();
-        drop(dropped); // as when its owner dies: the lock is free, the rest is there
+        drop(dropped); // as when its owner dies: the lock is free, all else remains
         let left: Vec<bool> = registry
             .list()
             .unwrap()
@@ -405,7 +405,7 @@ mod tests {
             .unwrap();
         let pid = i32::try_from(child.id()).unwrap();
         let found = || process::all_with_variable(LAB_VARIABLE, "f0f0f0-test").unwrap();
-        // Its environment shows once the program has been started.
+        // Its environment is visible once the program has been started.
         assert!(process::wait_until(
             std::time::Duration::from_secs(30),
             || found() == vec![pid]

@@ -1,4 +1,4 @@
-//! `lab up`, `lab down`, `lab ls` and `lab link`: laboratories to play with.
+//! Implements `lab up`, `lab down`, `lab ls` and `lab link`: interactive laboratories.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::os::unix::process::CommandExt;
@@ -20,14 +20,14 @@ use crate::process::wait_until;
 use crate::product::{Product, Settings};
 use crate::registry::{self, Found, Record, Registry};
 
-/// The purpose of laboratories that people made to play with.
+/// The purpose of interactive laboratories.
 const TO_PLAY_WITH: &str = "up";
 /// The name of the laboratory's own guest.
 const GUEST_NAME: &str = "web-7";
-/// A laboratory with agents and a guest takes this long at most to go down.
+/// The time limit for removing a laboratory with agents and a guest.
 const DOWN_LIMIT: Duration = Duration::from_secs(30);
 
-/// What is on the hosts of a laboratory to play with.
+/// The processes on the hosts of an interactive laboratory.
 #[derive(Debug, Clone)]
 pub struct Inhabitants {
     /// Whether each host runs an agent.
@@ -38,11 +38,11 @@ pub struct Inhabitants {
     pub qemu: String,
 }
 
-/// Makes a laboratory and holds it until a signal asks to end. When it is there, its record is
-/// printed as one line of JSON.
+/// Creates a laboratory and holds it until a signal requests the end. Its record is printed as one
+/// line of JSON when it is ready.
 ///
 /// # Errors
-/// When it cannot be made, or its link is not the one asked for.
+/// When it cannot be created, or its link differs from the requested one.
 pub fn hold(mut plan: Plan, inhabitants: &Inhabitants) -> Result<(), LabError> {
     TO_PLAY_WITH.clone_into(&mut plan.purpose);
     let mut lab = Lab::create(&plan)?;
@@ -60,13 +60,13 @@ pub fn hold(mut plan: Plan, inhabitants: &Inhabitants) -> Result<(), LabError> {
     let _product = inhabit(&mut lab, inhabitants)?;
     print_record(lab.record()).during(|| "tell that the laboratory is there".to_owned())?;
     while !interrupt::requested() {
-        // Ends early when asked to, which the condition sees.
+        // Ends early at an interrupt, which the condition checks.
         let _ = interrupt::sleep(Duration::from_secs(3600));
     }
     Ok(())
 }
 
-/// Starts what is to be on the hosts.
+/// Starts the processes on the hosts.
 fn inhabit(lab: &mut Lab, inhabitants: &Inhabitants) -> Result<Option<Product>, LabError> {
     if !inhabitants.agents && !inhabitants.guest {
         return Ok(None);
@@ -94,7 +94,7 @@ fn print_record(record: &Record) -> io::Result<()> {
     stdout.flush()
 }
 
-/// Starts a process that [`hold`]s a laboratory, and says how to reach what is in it.
+/// Starts a process that [`hold`]s a laboratory, and prints how to reach its parts.
 ///
 /// # Errors
 /// When it cannot be made.
@@ -109,8 +109,8 @@ pub fn up(arguments: &[String]) -> Result<(), LabError> {
         .process_group(0)
         .spawn()
         .during(|| "start the laboratory's keeper".to_owned())?;
-    // What it says until the laboratory is there is passed on. It must not hold this command's own
-    // standard error, or whoever reads that would wait for the laboratory's end.
+    // Its output before the laboratory is ready is passed on. It must not inherit this command's
+    // own standard error, or a reader of that would wait for the laboratory's end.
     let passing_on = keeper
         .stderr
         .take()
@@ -126,7 +126,7 @@ pub fn up(arguments: &[String]) -> Result<(), LabError> {
     }
     let _ = keeper.wait();
     if let Some(thread) = passing_on {
-        // What it said last stands before the error; nobody to read it is no other error.
+        // Its last output precedes the error; a missing reader is not another error.
         let _ = thread.join();
     }
     Err(LabError::Which(
@@ -189,10 +189,10 @@ fn show(found: &Found) -> String {
     }
 }
 
-/// Removes one laboratory, or all leftovers and the one that was made to play with.
+/// Removes one laboratory, or all leftovers and the interactive one.
 ///
 /// # Errors
-/// When there is none such, or more than one, or it does not go away.
+/// When there is none, or more than one, or it cannot be removed.
 pub fn down(id: Option<&str>, all: bool) -> Result<(), LabError> {
     let registry = Registry::of_this_machine();
     let swept = registry.sweep()?;
@@ -211,7 +211,7 @@ pub fn down(id: Option<&str>, all: bool) -> Result<(), LabError> {
     Ok(())
 }
 
-/// Those that are to be removed, of which what earlier ones had left is away already.
+/// Returns the laboratories to be removed; the remains of earlier ones are removed already.
 fn choose(
     in_use: Vec<Found>,
     swept: &[String],
@@ -241,10 +241,10 @@ fn choose(
     }
 }
 
-/// Asks a laboratory's owner to end and waits until it has put everything away.
+/// Asks a laboratory's owner to end and waits until everything is removed.
 fn end(registry: &Registry, found: &Found) -> Result<(), LabError> {
     if let Some(owner) = registry::owner_of(found) {
-        // Gone in the meantime: as wanted.
+        // It may be gone already.
         let _ = kill(Pid::from_raw(owner.pid), Signal::SIGTERM);
         if !wait_until(DOWN_LIMIT, || !owner.is_alive()) {
             return Err(LabError::Which(format!(
@@ -256,20 +256,20 @@ fn end(registry: &Registry, found: &Found) -> Result<(), LabError> {
     registry.sweep().map(drop)
 }
 
-/// What to do to a link of a laboratory.
+/// A change of a laboratory's link.
 #[derive(Debug, Clone, Copy)]
 pub enum LinkChange {
-    /// Lose everything for so long.
+    /// Drop everything for this long.
     Cut(Duration),
     /// End a cut.
     Heal,
-    /// Be another link.
+    /// Change to another link.
     To(LinkSpec),
-    /// Only tell what it did so far.
+    /// Only print the counters.
     Nothing,
 }
 
-/// Changes the links of a laboratory, and prints what they did so far.
+/// Changes the links of a laboratory, and prints their counters.
 ///
 /// # Errors
 /// When there is no such laboratory, or its links do not answer.
@@ -312,7 +312,7 @@ pub fn change_links(id: &str, change: LinkChange) -> Result<(), LabError> {
 mod tests {
     use super::*;
 
-    /// A laboratory in use, made for this.
+    /// Returns a laboratory in use, with this purpose.
     fn found(id: &str, purpose: &str) -> Found {
         let record = Record {
             id: id.to_owned(),

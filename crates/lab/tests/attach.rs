@@ -1,4 +1,5 @@
-//! End to end: guests whose QEMU a plain script started, attached to, moved, or left as they were.
+//! Tests attaching to guests whose QEMU a plain script started, end to end: they are moved, or left
+//! unchanged.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -21,7 +22,7 @@ use std::path::PathBuf;
 use std::process::Command;
 
 const LINK: &str = "400mbit,4ms";
-/// So slow that there is time to do something meanwhile.
+/// So slow that there is time for actions during the move.
 const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
 
 /// A guest that a script started on the first host.
@@ -31,7 +32,7 @@ struct Script {
 }
 
 impl Script {
-    /// Names what the script uses in both hosts' configurations, and runs it.
+    /// Adds names for the script's resources to both hosts' configurations, and runs it.
     fn run(stage: &mut Stage, name: &str, version: &str, machine: &str) -> Self {
         let disk = stage
             .lab
@@ -57,7 +58,7 @@ impl Script {
             true => "kvm",
             false => "tcg",
         };
-        // What somebody writes who has never heard of Longhaul.
+        // A script by an author without knowledge of Longhaul.
         let script = format!(
             "exec {qemu} -name guest={name},debug-threads=on -M {machine} -accel {accelerator} \
              -m 128 -smp 2 -display none -daemonize -pidfile pid -monitor none \
@@ -121,7 +122,7 @@ impl Script {
         assert_eq!(guest.pid.unwrap().to_string(), pid.trim());
     }
 
-    /// Everything that a move could have left changed in its QEMU.
+    /// Returns all settings of its QEMU that a move could have changed.
     fn settings(&self) -> Vec<Value> {
         let mut qmp = Monitor::connect(&self.socket());
         let mut capabilities = qmp.ask("query-migrate-capabilities");
@@ -155,7 +156,7 @@ fn a_script_s_guest_is_moved_and_verified() {
         (["10.0", "10.0"], "q35"),
         (["7.2", "7.2"], "pc"),
         (["7.2", "10.0"], "pc-q35-7.2"),
-        // What this balloon needs there: docs/decisions/0009.
+        // The requirements of this balloon there: docs/decisions/0009.
         (["11.1", "11.1"], "q35"),
     ] {
         let Some(mut stage) = Stage::new("attach", qemus, LINK) else {
@@ -178,7 +179,7 @@ fn a_script_s_guest_is_moved_and_verified() {
         let verify = finished.report.as_ref().unwrap().verify.as_ref().unwrap();
         assert_eq!(verify.different_blocks, 0, "{verify:?}");
         script.guest.assert_moved(&stage, 0, &finished);
-        // It is an ordinary guest from here on, and moves back into a place that is Longhaul's own.
+        // It is an ordinary guest from here on, and moves back into Longhaul's own folder.
         script
             .guest
             .arena

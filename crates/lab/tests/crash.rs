@@ -1,4 +1,4 @@
-//! End to end: something fails at a step of a move, and the guest is still there once.
+//! Tests failures at steps of a move end to end: exactly one copy of the guest survives.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -10,11 +10,11 @@ use longhaul_lab::crash::{self, Options, soak};
 use longhaul_lab::installed::{self, QEMU_VERSIONS};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What `make test` has time for: about five minutes on two cores that test something else beside.
+/// The number of cases in `make test`: about five minutes on two cores that run other tests too.
 const CASES: usize = 24;
-/// Moves to and fro; `lab soak` makes more.
+/// The number of moves back and forth; `lab soak` runs more.
 const MOVES: u32 = 6;
-/// Another choice of cases: the number that a run printed.
+/// The seed of another choice of cases: the number that a run printed.
 const SEED: &str = "LONGHAUL_CRASH_SEED";
 
 fn seed() -> Option<u64> {
@@ -73,7 +73,7 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
     ] {
         let name =
             |qemu| format!("source-agent:source:{point}:{qemu}:late:locks-off:{back}:raw:shared");
-        // A name of 7.2 is the beginning of none of 7.2-10.0.
+        // The name of a 7.2 case is not a prefix of a 7.2-10.0 case.
         let options = Options {
             only: vec![name("7.2"), name("10.0"), name("11.1")],
             converged: point != "stopping:converged",
@@ -86,7 +86,8 @@ fn a_qemu_that_converged_by_itself_never_resumes_a_released_guest() {
     }
 }
 
-/// The matrix is tried with other versions; where QEMU is held in another way, some of it is tried again.
+/// The matrix runs with other versions; where QEMU is held in another way, a part of it is
+/// repeated.
 #[test]
 fn whatever_fails_a_guest_of_qemu_11_1_is_there_once() {
     if !all_are_installed() {

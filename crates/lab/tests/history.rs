@@ -1,5 +1,5 @@
-//! Guests that write to disks of their own, killed at any moment or stopped: what their disks hold
-//! is judged from outside. Needs root.
+//! Tests guests that write to local disks, killed at any moment or stopped: the disks' content is
+//! judged from outside. Needs root.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -24,7 +24,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 const LIMIT: Duration = Duration::from_secs(120);
 const DISK_BYTES: u64 = 32 << 20;
-/// With both formats, every cache, with and without a thread of their own.
+/// Both formats, every cache mode, with and without an I/O thread.
 const KINDS: [&str; 3] = [
     "raw,none,iothread",
     "qcow2,writeback,iothread",
@@ -34,7 +34,8 @@ const KINDS: [&str; 3] = [
 /// Guests under TCG share two cores badly: one at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Boots a guest with disks on a host of its own, and gives it to be ended; what it left is judged.
+/// Boots a guest with disks on a host of its own, and passes it to a function that ends it; the
+/// remaining content is judged.
 fn judged(version: &str, kinds: &[&str], end: impl Fn(HistoryGuest) -> Record) {
     let qemu = match installed::qemu(version) {
         Ok(qemu) => qemu,
@@ -90,7 +91,7 @@ fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
     }
 }
 
-/// Another one each time; a failure says which.
+/// Returns a new seed each time; a failure prints it.
 fn seed() -> u64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
     let seed = now.as_nanos() as u64 >> 8;
@@ -98,7 +99,7 @@ fn seed() -> u64 {
     seed
 }
 
-/// The judge is not blind: a whole raw image of zeros is not what the guest left.
+/// Checks that the judge detects damage: a raw image of zeros is not the guest's.
 fn a_lost_write_would_be_found(folder: &Path, record: &Record, disks: &[LocalDisk]) {
     let disk = &disks[0];
     fs::remove_file(&disk.path).unwrap();
@@ -138,7 +139,7 @@ fn disks_hold_everything_when_the_guest_is_stopped() {
     }
 }
 
-/// How hosts' configurations name the images of disks that all of them see.
+/// Returns hosts' configurations for the images of shared disks.
 fn images(disks: &[LocalDisk]) -> toml::Table {
     let image = |disk: &LocalDisk| {
         let table = toml::Table::from_iter([
@@ -208,7 +209,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
         let moving = product.migrate(from, &guest.name, to, &[]).unwrap();
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}", finished.why());
-        // It goes on where it is now.
+        // It goes on at its current host.
         operations = history.heard().told.done + 40;
     }
     history.wait_for(operations, LIMIT).unwrap();
@@ -216,7 +217,7 @@ fn shared_disks_hold_everything_after_moves_there_and_back() {
     product.stop_guest(0, &guest.name).unwrap();
     let mut record = history.finish().unwrap();
     assert!(record.quiet && record.errors == 0, "{record:?}");
-    // The guest's QEMU was ended at once: of the qcow2 image what it had flushed must be there.
+    // The guest's QEMU was killed: the flushed content of the qcow2 image must be there.
     record.disks[1].keeps_acknowledged = false;
     let judgement = record.judge(&folder).unwrap();
     assert_eq!(judgement.findings, [], "seed {seed}, {record:?}");

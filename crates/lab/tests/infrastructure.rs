@@ -1,5 +1,5 @@
-//! Hosts and links for real, in network namespaces: what a link does, and that nothing is left of a
-//! laboratory however it ended. Needs root.
+//! Tests real hosts and links in network namespaces: the behaviour of links, and that nothing of a
+//! laboratory remains however it ended. Needs root.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -17,7 +17,7 @@ use longhaul_lab::registry::{LAB_VARIABLE, Record};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-/// Long enough for a machine that is busy with other things.
+/// A time limit for a busy machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 fn plan(purpose: &str, link: &str) -> Plan {
@@ -56,7 +56,7 @@ impl Held {
         self.process.wait().unwrap();
     }
 
-    /// What of it can still be seen on this machine.
+    /// Returns its remains on this machine.
     fn remains(&self) -> Vec<String> {
         let record = &self.record;
         let mut remains: Vec<String> = record
@@ -86,7 +86,7 @@ impl Drop for Held {
 fn a_killed_laboratory_is_removed_by_the_next_one() {
     let mut killed = Held::start();
     let host = &killed.record.hosts[0].namespace;
-    // Something that outlives its owner, as a guest's QEMU does; without the variable, as there.
+    // A process that outlives its owner, like a guest's QEMU; without the variable, as there.
     let mut guest = Namespace::open(host)
         .unwrap()
         .spawn(netns::command("sleep").arg("600"))
@@ -102,7 +102,7 @@ fn a_killed_laboratory_is_removed_by_the_next_one() {
         killed.remains()
     );
     assert!(wait_until(LIMIT, || guest.try_wait().unwrap().is_some()));
-    // The next one was not touched by that.
+    // The next one is unaffected.
     assert!(next.remains().len() >= 5, "{:?}", next.remains());
     next.end_by(Signal::SIGTERM);
     assert!(next.remains().is_empty(), "{:?}", next.remains());
@@ -111,7 +111,7 @@ fn a_killed_laboratory_is_removed_by_the_next_one() {
 #[test]
 fn ctrl_c_leaves_nothing() {
     let mut held = Held::start();
-    // What the laboratory starts must not be deaf to signals because the laboratory minds them.
+    // The laboratory's own signal handling must not be inherited by its processes.
     let started = all_with_variable(LAB_VARIABLE, &held.record.id).unwrap();
     assert!(!started.is_empty());
     for pid in started {
@@ -159,7 +159,7 @@ fn a_link_is_what_was_asked_for() {
     let lab = Lab::create(&plan("test: measure", asked)).unwrap();
     let measured = lab.measure_link(asked.parse().unwrap()).unwrap();
     assert!(measured.loss > 0.0, "{measured:?}");
-    // The same link is not taken for another.
+    // A measured link does not match another specification.
     let error = lab.measure_link("5mbit,30ms,loss=10%".parse().unwrap());
     assert!(matches!(error, Err(LabError::Link(_))), "{error:?}");
 }

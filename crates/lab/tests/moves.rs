@@ -1,4 +1,4 @@
-//! End to end: verified moves of real guests, on every QEMU version and machine type.
+//! Tests verified moves of real guests end to end, on every QEMU version and machine type.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -15,8 +15,8 @@ const LINK: &str = "400mbit,4ms";
 /// Some pages rewritten per second, so that there are later passes.
 const BUSY: u64 = 500;
 
-/// What a guest's memory held stays where it was, and is found there when it comes back: as far as it got in
-/// its file, and as far as nobody has changed that.
+/// The memory cache at the first host is used when the guest returns: as far as it was written to
+/// its file, and as far as it is unchanged.
 #[test]
 fn qemu_10_moves_there_and_back_to_what_was_kept() {
     let kept = ("kept_memory".to_owned(), toml::Table::new().into());
@@ -29,7 +29,7 @@ fn qemu_10_moves_there_and_back_to_what_was_kept() {
     let state = stage.lab.host(0).unwrap().folder().join("state");
     let file = state.join(format!("memory/{name}.memory"));
 
-    // The agent dies in the middle, and the next one ends what it let stand.
+    // The agent dies during the write, and the next one ends the retained QEMU.
     let held = stage.lab.host(0).unwrap().folder().join("held");
     let host = stage.lab.host(0).unwrap();
     let fails = format!("source:keeping:memory=hold:{}", held.display());
@@ -52,7 +52,7 @@ fn qemu_10_moves_there_and_back_to_what_was_kept() {
     assert!(back.completed(), "{}", back.why());
     assert!(wait_until(LIMIT, || !file.exists()), "it is here again");
 
-    // It comes back to a host that may still write down what it held there.
+    // It returns to a host that may still be writing its memory cache.
     guest.move_verified(&stage, 0);
     let says = || stage.product.ask::<Report>(0, &["report"]).unwrap();
     assert!(wait_until(LIMIT, || says().kept_memory.is_some()));
@@ -80,7 +80,7 @@ fn qemu_7_2_moves_there_and_back() {
     moves_there_and_back("7.2");
 }
 
-/// Machine types of its own do not wait for the switchover acknowledgement.
+/// Its own machine types do not wait for the switchover acknowledgement.
 #[test]
 fn qemu_11_1_moves_there_and_back() {
     moves_there_and_back("11.1");
@@ -128,7 +128,7 @@ fn a_group_moves_by_one_command_within_one_limit() {
     for guest in &mut guests {
         guest.assert_runs_only_on(&stage, 1);
     }
-    // None of them is here any more.
+    // None of them is on this host any more.
     let refused = agent.run(&[&words[..], &more[..]].concat());
     assert!(refused.is_err(), "{refused:?}");
     guests.into_iter().for_each(|guest| guest.end(&stage));
@@ -150,7 +150,7 @@ fn a_machine_type_that_both_know_moves_to_a_newer_qemu() {
         for (name, chipset, vcpus) in guests {
             let mut guest = stage.boot(&tiny(name, *chipset, qemus[0], *vcpus), BUSY);
             if versions[0] == "10.0.13" && qemus[1] == "11.1" {
-                // Debian 13's own: refused, as its state would not load.
+                // Debian 13's own: refused, because its state would not load.
                 let refused = guest.migrate(&stage, 0, &[]).finish(LIMIT).unwrap();
                 assert_eq!(refused.exit_code, Some(3), "{}", refused.why());
                 let why = "does not load virtio devices of QEMU 10.0.13";
@@ -168,7 +168,7 @@ fn memory_above_4_gib_arrives() {
     let Some(stage) = Stage::new("above 4 GiB", ["10.0", "10.0"], LINK) else {
         return;
     };
-    // Linux takes the highest memory first: that is where the arena is.
+    // Linux uses the highest memory first: that is where the arena is.
     let mut large = tiny("large", Chipset::Q35, "10.0", 1);
     large.memory_mib = 5 * 1024;
     let mut guest = stage.boot(&large, BUSY);
@@ -216,8 +216,9 @@ fn after_a_move_the_guest_needs_no_agent() {
     guest.end(&stage);
 }
 
-/// What a process's sockets are connected to: the last part of a unix socket's path, or what else
-/// it is. A unix socket stands in the table of the network namespace that its client connected from.
+/// Returns the peers of a process's sockets: the last part of a unix socket's path, or another
+/// description. A unix socket is listed in the table of the network namespace that its client
+/// connected from.
 fn connections(pid: i32) -> Vec<String> {
     let table = |of: &str| fs::read_to_string(format!("/proc/{of}/net/unix")).unwrap();
     let tables = table("self") + &table(&pid.to_string());
@@ -246,7 +247,7 @@ fn connections(pid: i32) -> Vec<String> {
     found
 }
 
-/// Files that a process has open below a laboratory's folders, or in memory.
+/// Returns the open files of a process below a laboratory's folders, or in memory.
 fn files(pid: i32) -> Vec<String> {
     let of_longhaul = |link: &String| link.contains("/state/") || link.contains("memfd:");
     links(pid).into_iter().filter(of_longhaul).collect()

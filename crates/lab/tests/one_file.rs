@@ -1,5 +1,5 @@
-//! Guests with images that do not move along: only to a host that has the very same files, whatever
-//! else it has under their names, and whenever it gets it. Needs root.
+//! Tests guests with images that are not moved: they move only to a host with the identical files,
+//! whatever other files have these names there, at any time. Needs root.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -26,21 +26,21 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 const LIMIT: Duration = Duration::from_secs(300);
 const DISK_BYTES: u64 = 8 << 20;
 const GUEST: &str = "writer";
-/// Its disks, by their numbers: shared ones in a raw and in a qcow2 image, and where it has one of
-/// its own, that.
+/// Its disks, by their numbers: shared ones in a raw and in a qcow2 image, and a local one if it
+/// has one.
 const RAW: usize = 0;
 const QCOW2: usize = 1;
 const OWN: usize = 2;
-/// Nothing writes to it.
+/// A read-only image.
 const CD: &str = "cd.raw";
-/// What the qcow2 image stands on.
+/// The backing file of the qcow2 image.
 const BACKING: &str = "backing.raw";
-/// A block device that both hosts see, each by a node of its own: locks do not tell of that.
+/// A shared block device, which has a node at each host: locks do not reveal that.
 const VOLUME: &str = "volume";
 
 /// Two hosts, and a guest whose shared images are the same files at both of them, by other names.
 struct Stage {
-    // The volume goes before the laboratory's folder.
+    // The volume is removed before the laboratory's folder.
     _volume: Volume,
     product: Product,
     lab: Lab,
@@ -167,7 +167,7 @@ impl Stage {
         self.folders[1].join(file)
     }
 
-    /// Puts another file of the same content in the place of one at the destination.
+    /// Replaces a file at the destination by another with the same content.
     fn exchange(&self, file: &str) {
         let there = self.there(file);
         fs::rename(&there, aside(&there)).unwrap();
@@ -179,7 +179,7 @@ impl Stage {
         fs::rename(aside(&there), &there).unwrap();
     }
 
-    /// Has a hook do that the next time.
+    /// Lets a hook do that at its next run.
     fn exchange_in_hook(&self, host: usize, step: &str, file: &str) {
         let (there, aside) = (self.there(file), aside(&self.there(file)));
         let (there, aside) = (there.display(), aside.display());
@@ -187,7 +187,7 @@ impl Stage {
         fs::write(task, format!("mv {there} {aside}\ncp {aside} {there}\n")).unwrap();
     }
 
-    /// How often a hook has run.
+    /// Returns how often a hook has run.
     fn ran(&self, host: usize, step: &str) -> usize {
         let log = self.folders[host].join(format!("{step}.log"));
         fs::read_to_string(log).map_or(0, |text| text.lines().count())
@@ -201,7 +201,7 @@ impl Stage {
             .unwrap_or_else(|error| panic!("{error}: {output:?}\n{}", self.logs()))
     }
 
-    /// What a plan says of one thing, and how.
+    /// Returns a plan's check of one item, and its proof.
     fn planned(&self, from: usize, what: &str) -> Vec<(Verdict, String)> {
         let checks = self.plan(from).checks.into_iter();
         let of = checks.filter(|check| check.message.starts_with(what));
@@ -214,7 +214,7 @@ impl Stage {
         moving.finish(LIMIT).unwrap()
     }
 
-    /// A move that is refused before anything begins.
+    /// Asserts that a move is refused before it begins.
     fn refused(&self, words: &[&str], why: &[&str]) {
         let ran = [self.ran(0, "prepare"), self.ran(1, "arriving")];
         let finished = self.migrate(0, words);
@@ -224,7 +224,7 @@ impl Stage {
         self.stays();
     }
 
-    /// It goes on at the first host, and nothing of it is at the other one.
+    /// Asserts that it goes on at the first host, and nothing of it is at the other one.
     fn stays(&self) {
         self.goes_on();
         for host in 0..2 {
@@ -259,14 +259,14 @@ impl Stage {
         self.goes_on();
     }
 
-    /// While it moves, another file gets the name of one of its images at the destination. Its QEMU
-    /// there has the right one already, and keeps it.
+    /// During the move, another file gets the name of one of its images at the destination. The
+    /// QEMU there already has the right one open, and keeps it.
     fn moves_though_exchanged(&self, file: &str, words: &[&str]) {
         let words = [words, &["--bandwidth", "30mbit"]].concat();
         let to = self.lab.host(1).unwrap();
         let mut moving = self.product.migrate(0, GUEST, to, &words).unwrap();
         assert!(moving.wait_for_phase(Phase::Precopy, LIMIT));
-        // The destination tells of the move when its QEMU was looked at.
+        // The destination reports the move after its QEMU was inspected.
         let arriving = || {
             let latest = self.product.latest_migration(1, GUEST).unwrap();
             latest.is_some_and(|it| it.side == Side::Destination && it.outcome.is_none())
@@ -276,7 +276,7 @@ impl Stage {
         let finished = moving.finish(LIMIT).unwrap();
         assert!(finished.completed(), "{}\n{}", finished.why(), self.logs());
         self.goes_on();
-        // What is there under its name is still not the guest's.
+        // The file of that name is still not the guest's.
         let plan = self.plan(1);
         assert!(!plan.possible);
         let wrong = |message: &str| message.contains("not the file that its QEMU uses");
@@ -288,7 +288,7 @@ impl Stage {
         self.goes_on();
     }
 
-    /// Starts a host's agent again with this configuration.
+    /// Restarts a host's agent with this configuration.
     fn configure(&mut self, host: usize, text: &str) {
         fs::write(self.folders[host].join("agent.toml"), text).unwrap();
         let agent = self.product.agent_mut(host).unwrap();
@@ -305,7 +305,7 @@ impl Stage {
         format!("{}\n\n{}", log(0), log(1))
     }
 
-    /// Ends it at this host, and judges all that it wrote.
+    /// Ends it at this host, and judges all its writes.
     fn judge(mut self, host: usize) {
         self.history.stop().unwrap();
         self.product.stop_guest(host, GUEST).unwrap();
@@ -313,7 +313,7 @@ impl Stage {
         assert!(record.quiet && record.errors == 0, "{record:?}");
         let judgement = record.judge(&self.folders[host]).unwrap();
         assert_eq!(judgement.findings, [], "seed {}, {record:?}", self.seed);
-        // The judge is not blind.
+        // Checks that the judge detects damage.
         let image = self.folders[host].join(file_name(&self.disks[RAW]));
         let content = fs::read(&image).unwrap();
         fs::write(&image, vec![0; content.len()]).unwrap();
@@ -326,7 +326,7 @@ struct Volume(PathBuf);
 
 impl Volume {
     fn make(folders: &[PathBuf]) -> Self {
-        // Containers seldom have the files by which loop devices are reached.
+        // Containers often lack the device nodes of loop devices.
         let node = |path: &Path, kind, minor| {
             let (major, mode) = match kind {
                 SFlag::S_IFCHR => (10, Mode::S_IRUSR | Mode::S_IWUSR),
@@ -368,7 +368,7 @@ impl Volume {
 
 impl Drop for Volume {
     fn drop(&mut self) {
-        // It goes when nobody has it open any more.
+        // It is removed when it is not open any more.
         let _ = Command::new("losetup")
             .arg("--detach")
             .arg(&self.0)
@@ -376,7 +376,7 @@ impl Drop for Volume {
     }
 }
 
-/// Makes a qcow2 image on a file beside it, of which the other host has a copy.
+/// Creates a qcow2 image on a backing file, of which the other host has a copy.
 fn on_a_backing_file(disk: &LocalDisk, other: &Path) {
     let backing = disk.path.with_file_name(BACKING);
     fs::write(&backing, vec![0; disk.bytes as usize]).unwrap();
@@ -387,7 +387,7 @@ fn on_a_backing_file(disk: &LocalDisk, other: &Path) {
     assert!(made.success());
 }
 
-/// A hook that counts, and does once what it is told to.
+/// Returns a hook that counts its runs, and executes a given action once.
 fn hook(folder: &Path, step: &str) -> PathBuf {
     let path = folder.join(step);
     let own = path.display();
@@ -429,7 +429,7 @@ fn a_guest_with_a_disk_of_its_own_moves_only_to_its_shared_files() {
         let found = stage.planned(0, what);
         assert_eq!(found, [(Verdict::Ok, format!("{what}{message}"))]);
     };
-    // As it is, the plan has a proof of each.
+    // Unchanged, the plan has a proof of each.
     let plan = stage.plan(0);
     assert!(plan.possible, "{plan:?}");
     for file in ["image disk0", "image disk1", "kernel tiny", "initrd tiny"] {
@@ -443,7 +443,7 @@ fn a_guest_with_a_disk_of_its_own_moves_only_to_its_shared_files() {
     let volume = stage.planned(0, "image volume");
     assert_eq!(volume[0].0, Verdict::Warn);
     says(&volume[0].1, &["believed", "nothing proves it"]);
-    // Nothing is ticked off by its name alone, but what is made there.
+    // Nothing is accepted by its name alone, except files created there.
     let named: Vec<String> = plan.checks.into_iter().map(|check| check.message).collect();
     let ticked = |name: &&String| name.starts_with("image ") && name.contains(" on paris");
     let ticked: Vec<&String> = named.iter().filter(ticked).collect();
@@ -473,7 +473,7 @@ fn a_guest_with_a_disk_of_its_own_moves_only_to_its_shared_files() {
     fs::write(&cd, vec![0xce; 1 << 20]).unwrap();
     stage.refused(&[], &["cd.raw is not the same", "BLAKE3"]);
     fs::write(&cd, vec![0xcd; 1 << 20]).unwrap();
-    // The same of what an image stands on.
+    // The same for a backing file.
     let backing = stage.there(BACKING);
     let content = fs::read(&backing).unwrap();
     let mut other = content.clone();
@@ -481,7 +481,7 @@ fn a_guest_with_a_disk_of_its_own_moves_only_to_its_shared_files() {
     fs::write(&backing, other).unwrap();
     stage.refused(&[], &["backing file of image disk1 is not the same"]);
     fs::write(&backing, content).unwrap();
-    // The operator's word counts for what it names.
+    // The operator's statement counts for the named file.
     let config = stage.folders[1].join("agent.toml");
     let right = fs::read_to_string(&config).unwrap();
     let other = right.replace("same_file_as = \"lyon:/", "same_file_as = \"lyon:/other/");

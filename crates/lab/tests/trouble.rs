@@ -1,4 +1,4 @@
-//! End to end: moves that are stopped, cut off, or lose one of their processes at any phase.
+//! Tests moves that are stopped, cut off, or lose one of their processes in any phase, end to end.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -15,10 +15,10 @@ use std::time::{Duration, Instant};
 
 const LINK: &str = "400mbit,4ms";
 const BUSY: u64 = 500;
-/// So slow that there is time to do something meanwhile.
+/// So slow that there is time for actions during the move.
 const SLOW: [&str; 2] = ["--bandwidth", "40mbit"];
 
-/// A cut that is ridden out.
+/// A cut that the move survives.
 const CUT: Duration = Duration::from_secs(5);
 
 #[test]
@@ -103,7 +103,7 @@ fn a_cut_longer_than_patience_leaves_the_guest_where_it_was() {
     );
     assert_eq!(finished.exit_code, Some(1));
     guest.assert_runs_only_on(&stage, 0);
-    // The destination clears up by itself: the link is still cut.
+    // The destination cleans up by itself: the link is still cut.
     guest.assert_nothing_on(&stage, 1);
     link.heal().unwrap();
     guest.move_verified(&stage, 0);

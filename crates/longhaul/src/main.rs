@@ -1,4 +1,4 @@
-//! Moves running virtual machines between sites: the agent and the commands people type.
+//! Moves running virtual machines between sites: the agent and the commands.
 
 mod agent;
 mod cli;

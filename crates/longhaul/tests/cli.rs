@@ -1,4 +1,4 @@
-//! The commands against a running agent: exit codes, stdout and stderr, word for word.
+//! Tests the commands against a running agent: exit codes, stdout and stderr, word for word.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -182,7 +182,7 @@ fn an_agent_that_is_not_there_is_said_to_be() {
         &output,
         folder.path(),
     );
-    // A dead agent's socket.
+    // The socket of a dead agent.
     drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
     let output = longhaul(&socket, &["guests"]);
     check("dead_agent", &["guests"], &output, folder.path());

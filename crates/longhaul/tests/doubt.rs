@@ -1,5 +1,5 @@
-//! Real moves that two real agents leave in doubt, because one of them was killed in the middle of
-//! the hand-over: what is shown, what is refused, and that a person can end it on either side.
+//! Tests real moves that two real agents leave in doubt, because one of them was killed during the
+//! handover: the display, the refusals, and how an operator ends the doubt on either side.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -42,7 +42,7 @@ impl Host {
         state.as_str().unwrap_or("unknown").to_owned()
     }
 
-    /// Whether no move has the guest any more.
+    /// Returns whether the guest is in no move any more.
     fn is_free(&self) -> bool {
         self.json(&["guests"])["guests"][0]["migration"].is_null()
     }
@@ -71,7 +71,7 @@ impl Host {
         self.0.restart_failing_at(points);
     }
 
-    /// Waits until the agent has died of its fail point.
+    /// Waits until the agent has died at its fail point.
     fn wait_for_death(&mut self) {
         assert!(!common::wait(&mut self.0.child).success());
     }
@@ -82,13 +82,13 @@ impl Drop for Host {
         if self.0.child.try_wait().is_ok_and(|status| status.is_some()) {
             self.0.restart();
         }
-        // A copy in doubt is ended by whoever made it so.
+        // A test ends a copy in doubt itself.
         self.longhaul(&["resolve", "web-7", "--run-on", "source", "--yes"]);
         self.longhaul(&["guests", "stop", "--force", "web-7"]);
     }
 }
 
-/// A guest on lyon-1, and two agents of which one fails at these points of the first move.
+/// Returns a guest on lyon-1, and two agents of which one fails at these points of the first move.
 fn two(lyon_fails_at: &str, paris_fails_at: &str) -> (Host, Host) {
     let (here, there) = (free_address(), free_address());
     let mut lyon = Host::start("lyon-1", &here);
@@ -105,7 +105,7 @@ fn two(lyon_fails_at: &str, paris_fails_at: &str) -> (Host, Host) {
     (lyon, paris)
 }
 
-/// Moves the guest, until somebody dies of it.
+/// Moves the guest, until one agent dies.
 fn migrate(lyon: &Host) {
     let child = command(&lyon.0.socket())
         .args(["migrate", "web-7", "--to", "paris-2", "--patience", "100ms"])
@@ -118,7 +118,7 @@ fn migrate(lyon: &Host) {
     assert!(!output.status.success(), "{errors}");
 }
 
-/// A restart leaves the doubt to another part of the agent.
+/// After a restart another part of the agent handles the doubt.
 fn the_source_ends_it(restart: bool) {
     let (mut lyon, mut paris) = two("", "destination:before-record:committed=kill");
     migrate(&lyon);
@@ -173,7 +173,7 @@ fn the_source_ends_it(restart: bool) {
         "nothing is in doubt",
     );
 
-    // The dead come back, and hear of it.
+    // The restarted agents learn of it.
     paris.0.restart();
     paris.wait_for("given up", |paris| {
         !["running", "moving_in", "in_doubt"].contains(&paris.guest_state().as_str())

@@ -1,5 +1,5 @@
-//! Real moves between two real agents: hooks at every step, on both sides and with a veto, and
-//! what keeps a guest that moved away from being started again, under any name.
+//! Tests real moves between two real agents: hooks at every step, on both sides and with a veto,
+//! and the fences that keep a guest that moved away from being started again, under any name.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
-/// A description with one disk.
+/// Returns a description with one disk.
 fn guest(name: &str, image: &str) -> String {
     format!(
         "name = {name:?}\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\nmemory_mib = 64\n\
@@ -18,7 +18,7 @@ fn guest(name: &str, image: &str) -> String {
     )
 }
 
-/// A host that sees the shared folder, whose hooks write down what they are told.
+/// A host with access to the shared folder, whose hooks log their input.
 struct Host(Agent);
 
 impl std::ops::Deref for Host {
@@ -117,7 +117,7 @@ impl Host {
         path.display().to_string()
     }
 
-    /// The steps that were run since the last call.
+    /// Returns the steps since the last call.
     fn steps(&self) -> Vec<String> {
         let steps = std::fs::read_to_string(self.file("steps")).unwrap_or_default();
         std::fs::write(self.file("steps"), "").unwrap();
@@ -204,7 +204,7 @@ fn hooks_run_in_their_order() {
     assert_eq!(lyon.steps(), told("destination", &destination, about));
 }
 
-/// Ends with the test.
+/// A process that ends with the test.
 struct Script(Child);
 
 impl Drop for Script {
@@ -214,7 +214,7 @@ impl Drop for Script {
     }
 }
 
-/// A guest that something other than Longhaul has started on a disk, and its control socket.
+/// Starts a guest on a disk by another program than Longhaul, and returns its control socket.
 fn script(folder: &Path, disk: &Path) -> (Script, String) {
     let socket = folder.join("qmp").display().to_string();
     let drive = format!("file={},if=virtio,format=raw", disk.display());
@@ -252,7 +252,7 @@ fn what_left_is_not_started_again_under_any_name() {
         let expected = ["belongs to web-7", "paris-2", "generation 2"];
         lyon.fail(&["guests", "start", &copy], 3, &expected);
     }
-    // Nor by the back door. QEMU's own lock would keep it away from the running guest's disk.
+    // Nor indirectly. QEMU's own lock would keep it away from the running guest's disk.
     paris.succeed(&["guests", "stop", "--force", "web-7"]);
     let disk = shared.path().join("disk.raw");
     let (copy, socket) = script(lyon.0.folder.path(), &disk);
@@ -271,7 +271,7 @@ fn what_left_is_not_started_again_under_any_name() {
         3,
         &["belongs to web-7"],
     );
-    // The mark of a guest that is here again goes with the next start of the agent at the latest.
+    // The mark of a guest that is here again is removed at the agent's next start at the latest.
     lyon.succeed(&["guests", "stop", "--force", "web-7"]);
     lyon.succeed(&["guests", "start", "web-7"]);
 }
@@ -322,7 +322,7 @@ fn a_hook_can_stop_a_move_up_to_the_release() {
             "{step}: {steps:?}"
         );
     }
-    // What fails too late is told, and changes nothing.
+    // A late failure is reported, and changes nothing.
     for (host, step) in [(&lyon, "committed"), (&paris, "running")] {
         std::fs::write(host.file(&format!("veto-{step}")), "").unwrap();
     }

@@ -1,5 +1,5 @@
-//! What two agents say to each other of files that do not move with a guest: between a real one and
-//! one that says what it likes, or is of an older version.
+//! Tests the protocol between two agents about files that do not move with a guest: between a real
+//! agent and one that claims anything, or is of an older version.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -26,8 +26,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-/// A victim with two images beside the one that is not there: one for data, and one that nobody
-/// writes to.
+/// A victim with two images beside the absent one: one for data, and one that is never written.
 struct Stage {
     victim: Victim,
     images: tempfile::TempDir,
@@ -55,7 +54,7 @@ impl Stage {
     }
 }
 
-/// How a configuration names images that are in this folder.
+/// Returns configuration tables for images in this folder.
 fn tables(folder: &Path) -> String {
     let image = |name: &str| {
         let path = folder.join(name);
@@ -100,7 +99,7 @@ async fn answer(bad: &Bad, question: &ToDestination) -> Vec<Check> {
     }
 }
 
-/// What is said of an image.
+/// Returns the checks of an image.
 fn of<'a>(checks: &'a [Check], image: &str) -> &'a Check {
     let about = format!("image {image}");
     let mut about = checks.iter().filter(|check| check.text.contains(&about));
@@ -133,14 +132,14 @@ async fn who_says_nothing_of_a_file_is_not_believed() {
         let refusal = peer.refused(offer).await;
         assert_eq!(refusal.code, RefusalCode::Unsuitable);
         assert!(refusal.text.contains("was not told"), "{refusal:?}");
-        // Nor where it says something of another file.
+        // Nor for claims about another file.
         let other = asked(&with_disk("data", false), vec![claim("seed", "/a")]);
         let checks = answer(peer, &other).await;
         assert!(
             of(&checks, "data").text.contains("was not told"),
             "{checks:?}"
         );
-        // A guest that has none is asked about as ever.
+        // A guest without any is handled as before.
         peer.is_answered().await;
     }
     assert_eq!(victim.uses().journals, 0);
@@ -154,7 +153,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
     let bound = Bad::new("bound", &victim).await;
     let data = with_disk("data", false);
     let seed = with_disk("seed", true);
-    // The path that is said is looked at by nobody: it is told as it was said, and changes nothing.
+    // A claimed path is never opened: it is reported as claimed, and changes nothing.
     let mut said = Vec::new();
     let own = victim.image("data").display().to_string();
     for path in ["/nonexistent", "/etc/passwd", &own, "\u{1b}[31m\"\n"] {
@@ -168,7 +167,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
     assert!(said.windows(2).all(|two| two[0] == two[1]), "{said:?}");
     let images = victim.images.path().display().to_string();
     assert!(!format!("{said:?}").contains(&images), "{said:?}");
-    // A pattern that nobody has locked.
+    // A pattern that is not locked.
     let mut guessed = claim("data", "/srv/data");
     guessed.locks = Some(LockPattern {
         first: 1 << 62,
@@ -179,7 +178,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
         of(&checks, "data").text.contains("nothing proves"),
         "{checks:?}"
     );
-    // Content proves nothing of a file that is written to.
+    // Content proves nothing for a file that is written to.
     let content = |bytes: &[u8]| {
         Some(FileContent {
             bytes: bytes.len() as u64,
@@ -189,7 +188,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
     guessed.content = content(&vec![1; 1 << 20]);
     let checks = answer(&bad, &asked(&data, vec![guessed])).await;
     assert_eq!(of(&checks, "data").verdict, Verdict::Refused);
-    // Of one that is not, equal content is enough, and is asked for.
+    // For a read-only file equal content is sufficient, and is requested.
     let mut claimed = claim("seed", "/srv/seed");
     let wanted = bad.first(&asked(&seed, vec![claimed.clone()])).await;
     let expected = ToSource::WantContent { files: vec![0] };
@@ -209,7 +208,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
         assert_eq!(check.verdict, verdict, "{check:?}");
         assert!(check.text.contains(text), "{check:?}");
     }
-    // Names that mean nothing here, and names that a peer may not use.
+    // Names without a meaning here, and names that a peer may not use.
     let other = with_disk("other", true);
     let checks = answer(&bad, &asked(&other, vec![claim("other", "/etc/passwd")])).await;
     let unknown = "it has no image called other";
@@ -233,7 +232,7 @@ async fn a_host_tells_of_its_files_what_a_move_needs_and_no_more() {
         !checks.iter().any(|check| check.text.contains("BLAKE3")),
         "{checks:?}"
     );
-    // What cannot be opened is told without its path.
+    // A file that cannot be opened is reported without its path.
     let secret = with_disk("secret", false);
     let checks = answer(&bad, &asked(&secret, vec![claim("secret", "/a")])).await;
     let check = of(&checks, "secret");
@@ -270,7 +269,7 @@ async fn an_offer_is_taken_while_its_locks_are_held_and_not_later() {
     let machine = victim.machine_with(&description, &tables).await;
     let mut offer = offer("web-7", machine);
     offer.guest = description.clone();
-    // By another name of it, as another host would have it.
+    // By another name of it, as another host might have it.
     let link = data.with_extension("link");
     fs::hard_link(&data, &link).unwrap();
     let held = HeldLocks::take(File::open(&link).unwrap()).unwrap();
@@ -308,7 +307,7 @@ async fn an_offer_is_taken_while_its_locks_are_held_and_not_later() {
     victim.is_empty().await;
 }
 
-/// A host of the first version, which takes every guest.
+/// Returns a host of the first version, which accepts every guest.
 async fn old_host(
     folder: &Path,
     lyon: &Agent,

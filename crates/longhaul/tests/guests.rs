@@ -1,6 +1,6 @@
-//! A real guest on two real agents of one machine: started, looked at, planned, moved there and
-//! back, and none the worse for agents that die. What a link, a load and two QEMU versions do to
-//! moves is the laboratory's to test.
+//! Tests a real guest on two real agents of one machine: started, inspected, planned, moved there
+//! and back, and unharmed by agents that die. The effects of links, loads and QEMU versions on
+//! moves are tested in the laboratory.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -10,7 +10,7 @@ use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::path::Path;
 
-/// Boots nothing: its firmware looks for a disk for ever.
+/// Boots nothing: its firmware searches for a disk forever.
 const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
                      memory_mib = 64\nchannels = [{ name = \"arena\" }]\n";
 

@@ -1,5 +1,5 @@
-//! A trusted host that turned bad, against a real agent: whatever it sends, it wastes what it was
-//! allowed and no more, and others are served meanwhile.
+//! Tests a trusted host that turned hostile against a real agent: its messages use no more
+//! resources than it is allowed, and others are served meanwhile.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -107,7 +107,7 @@ async fn floods_of_questions_and_inquiries_end_at_their_limits() {
         }
     }
     assert!(refused >= 28, "{refused}");
-    // Each inquiry after an unknown attempt is one journal, and so one attempt.
+    // Each question about an unknown attempt creates one journal, and so counts as one attempt.
     let (mut aborted, mut closed) = (0, 0);
     for n in 0..60u8 {
         let ask = ToDestination::Ask {
@@ -144,7 +144,7 @@ async fn what_was_overtaken_by_the_end_leaves_no_journal() {
     assert_eq!(call.next().await, ToSource::Closed);
     assert_eq!(source.call(&ask).await.next().await, ToSource::Closed);
     assert_eq!(victim.uses().journals, 0);
-    // The source has forgotten it, and would never come for what an attempt leaves.
+    // The source has forgotten it, and would never fetch the results of an attempt.
     let refusal = source.refused(offer.clone()).await;
     assert!(refusal.text.contains("is over"), "{refusal:?}");
     assert_eq!(victim.uses().journals, 0);
@@ -190,7 +190,7 @@ async fn an_attempt_is_the_sources_alone() {
     );
     let machine = victim.machine(&guest("web-7")).await;
     let ours = offer("web-7", machine.clone());
-    // What is called a disk would be written without being asked for.
+    // A region called a disk would be written without a request.
     let mut disk = ours.clone();
     disk.regions[0].durable = true;
     assert_eq!(good.refused(disk).await.code, RefusalCode::Invalid);
@@ -225,9 +225,9 @@ async fn an_attempt_is_the_sources_alone() {
     let refusal = bad.refused(theirs).await;
     assert!(!refusal.text.contains("web-7"), "{refusal:?}");
     assert_eq!(victim.journal(migration), journal);
-    // A token is good for its own host only.
+    // A token is valid for its own host only.
     assert!(bad.bulk(&ours, &token).await.is_err());
-    // The attempt goes on: its own source can still call it off, and only then it is over.
+    // The attempt goes on: its own source can still cancel it, and only that ends it.
     call.cancel().await;
     assert!(matches!(call.last().await, ToSource::Aborted { .. }));
     victim.is_empty().await;
@@ -266,7 +266,7 @@ async fn room_is_reserved_before_it_is_taken() {
     let mut third = second.clone();
     (third.guest.name, third.migration) = ("c".to_owned(), MigrationId([3; 8]));
     limit(bad.refused(third.clone()).await, "`arriving`");
-    // Others have limits of their own, and what is given up is given back.
+    // Others have limits of their own, and released resources are available again.
     let (mut theirs, _) = honest.accepted(third.clone()).await;
     for call in [&mut first, &mut other, &mut theirs] {
         call.cancel().await;
@@ -318,7 +318,7 @@ async fn who_sends_next_to_nothing_is_given_up() {
     };
     assert!(reason.contains("hardly sends"), "{reason}");
     victim.is_empty().await;
-    // Messages that say nothing.
+    // Messages without content.
     let mut slow = offer("web-7", machine);
     slow.attempt = Attempt(2);
     let (mut call, _) = bad.accepted(slow).await;
@@ -464,7 +464,7 @@ async fn messages_out_of_order_end_the_attempt_and_no_more() {
         for message in messages {
             call.say(&message).await;
         }
-        // A QEMU that does not take its prelude may say so late: nothing is sent after it.
+        // A QEMU that rejects its prelude may report that late: nothing is sent after it.
         if what.starts_with("a prelude") {
             call.cancel().await;
         }
@@ -477,7 +477,7 @@ async fn messages_out_of_order_end_the_attempt_and_no_more() {
     }
 }
 
-/// A frame of one zero block.
+/// Returns a frame of one zero block.
 fn frame(region: u16, block: u64, seq: u64) -> Vec<u8> {
     let id = BlockId {
         region: RegionId(region),
@@ -493,7 +493,7 @@ fn frame(region: u16, block: u64, seq: u64) -> Vec<u8> {
     frame.unwrap().bytes
 }
 
-/// A frame of a block whose payload unpacks to a gigabyte.
+/// Returns a frame of a block whose payload decompresses to a gigabyte.
 fn bomb() -> Vec<u8> {
     let payload = longhaul_codec::pack(&vec![0; 256 << 20]).unwrap();
     let mut frame = vec![FRAME_VERSION, 2, 1, 0];

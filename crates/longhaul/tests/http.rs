@@ -1,5 +1,5 @@
-//! The API on a real socket: its routes against its description, and input that is wrong, too
-//! large, or no HTTP at all.
+//! Tests the API on a real socket: its routes against its description, and input that is wrong, too
+//! large, or not HTTP.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -11,11 +11,11 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-/// One exchange, byte for byte; the answer up to the end of the connection.
+/// Performs one exchange, byte for byte; returns the answer up to the end of the connection.
 fn exchange(agent: &Agent, request: &[u8]) -> String {
     let mut stream = UnixStream::connect(agent.socket()).unwrap();
     stream.set_read_timeout(Some(LIMIT)).unwrap();
-    // What is too much may be refused before it has all been written.
+    // A request that is too large may be refused before it is written completely.
     let _ = stream.write_all(request);
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer);
@@ -68,7 +68,7 @@ fn every_route_is_described_and_everything_described_is_routed() {
                 "{method} {path}: {status} {answer}"
             );
         }
-        // The reverse: no method is answered that is not described.
+        // The reverse: undescribed methods are not answered.
         for method in ["GET", "POST", "PUT", "DELETE", "PATCH"] {
             if item.get(method.to_lowercase()).is_none() {
                 let (status, answer) = request(&agent, method, path, "");
@@ -197,7 +197,7 @@ fn too_much_and_garbage_end_the_connection_and_nothing_else() {
         (413, Some("request_too_large"))
     );
 
-    // A length that is only claimed is refused as well, without waiting for it.
+    // A length that is only claimed is refused as well, without waiting for the content.
     let claimed = exchange(
         &agent,
         b"POST /v1/hosts HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\
@@ -205,7 +205,7 @@ fn too_much_and_garbage_end_the_connection_and_nothing_else() {
     );
     assert!(claimed.starts_with("HTTP/1.1 413"), "{claimed}");
 
-    // So is one that never ends.
+    // So is a request that never ends.
     let mut endless =
         b"POST /v1/hosts HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n".to_vec();
     for _ in 0..40 {
@@ -279,7 +279,7 @@ fn over_tcp_there_is_tls_and_a_token() {
     assert_eq!(output.status.code(), Some(3));
     assert!(String::from_utf8_lossy(&output.stderr).contains("token"));
 
-    // Another certificate than the one that was copied: nothing is sent.
+    // Another certificate than the copied one: nothing is sent.
     let other = Agent::start_with(&format!(
         "api.tcp = {{ listen = {:?}, token_file = {token:?} }}",
         free_address()

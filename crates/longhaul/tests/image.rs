@@ -1,4 +1,4 @@
-//! `longhaul image` on a repository in a folder, word for word.
+//! Tests `longhaul image` on a repository in a folder, word for word.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -30,7 +30,8 @@ impl Setting {
         self.folder.path().join(name)
     }
 
-    /// A disk of 8 MiB with twice a MiB of content, no stripe like another, and one word of its own.
+    /// Returns a disk of 8 MiB with 2 MiB of content, all stripes different, and one word of its
+    /// own.
     fn disk(&self, name: &str, word: &str) -> PathBuf {
         let path = self.path(name);
         let file = File::create(&path).unwrap();
@@ -68,7 +69,7 @@ impl Setting {
         serde_json::from_slice(&output.stdout).unwrap()
     }
 
-    /// The file of some stripe.
+    /// Returns the file of some stripe.
     fn stripe(&self) -> PathBuf {
         let names = |folder: &Path| {
             let entries = fs::read_dir(folder).unwrap();
@@ -148,7 +149,7 @@ fn a_repository_is_named_by_the_configuration_or_the_command() {
     );
 }
 
-/// Somebody's server, with what can be reached of it.
+/// A server process and its address.
 struct Service {
     child: Child,
     endpoint: String,
@@ -162,7 +163,7 @@ impl Drop for Service {
     }
 }
 
-/// A real S3 server with TLS; none where it is not installed and need not be.
+/// Returns a real S3 server with TLS; `None` where it is not installed and need not be.
 fn service(folder: &Path) -> Option<Service> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let program = PathBuf::from(lab).join("s3/rclone");
@@ -237,7 +238,7 @@ fn images_are_kept_in_a_service_with_tls() {
     let said = fail(&certificate, "wrong");
     assert!(said.contains("(SignatureDoesNotMatch)"), "{said}");
     assert!(said.contains("hint: the account is taken from"), "{said}");
-    // Another certificate is nobody's whom we trust.
+    // A certificate of an untrusted issuer.
     let other = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).unwrap();
     let path = setting.path("other.pem");
     fs::write(&path, other.cert.pem()).unwrap();

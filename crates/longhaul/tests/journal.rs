@@ -1,4 +1,4 @@
-//! `longhaul journal show` on the files that an agent leaves, word for word.
+//! Tests `longhaul journal show` on an agent's files, word for word.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -37,8 +37,8 @@ fn write(state: &Path, id: u8, began_at: u64, records: &[Record]) -> PathBuf {
     journal.path().to_owned()
 }
 
-/// Journals: in doubt with a record cut off, here, an earlier one of the same guest, damaged, and
-/// one that is none.
+/// Creates journals: in doubt with a truncated record, here, an earlier one of the same guest,
+/// damaged, and a file that is not a journal.
 fn state() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
     let id = |id| MigrationId([0x7f, id, 0, 0, 0, 0, 0, 0]);

@@ -1,5 +1,5 @@
-//! `migrate` and `cancel` against an agent that plays a part: what is said, in which form, with
-//! which exit code, and that Ctrl-C and a dying agent are told apart from the end.
+//! Tests `migrate` and `cancel` against a simulated agent: the output, its form, the exit codes,
+//! and that Ctrl-C and a dying agent are distinguished from the end.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -20,14 +20,14 @@ use std::time::{Duration, Instant};
 
 const ID: &str = "7f3a0c11d2e3f405";
 
-/// What the agent does with a migration that is watched.
+/// The simulated agent's behaviour for a watched migration.
 #[derive(Clone)]
 enum Part {
-    /// Tells these, one after the other.
+    /// Reports these, one after the other.
     Tell(Vec<Progress>),
-    /// Tells the same until it is cancelled.
+    /// Reports the same until it is cancelled.
     UntilCancelled,
-    /// Dies after the first.
+    /// Dies after the first report.
     Die,
 }
 
@@ -113,7 +113,7 @@ fn answer(stream: UnixStream, part: &Part, cancelled: &AtomicBool, requests: &Mu
 fn send(out: &mut UnixStream, status: u16, content: &impl Serialize) {
     let text = serde_json::to_string(content).unwrap();
     let length = text.len();
-    // The command may have been ended by its test.
+    // The test may have ended the command.
     let _ = write!(
         out,
         "HTTP/1.1 {status} x\r\ncontent-length: {length}\r\n\r\n{text}"
@@ -251,7 +251,7 @@ fn report() -> Report {
     }
 }
 
-/// All phases, then the outcome in the last of them.
+/// Returns all phases, then the outcome in the last of them.
 fn up_to(last: Phase, outcome: Outcome, reason: Option<ApiError>) -> Part {
     let mut list: Vec<Progress> = Phase::ALL
         .into_iter()

@@ -1,4 +1,4 @@
-//! `longhaul doctor` and its self-test: real moves on this machine, and nothing left behind, however
+//! Tests `longhaul doctor` and its self-test: real moves on this machine, and no remains, however
 //! it ends.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
@@ -11,7 +11,7 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-/// A folder for everything temporary, with a configuration in it.
+/// Returns a folder for all temporary files, with a configuration in it.
 fn folder() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("agent.toml");
@@ -32,7 +32,7 @@ fn doctor(folder: &Path, config: &Path, more: &[&str]) -> Command {
     command
 }
 
-/// Fails when a file or process of a test that has ended is still there.
+/// Fails when a file or process of an ended test still exists.
 fn nothing_is_left(folder: &Path) {
     let left: Vec<_> = std::fs::read_dir(folder.join("t")).unwrap().collect();
     assert!(left.is_empty(), "{left:?}");
@@ -80,7 +80,7 @@ fn the_doctor_names_what_is_wrong_and_what_to_do() {
     let (folder, config) = folder();
     let output = doctor(folder.path(), &config, &[]).output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
-    // No agent answers: that is bad, and said with its remedy.
+    // No agent answers: that is a fault, reported with its remedy.
     assert_eq!(output.status.code(), Some(1), "{text}");
     for expected in [
         "✓ configuration",

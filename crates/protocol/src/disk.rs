@@ -1,55 +1,55 @@
-//! Disks that move with a guest: what a destination must know of one beforehand, and what of it is
-//! still at the source when the guest goes on.
+//! Disks that move with a guest: their description in an offer, and the lists of blocks that are
+//! missing at the destination after the handover.
 
 use crate::RegionId;
 use serde::{Deserialize, Serialize};
 
-/// How a disk's content stands in its image.
+/// The format of a disk's content in its image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum DiskFormat {
     /// Byte for byte.
     Raw,
-    /// As QEMU's qcow2, in a file that grows.
+    /// As QEMU's qcow2, in a growing file.
     Qcow2(Qcow2),
 }
 
-/// What QEMU goes by when it opens a qcow2 image whose content has yet to come.
+/// The properties with which QEMU opens a qcow2 image whose content has yet to arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Qcow2 {
     /// 2 or 3.
     pub version: u8,
-    /// A cluster has 2 to the power of so many bytes.
+    /// Logarithm of the bytes per cluster, to base 2.
     pub cluster_bits: u8,
-    /// Whether parts of clusters are allocated by themselves (extended L2 entries).
+    /// Whether parts of clusters are allocated separately (extended L2 entries).
     pub extended_l2: bool,
-    /// What the guest sees, in bytes.
+    /// The size of the disk that the guest sees, in bytes.
     pub disk_bytes: u64,
 }
 
-/// A base image, which is a raw disk: the destination has it from its own repository.
+/// A base image, which is a raw disk: the destination takes it from its own repository.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Base {
     /// Its id: the digest of its manifest.
     pub image: [u8; 32],
     /// Its length, in bytes.
     pub bytes: u64,
-    /// Whether the guest may run at the destination before all of it is there.
+    /// Whether the guest may run at the destination before the image is complete there.
     pub lazily: bool,
-    /// What of it the source's guests use: that comes first.
+    /// The stripes that the source's guests use, which are fetched first.
     pub hot: Vec<Hot>,
 }
 
-/// Bytes of a stripe of a base image, of which the last one may be shorter.
+/// Bytes per stripe of a base image; the last one may be shorter.
 pub const STRIPE_BYTES: u64 = 256 << 10;
-/// Most pages (of 4096 bytes) that a stripe has.
+/// Most pages (of 4096 bytes) per stripe.
 pub const STRIPE_PAGES: u8 = 64;
 
-/// A stripe of a base image that is used.
+/// A stripe of a base image that is in use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hot {
-    /// Which one.
+    /// Its number.
     pub stripe: u32,
-    /// How many of its pages the source has in memory.
+    /// How many of its pages are in the source's page cache.
     pub pages: u8,
 }
 
@@ -60,63 +60,64 @@ pub struct OfferedDisk {
     pub region: RegionId,
     /// Its name in the guest's description.
     pub name: String,
-    /// The length of its image, in bytes, or the most that one which grows may have when the guest
-    /// goes on: within the region's last block.
+    /// The length of its image, in bytes, or the greatest length that a growing one may have at the
+    /// handover: within the region's last block.
     pub image_bytes: u64,
-    /// What of the image takes space at the source, in bytes.
+    /// The space that the image takes at the source, in bytes.
     pub allocated_bytes: u64,
-    /// What the image holds.
+    /// The format of the image.
     pub format: DiskFormat,
-    /// What of it may still be at the source when the guest goes on at the destination.
+    /// The part of the image that may be missing when the guest runs at the destination.
     pub pulled: Pulled,
-    /// What the image stands on, which does not travel.
+    /// The base image that it is an overlay of, which does not travel.
     pub base: Option<Base>,
 }
 
-/// What of a disk is fetched when its guest runs at the destination.
+/// The part of a disk that is fetched while its guest runs at the destination.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Pulled {
     /// Nothing.
     #[default]
     Nothing,
-    /// What the guest wrote often.
+    /// The frequently written chunks.
     Often,
     /// All of it.
     All,
 }
 
-/// The same blocks of consecutive chunks (of 64 blocks), which are still at the source.
+/// Missing blocks, equal in each of several consecutive chunks (of 64 blocks).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Remaining {
     /// The first chunk.
     pub chunk: u32,
-    /// How many chunks.
+    /// Number of chunks.
     pub chunks: u32,
-    /// Which blocks of each, the first in the lowest bit. Bits beyond the region's end mean nothing.
+    /// The missing blocks of each, the first in the lowest bit. Bits beyond the region's end are
+    /// ignored.
     pub mask: u64,
-    /// How much was written to each since the migration began, in blocks, up to 65535: what was
-    /// written most travels first.
+    /// The number of blocks written to each since the migration began, up to 65535: the most
+    /// written chunks travel first.
     pub written_blocks: u16,
 }
 
-/// A part of the list of what is left of one region.
+/// A part of the list of a region's missing blocks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct List {
     /// The region.
     pub region: RegionId,
-    /// Where this part begins: the first one at 0.
+    /// Where this part begins; the first one begins at 0.
     pub from_chunk: u32,
-    /// Frames from this number on bring what the list names; older ones brought it before it was
-    /// written again.
+    /// Frames from this number on bring the listed blocks; older frames brought them before they
+    /// were written again.
     pub from_seq: u64,
-    /// What is left, in ascending order.
+    /// The missing blocks, in ascending order.
     pub remaining: Vec<Remaining>,
-    /// Where the next part begins; none when this is the last one.
+    /// Where the next part begins; `None` for the last one.
     pub next_chunk: Option<u32>,
 }
 
 impl List {
-    /// Nothing is left: whatever comes, came before.
+    /// Returns an empty list: every arriving block belongs to the time before it.
     pub fn nothing(region: RegionId) -> Self {
         Self {
             region,
@@ -127,23 +128,23 @@ impl List {
         }
     }
 
-    /// How many blocks it names.
+    /// Returns the number of listed blocks.
     pub fn blocks(&self) -> u64 {
         let blocks = |part: &Remaining| u64::from(part.mask.count_ones()) * u64::from(part.chunks);
         self.remaining.iter().map(blocks).sum()
     }
 }
 
-/// What a destination that has the guest lacks of a part of a region: after a new connection, or when
-/// one side was restarted. It lacks nothing else of these chunks.
+/// The missing blocks in a part of a region, sent by a destination that has the guest, after a new
+/// connection or a restart of one side. No other blocks of these chunks are missing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Missing {
     /// The region.
     pub region: RegionId,
-    /// The first chunk that this speaks of.
+    /// The first of these chunks.
     pub from_chunk: u32,
     /// The first chunk after them.
     pub to_chunk: u32,
-    /// What is missing of them, in ascending order.
+    /// The missing blocks in them, in ascending order.
     pub lacks: Vec<Remaining>,
 }

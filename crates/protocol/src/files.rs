@@ -1,21 +1,21 @@
-//! Files of a guest that do not move with it: which they are, and what a source says of each so
-//! that the destination can tell whether it has the same one.
+//! Files of a guest that do not move with it: their list, and the source's claims about each, by
+//! which the destination checks that it has the same one.
 
 use crate::guest::GuestDescription;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
 
-/// Bytes of a file that may be locked for a proof.
+/// Bytes of a file among which some are locked for a proof.
 pub const LOCK_BYTES: u64 = 128;
-/// How many of them are.
+/// The number of locked bytes.
 pub const LOCKED_BYTES: u32 = 64;
-/// Where the first of them may lie at the earliest: behind the data of every file.
+/// The earliest place of these bytes: behind the data of every file.
 pub const LOCKS_FROM: u64 = 1 << 62;
-/// ... and before this, which is the end of what a lock can name.
+/// ... and the limit, which is the last place of a lock.
 pub const LOCKS_TO: u64 = (1 << 63) - 1;
 
-/// What a file is to its guest.
+/// The purpose of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum FileKind {
     /// The image of a disk, or of the firmware's variables.
@@ -26,21 +26,20 @@ pub enum FileKind {
     Kernel,
     /// The initial RAM file system of a kernel.
     Initrd,
-    /// What an image of that name stands on (its backing file), or what that stands on, and so
-    /// forth: which of them, from 1 on.
+    /// A backing file of an image with that name: its level in the chain, from 1 on.
     Backing(u8),
 }
 
-/// A file of a guest's that does not move with it.
+/// A file of a guest that does not move with it.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Staying {
-    /// What it is.
+    /// Its purpose.
     pub kind: FileKind,
-    /// The name by which each host's configuration has it.
+    /// Its name in each host's configuration.
     pub name: String,
-    /// Whether nobody writes to it, so that equal content is as good as the same file.
+    /// Whether it is never written, so that equal content is as good as the same file.
     pub read_only: bool,
-    /// Whether QEMU has it open for as long as the guest runs; the others it reads and closes.
+    /// Whether QEMU keeps it open while the guest runs; QEMU reads and closes the others.
     pub opened: bool,
 }
 
@@ -58,8 +57,9 @@ impl fmt::Display for Staying {
     }
 }
 
-/// The files of a guest that do not move with it, as its description names them. A kernel has an
-/// initrd where a host's configuration says so, and an image a backing file where it does itself.
+/// Returns the files of a guest that do not move with it, from its description. A host's
+/// configuration determines whether a kernel has an initrd, and an image whether it has a backing
+/// file.
 pub fn staying(guest: &GuestDescription) -> Vec<Staying> {
     let of = |kind, name: &String, (read_only, opened)| Staying {
         kind,
@@ -90,41 +90,40 @@ pub fn staying(guest: &GuestDescription) -> Vec<Staying> {
         .collect()
 }
 
-/// What a source says of a file.
+/// A source's claim about a file.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileClaim {
-    /// What it is.
+    /// Its purpose.
     pub kind: FileKind,
     /// Its name.
     pub name: String,
-    /// Where it is at the source. It is compared with what the destination's configuration says,
-    /// and nothing else.
+    /// Its path at the source, which is only compared with the destination's configuration.
     pub path: String,
-    /// The locks that the source holds on it while it waits for the answer; none where it could
-    /// take none.
+    /// The locks that the source holds on it until the answer arrives; `None` where it could take
+    /// none.
     pub locks: Option<LockPattern>,
-    /// What it holds, where the destination has asked for that.
+    /// Its content, if the destination has asked for it.
     pub content: Option<FileContent>,
 }
 
-/// Which of a row of bytes of a file are locked. A host that sees the same pattern on a file has the
-/// same file.
+/// The locked bytes in a row of bytes of a file. A host that sees the same pattern on a file has
+/// the same file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LockPattern {
     /// The first byte of the row.
     pub first: u64,
-    /// A bit for each byte, the first in the lowest bit of the first: whether it is locked.
+    /// One bit per byte, the first in the lowest bit of the first byte: whether it is locked.
     pub mask: [u8; (LOCK_BYTES / 8) as usize],
 }
 
 impl LockPattern {
-    /// Whether a byte of the row is locked.
+    /// Returns whether a byte of the row is locked.
     pub fn is_locked(&self, byte: u64) -> bool {
         let bits = self.mask.get((byte / 8) as usize);
         bits.is_some_and(|bits| bits >> (byte % 8) & 1 == 1)
     }
 
-    /// The bytes of the file that are locked, as runs of them.
+    /// Returns the ranges of locked bytes in the file.
     pub fn runs(&self) -> Vec<std::ops::Range<u64>> {
         let mut runs: Vec<std::ops::Range<u64>> = Vec::new();
         for byte in (0..LOCK_BYTES).filter(|byte| self.is_locked(*byte)) {
@@ -137,14 +136,14 @@ impl LockPattern {
         runs
     }
 
-    /// Whether it can be one: behind all data, and half of its bytes locked.
+    /// Returns whether the pattern is valid: behind all data, with half of its bytes locked.
     pub fn is_sound(&self) -> bool {
         let locked: u32 = self.mask.iter().map(|bits| bits.count_ones()).sum();
         (LOCKS_FROM..=LOCKS_TO - LOCK_BYTES).contains(&self.first) && locked == LOCKED_BYTES
     }
 }
 
-/// What a file holds.
+/// The content of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileContent {
     /// Its length.

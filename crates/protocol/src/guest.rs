@@ -1,13 +1,13 @@
-//! What a guest is, in words that hold on every host.
+//! The description of a guest, in terms that are valid on every host.
 //!
-//! A description never holds a path, a socket or a piece of a command line: images, networks,
-//! firmware and kernels are names that each host's own configuration resolves. So a description
-//! that a peer sends can be launched without trusting the peer with this host's files.
+//! A description never holds a path, a socket or a part of a command line: images, networks,
+//! firmware and kernels are names that each host's own configuration resolves. So a peer's
+//! description can be launched without trusting the peer with this host's files.
 
 use crate::hardware::Hardware;
 use serde::{Deserialize, Serialize};
 
-/// A guest as its administrator describes it, in TOML, and as a peer is told of it.
+/// A guest as its administrator describes it, in TOML, and as a peer receives it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct GuestDescription {
@@ -21,10 +21,10 @@ pub struct GuestDescription {
     pub vcpus: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// Firmware, by name; QEMU's own where it is left out.
+    /// Firmware, by name; the default is QEMU's own.
     #[serde(default)]
     pub firmware: Option<String>,
-    /// A kernel to boot directly, where the guest does not boot from a disk.
+    /// A kernel to boot directly, if the guest does not boot from a disk.
     #[serde(default)]
     pub kernel: Option<Kernel>,
     /// Disks, in the order of their PCI slots.
@@ -36,7 +36,7 @@ pub struct GuestDescription {
     /// Channels between guest and host (virtio-serial ports).
     #[serde(default)]
     pub channels: Vec<Channel>,
-    /// The machine as it was found, where something other than Longhaul launched it.
+    /// The discovered machine, if the guest was not launched by Longhaul.
     #[serde(default)]
     pub hardware: Option<Hardware>,
 }
@@ -89,7 +89,7 @@ impl GuestDescription {
 }
 
 impl Disk {
-    /// Whether it is on the guest's host alone, and has to move with the guest.
+    /// Returns whether it is on the guest's host only, and has to move with the guest.
     pub fn is_local(&self) -> bool {
         !self.shared && !self.read_only
     }

@@ -1,66 +1,66 @@
-//! The machine of a guest that Longhaul did not launch, exactly as it was found: every device at
-//! its place, in words that hold on every host.
+//! The machine of a guest that Longhaul did not launch, exactly as discovered: every device at its
+//! place, in terms that are valid on every host.
 //!
-//! Like the rest of a description it holds no path, no socket and no piece of a command line.
-//! Settings and properties are names and values that a host holds against tables of its own.
+//! Like the rest of a description it holds no path, no socket and no part of a command line.
+//! Settings and properties are names and values that each host checks against its own tables.
 
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Everything of a machine that the description of a launched guest leaves to fixed places.
+/// The parts of a machine that have fixed values in the description of a launched guest.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Hardware {
-    /// The machine's UUID, where it was given one.
+    /// The machine's UUID, if it was given one.
     #[serde(default)]
     pub uuid: Option<String>,
-    /// How its vCPUs are arranged.
+    /// The arrangement of its vCPUs.
     #[serde(default)]
     pub topology: Topology,
-    /// Its memory, where that is an object with a name.
+    /// Its memory, if that is a named object.
     #[serde(default)]
     pub memory: Option<MemoryBackend>,
     /// Firmware in flash.
     #[serde(default)]
     pub flash: Option<Flash>,
-    /// The display adapter that came with the machine, such as `std`.
+    /// The built-in display adapter, such as `std`.
     #[serde(default)]
     pub vga: Option<String>,
-    /// Serial ports that came with the machine.
+    /// Number of built-in serial ports.
     #[serde(default)]
     pub serial_ports: u8,
-    /// Parallel ports that came with the machine.
+    /// Number of built-in parallel ports.
     #[serde(default)]
     pub parallel_ports: u8,
-    /// Whether it has the CD drive that came with the machine; it is empty.
+    /// Whether it has the built-in CD drive, which is empty.
     #[serde(default)]
     pub cd_drive: bool,
-    /// Whether it has the floppy drive that came with the machine; it is empty.
+    /// Whether it has the built-in floppy drive, which is empty.
     #[serde(default)]
     pub floppy_drive: bool,
-    /// What the machine was asked for, such as `machine.usb` or `rtc.base`.
+    /// The machine's requested settings, such as `machine.usb` or `rtc.base`.
     #[serde(default)]
     pub settings: BTreeMap<String, String>,
-    /// Its devices, in the order in which they were made.
+    /// Its devices, in the order of their creation.
     #[serde(default)]
     pub devices: Vec<PlacedDevice>,
 }
 
-/// How vCPUs are arranged.
+/// The arrangement of vCPUs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Topology {
     /// Sockets.
     pub sockets: u32,
-    /// Dies of a socket.
+    /// Dies per socket.
     pub dies: u32,
-    /// Cores of a die.
+    /// Cores per die.
     pub cores: u32,
-    /// Threads of a core.
+    /// Threads per core.
     pub threads: u32,
 }
 
-/// Memory as an object of QEMU's.
+/// Memory as a QEMU object.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MemoryBackend {
@@ -72,7 +72,7 @@ pub struct MemoryBackend {
     /// Whether it can be shared with other processes.
     #[serde(default)]
     pub share: bool,
-    /// Size of its huge pages in MiB, where it has such.
+    /// Size of its huge pages in MiB, if it has any.
     #[serde(default)]
     pub huge_page_mib: Option<u32>,
 }
@@ -94,19 +94,19 @@ pub struct Flash {
 pub struct PlacedDevice {
     /// Its model, such as `virtio-net-pci`.
     pub model: String,
-    /// Its id, where it was given one.
+    /// Its id, if it was given one.
     #[serde(default)]
     pub id: Option<String>,
-    /// The bus that it sits on, such as `pcie.0`, where it sits on one.
+    /// The bus that it is attached to, such as `pcie.0`, if any.
     #[serde(default)]
     pub bus: Option<String>,
     /// Its place there: `slot.function` on PCI, a number elsewhere.
     #[serde(default)]
     pub place: Option<String>,
-    /// What it serves: a disk's or channel's name, or the number of a network card.
+    /// The name of its disk or channel, or the number of its network card.
     #[serde(default)]
     pub serves: Option<String>,
-    /// What it was asked for.
+    /// Its requested properties.
     #[serde(default)]
     pub properties: BTreeMap<String, String>,
 }

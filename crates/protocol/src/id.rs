@@ -1,4 +1,4 @@
-//! Identifiers, as bytes and as people read them.
+//! Identifiers, in binary form and as text.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -8,33 +8,33 @@ use std::str::FromStr;
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct HostId(pub [u8; 32]);
 
-/// Identifies the journals of a host from their creation to their loss: a host that has lost them gets
-/// another one.
+/// Identifies the journals of a host from their creation to their loss. A host that has lost them
+/// gets another one.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Incarnation(pub [u8; INCARNATION_BYTES]);
 
 /// Length of an [`Incarnation`], in bytes.
 pub const INCARNATION_BYTES: usize = 16;
 
-/// Names one migration of one guest, for ever.
+/// Identifies one migration of one guest, permanently.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct MigrationId(pub [u8; 8]);
 
-/// Counts the tries of one migration, from 1.
+/// The number of an attempt of one migration, from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Attempt(pub u32);
 
-/// Counts the connections of one attempt, from 1: what was sent on an older one no longer counts.
+/// The number of a connection of one attempt, from 1: data of an older connection is void.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Epoch(pub u32);
 
-/// Counts how often the right to run a guest has changed hands.
+/// Counts how often the right to run a guest has changed hosts.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, Default,
 )]
 pub struct Generation(pub u64);
 
-/// A text that is not the identifier it should be.
+/// A text that is not a valid identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is not {expected}")]
 pub struct ParseIdError {
@@ -66,7 +66,7 @@ fn read_hex<const N: usize>(text: &str, expected: &'static str) -> Result<[u8; N
     Ok(bytes)
 }
 
-/// A fingerprint as people compare it: 16 groups of 4 hexadecimal digits, joined by `-`.
+/// A fingerprint in the form that people compare: 16 groups of 4 hexadecimal digits, joined by `-`.
 impl fmt::Display for HostId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (index, pair) in self.0.chunks(2).enumerate() {

@@ -1,7 +1,7 @@
-//! What two agents say to each other: ids, units, limits, messages and their versions.
+//! The protocol between two agents: ids, units, limits, messages and their versions.
 //!
-//! Everything here is data. Nothing in this crate does I/O; the bytes of every message are given
-//! by [`wire`] and [`piece`], and `docs/wire.md` is the normative description.
+//! This crate holds only data and does no I/O; [`wire`] and [`piece`] define the bytes of every
+//! message, and `docs/wire.md` is the normative description.
 
 pub mod disk;
 pub mod files;

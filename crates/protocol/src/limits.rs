@@ -1,4 +1,4 @@
-//! Limits on what a peer may send. Each is also stated in `docs/wire.md`.
+//! Limits on a peer's messages. Each is also stated in `docs/wire.md`.
 
 /// Largest control message, in bytes (the device state of a guest travels in pieces).
 pub const CONTROL_MESSAGE_BYTES_MAX: usize = 4 << 20;
@@ -6,8 +6,8 @@ pub const CONTROL_MESSAGE_BYTES_MAX: usize = 4 << 20;
 pub const FRAME_BYTES_MAX: usize = 1 << 20;
 /// Most blocks that one frame may describe.
 pub const FRAME_BLOCKS_MAX: usize = 256;
-/// Most bytes of frames that a destination keeps because others, which they go on from, have not
-/// come yet.
+/// Most bytes of frames that a destination buffers because they depend on frames that have not
+/// arrived yet.
 pub const FRAMES_EARLY_BYTES_MAX: usize = 32 << 20;
 /// Most regions of one migration.
 pub const REGIONS_MAX: usize = 64;
@@ -25,13 +25,13 @@ pub const DEVICES_MAX: usize = 4096;
 pub const CPU_PROPERTIES_MAX: usize = 4096;
 /// Most frames that one acknowledgement names.
 pub const ACKNOWLEDGED_MAX: usize = 4096;
-/// Most entries of one part of the list of what is left of a disk.
+/// Most entries in one part of the list of a disk's missing blocks.
 pub const REMAINING_MAX: usize = 1 << 16;
-/// Most stripes of base images that one offer names as hot, of all of its disks together.
+/// Most stripes of base images that one offer names as hot, over all of its disks.
 pub const HOT_STRIPES_MAX: usize = 1 << 16;
-/// Most files that one question or offer speaks of.
+/// Most files in one question or offer.
 pub const FILES_MAX: usize = 128;
 /// Longest path of a file at its host, in bytes.
 pub const PATH_BYTES_MAX: usize = 4096;
-/// Most ranges of blocks that one message says are wanted, or need not come.
+/// Most ranges of blocks in one message about wanted or superseded blocks.
 pub const RANGES_MAX: usize = 4096;

@@ -1,7 +1,7 @@
-//! A guest's machine as its QEMU shows it, and how two of them differ.
+//! A guest's machine as its QEMU reports it, and the comparison of two machines.
 //!
 //! A destination can only load a state into the same machine: the same RAM blocks, devices at the
-//! same places, and CPU features. [`Machine::differences`] names everything that is not the same.
+//! same places, and CPU features. [`Machine::differences`] returns everything that is not the same.
 
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
@@ -10,7 +10,7 @@ use std::fmt;
 /// Most CPU features that one sentence names.
 const FEATURES_NAMED_MAX: usize = 16;
 
-/// What a QEMU says of the machine that it emulates.
+/// A machine as the QEMU that emulates it reports it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Machine {
     /// QEMU's version, such as `10.0.2`.
@@ -45,16 +45,16 @@ pub struct RamBlock {
 pub struct Device {
     /// Its type, such as `virtio-net-pci`.
     pub kind: String,
-    /// Where it sits (`bus/slot.function` on PCI), where that is known.
+    /// Its place (`bus/slot.function` on PCI), if it is known.
     pub address: Option<String>,
 }
 
-/// Something that is not the same at both ends, so that the guest's state would not fit.
+/// A difference between the two ends that prevents the guest's state from being loaded.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// What differs, in one sentence.
+    /// The difference, in one sentence.
     pub text: String,
-    /// What to do about it.
+    /// The remedy.
     pub hint: String,
 }
 
@@ -65,9 +65,9 @@ impl fmt::Display for Difference {
 }
 
 impl Machine {
-    /// Everything in which this machine, at the destination, is not as the source's.
+    /// Returns all differences of this machine, at the destination, from the source's.
     ///
-    /// QEMU's own version may differ: what it shows of the same machine must not.
+    /// QEMU's own version may differ, but not the machine that it reports.
     pub fn differences(&self, source: &Self) -> Vec<Difference> {
         let mut found = Vec::new();
         self.compare_basics(source, &mut found);
@@ -166,7 +166,7 @@ impl Machine {
                 (Some("off"), Some("on")) | (None, Some("on")) => gained.push(name.as_str()),
                 // A QEMU that does not know a feature does not have it.
                 (Some("off"), None) | (None, Some("off")) => {}
-                // A number that one of them does not know, and the other leaves at nothing.
+                // A number that one QEMU does not know, and that is 0 in the other.
                 (Some("0"), None) | (None, Some("0")) => {}
                 (there, here) => found.push(Difference {
                     text: format!(
@@ -212,7 +212,7 @@ fn push_features(found: &mut Vec<Difference>, features: &[&str], what: &str) {
     });
 }
 
-/// What a RAM block is made of decides what makes it equal.
+/// Returns the remedy for a RAM block, which depends on its origin.
 fn ram_block_hint(name: &str) -> &'static str {
     if name.ends_with(".ram") || name.starts_with("mem") {
         "give the guest the same memory, with pages of the same size, at both ends"
@@ -224,7 +224,7 @@ fn ram_block_hint(name: &str) -> &'static str {
 }
 
 impl RamBlock {
-    /// Why the source's block does not fit into this one.
+    /// Returns why the source's block does not fit into this one.
     fn difference(&self, source: &Self) -> Option<String> {
         let between = |what: &str, there: u64, here: u64| {
             format!(
@@ -257,7 +257,7 @@ impl fmt::Display for Device {
     }
 }
 
-/// A size as people read it, exact.
+/// Returns a size as text, exactly.
 fn bytes(value: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let unit = units
@@ -331,7 +331,7 @@ mod tests {
     #[test]
     fn equal_machines_have_no_differences() {
         assert!(texts(|_| ()).is_empty());
-        // Another QEMU that shows the same machine, with features that it knows and does not have.
+        // Another QEMU with the same machine, which knows more features and does not have them.
         let found = texts(|machine| {
             machine.qemu = "10.0.2".to_owned();
             machine

@@ -1,14 +1,14 @@
-//! The messages of a migration, as the two agents exchange them on a channel.
+//! The messages of a migration between the two agents on a channel.
 //!
 //! ```text
 //! source                                   destination
 //!   Offer ------------------------------->   checks
 //!   <--------------------- Launching | Refused
-//!   Start(prelude) ---------------------->   starts QEMU with -incoming; what comes meanwhile waits
+//!   Start(prelude) ---------------------->   starts QEMU with -incoming; later messages wait
 //!   <---------------------- Accepted | Refused
 //!   ==== frames of blocks (bulk) ========>   decoded into the guest's RAM
 //!   <=== Acknowledgement (bulk) ==========
-//!   === pieces of Early (bulk) ==========>   what will seldom change until the end
+//!   === pieces of Early (bulk) ==========>   device state that seldom changes until the end
 //!   (guest stopped)
 //!   === pieces of DeviceState (bulk) ====>
 //!   Complete(epoch, frames) ------------->   all frames applied: QEMU loads
@@ -18,7 +18,7 @@
 //!   (journal: RELEASED)
 //!   Commit ------------------------------>   journal: COMMITTED, the guest runs
 //!   <--------------------------- Committed
-//!   (journal: DONE)                          nothing is needed of the source: journal: ALL-PRESENT
+//!   (journal: DONE)                          no block is missing: journal: ALL-PRESENT
 //!   <-------------------------- AllPresent
 //!   (QEMU quit; journal: CLOSED)
 //!   Done -------------------------------->   journal: CLOSED
@@ -26,20 +26,21 @@
 //! ```
 //!
 //! With an early release, RELEASED is written and `Commit` sent when the guest is stopped; Ready is
-//! left out, and the guest runs as soon as everything is there.
+//! omitted, and the guest runs as soon as all data has arrived.
 //!
-//! A guest whose disks move with it is offered by `OfferDisks`; `Length` of images that grow, and parts of
-//! `List`, come before each `Complete`. From `Committed` on frames bring what the lists name, and the
-//! destination says `Missing`, `Want` and `Superseded`, until `AllPresent`; the source says `Unreadable`. That
-//! is over connections of their own, which begin with `Resume`. Where it was asked for, what came is compared before
-//! `AllPresent`: `VerifyRegion`, which is answered when all is there, and `Verified` once more.
+//! A guest whose disks move with it is offered by `OfferDisks`; `Length` of growing images, and
+//! parts of `List`, precede each `Complete`. From `Committed` on frames bring the listed blocks,
+//! and the destination sends `Missing`, `Want` and `Superseded`, until `AllPresent`; the source
+//! sends `Unreadable`. This uses connections of its own, which begin with `Resume`. If verification
+//! was requested, arrived content is compared before `AllPresent`: `VerifyRegion`, which is
+//! answered when all of it is there, and another `Verified`.
 //!
-//! A guest of which files do not move with it (shared disks, firmware, kernels) is asked about by
+//! A guest with files that do not move with it (shared disks, firmware, kernels) is queried by
 //! `QueryFiles` and offered by `OfferFiles`: each file is proved to be the same at both hosts.
 //!
-//! `Cancel` and `Aborted` may come at any moment that the hand-over allows. After a lost
-//! connection the source opens a new channel with `Resume`, or with `Ask` when all it wants to
-//! know is what became of an attempt.
+//! `Cancel` and `Aborted` may be sent at any time that the handover permits. After a lost
+//! connection the source opens a new channel with `Resume`, or with `Ask` to learn only the outcome
+//! of an attempt.
 
 use crate::disk::{List, Missing, OfferedDisk};
 use crate::files::FileClaim;
@@ -48,14 +49,14 @@ use crate::machine::Machine;
 use crate::{Attempt, BlockRange, Epoch, Generation, MigrationId, RegionId, RegionSpec};
 use serde::{Deserialize, Serialize};
 
-/// What the source's agent says.
+/// A message of the source's agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToDestination {
-    /// Could this guest run here? Needs the scope *query*.
+    /// Asks whether this guest could run here. Needs the scope *query*.
     Query(Box<Query>),
-    /// Take this guest. Needs the scope *send guests*.
+    /// Offers a guest. Needs the scope *send guests*.
     Offer(Box<Offer>),
-    /// Go on with an attempt over a new connection.
+    /// Continues an attempt over a new connection.
     Resume {
         /// The migration.
         migration: MigrationId,
@@ -64,7 +65,7 @@ pub enum ToDestination {
         /// The number of the new connection.
         epoch: Epoch,
     },
-    /// What became of this attempt? An attempt that is not known is aborted by being asked for.
+    /// Asks for the outcome of this attempt. The question aborts an unknown attempt.
     Ask {
         /// The migration.
         migration: MigrationId,
@@ -76,19 +77,19 @@ pub enum ToDestination {
         /// The bytes.
         prelude: Vec<u8>,
     },
-    /// Everything has been sent: load when so many frames of this connection are applied, and all
-    /// pieces are here.
+    /// Everything has been sent: the destination loads once this number of frames of the connection
+    /// is applied, and all pieces have arrived.
     Complete {
         /// The connection.
         epoch: Epoch,
-        /// Frames sent on it.
+        /// Number of frames sent on it.
         frames: u64,
-        /// How many of the early bytes the rest of QEMU's stream begins with.
+        /// Length of the early bytes that begin the rest of QEMU's stream.
         early_bytes: u32,
-        /// Length of the rest of QEMU's stream, in bytes, the early ones included.
+        /// Length of the rest of QEMU's stream, in bytes, including the early ones.
         device_state_bytes: u32,
     },
-    /// Hash these chunks of a region as QEMU's RAM holds it, or the image of a disk.
+    /// Requests digests of these chunks of a region, from QEMU's RAM or the image of a disk.
     VerifyRegion {
         /// The region.
         region: RegionId,
@@ -99,82 +100,83 @@ pub enum ToDestination {
     },
     /// Both copies are equal: Ready may follow, or AllPresent.
     Verified,
-    /// The source has released the guest for good: run it.
+    /// The source has released the guest permanently: the destination runs it.
     Commit {
         /// The attempt that was READY.
         attempt: Attempt,
-        /// The generation that the right to run has from now on.
+        /// The generation of the right from now on.
         generation: Generation,
     },
-    /// Give this attempt up.
+    /// Gives up this attempt.
     Cancel {
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
-    /// The source's journal of the attempt is at its end: nothing more will be asked.
+    /// The source's journal of the attempt is complete: it sends no more questions.
     Done,
-    /// A person, who took this host for dead or fenced, has given the guest to the source.
+    /// An operator has given the guest to the source, having declared this host dead or fenced.
     Overruled {
-        /// The generation that it has there.
+        /// The generation of the right there.
         generation: Generation,
     },
-    /// An offer of a guest whose disks move with it.
+    /// Offers a guest whose disks move with it.
     OfferDisks(Box<DisksOffer>),
-    /// A part of the list of what is left of a disk; all parts of all disks come before Complete.
+    /// A part of the list of a disk's missing blocks; all parts of all disks precede Complete.
     List(List),
-    /// These blocks of a disk cannot be read at the source: whoever waits for them is refused.
+    /// These blocks of a disk cannot be read at the source: requests that wait for them fail.
     Unreadable {
         /// The disk's region.
         region: RegionId,
         /// The blocks.
         ranges: Vec<BlockRange>,
     },
-    /// How long the image of a disk is that grows; before each Complete.
+    /// The length of a disk's growing image; precedes each Complete.
     Length {
         /// The disk's region.
         region: RegionId,
-        /// In bytes: what lies behind is no part of the image.
+        /// In bytes: content behind it is not part of the image.
         bytes: u64,
     },
-    /// Could this guest run here, and are the files that do not move with it the same here? Needs
+    /// Asks whether this guest could run here, with the same files that do not move with it. Needs
     /// the scope *query* or *send guests*. From version 2 on.
     QueryFiles(Box<FilesQuery>),
-    /// An offer of a guest of which files do not move with it. From version 2 on.
+    /// Offers a guest with files that do not move with it. From version 2 on.
     OfferFiles(Box<FilesOffer>),
 }
 
-/// What a destination has that blocks of an arriving guest may be found in.
+/// Known content at the destination in which blocks of an arriving guest may be found.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Keeps {
-    /// Regions of which blocks may be named by their digests.
+    /// Regions whose blocks may be sent as digests alone.
     pub regions: Vec<RegionId>,
-    /// The key of all digests from now on, in place of the offer's: the one that its index was made with.
+    /// The key of all digests from now on, replacing the offer's: the key of the destination's
+    /// index.
     pub digest_key: Option<[u8; 32]>,
 }
 
-/// What the destination's agent says.
+/// A message of the destination's agent.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum ToSource {
     /// The answer to [`ToDestination::Query`].
     Answer(Answer),
-    /// QEMU waits for the guest. Said again after each [`ToSource::Resumed`] that finds the attempt
+    /// QEMU waits for the guest. Repeated after each [`ToSource::Resumed`] in which the attempt is
     /// receiving.
     Accepted {
-        /// The machine as the destination's QEMU shows it.
+        /// The machine as the destination's QEMU reports it.
         machine: Box<Machine>,
     },
-    /// The offer is not taken, or QEMU could not be launched.
+    /// The offer is refused, or QEMU could not be launched.
     Refused(Refusal),
-    /// The attempt goes on over this connection.
+    /// The attempt continues over this connection.
     Resumed {
         /// One-time token of the new bulk connection.
         bulk_token: Vec<u8>,
-        /// How far the attempt is here.
+        /// The state of the attempt here.
         state: AttemptState,
     },
     /// QEMU has loaded everything, and waits.
     Loaded,
-    /// The digests that were asked for; zeros for what the guest has written since it runs here.
+    /// The requested digests; zeros for content that the guest has written since it runs here.
     Digests {
         /// The region.
         region: RegionId,
@@ -183,12 +185,12 @@ pub enum ToSource {
         /// One digest for each piece of the range.
         digests: Vec<[u8; 16]>,
     },
-    /// READY is in the journal: everything is here.
+    /// READY is in the journal: all data is here.
     Ready {
         /// The attempt.
         attempt: Attempt,
     },
-    /// COMMITTED is in the journal and the guest was told to run.
+    /// COMMITTED is in the journal and QEMU was told to resume the guest.
     Committed {
         /// The attempt.
         attempt: Attempt,
@@ -197,35 +199,35 @@ pub enum ToSource {
     Aborted {
         /// The attempt.
         attempt: Attempt,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
     /// The answer to [`ToDestination::Ask`] when the attempt is neither committed nor aborted.
     Status {
         /// The attempt.
         attempt: Attempt,
-        /// How far it is.
+        /// Its state.
         state: AttemptState,
     },
-    /// What the move cost here.
+    /// The cost of the move here.
     Summary(Summary),
-    /// ALL-PRESENT is in the journal: the guest is here, and needs nothing of the source any more.
+    /// ALL-PRESENT is in the journal: the guest is here, and no block is missing.
     AllPresent {
         /// The attempt.
         attempt: Attempt,
     },
-    /// The answer to [`ToDestination::Done`]: the journal here is at its end too.
+    /// The answer to [`ToDestination::Done`]: the journal here is complete too.
     Closed,
-    /// What the guest's clock was found to be, where that can be known.
+    /// The measurement of the guest's clock, where that is possible.
     Clock(GuestClock),
-    /// QEMU is being launched; open the bulk connection with this token, and send.
+    /// QEMU is being launched; the source opens the bulk connection with this token, and sends.
     Launching {
         /// One-time token of the bulk connection.
         bulk_token: Vec<u8>,
-        /// What the destination has of the guest already.
+        /// Known content of the guest at the destination.
         keeps: Keeps,
     },
-    /// What is missing of a disk whose guest runs here.
+    /// The missing blocks of a disk whose guest runs here.
     Missing(Missing),
     /// The guest waits for these blocks of a disk.
     Want {
@@ -234,22 +236,23 @@ pub enum ToSource {
         /// The blocks.
         ranges: Vec<BlockRange>,
     },
-    /// These blocks of a disk need not come any more: the guest has written or discarded them here.
+    /// These blocks of a disk need not travel any more: the guest has written or discarded them
+    /// here.
     Superseded {
         /// The disk's region.
         region: RegionId,
         /// The blocks.
         ranges: Vec<BlockRange>,
     },
-    /// The answer to [`ToDestination::QueryFiles`] where locks prove nothing of some files: ask
-    /// again, and say what they hold.
+    /// The answer to [`ToDestination::QueryFiles`] when locks prove nothing for some files: the
+    /// source repeats the question with their content.
     WantContent {
-        /// Which of the files that were named, by their places there.
+        /// The indexes of these files in the question.
         files: Vec<u16>,
     },
 }
 
-/// How far an attempt is at the destination.
+/// The state of an attempt at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum AttemptState {
     /// Blocks are arriving.
@@ -264,16 +267,16 @@ pub enum AttemptState {
     Aborted,
 }
 
-/// A question without consequences.
+/// A question without side effects.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Query {
     /// The guest.
     pub guest: GuestDescription,
-    /// Its machine as the source's QEMU shows it.
+    /// Its machine as the source's QEMU reports it.
     pub machine: Machine,
 }
 
-/// A question about a guest of which files do not move with it.
+/// A question about a guest with files that do not move with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilesQuery {
     /// The question.
@@ -287,18 +290,18 @@ pub struct FilesQuery {
 pub struct Answer {
     /// The host's own name.
     pub host: String,
-    /// Every check that was made.
+    /// All checks that were made.
     pub checks: Vec<Check>,
 }
 
-/// One thing that was looked at before a move.
+/// One check before a move.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Check {
-    /// Whether a move can go on.
+    /// Whether a move can proceed.
     pub verdict: Verdict,
-    /// What was found, in one sentence.
+    /// The finding, in one sentence.
     pub text: String,
-    /// What to do about it, where there is something to do.
+    /// The remedy, if there is one.
     pub hint: Option<String>,
 }
 
@@ -313,24 +316,24 @@ pub enum Verdict {
     Refused,
 }
 
-/// A guest that is to move.
+/// A guest that is offered.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Offer {
     /// The migration.
     pub migration: MigrationId,
     /// Its attempt.
     pub attempt: Attempt,
-    /// The generation that the right to run has now.
+    /// The current generation of the right.
     pub generation: Generation,
     /// The guest.
     pub guest: GuestDescription,
-    /// Its machine as the source's QEMU shows it.
+    /// Its machine as the source's QEMU reports it.
     pub machine: Machine,
     /// The regions that will travel.
     pub regions: Vec<RegionSpec>,
     /// Key of the digests in frames, chosen at random for this migration.
     pub digest_key: [u8; 32],
-    /// Whether the guest is paused and shall stay so.
+    /// Whether the guest is paused and is to stay so.
     pub paused: bool,
     /// Whether both copies are compared before Ready.
     pub verify: bool,
@@ -340,16 +343,16 @@ pub struct Offer {
     pub early_release: bool,
 }
 
-/// A guest that is to move with its disks.
+/// A guest that is offered with its disks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DisksOffer {
-    /// The guest. Of its regions those are durable that are disks.
+    /// The guest. Its durable regions are its disks.
     pub offer: Offer,
     /// Its disks that move: one for each durable region.
     pub disks: Vec<OfferedDisk>,
 }
 
-/// A guest that is to move, of which files do not move with it.
+/// A guest that is offered, with files that do not move with it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FilesOffer {
     /// The guest, and its disks that move.
@@ -358,25 +361,25 @@ pub struct FilesOffer {
     pub files: Vec<FileClaim>,
 }
 
-/// Why an offer was not taken.
+/// The refusal of an offer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Refusal {
-    /// What stands in the way, for programs.
+    /// The reason, for programs.
     pub code: RefusalCode,
-    /// What stands in the way, for people.
+    /// The reason, for people.
     pub text: String,
-    /// What to do about it.
+    /// The remedy.
     pub hint: Option<String>,
 }
 
-/// Why an offer was not taken, for programs.
+/// The reason of a refusal, for programs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum RefusalCode {
-    /// The peer's scope does not allow it.
+    /// The peer's scope does not permit it.
     NotAllowed,
-    /// A guest of that name is here already, or on its way.
+    /// A guest of that name is here already, or is arriving.
     Busy,
-    /// Something that the guest needs is not here.
+    /// A resource of the guest is not available here.
     Unsuitable,
     /// QEMU could not be started.
     QemuFailed,
@@ -384,44 +387,44 @@ pub enum RefusalCode {
     Invalid,
 }
 
-/// What a move cost at the destination.
+/// The cost of a move at the destination.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Summary {
-    /// From the last block to QEMU's having loaded, in microseconds.
+    /// Time from the last block until QEMU has loaded, in microseconds.
     pub load_us: u64,
-    /// From COMMIT's arrival to the guest's being told to run, in microseconds.
+    /// Time from the arrival of COMMIT until QEMU is told to resume the guest, in microseconds.
     pub commit_us: u64,
     /// CPU time of the agent, in microseconds.
     pub agent_cpu_us: u64,
     /// CPU time of QEMU, in microseconds.
     pub qemu_cpu_us: u64,
-    /// Peak of what the agent held for this migration, in bytes.
+    /// Peak of the agent's memory for this migration, in bytes.
     pub agent_peak_bytes: u64,
-    /// What was read from the repository of base images, in bytes.
+    /// Bytes read from the repository of base images.
     pub repository_bytes: u64,
 }
 
-/// The clock of a guest that runs again, against the destination's; negative: behind it.
+/// The clock of a running guest against the destination's; negative: behind it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct GuestClock {
-    /// How far it was off when it was first looked at, in milliseconds.
+    /// Its first measured offset, in milliseconds.
     pub before_ms: i64,
-    /// How far it was off in the end, in milliseconds.
+    /// Its final offset, in milliseconds.
     pub after_ms: i64,
-    /// Whether the guest agent told it; otherwise it is the machine's real-time clock.
+    /// Whether the guest agent reported it; otherwise it is the machine's real-time clock.
     pub by_agent: bool,
-    /// Whether it was set right.
+    /// Whether it was corrected.
     pub set: bool,
 }
 
-/// What the destination says on the bulk connection.
+/// A message of the destination on the bulk connection.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, Default)]
 pub struct Acknowledgement {
-    /// Frames that were applied: first sequence number and count.
+    /// Applied frames: first sequence number and count.
     pub applied: Vec<(u64, u32)>,
-    /// Blocks of those frames whose reference did not hold: they must be sent again.
+    /// Blocks of those frames whose reference did not match: they must be sent again.
     pub rejected: Vec<(RegionId, BlockRange)>,
-    /// How long the destination takes to make durable what has come of disks, in microseconds: the
-    /// last time, or the time that is under way where that is longer; 0 without disks.
+    /// Duration of the destination's sync of received disk content, in microseconds: of the last
+    /// one, or of the running one where that is longer; 0 without disks.
     pub sync_us: u32,
 }

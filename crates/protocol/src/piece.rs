@@ -1,4 +1,4 @@
-//! Pieces of device state: what travels on a bulk connection beside frames, and comes in any order.
+//! Pieces of device state, which travel on a bulk connection besides frames, in any order.
 //!
 //! `docs/wire.md`, section 4.9, is the normative description.
 
@@ -8,23 +8,23 @@ use crate::limits::DEVICE_STATE_BYTES_MAX;
 pub const PIECE_BYTES: usize = 64 << 10;
 const HEADER_BYTES: usize = 9;
 
-/// Which of the two packed byte strings a piece belongs to. The number is the piece's first byte; a
-/// frame of blocks begins with its version, which is below 128.
+/// The packed byte string that a piece belongs to. The number is the piece's first byte; a frame of
+/// blocks begins with its version, which is below 128.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub enum Part {
-    /// What is sent while the guest runs.
+    /// The part that is sent while the guest runs.
     Early = 128,
-    /// What is sent when it has been stopped.
+    /// The part that is sent after the guest has been stopped.
     DeviceState = 129,
 }
 
 /// A piece.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece<'a> {
-    /// What it is a piece of.
+    /// The part that it belongs to.
     pub part: Part,
-    /// Which piece, from 0: it belongs at `index` times [`PIECE_BYTES`].
+    /// Its index, from 0: its place is `index` times [`PIECE_BYTES`].
     pub index: u32,
     /// Length of the whole part, in bytes.
     pub total: u32,
@@ -32,40 +32,40 @@ pub struct Piece<'a> {
     pub bytes: &'a [u8],
 }
 
-/// Bytes that are no piece, or one that does not fit to the others.
+/// A reason why bytes are not a piece, or one that contradicts the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PieceError {
     /// It ends inside its header, or begins with another number.
     #[error("not a piece of device state")]
     Malformed,
-    /// The whole would be empty or over the limit.
+    /// The whole part would be empty or over the limit.
     #[error("a device state of {total} bytes (1 to {DEVICE_STATE_BYTES_MAX} are allowed)")]
     Total {
         /// Its length, in bytes.
         total: u32,
     },
-    /// It has not the length that belongs to its place.
+    /// Its length does not fit its place.
     #[error("piece {index} of a device state of {total} bytes has {bytes} bytes")]
     Length {
-        /// Which piece.
+        /// Its index.
         index: u32,
         /// Length of the whole, in bytes.
         total: u32,
         /// Its own length, in bytes.
         bytes: usize,
     },
-    /// Another piece named another length of the whole.
+    /// An earlier piece declared another length of the whole part.
     #[error("a device state of {now} bytes, which had {before} before")]
     Changed {
-        /// Length of the whole as named before, in bytes.
+        /// The length declared before, in bytes.
         before: usize,
-        /// As named now.
+        /// The length declared now.
         now: u32,
     },
 }
 
 impl Part {
-    /// The part that a message on a stream of frames belongs to, if it is no frame.
+    /// Returns the part that a message on a stream of frames belongs to; `None` for a frame.
     pub fn of(message: &[u8]) -> Option<Self> {
         match message.first() {
             Some(128) => Some(Self::Early),
@@ -76,7 +76,7 @@ impl Part {
 }
 
 impl<'a> Piece<'a> {
-    /// Cuts a packed byte string.
+    /// Cuts a packed byte string into pieces.
     pub fn cut(part: Part, packed: &'a [u8]) -> impl Iterator<Item = Self> {
         let total = packed.len() as u32;
         let pieces = packed.chunks(PIECE_BYTES).enumerate();
@@ -88,7 +88,7 @@ impl<'a> Piece<'a> {
         })
     }
 
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(HEADER_BYTES + self.bytes.len());
         out.push(self.part as u8);
@@ -98,7 +98,7 @@ impl<'a> Piece<'a> {
         out
     }
 
-    /// Reads the bytes.
+    /// Parses the bytes.
     pub fn decode(message: &'a [u8]) -> Result<Self, PieceError> {
         let part = Part::of(message).ok_or(PieceError::Malformed)?;
         let header = message.split_first_chunk::<HEADER_BYTES>();
@@ -126,7 +126,7 @@ impl<'a> Piece<'a> {
     }
 }
 
-/// A part as far as it has come.
+/// The received pieces of a part.
 #[derive(Debug, Default)]
 pub struct Assembly {
     bytes: Vec<u8>,
@@ -134,7 +134,7 @@ pub struct Assembly {
 }
 
 impl Assembly {
-    /// Takes in a piece. One that came before changes nothing.
+    /// Adds a piece. One that was added before changes nothing.
     pub fn add(&mut self, piece: &Piece<'_>) -> Result<(), PieceError> {
         if self.here.is_empty() {
             self.bytes = vec![0; piece.total as usize];
@@ -155,7 +155,7 @@ impl Assembly {
         Ok(())
     }
 
-    /// All of it, once every piece has come.
+    /// Returns the whole part, once every piece has arrived.
     pub fn whole(&self) -> Option<&[u8]> {
         let complete = !self.here.is_empty() && self.here.iter().all(|here| *here);
         complete.then_some(&self.bytes)

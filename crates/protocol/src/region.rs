@@ -1,11 +1,11 @@
-//! Regions: arrays of 4 KiB blocks that have one owner at a time.
+//! Regions: arrays of 4 KiB blocks with one owner at a time.
 
 use serde::{Deserialize, Serialize};
 
 /// Bytes in a block, the unit of content.
 pub const BLOCK_SIZE: usize = 4096;
 
-/// Names a region within one migration.
+/// Identifies a region within one migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RegionId(pub u16);
 
@@ -19,23 +19,23 @@ pub struct BlockRange {
 }
 
 impl BlockRange {
-    /// `count` blocks from `start` on.
+    /// Returns `count` blocks from `start` on.
     pub fn new(start: u64, count: u64) -> Self {
         Self { start, count }
     }
 
-    /// First block after the range.
+    /// Returns the first block after the range.
     pub fn end(&self) -> u64 {
         self.start.saturating_add(self.count)
     }
 
-    /// The blocks, in ascending order.
+    /// Returns the blocks, in ascending order.
     pub fn blocks(&self) -> impl Iterator<Item = u64> + use<> {
         self.start..self.end()
     }
 }
 
-/// What both sides must agree on about a region before its first block travels.
+/// The properties of a region that both sides must agree on before its first block travels.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RegionSpec {
     /// Its id in this migration.

@@ -1,8 +1,8 @@
-//! Quantities as people write and read them: `300ms`, `80mbit`, `4GiB`.
+//! Quantities in the form in which users write and read them: `300ms`, `80mbit`, `4GiB`.
 
 use std::time::Duration;
 
-/// A text that is not the quantity it should be.
+/// A text that is not a valid quantity.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("`{text}` is not {expected}")]
 pub struct ParseUnitError {
@@ -33,7 +33,7 @@ fn parse(text: &str, units: &[(&str, f64)], expected: &'static str) -> Result<f6
     }
 }
 
-/// Reads a time such as `300ms`, `5s`, `1.5s`, `2min`.
+/// Parses a time such as `300ms`, `5s`, `1.5s`, `2min`.
 pub fn parse_duration(text: &str) -> Result<Duration, ParseUnitError> {
     let units = [
         ("us", 1e-6),
@@ -45,14 +45,14 @@ pub fn parse_duration(text: &str) -> Result<Duration, ParseUnitError> {
     parse(text, &units, "a time (say 300ms, 5s or 2min)").map(Duration::from_secs_f64)
 }
 
-/// Reads a rate such as `80mbit` or `1gbit`, in bits per second.
+/// Parses a rate such as `80mbit` or `1gbit`, in bits per second.
 pub fn parse_bit_rate(text: &str) -> Result<u64, ParseUnitError> {
     let units = [("bit", 1.0), ("kbit", 1e3), ("mbit", 1e6), ("gbit", 1e9)];
     let rate = parse(text, &units, "a rate (say 80mbit or 1gbit)")?;
     Ok(rate as u64)
 }
 
-/// Reads a size such as `256MiB`, `4GiB` or `4096`, in bytes.
+/// Parses a size such as `256MiB`, `4GiB` or `4096`, in bytes.
 pub fn parse_bytes(text: &str) -> Result<u64, ParseUnitError> {
     let units = [
         ("", 1.0),
@@ -65,7 +65,7 @@ pub fn parse_bytes(text: &str) -> Result<u64, ParseUnitError> {
     parse(text, &units, "a size (say 256MiB or 4GiB)").map(|size| size as u64)
 }
 
-/// Writes a number of bytes with a binary unit: `410 MiB`, `6.4 GiB`.
+/// Formats a number of bytes with a binary unit: `410 MiB`, `6.4 GiB`.
 pub fn show_bytes(bytes: u64) -> String {
     let mut value = bytes as f64;
     let mut unit = "B";
@@ -79,7 +79,7 @@ pub fn show_bytes(bytes: u64) -> String {
     show(value, unit)
 }
 
-/// Writes a rate in bits per second with a decimal unit: `94 Mbit/s`.
+/// Formats a rate in bits per second with a decimal unit: `94 Mbit/s`.
 pub fn show_bit_rate(bits_per_s: u64) -> String {
     let mut value = bits_per_s as f64;
     let mut unit = "bit/s";
@@ -93,7 +93,7 @@ pub fn show_bit_rate(bits_per_s: u64) -> String {
     show(value, unit)
 }
 
-/// Writes a time in the unit that fits: `64 ms`, `8.1 s`, `41 s`, `2 min 5 s`.
+/// Formats a time in the unit that fits: `64 ms`, `8.1 s`, `41 s`, `2 min 5 s`.
 pub fn show_duration(time: Duration) -> String {
     let seconds = time.as_secs_f64();
     if seconds < 0.9995 {

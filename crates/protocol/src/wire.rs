@@ -1,7 +1,8 @@
-//! The bytes of messages: postcard (its published wire format 1.0), one message a control frame.
+//! The encoding of messages: postcard (its published wire format 1.0), one message per control
+//! frame.
 //!
-//! The version of what may be said is agreed in the Hello of a connection; [`VERSION`] is the
-//! newest that this code speaks.
+//! The Hello of a connection negotiates the version of the messages; [`VERSION`] is the newest that
+//! this code supports.
 
 use crate::disk::{Base, Remaining, STRIPE_BYTES, STRIPE_PAGES};
 use crate::files::FileClaim;
@@ -18,12 +19,12 @@ use serde::de::DeserializeOwned;
 
 /// Newest version of the messages.
 pub const VERSION: u16 = 2;
-/// Oldest version that is spoken. In it nothing is said of files that do not move.
+/// Oldest supported version. It has no messages about files that do not move.
 pub const VERSION_OLDEST: u16 = 1;
 /// The first version in which files that do not move are proved to be the same.
 pub const VERSION_OF_FILES: u16 = 2;
 
-/// Bytes that are no message, or a message that breaks a limit.
+/// A reason why bytes are not a message, or one that breaks a limit.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum WireError {
     /// Longer than any message may be.
@@ -38,26 +39,26 @@ pub enum WireError {
     /// Bytes after the message's end.
     #[error("{bytes} bytes follow the end of a message")]
     Trailing {
-        /// How many.
+        /// Their number.
         bytes: usize,
     },
     /// Well formed, but over a limit.
     #[error("{what} is over its limit of {limit}")]
     Limit {
-        /// What.
+        /// The limited quantity.
         what: &'static str,
         /// The limit.
         limit: u64,
     },
 }
 
-/// A type that travels between agents.
+/// A message type between agents.
 pub trait Message: Serialize + DeserializeOwned {
-    /// Says which limit of the format a message breaks.
+    /// Checks the limits of the format.
     fn check(&self) -> Result<(), WireError>;
 }
 
-/// The bytes of a message.
+/// Returns the bytes of a message.
 pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, WireError> {
     message.check()?;
     let bytes =
@@ -68,7 +69,7 @@ pub fn encode<M: Message>(message: &M) -> Result<Vec<u8>, WireError> {
     Ok(bytes)
 }
 
-/// The message that these bytes are.
+/// Parses a message.
 pub fn decode<M: Message>(bytes: &[u8]) -> Result<M, WireError> {
     if bytes.len() > CONTROL_MESSAGE_BYTES_MAX {
         return Err(WireError::TooLong { bytes: bytes.len() });
@@ -459,8 +460,8 @@ mod tests {
         }
     }
 
-    /// An offer of a guest with disks on base images of 8 stripes and a bit, of which these are
-    /// hot.
+    /// Returns an offer of a guest with disks on base images of 8 stripes and a bit, with these hot
+    /// stripes.
     fn on_bases(hot: &[Vec<Hot>]) -> ToDestination {
         let base = |hot: &Vec<Hot>| Base {
             image: [7; 32],
@@ -493,7 +494,7 @@ mod tests {
         for over in [
             vec![vec![hot(9, 1)]],
             vec![vec![hot(1, 65)]],
-            // Of all disks together.
+            // Over all disks together.
             vec![vec![hot(1, 1); HOT_STRIPES_MAX / 2 + 1]; 2],
         ] {
             let over = on_bases(&over);
@@ -519,7 +520,7 @@ mod tests {
         }
     }
 
-    /// A question, and an offer, of a guest with these files.
+    /// Returns a question and an offer of a guest with these files.
     fn of_files(files: &[FileClaim]) -> [ToDestination; 2] {
         let offer = an_offer();
         let query = Query {
@@ -570,7 +571,7 @@ mod tests {
             (true, one(&|it| it.path = "x".repeat(PATH_BYTES_MAX + 1))),
             (true, one(&|it| it.name = "x".repeat(NAME_BYTES_MAX + 1))),
             (false, one(&|it| it.locks = None)),
-            // All of them, none, and such that data could be in the way.
+            // All bytes, none, and ones that may overlap data.
             (true, one(&|it| it.locks = pattern(1 << 62, [0xff; 16]))),
             (true, one(&|it| it.locks = pattern(1 << 62, [0; 16]))),
             (true, one(&|it| it.locks = pattern(100, [0x0f; 16]))),
@@ -619,7 +620,9 @@ mod tests {
         }
 
         #[test]
-        fn a_resume_survives(id in any::<[u8; 8]>(), attempt in any::<u32>(), epoch in any::<u32>()) {
+        fn a_resume_survives(
+            id in any::<[u8; 8]>(), attempt in any::<u32>(), epoch in any::<u32>()
+        ) {
             let message = ToDestination::Resume {
                 migration: MigrationId(id), attempt: Attempt(attempt), epoch: Epoch(epoch),
             };

@@ -1,4 +1,4 @@
-//! The fuzz target on its seeds (`fuzz/seeds/message`), so that no nightly compiler is needed.
+//! Runs the fuzz target on its seeds (`fuzz/seeds/message`), so that it needs no nightly compiler.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../../fuzz/src/message.rs"]

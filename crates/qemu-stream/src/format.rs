@@ -1,4 +1,4 @@
-//! The stream's constants: marks, flags and commands, by the names that QEMU gives them.
+//! The constants of the stream: marks, flags and commands, by QEMU's names.
 
 /// Bytes in a page of the guest, the unit of the stream's records.
 pub const PAGE_SIZE: usize = 4096;
@@ -44,5 +44,5 @@ pub(crate) mod flag {
 
 /// The version of section `ram` that 7.2 and 10.0 write.
 pub(crate) const RAM_VERSION: u32 = 4;
-/// The name of the only iterable section that can be moved.
+/// The name of the only iterable section that is supported.
 pub(crate) const RAM: &str = "ram";

@@ -11,12 +11,12 @@
 //! device state   the other devices' sections, an end mark, and their description as JSON
 //! ```
 //!
-//! [`Parser`] reads it in pieces of any size, skips the content of pages that nobody wants, and
-//! holds a bounded number of bytes whatever it is given. [`Writer`] makes what a destination needs.
-//! [`return_path`] is the other direction of the same socket. Nothing here does I/O.
+//! [`Parser`] reads it in pieces of any size, skips the content of unwanted pages, and buffers a
+//! bounded number of bytes for any input. [`Writer`] produces the stream for a destination.
+//! [`return_path`] is the opposite direction of the same socket. The crate does no I/O.
 //!
-//! Post-copy has its place in [`Writer`] and [`return_path::Message`]: a destination that is to
-//! start early gets further commands (ADVISE, discards, PACKAGED) between the same parts.
+//! Post-copy has its place in [`Writer`] and [`return_path::Message`]: a destination that starts
+//! early gets further commands (ADVISE, discards, PACKAGED) between the same parts.
 
 mod format;
 mod limits;

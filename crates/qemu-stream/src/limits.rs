@@ -1,8 +1,8 @@
-//! How much of a stream is held, at most.
+//! Limits on the buffered parts of a stream.
 
 use longhaul_protocol::limits;
 
-/// Bounds on what a [`Parser`](crate::Parser) holds, whatever the stream says.
+/// Limits on the memory of a [`Parser`](crate::Parser), for any stream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// Bytes from the header up to the end of the list of RAM blocks.

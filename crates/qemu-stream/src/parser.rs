@@ -14,10 +14,10 @@ use crate::format::{MAGIC, PAGE_SIZE, Page, RAM, RAM_VERSION, VERSION, command, 
 use crate::limits::Limits;
 use crate::vmdesc::EndFinder;
 
-/// The longest piece of the stream that is looked at as a whole: a section's head or a record's.
+/// The longest token that is parsed as a whole: the head of a section or of a record.
 const TOKEN_BYTES_MAX: usize = 300;
 
-/// One of the guest's RAM blocks, as the stream lists it.
+/// One of the guest's RAM blocks, as listed in the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RamBlock {
     /// Its name, such as `pc.ram`.
@@ -27,48 +27,48 @@ pub struct RamBlock {
 }
 
 impl RamBlock {
-    /// Its length in pages.
+    /// Returns its length in pages.
     pub fn pages(&self) -> u64 {
         self.used_bytes / PAGE_SIZE as u64
     }
 }
 
-/// What comes before the first page.
+/// The part of the stream before the first page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Prelude {
-    /// The bytes, from the header up to the end of `ram`'s first section: a destination takes them
-    /// as they are. What announces post-copy is not among them.
+    /// The bytes, from the header up to the end of `ram`'s first section, which a destination takes
+    /// unchanged. The announcement of post-copy is omitted.
     pub bytes: Vec<u8>,
     /// The versioned machine type.
     pub machine_type: String,
-    /// The id that section `ram` has in this stream.
+    /// The id of section `ram` in this stream.
     pub ram_section: u32,
-    /// The RAM blocks. Pages name them by their place in this list.
+    /// The RAM blocks. Pages refer to them by their place in this list.
     pub blocks: Vec<RamBlock>,
 }
 
-/// A written page's content.
+/// The content of a written page.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// All zeros.
     Zero,
-    /// In the stream, and not wanted.
+    /// In the stream, but not wanted.
     Skipped,
     /// In the stream, and wanted (see [`Parser::keep`]).
     Kept(Box<Page>),
 }
 
-/// What a piece of the stream says.
+/// The meaning of a part of the stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// Everything before the first page.
     Prelude(Prelude),
-    /// A section with pages begins; the last one of the stream says so.
+    /// A section with pages begins.
     SectionStart {
-        /// Whether it is `ram`'s last.
+        /// Whether it is `ram`'s last one.
         last: bool,
     },
-    /// The guest wrote this page before its record was made.
+    /// A page that the guest wrote before its record was made.
     Page {
         /// Place of its RAM block in [`Prelude::blocks`].
         block: usize,
@@ -79,7 +79,7 @@ pub enum Event {
     },
     /// A section with pages has ended.
     SectionEnd,
-    /// QEMU asks the other end for a PONG.
+    /// QEMU requests a PONG from the other end.
     Ping(u32),
     /// The last section is next (QEMU 10.0).
     SwitchoverStart,
@@ -87,7 +87,7 @@ pub enum Event {
     DeviceState(Vec<u8>),
 }
 
-/// Why a stream cannot be used.
+/// A reason why a stream cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseError {
     /// Not a migration stream.
@@ -96,18 +96,18 @@ pub enum ParseError {
     /// The configuration section is missing.
     #[error("QEMU's stream has no configuration section: use a machine type that is not ancient")]
     Configuration,
-    /// The configuration has a part that is not known.
+    /// The configuration has an unknown part.
     #[error(
         "QEMU's stream checks `{0}`: switch off the migration capability or property behind it"
     )]
     ConfigurationPart(String),
-    /// A device other than RAM sends its content piece by piece.
+    /// A device other than RAM sends its content in several parts.
     #[error("device `{0}` migrates content of its own while the guest runs; that cannot be moved")]
     Section(String),
-    /// RAM in a form that is not known.
+    /// RAM in an unknown version.
     #[error("QEMU writes RAM in form {0}; form 4 is known")]
     RamVersion(u32),
-    /// A mark that has no place here.
+    /// A misplaced mark.
     #[error("QEMU's stream has mark {mark:#04x} where none such belongs ({place})")]
     Mark {
         /// The byte.
@@ -115,27 +115,27 @@ pub enum ParseError {
         /// Where.
         place: &'static str,
     },
-    /// A command that has no place here.
+    /// A misplaced command.
     #[error("QEMU's stream has command {0}, which belongs to a feature that must be off")]
     Command(u16),
     /// A record of a feature that must be off.
     #[error("QEMU's stream uses {0}: switch that migration capability off")]
     Feature(&'static str),
-    /// A record that makes no sense.
+    /// An invalid record.
     #[error("QEMU's stream has a RAM record that makes no sense (flags {0:#x})")]
     Record(u64),
-    /// A section's end does not fit its beginning.
+    /// A section's end has another id than its beginning.
     #[error("QEMU's stream ends or continues section {found}, but `ram` is section {expected}")]
     SectionId {
-        /// As announced.
+        /// The announced id.
         expected: u32,
-        /// As found.
+        /// The id found.
         found: u32,
     },
-    /// The list of RAM blocks makes no sense.
+    /// The list of RAM blocks is invalid.
     #[error("QEMU's list of RAM blocks makes no sense: {0}")]
     Blocks(&'static str),
-    /// A page that is in no block.
+    /// A page beyond its block.
     #[error("QEMU's stream has a page at {offset:#x}, outside RAM block `{block}`")]
     Page {
         /// Block.
@@ -143,16 +143,16 @@ pub enum ParseError {
         /// Offset in it.
         offset: u64,
     },
-    /// A block that was not announced.
+    /// An unlisted block.
     #[error("QEMU's stream has a page of RAM block `{0}`, which it did not announce")]
     UnknownBlock(String),
-    /// A name that is not text.
+    /// A name that is not valid text.
     #[error("QEMU's stream has a name that is not plain text")]
     Name,
-    /// Too much of something.
+    /// A limit was exceeded.
     #[error("QEMU's stream has more than {limit} {what}")]
     TooMuch {
-        /// Of what.
+        /// The limited quantity.
         what: &'static str,
         /// The limit.
         limit: u64,
@@ -160,7 +160,7 @@ pub enum ParseError {
     /// Bytes after the end.
     #[error("QEMU's stream goes on after its end")]
     AfterEnd,
-    /// An earlier error.
+    /// An earlier error ended the parser.
     #[error("QEMU's stream was given up at an earlier error")]
     GivenUp,
 }
@@ -192,10 +192,10 @@ enum State {
 pub struct Parser {
     limits: Limits,
     state: State,
-    /// The head of a token whose rest has not come.
+    /// The first bytes of an incomplete token.
     carry: Vec<u8>,
     prelude: Option<Vec<u8>>,
-    /// The newest token is not for a destination.
+    /// Whether the newest token is omitted for a destination.
     left_out: bool,
     machine_type: String,
     ram_section: Option<u32>,
@@ -210,7 +210,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// A parser at the beginning of a stream.
+    /// Creates a parser at the beginning of a stream.
     pub fn new(limits: Limits) -> Self {
         Self {
             limits,
@@ -231,26 +231,26 @@ impl Parser {
         }
     }
 
-    /// From now on the content of this block's pages is wanted.
+    /// Requests the content of this block's pages from now on.
     pub fn keep(&mut self, block: usize) {
         if let Some(kept) = self.kept.get_mut(block) {
             *kept = true;
         }
     }
 
-    /// The number of the pass that the newest page belongs to, from 1: QEMU goes through the
+    /// Returns the number of the pass that the newest page belongs to, from 1: QEMU walks the
     /// blocks in ascending order, and a step back begins a new pass.
     pub fn pass(&self) -> u64 {
         self.pass
     }
 
-    /// Whether the whole stream has been read.
+    /// Returns whether the whole stream has been read.
     pub fn is_complete(&self) -> bool {
         matches!(self.state, State::Complete)
     }
 
-    /// Takes from `input` up to the next event; `None` when all of `input` is taken and there is
-    /// no event yet.
+    /// Takes bytes from `input` up to the next event; `None` when all of `input` is taken and there
+    /// is no event yet.
     pub fn next(&mut self, input: &mut &[u8]) -> Result<Option<Event>, ParseError> {
         let result = self.advance(input);
         if result.is_err() {
@@ -275,7 +275,7 @@ impl Parser {
         Ok(None)
     }
 
-    /// One token, out of the input alone where it is whole there.
+    /// Reads one token, directly from the input if it is complete there.
     fn token(&mut self, input: &mut &[u8]) -> Result<Option<Event>, ParseError> {
         if self.carry.is_empty() {
             let Some((used, event)) = self.read(input)? else {
@@ -302,7 +302,7 @@ impl Parser {
         Ok(event)
     }
 
-    /// Reads one token if it is all there; changes nothing otherwise.
+    /// Reads one token if it is complete; changes nothing otherwise.
     fn read(&mut self, bytes: &[u8]) -> Result<Option<(usize, Option<Event>)>, ParseError> {
         let mut cursor = Cursor { bytes, at: 0 };
         let event = match self.state {
@@ -583,9 +583,10 @@ fn command(
             Ok(after_prelude.then_some(Event::Ping(value)))
         }
         (command::SWITCHOVER_START, 0) if after_prelude => Ok(Some(Event::SwitchoverStart)),
-        // A source that could end in post-copy says so. It will not, so no destination is told.
+        // A source that could end in post-copy announces it. It will not do so, so the announcement
+        // is omitted for the destination.
         (command::POSTCOPY_ADVISE, 16) if !after_prelude => {
-            // With larger pages it would list their sizes as well.
+            // With larger pages QEMU would list their sizes as well.
             if cursor.be64()? != PAGE_SIZE as u64 || cursor.be64()? != PAGE_SIZE as u64 {
                 return Err(ParseError::Feature("postcopy-ram with huge pages").into());
             }
@@ -620,7 +621,7 @@ fn feature(flags: u64) -> ParseError {
     })
 }
 
-/// Why a token was not read.
+/// A reason why a token was not read.
 enum Stop {
     Incomplete,
     Error(ParseError),

@@ -1,10 +1,10 @@
-//! The other direction of the socket: what a destination tells a source.
+//! The return path: the messages of a destination to a source, on the same socket.
 
 use longhaul_protocol::limits::NAME_BYTES_MAX;
 
-/// The longest body that QEMU gives a message.
+/// The longest body of a message in QEMU.
 const BODY_BYTES_MAX: usize = 512;
-/// Ends a bitmap of received pages.
+/// The end mark of a bitmap of received pages.
 const BITMAP_END: u64 = 0x0123_4567_89ab_cdef;
 
 const SHUT: u16 = 1;
@@ -18,27 +18,27 @@ const SWITCHOVER_ACK: u16 = 7;
 /// A message of the return path.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Message {
-    /// The destination is done: 0 when it has loaded everything, else it failed.
+    /// The destination is done: 0 when it has loaded everything, another value when it failed.
     Shut(u32),
     /// The answer to a ping.
     Pong(u32),
     /// The destination's guest waits for pages.
     RequestPages {
-        /// Their RAM block; none means the same as in the request before.
+        /// Their RAM block; `None` means that of the previous request.
         block: Option<String>,
         /// Offset in the block, in bytes.
         offset: u64,
         /// Length in bytes.
         length: u32,
     },
-    /// Which pages of a RAM block have been received, a bit a page, lowest bit first.
+    /// The received pages of a RAM block, one bit per page, lowest bit first.
     ReceivedBitmap {
         /// The block.
         block: String,
         /// The bits.
         bitmap: Vec<u8>,
     },
-    /// The destination goes on after a pause.
+    /// The destination continues after a pause.
     ResumeAck(u32),
     /// The destination agrees to the switchover.
     SwitchoverAck,
@@ -87,10 +87,10 @@ fn frame(kind: u16, body: &[u8], out: &mut Vec<u8>) {
     out.extend(body);
 }
 
-/// Why a return path cannot be used.
+/// A reason why a return path cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReturnPathError {
-    /// A message that is not known.
+    /// A message of an unknown type.
     #[error("QEMU's return path has a message of unknown type {0}")]
     Unknown(u16),
     /// A message of a wrong length.
@@ -101,13 +101,13 @@ pub enum ReturnPathError {
         /// Bytes of its body.
         length: usize,
     },
-    /// A name that is not text.
+    /// A name that is not valid text.
     #[error("QEMU's return path has a name that is not plain text")]
     Name,
-    /// A bitmap that makes no sense.
+    /// An invalid bitmap.
     #[error("QEMU's return path has a bitmap that is too long or ends wrongly")]
     Bitmap,
-    /// An earlier error.
+    /// An earlier error ended the parser.
     #[error("QEMU's return path was given up at an earlier error")]
     GivenUp,
 }
@@ -122,7 +122,7 @@ pub struct Parser {
 }
 
 impl Parser {
-    /// A parser that takes bitmaps of `bitmap_bytes_max` bytes at most.
+    /// Creates a parser that accepts bitmaps of at most `bitmap_bytes_max` bytes.
     pub fn new(bitmap_bytes_max: u64) -> Self {
         Self {
             bitmap_bytes_max,
@@ -132,7 +132,7 @@ impl Parser {
         }
     }
 
-    /// Takes from `input` up to the end of the next message; `None` when all of it is taken.
+    /// Takes bytes from `input` up to the end of the next message; `None` when all of it is taken.
     pub fn next(&mut self, input: &mut &[u8]) -> Result<Option<Message>, ReturnPathError> {
         if self.failed {
             return Err(ReturnPathError::GivenUp);
@@ -166,7 +166,7 @@ impl Parser {
         }
     }
 
-    /// How many bytes the message at the head of what is held has, as far as is known.
+    /// Returns the length of the message at the head of the buffer, as far as it is known.
     fn wanted(&self) -> Result<usize, ReturnPathError> {
         if self.bitmap_of.is_some() {
             let Some(size) = self.held.first_chunk().copied().map(u64::from_be_bytes) else {
@@ -240,7 +240,7 @@ fn bitmap(block: String, held: &[u8]) -> Result<Message, ReturnPathError> {
     Ok(Message::ReceivedBitmap { block, bitmap })
 }
 
-/// A name behind its length, which must fill `bytes`.
+/// Parses a name behind its length, which must fill `bytes`.
 fn name(bytes: &[u8], wrong: ReturnPathError) -> Result<String, ReturnPathError> {
     let (length, name) = bytes.split_first().ok_or_else(|| wrong.clone())?;
     if usize::from(*length) != name.len() || name.len() > NAME_BYTES_MAX {

@@ -1,18 +1,18 @@
-//! Finds where device state ends.
+//! Finds the end of the device state.
 //!
-//! The devices' sections carry no lengths, and with a return path QEMU leaves the socket open. The
-//! last thing it writes is a description of what it wrote: `00` (end mark), `06`, a length in
-//! four bytes, and a JSON object of just that length. The finder accepts the first place in the
-//! bytes where all of this holds, the object's nesting included. JSON has no bytes below 0x20 but
-//! white space, so at most one candidate is alive at a time and every byte is looked at once more
-//! at most.
+//! The devices' sections carry no lengths, and with a return path QEMU leaves the socket open. At
+//! the end QEMU writes a description of the sections: `00` (end mark), `06`, a length in four
+//! bytes, and a JSON object of exactly that length. The finder accepts the first place in the bytes
+//! where all of this holds, the object's nesting included. JSON has no bytes below 0x20 except
+//! white space, so at most one candidate exists at a time, and every byte is read again at most
+//! once.
 
 use crate::format::mark;
 
 /// Bytes before the description's JSON.
 const HEAD: usize = 6;
 
-/// Looks for the end in a growing array of bytes.
+/// Searches the end in a growing array of bytes.
 #[derive(Debug, Default)]
 pub(crate) struct EndFinder {
     from: usize,
@@ -29,8 +29,8 @@ struct Object {
 }
 
 impl EndFinder {
-    /// The length of the device state at the head of `bytes`, once it is all there. Call it again
-    /// with the same bytes and more.
+    /// Returns the length of the device state at the head of `bytes`, once it is complete. Repeated
+    /// calls get the same bytes and more.
     pub(crate) fn find(&mut self, bytes: &[u8]) -> Option<usize> {
         loop {
             if let Some(object) = &mut self.object {
@@ -77,7 +77,7 @@ enum Scan {
 }
 
 impl Object {
-    /// Follows strings and nesting up to the promised end.
+    /// Tracks strings and nesting up to the declared end.
     fn scan(&mut self, bytes: &[u8]) -> Scan {
         let end = self.end.min(bytes.len());
         for byte in bytes.get(self.at..end).unwrap_or_default() {

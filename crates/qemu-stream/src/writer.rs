@@ -1,4 +1,4 @@
-//! Writes the parts of a stream that a destination QEMU is given.
+//! Writes the parts of a stream for a destination QEMU.
 
 use crate::format::{MAGIC, VERSION};
 use crate::format::{PAGE_SIZE, Page, RAM, RAM_VERSION, command, flag, mark};
@@ -6,9 +6,9 @@ use crate::parser::{Prelude, RamBlock};
 
 /// Appends a stream's parts to a buffer.
 ///
-/// The order that a destination needs: the source's prelude as it is (or [`Writer::prelude`]),
-/// sections with pages, the last of them begun with `last`, then the source's device state as it
-/// is. Commands of post-copy go between sections.
+/// A destination needs this order: the source's prelude unchanged (or [`Writer::prelude`]),
+/// sections with pages, the last of them begun with `last`, then the source's device state
+/// unchanged. Commands of post-copy go between sections.
 #[derive(Debug)]
 pub struct Writer {
     ram_section: u32,
@@ -17,7 +17,7 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// A writer of pages for the RAM that `prelude` lists.
+    /// Creates a writer of pages for the RAM that `prelude` lists.
     pub fn new(prelude: &Prelude) -> Self {
         Self {
             ram_section: prelude.ram_section,
@@ -35,7 +35,8 @@ impl Writer {
         out.extend(self.ram_section.to_be_bytes());
     }
 
-    /// A page in a section; no content means zeros. False when there is no such page.
+    /// Appends a page to a section; no content means zeros. Returns `false` when there is no such
+    /// page.
     pub fn page(
         &mut self,
         block: usize,
@@ -72,17 +73,17 @@ impl Writer {
         out.extend(self.ram_section.to_be_bytes());
     }
 
-    /// Says that the last section is next; 10.0 writes it, and both versions load without it.
+    /// Announces the last section; 10.0 writes it, and both versions load without it.
     pub fn switchover_start(&self, out: &mut Vec<u8>) {
         command(command::SWITCHOVER_START, &[], out);
     }
 
-    /// Asks the destination for a PONG.
+    /// Requests a PONG from the destination.
     pub fn ping(&self, value: u32, out: &mut Vec<u8>) {
         command(command::PING, &value.to_be_bytes(), out);
     }
 
-    /// A prelude with a return path, as QEMU writes it.
+    /// Writes a prelude with a return path, as QEMU does.
     pub fn prelude(machine_type: &str, ram_section: u32, blocks: &[RamBlock]) -> Vec<u8> {
         let mut out = Vec::new();
         out.extend(MAGIC.to_be_bytes());
@@ -117,7 +118,7 @@ fn command(number: u16, body: &[u8], out: &mut Vec<u8>) {
     out.extend(body);
 }
 
-/// A name behind its length. The parser's blocks have names of 255 bytes at most.
+/// Appends a name behind its length. The parser's blocks have names of at most 255 bytes.
 fn name(name: &str, out: &mut Vec<u8>) {
     out.push(name.len() as u8);
     out.extend(name.as_bytes());

@@ -1,4 +1,5 @@
-//! Real streams of QEMU 7.2, 10.0 and 11.1 (see `golden/capture.py`): read, and written again exactly.
+//! Tests real streams of QEMU 7.2, 10.0 and 11.1 (see `golden/capture.py`): they are parsed, and
+//! written again exactly.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_qemu_stream::{Content, Event, Limits, PAGE_SIZE, Parser, Prelude, Writer};
@@ -19,7 +20,7 @@ fn capture(name: &str) -> Vec<u8> {
     zstd::stream::decode_all(packed.as_slice()).unwrap()
 }
 
-/// The events of a stream that comes in pieces of `piece` bytes.
+/// Returns the events of a stream that arrives in pieces of `piece` bytes.
 fn events(stream: &[u8], piece: usize, keep: impl Fn(&str) -> bool) -> (Vec<Event>, Parser) {
     let mut parser = Parser::new(Limits::default());
     let mut events = Vec::new();
@@ -121,8 +122,8 @@ fn captures_say_what_the_guest_wrote() {
     }
 }
 
-/// With the capability `postcopy-ram` QEMU announces that it may end so; a destination that is told
-/// would have to have it too.
+/// With the capability `postcopy-ram` QEMU announces that it may end in post-copy; a destination
+/// that gets the announcement needs the capability as well.
 #[test]
 fn an_announced_post_copy_is_left_out() {
     for (name, _) in CAPTURES {

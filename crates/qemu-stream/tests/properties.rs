@@ -1,4 +1,5 @@
-//! Whatever comes, in whatever pieces: an answer or an error, the same one, in bounded memory.
+//! Tests arbitrary input in arbitrary pieces: the result or error is always the same, in bounded
+//! memory.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_qemu_stream::return_path::{self, Message, ReturnPathError};
@@ -15,7 +16,7 @@ const LIMITS: Limits = Limits {
     device_state_bytes: 20_000,
 };
 
-/// All that a parser says of some bytes that come in pieces.
+/// Returns all events and errors of a parser for bytes that arrive in pieces.
 fn read(stream: &[u8], cuts: &[usize]) -> (Vec<Event>, Option<ParseError>) {
     let mut parser = Parser::new(LIMITS);
     let mut events = Vec::new();
@@ -99,7 +100,7 @@ fn page_event() -> impl Strategy<Value = Event> {
     })
 }
 
-/// The events of a whole stream.
+/// Generates the events of a whole stream.
 fn events() -> impl Strategy<Value = Vec<Event>> {
     let sections = vec(vec(page_event(), 0..6), 1..5);
     let state = vec(
@@ -205,7 +206,7 @@ proptest! {
         cuts in vec(any::<usize>(), 0..40),
     ) {
         let mut stream = write(&events);
-        // Most of a stream is content: aim half of the damage at its first bytes.
+        // Most of a stream is content: half of the damage is aimed at its first bytes.
         for (index, (at, flip)) in damage.into_iter().enumerate() {
             let length = if index == 0 { stream.len().min(400) } else { stream.len() };
             stream[at % length] ^= flip;

@@ -1,7 +1,7 @@
-//! Disks: what an agent keeps on its own (the journal of each migration, and who may run each
-//! guest), and what stands between QEMU and a guest's disk while it moves ([`disk`], [`nbd`], and as
-//! processes of their own [`front`]), which content its files hold ([`content`]), and whether
-//! another host has the same file ([`same_file`]).
+//! The storage of an agent: its records (the journal of each migration, and the right to run each
+//! guest), the disk exports between QEMU and the disk of a guest that moves ([`disk`], [`nbd`], and
+//! as processes of their own [`front`]), the content of this host's files ([`content`]), and the
+//! proof that another host has the same file ([`same_file`]).
 
 pub mod content;
 pub mod disk;

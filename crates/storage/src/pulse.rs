@@ -1,16 +1,16 @@
-//! What the threads of a server say of themselves: how long the oldest request has been with the
-//! server's own code. Its heart ([`crate::front`]) passes that on to whoever supervises it.
+//! The pulse of a server: how long the oldest request has been in the server's own code. Its
+//! heartbeat ([`crate::front`]) reports that to the supervisor.
 //!
-//! Time that a request spends [`elsewhere`] is not the server's: a file system may take minutes, a
-//! link may be cut for an hour, and to kill the server would mend neither.
+//! Time that a request spends [`elsewhere`] does not count: a file system may take minutes, a link
+//! may be down for an hour, and killing the server would help with neither.
 
 use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// Of each thread: since when it is with the server's own code, in milliseconds since the first
-/// thread began, plus one; 0 when it is not.
+/// For each thread: since when its request has been in the server's own code, in milliseconds since
+/// the first thread began, plus one; 0 outside of it.
 static THREADS: Mutex<Vec<Weak<AtomicU64>>> = Mutex::new(Vec::new());
 static START: OnceLock<Instant> = OnceLock::new();
 
@@ -35,7 +35,7 @@ impl Own {
     }
 
     fn mark(&self, inside: bool) {
-        // The clock is asked only where its answer is needed: it is asked in every request.
+        // The clock is read only where needed: this runs in every request.
         let since_ms = match inside {
             true => u64::try_from(self.start.elapsed().as_millis()).map_or(u64::MAX, |ms| ms + 1),
             false => 0,
@@ -52,7 +52,7 @@ fn start() -> Instant {
     *START.get_or_init(Instant::now)
 }
 
-/// Sets what this thread says of itself back, also when it panics.
+/// Restores this thread's mark, even when it panics.
 struct Back(bool);
 
 impl Drop for Back {
@@ -65,15 +65,15 @@ impl Drop for Back {
     }
 }
 
-/// Does a request with the server's own code.
+/// Carries out a request in the server's own code.
 pub fn request<T>(work: impl FnOnce() -> T) -> T {
     OWN.with_borrow_mut(|own| own.get_or_insert_with(Own::new).mark(true));
     let _back = Back(false);
     work()
 }
 
-/// Waits, in the middle of a request or otherwise, for something that does not depend on the server:
-/// a file, a link, a peer.
+/// Waits, in the middle of a request or otherwise, for something that does not depend on the
+/// server: a file, a link, a peer.
 pub fn elsewhere<T>(wait: impl FnOnce() -> T) -> T {
     let inside = OWN.with_borrow(|own| match own {
         Some(own) if own.is_inside() => {
@@ -86,7 +86,7 @@ pub fn elsewhere<T>(wait: impl FnOnce() -> T) -> T {
     wait()
 }
 
-/// How long the oldest request has been with the server's own code.
+/// Returns how long the oldest request has been in the server's own code.
 pub fn oldest() -> Duration {
     let threads = THREADS.lock().unwrap_or_else(PoisonError::into_inner);
     let threads = threads.iter().filter_map(Weak::upgrade);
@@ -94,7 +94,7 @@ pub fn oldest() -> Duration {
     since.filter_map(time_since).max().unwrap_or_default()
 }
 
-/// How long that is ago, if it is a time.
+/// Returns the time since a mark, if it is one.
 fn time_since(since_ms: u64) -> Option<Duration> {
     let since = Duration::from_millis(since_ms);
     (since_ms > 0).then(|| start().elapsed().saturating_sub(since))
@@ -105,7 +105,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// How long this thread's request has been with the server's own code.
+    /// Returns how long this thread's request has been in the server's own code.
     fn own() -> Option<Duration> {
         let since_ms = |own: &Own| own.since_ms.load(Ordering::Relaxed);
         OWN.with_borrow(|own| time_since(own.as_ref().map_or(0, since_ms)))
@@ -118,7 +118,7 @@ mod tests {
         request(|| {
             thread::sleep(LONG);
             let oldest = thread::spawn(oldest).join().unwrap();
-            // In whole milliseconds, which begin a little before.
+            // In whole milliseconds, rounded down at the start.
             assert!(oldest >= LONG - Duration::from_millis(2), "{oldest:?}");
             let back = elsewhere(|| {
                 assert_eq!(own(), None);

@@ -1,7 +1,7 @@
-//! Who may run each guest, as this host knows it: one small file a guest, replaced durably.
+//! The right to run each guest, as this host knows it: one small file per guest, replaced durably.
 //!
-//! Generations only grow. The one way back is [`Rights::give_back`], for a generation that never
-//! ran, and it says what it expects to find.
+//! Generations only grow. The one exception is [`Rights::give_back`], for a generation that never
+//! ran the guest, which names the right that it expects to find.
 
 use crate::files::{Access, Files, RealFiles, create_folder, read_whole};
 use longhaul_protocol::Generation;
@@ -22,12 +22,12 @@ pub enum Holder {
     Here,
     /// Another host.
     Elsewhere {
-        /// Its name here.
+        /// Its name in this host's configuration.
         host: String,
     },
-    /// This host has released the guest and has not heard whether the other one runs it.
+    /// This host has released the guest and does not know whether the other one runs it.
     InDoubt {
-        /// The other host's name here.
+        /// The other host's name in this host's configuration.
         host: String,
     },
 }
@@ -47,9 +47,9 @@ impl fmt::Display for Holder {
 pub struct Right {
     /// The guest's name.
     pub guest: String,
-    /// How often the right has changed hands.
+    /// How often the right has changed hosts.
     pub generation: Generation,
-    /// Who has it.
+    /// The host that has it.
     pub holder: Holder,
 }
 
@@ -65,11 +65,11 @@ pub enum RightsError {
     /// The file system refused.
     #[error("cannot {what} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
@@ -78,27 +78,27 @@ pub enum RightsError {
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The fault.
         reason: String,
     },
-    /// This host knows of a later change of hands.
+    /// A later generation is recorded on this host.
     #[error(
         "{} is known here in {stored}: {refused} is out of date, and was not noted", refused.guest
     )]
     Older {
-        /// What is known.
+        /// The recorded right.
         stored: Box<Right>,
-        /// What was to be noted.
+        /// The right that was to be recorded.
         refused: Box<Right>,
     },
-    /// Something else happened to the guest than what is to be undone.
+    /// Another right is recorded than the one to be undone.
     #[error(
         "{} is known here in {stored}, not in {expected}: it was not given back", stored.guest
     )]
     NotGivenBack {
-        /// What is known.
+        /// The recorded right.
         stored: Box<Right>,
-        /// What was expected.
+        /// The expected right.
         expected: Box<Right>,
     },
 }
@@ -108,17 +108,17 @@ pub enum RightsError {
 pub struct Rights {
     files: Arc<dyn Files>,
     folder: PathBuf,
-    /// Whether the names in the folder are durable as they are; held while it is used.
+    /// Whether the names in the folder are durable; locked while the folder is used.
     settled: Arc<Mutex<bool>>,
 }
 
 impl Rights {
-    /// Uses a folder, and makes it where it is missing.
+    /// Opens a folder, and creates it where it is missing.
     pub fn open(folder: &Path) -> Result<Self, RightsError> {
         Self::open_in(Arc::new(RealFiles), folder)
     }
 
-    /// The same on a file system of the caller's.
+    /// Opens a folder in a given file system.
     pub fn open_in(files: Arc<dyn Files>, folder: &Path) -> Result<Self, RightsError> {
         create_folder(&*files, folder).map_err(error("make", folder))?;
         Ok(Self {
@@ -128,13 +128,13 @@ impl Rights {
         })
     }
 
-    /// What is known of a guest's right; none for a guest that never moved. It is durable when
-    /// this returns.
+    /// Returns the recorded right of a guest; `None` for a guest that never moved. It is durable
+    /// when this returns.
     pub fn get(&self, guest: &str) -> Result<Option<Right>, RightsError> {
         self.load(guest, &mut self.lock())
     }
 
-    /// Replaces what is known, durably. An older generation than the known one is refused.
+    /// Replaces the recorded right, durably. A generation older than the recorded one is refused.
     pub fn set(&self, right: &Right) -> Result<(), RightsError> {
         let mut settled = self.lock();
         match self.load(&right.guest, &mut settled)? {
@@ -146,9 +146,8 @@ impl Rights {
         }
     }
 
-    /// Goes back to an older generation, durably, from one that never ran the guest. Where
-    /// something else is known than what is expected, it must not be newer than what is gone back
-    /// to.
+    /// Goes back to an older generation, durably, from one that never ran the guest. If another
+    /// right is recorded than the expected one, it must not be newer than the restored one.
     pub fn give_back(&self, expected: &Right, right: &Right) -> Result<(), RightsError> {
         let mut settled = self.lock();
         match self.load(&right.guest, &mut settled)? {
@@ -168,8 +167,8 @@ impl Rights {
 
     fn load(&self, guest: &str, settled: &mut bool) -> Result<Option<Right>, RightsError> {
         if !*settled {
-            // An agent may have been ended, or failed, between a rename and its sync: what can be
-            // read is not yet what is there after a power cut.
+            // An agent may have been killed, or failed, between a rename and its sync: a readable
+            // file need not survive a power cut.
             self.files
                 .sync_folder(&self.folder, "the rights that were found")
                 .map_err(error("sync", &self.folder))?;
@@ -217,7 +216,8 @@ impl Rights {
         Ok(())
     }
 
-    /// A guest's name may hold any character: it becomes hexadecimal where it is not plain.
+    /// Returns the path of a guest's file. A guest's name may hold any character: other than plain
+    /// ones become hexadecimal.
     fn path(&self, guest: &str) -> PathBuf {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
         let mut name = String::new();
@@ -279,7 +279,7 @@ mod tests {
         let rights = Rights::open(folder.path()).unwrap();
         let (before, after) = (right(3, Holder::Here), right(4, in_doubt()));
         let give_back = || rights.give_back(&after, &before);
-        // It may be that nothing was noted, or that it was given back already.
+        // Possibly nothing was recorded, or the right was already given back.
         give_back().unwrap();
         give_back().unwrap();
         rights.set(&after).unwrap();

@@ -1,4 +1,5 @@
-//! The content index on real files: what it finds is right, whatever becomes of them and of it.
+//! Tests the content index on real files: its answers are right, whatever happens to the files and
+//! the index.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_codec::{Digest, Hasher};
@@ -12,7 +13,7 @@ use tempfile::TempDir;
 
 type Block = [u8; BLOCK_SIZE];
 
-/// A block that nothing else is like.
+/// A block unlike any other.
 fn block(number: u64) -> Block {
     let mut block = [0; BLOCK_SIZE];
     let mut reader = blake3::Hasher::new();
@@ -40,7 +41,7 @@ impl Setting {
         ContentIndex::open(&self.index_folder(), 4000).unwrap()
     }
 
-    /// A file of these blocks; 0 is a hole.
+    /// Creates a file of these blocks; 0 is a hole.
     fn file(&self, name: &str, numbers: &[u64]) -> PathBuf {
         let path = self.folder.path().join(name);
         let file = File::create(&path).unwrap();
@@ -69,7 +70,7 @@ fn digest(index: &ContentIndex, block: &Block) -> Digest {
     Hasher::new(index.key()).digest(block)
 }
 
-/// Where a block is found; what is read then is the block.
+/// Returns where a block is found, and checks that the content read is the block.
 fn find(index: &ContentIndex, number: u64) -> Option<(PathBuf, u64)> {
     let expected = block(number);
     let mut read = [0xee; BLOCK_SIZE];
@@ -85,7 +86,7 @@ fn what_files_hold_is_found_also_later() {
         .map(|place| if place % 3 == 0 { 0 } else { place })
         .collect();
     let one = setting.file("one", &numbers);
-    // A last block that is not whole is left out.
+    // An incomplete last block is not indexed.
     let other = setting.file("other", &[2000, 7, 0, 2001]);
     OpenOptions::new()
         .append(true)
@@ -136,7 +137,7 @@ fn a_file_that_changed_is_thrown_away_and_never_gives_wrong_bytes() {
     index_all(&index, &steady);
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.write_all_at(&block(9), BLOCK_SIZE as u64).unwrap();
-    // What was not touched may still be found; what was asked for and was not there gives it away.
+    // Unchanged blocks may still be found; a failed lookup reveals the change.
     assert_eq!(find(&index, 1), Some((path.clone(), 0)));
     assert_eq!(find(&index, 2), None);
     assert_eq!(find(&index, 1), None, "nothing of it is believed any more");
@@ -146,7 +147,7 @@ fn a_file_that_changed_is_thrown_away_and_never_gives_wrong_bytes() {
     assert_eq!(find(&index, 3), Some((path.clone(), 2)));
     drop(index);
 
-    // Another file in its place, and one that is gone.
+    // Another file in its place, and a removed one.
     let new = setting.file("new", &[1, 2, 3, 4, 5]);
     fs::rename(new, &path).unwrap();
     fs::remove_file(&steady).unwrap();
@@ -155,7 +156,7 @@ fn a_file_that_changed_is_thrown_away_and_never_gives_wrong_bytes() {
     for number in [1, 3, 9, 11] {
         assert_eq!(find(&index, number), None);
     }
-    // A file that is cut off while it is read is no trouble.
+    // A file may be truncated while it is read.
     let mut indexing = index.index(&path, Writes::Seldom).unwrap();
     OpenOptions::new()
         .write(true)
@@ -172,13 +173,13 @@ fn of_a_file_that_is_written_all_the_time_what_is_left_is_found() {
     let path = setting.file("disk", &[1, 2, 3, 0, 4]);
     let index = setting.open();
     index_as(&index, &path, Writes::Always);
-    // What it is to be taken for decides, not what it was taken for.
+    // The requested kind of writes decides, not the recorded one.
     index_all(&index, &path);
     index_as(&index, &path, Writes::Always);
     let file = OpenOptions::new().write(true).open(&path).unwrap();
     file.write_all_at(&block(7), BLOCK_SIZE as u64).unwrap();
     file.write_all_at(&block(8), 5 * BLOCK_SIZE as u64).unwrap();
-    // It has grown, too.
+    // The file has grown, too.
     assert!(!index.is_current(&path, Writes::Seldom));
     assert!(index.is_current(&path, Writes::Always));
     let is_found = |index: &ContentIndex| {
@@ -190,7 +191,8 @@ fn of_a_file_that_is_written_all_the_time_what_is_left_is_found() {
     is_found(&index);
     drop(index);
     is_found(&setting.open());
-    // What was written since is found when it was read again; what has not changed, in between as well.
+    // Blocks written since are found after the file is read again; unchanged ones in between as
+    // well.
     let index = setting.open();
     index.read_again(&path).unwrap();
     assert!(!index.is_current(&path, Writes::Always));
@@ -200,7 +202,7 @@ fn of_a_file_that_is_written_all_the_time_what_is_left_is_found() {
     for (number, place) in [(1, 0), (7, 1), (3, 2), (4, 4), (8, 5)] {
         assert_eq!(find(&index, number), Some((path.clone(), place)));
     }
-    // Another file in its place is another file.
+    // Another file in its place counts as a new one.
     let other = setting.file("other", &[1, 9]);
     fs::rename(&other, &path).unwrap();
     assert!(!index.is_current(&path, Writes::Always));
@@ -218,7 +220,7 @@ fn indexing_goes_on_where_it_was_left() {
     let index = setting.open();
     let mut indexing = index.index(&path, Writes::Seldom).unwrap();
     assert_eq!(indexing.step().unwrap(), Step::More);
-    // Told to stop, it notes how far it is.
+    // When it is told to stop, it records its progress.
     assert_eq!(
         indexing.run(50, &AtomicBool::new(true)).unwrap(),
         Step::More
@@ -250,7 +252,7 @@ fn holes_are_not_read_and_the_table_does_not_grow() {
     index_all(&index, &path);
     assert_eq!(find(&index, 2), Some((path, (1 << 28) - 1)));
     drop(index);
-    // Far more blocks than the table was made for: it forgets.
+    // Far more blocks than the table was created for: entries are evicted.
     let folder = setting.index_folder();
     let index = ContentIndex::open(&folder, 1).unwrap();
     assert!(index.files().is_empty(), "of another size: begun anew");
@@ -288,7 +290,7 @@ fn a_torn_table_loses_pages_and_gives_no_wrong_bytes() {
         let random = block(seed + 10_000);
         let place = usize::from(random[0]) % 20 * PAGE_BYTES + usize::from(random[1]) * 16;
         match seed % 4 {
-            // A bit, a sector of something else, zeros, an end.
+            // A flipped bit, a sector of other content, zeros, a truncation.
             0 => torn[place] ^= 1,
             1 => torn[place / 512 * 512..][..512].copy_from_slice(&random[..512]),
             2 => torn[place / PAGE_BYTES * PAGE_BYTES..][..2 * 512].fill(0),
@@ -303,7 +305,7 @@ fn a_torn_table_loses_pages_and_gives_no_wrong_bytes() {
             "seed {seed}: {found}"
         );
     }
-    // Pages with right checksums that say something else: of another place, of another file.
+    // Pages with correct checksums but foreign content: of another place, of another file.
     let mut swapped = good.clone();
     swapped.rotate_left(PAGE_BYTES);
     fs::write(&table, &swapped).unwrap();
@@ -338,7 +340,7 @@ fn a_catalogue_that_is_torn_or_newer_begins_all_anew() {
         assert!(index.key() != key);
         assert_eq!(find(&index, 2), None);
     }
-    // Without a table it knows nothing either.
+    // Without a table it finds nothing.
     index_all(&setting.open(), &path);
     fs::remove_file(setting.index_folder().join("table")).unwrap();
     assert!(setting.open().files().is_empty());

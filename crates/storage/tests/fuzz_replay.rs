@@ -1,4 +1,4 @@
-//! The fuzz targets on their seeds (`fuzz/seeds`), so that no nightly compiler is needed for them.
+//! Runs the fuzz targets on their seeds (`fuzz/seeds`), so that they need no nightly compiler.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "../../../fuzz/src/arriving.rs"]

@@ -1,4 +1,5 @@
-//! Bulk connections: whole frames, striped over many streams of a QUIC connection of their own.
+//! Implements bulk connections: whole frames, striped over many streams of a separate QUIC
+//! connection.
 
 mod offer;
 mod receiver;
@@ -16,16 +17,16 @@ pub use wire::{BulkOpening, BulkPurpose, BulkWireError, StreamHeader, StreamKind
 
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 
-/// Most streams of frames on one bulk connection.
+/// The maximum number of streams of frames on one bulk connection.
 pub const BULK_STREAMS_MAX: u8 = 64;
-/// Largest acknowledgement message, in bytes.
+/// The maximum size of an acknowledgement message, in bytes.
 pub const ACKNOWLEDGEMENT_BYTES_MAX: usize = 64 << 10;
-/// What a stream may be ahead of its reader, in bytes.
+/// How far a stream may be ahead of its reader, in bytes.
 pub(crate) const STREAM_WINDOW_BYTES: u32 = 2_000_000;
-/// What all streams of a bulk connection together may be ahead of their readers, in bytes.
+/// How far all streams of a bulk connection together may be ahead of their readers, in bytes.
 pub(crate) const BULK_WINDOW_BYTES: u32 = 32_000_000;
 
-/// What a bulk connection belongs to. Every stream of it says so again.
+/// The migration, attempt and epoch of a bulk connection. The header of every stream repeats them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct BulkBinding {
     /// The migration.
@@ -36,12 +37,12 @@ pub struct BulkBinding {
     pub epoch: Epoch,
 }
 
-/// How a bulk connection is used by its sender.
+/// The sender's configuration of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BulkConfig {
-    /// Over how many streams frames are striped (1 to [`BULK_STREAMS_MAX`]).
+    /// The number of streams over which frames are striped (1 to [`BULK_STREAMS_MAX`]).
     pub streams: u8,
-    /// Limit in bits per second on the wire, headers included; none for none.
+    /// Limit in bits per second on the wire, headers included; `None` for no limit.
     pub bandwidth_bps: Option<u64>,
 }
 

@@ -1,4 +1,4 @@
-//! Control connections: request and answer, in channels of messages.
+//! Implements control connections: requests and answers, in channels of messages.
 
 use crate::bulk::{BulkBinding, BulkConfig, BulkOffer, BulkSender, BulkToken};
 use crate::endpoint::EndpointInner;
@@ -14,21 +14,21 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Most channels that a peer may have open at once on one control connection.
+/// The maximum number of channels that a peer may have open at once on one control connection.
 pub const CHANNELS_MAX: u32 = 64;
 
-/// Who is at the other end of a control connection.
+/// The peer of a control connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Peer {
-    /// The entry of the trust store, as it was when the connection was made.
+    /// Its entry of the trust store, at the time of the connection.
     pub host: TrustedHost,
-    /// Where it is.
+    /// Its address.
     pub address: SocketAddr,
-    /// What it calls its software.
+    /// The name and version of its software.
     pub software: String,
     /// The incarnation of its journals, if it sends one.
     pub incarnation: Option<Incarnation>,
-    /// The protocol version that both speak.
+    /// The agreed protocol version.
     pub version: u16,
 }
 
@@ -44,17 +44,17 @@ pub struct Control {
 }
 
 impl Control {
-    /// Who is at the other end.
+    /// Returns the peer.
     pub fn peer(&self) -> &Peer {
         &self.peer
     }
 
-    /// Whether this side dialled.
+    /// Returns whether this side dialled.
     pub fn dialled(&self) -> bool {
         self.dialled
     }
 
-    /// Whether the trust store allows the peer to do this, now.
+    /// Returns whether the trust store allows the peer to do this, now.
     pub fn allows(&self, permission: Permission) -> Result<bool, TrustError> {
         let host = self.endpoint.trust.by_id(self.peer.host.id)?;
         Ok(host.is_some_and(|host| host.scope.allows(permission)))
@@ -67,7 +67,7 @@ impl Control {
         Ok(self.channel(send, receive))
     }
 
-    /// The next channel that the peer opens. Safe to cancel.
+    /// Returns the next channel that the peer opens. Safe to cancel.
     pub async fn accept(&self) -> Result<Channel, LinkError> {
         let streams = self.link.connection.accept_bi().await;
         let (send, receive) = streams.map_err(|error| self.link.error(error))?;
@@ -83,7 +83,7 @@ impl Control {
         }
     }
 
-    /// Expects one bulk connection from this peer; its token goes to the peer in a message.
+    /// Offers one bulk connection to this peer; its token is sent to the peer in a message.
     pub fn offer_bulk(
         &self,
         binding: BulkBinding,
@@ -94,7 +94,7 @@ impl Control {
             .offer(self.peer.host.id, binding, expires_in)
     }
 
-    /// Makes the bulk connection for which the peer gave this token.
+    /// Opens the bulk connection for which the peer gave this token.
     pub async fn connect_bulk(
         &self,
         token: &BulkToken,
@@ -106,7 +106,7 @@ impl Control {
         crate::bulk::connect(endpoint, host, address, token, binding, config).await
     }
 
-    /// The smoothed round-trip time.
+    /// Returns the smoothed round-trip time.
     pub fn rtt(&self) -> Duration {
         self.link.rtt()
     }
@@ -116,7 +116,7 @@ impl Control {
         self.link.close(code, reason);
     }
 
-    /// Waits until the connection is no more, and says why.
+    /// Waits until the connection has ended, and returns the reason.
     pub async fn closed(&self) -> LinkError {
         self.link.closed().await
     }
@@ -157,26 +157,26 @@ impl Channel {
         self.sender.finish().await
     }
 
-    /// The two halves, for two tasks.
+    /// Returns the two halves, for two tasks.
     pub fn split(self) -> (ChannelSender, ChannelReceiver) {
         (self.sender, self.receiver)
     }
 }
 
 impl ChannelSender {
-    /// Sends a message; waits while the peer takes no more. When the future is dropped, the
-    /// message goes out whole (with the next call) or not at all.
+    /// Sends a message; waits for flow control of the peer. If the future is dropped, the message
+    /// is sent whole (with the next call) or not at all.
     pub async fn send(&mut self, message: &[u8]) -> Result<(), ChannelError> {
         self.0.send(Bytes::copy_from_slice(message)).await
     }
 
-    /// Says that no more messages follow.
+    /// Ends the messages of this direction.
     pub async fn finish(&mut self) -> Result<(), ChannelError> {
         self.0.finish().await
     }
 
-    /// Closes the connection below the channel as an agent that stops does: the peer takes it for
-    /// lost, and not for the end of the work.
+    /// Closes the connection below the channel in the way of an agent that stops: the peer sees a
+    /// lost connection, and not the end of the work.
     pub fn disconnect(&self) {
         self.0.disconnect();
     }
@@ -188,7 +188,7 @@ impl ChannelReceiver {
         self.0.disconnect();
     }
 
-    /// The next message, or none when the peer finished. Safe to cancel.
+    /// Returns the next message, or `None` when the peer has finished. Safe to cancel.
     pub async fn recv(&mut self) -> Result<Option<Vec<u8>>, ChannelError> {
         Ok(self.0.next().await?.map(Vec::from))
     }

@@ -1,4 +1,4 @@
-//! The one UDP socket of a host, and the connections made and accepted on it.
+//! Owns the one UDP socket of a host, and the connections made and accepted on it.
 
 mod listen;
 mod socket;
@@ -28,41 +28,41 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 
-/// Most connections (control and bulk) with one peer at once.
+/// The maximum number of connections (control and bulk) with one peer at once.
 pub const CONNECTIONS_PER_PEER_MAX: usize = 32;
-/// What unfinished control messages of one peer may take in memory, in bytes.
+/// The memory limit for unfinished control messages of one peer, in bytes.
 pub const MESSAGES_BYTES_PER_PEER_MAX: usize = 8 << 20;
-/// Most handshakes of strangers under way at once.
+/// The maximum number of handshakes of unknown peers at once.
 pub const HANDSHAKES_MAX: usize = 64;
-/// What all streams of a control connection together may be ahead of their readers, in bytes.
+/// How far all streams of a control connection together may be ahead of their readers, in bytes.
 const CONTROL_WINDOW_BYTES: u32 = 8_000_000;
-/// The same before the peer is known.
+/// The same limit before the peer is known.
 const OPENING_WINDOW_BYTES: u32 = 16_384;
 const CONTROLS_WAITING: usize = 16;
 const CLOSE_WITHIN: Duration = Duration::from_secs(1);
 
-/// How an endpoint listens and how patient it is.
+/// The address and time limits of an endpoint.
 #[derive(Debug, Clone)]
 pub struct EndpointConfig {
-    /// Where to listen; port 0 for any.
+    /// The address to listen on; port 0 for any.
     pub listen: SocketAddr,
-    /// Protocol versions spoken, and the program's name: the Hello that peers get.
+    /// The Hello that peers get: the supported protocol versions, and the program's name.
     pub hello: Hello,
-    /// A peer must finish handshake and Hello within this time.
+    /// The time limit for a peer's handshake and Hello.
     pub handshake_timeout: Duration,
-    /// A connection on which nothing is heard for this time is lost. Keep it under 25 s: up to
-    /// that the library probes a silent path every second, so traffic resumes within about a
-    /// second after a cut link heals.
+    /// A connection without any packet for this time is lost. Keep it under 25 s: up to that the
+    /// library probes a silent path every second, so traffic resumes within about a second after a
+    /// cut link recovers.
     pub idle_timeout: Duration,
-    /// How often an otherwise silent connection is kept alive.
+    /// The keep-alive interval of an idle connection.
     pub keep_alive: Duration,
-    /// Whether to hand the kernel many datagrams at once (UDP segmentation offload). A switch for
-    /// network cards and kernels that get it wrong.
+    /// Whether to pass many datagrams to the kernel at once (UDP segmentation offload). To be
+    /// switched off for network cards and kernels that do it wrong.
     pub segmentation_offload: bool,
 }
 
 impl EndpointConfig {
-    /// The usual values.
+    /// Returns the default configuration.
     pub fn new(listen: SocketAddr, hello: Hello) -> Self {
         Self {
             listen,
@@ -75,18 +75,18 @@ impl EndpointConfig {
     }
 }
 
-/// Why there is no endpoint.
+/// Why an endpoint could not be created.
 #[derive(Debug, thiserror::Error)]
 pub enum EndpointError {
-    /// The socket could not be had.
+    /// The socket could not be bound.
     #[error("cannot listen on UDP {address}: {error}")]
     Socket {
         /// The address.
         address: SocketAddr,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
-    /// The identity or a setting does not suit TLS or QUIC.
+    /// The identity or a setting is unsuitable for TLS or QUIC.
     #[error("cannot set up TLS and QUIC: {0}")]
     Setup(String),
 }
@@ -110,7 +110,7 @@ pub(crate) struct EndpointInner {
     budgets: Mutex<HashMap<HostId, Budget>>,
 }
 
-/// Whom to dial, and how.
+/// The target of a dial, and its parameters.
 pub(crate) struct Dial {
     pub(crate) expected: Option<HostId>,
     pub(crate) name: String,
@@ -119,7 +119,7 @@ pub(crate) struct Dial {
 }
 
 impl Endpoint {
-    /// Binds the socket and starts to listen. Needs a tokio runtime.
+    /// Binds the socket and starts to listen. Requires a tokio runtime.
     pub fn bind(
         config: EndpointConfig,
         identity: Identity,
@@ -139,8 +139,8 @@ impl Endpoint {
             .max_incoming(HANDSHAKES_MAX * 4)
             .incoming_buffer_size(64 << 10)
             .incoming_buffer_size_total(4 << 20);
-        // Both keys outlive the process, so that the peers of an agent that was restarted learn
-        // at once that their connections are gone.
+        // Both keys outlive the process, so that peers of a restarted agent learn at once that
+        // their connections are gone.
         let reset_key = ResetKey(identity.derived_secret("longhaul 2026 QUIC stateless reset"));
         let id_key = identity.derived_secret("longhaul 2026 QUIC connection ids");
         let id_key = id_key
@@ -150,7 +150,7 @@ impl Endpoint {
         endpoint.cid_generator(Arc::new(move || {
             Box::new(HashedConnectionIdGenerator::from_key(id_key))
         }));
-        // Datagrams of other kinds share the socket, told apart by their first byte.
+        // Other kinds of datagrams share the socket, distinguished by their first byte.
         endpoint.grease_quic_bit(false);
         let runtime = Arc::new(quic::TokioRuntime);
         let quic =
@@ -174,22 +174,22 @@ impl Endpoint {
         })
     }
 
-    /// Where the socket listens.
+    /// Returns the address of the socket.
     pub fn local_address(&self) -> io::Result<SocketAddr> {
         self.inner.quic.local_addr()
     }
 
-    /// This host's identity.
+    /// Returns this host's identity.
     pub fn host_id(&self) -> HostId {
         self.inner.identity.host_id()
     }
 
-    /// The trust store in use.
+    /// Returns the trust store.
     pub fn trust(&self) -> &TrustStore {
         &self.inner.trust
     }
 
-    /// Makes a control connection to a trusted host, at the first of its addresses that answers.
+    /// Opens a control connection to a trusted host, at the first of its addresses that answers.
     pub async fn connect(&self, name: &str) -> Result<Control, ConnectError> {
         let host = self.inner.trusted(name)?;
         self.connect_to(host).await
@@ -214,13 +214,13 @@ impl Endpoint {
         self.inner.greet(link, host, address, &dial).await
     }
 
-    /// The next control connection from a trusted host; none after [`Endpoint::close`]. What the
-    /// host may do is for the caller to ask ([`Control::allows`]). Safe to cancel.
+    /// Returns the next control connection from a trusted host; `None` after [`Endpoint::close`].
+    /// The caller must check what the host may do ([`Control::allows`]). Safe to cancel.
     pub async fn accept(&self) -> Option<Control> {
         self.accepted.lock().await.recv().await
     }
 
-    /// Asks who answers at an address, for people to compare before they trust it.
+    /// Returns the identity of the host at an address, which people compare before they trust it.
     pub async fn identify(&self, address: &str) -> Result<HostId, ConnectError> {
         let dial = Dial {
             expected: None,
@@ -248,7 +248,7 @@ impl Endpoint {
     pub async fn close(&self, reason: &str) {
         let code = CloseCode::ShuttingDown.varint();
         self.inner.quic.close(code, reason.as_bytes());
-        // Peers that do not acknowledge the close in time find out by their idle time-out.
+        // Peers that do not acknowledge the close in time notice it by their idle time-out.
         let _ = tokio::time::timeout(CLOSE_WITHIN, self.inner.quic.wait_idle()).await;
     }
 }
@@ -265,7 +265,7 @@ impl EndpointInner {
         host.ok_or_else(|| ConnectError::NotTrusted(name.to_owned()))
     }
 
-    /// Dials the addresses in order until one answers with the identity expected.
+    /// Dials the addresses in order until one answers with the expected identity.
     pub(crate) async fn dial_any(
         &self,
         dial: &Dial,
@@ -335,7 +335,7 @@ impl EndpointInner {
         }
     }
 
-    /// An IPv4 address as a dual-stack socket wants it.
+    /// Returns an IPv4 address in the form for a dual-stack socket.
     fn mapped(&self, address: SocketAddr) -> SocketAddr {
         match (address, self.config.listen) {
             (SocketAddr::V4(v4), SocketAddr::V6(_)) => {
@@ -345,7 +345,7 @@ impl EndpointInner {
         }
     }
 
-    /// The dialler's side of the Hello.
+    /// Performs the dialler's side of the Hello.
     async fn greet(
         self: &Arc<Self>,
         link: Link,
@@ -407,7 +407,7 @@ impl EndpointInner {
         connections.unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts a connection with a peer; false when there are too many.
+    /// Counts a connection with a peer; returns false when there are too many.
     fn register(&self, id: HostId, link: &Link) -> bool {
         let mut connections = self.connections();
         connections.retain(|_, list| {
@@ -484,7 +484,8 @@ fn common_transport(config: &EndpointConfig) -> Result<TransportConfig, String> 
     Ok(transport)
 }
 
-/// Until the peer is known it may open one stream and send little.
+/// Returns the listener's transport configuration: an unknown peer may open one stream and send
+/// little.
 fn server_transport(config: &EndpointConfig) -> Result<TransportConfig, String> {
     let mut transport = common_transport(config)?;
     transport
@@ -494,7 +495,7 @@ fn server_transport(config: &EndpointConfig) -> Result<TransportConfig, String> 
     Ok(transport)
 }
 
-/// The peer proved the key expected of it.
+/// Returns the dialler's transport configuration: the peer has proved the expected key.
 fn client_transport(
     config: &EndpointConfig,
     dial: &Dial,
@@ -529,7 +530,7 @@ impl HmacKey for ResetKey {
 
     fn verify(&self, data: &[u8], signature: &[u8]) -> Result<(), CryptoError> {
         let signature: [u8; 32] = signature.try_into().map_err(|_| CryptoError)?;
-        // Comparing hashes of this type takes the same time wherever they differ.
+        // The comparison of hashes of this type is constant-time.
         if blake3::keyed_hash(&self.0, data) == blake3::Hash::from(signature) {
             Ok(())
         } else {

@@ -1,4 +1,4 @@
-//! Why connections end, in this crate's own words.
+//! Defines the reasons for the end of connections.
 
 use crate::hello::Incompatible;
 use crate::quic;
@@ -6,24 +6,24 @@ use crate::trust::TrustError;
 use longhaul_protocol::HostId;
 use std::fmt;
 
-/// What an agent says when it closes a connection. The numbers are part of the wire format.
+/// The code with which an agent closes a connection. The numbers are part of the wire format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CloseCode {
     /// The work is done.
     Done,
-    /// The peer's key is in no entry of the trust store.
+    /// The peer's key is not in the trust store.
     IdentityUnknown,
-    /// The peer is known, but its scope does not allow what it asked for.
+    /// The peer is known, but its scope does not allow the request.
     NotAllowed,
-    /// There is no protocol version that both sides speak.
+    /// No protocol version is common to both sides.
     Incompatible,
-    /// The opening exchange was malformed or did not come in time.
+    /// The opening exchange was malformed or late.
     BadOpening,
-    /// The token of a bulk connection is unknown, used, expired or somebody else's.
+    /// The token of a bulk connection is unknown, used, expired or another peer's.
     BadToken,
     /// The peer broke the wire format or one of its limits.
     Violation,
-    /// The agent has as many connections as it takes.
+    /// The agent has its maximum number of connections.
     Busy,
     /// The agent stops.
     ShuttingDown,
@@ -67,13 +67,13 @@ impl CloseCode {
     }
 }
 
-/// Why a connection is no more.
+/// Why a connection has ended.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum LinkError {
-    /// The other agent closed it and said why.
+    /// The other agent closed it, with a reason.
     #[error("the other host closed the connection: {reason}")]
     ClosedByPeer {
-        /// What kind of reason.
+        /// The code of the reason.
         code: CloseCode,
         /// The reason in words.
         reason: String,
@@ -84,19 +84,20 @@ pub enum LinkError {
         /// The reason in words.
         reason: String,
     },
-    /// Nothing was heard from the peer for the idle time-out.
+    /// The peer sent nothing for the idle time-out.
     #[error("the connection timed out: nothing was heard from the other host")]
     TimedOut,
-    /// The peer no longer knows the connection: its agent was restarted.
+    /// The peer does not know the connection: its agent was restarted.
     #[error("the connection was reset: the other host's agent was restarted")]
     Reset,
-    /// The layer below failed (TLS, QUIC).
+    /// The layer below (TLS, QUIC) failed.
     #[error("the connection failed: {0}")]
     Failed(String),
 }
 
 impl LinkError {
-    /// Whether dialling again may help: the link or the peer's process failed, and nobody said no.
+    /// Returns whether redialling may help: the link or the peer's process failed, and neither side
+    /// refused.
     pub fn may_redial(&self) -> bool {
         match self {
             Self::TimedOut | Self::Reset | Self::Failed(_) => true,
@@ -106,7 +107,7 @@ impl LinkError {
     }
 }
 
-/// Longest reason that is sent or shown, in bytes.
+/// The maximum length of a reason that is sent or shown, in bytes.
 pub(crate) const REASON_BYTES_MAX: usize = 512;
 
 impl From<quic::ConnectionError> for LinkError {
@@ -133,7 +134,7 @@ impl From<quic::ConnectionError> for LinkError {
     }
 }
 
-/// A peer's text with everything removed that could upset a terminal.
+/// Returns a peer's text without characters that could upset a terminal.
 pub(crate) fn printable(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes)
         .chars()
@@ -144,13 +145,13 @@ pub(crate) fn printable(bytes: &[u8]) -> String {
 /// Why a message could not be sent or received.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ChannelError {
-    /// The connection is no more.
+    /// The connection has ended.
     #[error(transparent)]
     Lost(#[from] LinkError),
     /// The message is larger than the wire format allows.
     #[error("a message of {bytes} bytes is over the limit of {limit} bytes")]
     TooLarge {
-        /// Its length as announced.
+        /// The announced length.
         bytes: u64,
         /// The limit.
         limit: u64,
@@ -176,10 +177,10 @@ pub enum ConnectError {
     Unreachable {
         /// The host.
         name: String,
-        /// Each address tried, and what came of it.
+        /// Each address tried, with its result.
         tried: Vec<(String, String)>,
     },
-    /// Somebody with another key answers at this address.
+    /// A host with another key answers at this address.
     #[error(
         "the identity of host `{name}` changed: was {expected}, now {found} (at {address}); \
          compare the fingerprint with the one that `longhaul host` shows there, and if the change \
@@ -200,7 +201,7 @@ pub enum ConnectError {
     Refused {
         /// The host.
         name: String,
-        /// What kind of reason.
+        /// The code of the reason.
         code: CloseCode,
         /// The reason in words.
         reason: String,
@@ -213,7 +214,7 @@ pub enum ConnectError {
     Lost {
         /// The host.
         name: String,
-        /// What happened.
+        /// The error.
         error: LinkError,
     },
 }
@@ -236,7 +237,7 @@ impl fmt::Display for Tried<'_> {
 /// Why a frame could not be sent or received on a bulk connection.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum BulkError {
-    /// The connection is no more. What was not acknowledged is pending again.
+    /// The connection has ended. Frames without an acknowledgement are pending again.
     #[error(transparent)]
     Lost(#[from] LinkError),
     /// The frame or message is larger than the wire format allows.
@@ -247,7 +248,7 @@ pub enum BulkError {
         /// The limit.
         limit: u64,
     },
-    /// Nobody presented the token in time.
+    /// No peer presented the token in time.
     #[error("the bulk connection was not made within {0} s")]
     NotMade(u64),
     /// Too many bulk connections are expected at once.

@@ -1,11 +1,12 @@
-//! Files that are written whole or not at all, and survive a loss of power.
+//! Writes files atomically, so that they survive a loss of power.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
-/// Replaces `path` by `content` with mode 0600: after a crash either the old or the new is there.
+/// Replaces `path` by `content` with mode 0600: after a crash either the old or the new content
+/// exists.
 pub(crate) fn write_atomic(path: &Path, content: &[u8]) -> io::Result<()> {
     let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
     let folder = folder.unwrap_or(Path::new("."));
@@ -17,7 +18,7 @@ pub(crate) fn write_atomic(path: &Path, content: &[u8]) -> io::Result<()> {
     let temporary = folder.join(temporary);
     let written = write_new(&temporary, content).and_then(|()| std::fs::rename(&temporary, path));
     if written.is_err() {
-        // The first error is the one to report; what is left over is replaced by the next write.
+        // The first error is the one to report; the next write replaces the remains.
         let _ = std::fs::remove_file(&temporary);
         return written;
     }

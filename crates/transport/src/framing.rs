@@ -1,4 +1,5 @@
-//! Length-prefixed messages over a stream: a 32-bit little-endian length, then the bytes.
+//! Implements length-prefixed messages over a stream: a 32-bit little-endian length, then the
+//! bytes.
 
 use crate::error::{ChannelError, CloseCode};
 use crate::quic::{Link, ReadError, RecvStream, SendStream, WriteError};
@@ -10,11 +11,11 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 /// Bytes of a length prefix.
 pub(crate) const PREFIX_BYTES: usize = 4;
 const READ_BYTES: usize = 64 << 10;
-/// Messages up to this length need no share of a budget.
+/// The length up to which messages need no share of a budget.
 const FREE_BYTES: usize = 16 << 10;
 const BUDGET_UNIT_BYTES: usize = 1 << 10;
 
-/// Cuts a stream of bytes into messages; holds at most one message and one read more.
+/// Splits a stream of bytes into messages; holds at most one message and one more read.
 #[derive(Debug)]
 pub(crate) struct Messages {
     limit: usize,
@@ -33,7 +34,7 @@ impl Messages {
         self.buffer.extend_from_slice(bytes);
     }
 
-    /// The next whole message, if it is there.
+    /// Returns the next whole message, if it is complete.
     pub(crate) fn take(&mut self) -> Result<Option<Bytes>, ChannelError> {
         let Some(prefix) = self.buffer.first_chunk::<PREFIX_BYTES>() else {
             return Ok(None);
@@ -52,25 +53,25 @@ impl Messages {
         Ok(Some(self.buffer.split_to(length).freeze()))
     }
 
-    /// The length of the message that is arriving, where that is known.
+    /// Returns the length of the unfinished message, where that is known.
     fn announced(&self) -> Option<usize> {
         let prefix = self.buffer.first_chunk::<PREFIX_BYTES>()?;
         Some(u32::from_le_bytes(*prefix) as usize)
     }
 
-    /// Whether nothing is left of an unfinished message.
+    /// Returns whether there is no part of an unfinished message.
     pub(crate) fn is_empty(&self) -> bool {
         self.buffer.is_empty()
     }
 }
 
-/// What a peer's unfinished messages may take in memory, over all its connections. A long message
-/// is read on only with a share of it, which it keeps until the next one is asked for.
+/// The memory limit for a peer's unfinished messages, over all its connections. The rest of a long
+/// message is read only with a share of it, which is held until the next message is requested.
 #[derive(Debug, Clone)]
 pub(crate) struct Budget(Arc<Semaphore>);
 
 impl Budget {
-    /// At least as much as the longest message.
+    /// Creates a budget; it must allow at least the longest message.
     pub(crate) fn new(bytes: usize) -> Self {
         Self(Arc::new(Semaphore::new(bytes / BUDGET_UNIT_BYTES)))
     }
@@ -89,12 +90,12 @@ pub(crate) struct MessageReader {
     messages: Messages,
     budget: Option<Budget>,
     share: Option<OwnedSemaphorePermit>,
-    /// Whether the message that the share was for was given out.
+    /// Whether the message of the share was returned.
     given: bool,
 }
 
 impl MessageReader {
-    /// Closes the connection, so that the peer takes it for lost.
+    /// Closes the connection, so that the peer sees it as lost.
     pub(crate) fn disconnect(&self) {
         let reason = "this connection was given up";
         self.link.close(CloseCode::ShuttingDown, reason);
@@ -111,13 +112,13 @@ impl MessageReader {
         }
     }
 
-    /// The same, within what the peer may take in all.
+    /// Returns the reader with a peer's budget.
     pub(crate) fn within(mut self, budget: Budget) -> Self {
         self.budget = Some(budget);
         self
     }
 
-    /// The next message, or none when the peer finished the stream. Safe to cancel.
+    /// Returns the next message, or `None` when the peer has finished the stream. Safe to cancel.
     pub(crate) async fn next(&mut self) -> Result<Option<Bytes>, ChannelError> {
         if std::mem::take(&mut self.given) {
             self.share = None;
@@ -159,7 +160,7 @@ pub(crate) struct MessageWriter {
 }
 
 impl MessageWriter {
-    /// Closes the connection, so that the peer takes it for lost.
+    /// Closes the connection, so that the peer sees it as lost.
     pub(crate) fn disconnect(&self) {
         let reason = "this connection was given up";
         self.link.close(CloseCode::ShuttingDown, reason);
@@ -174,7 +175,7 @@ impl MessageWriter {
         }
     }
 
-    /// Sends a message. When cancelled, the message goes out whole or not at all.
+    /// Sends a message. If cancelled, the message is sent whole or not at all.
     pub(crate) async fn send(&mut self, message: Bytes) -> Result<(), ChannelError> {
         if message.len() > self.limit {
             return Err(ChannelError::TooLarge {
@@ -189,7 +190,7 @@ impl MessageWriter {
         self.flush().await
     }
 
-    /// Says that no more messages follow, after what is still unsent.
+    /// Ends the messages after the unsent ones.
     pub(crate) async fn finish(&mut self) -> Result<(), ChannelError> {
         self.flush().await?;
         // Fails only when the stream was finished before.

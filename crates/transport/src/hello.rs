@@ -1,17 +1,17 @@
-//! The Hello: the first thing said on a control connection, in a form that never changes.
+//! Defines the Hello: the first message on a control connection, in a form that never changes.
 
 use longhaul_protocol::Incarnation;
 use std::fmt;
 
-/// The bytes that every Hello starts with.
+/// The first bytes of every Hello.
 pub const HELLO_MAGIC: [u8; 8] = *b"LONGHAUL";
-/// Largest body of a Hello, in bytes.
+/// The maximum size of a Hello's body, in bytes.
 pub const HELLO_BODY_BYTES_MAX: usize = 1024;
-/// Longest software string, in bytes.
+/// The maximum length of the software string, in bytes.
 pub const SOFTWARE_BYTES_MAX: usize = 255;
 pub(crate) const HELLO_HEAD_BYTES: usize = 10;
 
-/// Which protocol versions a side speaks, and what it calls itself.
+/// The protocol versions of a side, and its software's name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
     /// Oldest version spoken.
@@ -25,12 +25,12 @@ pub struct Hello {
     pub incarnation: Option<Incarnation>,
 }
 
-/// A Hello that is none.
+/// Why bytes are not a valid Hello.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not a Longhaul agent's Hello: {0}")]
 pub struct HelloError(&'static str);
 
-/// There is no version that both sides speak.
+/// No protocol version is common to both sides.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Incompatible {
     /// This host's Hello.
@@ -68,7 +68,7 @@ impl fmt::Display for Hello {
 }
 
 impl Hello {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> Vec<u8> {
         let mut cut = self.software.len().min(SOFTWARE_BYTES_MAX);
         while !self.software.is_char_boundary(cut) {
@@ -87,7 +87,7 @@ impl Hello {
         bytes
     }
 
-    /// Reads the head (magic and length) and returns the length of the body.
+    /// Decodes the head (magic and length) and returns the length of the body.
     pub fn decode_head(head: &[u8; HELLO_HEAD_BYTES]) -> Result<usize, HelloError> {
         if head[..8] != HELLO_MAGIC {
             return Err(HelloError("it starts with other bytes"));
@@ -99,7 +99,7 @@ impl Hello {
         Ok(body)
     }
 
-    /// Reads the body. Bytes after the incarnation are for later versions, and ignored.
+    /// Decodes the body. Bytes after the incarnation belong to later versions, and are ignored.
     pub fn decode_body(body: &[u8]) -> Result<Self, HelloError> {
         let [a, b, c, d, length, rest @ ..] = body else {
             return Err(HelloError("it is too short"));
@@ -119,7 +119,7 @@ impl Hello {
         Ok(hello)
     }
 
-    /// The newest version that both sides speak.
+    /// Returns the newest version common to both sides.
     pub fn agree(&self, there: &Self) -> Result<u16, Incompatible> {
         let newest = self.version_max.min(there.version_max);
         if newest < self.version_min.max(there.version_min) {

@@ -1,4 +1,4 @@
-//! This host's identity: a key pair made at the first start, and the certificate around it.
+//! Owns this host's identity: a key pair generated at the first start, and its certificate.
 
 use crate::files::write_atomic;
 use longhaul_protocol::HostId;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 pub const KEY_FILE: &str = "identity.pem";
 const KEY_FILE_BYTES_MAX: u64 = 16 << 10;
 
-/// Why there is no identity.
+/// Why the identity could not be loaded.
 #[derive(Debug, thiserror::Error)]
 pub enum IdentityError {
     /// The file cannot be read or written.
@@ -23,18 +23,18 @@ pub enum IdentityError {
     File {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: io::Error,
     },
-    /// Others may read the private key.
+    /// Other users may read the private key.
     #[error("{0} can be read by others; run `chmod 600 {0}`, and make a new identity if it was")]
     Exposed(String),
-    /// The file holds no usable key.
+    /// The file contains no usable key.
     #[error("{}: not an Ed25519 private key: {error}", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The error.
         error: String,
     },
 }
@@ -50,7 +50,7 @@ struct Inner {
 }
 
 impl Identity {
-    /// Reads the identity kept in `folder`, or makes one at the first start.
+    /// Loads the identity from `folder`, or creates one at the first start.
     pub fn load_or_create(folder: &Path) -> Result<Self, IdentityError> {
         let path = folder.join(KEY_FILE);
         match read_key(&path)? {
@@ -76,7 +76,7 @@ impl Identity {
         }
     }
 
-    /// The host id: the fingerprint that people compare.
+    /// Returns the host id: the fingerprint that people compare.
     pub fn host_id(&self) -> HostId {
         self.0.id
     }
@@ -89,7 +89,7 @@ impl Identity {
         PrivateKeyDer::Pkcs8(self.0.key.clone_key())
     }
 
-    /// A secret for one purpose, that stays the same as long as the identity does.
+    /// Returns a secret for one purpose, which is stable for the life of the identity.
     pub(crate) fn derived_secret(&self, purpose: &str) -> [u8; 32] {
         blake3::derive_key(purpose, self.0.key.secret_pkcs8_der())
     }
@@ -116,7 +116,7 @@ impl fmt::Debug for Identity {
     }
 }
 
-/// The host id that a certificate's key stands for.
+/// Returns the host id of a certificate's key.
 pub(crate) fn host_id_of(certificate: &CertificateDer<'_>) -> Result<HostId, rustls::Error> {
     let parsed = ParsedCertificate::try_from(certificate)?;
     let spki = parsed.subject_public_key_info();

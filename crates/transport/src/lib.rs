@@ -1,4 +1,4 @@
-//! Host identities, trust, and the connections between hosts.
+//! Implements host identities, trust, and the connections between hosts.
 //!
 //! A host has an [`Identity`] (a key pair, made at first start) and a [`TrustStore`] (which other
 //! hosts it knows, and what each may do here). Its [`Endpoint`] is one UDP socket, from which it

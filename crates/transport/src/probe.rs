@@ -1,4 +1,4 @@
-//! Measuring a link: random frames over the bulk path for a while; the receiver counts them.
+//! Measures a link: sends random frames over the bulk path for some time, counted by the receiver.
 
 use crate::bulk::{
     BULK_STREAMS_MAX, BulkBinding, BulkOpening, BulkPurpose, BulkReceiver, BulkSender, BulkStats,
@@ -14,22 +14,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Longest measurement that a receiver takes part in.
+/// The maximum duration of a measurement that a receiver accepts.
 pub const PROBE_TIME_MAX: Duration = Duration::from_secs(300);
 const REPORT_EVERY: Duration = Duration::from_millis(100);
-/// As large as a frame of 64 blocks may be.
+/// The maximum size of a frame of 64 blocks.
 const PROBE_FRAME_BYTES: usize = 128 << 10;
 const RANDOM_BYTES: usize = 4 << 20;
 const REPORT_BYTES: usize = 16;
 
-/// How to measure.
+/// The parameters of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeConfig {
-    /// For how long to send.
+    /// The duration of sending.
     pub duration: Duration,
-    /// Limit in bits per second on the wire; none for none.
+    /// Limit in bits per second on the wire; `None` for no limit.
     pub bandwidth_bps: Option<u64>,
-    /// Over how many streams.
+    /// The number of streams.
     pub streams: u8,
 }
 
@@ -43,18 +43,18 @@ impl Default for ProbeConfig {
     }
 }
 
-/// One moment of a measurement.
+/// One sample of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProbeSample {
     /// Time since the first frame was sent.
     pub at: Duration,
-    /// Bytes of frames that the receiver has counted.
+    /// Bytes of frames counted by the receiver.
     pub bytes_received: u64,
-    /// How the connection does.
+    /// Statistics of the connection.
     pub stats: BulkStats,
 }
 
-/// What a measurement found.
+/// The results of a measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ProbeReport {
     /// Round-trip time before anything was sent.
@@ -71,23 +71,23 @@ pub struct ProbeReport {
     pub loss: f64,
 }
 
-/// Why a measurement was not made.
+/// Why a measurement failed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum ProbeError {
-    /// There was no connection.
+    /// No connection could be made.
     #[error(transparent)]
     Connect(#[from] ConnectError),
     /// The connection broke.
     #[error(transparent)]
     Bulk(#[from] BulkError),
-    /// The receiver counted nothing, or answered with something else.
+    /// The receiver counted nothing, or its answer is malformed.
     #[error("the other host counted nothing")]
     NothingCounted,
 }
 
 impl Endpoint {
-    /// Measures the link to a trusted host that lets this one query; `watch` sees every report
-    /// of the receiver, about ten a second.
+    /// Measures the link to a trusted host that permits queries; `watch` gets every report of the
+    /// receiver, about ten a second.
     pub async fn probe(
         &self,
         name: &str,
@@ -119,7 +119,7 @@ impl Endpoint {
     }
 }
 
-/// Sends for the time given and listens to the receiver's reports.
+/// Sends for the given time and reads the receiver's reports.
 async fn measure(
     sender: &BulkSender,
     duration: Duration,
@@ -183,7 +183,7 @@ fn rate(from: (Duration, u64), to: (Duration, u64)) -> u64 {
     }
 }
 
-/// The right to be the one measurement of an endpoint.
+/// The right to the one measurement of an endpoint at a time.
 pub(crate) struct Turn(Arc<AtomicBool>);
 
 impl Turn {
@@ -199,7 +199,7 @@ impl Drop for Turn {
     }
 }
 
-/// The receiver's side: counts frames, throws them away, and reports.
+/// Performs the receiver's side: counts frames, discards them, and reports.
 pub(crate) async fn discard(receiver: BulkReceiver, _turn: Turn) {
     let counted = AtomicU64::new(0);
     let count = async {

@@ -1,4 +1,4 @@
-//! The one place that names the QUIC library (see `docs/decisions/0003-quic-library.md`).
+//! Wraps the QUIC library; no other module names it (see `docs/decisions/0003-quic-library.md`).
 
 pub(crate) use noq::congestion::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics};
 pub(crate) use noq::crypto::rustls::{HandshakeData, QuicClientConfig, QuicServerConfig};
@@ -17,7 +17,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-/// A connection, and why this side closed it if it did. Cheap to clone.
+/// A connection, and the reason for which this side closed it, if it did. Cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Link {
     pub(crate) connection: Connection,
@@ -34,7 +34,7 @@ impl Link {
         }
     }
 
-    /// Closes the connection; what was not yet acknowledged is dropped.
+    /// Closes the connection; unacknowledged data is dropped.
     pub(crate) fn close(&self, code: CloseCode, reason: &str) {
         let mut cut = reason.len().min(REASON_BYTES_MAX);
         while !reason.is_char_boundary(cut) {
@@ -46,7 +46,7 @@ impl Link {
             .close(code.varint(), &reason.as_bytes()[..cut]);
     }
 
-    /// Why the connection is no more, if it is.
+    /// Returns why the connection has ended; `None` while it has not.
     pub(crate) fn lost(&self) -> Option<LinkError> {
         self.connection
             .close_reason()
@@ -62,7 +62,7 @@ impl Link {
         }
     }
 
-    /// What became of the connection after a stream of it failed.
+    /// Returns the state of the connection after a failure of one of its streams.
     pub(crate) fn lost_or_cut(&self) -> LinkError {
         self.lost()
             .unwrap_or_else(|| LinkError::Failed("a stream was reset by the other host".to_owned()))
@@ -73,19 +73,19 @@ impl Link {
         self.error(error)
     }
 
-    /// Where the peer is: it may move while the connection lives.
+    /// Returns the peer's address, which may change while the connection lives.
     pub(crate) fn address(&self) -> SocketAddr {
         let path = self.connection.path(PathId::ZERO);
         let address = path.and_then(|path| path.remote_address().ok());
         address.unwrap_or(self.address)
     }
 
-    /// The smoothed round-trip time.
+    /// Returns the smoothed round-trip time.
     pub(crate) fn rtt(&self) -> Duration {
         self.connection.rtt(PathId::ZERO).unwrap_or_default()
     }
 
-    /// The identity whose key the peer proved.
+    /// Returns the identity whose key the peer proved.
     pub(crate) fn peer_id(&self) -> Option<HostId> {
         let identity = self.connection.peer_identity()?;
         let chain = identity.downcast::<Vec<CertificateDer<'static>>>().ok()?;

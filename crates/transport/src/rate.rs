@@ -1,5 +1,5 @@
-//! The rate of a connection: the library's BBR, told what is seen of the road beyond it, under a
-//! limit that can be changed while it runs.
+//! Controls the rate of a connection: the library's BBR with corrections from observations of the
+//! path, under a limit that can be changed at any time.
 
 use crate::quic::{Bbr3Config, Controller, ControllerFactory, ControllerMetrics, RttEstimator};
 use crate::road::Road;
@@ -9,13 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// What may be sent before the first answer, in bytes: 32 packets of the smallest size allowed.
+/// The congestion window before the first answer, in bytes: 32 packets of the smallest size
+/// allowed.
 const INITIAL_WINDOW_BYTES: u64 = 32 * 1200;
 
-/// From this share on of the limit BBR's estimate is that of the limit, not of the road.
+/// The share of the limit from which BBR's estimate is that of the limit, and not of the path.
 const LIMIT_REACHED: f64 = 0.9;
 
-/// Bytes of IP and UDP headers around each datagram, by address family.
+/// Returns the size of the IP and UDP headers of each datagram, by address family.
 pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
     match address.ip().to_canonical() {
         IpAddr::V4(_) => 28,
@@ -23,7 +24,7 @@ pub(crate) fn header_bytes(address: SocketAddr) -> u64 {
     }
 }
 
-/// A limit in bits per second as they go on the wire, IP headers included. Shared and changeable.
+/// A limit in bits per second on the wire, IP headers included. Shared and changeable.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RateLimit(Arc<AtomicU64>);
 
@@ -44,7 +45,7 @@ impl RateLimit {
     }
 }
 
-/// Makes limited controllers for new connections.
+/// Creates limited controllers for new connections.
 pub(crate) struct LimitedFactory {
     pub(crate) limit: RateLimit,
     pub(crate) header_bytes: u64,
@@ -77,16 +78,17 @@ struct Limited {
 }
 
 impl Limited {
-    /// When an acknowledgement came. The library reads the clock, then the socket until that is empty: what came in
-    /// between is said to have come before, even before what it acknowledges was sent. BBR would believe
-    /// in a road without length, and keep four packets under way for ten seconds.
+    /// Returns the time of an acknowledgement. The library reads the clock, then drains the socket:
+    /// packets that arrived in between are reported too early, possibly even before the packets
+    /// that they acknowledge were sent. BBR would then assume a path without latency, and keep four
+    /// packets in flight for ten seconds.
     fn acked_at(&mut self, said: Instant, sent: Instant) -> Instant {
         let at = said.max(Instant::now());
         self.rtt_min = self.rtt_min.min(at.saturating_duration_since(sent));
         at
     }
 
-    /// The limit in bytes of UDP payload per second, which is what the pacer counts.
+    /// Returns the limit in bytes of UDP payload per second, which is what the pacer counts.
     fn payload_rate(&self, limit_bps: u64) -> u64 {
         let mtu = u64::from(self.mtu);
         let payload = u128::from(limit_bps / 8) * u128::from(mtu);
@@ -94,21 +96,22 @@ impl Limited {
         u64::try_from(rate).unwrap_or(u64::MAX).max(1)
     }
 
-    /// The limit in bytes of UDP payload per second, if it and not the road sets the rate.
+    /// Returns the limit in bytes of UDP payload per second, if the limit and not the path sets the
+    /// rate.
     fn in_force(&self, metrics: &ControllerMetrics) -> Option<u64> {
         let limit = self.payload_rate(self.limit.get()?);
         let road = metrics.bandwidth_estimate? / 8;
         (road as f64 >= limit as f64 * LIMIT_REACHED).then_some(limit)
     }
 
-    /// Notes an acknowledgement; whether the rate was held down by the limit, which says as little
-    /// about the road as a rate held down by the application.
+    /// Records an acknowledgement, and returns whether the limit held the rate down: such a rate
+    /// says as little about the path as one held down by the application.
     fn note_ack(&mut self, now: Instant, bytes: u64, rtt: Duration) -> bool {
         self.road.on_ack(now, bytes, rtt, self.rtt_min);
         self.in_force(&self.inner.metrics()).is_some()
     }
 
-    /// What should be sent now, in bytes of UDP payload per second.
+    /// Returns the target rate, in bytes of UDP payload per second.
     fn target(&self, metrics: &ControllerMetrics) -> Option<u64> {
         let rate = metrics
             .pacing_rate
@@ -130,7 +133,7 @@ impl Controller for Limited {
 
     fn on_packet_sent(&mut self, now: Instant, bytes: u16, pn: u64) {
         let metrics = self.inner.metrics();
-        // What BBR's probes leave unsent under a limit is owed too.
+        // Data that BBR's probes leave unsent under a limit is owed too.
         if let Some(rate) = self.in_force(&metrics).or(self.target(&metrics)) {
             self.road.on_sent(now, bytes.into(), rate);
         }
@@ -260,7 +263,7 @@ mod tests {
         assert!(controller.metrics().pacing_rate.unwrap() > 1_000_000);
     }
 
-    /// A controller that knows its road and notes what it is told.
+    /// A controller with a known path that records its calls.
     #[derive(Debug, Clone)]
     struct Known {
         bandwidth_bps: u64,
@@ -340,7 +343,7 @@ mod tests {
         let said = sent.checked_sub(Duration::from_millis(1)).unwrap();
         assert!(limited.acked_at(said, sent) >= sent + rtt);
         assert!(limited.rtt_min >= rtt);
-        // Where it was right, it is taken.
+        // A correct time is accepted.
         let said = sent + Duration::from_secs(60);
         assert_eq!(limited.acked_at(said, sent), said);
     }

@@ -1,33 +1,34 @@
-//! What a bulk sender makes of a road beyond BBR: chance losses, late timers, company.
+//! Models the path of a bulk sender beyond BBR: random losses, late timers, competing flows.
 //!
-//! BBR takes every loss outside its probes as a sign to slow down, and so gets 0.7 of a road that
-//! loses 1 % by chance. What the pacer could not send because the timers of a busy machine were
-//! late is not sent at all, and BBR takes that for the road's rate, again and again. And it leaves
-//! little to a flow of TCP that has to start beside it. The figures are in `docs/decisions/0003-quic-library.md`.
+//! BBR slows down after every loss outside its probes, and so reaches 0.7 of the rate of a path
+//! with 1 % of random losses. Data that the pacer could not send because the timers of a busy
+//! machine were late is not sent at all, and BBR takes the result for the path's rate, repeatedly.
+//! And it leaves little to a TCP flow that starts beside it. The figures are in
+//! `docs/decisions/0003-quic-library.md`.
 
 use std::time::{Duration, Instant};
 
-/// Up to this share lost packets count as chance: what BBR itself bears while it probes.
+/// The share of lost packets that counts as random: what BBR itself tolerates while it probes.
 const CHANCE_LOSS: f64 = 0.02;
-/// Over about how many round trips the share is taken.
+/// The number of round trips over which the share is averaged, about.
 const LOSS_OVER_ROUNDS: f64 = 4.0;
-/// A queue is there when the round trip is longer than its minimum by this share and time.
+/// A queue exists when the round trip exceeds its minimum by this share and time.
 const QUEUE_SHARE: f64 = 0.1;
 const QUEUE_MIN: Duration = Duration::from_millis(4);
-/// Over about what time the share of time with a queue is taken.
+/// The time over which the share of time with a queue is averaged, about.
 const QUEUE_OVER: Duration = Duration::from_secs(1);
-/// From this share on the queue is not (only) our own: probing makes one for a moment.
+/// The share from which the queue is not (only) our own: probing makes one for a moment.
 const COMPANY_FROM: f64 = 0.4;
 const COMPANY_SURE: f64 = 0.7;
-/// What is left to others then, and for how long: until they have started. For good would leave
-/// them everything, because what is measured at a lower rate is a lower rate.
+/// The share left to others then, and for how long: until they have started. Yielding for good
+/// would leave them everything, because a measurement at a lower rate yields a lower rate.
 const YIELD: f64 = 0.2;
 const YIELD_FOR_S: f64 = 8.0;
-/// How much of what the pacer owes is made up for, in time at the current rate, and how fast.
+/// The maximum debt of the pacer that is made up for, in time at the current rate, and how fast.
 const OWED_MAX_S: f64 = 0.05;
 const MAKE_UP: f64 = 0.5;
 
-/// What was seen of the road so far.
+/// The observations of the path so far.
 #[derive(Debug, Clone)]
 pub(crate) struct Road {
     acked: f64,
@@ -54,7 +55,7 @@ impl Road {
         }
     }
 
-    /// Bytes arrived, at this smoothed round-trip time.
+    /// Records that bytes arrived, at this smoothed round-trip time.
     pub(crate) fn on_ack(&mut self, now: Instant, bytes: u64, rtt: Duration, rtt_min: Duration) {
         let queue = rtt.saturating_sub(rtt_min);
         let passed = self.pass(now);
@@ -62,7 +63,7 @@ impl Road {
         let queued = queue > rtt_min.mul_f64(QUEUE_SHARE).max(QUEUE_MIN);
         self.queued = self.queued * kept + if queued { 1.0 - kept } else { 0.0 };
         if queued {
-            // Nothing is missing on the road: what was not sent is what the window held back.
+            // The path lost nothing: the window held the data back.
             self.owed_s = self.owed_s.min(0.0);
         }
         let change = if self.company() > 0.0 {
@@ -75,19 +76,19 @@ impl Road {
         self.acked += bytes as f64;
     }
 
-    /// Bytes were lost; whether that is more than chance.
+    /// Records lost bytes, and returns whether the losses exceed random ones.
     pub(crate) fn on_lost(&mut self, now: Instant, bytes: u64) -> bool {
         self.pass(now);
         self.lost += bytes as f64;
         self.is_congested()
     }
 
-    /// Whether more is lost than by chance.
+    /// Returns whether losses exceed random ones.
     pub(crate) fn is_congested(&self) -> bool {
         self.lost > CHANCE_LOSS * (self.lost + self.acked)
     }
 
-    /// Bytes were sent while so many a second should have been.
+    /// Records that bytes were sent at a time when `rate` was the target.
     pub(crate) fn on_sent(&mut self, now: Instant, bytes: u64, rate: u64) {
         let passed = now.saturating_duration_since(self.sent_at).as_secs_f64();
         self.sent_at = now;
@@ -95,18 +96,18 @@ impl Road {
         self.owed_s = (self.owed_s + passed - sent_s).clamp(-OWED_MAX_S, OWED_MAX_S);
     }
 
-    /// By what to multiply the rate that should be sent, to make up for what the pacer owes.
+    /// Returns the factor for the target rate that makes up for the pacer's debt.
     pub(crate) fn make_up(&self) -> f64 {
         1.0 + MAKE_UP * (self.owed_s / OWED_MAX_S).max(0.0)
     }
 
-    /// By what to multiply rate and window, to let others start.
+    /// Returns the factor for rate and window that lets others start.
     pub(crate) fn yielding(&self) -> f64 {
         let patience = 1.0 - self.yielded_s / YIELD_FOR_S;
         1.0 - YIELD * patience * self.company()
     }
 
-    /// How sure it is, from 0 to 1, that others use the road.
+    /// Returns how certain it is, from 0 to 1, that others use the path.
     fn company(&self) -> f64 {
         ((self.queued - COMPANY_FROM) / (COMPANY_SURE - COMPANY_FROM)).clamp(0.0, 1.0)
     }
@@ -129,7 +130,8 @@ mod tests {
     const RTT: Duration = Duration::from_millis(80);
     const PACKET: Duration = Duration::from_micros(120);
 
-    /// Sends packets, of which every `lose_every`-th is lost; how many losses were passed on.
+    /// Sends packets, of which every `lose_every`-th is lost, and returns how many losses were
+    /// passed on.
     fn losses_passed_on(lose_every: u32) -> u32 {
         let start = Instant::now();
         let mut road = Road::new(start);
@@ -182,7 +184,7 @@ mod tests {
         let (least, last) = run(&mut road, RTT * 3 / 2, 100_000);
         assert!((0.8..0.86).contains(&least), "{least}");
         assert!((last - 1.0).abs() < 1e-9, "{last}");
-        // Once the road was free for as long, the next one is let start too.
+        // After the path was free for the same time, the next flow is let start too.
         assert_eq!(run(&mut road, RTT, 100_000).1, 1.0);
         let (least, _) = run(&mut road, RTT * 3 / 2, 20_000);
         assert!((0.8..0.86).contains(&least), "{least}");
@@ -208,7 +210,7 @@ mod tests {
         let end = start + Duration::from_secs(3);
         road.on_ack(end, 1400, RTT * 3 / 2, RTT);
         assert_eq!(road.make_up(), 1.0);
-        // Time in which there was nothing to send is not made up for at length.
+        // Time without data to send is made up for only briefly.
         let later = start + Duration::from_secs(60);
         road.on_sent(later, 0, RATE);
         for tick in 1..=200 {

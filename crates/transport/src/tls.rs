@@ -1,4 +1,4 @@
-//! TLS 1.3 between hosts: each side proves its key; no resumption, no early data.
+//! Configures TLS 1.3 between hosts: each side proves its key; no resumption, no early data.
 
 use crate::identity::{Identity, host_id_of};
 use longhaul_protocol::HostId;
@@ -11,17 +11,17 @@ use rustls::server::danger::{ClientCertVerified, ClientCertVerifier};
 use rustls::{DigitallySignedStruct, DistinguishedName, Error, SignatureScheme, version};
 use std::sync::{Arc, OnceLock};
 
-/// The application protocol of control connections.
+/// The ALPN of control connections.
 pub(crate) const ALPN_CONTROL: &[u8] = b"longhaul-control/1";
-/// The application protocol of bulk connections.
+/// The ALPN of bulk connections.
 pub(crate) const ALPN_BULK: &[u8] = b"longhaul-bulk/1";
-/// The server name in every handshake; hosts are known by their keys, not by names.
+/// The server name in every handshake; hosts are identified by their keys, not by names.
 pub(crate) const SERVER_NAME: &str = "longhaul";
 
-/// What a dialler accepts, and who answered.
+/// Verifies a listener's certificate, and records the identity.
 #[derive(Debug)]
 pub(crate) struct ExpectedServer {
-    /// The only identity to accept; none to accept and note any.
+    /// The only accepted identity; `None` to accept and record any.
     expected: Option<HostId>,
     found: OnceLock<HostId>,
     provider: Arc<CryptoProvider>,
@@ -36,7 +36,7 @@ impl ExpectedServer {
         })
     }
 
-    /// Who presented a certificate (proven only when the handshake went through).
+    /// Returns the identity in the certificate (proved only after the handshake).
     pub(crate) fn found(&self) -> Option<HostId> {
         self.found.get().copied()
     }
@@ -85,8 +85,8 @@ impl ServerCertVerifier for ExpectedServer {
     }
 }
 
-/// Lets every client prove some key; whether that key is trusted is asked right after the
-/// handshake, so that a refusal can say why.
+/// Accepts every client that proves some key; whether that key is trusted is checked right after
+/// the handshake, so that a refusal can carry a reason.
 #[derive(Debug)]
 struct AnyClient {
     provider: Arc<CryptoProvider>,
@@ -131,7 +131,7 @@ impl ClientCertVerifier for AnyClient {
     }
 }
 
-/// The dialler's side of TLS.
+/// Returns the dialler's TLS configuration.
 pub(crate) fn client(
     identity: &Identity,
     expected: Arc<ExpectedServer>,
@@ -148,7 +148,7 @@ pub(crate) fn client(
     Ok(config)
 }
 
-/// The listener's side of TLS.
+/// Returns the listener's TLS configuration.
 pub(crate) fn server(identity: &Identity) -> Result<rustls::ServerConfig, Error> {
     let verifier = Arc::new(AnyClient {
         provider: provider(),

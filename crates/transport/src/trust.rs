@@ -1,4 +1,4 @@
-//! The trust store: which hosts this one knows, by name, and what each may do here.
+//! Implements the trust store: the hosts that this one knows, by name, and what each may do here.
 
 use crate::files::write_atomic;
 use longhaul_protocol::HostId;
@@ -13,9 +13,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// The usual name of the file in the state folder.
 pub const TRUST_FILE: &str = "trust.toml";
-/// Most hosts that one store holds.
+/// The maximum number of hosts in one store.
 pub const TRUSTED_HOSTS_MAX: usize = 10_000;
-/// Most addresses of one host.
+/// The maximum number of addresses of one host.
 pub const ADDRESSES_MAX: usize = 16;
 const FILE_BYTES_MAX: u64 = 16 << 20;
 const HEADER: &str = "\
@@ -23,16 +23,16 @@ const HEADER: &str = "\
 # read again when it changed. Comments are lost when Longhaul writes it.
 \n";
 
-/// What a trusted host may do here.
+/// The permissions of a trusted host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Scope {
-    /// It may ask: plans, what this host has, the speed of the link.
+    /// It may query: plans, this host's resources, the speed of the link.
     pub may_query: bool,
     /// It may send guests here.
     pub may_send_guests: bool,
 }
 
-/// One thing that a scope allows.
+/// One permission of a scope.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Permission {
     /// [`Scope::may_query`].
@@ -42,7 +42,7 @@ pub enum Permission {
 }
 
 impl Scope {
-    /// Whether the scope allows it.
+    /// Returns whether the scope includes a permission.
     pub fn allows(&self, permission: Permission) -> bool {
         match permission {
             Permission::Query => self.may_query,
@@ -63,13 +63,13 @@ impl fmt::Display for Permission {
 /// A host that this one knows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrustedHost {
-    /// What people call it here.
+    /// Its name here.
     pub name: String,
-    /// The only identity that is accepted under this name.
+    /// The only identity accepted under this name.
     pub id: HostId,
-    /// Where it may be reached: `host:port` each, tried in order.
+    /// Its addresses: `host:port` each, tried in order.
     pub addresses: Vec<String>,
-    /// What it may do here.
+    /// Its permissions here.
     pub scope: Scope,
 }
 
@@ -81,18 +81,18 @@ pub enum TrustError {
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: Arc<io::Error>,
     },
-    /// The file is not what it should be; nobody is trusted until it is mended.
+    /// The file is malformed; no host is trusted until it is repaired.
     #[error("{}: {error}", path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// What is wrong, and where.
+        /// The error and its place.
         error: String,
     },
-    /// The name is taken by another identity.
+    /// The name belongs to another identity.
     #[error(
         "host `{name}` is trusted with another identity: it was {was}, this is {now}; compare, \
          and if the change is right run `longhaul host trust {name} ... --replace`"
@@ -102,7 +102,7 @@ pub enum TrustError {
         name: String,
         /// The identity in the store.
         was: HostId,
-        /// The identity given.
+        /// The given identity.
         now: HostId,
     },
     /// The identity is trusted under another name.
@@ -116,12 +116,12 @@ pub enum TrustError {
     /// There is no such host.
     #[error("no host `{0}` is trusted here")]
     NoSuchHost(String),
-    /// The entry itself is wrong.
+    /// The entry itself is invalid.
     #[error("{0}")]
     BadEntry(String),
 }
 
-/// The trust store: a TOML file, and its content as last read. Cheap to clone.
+/// The trust store: a TOML file, with its last read content cached. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct TrustStore(Arc<Inner>);
 
@@ -131,7 +131,7 @@ struct Inner {
     cached: Mutex<Option<(Stamp, Arc<Hosts>)>>,
 }
 
-/// Tells one state of the file from another.
+/// Distinguishes states of the file.
 type Stamp = Option<(u64, u64, i64, i64)>;
 type Hosts = BTreeMap<String, TrustedHost>;
 
@@ -155,7 +155,7 @@ struct FileEntry {
 }
 
 impl TrustStore {
-    /// Opens the store at `path`; a missing file trusts nobody.
+    /// Opens the store at `path`; with a missing file no host is trusted.
     pub fn open(path: &Path) -> Result<Self, TrustError> {
         let store = Self(Arc::new(Inner {
             path: path.to_owned(),
@@ -165,22 +165,22 @@ impl TrustStore {
         Ok(store)
     }
 
-    /// All hosts, by name.
+    /// Returns all hosts, by name.
     pub fn list(&self) -> Result<Vec<TrustedHost>, TrustError> {
         Ok(self.hosts()?.values().cloned().collect())
     }
 
-    /// The host of that name.
+    /// Returns the host of that name.
     pub fn by_name(&self, name: &str) -> Result<Option<TrustedHost>, TrustError> {
         Ok(self.hosts()?.get(name).cloned())
     }
 
-    /// The host of that identity.
+    /// Returns the host of that identity.
     pub fn by_id(&self, id: HostId) -> Result<Option<TrustedHost>, TrustError> {
         Ok(self.hosts()?.values().find(|host| host.id == id).cloned())
     }
 
-    /// Trusts a host, or changes addresses and scope of one; its identity must not change.
+    /// Adds a host, or changes its addresses and scope; the identity must not change.
     pub fn add(&self, host: TrustedHost) -> Result<(), TrustError> {
         self.change(|hosts| {
             if let Some(old) = hosts.get(&host.name)
@@ -196,12 +196,12 @@ impl TrustStore {
         })
     }
 
-    /// Trusts a host, whatever identity the name had before.
+    /// Adds a host, replacing any identity that the name had before.
     pub fn replace(&self, host: TrustedHost) -> Result<(), TrustError> {
         self.change(|hosts| insert(hosts, host))
     }
 
-    /// Trusts a host no longer, and says who it was.
+    /// Removes a host and returns it.
     pub fn forget(&self, name: &str) -> Result<TrustedHost, TrustError> {
         let mut forgotten = None;
         self.change(|hosts| {

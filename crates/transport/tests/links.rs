@@ -1,4 +1,4 @@
-//! Messages and frames between two hosts, over good roads and bad ones.
+//! Tests messages and frames between two hosts, over good and lossy paths.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -10,7 +10,7 @@ use longhaul_transport::*;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-/// Frame number `number`: its number, then bytes that follow from it.
+/// Returns frame number `number`: its number, then bytes derived from it.
 fn frame(number: u32, length: usize) -> Bytes {
     let mut bytes = number.to_le_bytes().to_vec();
     bytes.resize(length.max(4), number as u8);
@@ -87,7 +87,7 @@ async fn a_cancelled_receive_or_send_loses_nothing() {
     let (here, there) = connected(&alpha, &beta).await;
     let (mut send, _keep) = here.open().await.unwrap().split();
     let large = vec![1; CONTROL_MESSAGE_BYTES_MAX];
-    // More than the windows hold, so that some call must wait and is cut short.
+    // More than the windows hold, so that some call must wait and is cancelled.
     let mut whole = 0;
     for _ in 0..8 {
         let sent = tokio::time::timeout(Duration::from_millis(50), send.send(&large)).await;
@@ -156,7 +156,7 @@ async fn frames_survive_a_road_that_loses_every_twentieth_datagram() {
     let road = Road::new(beta.address(), 20).await;
     alpha.trust_at("beta", &beta, ALL, road.address);
     let (here, there) = connected(&alpha, &beta).await;
-    // The bulk connection takes the same road on a socket of its own at the far side.
+    // The bulk connection uses the same path on a socket of its own at the far side.
     let bulk_road = Road::new(beta.address(), 20).await;
     drop(here);
     alpha.trust_at("beta", &beta, ALL, bulk_road.address);
@@ -238,7 +238,7 @@ async fn whoever_closes_is_understood_at_the_other_end() {
     let reason = "the disk is full".to_owned();
     assert_eq!(error, LinkError::ClosedByPeer { code, reason });
     assert!(matches!(sender.reserve().await, Err(BulkError::Lost(lost)) if lost == error));
-    // Trouble on the bulk connection leaves control alone.
+    // Errors on the bulk connection do not affect control.
     let mut channel = here.open().await.unwrap();
     channel.send(b"still here").await.unwrap();
     let message = there.accept().await.unwrap().recv().await;
@@ -316,7 +316,7 @@ async fn the_bandwidth_limit_holds_and_changes_while_frames_flow() {
         let bound = start.elapsed().as_secs_f64() * SLOW_BPS as f64 / 8.0;
         assert!((sent as f64) < bound * 1.05 + 64e3, "{sent} of {bound}");
         sender.set_bandwidth(Some(20 * SLOW_BPS));
-        // However slow the machine, more than the old limit comes through in some half second.
+        // However slow the machine, some half second exceeds the old limit.
         while sender.stats().delivery_rate_bps < 2 * SLOW_BPS {
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
@@ -383,8 +383,8 @@ async fn a_measurement_counts_what_arrived_and_needs_permission() {
 
 #[test]
 fn a_restarted_agent_resets_its_peers_connections() {
-    // A runtime that is torn down sometimes gets a goodbye out, which an agent that is killed
-    // never does: such a try shows nothing.
+    // A runtime that is torn down sometimes sends a close, which a killed agent never does: such a
+    // try proves nothing.
     let tries = 20;
     assert!(
         (0..tries).any(|_| restart_without_a_word()),
@@ -392,7 +392,7 @@ fn a_restarted_agent_resets_its_peers_connections() {
     );
 }
 
-/// Whether the agent went without a word.
+/// Returns whether the agent ended without a close.
 fn restart_without_a_word() -> bool {
     let runtime = || tokio::runtime::Runtime::new().unwrap();
     let (here, there) = (runtime(), runtime());
@@ -405,7 +405,7 @@ fn restart_without_a_word() -> bool {
     });
     let (control, _) = here.block_on(connected(&alpha, &beta));
     let address = beta.address();
-    // The agent dies without a word, as after kill -9, and is started again.
+    // The agent dies without a close, as after kill -9, and is started again.
     there.shutdown_background();
     let folder = beta.folder;
     drop(beta.endpoint);

@@ -1,4 +1,4 @@
-//! Who is let in, who is refused, and what each is told.
+//! Tests which peers are admitted and refused, and the reasons sent to them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;
@@ -189,7 +189,7 @@ async fn connections_of_one_peer_are_limited() {
     let (code, _) = refused(&alpha).await;
     assert_eq!(code, CloseCode::Busy);
     drop(held);
-    // Room comes back once the ends of the old connections are known.
+    // Connections become available once the ends of the old ones are known.
     let again = async {
         loop {
             if alpha.endpoint.connect("beta").await.is_ok() {

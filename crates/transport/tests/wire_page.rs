@@ -1,4 +1,4 @@
-//! The examples and limits of `docs/wire.md`, sections 1 to 3, are what the code does.
+//! Tests that the code matches the examples and limits of `docs/wire.md`, sections 1 to 3.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use longhaul_protocol::limits::{CONTROL_MESSAGE_BYTES_MAX, FRAME_BYTES_MAX};
@@ -7,7 +7,7 @@ use longhaul_transport::*;
 
 const PAGE: &str = include_str!("../../../docs/wire.md");
 
-/// The bytes of the example that follows the line.
+/// Returns the bytes of the example that follows the line.
 fn example(line: &str) -> Vec<u8> {
     let (_, rest) = PAGE.split_once(line).unwrap_or_else(|| panic!("{line}"));
     let block = rest.split("```").nth(1).unwrap();

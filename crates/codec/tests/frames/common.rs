@@ -13,14 +13,14 @@ pub(crate) const KEY: DigestKey = DigestKey([0x42; 32]);
 /// The regions of every test, and their lengths in blocks.
 pub(crate) const REGIONS: [(RegionId, u64); 2] = [(RegionId(0), 300), (RegionId(7), 40)];
 
-/// A destination that keeps content and version of every block that was written.
+/// A destination that stores content and version of every written block.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct MemorySink {
     pub(crate) blocks: BTreeMap<BlockId, (Vec<u8>, u64)>,
     pub(crate) unreadable: Option<BlockId>,
-    /// What other guests hold here.
+    /// The content of other guests here.
     pub(crate) shared: BTreeMap<(MigrationId, BlockId), Block>,
-    /// What was kept from before.
+    /// Known content.
     pub(crate) kept: BTreeMap<BlockId, Block>,
     pub(crate) applies: usize,
     pub(crate) writes: usize,
@@ -127,7 +127,7 @@ pub(crate) fn literal(content: &Block) -> Decision {
     }
 }
 
-/// Content that compresses; another one for each seed.
+/// Returns compressible content, different for each seed.
 pub(crate) fn text(seed: u64) -> Block {
     let words = ["migrate ", "block ", "page ", "host ", "frame ", "guest "];
     let mut state = seed;
@@ -141,7 +141,7 @@ pub(crate) fn text(seed: u64) -> Block {
     text.as_bytes()[..BLOCK_SIZE].try_into().unwrap()
 }
 
-/// Content that does not compress; another one for each seed.
+/// Returns incompressible content, different for each seed.
 pub(crate) fn noise(seed: u64) -> Block {
     let mut reader = blake3::Hasher::new()
         .update(&seed.to_le_bytes())

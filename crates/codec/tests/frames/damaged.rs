@@ -1,4 +1,4 @@
-//! Frames that a faulty or hostile peer could send.
+//! Tests frames that a faulty or hostile peer could send.
 
 use crate::common::{KEY, MemorySink, digest, encode, id, literal, noise, text};
 use longhaul_codec::{
@@ -18,7 +18,7 @@ fn decode_within(
     }
 }
 
-/// Decodes a frame that must be refused, and checks that nothing was touched.
+/// Decodes a frame that must be refused, and checks that the destination is unchanged.
 fn refused(frame: &[u8]) -> FrameError {
     let mut sink = MemorySink::new();
     let error = decode_within(frame, &Limits::default(), &mut sink).unwrap_err();
@@ -26,7 +26,7 @@ fn refused(frame: &[u8]) -> FrameError {
     error
 }
 
-/// A frame with every kind of entry.
+/// Returns a frame with every kind of entry.
 fn sample(compression: Compression) -> Vec<u8> {
     let reference = Decision::Reference {
         source: id(7, 2),
@@ -51,7 +51,8 @@ fn header(compression: u8, entries: u16, payload: u32, stored: u32) -> Vec<u8> {
     frame
 }
 
-/// A frame of literals from block 0 of region 0 on, with a payload that need not be what it says.
+/// Returns a frame of literals from block 0 of region 0 on, with a payload that may contradict the
+/// header.
 fn literals(compression: u8, blocks: u8, payload: u32, stored: &[u8]) -> Vec<u8> {
     let mut frame = header(compression, 1, payload, stored.len() as u32);
     frame.extend_from_slice(&[1, 0, 0, blocks]);
@@ -220,7 +221,7 @@ fn a_duplicate_reaches_only_earlier_literals() {
     assert_eq!(outcome.unwrap().applied, 4);
 }
 
-/// A frame of deltas of blocks 0 to `count` of region 7, whose payload is `deltas`.
+/// Returns a frame of deltas of blocks 0 to `count` of region 7, whose payload is `deltas`.
 fn deltas(count: u8, deltas: &[u8]) -> Vec<u8> {
     let mut frame = header(0, 1, deltas.len() as u32, deltas.len() as u32);
     frame.extend_from_slice(&[4, 7, 0, count]);
@@ -297,7 +298,7 @@ fn limits_are_kept() {
             limit: frame.len() - 1
         }
     );
-    // 300 blocks of zero are in the region, but not in one frame: 0xac 0x02 is 300.
+    // 300 zero blocks fit the region, but not one frame: 0xac 0x02 is 300.
     let error = refused(&entries(1, &[0, 0, 0, 0xac, 2]));
     assert_eq!(error, FrameError::TooManyBlocks { limit: 256 });
     let many = [0, 0, 0, 1].repeat(257);
@@ -343,7 +344,7 @@ fn a_payload_of_another_length_is_refused() {
             assert!(decode_within(&truth, &Limits::default(), &mut sink).is_ok());
         }
     }
-    // Content is owed, but nothing is stored.
+    // Content is declared, but none is stored.
     for compression in 0..3 {
         assert_eq!(
             refused(&literals(compression, 1, 4096, &[])),

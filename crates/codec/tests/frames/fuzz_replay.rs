@@ -1,4 +1,4 @@
-//! What the fuzzer is given to start with, and what it found, replayed without it.
+//! Replays the fuzzer's seeds and its findings without the fuzzer.
 
 #[path = "../../../../fuzz/src/frame_decode.rs"]
 mod frame_decode;
@@ -87,12 +87,12 @@ fn real_frames_pass() {
     }
 }
 
-/// The digest of what the fuzz target's destination holds in a block.
+/// Returns the digest of a block in the fuzz target's destination.
 fn held(block: u8) -> longhaul_codec::Digest {
     literal_digest(&[block; 4096])
 }
 
-/// A digest under the fuzz target's key.
+/// Returns a digest under the fuzz target's key.
 fn literal_digest(content: &[u8; 4096]) -> longhaul_codec::Digest {
     longhaul_codec::Hasher::new(longhaul_codec::DigestKey([42; 32])).digest(content)
 }

@@ -1,4 +1,4 @@
-//! Frames that go on from each other: over connections that overtake, break, and lie.
+//! Tests frames that continue each other, over connections that reorder, break, and lie.
 
 use crate::common::{KEY, MemorySink, REGIONS, encode_with, id, literal, noise, text};
 use longhaul_codec::{
@@ -8,7 +8,7 @@ use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::limits::FRAMES_EARLY_BYTES_MAX;
 use proptest::prelude::*;
 
-/// Frames of four blocks; those of every third are of others some frames ago, and partly noise.
+/// Frames of four blocks; every third repeats blocks of earlier frames, partly with noise.
 fn frames(encoder: &mut Encoder, compressions: &[Compression]) -> Vec<EncodedFrame> {
     let frame = |(index, compression): (usize, &Compression)| {
         let seed = if index % 3 == 2 { index - 2 } else { index } as u64;
@@ -27,7 +27,7 @@ fn frames(encoder: &mut Encoder, compressions: &[Compression]) -> Vec<EncodedFra
     compressions.iter().enumerate().map(frame).collect()
 }
 
-/// Takes frames in the order in which they come; tells what was refused.
+/// Takes frames in their order of arrival. Returns the refused ones.
 fn receive<'a>(
     frames: impl IntoIterator<Item = &'a EncodedFrame>,
     sink: &mut MemorySink,
@@ -83,7 +83,7 @@ fn a_frame_without_those_before_it_waits_or_is_refused() {
     let (order, expected) = (2, 0);
     let again = receive([&frames[2], &frames[2]], &mut MemorySink::new());
     assert_eq!(again, Err(FrameError::Order { order, expected }));
-    // One that claims to go on where nothing began.
+    // One that claims to continue a frame that never began.
     let mut first = frames[0].clone();
     first.bytes[1] = 4;
     let refused = receive([&first], &mut MemorySink::new());

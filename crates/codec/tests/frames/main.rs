@@ -1,4 +1,4 @@
-//! Frames as callers and peers see them.
+//! Tests frames as callers and peers see them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod common;

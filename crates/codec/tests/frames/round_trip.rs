@@ -1,4 +1,5 @@
-//! Frames as a caller sees them: what goes in comes out, and what is refused changes nothing.
+//! Tests frames as a caller sees them: encoded content is decoded unchanged, and a refused frame
+//! changes nothing.
 
 use crate::common::{
     Block, KEY, MemorySink, REGIONS, digest, encode, encode_with, id, literal, noise, text,
@@ -90,7 +91,7 @@ fn consecutive_blocks_are_one_entry_and_one_write() {
         .collect();
     assert_eq!(encode(2, &zeros, Compression::Zstd(1)).bytes.len(), 24);
 
-    // A run of references to a run of blocks that were just written, read and written at once.
+    // A run of references to blocks that were just written, read and written at once.
     let reference = |block| Decision::Reference {
         source: id(0, block),
         digest: digest(&noise(block)),
@@ -146,7 +147,7 @@ fn what_is_older_than_the_destination_is_left_out() {
     assert_eq!(sink.content(id(0, 0)), text(1));
     assert_eq!(sink.content(id(0, 1)), noise(8));
     assert_eq!(sink.content(id(0, 2)), text(3));
-    // The same frame once more: nothing is left to apply, and nothing is applied.
+    // The same frame again: nothing remains to be applied.
     let outcome = decode(&frame.bytes, &mut sink).unwrap();
     assert_eq!((outcome.applied, outcome.stale, sink.applies), (0, 3, 1));
 }
@@ -199,7 +200,7 @@ fn what_another_guest_holds_is_taken_where_it_holds() {
     for block in 0..4 {
         sink.shared.insert((other, id(3, block)), text(block));
     }
-    // It has gone on.
+    // The other guest has changed the block.
     sink.shared.insert((other, id(3, 2)), noise(2));
     let shared = |migration, block| Decision::Shared {
         migration,
@@ -211,7 +212,7 @@ fn what_another_guest_holds_is_taken_where_it_holds() {
         .collect();
     blocks.push((id(0, 4), text(0), shared(stranger, 0)));
     let frame = encode(1, &blocks, Compression::Zstd(1));
-    // Each run is one entry, and needs nothing but the digests.
+    // Each run is one entry, and needs only the digests.
     assert_eq!(frame.bytes.len(), 20 + (14 + 4 * 16) + (14 + 16));
     let outcome = decode(&frame.bytes, &mut sink).unwrap();
     let rejected = vec![
@@ -243,7 +244,7 @@ fn what_was_kept_is_taken_where_it_is_still_the_same() {
     assert_eq!(sink.content(id(0, 1)), [0; BLOCK_SIZE]);
 }
 
-/// Content, and the same with another word; the digests of both.
+/// Returns content in two versions that differ in one word, with the digests of both.
 fn changed(seed: u64, word: usize) -> (Block, Decision) {
     let mut content = text(seed);
     content[word * 8..][..8].fill(0xdd);
@@ -443,7 +444,7 @@ fn the_encoder_keeps_to_the_limits_of_a_frame() {
 
 #[test]
 fn the_worst_frame_with_one_block_that_is_no_literal_still_fits() {
-    // No two blocks are neighbours, every number is as long as it gets.
+    // No two blocks are neighbours, and every number has its greatest length.
     let region = u16::MAX;
     let far = |block: u64| id(region, (1 << 32) - 1 - 2 * block);
     let mut blocks: Vec<_> = (0..255)
@@ -481,7 +482,7 @@ fn an_encoder_is_the_same_after_any_frame() {
     }
 }
 
-/// What is done with one block in a random frame.
+/// The treatment of one block in a random frame.
 #[derive(Debug, Clone, Copy)]
 enum Plan {
     Skip,
@@ -489,9 +490,9 @@ enum Plan {
     Literal(u64),
     /// The source block holds the content.
     Reference(u64),
-    /// The block held this before, and has changed a little.
+    /// The block held this before, and has changed slightly.
     Delta(u64),
-    /// The source block holds something else.
+    /// The source block holds other content.
     Broken(u64),
     /// The destination has a newer version.
     Stale(u64),
@@ -513,7 +514,7 @@ fn compression() -> impl Strategy<Value = Compression> {
     prop::sample::select(&ALL)
 }
 
-/// Content from a small stock, so that duplicates are common; odd ones do not compress.
+/// Returns content from a small stock, so that duplicates are common; odd ones are incompressible.
 fn stock(seed: u64) -> Block {
     if seed.is_multiple_of(2) {
         text(seed)
@@ -596,7 +597,7 @@ proptest! {
         bytes in prop::collection::vec(any::<u8>(), 0..400),
         head in prop::collection::vec(0..4u8, 0..40),
     ) {
-        // Random bytes rarely get past the header: small ones after a valid version do.
+        // Random bytes rarely pass the header: small ones after a valid version do.
         let mut sink = MemorySink::new();
         for frame in [bytes.clone(), [vec![FRAME_VERSION], head, bytes].concat()] {
             if let Ok(outcome) = decode(&frame, &mut sink) {

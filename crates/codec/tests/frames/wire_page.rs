@@ -1,4 +1,4 @@
-//! The examples of `docs/wire.md`, section 4, are what the codec writes and reads.
+//! Tests that the codec writes and reads the examples of `docs/wire.md`, section 4.
 
 use crate::common::{Block, encode, id, literal};
 use longhaul_codec::{
@@ -11,10 +11,10 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId};
 const PAGE: &str = include_str!("../../../../docs/wire.md");
 const KEY: DigestKey = DigestKey([42; 32]);
 const STARS: Block = [0x2a; BLOCK_SIZE];
-/// The migration of another guest that came from the same source.
+/// The migration of another guest from the same source.
 const OTHER: MigrationId = MigrationId(*b"neighbor");
 
-/// The bytes of an example: hexadecimal, with remarks after `#`.
+/// Returns the bytes of an example: hexadecimal, with comments after `#`.
 fn example(name: &str) -> Vec<u8> {
     let fence = format!("```frame {name}\n");
     let (_, rest) = PAGE
@@ -28,8 +28,8 @@ fn example(name: &str) -> Vec<u8> {
         .collect()
 }
 
-/// A destination whose block 300 of region 0 holds stars, as does block 16 of another guest's, and what it
-/// kept of block 7 of region 1; it notes what is applied.
+/// A destination that records applied blocks. Its block 300 of region 0 holds stars, as do block 16
+/// of another guest and the known content of block 7 of region 1.
 #[derive(Default)]
 struct Notes {
     writes: Vec<(u16, BlockRange, Option<Vec<u8>>)>,
@@ -189,7 +189,7 @@ fn duplicates() {
     let frame = example("duplicates");
     let blocks = [0, 1, 3].map(|block| (id(0, block), STARS, literal(&STARS)));
     let ours = encode(2, &blocks, Compression::Lz4).bytes;
-    // Two compressors may differ in the payload, and in nothing else but its stored length.
+    // Two compressors may differ only in the payload and its stored length.
     assert_eq!(ours[..16], frame[..16]);
     assert_eq!(ours[20..34], frame[20..34]);
     for frame in [frame, ours] {

@@ -1,22 +1,24 @@
-//! The order in which what is left travels when the guest runs at the destination already: what was
-//! written most comes first, since it will be needed again soonest (paper 001, algorithm 3). Of what was written as
-//! often the latest comes first: a guest that passes over its data again and again writes that over last, and what it
-//! writes over has come for nothing.
+//! The order in which the drain sends pending blocks.
+//!
+//! The most written chunks travel first, since the guest needs them again soonest (paper 001,
+//! algorithm 3). Among chunks with equal counts the one with the latest write travels first: a
+//! guest that passes over its data repeatedly overwrites that chunk last, and a block that is
+//! overwritten has been sent in vain.
 
 use super::{BlockMap, Class, Heat};
 use crate::chunk;
 use std::cmp::Reverse;
 use std::collections::VecDeque;
 
-/// Chunks that are fetched ahead because somebody waited for a part of them.
+/// Limit on chunks that are prefetched because the guest waited for a part of them.
 const SOON_MAX: usize = 256;
-/// Chunks of which single blocks are remembered at a time: 24 MiB. Beyond that, whoever waits gets the
-/// chunk soon, and not the block first.
+/// Limit on chunks with records of single blocks: 24 MiB. Beyond it, a wanted block makes its whole
+/// chunk travel soon, and does not go ahead of the chunk.
 const PAGES_MAX: usize = 1 << 14;
 
 #[derive(Debug, Default)]
 pub(super) struct Drain {
-    /// The rest of chunks that somebody waited for a part of.
+    /// Chunks whose remaining blocks are prefetched after a part of them was wanted.
     soon: VecDeque<u32>,
     /// Chunks by decreasing count, then by the time of their last write, the latest first.
     order: Vec<u32>,
@@ -24,7 +26,7 @@ pub(super) struct Drain {
 }
 
 impl BlockMap {
-    /// From now on blocks travel in the order of the drain.
+    /// Switches to the order of the drain.
     pub(crate) fn drain(&mut self) {
         let left = (0..self.pending.len()).filter(|chunk| self.pending[*chunk] != 0);
         let mut order: Vec<u32> = left.map(|chunk| chunk as u32).collect();
@@ -38,7 +40,7 @@ impl BlockMap {
         });
     }
 
-    /// How much was written to a chunk since the migration began, in blocks.
+    /// Returns how much was written to a chunk since the migration began, in blocks.
     pub(crate) fn written_blocks(&self, chunk: usize) -> u16 {
         match &self.heat {
             Heat::Passes => 0,
@@ -46,7 +48,7 @@ impl BlockMap {
         }
     }
 
-    /// Which write to the region was the last to a chunk; 0: none.
+    /// Returns the number of the last write to a chunk among the writes to the region; 0 for none.
     fn last_write(&self, chunk: usize) -> u32 {
         match &self.heat {
             Heat::Passes => 0,
@@ -54,12 +56,13 @@ impl BlockMap {
         }
     }
 
-    /// What of a chunk waits to be sent.
+    /// Returns the pending blocks of a chunk.
     pub(crate) fn pending_mask(&self, chunk: usize) -> u64 {
         self.pending.get(chunk).copied().unwrap_or(0)
     }
 
-    /// The destination lacks exactly these blocks of a chunk, to which so much was written.
+    /// Sets the missing blocks of a chunk at the destination, and how much was written to the
+    /// chunk.
     pub(crate) fn set_missing(&mut self, chunk: usize, mask: u64, written_blocks: u16) {
         self.count_chunk(chunk, false);
         self.pending[chunk] = mask & chunk::whole(chunk, self.blocks as u64);
@@ -72,8 +75,8 @@ impl BlockMap {
         self.records.settle(chunk, self.pending[chunk]);
     }
 
-    /// Somebody at the destination waits for this block, and knows that it is not there: it travels
-    /// even if it was believed to have arrived. The rest of its chunk follows soon.
+    /// Sends a block that the destination waits for and knows to be missing, even if it was
+    /// believed to have arrived. The other blocks of its chunk follow soon.
     pub(crate) fn want_missing(&mut self, index: usize) {
         if self.records.get(index).flags & super::IN_FLIGHT != 0 {
             return;
@@ -82,7 +85,7 @@ impl BlockMap {
         let has_room = self.records.has_page(chunk as usize) || self.records.pages() < PAGES_MAX;
         self.set_pending(index, if has_room { Class::Wanted } else { Class::Rest });
         let Some(drain) = &mut self.drain else { return };
-        // Whoever reads on finds what follows.
+        // Sequential readers find the next chunk already there.
         for chunk in [chunk, chunk + 1] {
             let left = self
                 .pending
@@ -107,7 +110,7 @@ impl BlockMap {
             let Some(drain) = &mut self.drain else { break };
             let from_soon = drain.soon.front().copied();
             let Some(chunk) = from_soon.or_else(|| drain.order.get(drain.next).copied()) else {
-                // What was lost on its way is behind us.
+                // Blocks that were lost lie behind the position of the search.
                 if !std::mem::take(&mut again) {
                     break;
                 }

@@ -1,10 +1,11 @@
-//! What the source knows of each block of one region: what waits to be sent, in which order, and
-//! what the destination has.
+//! The source's knowledge of each block of one region: which blocks are pending, in which order
+//! they travel, and which content the destination has.
 //!
-//! Two policies differ between regions. *Records* ([`records`]): 24 bytes of every block, so that
-//! unchanged ones are skipped and others referred to, or records only while something is under way.
-//! *Heat*: what is written often is found by passes, block by block, or by counting what is written
-//! to each chunk, and when last. A region without records costs 18 bytes a chunk: 72 KiB a GiB.
+//! Regions differ in two policies. *Records* ([`records`]): a record of 24 bytes for every block,
+//! so that unchanged blocks are skipped and equal ones are sent as references, or records only
+//! while a block is in flight. *Heat*: frequent writes are found by passes, for each block, or by
+//! counting the writes to each chunk and keeping the time of the last one. A region without records
+//! costs 18 bytes per chunk: 72 KiB per GiB.
 
 mod drain;
 mod records;
@@ -15,20 +16,20 @@ use longhaul_codec::Digest;
 use longhaul_protocol::BlockRange;
 use records::{Block, CLASS, IN_FLIGHT, KNOWN, Records, WHOLE};
 
-/// Stands for a block that is all zero.
+/// The digest that represents an all-zero block.
 pub(crate) const ZERO: Digest = Digest([0; 16]);
 
-/// How soon a pending block should travel.
+/// The priority of a pending block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Class {
-    /// Somebody waits for it.
+    /// The guest waits for it.
     Wanted,
     /// Never or seldom written.
     Cold,
-    /// Written now and then.
+    /// Written occasionally.
     Rest,
-    /// Written in pass after pass, or as often as a threshold: sent before the switchover only when
-    /// it must be.
+    /// Written in pass after pass, or at least as often as the threshold: sent before the
+    /// switchover only if it has to be.
     Hot,
 }
 
@@ -37,19 +38,19 @@ impl Class {
     pub const ALL: [Class; 4] = [Class::Wanted, Class::Cold, Class::Rest, Class::Hot];
 }
 
-/// A block written in this many passes running is hot.
+/// The number of consecutive passes with a write that makes a block hot.
 const STREAK_HOT: u8 = 2;
 
-/// Chunks of which single blocks are remembered so that references may mean them: 12 MiB.
+/// Limit on chunks with records of single blocks that are kept as targets of references: 12 MiB.
 const PAGES_MEANT_MAX: usize = 1 << 13;
 
-/// How it is found what is written often.
+/// How frequent writes are detected.
 #[derive(Debug)]
 enum Heat {
     /// By passes, for each block.
     Passes,
-    /// By what was written to each chunk, in blocks; hot from so many on. And which write to any chunk was the
-    /// last to each, from 1.
+    /// By the number of blocks written to each chunk, which is hot from a threshold on; and the
+    /// number of the last write to each chunk among all writes, from 1.
     Written {
         blocks: Vec<u16>,
         last: Vec<u32>,
@@ -71,15 +72,15 @@ pub(crate) struct BlockMap {
 }
 
 impl BlockMap {
-    /// A region of which every block is pending, each with a record. Where the destination's blocks
-    /// start as zero, that much is known of them.
+    /// Creates a map of a region in which every block is pending and has a record. If the
+    /// destination's blocks start as zeros, they are known to be zero.
     pub(crate) fn new(blocks: usize, starts_zero: bool) -> Self {
         let records = Records::of_all(blocks, starts_zero);
         Self::with(blocks, records, Heat::Passes)
     }
 
-    /// A region whose blocks are remembered by chunk. A chunk to which `threshold` times its length
-    /// was written is hot.
+    /// Creates a map of a region that is tracked by chunk. A chunk is hot once `threshold` times
+    /// its length was written to it.
     pub(crate) fn by_chunk(blocks: usize, starts_zero: bool, threshold: Option<u8>) -> Self {
         let heat = Heat::Written {
             blocks: vec![0; chunk::count(blocks as u64)],
@@ -107,7 +108,7 @@ impl BlockMap {
         map
     }
 
-    /// The search for blocks begins at this one, and goes once around.
+    /// Sets the block at which the circular search for blocks begins.
     pub(crate) fn start_at(&mut self, index: usize) {
         self.cursors = [index / 64; 4];
     }
@@ -116,7 +117,7 @@ impl BlockMap {
         self.blocks
     }
 
-    /// How many blocks of a class are pending.
+    /// Returns the number of pending blocks of a class.
     pub(crate) fn pending(&self, class: Class) -> u64 {
         self.counts[class as usize]
     }
@@ -125,7 +126,7 @@ impl BlockMap {
         self.counts.iter().sum()
     }
 
-    /// Whether it is remembered what the destination has.
+    /// Returns whether the destination's content is known by digest.
     pub(crate) fn keeps_digests(&self) -> bool {
         self.records.keeps()
     }
@@ -134,7 +135,7 @@ impl BlockMap {
         self.pending[index / 64] >> (index % 64) & 1 == 1
     }
 
-    /// The class of a block of a chunk.
+    /// Returns the class of a block of a chunk.
     fn class(&self, chunk: usize, block: &Block) -> Class {
         let own = block.class();
         match &self.heat {
@@ -178,7 +179,7 @@ impl BlockMap {
         }
     }
 
-    /// A pass reported writes to these blocks; one without a number reports every block.
+    /// Marks blocks as written, as a pass reported; a pass without a number reports every block.
     pub(crate) fn written(&mut self, range: BlockRange, pass: Option<u32>) {
         match self.heat {
             Heat::Passes => {
@@ -215,7 +216,7 @@ impl BlockMap {
         self.set_pending(index, class);
     }
 
-    /// Blocks of a chunk were written: that counts for all of the chunk.
+    /// Marks blocks of a chunk as written; the heat applies to the whole chunk.
     fn written_chunk(&mut self, chunk: usize, mask: u64) {
         self.count_chunk(chunk, false);
         if let Heat::Written {
@@ -234,7 +235,7 @@ impl BlockMap {
         self.count_chunk(chunk, true);
     }
 
-    /// Counts the pending blocks of a chunk in their classes, or no longer.
+    /// Adds the pending blocks of a chunk to the counts of their classes, or subtracts them.
     fn count_chunk(&mut self, chunk: usize, add: bool) {
         let mut wanted = 0;
         if self.records.has_page(chunk) {
@@ -255,8 +256,8 @@ impl BlockMap {
         }
     }
 
-    /// These blocks need not travel: the destination has something newer, or both have zeros
-    /// (`zero`), or nobody needs them there.
+    /// Marks blocks as unnecessary: the destination has something newer, both ends have zeros
+    /// (`zero`), or the content is not needed there.
     pub(crate) fn superseded(&mut self, range: BlockRange, zero: bool) {
         for (chunk, mask) in chunk::pieces(range) {
             if zero && mask == chunk::whole(chunk, self.blocks as u64) {
@@ -277,7 +278,7 @@ impl BlockMap {
         }
     }
 
-    /// A pass was read to its end: hot blocks that it did not report have cooled.
+    /// Ends a pass: hot blocks that it did not report cool down.
     pub(crate) fn pass_ended(&mut self, pass: u32) {
         if self.counts[Class::Hot as usize] == 0 || !matches!(self.heat, Heat::Passes) {
             return;
@@ -295,7 +296,7 @@ impl BlockMap {
         }
     }
 
-    /// Somebody waits for this block, if it has not been sent.
+    /// Marks a block as wanted unless it has been sent.
     pub(crate) fn want(&mut self, index: usize) {
         if self.is_pending(index) {
             self.set_pending(index, Class::Wanted);
@@ -303,9 +304,9 @@ impl BlockMap {
     }
 
     /// Takes up to `max` pending blocks of a class out of the index, in ascending order from where
-    /// the last search ended, and notes that frame `seq` carries them. Blocks that are on their
-    /// way, or that a reference on its way means, wait for the acknowledgement unless `overtake`,
-    /// which needs a destination that keeps the version of each block.
+    /// the last search ended, and records that frame `seq` carries them. Blocks that are in flight,
+    /// or that a reference in flight points to, wait for the acknowledgement unless `overtake` is
+    /// set, which requires a destination that keeps the version of each block.
     pub(crate) fn take(
         &mut self,
         class: Class,
@@ -367,7 +368,7 @@ impl BlockMap {
         count
     }
 
-    /// Whether nothing of these blocks is pending or on its way.
+    /// Returns whether none of these blocks is pending or in flight.
     pub(crate) fn is_settled(&self, range: BlockRange) -> bool {
         chunk::pieces(range).all(|(chunk, mask)| {
             let on_its_way = |n: u64| {
@@ -379,25 +380,25 @@ impl BlockMap {
         })
     }
 
-    /// Whether the destination has exactly this content for the block, as far as is known.
+    /// Returns whether the destination is known to have exactly this content in the block.
     pub(crate) fn holds(&self, index: usize, digest: &Digest) -> bool {
         let block = self.records.get(index);
         block.flags & KNOWN != 0 && block.digest == *digest
     }
 
-    /// What the destination has for the block, as far as is known.
+    /// Returns the content that the destination is known to have in the block.
     pub(crate) fn known(&self, index: usize) -> Option<Digest> {
         let block = self.records.get(index);
         (block.flags & KNOWN != 0).then_some(block.digest)
     }
 
-    /// Whether the block must travel as it is.
+    /// Returns whether the block must travel as a literal.
     pub(crate) fn is_whole(&self, index: usize) -> bool {
         self.records.get(index).flags & WHOLE != 0
     }
 
-    /// Whether a reference may mean the block: nothing newer is on its way, and, where nothing can
-    /// be made to wait any more (`overtake`), nothing newer will be.
+    /// Returns whether a reference may point to the block: nothing newer is in flight and, where
+    /// blocks cannot be held back any more (`overtake`), nothing newer will be.
     pub(crate) fn can_be_meant(&self, index: usize, overtake: bool) -> bool {
         let block = self.records.get(index);
         let stays = block.flags & IN_FLIGHT == 0 && !(overtake && self.is_pending(index));
@@ -405,29 +406,30 @@ impl BlockMap {
         stays && block.pins < u8::MAX && (has_page || self.has_room())
     }
 
-    /// Whether blocks may be given more reasons to be remembered by themselves.
+    /// Returns whether more blocks may get records of their own.
     pub(crate) fn has_room(&self) -> bool {
         self.records.keeps() || self.records.pages() < PAGES_MEANT_MAX
     }
 
-    /// A reference to the block is on its way: it is not sent anew before that has arrived.
+    /// Records that a reference to the block is in flight: the block is not sent again before the
+    /// reference has arrived.
     pub(crate) fn pin(&mut self, index: usize) {
         self.records.get_mut(index).pins += 1;
     }
 
-    /// A reference to the block has arrived, or is lost.
+    /// Records that a reference to the block has arrived or was lost.
     pub(crate) fn unpin(&mut self, index: usize) {
         self.records.get_mut(index).pins -= 1;
     }
 
-    /// The block need not travel: the destination has this content.
+    /// Records that the block need not travel, since the destination has this content.
     pub(crate) fn skip(&mut self, index: usize, seq: u32) {
         if let Some(block) = self.carried_by(index, seq) {
             block.flags &= !IN_FLIGHT;
         }
     }
 
-    /// The block travels in frame `seq` with this content.
+    /// Records that frame `seq` carries the block with this content.
     pub(crate) fn sent(&mut self, index: usize, seq: u32, digest: Digest) {
         if let Some(block) = self.carried_by(index, seq) {
             block.flags &= !KNOWN;
@@ -435,16 +437,16 @@ impl BlockMap {
         }
     }
 
-    /// Frame `seq` was applied. Returns what the destination has now, unless a newer frame
-    /// carries the block.
+    /// Records that frame `seq` was applied. Returns the content that the destination has now,
+    /// unless a newer frame carries the block.
     pub(crate) fn acknowledged(&mut self, index: usize, seq: u32) -> Option<Digest> {
         let block = self.carried_by(index, seq)?;
         block.flags = block.flags & !(IN_FLIGHT | WHOLE) | KNOWN;
         Some(block.digest)
     }
 
-    /// What frame `seq` carried for the block did not arrive: it is pending again. A block that a
-    /// newer frame carries is left to that one.
+    /// Makes the block pending again because frame `seq` was lost. A block that a newer frame
+    /// carries is left to that frame.
     pub(crate) fn lost(&mut self, index: usize, seq: u32) {
         let Some(block) = self.carried_by(index, seq) else {
             return;
@@ -458,7 +460,7 @@ impl BlockMap {
         self.set_pending(index, class);
     }
 
-    /// The destination could not use what it was told of this block.
+    /// Records that the destination could not use the encoding of this block.
     pub(crate) fn rejected(&mut self, index: usize) {
         let block = self.records.get_mut(index);
         block.flags = block.flags & !(IN_FLIGHT | KNOWN) | WHOLE;
@@ -466,12 +468,12 @@ impl BlockMap {
         self.set_pending(index, Class::Rest);
     }
 
-    /// A frame that carried blocks of this chunk is not on its way any more.
+    /// Records that a frame with blocks of this chunk is no longer in flight.
     pub(crate) fn settle(&mut self, chunk: usize) {
         self.records.settle(chunk, self.pending[chunk]);
     }
 
-    /// The block, if frame `seq` is the newest that carries it.
+    /// Returns the block if frame `seq` is the newest that carries it.
     fn carried_by(&mut self, index: usize, seq: u32) -> Option<&mut Block> {
         let newest = self.records.get(index).sent_seq == seq;
         newest.then(|| self.records.get_mut(index))
@@ -671,7 +673,7 @@ mod tests {
         map.superseded(BlockRange::new(0, 4), false);
         map.superseded(BlockRange::new(7, 57), false);
         map.take_drained(usize::MAX, 2, |block| order.push(block));
-        // What follows the wanted chunk, then the one that was written most.
+        // After the wanted chunk: the chunk behind it, then the most written one.
         let rest = (64..128).chain(192..256).chain(128..192);
         let expected: Vec<u64> = [5, 4, 6].into_iter().chain(rest).collect();
         assert_eq!(order, expected);

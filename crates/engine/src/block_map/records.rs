@@ -1,5 +1,5 @@
-//! What is remembered of single blocks: of every block of a region, or only of those in chunks that
-//! something is under way for.
+//! Records of single blocks: of every block of a region, or only of those in chunks with something
+//! in flight.
 
 use super::{Class, ZERO};
 use crate::chunk::{self, CHUNK_BLOCKS};
@@ -8,7 +8,7 @@ use longhaul_codec::Digest;
 pub(super) const CLASS: u8 = 0b0000_0011;
 pub(super) const KNOWN: u8 = 0b0000_0100;
 pub(super) const IN_FLIGHT: u8 = 0b0000_1000;
-/// What the destination was told of the block did not hold: its content travels as it is.
+/// The destination could not use the last encoding of the block: it travels as a literal.
 pub(super) const WHOLE: u8 = 0b0001_0000;
 
 #[derive(Debug, Clone, Copy)]
@@ -19,10 +19,10 @@ pub(super) struct Block {
     pub(super) sent_seq: u32,
     /// The low byte of the number of the last pass that reported a write.
     pub(super) last_pass: u8,
-    /// Passes running that reported a write.
+    /// Number of consecutive passes that reported a write.
     pub(super) streak: u8,
     pub(super) flags: u8,
-    /// References to the block that are on their way.
+    /// References to the block that are in flight.
     pub(super) pins: u8,
 }
 
@@ -53,16 +53,16 @@ type Page = [Block; CHUNK_BLOCKS as usize];
 
 /// In place of a page: nothing is known of the chunk's blocks.
 const UNKNOWN: u32 = u32::MAX;
-/// In place of a page: the destination has zeros for all of them.
+/// In place of a page: the destination has zeros in all of them.
 const ZEROS: u32 = u32::MAX - 1;
 
 #[derive(Debug)]
 pub(super) struct Records {
-    /// Which page each chunk has.
+    /// The page of each chunk.
     places: Vec<u32>,
     pages: Vec<Page>,
     free: Vec<u32>,
-    /// Whether every chunk has one, always.
+    /// Whether every chunk always has a page.
     keeps: bool,
 }
 
@@ -78,8 +78,8 @@ impl Records {
         }
     }
 
-    /// Records of blocks that something is under way for: 4 bytes a chunk, and a page of 1.5 KiB
-    /// for as long as it lasts.
+    /// Creates records only of blocks in flight: 4 bytes per chunk, and a page of 1.5 KiB while it
+    /// is needed.
     pub(super) fn of_few(blocks: usize, zero: bool) -> Self {
         let place = if zero { ZEROS } else { UNKNOWN };
         Self {
@@ -90,7 +90,7 @@ impl Records {
         }
     }
 
-    /// Whether what the destination has is remembered of every block.
+    /// Returns whether the destination's content of every block is known.
     pub(super) fn keeps(&self) -> bool {
         self.keeps
     }
@@ -103,7 +103,7 @@ impl Records {
         }
     }
 
-    /// Whether single blocks of a chunk are remembered.
+    /// Returns whether a chunk has records of its single blocks.
     pub(super) fn has_page(&self, chunk: usize) -> bool {
         self.places[chunk] < ZEROS
     }
@@ -126,15 +126,15 @@ impl Records {
         &mut self.pages[self.places[chunk] as usize][index % CHUNK_BLOCKS as usize]
     }
 
-    /// Both ends have zeros in all of a chunk.
+    /// Records that both ends have zeros in a whole chunk.
     pub(super) fn zeroed(&mut self, chunk: usize) {
         if !self.keeps && !self.has_page(chunk) {
             self.places[chunk] = ZEROS;
         }
     }
 
-    /// Forgets the single blocks of a chunk if nothing is under way for them; `pending` is what
-    /// waits to be sent.
+    /// Drops the records of a chunk if none of its blocks is in flight; `pending` are its pending
+    /// blocks.
     pub(super) fn settle(&mut self, chunk: usize, pending: u64) {
         if self.keeps || !self.has_page(chunk) {
             return;
@@ -160,7 +160,7 @@ impl Records {
         }
     }
 
-    /// How many chunks have their single blocks remembered.
+    /// Returns how many chunks have records of their single blocks.
     pub(super) fn pages(&self) -> usize {
         self.pages.len() - self.free.len()
     }

@@ -1,32 +1,33 @@
-//! The destination's side of the hand-over.
+//! The destination's state machine of the handover.
 
 use super::record::{Record, Side};
 use super::terms::Terms;
 use longhaul_protocol::{Attempt, Generation};
 
-/// Where the right to run is, as the destination knows it.
+/// Where the right to run the guest is, as the destination knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationState {
-    /// Nothing was ever recorded of the attempt here.
+    /// No record of the attempt exists here.
     Unknown,
     /// BEGAN is being written.
     Beginning,
-    /// Blocks arrive, QEMU loads, copies are compared.
+    /// Blocks arrive, QEMU loads, or the copies are compared.
     Receiving {
-        /// A COMMIT that came before everything was here: the source has released the guest early.
+        /// A COMMIT that arrived before the data was complete: the source has released the guest
+        /// early.
         commit: Option<Generation>,
     },
     /// READY is being written.
     Readying,
-    /// Everything is here; the source decides.
+    /// Everything is here, and the source decides.
     Ready,
-    /// The record that makes the guest ours is being written.
+    /// The record that transfers the right to this host is being written.
     Committing,
-    /// The guest is ours; QEMU is being told so.
+    /// The right is here, and QEMU is being resumed.
     Committed,
-    /// The guest is the destination's: it runs here, is paused on purpose, or has ended here.
+    /// The guest belongs to the destination: it runs here, is paused on purpose, or has ended here.
     Running {
-        /// Whether the source is needed no more, durably.
+        /// Whether the destination durably has all data, so that the source is no longer needed.
         all_present: bool,
     },
     /// QEMU is being quit, so that ABORTED can be written.
@@ -48,87 +49,88 @@ pub enum DestinationState {
     },
     /// The attempt is over; the guest is at the source.
     Aborted,
-    /// A person gave the guest to the source after it was ours; that is being written.
+    /// An operator gave the guest to the source after the right was here; the record is being
+    /// written.
     Yielding,
     /// CLOSED is being written.
     Closing {
-        /// Whether the guest is the destination's.
+        /// Whether the guest belongs to the destination.
         here: bool,
     },
-    /// Nothing more will happen.
+    /// Final state.
     Closed {
-        /// Whether the guest is the destination's.
+        /// Whether the guest belongs to the destination.
         here: bool,
     },
 }
 
-/// What happens to the destination.
+/// An input of the destination's state machine.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationEvent {
-    /// An offer is accepted, with the record that says so.
+    /// An offer was accepted, with the record of it.
     Offered(Record),
-    /// Everything promised is here, QEMU has loaded it, and both copies are equal where that was
-    /// to be shown.
+    /// All promised data is here, QEMU has loaded it, and both copies are equal if a comparison was
+    /// requested.
     Loaded,
     /// The record is on disk.
     Written(Record),
-    /// The record could not be written; it may be on disk all the same.
+    /// The record could not be written; it may be on disk nevertheless.
     WriteFailed(Record),
-    /// COMMIT came.
+    /// COMMIT arrived.
     Commit(Attempt, Generation),
-    /// The source gives up, or is gone for longer than patience, or something failed here.
+    /// The source gives up, was gone for longer than its time limit, or something failed here.
     Abort(String),
-    /// QEMU is gone, reaped.
+    /// QEMU has ended and was reaped.
     QemuGone,
-    /// QEMU was told to go on, and did, or may have.
+    /// QEMU was told to resume, and did or may have.
     Resumed,
-    /// QEMU refused to go on, and the guest has not run.
+    /// QEMU refused to resume, and the guest has not run.
     ResumeFailed(String),
-    /// Nothing that the guest needs is left at the source, and what came is durable.
+    /// The guest needs no more data of the source, and all received data is durable.
     AllPresent,
-    /// The source asks what became of the attempt.
+    /// The source asks for the outcome of the attempt.
     Asked,
-    /// A person says that the source is dead or fenced, and that the guest is to run here.
+    /// An operator declares the source dead or fenced, and wants the guest to run here.
     Overrule(String),
-    /// The source says that a person has given it the guest, in this generation.
+    /// The source reports that an operator has given it the guest, in this generation.
     PeerOverruled(Generation),
-    /// The source's journal is at its end.
+    /// The source's journal is complete.
     Done,
 }
 
-/// What the destination has to do.
+/// An action that the destination's agent carries out.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum DestinationAction {
-    /// Make this durable, then report [`DestinationEvent::Written`] or
+    /// Make this record durable, then report [`DestinationEvent::Written`] or
     /// [`DestinationEvent::WriteFailed`].
     Write(Record),
     /// Send READY.
     SendReady,
-    /// Note that the guest is ours, in this generation.
+    /// Record that the right is here, in this generation.
     Own(Generation),
-    /// Note that the guest is the source's, in this generation.
+    /// Record that the right is at the source, in this generation.
     Yield(Generation),
-    /// Note that a person has given the guest to the source, in this generation. A copy that runs
-    /// here all the same is a conflict that a person has to hear of.
+    /// Record that an operator has given the guest to the source, in this generation. A copy that
+    /// still runs here is a conflict that an operator has to be told of.
     Concede(Generation),
-    /// Activate the disks and let the guest go on, unless it was paused.
+    /// Activate the disks and resume the guest, unless it was paused.
     Resume,
     /// Send COMMITTED.
     SendCommitted,
     /// Send ALL-PRESENT.
     SendAllPresent,
-    /// Quit QEMU, if it still runs, reap it and remove what was made for it, then report
+    /// Quit QEMU if it still runs, reap it and remove its resources, then report
     /// [`DestinationEvent::QemuGone`].
     Quit,
     /// Send ABORTED.
     SendAborted,
-    /// Say that the attempt is neither committed nor aborted.
+    /// Report that the attempt is neither committed nor aborted.
     SendStatus,
     /// Send CLOSED.
     SendClosed,
 }
 
-/// The next state, and what is to be done, in this order. An event that does not belong to a state
+/// Returns the next state and the actions, in their order. An event that does not belong to a state
 /// changes nothing.
 pub fn step_destination(
     state: &DestinationState,
@@ -156,7 +158,7 @@ pub fn step_destination(
             (Is::Receiving { commit: None }, vec![])
         }
         (Is::Beginning, On::WriteFailed(_)) => quit("BEGAN could not be written"),
-        // One that is not known is aborted by being asked for, so that a late COMMIT is refused.
+        // A question for an unknown attempt aborts it, so that a late COMMIT is refused.
         (Is::Unknown, On::Asked | On::Abort(_) | On::PeerOverruled(_)) => {
             let reason = "the destination does not know this attempt";
             (Is::Recording, vec![Do::Write(terms.aborted(reason))])
@@ -205,7 +207,7 @@ pub fn step_destination(
         }
         (Is::Committed, On::Resumed) => (
             Is::Running { all_present: false },
-            // The journal is what counts: the right is noted again from it after a crash.
+            // The journal is authoritative: after a crash the right is recorded again from it.
             vec![Do::SendCommitted, Do::Own(terms.next())],
         ),
         (Is::Committed, On::ResumeFailed(reason)) => {
@@ -260,7 +262,7 @@ pub fn step_destination(
         (Is::Receiving { .. } | Is::Readying | Is::Ready, On::PeerOverruled(_)) => {
             quit("a person has given the guest to the source")
         }
-        // What a QEMU that ended by itself leaves behind is removed as after any other abort.
+        // A QEMU that ended by itself is cleaned up as after any other abort.
         (Is::Receiving { .. } | Is::Readying | Is::Ready, On::QemuGone) => quit("its QEMU ended"),
         (Is::Recording, On::Written(Record::Aborted { .. })) => {
             (Is::Aborted, vec![Do::SendAborted])
@@ -278,7 +280,7 @@ pub fn step_destination(
         (Is::Closed { here: true }, On::Asked) => (state.clone(), vec![Do::SendAllPresent]),
         (Is::Closed { here: false }, On::Asked) => (state.clone(), vec![Do::SendAborted]),
 
-        // What was decided stays decided: it is written as soon as it can be.
+        // The decision stands: the record is written as soon as it can be.
         (
             Is::Committing
             | Is::Returning { .. }
@@ -300,8 +302,8 @@ fn close(attempt: Attempt, here: bool) -> (DestinationState, Vec<DestinationActi
 }
 
 impl DestinationState {
-    /// The state that a journal's records of an attempt lead to, and what an agent that was
-    /// restarted does first.
+    /// Returns the state that the journal's records of an attempt lead to, and the first actions of
+    /// a restarted agent.
     pub fn restore(
         records: &[Record],
         terms: &Terms,
@@ -331,7 +333,8 @@ impl DestinationState {
                 ..
             }) => (Self::Aborted, vec![Do::Concede(*generation)]),
             Some(Record::Closed { .. }) => {
-                // ABORTED, and what overrules ALL-PRESENT, come right before.
+                // ABORTED, and a record that overrules ALL-PRESENT, directly follow the record that
+                // matters.
                 let before = records.iter().rev().nth(1);
                 let here = matches!(before, Some(Record::AllPresent { .. }));
                 (Self::Closed { here }, vec![])
@@ -349,7 +352,7 @@ impl DestinationState {
         }
     }
 
-    /// Whether the guest belongs here.
+    /// Returns whether the guest belongs to this host.
     pub fn owns_guest(&self) -> bool {
         matches!(
             self,
@@ -360,12 +363,12 @@ impl DestinationState {
         )
     }
 
-    /// Whether the attempt can be ended by the destination alone.
+    /// Returns whether the destination alone can end the attempt.
     pub fn may_abort(&self) -> bool {
         matches!(self, Self::Receiving { .. } | Self::Readying | Self::Ready)
     }
 
-    /// Whether the guest's place is decided, whatever has yet to be written or said.
+    /// Returns whether the guest's place is decided, even if records or messages are outstanding.
     pub fn is_settled(&self) -> bool {
         matches!(
             self,

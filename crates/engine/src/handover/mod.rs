@@ -1,4 +1,4 @@
-//! The hand-over: the right to run a guest is a token that exactly one journal holds.
+//! The handover: the protocol by which exactly one journal holds the right to run a guest.
 //!
 //! ```text
 //! source                                  destination
@@ -16,12 +16,12 @@
 //! ```
 //!
 //! With an early release, RELEASED is written and COMMIT sent when the guest stops; the destination
-//! commits when everything is there.
+//! commits when all data has arrived.
 //!
 //! Both sides are pure transition functions: an event goes in, the next state and the actions come
 //! out, and an action that has to be durable is a [`Record`] whose arrival on disk is the next
-//! event. `restore` says where an agent that was restarted goes on. The agents run these functions
-//! as they are, and so does the model checker in `model/`; `docs/hand-over.md` has the proof.
+//! event. `restore` says where a restarted agent continues. The agents run these functions
+//! unchanged, and so does the model checker in `model/`; `docs/hand-over.md` has the proof.
 
 mod destination;
 mod record;

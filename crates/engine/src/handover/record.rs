@@ -1,4 +1,4 @@
-//! What the journals hold.
+//! The records of a migration's journals.
 
 use longhaul_protocol::{Attempt, Generation, HostId, Incarnation, MigrationId};
 use serde::{Deserialize, Serialize};
@@ -6,9 +6,9 @@ use serde::{Deserialize, Serialize};
 /// Which end of a migration a journal belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum Side {
-    /// Where the guest was.
+    /// The host that the guest leaves.
     Source,
-    /// Where it goes.
+    /// The host that the guest moves to.
     Destination,
 }
 
@@ -21,36 +21,36 @@ pub enum Record {
         migration: MigrationId,
         /// Its attempt.
         attempt: Attempt,
-        /// Whose journal this is.
+        /// The side that this journal belongs to.
         side: Side,
         /// The guest's name.
         guest: String,
-        /// The generation that the right to run has, held by the source.
+        /// The current generation of the right, held by the source.
         generation: Generation,
         /// The other host.
         peer: HostId,
-        /// The other host's name here.
+        /// The other host's name in this host's configuration.
         peer_name: String,
-        /// Whether the guest is paused and shall stay so.
+        /// Whether the guest is paused and is to stay so.
         paused: bool,
     },
-    /// Destination: everything is here, and nothing runs without COMMIT.
+    /// Destination: all data is here, and the guest does not run without COMMIT.
     Ready {
         /// The attempt.
         attempt: Attempt,
     },
-    /// Source: the guest is not resumed here any more unless the destination has ABORTED.
+    /// Source: the guest is not resumed here unless the destination has ABORTED.
     Released {
         /// The attempt.
         attempt: Attempt,
         /// The generation that the destination will have.
         generation: Generation,
     },
-    /// Destination: the guest belongs here. The commit point.
+    /// Destination: the right is here. The commit point.
     Committed {
         /// The attempt.
         attempt: Attempt,
-        /// The generation that it has from now on.
+        /// The generation of the right from now on.
         generation: Generation,
     },
     /// Source: the destination is known to have committed.
@@ -62,34 +62,34 @@ pub enum Record {
     Aborted {
         /// The attempt.
         attempt: Attempt,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
-    /// Destination: committed, but `cont` failed before the guest ran. Its QEMU is quit next, and
-    /// ABORTED says that it was.
+    /// Destination: committed, but `cont` failed before the guest ran. QEMU is quit next, and
+    /// ABORTED records that it was.
     Returned {
         /// The attempt.
         attempt: Attempt,
-        /// Why, for people.
+        /// The reason, for people.
         reason: String,
     },
-    /// Destination: everything that the source held of the guest is durable here.
+    /// Destination: all of the guest's data at the source is durable here.
     AllPresent {
         /// The attempt.
         attempt: Attempt,
     },
-    /// A person has decided where the guest runs, against what the agents know.
+    /// An operator has decided where the guest runs, against the agents' knowledge.
     Overruled {
         /// The attempt.
         attempt: Attempt,
-        /// Where it runs.
+        /// The host that it runs on.
         run_on: Side,
-        /// The generation that it has there.
+        /// The generation of the right there.
         generation: Generation,
-        /// What the person said of the other side.
+        /// The operator's statement on the other side.
         because: String,
     },
-    /// Nothing more is to be done for the attempt here.
+    /// The attempt needs no more actions here.
     Closed {
         /// The attempt.
         attempt: Attempt,
@@ -105,7 +105,7 @@ pub enum Record {
 }
 
 impl Record {
-    /// The attempt that a record belongs to.
+    /// Returns the attempt that a record belongs to.
     pub fn attempt(&self) -> Attempt {
         match self {
             Record::Began { attempt, .. }

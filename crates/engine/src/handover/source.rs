@@ -1,108 +1,109 @@
-//! The source's side of the hand-over.
+//! The source's state machine of the handover.
 
 use super::record::{Record, Side};
 use super::terms::Terms;
 use longhaul_protocol::{Attempt, Generation};
 
-/// Where the right to run is, as the source knows it.
+/// Where the right to run the guest is, as the source knows it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SourceState {
-    /// The guest is ours; it runs, or can be made to.
+    /// The right is here; the guest runs or can be resumed.
     Here {
         /// QEMU is in `postmigrate`: only `cont` wakes the guest.
         postmigrate: bool,
     },
     /// RELEASED is being written.
     Releasing,
-    /// The guest may be at the destination: only its word resumes it here.
+    /// The guest may run at the destination: only the destination's answer resumes it here.
     Released,
     /// The guest runs here again; ABORTED is being written.
     Aborting,
-    /// ABORTED is being written, and the guest stands still until it is: RELEASED may be on disk.
+    /// ABORTED is being written, and the guest stays stopped until it is: RELEASED may be on disk.
     Returning,
     /// The guest stays here; CLOSED is being written.
     Aborted,
     /// DONE is being written.
     Finishing,
-    /// The guest is at the destination, which may still need what is here.
+    /// The guest is at the destination, which may still need data from here.
     Done,
-    /// The destination has everything, and QEMU is quit; CLOSED is being written.
+    /// The destination has all data, and QEMU has quit; CLOSED is being written.
     Retiring,
-    /// OVERRULED is being written: a person has said that the destination is dead or fenced.
+    /// OVERRULED is being written: an operator has declared the destination dead or fenced.
     Overruling,
-    /// The guest goes on here by a person's word, and the destination has yet to hear of it.
+    /// The guest runs here by an operator's decision, which the destination has yet to be told of.
     Overruled,
-    /// Nothing more will happen.
+    /// Final state.
     Closed {
-        /// Whether the guest is the source's.
+        /// Whether the guest belongs to the source.
         here: bool,
     },
 }
 
-/// What happens to the source.
+/// An input of the source's state machine.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SourceEvent {
     /// QEMU is in `postmigrate`.
     Postmigrate,
-    /// The destination has everything and says so.
+    /// The destination reports that it has all data.
     Ready(Attempt),
     /// The record is on disk.
     Written(Record),
-    /// The record could not be written; it may be on disk all the same.
+    /// The record could not be written; it may be on disk nevertheless.
     WriteFailed(Record),
     /// The destination has committed.
     Committed(Attempt),
-    /// The destination has committed, and nothing that it needs is left here.
+    /// The destination has committed, and needs no more data from here.
     AllPresent(Attempt),
     /// The destination has aborted, durably.
     PeerAborted(Attempt),
-    /// A person, a limit or a failure ends the attempt.
+    /// An operator, a limit or a failure ends the attempt.
     Abort(String),
-    /// A person says that the destination is dead or fenced, and that the guest is to run here.
+    /// An operator declares the destination dead or fenced, and wants the guest to run here.
     Overrule(String),
-    /// A connection to the destination is there, again or for the first time since a restart.
+    /// A connection to the destination exists, again or for the first time since a restart.
     Connected,
 }
 
-/// What the source has to do.
+/// An action that the source's agent carries out.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum SourceAction {
-    /// Make this durable, then report [`SourceEvent::Written`] or [`SourceEvent::WriteFailed`].
+    /// Make this record durable, then report [`SourceEvent::Written`] or
+    /// [`SourceEvent::WriteFailed`].
     Write(Record),
     /// Make the guest unstartable here.
     Fence(Generation),
-    /// Note that the guest is the destination's, in this generation.
+    /// Record that the right is at the destination, in this generation.
     Cede(Generation),
-    /// Note that a person has given the guest to the destination, in this generation. A copy that
-    /// runs here all the same is a conflict that a person has to hear of.
+    /// Record that an operator has given the guest to the destination, in this generation. A copy
+    /// that still runs here is a conflict that an operator has to be told of.
     Concede(Generation),
-    /// Note that the guest is the source's, in this generation.
+    /// Record that the right is at the source, in this generation.
     Unfence(Generation),
     /// Send COMMIT.
     SendCommit(Generation),
     /// Tell the destination to give up.
     SendCancel(String),
-    /// Tell the destination that a person has given the guest to the source.
+    /// Tell the destination that an operator has given the guest to the source.
     SendOverruled(Generation),
-    /// Tell the destination that nothing more will be asked of it.
+    /// Tell the destination that the source has no more questions.
     SendDone,
-    /// Ask the destination what became of the attempt.
+    /// Ask the destination for the outcome of the attempt.
     Ask,
-    /// Let the guest go on here.
+    /// Resume the guest here.
     Resume,
-    /// Quit QEMU here: the guest runs elsewhere, and needs nothing of it.
+    /// Quit QEMU: the guest runs at the destination, and needs no more data from here.
     Quit,
 }
 
 impl SourceAction {
-    /// Whether it lets the guest go on here, or says that it may: not to be done again by a person's
-    /// word that is older than what the guest has done since.
+    /// Returns whether the action resumes the guest here, or permits that. Such an action must not
+    /// be repeated on an operator's decision that is older than the guest's last run.
     pub fn lets_go_on(&self) -> bool {
         matches!(self, Self::Resume | Self::Unfence(_))
     }
 }
 
-/// The next state, and what is to be done, in this order. An event that does not belong to a state
+/// Returns the next state and the actions, in their order. An event that does not belong to a state
 /// changes nothing.
 pub fn step_source(
     state: &SourceState,
@@ -140,11 +141,11 @@ pub fn step_source(
         (Is::Aborting, On::Written(Record::Aborted { .. })) => (Is::Aborted, vec![closed()]),
 
         (Is::Releasing, On::Written(Record::Released { .. })) => {
-            // The journal is what counts: the fence is made again from it after a crash.
+            // The journal is authoritative: after a crash the fence is made again from it.
             (Is::Released, vec![Do::SendCommit(next), Do::Fence(next)])
         }
-        // An agent that is restarted may find RELEASED all the same, and then goes by it: the guest
-        // is resumed only when ABORTED is there to say otherwise.
+        // A restarted agent may nevertheless find RELEASED, and then follows it: the guest is
+        // resumed only when ABORTED contradicts it.
         (Is::Releasing, On::WriteFailed(_)) => {
             let reason = "RELEASED could not be written";
             let actions = vec![Do::SendCancel(reason.to_owned()), stays(reason)];
@@ -178,7 +179,7 @@ pub fn step_source(
         (Is::Overruling, On::Written(Record::Overruled { .. })) => {
             (Is::Overruled, reclaim(terms.after_next()))
         }
-        // It may be on disk: a person is asked again, nothing is resumed.
+        // The record may be on disk: the operator is asked again, and nothing is resumed.
         (Is::Overruling, On::WriteFailed(_)) => (Is::Released, vec![]),
         (Is::Overruled, On::Connected) => {
             (Is::Overruled, vec![Do::SendOverruled(terms.after_next())])
@@ -191,7 +192,8 @@ pub fn step_source(
             (Is::Retiring, vec![Do::Quit, closed()])
         }
 
-        // DONE lets the destination forget: not before it has said that the guest is not its own.
+        // DONE lets the destination forget the attempt: it is sent only after the destination has
+        // said that the guest is not its own.
         (Is::Aborted, On::Written(Record::Closed { .. })) => {
             let actions = vec![Do::SendCancel(KEPT.to_owned())];
             (Is::Closed { here: true }, actions)
@@ -202,7 +204,7 @@ pub fn step_source(
         (Is::Retiring, On::Written(Record::Closed { .. })) => {
             (Is::Closed { here: false }, vec![Do::SendDone])
         }
-        // A person has let the destination run it, who took the source for dead.
+        // An operator declared the source dead and let the destination run the guest.
         (Is::Aborting | Is::Aborted, On::Committed(of) | On::AllPresent(of)) if *of == attempt => {
             (state.clone(), vec![Do::Concede(next)])
         }
@@ -213,7 +215,7 @@ pub fn step_source(
             (state.clone(), vec![Do::SendCancel(KEPT.to_owned())])
         }
         (Is::Closed { here: false }, On::Connected) => (state.clone(), vec![Do::SendDone]),
-        // What was decided stays decided: it is written as soon as it can be.
+        // The decision stands: the record is written as soon as it can be.
         (
             Is::Aborting | Is::Returning | Is::Aborted | Is::Finishing | Is::Retiring,
             On::WriteFailed(record),
@@ -242,8 +244,8 @@ fn reclaim(generation: Generation) -> Vec<SourceAction> {
 }
 
 impl SourceState {
-    /// The state that a journal's records of an attempt lead to, and what an agent that was
-    /// restarted does first.
+    /// Returns the state that the journal's records of an attempt lead to, and the first actions of
+    /// a restarted agent.
     pub fn restore(records: &[Record], terms: &Terms) -> (SourceState, Vec<SourceAction>) {
         use SourceAction as Do;
         let attempt = terms.attempt;
@@ -253,15 +255,15 @@ impl SourceState {
             Some(Record::Overruled { .. }) => (Self::Overruled, reclaim(terms.after_next())),
             Some(Record::Done { .. }) => (Self::Done, vec![Do::Cede(terms.next())]),
             Some(Record::Aborted { .. }) if overruled(records) => (Self::Aborted, vec![closed()]),
-            // It may stand still yet: after a RELEASED whose write failed, ABORTED comes first, and the
-            // record of the release may be gone.
+            // The guest may still be stopped: after a failed write of RELEASED, ABORTED comes
+            // first, and the record of the release may be gone.
             Some(Record::Aborted { .. }) => (Self::Aborted, back_here(terms.generation, closed())),
             Some(Record::Closed { .. }) => {
                 let done = |record: &Record| matches!(record, Record::Done { .. });
                 let here = !records.iter().any(done);
                 (Self::Closed { here }, vec![])
             }
-            // What follows belongs to the destination's journals.
+            // The other records belong to the destination's journals.
             Some(
                 Record::Began { .. }
                 | Record::Peer { .. }
@@ -277,12 +279,12 @@ impl SourceState {
         }
     }
 
-    /// Whether nothing more will happen.
+    /// Returns whether the state is final.
     pub fn is_over(&self) -> bool {
         matches!(self, Self::Closed { .. })
     }
 
-    /// Whether the guest's place is decided, whatever has yet to be written or said.
+    /// Returns whether the guest's place is decided, even if records or messages are outstanding.
     pub fn is_settled(&self) -> bool {
         use SourceState as Is;
         matches!(
@@ -296,7 +298,7 @@ impl SourceState {
         )
     }
 
-    /// Whether the guest stays at the source, whatever the destination says.
+    /// Returns whether the guest stays at the source, whatever the destination answers.
     pub fn keeps_guest(&self) -> bool {
         use SourceState as Is;
         matches!(
@@ -305,12 +307,12 @@ impl SourceState {
         )
     }
 
-    /// Whether the attempt can be ended by the source alone.
+    /// Returns whether the source alone can end the attempt.
     pub fn may_abort(&self) -> bool {
         matches!(self, Self::Here { .. })
     }
 
-    /// Whether only the destination's word, or a person's, decides.
+    /// Returns whether only the destination's answer, or an operator, decides.
     pub fn in_doubt(&self) -> bool {
         matches!(self, Self::Released | Self::Overruling)
     }
@@ -438,7 +440,7 @@ mod tests {
 
     #[test]
     fn a_restarted_agent_finishes_what_an_abort_after_the_release_began() {
-        // A RELEASED whose write failed may be there or not.
+        // A RELEASED whose write failed may or may not be on disk.
         for records in [
             vec![released(), TERMS.aborted("x")],
             vec![TERMS.aborted("x")],
@@ -459,7 +461,7 @@ mod tests {
         let (state, actions) = step_source(&state, &SourceEvent::Connected, &TERMS);
         assert_eq!(state, closed);
         assert!(!actions.contains(&SourceAction::SendDone));
-        // A person gave the guest to the destination.
+        // An operator gave the guest to the destination.
         let (_, actions) = step_source(&state, &SourceEvent::AllPresent(ATTEMPT), &TERMS);
         let expected = [SourceAction::Concede(NEXT), SourceAction::SendDone];
         assert_eq!(actions, expected);

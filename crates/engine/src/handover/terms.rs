@@ -1,4 +1,4 @@
-//! What both sides of a hand-over have agreed on.
+//! The terms that both sides of a handover have agreed on.
 
 use super::record::Record;
 use longhaul_protocol::{Attempt, Generation};
@@ -8,21 +8,22 @@ use longhaul_protocol::{Attempt, Generation};
 pub struct Terms {
     /// The attempt.
     pub attempt: Attempt,
-    /// The generation that the right to run has at the source.
+    /// The generation of the right at the source.
     pub generation: Generation,
-    /// The source releases the guest when it stops it, not when the destination is ready: one round
-    /// trip less, and a longer time in which a cut leaves doubt.
+    /// Whether the source releases the guest when it stops it, rather than when the destination is
+    /// ready: this saves a round trip, and lengthens the time in which a lost connection leaves the
+    /// attempt in doubt.
     pub early: bool,
 }
 
 impl Terms {
-    /// The generation that the destination will have.
+    /// Returns the generation that the destination will have.
     pub fn next(&self) -> Generation {
         Generation(self.generation.0.saturating_add(1))
     }
 
-    /// The generation of a source that a person has given the guest back to: above all that the
-    /// destination may have.
+    /// Returns the generation of a source that an operator has given the guest back to: higher than
+    /// any that the destination may have.
     pub fn after_next(&self) -> Generation {
         Generation(self.generation.0.saturating_add(2))
     }

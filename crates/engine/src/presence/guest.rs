@@ -1,4 +1,4 @@
-//! The guest's requests to a disk of which a part is still at the source.
+//! The guest's requests to a disk of which some blocks are missing.
 
 use super::{ChunkMask, Output, Phase, Presence};
 use crate::chunk;
@@ -6,44 +6,45 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 
-/// Requests at a time, at most.
+/// Limit on concurrent requests.
 const REQUESTS_MAX: usize = 4096;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The owner's name for a request that is under way.
+/// The owner's name for a pending request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// What the guest wants done to a range of bytes.
+/// What a request of the guest does to a range of bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// Read them.
     Read,
-    /// Write them, or make them zero.
+    /// Write them, or zero them.
     Write,
-    /// It needs their content no more.
+    /// Discard them: the guest no longer needs their content.
     Discard,
 }
 
-/// What becomes of a request.
+/// The outcome of a new request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Begin {
-    /// Do these bytes on the local disk, then report it done. A discard may have shrunk to nothing.
+    /// Perform the request on these bytes of the local disk, then report it done. A discard may
+    /// have shrunk to nothing.
     Go(Range<u64>),
-    /// It waits for the source: [`Output::Go`] says when.
+    /// The request waits for the source: [`Output::Go`] follows.
     Wait,
 }
 
-/// A request that cannot be one.
+/// An invalid request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// It is not within the disk.
+    /// It exceeds the disk.
     #[error("a request beyond the end of the disk")]
     Beyond,
-    /// Another one of this name is under way.
+    /// Another request with this name is pending.
     #[error("two requests have the same name")]
     Twice,
-    /// More at a time than are kept.
+    /// Too many requests are pending.
     #[error("more than {REQUESTS_MAX} requests at a time")]
     TooMany,
 }
@@ -57,13 +58,14 @@ struct Request {
     going: bool,
 }
 
-/// Requests under way.
+/// The pending requests.
 #[derive(Debug, Default)]
 pub(super) struct Guest {
     requests: BTreeMap<RequestId, Request>,
-    /// Missing blocks that are being written as a whole, and by how many.
+    /// Missing blocks that are being written as a whole, with the number of requests that write
+    /// them.
     intents: BTreeMap<u64, u32>,
-    /// Missing blocks that somebody waits for.
+    /// Missing blocks that requests wait for.
     wanted: BTreeSet<u64>,
 }
 
@@ -72,26 +74,26 @@ impl Guest {
         self.intents.contains_key(&block)
     }
 
-    /// What is waited for, as ranges.
+    /// Returns the wanted blocks as ranges.
     pub(super) fn wanted(&self) -> Vec<BlockRange> {
         ranges(self.wanted.iter().copied())
     }
 }
 
 impl Request {
-    /// The blocks that it covers from end to end.
+    /// Returns the blocks that the request covers completely.
     fn whole_blocks(&self) -> BlockRange {
         let (first, end) = (self.bytes.start.div_ceil(BLOCK), self.bytes.end / BLOCK);
         BlockRange::new(first, end.saturating_sub(first))
     }
 
-    /// Every block that it touches.
+    /// Returns every block that the request touches.
     fn blocks(&self) -> BlockRange {
         let first = self.bytes.start / BLOCK;
         BlockRange::new(first, self.bytes.end.div_ceil(BLOCK).saturating_sub(first))
     }
 
-    /// Of the blocks that it touches, those whose content it needs.
+    /// Returns whether the request needs the old content of a block that it touches.
     fn reads(&self, block: u64) -> bool {
         match self.operation {
             Operation::Read => true,
@@ -104,7 +106,7 @@ impl Request {
 }
 
 impl Presence {
-    /// The guest asks for something.
+    /// Begins a request of the guest.
     pub fn begin(
         &mut self,
         id: RequestId,
@@ -154,13 +156,13 @@ impl Presence {
         Ok(Begin::Go(bytes))
     }
 
-    /// The guest asks for what it wrote to be durable.
+    /// Begins a flush of the guest.
     pub fn flush(&mut self, id: RequestId) {
         self.rounds.flush(id, &mut self.outputs);
         self.begin_round();
     }
 
-    /// A request begins to be done: what it writes as a whole is not fetched meanwhile.
+    /// Begins to perform a request: blocks that it writes as a whole are not fetched meanwhile.
     fn go(&mut self, id: RequestId) {
         let Some(request) = self.guest.requests.get_mut(&id) else {
             return;
@@ -177,8 +179,8 @@ impl Presence {
         }
     }
 
-    /// A request that was told to go has been done, or has failed. Returns what is to be noted before
-    /// the guest is answered.
+    /// Ends a request that was told to go, successfully or not. Returns the masks to record before
+    /// the guest's request completes.
     pub fn done(&mut self, id: RequestId, ok: bool) -> Vec<ChunkMask> {
         let Some(request) = self.guest.requests.remove(&id) else {
             return Vec::new();
@@ -198,7 +200,7 @@ impl Presence {
             }
         }
         if !ok {
-            // It may have come meanwhile, and was turned away.
+            // The block may have arrived meanwhile, and was not accepted.
             let again = intended
                 .into_iter()
                 .filter(|block| self.is_missing(*block) && !self.guest.intents.contains_key(block));
@@ -220,7 +222,7 @@ impl Presence {
         changed
     }
 
-    /// These blocks are here: who waited for nothing else goes on.
+    /// Records that these blocks are here: requests that waited for nothing else proceed.
     pub(super) fn wake(&mut self, range: BlockRange) {
         // A peer may name far more blocks than the guest waits for.
         let wanted = self.guest.wanted.range(range.start..range.end());
@@ -246,7 +248,7 @@ impl Presence {
         }
     }
 
-    /// Nobody waits for this request any more. One that was told to go has to be reported done.
+    /// Drops a waiting request. A request that was told to go has to be reported done.
     pub fn forget(&mut self, id: RequestId) {
         let requests = &mut self.guest.requests;
         if requests.get(&id).is_some_and(|request| !request.going) {
@@ -254,8 +256,8 @@ impl Presence {
         }
     }
 
-    /// The source cannot read these blocks: whoever waits for one of them is refused, and whoever asks
-    /// for one later has the source try again.
+    /// Records that the source cannot read these blocks: requests that wait for one of them fail,
+    /// and a later request makes the source try again.
     pub fn unreadable(&mut self, range: BlockRange) {
         for block in range.blocks() {
             self.guest.wanted.remove(&block);
@@ -275,14 +277,14 @@ impl Presence {
         }
     }
 
-    /// Requests that wait for the source.
+    /// Returns the number of requests that wait for the source.
     pub fn waiting(&self) -> usize {
         let requests = self.guest.requests.values();
         requests.filter(|request| !request.going).count()
     }
 }
 
-/// Ascending blocks as ranges, none of them over more than a chunk.
+/// Returns ascending blocks as ranges of at most a chunk each.
 fn ranges(blocks: impl Iterator<Item = u64>) -> Vec<BlockRange> {
     let mut ranges: Vec<BlockRange> = Vec::new();
     for block in blocks {

@@ -1,5 +1,5 @@
-//! What of a disk is at its destination: which blocks are still at the source, what may be written
-//! over, and what has to be durable before what.
+//! The presence of a disk's content at the destination: which blocks are missing, which may be
+//! overwritten, and in which order things become durable.
 //!
 //! ```text
 //! Copying --- list, last part ---> Listed --- sealed ---> the guest may run here
@@ -7,24 +7,26 @@
 //!    +---- a new connection ---------+        (until it is sealed)
 //! ```
 //!
-//! *Copying*: whatever comes is applied. *Listed*: the source has said what it still has; all else is
-//! here as soon as the frames from before the list have come. Of what is missing,
+//! *Copying*: every arriving block is applied. *Listed*: the source has said which blocks it still
+//! holds; all others are here as soon as the frames from before the list have arrived. For missing
+//! blocks,
 //!
-//! - a frame brings a block only if no write of the guest has touched it: what is written here wins;
-//! - a read, and a write of a part of a block, wait for it, and it is asked for;
-//! - a write of all of it needs nothing, and the source is told that the block need not come.
+//! - a frame brings a block only if no write of the guest has touched it: local writes win;
+//! - a read, or a write of a part of a block, waits for the block, and the block is requested;
+//! - a write of a whole block needs nothing, and the source is told that the block need not travel.
 //!
-//! Whoever owns one keeps these rules:
+//! The owner of a presence keeps these rules:
 //!
-//! 1. `accepts`, the writing of what it accepts, and `arrived` happen under one lock, which `begin`
+//! 1. `accepts`, the writing of accepted blocks, and `arrived` happen under one lock, which `begin`
 //!    and `done` take as well.
-//! 2. What `arrived` and `done` return is noted, before that lock is given back and before the guest
-//!    is answered, where the death of the agent does not reach it but a power cut does (a file in
-//!    memory). With it a restarted agent goes on ([`Presence::restored`]).
-//! 3. Steps of durability are done in the order in which [`Presence::poll`] gives them: data is synced,
-//!    then masks are stored and synced, then a flush is answered. After a power cut the stored masks
-//!    are what is known.
-//! 4. That a step has failed outlives the owner as long as the host runs ([`Presence::give_up_durability`]).
+//! 2. The results of `arrived` and `done` are recorded before that lock is released and before the
+//!    guest's request completes, in a place that survives the death of the agent but not a power
+//!    cut (a file in memory). A restarted agent continues from it ([`Presence::restored`]).
+//! 3. Steps of durability are carried out in the order in which [`Presence::poll`] returns them:
+//!    data is synced, then masks are stored and synced, then a flush is completed. After a power
+//!    cut the stored masks are authoritative.
+//! 4. The failure of a step is remembered beyond the owner, as long as the host runs
+//!    ([`Presence::give_up_durability`]).
 
 mod guest;
 mod rounds;
@@ -39,46 +41,46 @@ use std::time::Duration;
 
 pub use guest::{Begin, Operation, RequestError, RequestId};
 
-/// Which blocks of a chunk are still at the source.
+/// The missing blocks of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkMask {
     /// The chunk.
     pub chunk: u32,
-    /// The blocks, the first in the lowest bit.
+    /// The missing blocks, the first in the lowest bit.
     pub missing: u64,
 }
 
-/// What the owner has to do next.
+/// The owner's next action.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Output {
-    /// Do these bytes of the request on the local disk, then report it `done`.
+    /// Perform the request on these bytes of the local disk, then report it `done`.
     Go(RequestId, std::ops::Range<u64>),
-    /// Answer this request with an error: the source cannot read what it waited for.
+    /// Fail this request: the source cannot read the blocks that it waited for.
     Unreadable(RequestId),
-    /// Tell the source that somebody waits for these blocks.
+    /// Tell the source that the guest waits for these blocks.
     Want(BlockRange),
-    /// Tell the source that these blocks need not come.
+    /// Tell the source that these blocks need not travel.
     Superseded(BlockRange),
-    /// Make durable what has been written to the disk so far, then report it `data_synced`.
+    /// Make the data written to the disk so far durable, then report it `data_synced`.
     SyncData,
-    /// Store these masks and make that durable, then report it `masks_stored`.
+    /// Store these masks durably, then report it `masks_stored`.
     StoreMasks(Vec<ChunkMask>),
-    /// Answer this flush.
+    /// Complete this flush.
     Flushed(RequestId),
-    /// Answer this flush with an error: nobody knows what is durable any more.
+    /// Fail this flush: it is unknown which data is durable.
     FlushFailed(RequestId),
 }
 
-/// A list that cannot be one.
+/// An invalid list of missing blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum ListError {
-    /// It is of another region, or names chunks that the region does not have.
+    /// It belongs to another region, or names chunks that the region does not have.
     #[error("the list names what is no part of this disk")]
     Unknown,
-    /// A part is missing or came twice.
+    /// A part is missing or arrived twice.
     #[error("a part of the list begins at chunk {chunk}, and another was expected")]
     Order {
-        /// Where it begins.
+        /// Where the part begins.
         chunk: u32,
     },
 }
@@ -91,17 +93,17 @@ enum Phase {
     Listed,
 }
 
-/// One disk on its way in, and while what is left of it is fetched.
+/// One disk while it arrives, and while its missing blocks are fetched.
 #[derive(Debug)]
 pub struct Presence {
     region: RegionId,
     blocks: u64,
     epoch: Epoch,
     phase: Phase,
-    /// Frames from this number on bring what is missing.
+    /// Frames from this number on bring missing blocks.
     from_seq: u64,
     sealed: bool,
-    /// Blocks that are still at the source, by chunk.
+    /// The missing blocks, by chunk.
     missing: Vec<u64>,
     missing_blocks: u64,
     written_blocks: Vec<u16>,
@@ -111,7 +113,7 @@ pub struct Presence {
 }
 
 impl Presence {
-    /// A disk of which nothing has arrived.
+    /// Creates the presence of a disk of which nothing has arrived.
     pub fn new(region: RegionId, blocks: u64) -> Self {
         Self {
             region,
@@ -129,8 +131,9 @@ impl Presence {
         }
     }
 
-    /// A disk that was handed over before this agent was started, as it was `noted` last, or, after a
-    /// power cut, as it was `stored` last. Either way, what was stored says what has yet to be stored.
+    /// Restores the presence of a disk that was handed over before this agent started, from the
+    /// masks that were `noted` last or, after a power cut, `stored` last. In both cases the stored
+    /// masks determine what has yet to be stored.
     pub fn restored(
         region: RegionId,
         blocks: u64,
@@ -154,12 +157,12 @@ impl Presence {
             restored.rounds.changed(chunks.map(|chunk| chunk as usize));
         }
         restored.sealed = true;
-        // No connection is there yet.
+        // There is no connection yet.
         restored.epoch = Epoch(0);
         Ok(restored)
     }
 
-    /// Its region.
+    /// Returns its region.
     pub fn region(&self) -> RegionId {
         self.region
     }
@@ -170,12 +173,12 @@ impl Presence {
 
     // The source.
 
-    /// A new connection. What was on its way on the old one is sent again; before anything else the
-    /// source is to be told what is [missing](Presence::lacks).
+    /// Begins a new connection. The source repeats what was in flight on the old one; before
+    /// anything else it is to be told which blocks are [missing](Presence::lacks).
     pub fn connected(&mut self, epoch: Epoch) {
         self.epoch = epoch;
         if self.sealed {
-            // All that comes from now on is what is left.
+            // From now on only missing blocks arrive.
             self.from_seq = 0;
         } else {
             self.phase = Phase::Copying;
@@ -188,10 +191,11 @@ impl Presence {
         }
     }
 
-    /// A part of the source's list.
+    /// Takes a part of the source's list.
     pub fn listed(&mut self, list: &List) -> Result<(), ListError> {
         if self.sealed {
-            // A source that has not heard of READY: what is missing is said here from now on.
+            // A source that has not seen READY: from now on the destination says which blocks are
+            // missing.
             return Ok(());
         }
         let chunks = self.chunks();
@@ -232,7 +236,7 @@ impl Presence {
         Ok(())
     }
 
-    /// Blocks of a chunk are not here.
+    /// Records that blocks of a chunk are missing.
     fn lack(&mut self, chunk: usize, mask: u64) {
         let more = mask & !self.missing[chunk];
         self.missing[chunk] |= more;
@@ -240,7 +244,7 @@ impl Presence {
         self.rounds.changed([chunk]);
     }
 
-    /// Blocks that a frame was to bring could not be used, and the source has been told so.
+    /// Records that blocks of a frame could not be used, which the source has been told.
     pub fn rejected(&mut self, range: BlockRange, seq: u64) {
         if self.sealed || seq >= self.from_seq || self.phase != Phase::Listed {
             return;
@@ -252,12 +256,12 @@ impl Presence {
         }
     }
 
-    /// Nothing that was sent before the list is taken any more: all of it is here.
+    /// Stops accepting frames from before the list: all of them have arrived.
     pub fn seal(&mut self) {
         self.sealed = true;
     }
 
-    /// Whether a block that a frame of this connection brings is to be written.
+    /// Returns whether a block in a frame of this connection is to be written.
     pub fn accepts(&self, epoch: Epoch, block: u64, seq: u64) -> bool {
         if epoch != self.epoch || block >= self.blocks {
             return false;
@@ -269,7 +273,7 @@ impl Presence {
         }
     }
 
-    /// Accepted blocks have been written. Returns what is to be noted.
+    /// Records that accepted blocks have been written. Returns the masks to record.
     pub fn arrived(&mut self, range: BlockRange, seq: u64) -> Vec<ChunkMask> {
         self.rounds.written(range.count * BLOCK_SIZE as u64);
         if self.phase != Phase::Listed || seq < self.from_seq {
@@ -278,8 +282,8 @@ impl Presence {
         self.present(range)
     }
 
-    /// What the source has to send: a part of the list, from this chunk on. Also says where the next
-    /// part begins.
+    /// Returns a part of the list of missing blocks from this chunk on, and where the next part
+    /// begins.
     pub fn lacks(&self, from_chunk: u32, entries_max: usize) -> (Vec<Remaining>, Option<u32>) {
         remaining::collect(from_chunk..self.chunks(), entries_max, |chunk| {
             let written = self.written_blocks.get(chunk).copied().unwrap_or(0);
@@ -287,14 +291,14 @@ impl Presence {
         })
     }
 
-    // What is here.
+    // Presence.
 
-    /// Whether a block is still at the source, as far as that has said so.
+    /// Returns whether a block is missing, as far as the source has listed its blocks.
     pub fn is_missing(&self, block: u64) -> bool {
         mask(&self.missing, chunk::of(block)) & chunk::bit(block) != 0
     }
 
-    /// These blocks are here now. Returns the masks that have changed.
+    /// Records that these blocks are here now. Returns the masks that have changed.
     fn present(&mut self, range: BlockRange) -> Vec<ChunkMask> {
         let mut changed = Vec::new();
         for (at, piece) in chunk::pieces(range) {
@@ -313,67 +317,68 @@ impl Presence {
         changed
     }
 
-    /// How many blocks the disk has, as far as its source may have something of it.
+    /// Returns the length in blocks of the part of the disk that the source may hold.
     pub fn blocks(&self) -> u64 {
         self.blocks
     }
 
-    /// How many blocks are still at the source, as far as it has said.
+    /// Returns how many blocks are missing, as far as the source has listed them.
     pub fn missing_blocks(&self) -> u64 {
         self.missing_blocks
     }
 
-    /// Whether the source has said what it still has.
+    /// Returns whether the source has listed the blocks that it still holds.
     pub fn is_listed(&self) -> bool {
         self.phase == Phase::Listed
     }
 
-    /// Whether all content that came is durable.
+    /// Returns whether all received content is durable.
     pub fn is_durable(&self) -> bool {
         self.rounds.is_durable()
     }
 
-    /// Whether everything that came is durable, and so is the list: READY asks for it.
+    /// Returns whether all received content and the list are durable, which READY requires.
     pub fn is_settled(&self) -> bool {
         self.is_listed() && self.rounds.is_settled()
     }
 
-    /// Whether nothing is left at the source, durably: ALL-PRESENT asks for it. What the guest writes
-    /// all the time does not matter for that.
+    /// Returns whether no block is missing, durably, which ALL-PRESENT requires. It does not depend
+    /// on the guest's ongoing writes.
     pub fn is_whole(&self) -> bool {
         self.is_listed() && self.missing_blocks == 0 && self.rounds.are_masks_stored()
     }
 
     // Durability.
 
-    /// Makes everything durable that came so far, if anything did.
+    /// Makes all received content durable, if there is any that is not.
     pub fn settle(&mut self) {
         self.rounds.settle();
         self.begin_round();
     }
 
-    /// Makes durable what came, when there is enough of it or it is old enough.
+    /// Makes received content durable once there is enough of it or it is old enough.
     pub fn tick(&mut self, now: Duration) {
         if self.rounds.is_due(now) {
             self.settle();
         }
     }
 
-    /// The disk's data is durable as of [`Output::SyncData`], or it failed.
+    /// Reports that the disk's data is durable as of [`Output::SyncData`], or that the sync failed.
     pub fn data_synced(&mut self, ok: bool) {
         self.rounds.data_synced(ok, &mut self.outputs);
         self.begin_round();
     }
 
-    /// The masks of [`Output::StoreMasks`] are durable, or it failed.
+    /// Reports that the masks of [`Output::StoreMasks`] are durable, or that storing them failed.
     pub fn masks_stored(&mut self, ok: bool) {
         self.rounds.masks_stored(ok, &mut self.outputs);
         self.begin_round();
     }
 
-    /// Something could not be made durable before this agent was started, and nobody knows what: a system tells of
-    /// lost data once. No flush succeeds any more, and nothing is ever whole, until the host is started anew and
-    /// only what was stored counts.
+    /// Records that something could not be made durable before this agent started, and that it is
+    /// unknown what: the system reports lost data only once. From then on every flush fails, and
+    /// the disk never counts as complete, until the host is restarted and only the stored masks
+    /// count.
     pub fn give_up_durability(&mut self) {
         self.rounds.give_up(&mut self.outputs);
     }
@@ -385,13 +390,13 @@ impl Presence {
         self.rounds.begin(listed, mask_of, &mut self.outputs);
     }
 
-    /// The next thing to do.
+    /// Returns the next action.
     pub fn poll(&mut self) -> Option<Output> {
         self.outputs.pop_front()
     }
 }
 
-/// The blocks of a chunk that are missing; none of one that does not exist.
+/// Returns the missing blocks of a chunk; none for a chunk that does not exist.
 fn mask(missing: &[u64], chunk: usize) -> u64 {
     missing.get(chunk).copied().unwrap_or(0)
 }

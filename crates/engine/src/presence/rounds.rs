@@ -1,21 +1,21 @@
-//! In which order things become durable: data, then the masks that say it is here, then flushes are
-//! answered.
+//! The order of durability: first data, then the masks that declare it present, then flushes
+//! complete.
 //!
 //! ```text
-//! Idle --- flush, or enough has come ---> Data --- synced ---> Masks --- stored ---> Idle
+//! Idle --- flush, or enough data -------> Data --- synced ---> Masks --- stored ---> Idle
 //!                                           +--- no mask has changed ---------------^
 //! ```
 //!
-//! The masks of a round are taken when it begins: what they say is here was written before the sync.
-//! A flush that comes during a round waits for the next one.
+//! The masks of a round are taken when it begins: the content that they declare present was written
+//! before the sync. A flush that arrives during a round waits for the next one.
 
 use super::{ChunkMask, Output, RequestId};
 use std::collections::{BTreeSet, VecDeque};
 use std::time::Duration;
 
-/// So much is made durable at once, at most,
+/// Data that is made durable at once, at most,
 const UNSYNCED_BYTES_MAX: u64 = 32 << 20;
-/// and nothing waits for it longer.
+/// and the longest time that it waits for that.
 const UNSYNCED_TIME_MAX: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -29,7 +29,7 @@ enum Step {
 #[derive(Debug, Default)]
 pub(super) struct Rounds {
     step: Step,
-    /// Chunks whose mask is not stored as it is.
+    /// Chunks whose stored mask is outdated.
     changed: BTreeSet<usize>,
     /// Masks of the round.
     masks: Vec<ChunkMask>,
@@ -37,19 +37,19 @@ pub(super) struct Rounds {
     in_round: Vec<RequestId>,
     unsynced_bytes: u64,
     unsynced_since: Option<Duration>,
-    /// A round is asked for.
+    /// Whether a round is requested.
     asked: bool,
-    /// Something could not be made durable.
+    /// Whether something could not be made durable.
     broken: bool,
 }
 
 impl Rounds {
-    /// The masks of these chunks have changed.
+    /// Records that the masks of these chunks have changed.
     pub(super) fn changed(&mut self, chunks: impl IntoIterator<Item = usize>) {
         self.changed.extend(chunks);
     }
 
-    /// So much was written to the disk.
+    /// Counts bytes that were written to the disk.
     pub(super) fn written(&mut self, bytes: u64) {
         self.unsynced_bytes += bytes;
     }
@@ -68,7 +68,7 @@ impl Rounds {
         old || self.unsynced_bytes >= UNSYNCED_BYTES_MAX
     }
 
-    /// Whether nothing waits to be made durable but masks.
+    /// Returns whether all data is durable; masks may still have to be stored.
     pub(super) fn is_durable(&self) -> bool {
         self.unsynced_bytes == 0 && self.step == Step::Idle
     }
@@ -78,7 +78,7 @@ impl Rounds {
         nothing && self.step == Step::Idle && !self.broken
     }
 
-    /// Whether every mask is stored as it is, after its data.
+    /// Returns whether every mask is stored in its current state, after its data.
     pub(super) fn are_masks_stored(&self) -> bool {
         let in_round = self.step == Step::Masks || !self.masks.is_empty();
         self.changed.is_empty() && !in_round && !self.broken
@@ -91,7 +91,7 @@ impl Rounds {
         }
     }
 
-    /// Begins a round if one is asked for. Masks count only once the list is there.
+    /// Begins a round if one is requested. Masks count only once the list has arrived.
     pub(super) fn begin(
         &mut self,
         listed: bool,
@@ -141,7 +141,7 @@ impl Rounds {
         outputs.extend(flushes.into_iter().map(Output::Flushed));
     }
 
-    /// Something could not be made durable.
+    /// Records that something could not be made durable.
     pub(super) fn give_up(&mut self, outputs: &mut VecDeque<Output>) {
         self.step = Step::Idle;
         self.broken = true;

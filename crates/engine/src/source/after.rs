@@ -1,4 +1,5 @@
-//! From the stop to the end of the drain: the list of what is left, and what becomes of it.
+//! The source from the stop to the end of the drain: the list of missing blocks, and how they are
+//! sent.
 
 use super::{Class, Source, SourceError};
 use crate::chunk;
@@ -8,21 +9,22 @@ use longhaul_protocol::{BlockRange, RegionId};
 use std::ops::Range;
 use std::time::Duration;
 
-/// What may wait on the link besides what fills it where somebody waits for what comes: that waits
-/// behind it.
+/// Limit on the queue beyond the link's own window while the guest waits for blocks, which travel
+/// behind that queue.
 const QUEUE: Duration = Duration::from_millis(20);
-/// So much may be on its way in any case.
+/// Data that may be in flight in any case.
 const QUEUE_BYTES_MIN: f64 = 256.0 * 1024.0;
 
 impl Source {
-    /// QEMU has let go of every region that it may write to while the guest stands still: nothing is
-    /// written here any more.
+    /// Records that QEMU has closed every region that it may write to while the guest is stopped:
+    /// no more writes follow here.
     pub fn closed(&mut self) {
         self.closed = true;
     }
 
-    /// These blocks of a region, in ascending order, must be there before the switchover although the region may be listed:
-    /// what is pending of them goes before the list. To be said when nothing is written here any more.
+    /// Promises these blocks of a region, in ascending order: they must arrive before the
+    /// switchover although the region may be listed, so the pending ones travel before the list. To
+    /// be called after the last write.
     pub fn promise(&mut self, id: RegionId, blocks: Vec<BlockRange>) -> Result<(), SourceError> {
         for range in &blocks {
             self.region(id, *range)?;
@@ -33,8 +35,8 @@ impl Source {
         Ok(())
     }
 
-    /// A part of the list of what is left of a region, from this chunk on; `None` before the region
-    /// is closed. It holds for the connection that it is sent on.
+    /// Returns a part of the list of a region's missing blocks from this chunk on; `None` before
+    /// the region is closed. The list is valid for the connection that it is sent on.
     pub fn list(
         &self,
         region: RegionId,
@@ -67,8 +69,8 @@ impl Source {
         }))
     }
 
-    /// The destination has all that was promised, and the lists: what is left follows, what is
-    /// wanted first.
+    /// Begins the drain: the destination has all promised blocks and the lists. Missing blocks
+    /// follow, wanted ones first.
     pub fn handed_over(&mut self) {
         self.draining = true;
         let expected = self.rhythm.is_in_next_burst();
@@ -80,8 +82,8 @@ impl Source {
         }
     }
 
-    /// The destination says what it lacks of these chunks: exactly that is pending. After a cut, or
-    /// when this side was restarted.
+    /// Takes the destination's list of missing blocks of these chunks, after a lost connection or a
+    /// restart of this side: exactly those are pending.
     pub fn missing(
         &mut self,
         region: RegionId,
@@ -119,7 +121,7 @@ impl Source {
         Ok(())
     }
 
-    /// These blocks need not come any more: the destination's guest has written or discarded them.
+    /// Drops blocks that the guest has written or discarded at the destination.
     pub fn superseded(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let map = &mut self.region(region, range)?.map;
         let before = map.pending_total();
@@ -131,8 +133,8 @@ impl Source {
         Ok(())
     }
 
-    /// Looks whether the guest overwrites what is left faster than it would come. To be told the time before
-    /// each [`Source::take`] of the drain.
+    /// Updates whether the guest overwrites missing blocks faster than they would arrive. To be
+    /// called before each [`Source::take`] of the drain.
     pub fn look_at_drain(&mut self, now: Duration) {
         let Some(link) = self.link.filter(|_| self.draining) else {
             self.left_to_guest = false;
@@ -144,7 +146,8 @@ impl Source {
         self.left_to_guest = self.overwriting.holds(now, left, fetch);
     }
 
-    /// These blocks are holes: they are zero here, and need not travel where the region starts so.
+    /// Marks blocks as holes: they are zero here, and need not travel where the region starts as
+    /// zeros.
     pub fn hole(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let region = self.region(region, range)?;
         if region.spec.starts_zero {
@@ -153,30 +156,31 @@ impl Source {
         Ok(())
     }
 
-    /// Whether the guest runs at the destination, which fetches what is left.
+    /// Returns whether the guest runs at the destination and the missing blocks are being sent.
     pub fn is_draining(&self) -> bool {
         self.draining
     }
 
-    /// Whether nothing is left here, and nothing on its way.
+    /// Returns whether no block is pending or in flight.
     pub fn is_drained(&self) -> bool {
         let left = self.regions.iter().any(|r| r.map.pending_total() > 0);
         self.draining && !left && self.flights.is_empty()
     }
 
-    /// Whether what nobody waits for may go on.
+    /// Returns whether blocks that are not wanted may be sent.
     pub(super) fn may_send_left(&self) -> bool {
         !self.left_to_guest && self.has_room()
     }
 
-    /// Whether there is room for what nobody waits for: what somebody waits for should not wait long.
+    /// Returns whether the queue has room for blocks that are not wanted: wanted ones should not
+    /// wait long.
     pub(super) fn has_room(&self) -> bool {
         let Some(link) = self.link else { return true };
         let fills = link.rate_bytes_per_s * (link.rtt + QUEUE).as_secs_f64();
         (self.in_flight_bytes() as f64) < fills.max(QUEUE_BYTES_MIN)
     }
 
-    /// Takes what is left: what is wanted, or as much as there is room for of the rest.
+    /// Takes missing blocks: the wanted ones, or as many of the others as there is room for.
     pub(super) fn take_left(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
         let wanted = self.pending(Class::Wanted) > 0;
         if !wanted && !self.may_send_left() {

@@ -1,30 +1,32 @@
-//! What the destination has kept of a guest from before, or holds in its files: a block is named by its digest
-//! alone, and comes whole where that was for nothing.
+//! Blocks of known content: the destination has cached blocks of the guest or holds them in its
+//! files, so a block travels as its digest alone, and as a literal if the destination did not find
+//! it.
 
 use super::{Source, SourceError};
 use longhaul_codec::BlockId;
 use longhaul_protocol::{BlockRange, RegionId};
 
-/// So many are tried before anything is known of a region.
+/// Blocks of a region that are sent as digests before the hit rate is known.
 const TRIED_MIN: u64 = 4096;
-/// Beyond that it is worth it as long as one in so many is there: a digest is 16 bytes, and a block that
-/// travels about a hundred times that. Where it is not, one in so many shows whether that changes.
+/// After that, digests are sent as long as one in this many is found: a digest is 16 bytes, and a
+/// block on the link about a hundred times that. Below that rate, one block in this many is probed
+/// for a change.
 const WORTH_ONE_IN: u64 = 32;
-/// Blocks that were named for nothing and have not come whole yet, at most: their chunks are remembered here,
-/// and they themselves at the destination.
+/// Limit on blocks whose digest was not found and that have not travelled as literals yet: their
+/// chunks keep records here, and the destination keeps records of the blocks.
 const FOR_NOTHING_MAX: u64 = 1 << 15;
 
-/// How well it goes to name blocks of a region by their digests.
+/// The hit rate of digests in a region.
 #[derive(Debug, Default)]
 pub(super) struct Kept {
-    /// Named, and nothing is known of them yet.
+    /// Blocks sent as digests that the destination has not answered yet.
     unanswered: u64,
     found: u64,
     for_nothing: u64,
 }
 
 impl Kept {
-    /// Whether one more is named.
+    /// Returns whether one more block is sent as a digest.
     fn tries(&mut self, index: usize) -> bool {
         let answered = self.answered_blocks();
         let is_worth_it = self.found.saturating_mul(WORTH_ONE_IN) > answered
@@ -35,19 +37,20 @@ impl Kept {
         tries
     }
 
-    /// Whether what comes next waits for answers. Where most is found, what travels meanwhile would do so for nothing; where
-    /// it is not, the link has better things to do than to be idle.
+    /// Returns whether the next blocks wait for answers. At a high hit rate, literals sent
+    /// meanwhile would mostly be unnecessary; at a low one, the link should not be idle.
     pub(super) fn waits(&self) -> bool {
         self.is_mostly_found() && !self.has_room()
     }
 
-    /// As many may be unanswered as were found: the answers of a region in which nothing is there would come too late
-    /// otherwise, and leave no room for the others.
+    /// Returns whether another digest may be unanswered. There may be as many as were found:
+    /// otherwise the answers of a region with no known content would come too late and leave no
+    /// room for other regions.
     fn has_room(&self) -> bool {
         self.unanswered < self.found.max(TRIED_MIN)
     }
 
-    /// Half at least; also where nothing is known yet.
+    /// Returns whether at least half of the digests were found, or none is answered yet.
     fn is_mostly_found(&self) -> bool {
         self.found >= self.for_nothing
     }
@@ -56,7 +59,7 @@ impl Kept {
         self.found + self.for_nothing
     }
 
-    /// One was there, or not.
+    /// Records whether the destination found a block.
     fn answered(&mut self, is_there: bool) {
         self.unanswered = self.unanswered.saturating_sub(1);
         match is_there {
@@ -67,15 +70,15 @@ impl Kept {
 }
 
 impl Source {
-    /// The destination has kept something that blocks of a region may be found in.
+    /// Records that the destination has content in which blocks of the region may be found.
     pub fn kept(&mut self, region: RegionId) -> Result<(), SourceError> {
         let region = self.region(region, BlockRange::new(0, 0))?;
         region.kept.get_or_insert_default();
         Ok(())
     }
 
-    /// Whether a block is named by its digest alone. Not what the guest has written lately, nor what
-    /// somebody waits for.
+    /// Returns whether a block is sent as a digest alone. Recently written and wanted blocks are
+    /// not.
     pub(super) fn tries(&mut self, region: usize, index: usize) -> bool {
         if self.frozen || self.draining || self.whole_blocks >= FOR_NOTHING_MAX {
             return false;
@@ -88,7 +91,8 @@ impl Source {
         kept.tries(index)
     }
 
-    /// What is known now of blocks that were named by their digests: of each frame of theirs the destination has said all.
+    /// Records the answers for blocks sent as digests, once the destination has answered for all
+    /// frames that carried them.
     pub(super) fn named_answered(
         &mut self,
         mut named: Vec<BlockId>,
@@ -117,7 +121,7 @@ impl Source {
         }
     }
 
-    /// These are not on their way any more, and nothing is known of them.
+    /// Records that the digests are no longer in flight, without an answer.
     pub(super) fn named_lost(&mut self, named: &[BlockId]) {
         for id in named {
             if let Some(kept) = self.kept_of(id.region) {

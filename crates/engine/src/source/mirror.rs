@@ -1,5 +1,5 @@
-//! A region that is kept in step: copied while the guest writes on, then each write is answered only
-//! when the destination has it (paper 000, section 3.2).
+//! Mirroring of a region: it is copied while the guest keeps writing, then each write completes
+//! only when the destination has it (paper 000, section 3.2).
 //!
 //! ```text
 //! Copying --- copied once, and little is left or it gets no less ---> Following
@@ -7,10 +7,11 @@
 //! Following, InStep --- the connection is lost ---> Copying
 //! ```
 //!
-//! In Following and InStep the guest waits for its writes; never while there is no connection. A guest
-//! that writes faster than the link carries is brought down to it that way; otherwise it would never be
-//! in step. Meanwhile what it waits for and everything else that must be there have half of the link each,
-//! and little is on its way at a time: a write that comes now waits behind it.
+//! In Following and InStep the guest waits for its writes, but never while there is no connection.
+//! This slows a guest that writes faster than the link carries down to the link's throughput;
+//! otherwise the mirror would never be in step. Meanwhile the blocks of waiting writes and all
+//! other blocks that must be there get half of the link each, and the queue is kept short, since a
+//! new write waits behind it.
 
 use super::{Class, Region, Source, SourceError};
 use crate::chunk;
@@ -19,24 +20,24 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// So few blocks are soon there: writes may begin to wait.
+/// So few pending blocks arrive soon: writes may begin to wait.
 const LEFT_BLOCKS_FEW: u64 = 256;
-/// What is left gets less when it is at most this share of what was left one round before.
+/// The pending blocks shrink if they are at most this share of those one round before.
 const PROGRESS: f64 = 0.9;
 
-/// The part of the link that is left to what no write waits for.
+/// The share of the link for blocks that no write waits for.
 pub(super) const BESIDE_WRITES_SHARE: f64 = 0.5;
-/// What one of the two may be ahead of its share, in blocks.
+/// How far one of the two kinds may be ahead of its share, in blocks.
 pub(super) const AHEAD_BLOCKS_MAX: f64 = 256.0;
-/// A frame of what no write waits for takes at most so long on the link, or so many blocks.
+/// Limits on a frame of blocks that no write waits for: its time on the link, or its blocks.
 const FRAME_TIME: Duration = Duration::from_millis(10);
 const FRAME_BLOCKS_MIN: usize = 16;
 
-/// The guest's name for a write.
+/// The owner's name for a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct WriteId(pub u64);
 
-/// When a write may be answered.
+/// When a write may complete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Answer {
     /// At once.
@@ -59,15 +60,15 @@ struct Held {
     id: WriteId,
     /// Frames from this one on have content that is new enough.
     from_seq: u32,
-    /// What has not arrived, by chunk.
+    /// The blocks that have not arrived, by chunk.
     missing: Vec<(usize, u64)>,
 }
 
-/// How far a mirror is.
+/// The state of a mirror.
 #[derive(Debug, Default)]
 pub(super) struct Mirror {
     phase: Phase,
-    /// Blocks taken, and left, when a round began.
+    /// Blocks taken and blocks pending when the round began.
     round: Option<(u64, u64)>,
     held: Vec<Held>,
 }
@@ -77,17 +78,17 @@ impl Mirror {
         self.phase == Phase::InStep
     }
 
-    /// Whether the guest waits for its writes.
+    /// Returns whether the guest waits for its writes.
     pub(super) fn holds(&self) -> bool {
         self.phase != Phase::Copying
     }
 
-    /// Whether it waits for one now.
+    /// Returns whether a write is waiting now.
     pub(super) fn is_holding(&self) -> bool {
         !self.held.is_empty()
     }
 
-    /// The connection is lost: the guest waits for nothing, and the copy is behind from now on.
+    /// Handles a lost connection: no write waits, and the copy falls behind from now on.
     pub(super) fn lost(&mut self, answers: &mut VecDeque<WriteId>) {
         *self = Self {
             held: std::mem::take(&mut self.held),
@@ -96,7 +97,7 @@ impl Mirror {
         answers.extend(self.held.drain(..).map(|held| held.id));
     }
 
-    /// The destination has these blocks as frame `seq` carried them.
+    /// Records that the destination has these blocks as frame `seq` carried them.
     pub(super) fn arrived(
         &mut self,
         region: RegionId,
@@ -121,9 +122,9 @@ impl Mirror {
 }
 
 impl Region {
-    /// Looks how far the mirror is.
+    /// Updates the state of the mirror.
     fn follow(&mut self, connected: bool) {
-        // What a write waits for will be there before that is answered.
+        // Blocks of waiting writes arrive before those writes complete.
         let waited_for = self.map.pending(Class::Wanted);
         let left = self.map.pending_total() - waited_for;
         let copied = self.map.pending(Class::Cold) == 0;
@@ -148,8 +149,8 @@ impl Region {
 }
 
 impl Source {
-    /// The guest has written these blocks of a region that is reported write by write: the disk has
-    /// them. Says when the guest may hear so.
+    /// Records a write to a region whose writes are reported one by one, after the disk has it.
+    /// Returns when the write may complete.
     pub fn written_by(
         &mut self,
         region: RegionId,
@@ -177,18 +178,18 @@ impl Source {
         Ok(Answer::Later)
     }
 
-    /// A write that may be answered now.
+    /// Returns a write that may complete now.
     pub fn poll_answer(&mut self) -> Option<WriteId> {
         self.answers.pop_front()
     }
 
-    /// Whether the guest waits for writes to any of them.
+    /// Returns whether the guest waits for writes to any mirror.
     pub(super) fn mirrors_hold(&self) -> bool {
         let mut mirrors = self.regions.iter().filter_map(|it| it.mirror.as_ref());
         !self.frozen && mirrors.any(Mirror::holds)
     }
 
-    /// Most blocks of a frame of what no write waits for.
+    /// Returns the limit on blocks in a frame that no write waits for.
     pub(super) fn beside_writes(&self, max_blocks: usize) -> usize {
         let Some(link) = self.link else {
             return max_blocks;
@@ -198,7 +199,7 @@ impl Source {
         max_blocks.min((blocks as usize).max(FRAME_BLOCKS_MIN))
     }
 
-    /// Looks how far mirrors are. Whether all of them are in step.
+    /// Updates the state of all mirrors. Returns whether all of them are in step.
     pub(super) fn follow_mirrors(&mut self) -> bool {
         let connected = self.connected;
         let regions = self.regions.iter_mut();

@@ -1,5 +1,5 @@
-//! The source's side of replication: which blocks are still here, which travel next, and when to
-//! stop the guest.
+//! The source's side of replication: which blocks are pending, which travel next, and when to stop
+//! the guest.
 //!
 //! ```text
 //! written(region, blocks) --> pending --take--> in flight --acknowledged--> at the destination
@@ -7,9 +7,9 @@
 //!                               +--- lost, rejected-+----------- written ----------+
 //! ```
 //!
-//! A block is taken out of the index *before* its content is read: a write that comes later is
-//! reported later and makes it pending again. So what is sent is never older than what the index
-//! says, and content need not be kept: it is read at the moment of sending.
+//! A block is taken out of the index *before* its content is read: a later write is reported later
+//! and makes the block pending again. So the sent content is never older than the index says, and
+//! content need not be buffered: it is read at the moment of sending.
 
 mod after;
 mod kept;
@@ -39,10 +39,10 @@ pub use mirror::{Answer, WriteId};
 pub use sending::{Batch, Sent};
 pub use stopping::Advice;
 
-/// What cannot be replicated, or what a peer said that makes no sense.
+/// A guest that cannot be replicated, or an invalid statement of the peer.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum SourceError {
-    /// More regions, or more blocks in them, than this engine counts.
+    /// More regions or blocks than this engine counts.
     #[error("{blocks} blocks in {regions} regions are more than one migration can carry")]
     TooLarge {
         /// Number of regions.
@@ -58,13 +58,13 @@ pub enum SourceError {
         /// The blocks that were named.
         range: BlockRange,
     },
-    /// An acknowledgement for a frame that is not on its way.
+    /// An acknowledgement for a frame that is not in flight.
     #[error("frame {seq} was acknowledged and is not on its way")]
     NotInFlight {
         /// Its sequence number.
         seq: u64,
     },
-    /// A write to a region that QEMU has let go of.
+    /// A write to a region that QEMU has closed.
     #[error("blocks {range:?} of region {region:?} were written after QEMU had let go of it")]
     Closed {
         /// The region.
@@ -72,7 +72,7 @@ pub enum SourceError {
         /// The blocks.
         range: BlockRange,
     },
-    /// More frames than sequence numbers.
+    /// The sequence numbers are exhausted.
     #[error("this migration has sent more frames than can be numbered")]
     Exhausted,
 }
@@ -80,39 +80,40 @@ pub enum SourceError {
 #[derive(Debug)]
 struct Flight {
     blocks: Vec<BlockId>,
-    /// How many of them are not zero, and neither known at the destination nor named as something of its disks.
+    /// How many blocks are not zero, and neither known at the destination nor equal to a block of
+    /// its disks.
     content_blocks: usize,
     bytes: u64,
-    /// Blocks that its references mean.
+    /// Blocks that its references point to.
     pinned: Vec<BlockId>,
-    /// Those that are named by their digests alone.
+    /// Blocks that are sent as digests alone.
     named: Vec<BlockId>,
-    /// Whose turn it was, where both kinds had something to send.
+    /// The kind that sent, where both had something to send.
     turn: Option<Turn>,
 }
 
-/// One guest's state on its way out.
+/// The outgoing state of one guest.
 pub struct Source {
     stop: StopRule,
     regions: Vec<Region>,
-    /// In which order regions are looked at for blocks of a class: those that are written less often
-    /// first.
+    /// The order in which regions are searched for blocks of a class: seldom written ones first.
     order: Vec<usize>,
     share: Share,
-    /// Of what must be there: what the guest's writes wait for, and the rest beside it.
+    /// The balance among blocks that must be there: those of waiting writes, and the others.
     writes: Share,
-    /// What need not be there for the stop waits, so that the link is free for it.
+    /// Whether optional blocks wait, so that the link is free for the stop.
     background_held: bool,
-    /// The same as long as there is anything else to send, or the guest's next burst is about to come.
+    /// Whether optional blocks wait as long as there are others to send, or until the guest's next
+    /// burst.
     leaves_disks: bool,
-    /// Writes that may be answered.
+    /// Writes that may complete.
     answers: VecDeque<WriteId>,
     index: ContentIndex,
-    /// The same of regions of which no digests are kept, such as disks.
+    /// The content index of regions without stored digests, such as disks.
     tagged: TaggedIndex,
     references: bool,
     disk_references: bool,
-    /// Blocks that could not be used as they were sent, and wait to travel whole.
+    /// Blocks whose encoding was rejected, and that wait to travel as literals.
     whole_blocks: u64,
     gang: Option<Box<dyn Gang>>,
     flights: BTreeMap<u32, Flight>,
@@ -129,14 +130,14 @@ pub struct Source {
     written: Written,
     link: Option<Link>,
     switch_overhead: Duration,
-    /// How long the destination takes to make durable what came of disks.
+    /// How long the destination takes to make received disk content durable.
     sync: Duration,
-    /// Since when that alone is what the stop waits for.
+    /// Since when the stop waits only for that.
     sync_waited_since: Option<Duration>,
-    /// How the guest writes what may be left behind, and overwrites what was.
+    /// How the guest writes optional blocks, and overwrites missing ones.
     rhythm: Rhythm,
     overwriting: Overwriting,
-    /// What is left is left to the guest, which overwrites it.
+    /// Whether the drain is held back because the guest overwrites missing blocks.
     left_to_guest: bool,
     hot_allowed: bool,
 }
@@ -144,28 +145,28 @@ pub struct Source {
 #[derive(Debug, Default)]
 struct Pass {
     number: u32,
-    /// Whether it reports every block, written or not.
+    /// Whether the pass reports every block, written or not.
     whole: bool,
-    /// Blocks that the pass has reported so far, and those that were kept for it.
+    /// Blocks that the pass has reported so far, and those that were held for it.
     reported_blocks: u64,
     kept_blocks: u64,
     /// The time in which they were written; unknown for the first pass, which reports everything.
     interval: Option<Duration>,
-    /// Blocks that it has not reported.
+    /// Written blocks that the pass has not reported.
     unseen: Option<Unseen>,
     /// Whether it has been read as far as it will be before the next one.
     read: bool,
     /// Whether the stop rule has judged it.
     judged: bool,
-    /// Whether the stop that it asked for was put off.
+    /// Whether the stop that it requested was postponed.
     put_off: bool,
     started_at: Duration,
 }
 
 impl Source {
-    /// Everything in these regions is to be moved by this strategy, and the guest to be stopped as
-    /// is wished. `switch_overhead` is what a switchover takes besides the last blocks and the round
-    /// trips: device state, loading, journals.
+    /// Creates the state of a guest whose regions all move by one strategy and which is to be
+    /// stopped as requested. `switch_overhead` is the time of a switchover besides the last blocks
+    /// and the round trips: device state, loading, journals.
     pub fn new(
         strategy: Strategy,
         regions: &[RegionSpec],
@@ -194,7 +195,7 @@ impl Source {
             next_seq: 1,
             pass: Pass {
                 judged: true,
-                // What is sent before the first pass is known to have begun is part of it.
+                // Blocks that are sent before the first pass is known to have begun belong to it.
                 whole: true,
                 ..Pass::default()
             },
@@ -222,8 +223,8 @@ impl Source {
         Ok(source)
     }
 
-    /// One more region, by a strategy of its own, whose writes are reported one by one and may come
-    /// until it is [closed](Source::closed): a disk. All of it is pending; see [`Source::hole`].
+    /// Adds a disk: a region with a strategy of its own whose writes are reported one by one, until
+    /// it is [closed](Source::closed). All of it is pending; see [`Source::hole`].
     pub fn add(&mut self, spec: &RegionSpec, strategy: Strategy) -> Result<(), SourceError> {
         let first = self.all_blocks();
         checked(self.regions.len() + 1, first + spec.blocks)?;
@@ -244,30 +245,32 @@ impl Source {
         self.regions.push(region);
     }
 
-    /// The shares of the link, from 0 to 1, that regions get of which the list is enough, while others
-    /// have something to send: in the first pass, and later.
+    /// Sets the shares of the link, from 0 to 1, for regions for which the list is enough while
+    /// others have something to send: in the first pass, and later.
     pub fn share_background(&mut self, first_pass: f64, later: f64) {
         self.share.set(first_pass, later);
     }
 
-    /// So many bytes did the guest write in a second, on average, before its migration began, to regions of which the list
-    /// is enough.
+    /// Sets the guest's average write rate before its migration, in bytes per second, to regions
+    /// for which the list is enough.
     pub fn is_usually_written(&mut self, bytes_per_s: f64) {
         self.rhythm
             .usually((bytes_per_s / BLOCK_SIZE as f64) as u64);
     }
 
-    /// Whether blocks may travel as references to others; they may where nothing is said.
+    /// Sets whether blocks may travel as references to others; the default is yes.
     pub fn use_references(&mut self, references: bool) {
         self.references = references;
     }
 
-    /// Whether disks count in that: as what is meant, and as what travels as a reference; they do where nothing is said.
+    /// Sets whether disks take part in references, as targets and as blocks sent; the default is
+    /// yes.
     pub fn use_disk_references(&mut self, references: bool) {
         self.disk_references = references;
     }
 
-    /// Others move to the same destination. This guest begins at this share of its memory.
+    /// Joins the guests that move to the same destination. This guest begins at this share of its
+    /// memory.
     pub fn join(&mut self, gang: Box<dyn Gang>, start: f64) {
         self.gang = Some(gang);
         for region in &mut self.regions {
@@ -278,16 +281,16 @@ impl Source {
 
     // Inputs.
 
-    /// Whether nothing of a region may be read now but what somebody waits for. Once the guest is stopped,
-    /// everything may.
+    /// Sets whether only wanted blocks of a region may be read now. Once the guest is stopped, all
+    /// may be.
     pub fn hold_back(&mut self, region: RegionId, held_back: bool) {
         if let Some(region) = self.regions.get_mut(usize::from(region.0)) {
             region.held_back = held_back;
         }
     }
 
-    /// A pass begins: over what was written since the last one, or over everything (`whole`), as
-    /// the first one is.
+    /// Begins a pass over the blocks written since the last one or, as for the first pass, over all
+    /// blocks (`whole`).
     pub fn pass_started(&mut self, now: Duration, whole: bool) {
         let interval = now.saturating_sub(self.pass.started_at);
         self.pass = Pass {
@@ -301,20 +304,21 @@ impl Source {
         self.begin_pass();
     }
 
-    /// What was reported between passes is part of the one that begins.
+    /// Writes reported between passes belong to the pass that begins.
     fn begin_pass(&mut self) {
         let kept = self.regions.iter_mut().map(Region::pass_started);
         self.pass.kept_blocks += kept.sum::<u64>();
     }
 
-    /// About how many blocks the pass has not reported, where somebody can tell.
+    /// Sets the estimated number of written blocks that the pass has not reported, where it is
+    /// known.
     pub fn unseen(&mut self, unseen: Option<Unseen>) {
         self.pass.unseen = unseen;
     }
 
-    /// These blocks were written: as the pass reports, or, in a region whose writes are reported one
-    /// by one, just now. There the content must be in place before this is called, and the guest's
-    /// write answered after it.
+    /// Marks blocks as written: as the pass reports, or, in a region whose writes are reported one
+    /// by one, immediately. In the latter case the content must be in place before this call, and
+    /// the guest's write completes after it.
     pub fn written(&mut self, id: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let pass = (!self.pass.whole).then_some(self.pass.number);
         let (frozen, closed) = (self.frozen, self.closed);
@@ -326,7 +330,7 @@ impl Source {
         Ok(())
     }
 
-    /// The pass has been read as far as it can be while the guest runs.
+    /// Records that the pass has been read as far as possible while the guest runs.
     pub fn pass_read(&mut self) {
         if !self.pass.read {
             self.pass.read = true;
@@ -344,17 +348,17 @@ impl Source {
         }
     }
 
-    /// The guest is stopped and everything it wrote has been reported.
+    /// Records that the guest is stopped and all its writes have been reported.
     pub fn frozen(&mut self) {
         self.frozen = true;
         self.begin_pass();
-        // It will run at the destination, and others must not build on it; nor it on others, since what
-        // does not hold any more would cost a round trip now.
+        // The guest will run at the destination, so other guests must not refer to its blocks; nor
+        // does it refer to theirs, since a mismatch would now cost a round trip.
         self.gang = None;
     }
 
-    /// Somebody waits for these blocks. In the drain they are known to be missing there, and travel even
-    /// if they were believed to have arrived.
+    /// Marks blocks as wanted. In the drain they are known to be missing at the destination, and
+    /// travel even if they were believed to have arrived.
     pub fn wanted(&mut self, region: RegionId, range: BlockRange) -> Result<(), SourceError> {
         let draining = self.draining;
         let region = self.region(region, range)?;
@@ -368,17 +372,18 @@ impl Source {
         Ok(())
     }
 
-    /// What the link does at present.
+    /// Sets the current measurement of the link.
     pub fn link(&mut self, link: Link) {
         self.link = Some(link);
     }
 
-    /// What the link did when it was last looked at.
+    /// Returns the last measurement of the link.
     pub fn link_now(&self) -> Option<Link> {
         self.link
     }
 
-    /// The destination has applied frames, and could not use some of their blocks.
+    /// Takes an acknowledgement: frames that the destination has applied, and blocks that it could
+    /// not use.
     pub fn acknowledged(&mut self, message: &Acknowledgement) -> Result<(), SourceError> {
         for (region, range) in &message.rejected {
             self.region(*region, *range)?;
@@ -408,12 +413,12 @@ impl Source {
         Ok(())
     }
 
-    /// There is a connection again.
+    /// Begins a new connection.
     pub fn connected(&mut self) {
         self.connected = true;
     }
 
-    /// The connection is gone: what was not acknowledged is pending again.
+    /// Handles the loss of the connection: frames that were not acknowledged are pending again.
     pub fn connection_lost(&mut self) {
         self.connected = false;
         for (seq, flight) in std::mem::take(&mut self.flights) {
@@ -436,13 +441,13 @@ impl Source {
 
     // Outputs.
 
-    /// How many blocks the guest has.
+    /// Returns the number of blocks of the guest.
     pub fn all_blocks(&self) -> u64 {
         let lengths = self.regions.iter().map(|region| region.map.len() as u64);
         lengths.sum()
     }
 
-    /// What a prediction is made of.
+    /// Returns the data that a prediction is made of.
     pub fn left(&self, now: Duration) -> Left {
         let left = self.left_blocks(now);
         Left {
@@ -456,7 +461,7 @@ impl Source {
         }
     }
 
-    /// How many blocks are pending.
+    /// Returns the number of pending blocks.
     pub fn pending_blocks(&self) -> u64 {
         self.regions
             .iter()
@@ -464,7 +469,7 @@ impl Source {
             .sum()
     }
 
-    /// How many bytes are probably still to be sent.
+    /// Returns how many bytes are probably still to be sent.
     pub fn remaining_bytes(&self, now: Duration) -> u64 {
         let listed = self.regions.iter().filter(|region| region.is_listed());
         let later: u64 = listed.map(|region| region.map.pending_total()).sum();
@@ -473,14 +478,14 @@ impl Source {
         self.costs.likely(left) as u64 + self.in_flight_bytes()
     }
 
-    /// Whether the destination has these blocks as they are here, as far as is known: none is pending, kept
-    /// for a pass, or on its way.
+    /// Returns whether the destination is known to have these blocks in their current state: none
+    /// is pending, held for a pass, or in flight.
     pub fn is_settled(&self, region: RegionId, range: BlockRange) -> bool {
         let region = self.regions.get(usize::from(region.0));
         region.is_some_and(|it| range.end() <= it.map.len() as u64 && it.is_settled(range))
     }
 
-    /// How many blocks of each region are pending.
+    /// Returns the number of pending blocks of each region.
     pub fn pending_by_region(&self) -> Vec<(RegionSpec, u64)> {
         self.regions
             .iter()
@@ -488,12 +493,13 @@ impl Source {
             .collect()
     }
 
-    /// Blocks that the guest wrote per second between the last passes.
+    /// Returns the guest's write rate between the last passes, in blocks per second.
     pub fn dirty_blocks_per_s(&self) -> Option<f64> {
         self.written.lately().map(Blocks::all)
     }
 
-    /// Blocks that passes have reported per second: between the last ones, and on average.
+    /// Returns the rates at which passes have reported blocks, per second: between the last passes,
+    /// and on average.
     pub fn reported_blocks_per_s(&self) -> (Option<f64>, Option<f64>) {
         let reported = |blocks: Option<Blocks>| blocks.map(|blocks| blocks.by_passes);
         (
@@ -502,22 +508,22 @@ impl Source {
         )
     }
 
-    /// Whether the pass has been read as far as it can be while the guest runs.
+    /// Returns whether the pass has been read as far as possible while the guest runs.
     pub fn pass_is_read(&self) -> bool {
         self.pass.read
     }
 
-    /// The number of the pass that is being read, from 1.
+    /// Returns the number of the pass that is being read, from 1.
     pub fn pass_number(&self) -> u32 {
         self.pass.number
     }
 
-    /// What has been sent so far.
+    /// Returns the counts of what has been sent so far.
     pub fn sent(&self) -> Sent {
         self.sent
     }
 
-    /// Bytes of frames that are not acknowledged.
+    /// Returns the bytes of frames that are not acknowledged.
     pub fn in_flight_bytes(&self) -> u64 {
         self.flights.values().map(|flight| flight.bytes).sum()
     }
@@ -530,7 +536,7 @@ impl Source {
         region.ok_or(SourceError::Unknown { region: id, range })
     }
 
-    /// Blocks of a class, in all regions.
+    /// Returns the number of pending blocks of a class in all regions.
     fn pending(&self, class: Class) -> u64 {
         self.regions
             .iter()
@@ -539,7 +545,7 @@ impl Source {
     }
 }
 
-/// The number of blocks, if so many can be counted.
+/// Returns the number of blocks, if that many can be counted.
 fn checked(regions: usize, blocks: u64) -> Result<usize, SourceError> {
     let fits = regions <= REGIONS_MAX && blocks < u64::from(u32::MAX);
     let total = usize::try_from(blocks).ok().filter(|_| fits);

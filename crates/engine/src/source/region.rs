@@ -1,4 +1,4 @@
-//! One region on its way out: its blocks, and what its strategy makes of the guest's writes.
+//! One outgoing region: its blocks, and how its strategy treats the guest's writes.
 
 use super::kept::Kept;
 use super::mirror::Mirror;
@@ -8,14 +8,14 @@ use crate::strategy::{Before, Promise, Strategy};
 use longhaul_protocol::{BlockRange, RegionSpec};
 use std::collections::BTreeMap;
 
-/// Who says what the guest has written.
+/// How the guest's writes are reported.
 #[derive(Debug)]
 enum Reports {
-    /// Passes over the region, one after the other.
+    /// By successive passes over the region.
     Passes,
-    /// Whoever writes, at once.
+    /// One by one, at the time of the write.
     Writes {
-        /// Kept for the next pass: what is sent in one is finite.
+        /// Writes held for the next pass, so that the data sent in one pass is finite.
         kept: BTreeMap<usize, u64>,
         kept_blocks: u64,
     },
@@ -29,21 +29,22 @@ pub(super) struct Region {
     pub(super) map: BlockMap,
     pub(super) strategy: Strategy,
     pub(super) mirror: Option<Mirror>,
-    /// How it goes to name blocks that the destination may have kept, where it has kept anything.
+    /// The hit rate of digests, where the destination has content in which blocks may be found.
     pub(super) kept: Option<Kept>,
     /// Blocks taken so far.
     pub(super) taken_blocks: u64,
-    /// Blocks that must be there before the switchover, whatever else is left: in ascending order.
+    /// Blocks that must arrive before the switchover although the region may be listed, in
+    /// ascending order.
     pub(super) promised: Vec<BlockRange>,
-    /// Only what somebody waits for is read.
+    /// Whether only wanted blocks are read.
     pub(super) held_back: bool,
-    /// Blocks that writes were reported of, one by one; as often as that was.
+    /// Blocks reported as written one by one, counting repetitions.
     pub(super) written_blocks: u64,
     reports: Reports,
 }
 
 impl Region {
-    /// A region whose writes are reported by passes.
+    /// Creates a region whose writes are reported by passes.
     pub(super) fn by_passes(spec: RegionSpec, first: u32, strategy: Strategy) -> Self {
         let map = match strategy.promise {
             Promise::Everything | Promise::List => {
@@ -54,7 +55,7 @@ impl Region {
         Self::with(spec, first, strategy, map, Reports::Passes)
     }
 
-    /// A region whose writes are reported one by one.
+    /// Creates a region whose writes are reported one by one.
     pub(super) fn by_writes(spec: RegionSpec, first: u32, strategy: Strategy) -> Self {
         let threshold = match strategy.before {
             Before::BelowThreshold(times) => Some(times),
@@ -101,30 +102,31 @@ impl Region {
         map
     }
 
-    /// Whether all of it must be there before the switchover.
+    /// Returns whether all of it must arrive before the switchover.
     pub(super) fn is_promised(&self) -> bool {
         self.strategy.promise == Promise::Everything
     }
 
-    /// Whether what is left of it may be listed.
+    /// Returns whether its missing blocks may be listed.
     pub(super) fn is_listed(&self) -> bool {
         self.strategy.promise == Promise::List
     }
 
-    /// Whether QEMU may write to it after the guest has been stopped.
+    /// Returns whether QEMU may write to it after the guest has been stopped.
     pub(super) fn is_written_late(&self) -> bool {
         matches!(self.reports, Reports::Writes { .. })
     }
 
-    /// Whether a mirror of it is not yet in step.
+    /// Returns whether it is a mirror that is not yet in step.
     pub(super) fn is_behind(&self) -> bool {
         self.mirror
             .as_ref()
             .is_some_and(|mirror| !mirror.is_in_step())
     }
 
-    /// Whether blocks of a class may be sent as what must be there: while mirrors are behind, mirrors go alone. Of what may
-    /// be listed only what was promised, which is wanted.
+    /// Returns whether blocks of a class may be sent among those that must arrive before the
+    /// switchover: while mirrors are behind, only mirrors are sent. Of a region that may be listed
+    /// only promised blocks count, which are wanted.
     pub(super) fn goes_before_the_switchover(&self, class: Class, behind: bool) -> bool {
         match self.is_listed() {
             true => class == Class::Wanted && !self.promised.is_empty(),
@@ -132,12 +134,12 @@ impl Region {
         }
     }
 
-    /// Whether nothing of it goes now but what somebody waits for.
+    /// Returns whether only wanted blocks of it travel now.
     pub(super) fn waits(&self) -> bool {
         self.held_back || self.kept.as_ref().is_some_and(Kept::waits)
     }
 
-    /// What was promised of it, and is not there, goes next.
+    /// Makes promised blocks that are not there travel next.
     pub(super) fn want_promised(&mut self) {
         for range in &self.promised {
             range
@@ -146,28 +148,29 @@ impl Region {
         }
     }
 
-    /// Whether it has blocks that may travel beside what must be there.
+    /// Returns whether it has blocks that may travel beside those that must be there.
     pub(super) fn pushes(&self) -> bool {
         let before = matches!(self.strategy.before, Before::BelowThreshold(_));
         let pending = |class: Class| self.map.pending(class) > 0;
         self.is_listed() && before && (pending(Class::Cold) || pending(Class::Rest))
     }
 
-    /// Whether the guest has written nothing near a block since the migration began: what came of it
-    /// first is what the destination has.
+    /// Returns whether the guest has written nothing near a block since the migration began, so
+    /// that the destination has its first content.
     pub(super) fn stays(&self, index: usize) -> bool {
         self.map.written_blocks(chunk::of(index as u64)) == 0
     }
 
-    /// Whether a reference may mean a block that arrived once, though it is not known any more with
-    /// which content. One that does not hold comes again: with the guest stopped nobody has time for that. Nor
-    /// should a write that the guest waits for have to wait for a reference.
+    /// Returns whether a reference may point to a block that arrived once, although its content
+    /// there is no longer recorded. A mismatch is repeated as a literal, for which there is no time
+    /// once the guest is stopped. Nor should a write that the guest waits for depend on a
+    /// reference.
     pub(super) fn can_be_meant_unseen(&self, index: usize, frozen: bool) -> bool {
         let has_time = !frozen && self.mirror.is_none();
         (has_time || self.stays(index)) && self.map.can_be_meant(index, frozen)
     }
 
-    /// These blocks were written: in a pass, or just now. `still` when no pass comes any more.
+    /// Marks blocks as written: in a pass, or now. `still` means that no more passes follow.
     /// Returns how many count for the pass.
     pub(super) fn written(&mut self, range: BlockRange, pass: Option<u32>, still: bool) -> u64 {
         if self.strategy.promise == Promise::Nothing {
@@ -194,7 +197,7 @@ impl Region {
         0
     }
 
-    /// A pass begins, or the guest is stopped: what was kept for it is pending. Returns how much.
+    /// Begins a pass, or the stop: writes held for it become pending. Returns their number.
     pub(super) fn pass_started(&mut self) -> u64 {
         let Reports::Writes { kept, kept_blocks } = &mut self.reports else {
             return 0;
@@ -208,7 +211,7 @@ impl Region {
         blocks
     }
 
-    /// Whether the destination has these blocks as they are here, as far as is known.
+    /// Returns whether the destination is known to have these blocks in their current state.
     pub(super) fn is_settled(&self, range: BlockRange) -> bool {
         let kept = match &self.reports {
             Reports::Passes => None,
@@ -220,7 +223,7 @@ impl Region {
         self.map.is_settled(range) && !chunk::pieces(range).any(is_kept)
     }
 
-    /// Blocks that are kept for the next pass.
+    /// Returns the number of blocks held for the next pass.
     pub(super) fn kept_blocks(&self) -> u64 {
         match &self.reports {
             Reports::Passes => 0,

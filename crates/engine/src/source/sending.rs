@@ -1,4 +1,5 @@
-//! Which blocks a frame carries, and how each of them travels: take, then decide, then encoded.
+//! The content of frames: which blocks a frame carries and how each travels, in three steps (take,
+//! decide, encoded).
 
 use super::{Flight, Region, Source, SourceError};
 use crate::block_map::{Class, ZERO};
@@ -13,24 +14,24 @@ use std::time::Duration;
 pub struct Batch {
     /// The frame's sequence number.
     pub seq: u64,
-    /// The blocks: ascending within each region.
+    /// The blocks, ascending within each region.
     pub blocks: Vec<BlockId>,
 }
 
-/// What has been sent, by kind. Counts are blocks unless they say bytes.
+/// Counters of what has been sent, by kind. They count blocks unless they say bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// All zero.
+    /// Blocks that are all zero.
     pub zero_blocks: u64,
-    /// Unchanged since it was last sent: not sent again.
+    /// Blocks unchanged since they were last sent, and not sent again.
     pub same_blocks: u64,
-    /// Found in another block.
+    /// Blocks sent as references to another block.
     pub reference_blocks: u64,
-    /// Found in another guest.
+    /// Blocks sent as references to another guest's block.
     pub shared_blocks: u64,
-    /// Named by their digests alone, which the destination may have kept.
+    /// Blocks sent as digests alone, of content that the destination may have.
     pub kept_blocks: u64,
-    /// Sent as they are, or as what has changed of them.
+    /// Blocks sent as literals or as deltas.
     pub literal_blocks: u64,
     /// Frames as sent, in bytes.
     pub frame_bytes: u64,
@@ -41,7 +42,7 @@ pub struct Sent {
 }
 
 impl Sent {
-    /// Blocks of every kind.
+    /// Returns the number of blocks of every kind.
     pub fn blocks(&self) -> u64 {
         self.zero_blocks
             + self.same_blocks
@@ -86,8 +87,8 @@ impl Source {
         }))
     }
 
-    /// Takes blocks before the hand-over: those that must be there, or others beside them; whose turn it was where there
-    /// were both.
+    /// Takes blocks before the handover: those that must be there, or optional ones; also returns
+    /// the kind that sent where there were both.
     fn take_before(
         &mut self,
         max_blocks: usize,
@@ -118,7 +119,8 @@ impl Source {
         self.take_classes(turn, &Class::ALL, max_blocks, seq, blocks);
     }
 
-    /// Takes what writes wait for, or what else must be there: in turns, as long as there is both.
+    /// Takes blocks that writes wait for, or others that must be there: alternately, as long as
+    /// there are both.
     fn take_beside_writes(&mut self, max_blocks: usize, seq: u32, blocks: &mut Vec<BlockId>) {
         let (wanted, others) = Class::ALL.split_at(1);
         let some = |classes: &[Class]| classes.iter().any(|class| self.is_sendable(*class));
@@ -164,7 +166,7 @@ impl Source {
             }
             for at in &self.order {
                 let region = &mut self.regions[*at];
-                // What is written differently is not of the same content, and is counted by frame.
+                // Late writes have other content, and are counted by frame.
                 let late = region.is_written_late();
                 let waits = region.waits() && class != Class::Wanted && !self.frozen;
                 if waits || kind.is_some_and(|kind| kind != late) {
@@ -188,8 +190,7 @@ impl Source {
         }
     }
 
-    /// Says how each block of a batch is to travel, given what was found in the content that was
-    /// read.
+    /// Decides how each block of a batch travels, given what was found in its content.
     pub fn decide(&mut self, batch: &Batch, staged: &[Staged]) -> Vec<Decision> {
         let seq = batch.seq as u32;
         let mut decisions = Vec::with_capacity(staged.len());
@@ -203,8 +204,8 @@ impl Source {
             };
             let index = id.block as usize;
             let region = &mut self.regions[usize::from(id.region.0)];
-            // Nothing is taken for granted of what somebody waits for, or of a destination that its
-            // guest writes to; nor of what was promised, since the list does not wait for what does not hold.
+            // Wanted blocks, and blocks for a destination where the guest runs, do not rely on its
+            // content; nor do promised blocks, since the list does not wait for mismatches.
             let plain = self.draining || region.mirror.is_some() || !region.promised.is_empty();
             let map = &mut region.map;
             if !self.draining && map.holds(index, &digest) {
@@ -232,7 +233,7 @@ impl Source {
                 self.sent.reference_blocks += 1;
                 let map = &mut self.regions[usize::from(source.region.0)].map;
                 map.pin(source.block as usize);
-                // What is written again will not be on a disk.
+                // A block that is written again will not match a disk.
                 content_blocks -= usize::from(!map.keeps_digests());
                 pinned.push(source);
                 Decision::Reference { source, digest }
@@ -272,7 +273,7 @@ impl Source {
         decisions
     }
 
-    /// The batch has become a frame of so many bytes, or nothing at all if every block was
+    /// Records that the batch has become a frame of this size, or no frame if every block was
     /// skipped.
     pub fn encoded(&mut self, batch: &Batch, frame_bytes: Option<usize>) {
         let seq = batch.seq as u32;
@@ -285,7 +286,7 @@ impl Source {
         let region = first.map(|id| &self.regions[usize::from(id.region.0)]);
         let counts = region.is_some_and(Region::is_promised);
         let cost = self.costs.of(region.is_some_and(Region::is_written_late));
-        // Of a whole pass only what has content tells what a written block will cost.
+        // In a whole pass only blocks with content indicate the cost of a written block.
         match (self.pass.whole, self.flights.get(&seq)) {
             _ if !counts => {}
             (true, Some(flight)) if flight.content_blocks > 0 => {
@@ -312,7 +313,7 @@ impl Source {
         }
     }
 
-    /// Making a frame of the batch took so long.
+    /// Records how long encoding the batch took.
     pub fn made(&mut self, batch: &Batch, took: Duration) {
         if !self.pass.whole {
             self.costs.made(batch.blocks.len(), took);
@@ -323,18 +324,18 @@ impl Source {
         self.frozen || self.hot_allowed
     }
 
-    /// Whether mirrors are behind: until they are in step, or the guest is stopped all the same,
-    /// nothing else that must be there is sent.
+    /// Returns whether mirrors are behind: until they are in step, or the guest is stopped anyway,
+    /// no other blocks that must be there are sent.
     fn mirrors_go_first(&self) -> bool {
         !self.frozen && self.regions.iter().any(Region::is_behind)
     }
 
-    /// Whether blocks that must be there may be sent now.
+    /// Returns whether blocks that must be there may be sent now.
     pub(super) fn sendable(&self) -> bool {
         Class::ALL.iter().any(|class| self.is_sendable(*class))
     }
 
-    /// Whether blocks of a class may be, of those that must be there.
+    /// Returns whether blocks of a class may be sent, among those that must be there.
     fn is_sendable(&self, class: Class) -> bool {
         if class == Class::Hot && !self.may_send_hot() {
             return false;
@@ -345,7 +346,7 @@ impl Source {
         regions.any(|region| goes(region) && region.map.pending(class) > 0)
     }
 
-    /// Whether blocks that need not be there may be sent now.
+    /// Returns whether optional blocks may be sent now.
     pub(super) fn background_is_sendable(&self) -> bool {
         !self.frozen && !self.background_held && self.regions.iter().any(Region::pushes)
     }
@@ -371,7 +372,7 @@ impl Source {
         block_of(&self.regions, found)
     }
 
-    /// Where another guest has brought this content.
+    /// Returns a block of another guest that has brought this content.
     fn find_shared(&self, digest: &Digest) -> Option<(MigrationId, BlockId)> {
         self.gang.as_ref()?.find(digest)
     }
@@ -408,7 +409,7 @@ impl Source {
         self.settle(&flight.blocks);
     }
 
-    /// The destination has this content in a block of a region of which no digests are kept.
+    /// Records that the destination has this content in a block of a region without stored digests.
     fn arrived_of_disk(&mut self, digest: &Digest, global: u32) {
         if !self.references || !self.disk_references || self.draining {
             return;
@@ -428,7 +429,8 @@ impl Source {
         });
     }
 
-    /// The destination has what frame `seq` carried: writes that waited for it may be answered.
+    /// Records that the destination has the blocks of frame `seq`: writes that waited for them may
+    /// complete.
     fn answer_writes(&mut self, seq: u32, blocks: &[BlockId]) {
         for region in &mut self.regions {
             if let Some(mirror) = &mut region.mirror {
@@ -437,7 +439,7 @@ impl Source {
         }
     }
 
-    /// A frame with these blocks, in ascending order, is not on its way any more.
+    /// Records that a frame with these blocks, in ascending order, is no longer in flight.
     pub(super) fn settle(&mut self, blocks: &[BlockId]) {
         let chunk_of = |id: &BlockId| (id.region, chunk::of(id.block));
         for of_chunk in blocks.chunk_by(|one, next| chunk_of(one) == chunk_of(next)) {
@@ -449,14 +451,14 @@ impl Source {
     }
 }
 
-/// The region and block that a number over all regions means.
+/// Returns the region and block of a number over all regions.
 fn locate(regions: &[Region], global: u32) -> Option<(&Region, u64)> {
     let after = regions.partition_point(|region| region.first <= global);
     let region = regions.get(after.checked_sub(1)?)?;
     Some((region, u64::from(global - region.first)))
 }
 
-/// The block that a number over all regions means.
+/// Returns the block of a number over all regions.
 fn block_of(regions: &[Region], global: u32) -> Option<BlockId> {
     let (region, block) = locate(regions, global)?;
     Some(BlockId {

@@ -1,4 +1,4 @@
-//! When the guest is to stop, and what that would cost now.
+//! Decides when the guest stops, and predicts what the stop would cost now.
 
 use super::{Class, Downtime, Outpaced, Region, Source, Unseen};
 use crate::predict::{self, Blocks, Link, travel_time};
@@ -6,14 +6,14 @@ use crate::stop::{AfterPass, Rule, StopReason, Wish};
 use longhaul_protocol::BLOCK_SIZE;
 use std::time::Duration;
 
-/// What the source would like to happen next.
+/// The source's request for the next step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Advice {
-    /// Send: there are blocks that should travel.
+    /// Send: there are pending blocks.
     Send,
-    /// Nothing to send until acknowledgements come.
+    /// Wait for acknowledgements: there is nothing to send until then.
     Wait,
-    /// Find out what the guest has written since the last pass.
+    /// Read a pass: find out what the guest has written since the last one.
     ReadPass,
     /// Stop the guest.
     Stop(StopReason),
@@ -21,26 +21,28 @@ pub enum Advice {
     Complete,
 }
 
-/// Passes do not follow each other faster than this: each costs the source's QEMU a search for
-/// written pages.
+/// The shortest time between passes: each costs the source's QEMU a search for written pages.
 const PASS_MIN: Duration = Duration::from_millis(20);
-/// Nor while something else is waited for than what they report.
+/// The same while the stop waits for something other than their report.
 const PASS_WAITING: Duration = Duration::from_millis(100);
-/// Nor while the guest is to write its disks first, which may take a while: what each pass finds is sent. It is found sooner
-/// when the stop would take too long without.
+/// The same while the stop waits for a burst of writes to the disks, which may take long: the
+/// blocks that each pass finds are sent. The time is shorter when the stop would otherwise take too
+/// long.
 const PASS_BEFORE_BURST: Duration = Duration::from_secs(1);
 
-/// So long the stop waits for a destination whose disks are slow to take what has come.
+/// Limit on the time that the stop waits for a destination whose disks are slow to make received
+/// data durable.
 const SYNC_PATIENCE: Duration = Duration::from_secs(60);
 
-/// So long nothing is sent meanwhile of what need not be there at the stop.
+/// Limit on the time for which optional blocks are held back meanwhile.
 const HELD_FOR_SYNC: Duration = Duration::from_secs(5);
 
-/// Waiting for the link is worth it up to this share of its rate that the guest writes meanwhile.
+/// The stop waits for the link's queue while the guest writes at most this share of the link's
+/// rate.
 const WAIT_WRITE_SHARE: f64 = 0.8;
 
 impl Source {
-    /// What should happen next.
+    /// Returns what should happen next.
     pub fn advise(&mut self, now: Duration) -> Advice {
         if self.frozen {
             self.look_at_drain(now);
@@ -96,8 +98,8 @@ impl Source {
         let known = self.pass.unseen.is_some() || self.written.lately().is_some();
         let mut before_burst = false;
         if self.regions.iter().any(Region::is_listed) {
-            // What they have on the link counts, and can be waited for; for a while also what the destination has
-            // to make durable of it.
+            // Optional blocks in the link's queue count, and can be waited for; for a limited time,
+            // so can the destination's sync of them.
             let left = self.left_blocks(now);
             let alone = self.switchover_time(left, 0).at_most;
             let durable = alone.saturating_sub(self.sync_at_most());
@@ -106,7 +108,7 @@ impl Source {
                 .map_or(Duration::ZERO, |since| now.saturating_sub(since));
             let short = alone <= limit || (durable <= limit && waited < HELD_FOR_SYNC);
             before_burst = rule == Rule::Predicted && short && known && self.waits_for_burst(now);
-            // What is sent while a burst is waited for can be waited for when it comes.
+            // Blocks sent during the wait for a burst can be waited for when it begins.
             let pushes = before_burst && !self.leaves_disks;
             self.background_held = rule == Rule::Predicted && short && !pushes;
             if self.background_held && !fits && !self.flights.is_empty() {
@@ -151,7 +153,8 @@ impl Source {
         }
     }
 
-    /// Whether the guest is about to write anew what it would have to fetch if it went now.
+    /// Returns whether the guest is about to overwrite blocks that it would have to fetch if it
+    /// moved now.
     fn waits_for_burst(&mut self, now: Duration) -> bool {
         let Some((left, link)) = self.left_of_disks() else {
             return false;
@@ -161,8 +164,9 @@ impl Source {
         self.rhythm.waits(now, fetch)
     }
 
-    /// Whether the guest usually writes so much that nothing is sent beforehand that need not be there, as long as there
-    /// is something that must be, or its next burst is about to come: it would mostly go for nothing, and put the stop off.
+    /// Returns whether optional blocks are not sent ahead, as long as others have to be sent or the
+    /// next burst is near, because the guest usually writes so much that it would overwrite most of
+    /// them, and sending them would postpone the stop.
     fn leaves_disks(&self, now: Duration) -> bool {
         let of_disks = self.left_of_disks();
         of_disks.is_some_and(|(left, link)| {
@@ -171,15 +175,15 @@ impl Source {
         })
     }
 
-    /// The blocks that need not be there at the stop and are not, and the link, where that is known.
+    /// Returns the number of optional blocks that are not there, and the link, if it was measured.
     fn left_of_disks(&self) -> Option<(u64, Link)> {
         let listed = self.regions.iter().filter(|region| region.is_listed());
         let left = listed.map(|region| region.map.pending_total()).sum();
         self.link.map(|link| (left, link))
     }
 
-    /// Whether nothing keeps the guest from being stopped but the destination's disks. That passes: what
-    /// it takes is mostly what came before.
+    /// Returns whether only the destination's disks keep the guest from being stopped. That
+    /// condition passes: they mostly process data that arrived earlier.
     fn waits_for_disks(&mut self, now: Duration, predicted: Duration, limit: Duration) -> bool {
         let by_rule = self.stop.wish().rule == Rule::Predicted;
         let without = predicted.saturating_sub(self.sync_at_most());
@@ -191,12 +195,12 @@ impl Source {
         now.saturating_sub(since) < SYNC_PATIENCE
     }
 
-    /// One sync may have just begun when the last one is asked for.
+    /// A sync may have just begun when the last one is requested.
     fn sync_at_most(&self) -> Duration {
         self.sync * 2
     }
 
-    /// What the stop rule is told.
+    /// Returns the input of the stop rule.
     fn after_pass(&self, now: Duration, downtime: Duration) -> AfterPass {
         let left = self.left_blocks(now);
         let sent = &self.sent;
@@ -214,13 +218,13 @@ impl Source {
         }
     }
 
-    /// Whether the guest would stand still for less if it were stopped a little later: what waits
-    /// for the link gets less faster than the guest writes.
+    /// Returns whether a slightly later stop would have a shorter downtime: the link's queue
+    /// shrinks faster than the guest writes.
     fn waiting_helps(&self) -> bool {
         let Some(link) = self.link else { return false };
         let mut mirrors = self.regions.iter().filter_map(|it| it.mirror.as_ref());
         if mirrors.any(|mirror| mirror.is_holding()) {
-            // As soon as one write is there, the guest makes the next one.
+            // As soon as one write has arrived, the guest issues the next one.
             return false;
         }
         let in_the_pipe = link.rate_bytes_per_s * link.rtt.as_secs_f64();
@@ -229,7 +233,7 @@ impl Source {
             && written_bytes_per_s < WAIT_WRITE_SHARE * link.rate_bytes_per_s
     }
 
-    /// How long the guest would stand still if it were stopped now.
+    /// Returns the predicted downtime if the guest were stopped now.
     pub fn predicted_downtime(&self, now: Duration) -> Downtime {
         self.switchover_time(self.left_blocks(now), self.queued_bytes())
     }
@@ -246,7 +250,7 @@ impl Source {
             };
         };
         let overhead = self.switch_overhead + link.rtt.mul_f64(1.5);
-        // Frames are made while others travel: the slower of both counts.
+        // Encoding and sending overlap: the slower of both counts.
         let work = self.costs.work(blocks);
         let time = |bytes: f64, sync: Duration| {
             let travels = travel_time(bytes + queued_bytes as f64, link);
@@ -258,8 +262,9 @@ impl Source {
         }
     }
 
-    /// Whether the guest writes faster than the link carries, as far as is known: then the downtime
-    /// gets no shorter by sending on. Before everything was sent once neither rate is known well.
+    /// Returns the rates of a guest that is known to write faster than the link carries: then
+    /// sending more does not shorten the downtime. Before everything was sent once neither rate is
+    /// known well.
     pub fn outpaced(&self) -> Option<Outpaced> {
         let link_bytes_per_s = self.link?.rate_bytes_per_s;
         let written_bytes_per_s = self.written_bytes_per_s();
@@ -270,16 +275,16 @@ impl Source {
         })
     }
 
-    /// For how long it has been known that the downtime asked for cannot be kept.
+    /// Returns for how long it has been known that the requested downtime cannot be met.
     pub fn too_fast_for(&self, now: Duration) -> Option<Duration> {
         let since = self.stop.too_fast_since()?;
         Some(now.saturating_sub(since))
     }
 
-    /// Blocks that would have to travel after a stop: pending ones, and what the guest has
-    /// probably written since the pass was made.
+    /// Returns the blocks that would have to travel after a stop: pending ones, and an estimate of
+    /// those written since the pass was made.
     pub(super) fn left_blocks(&self, now: Duration) -> Blocks {
-        // The count is some time old, and the guest has gone on writing.
+        // The count is some time old, and the guest has kept writing.
         let counted = self.unseen_now();
         let since = now.saturating_sub(counted.at).as_secs_f64();
         let written = counted.written_blocks as f64 + self.write_rate().by_passes * since;
@@ -289,7 +294,7 @@ impl Source {
         left
     }
 
-    /// So many blocks of each region that must be there.
+    /// Sums a count over the regions that must be there.
     fn promised(&self, count: impl Fn(&Region) -> u64) -> Blocks {
         let mut blocks = Blocks::default();
         for region in self.regions.iter().filter(|region| region.is_promised()) {
@@ -302,7 +307,7 @@ impl Source {
         blocks
     }
 
-    /// What the guest writes, as it would be sent, in bytes per second.
+    /// Returns the rate of the guest's writes after encoding, in bytes per second.
     pub fn written_bytes_per_s(&self) -> f64 {
         self.costs.likely(self.write_rate())
     }
@@ -314,7 +319,7 @@ impl Source {
         })
     }
 
-    /// Blocks that the guest writes per second.
+    /// Returns the guest's write rate in blocks per second.
     fn write_rate(&self) -> Blocks {
         let counted = self.unseen_now();
         predict::write_rate(self.written.lately(), counted, self.pass.started_at)

@@ -1,7 +1,7 @@
-//! The strategies against each other, in simulated time: what paper 001 measured in its section 5.3, at
-//! a 32nd of its sizes and rates. Only ratios mean anything.
+//! Compares the strategies in simulated time, as paper 001 measured them in its section 5.3, at a
+//! 32nd of its sizes and rates. Only ratios are meaningful.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
-// It prints tables.
+// The test prints tables.
 #![allow(clippy::print_stdout)]
 
 mod simulate;
@@ -14,7 +14,7 @@ use workload::Workload;
 /// A gigabyte, at a 32nd, in blocks.
 const GIGABYTE: u64 = 8192;
 const LAN: f64 = 0.001;
-/// What memory writes meanwhile: a tenth of the link.
+/// The guest's writes to memory: a tenth of the link.
 const MEMORY_PER_S: f64 = 90.0;
 
 fn setting(strategy: Strategy, workload: Workload) -> Setting {
@@ -32,7 +32,8 @@ fn setting(strategy: Strategy, workload: Workload) -> Setting {
 fn run(setting: Setting) -> Outcome {
     let outcome = Move::new(setting).run();
     println!(
-        "{:<9} {:<9} rtt {:>3.0} ms share {:>8} | {:>6.1} s {:>6.0} MB, still {:>6.2} s, guest {:>4.2}",
+        "{:<9} {:<9} rtt {:>3.0} ms share {:>8} | {:>6.1} s {:>6.0} MB, \
+         still {:>6.2} s, guest {:>4.2}",
         format!("{:?}", setting.workload),
         match setting.strategy.before {
             longhaul_engine::strategy::Before::BelowThreshold(times) => format!("hybrid {times}"),

@@ -1,4 +1,5 @@
-//! One move in simulated time: a guest with memory and a disk, and a link that both share.
+//! Simulates one move in simulated time: a guest with memory and a disk, and a link that both
+//! share.
 
 use crate::workload::{FILE_BLOCKS, Request, Workload};
 use longhaul_codec::{Decision, Digest, Staged};
@@ -16,9 +17,9 @@ const DISK: RegionId = RegionId(1);
 /// 117 MB/s in the paper, at a 32nd.
 const RATE: f64 = 117e6 / 32.0;
 const STEP_S: f64 = 0.001;
-/// No move takes longer.
+/// Limit on the duration of a move.
 const LIMIT_S: f64 = 900.0;
-/// Loading, device state and journals.
+/// Duration of loading, device state and journals.
 const LOAD_S: f64 = 0.1;
 
 #[derive(Debug, Clone, Copy)]
@@ -28,9 +29,9 @@ pub(crate) struct Setting {
     pub(crate) rtt_s: f64,
     pub(crate) share: Option<(f64, f64)>,
     pub(crate) memory_blocks: u64,
-    /// Whether the disk holds the file that is written and nothing besides.
+    /// Whether the disk holds only the file that is written.
     pub(crate) file_only: bool,
-    /// Blocks of memory that the guest writes per second, all in a part of a tenth.
+    /// Blocks of memory that the guest writes per second, all within a tenth of it.
     pub(crate) memory_per_s: f64,
 }
 
@@ -39,9 +40,9 @@ pub(crate) struct Outcome {
     /// From the beginning until the source may be deleted.
     pub(crate) seconds: f64,
     pub(crate) bytes: f64,
-    /// How long the guest stood still.
+    /// The downtime.
     pub(crate) downtime: f64,
-    /// What the guest did, of what it does without a move in the same time.
+    /// The guest's throughput, as a share of its throughput without a move.
     pub(crate) throughput: f64,
 }
 
@@ -51,7 +52,7 @@ type Wire<T> = VecDeque<(f64, T)>;
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Guest {
     Here,
-    /// Stopped, at that time.
+    /// Stopped, since that time.
     Still(f64),
     There,
 }
@@ -62,7 +63,7 @@ enum Doing {
     Later(Request),
     /// The disk is busy with it until then.
     Busy(Request, f64),
-    /// It waits for the other side.
+    /// It waits for the other host.
     Waits(Request),
 }
 
@@ -75,7 +76,7 @@ pub(crate) struct Move {
     dirty: BTreeSet<u64>,
     dirty_debt: f64,
     guest: Guest,
-    /// It asks for nothing more here.
+    /// Whether the guest issues no more requests here.
     stopping: bool,
     stream: crate::workload::Stream,
     doing: Doing,
@@ -90,7 +91,7 @@ pub(crate) struct Move {
     ready_at: Option<f64>,
 }
 
-/// What the guest does in so many seconds when nothing moves, in bytes.
+/// Returns the guest's throughput in this many seconds without a move, in bytes.
 pub(crate) fn undisturbed(workload: Workload, seconds: f64) -> f64 {
     let mut stream = workload.stream();
     let (mut now, mut bytes) = (0.0, 0.0);
@@ -180,7 +181,7 @@ impl Move {
         Duration::from_secs_f64(self.now)
     }
 
-    /// What has arrived by now, on either side.
+    /// Delivers everything that has arrived by now, on either host.
     fn deliver(&mut self) {
         while let Some((seq, disk, _)) = due(&mut self.frames, self.now) {
             for block in disk {
@@ -243,7 +244,7 @@ impl Move {
         }
     }
 
-    /// The guest's requests, one after the other.
+    /// Runs the guest's requests, one after the other.
     fn work(&mut self) {
         loop {
             match std::mem::replace(&mut self.doing, Doing::Nothing) {
@@ -267,7 +268,7 @@ impl Move {
         self.stopping || matches!(self.guest, Guest::Still(_))
     }
 
-    /// The guest asks, at that time.
+    /// Begins a request of the guest at that time.
     fn begin(&mut self, request: Request, from: f64) {
         self.requests += 1;
         if self.guest == Guest::There {
@@ -286,7 +287,7 @@ impl Move {
         self.doing = Doing::Busy(request, until);
     }
 
-    /// The disk has done it.
+    /// Completes a request at the disk.
     fn complete(&mut self, request: Request, until: f64) {
         if request.write && self.guest != Guest::There {
             let count = request.blocks.end - request.blocks.start;
@@ -304,7 +305,7 @@ impl Move {
             self.presence.done(RequestId(self.requests), true);
         }
         self.finish(&request);
-        // The next one begins when this one ended, not a step later.
+        // The next request begins when this one ended, not a step later.
         if !self.is_still() {
             let next = self.stream.next();
             if next.not_before > until {
@@ -345,7 +346,7 @@ impl Move {
                 self.report();
                 self.source.pass_read();
             }
-            // QEMU waits for what its guest has asked for.
+            // QEMU waits for the guest's pending requests.
             Advice::Stop(_) if matches!(self.doing, Doing::Nothing | Doing::Later(_)) => {
                 self.guest = Guest::Still(self.now);
                 self.stopping = true;

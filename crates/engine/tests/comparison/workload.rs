@@ -1,5 +1,5 @@
-//! What the guest does to its disk: the workloads of paper 001, section 5, at a 32nd of their size and
-//! rate, and a database's random writes.
+//! The guest's disk workloads: those of paper 001, section 5, at a 32nd of their size and rate, and
+//! a database's random writes.
 
 use std::ops::Range;
 
@@ -10,17 +10,17 @@ pub(crate) const FILE_BLOCKS: u64 = 128 * CHUNK;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Workload {
-    /// Writes all of a file, reads it, and again, as fast as the disk does.
+    /// Repeatedly writes and reads a whole file, as fast as the disk allows.
     Ior,
     /// A moderate, constant stream of writes to new places.
     AsyncWr,
     /// A burst of writes every 40 seconds.
     Cm1,
-    /// Small writes at random, most of them to a tenth of a file, with as many reads.
+    /// Small random writes, most of them to a tenth of a file, with as many reads.
     Database,
 }
 
-/// A request: it takes so long where the disk is, and begins no sooner than that.
+/// A request: its duration with a local disk, and its earliest beginning.
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) write: bool,

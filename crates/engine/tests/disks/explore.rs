@@ -1,9 +1,9 @@
-//! Runs a world to its end, in an order that somebody chooses.
+//! Runs a world to its end, in an order that the caller chooses.
 
 use crate::model::Random;
 use crate::world::{Setting, Step, World};
 
-/// No run needs more.
+/// Limit on the steps of a run.
 const STEPS_MAX: usize = 5000;
 
 fn is_adverse(step: Step) -> bool {
@@ -25,15 +25,15 @@ fn is_adverse(step: Step) -> bool {
 fn end(world: &mut World) {
     let blocks = world.setting.blocks;
     world.check(&world.there.live, 0..blocks * 8, "in the end");
-    // Nobody needs the source any more, whatever happens next.
+    // The source is not needed any more, whatever happens next.
     let durable = world.there.durable.clone();
     let power_cut = std::mem::replace(&mut world.power_cut, true);
     world.check(&durable, 0..blocks * 8, "durable in the end");
     world.power_cut = power_cut;
 }
 
-/// One run in which at these steps something else happens than usual: which of what may happen.
-/// Returns how much might have happened at each step.
+/// Runs a world in which at these steps another event than the usual one happens. Returns the
+/// number of possible events at each step.
 fn run(setting: &Setting, choices: &[(usize, usize)]) -> Vec<usize> {
     let mut world = World::new(setting.clone(), 1);
     let mut alternatives = Vec::new();
@@ -57,7 +57,7 @@ fn run(setting: &Setting, choices: &[(usize, usize)]) -> Vec<usize> {
     panic!("it never ends: {}", world.tell());
 }
 
-/// Every run that differs from the usual one in at most so many places. Returns how many.
+/// Runs every order that differs from the usual one in at most `most` places. Returns their number.
 pub(crate) fn deviations(setting: &Setting, most: usize) -> usize {
     fn below(setting: &Setting, choices: &mut Vec<(usize, usize)>, most: usize) -> usize {
         let alternatives = run(setting, choices);
@@ -78,7 +78,7 @@ pub(crate) fn deviations(setting: &Setting, most: usize) -> usize {
     below(setting, &mut Vec::new(), most)
 }
 
-/// One run in an order chosen at random.
+/// Runs a world in a random order.
 pub(crate) fn random(setting: Setting, seed: u64) {
     let mut random = Random(seed ^ 0x5eed);
     let mut world = World::new(setting, seed);
@@ -98,7 +98,7 @@ pub(crate) fn random(setting: Setting, seed: u64) {
         if from.is_empty() {
             panic!("nothing more can happen, seed {seed}: {}", world.tell());
         }
-        // Often what is usual: then those who are eager get far before the others.
+        // Often the usual event: then one side gets far ahead of the others.
         let among = if random.below(3) == 0 { 1 } else { from.len() };
         let step = from[random.below(among as u64) as usize];
         world.run(step);

@@ -1,4 +1,4 @@
-//! The source's agent, as whoever drives the engine has to write it.
+//! The source's agent, as every owner of the engine has to implement it.
 
 use crate::model::Block;
 use crate::there::keep_some;
@@ -91,7 +91,7 @@ impl World {
         if self.is(Variant::ClosedAtStop) {
             self.source.closed();
         }
-        // QEMU's own.
+        // QEMU's own writes.
         for op in self.setting.late.clone() {
             self.start(op);
         }
@@ -125,7 +125,7 @@ impl World {
             }
             ToHere::Ready => {
                 if self.phase != Phase::HandedOver {
-                    // QEMU has flushed the disk long since.
+                    // QEMU has already flushed the disk.
                     let now = self.model.now();
                     self.model.flushed(now);
                     self.phase = Phase::HandedOver;
@@ -173,14 +173,15 @@ impl World {
         self.to_here.push_back(ToHere::Ready);
     }
 
-    /// The source's host loses power: its QEMU is gone, its disk stays, and another agent is started.
+    /// Cuts the power of the source's host: its QEMU is gone, its disk stays, and another agent is
+    /// started.
     pub(crate) fn lose_power_at_source(&mut self, kept: Kept) {
         keep_some(&mut self.random, kept, &mut self.disk_durable, &self.disk);
         self.disk = self.disk_durable.clone();
         self.restart_source();
     }
 
-    /// The source's agent ends and is started again.
+    /// Restarts the source's agent.
     pub(crate) fn restart_source(&mut self) {
         if self.connected {
             self.cut();

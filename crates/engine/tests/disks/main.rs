@@ -1,9 +1,9 @@
-//! Source, destination, link, guest and storage of a disk that moves, in every order of events: what
-//! the guest wrote is there in the end, and what it flushed is there after a power cut.
+//! Tests source, destination, link, guest and storage of a moving disk in every order of events:
+//! all of the guest's writes are there in the end, and flushed ones are there after a power cut.
 //!
-//! Small settings are run in every order that differs from the usual one in a few places; larger ones
-//! in an order chosen at random. Each rule that whoever drives the engine has to keep is broken once,
-//! and the simulation has to notice.
+//! Small settings run in every order that differs from the usual one in a few places, larger ones
+//! in random orders. Each rule that the engine's owner has to keep is broken once, and the
+//! simulation has to detect it.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod explore;

@@ -1,5 +1,5 @@
-//! What a disk may hold, as its guest knows it: every write since the last flush counts after a power
-//! cut, the last one that was answered otherwise.
+//! The contents that a disk may have as its guest knows it: after a power cut any write since the
+//! last flush, otherwise the last completed write.
 
 /// Eight sectors of 512 bytes, each a number instead of its bytes.
 pub(crate) type Block = [u16; 8];
@@ -9,7 +9,7 @@ pub(crate) const SECTOR_BYTES: u64 = 512;
 #[derive(Debug, Clone)]
 struct Entry {
     op: u64,
-    /// `None`: discarded, it may be anything.
+    /// `None`: discarded, with any content.
     value: Option<u16>,
     done_at: Option<u64>,
 }
@@ -55,7 +55,7 @@ impl Model {
         }
     }
 
-    /// A flush that was asked for then has been answered: older versions are gone for good.
+    /// Records that a flush requested at that time has completed: older versions are gone for good.
     pub(crate) fn flushed(&mut self, asked_at: u64) {
         for entries in &mut self.sectors {
             let sure = |e: &Entry| e.done_at.is_some_and(|at| at <= asked_at);
@@ -65,7 +65,8 @@ impl Model {
         }
     }
 
-    /// Whether a sector may hold this, with or without a power cut since it was written.
+    /// Returns whether a sector may hold this value, with or without a power cut since it was
+    /// written.
     pub(crate) fn allows(&self, sector: u64, value: u16, power_cut: bool) -> bool {
         let entries = &self.sectors[sector as usize];
         let last = entries.iter().rposition(|e| e.done_at.is_some());
@@ -79,7 +80,7 @@ impl Model {
     }
 }
 
-/// The same numbers every time.
+/// A deterministic sequence of numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(pub u64);
 

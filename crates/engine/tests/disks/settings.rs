@@ -1,4 +1,4 @@
-//! What is simulated: small guests for every order of events, larger ones at random.
+//! The simulated settings: small guests for every order of events, larger ones for random orders.
 
 use crate::model::Random;
 use crate::variant::Variant;
@@ -12,7 +12,7 @@ pub(crate) const STRATEGIES: [Strategy; 4] = [
     Strategy::POSTCOPY,
 ];
 
-/// A few blocks, a few requests, and one of everything that is not to be hoped for.
+/// A few blocks, a few requests, and one of every fault.
 pub(crate) fn small(variant: Variant) -> Vec<Setting> {
     let setting = |(strategy, eager)| Setting {
         strategy,
@@ -59,7 +59,7 @@ pub(crate) fn large(seed: u64, variant: Variant) -> Setting {
         let mut ops = Vec::new();
         for _ in 0..random.below(count) {
             let sectors = blocks * 8;
-            // Often the same place, so that requests meet.
+            // Often the same place, so that requests overlap.
             let start = match random.below(3) {
                 0 => random.below(sectors),
                 _ => random.below(sectors.min(40)),

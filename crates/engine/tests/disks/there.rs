@@ -1,5 +1,5 @@
-//! The destination: its agent as whoever drives the engine has to write it, and storage that a power cut
-//! can hit.
+//! The destination: its agent, as every owner of the engine has to implement it, and storage that
+//! is subject to power cuts.
 
 use crate::model::{Block, Random, SECTOR_BYTES, SECTORS};
 use crate::variant::Variant;
@@ -13,35 +13,36 @@ use longhaul_engine::remaining::Remaining;
 use longhaul_protocol::{BlockRange, Epoch, RegionSpec};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// What a fresh file holds where nothing was written.
+/// The content of a fresh file where nothing was written.
 const FRESH: u16 = 0;
 
 pub(crate) struct There {
     pub(crate) destination: Destination,
     pub(crate) presence: Presence,
     pub(crate) memory: Vec<Block>,
-    /// The disk as its file reads.
+    /// The disk as its file reads now.
     pub(crate) live: Vec<Block>,
-    /// As it reads after a power cut, at least.
+    /// The least that it holds after a power cut.
     pub(crate) durable: Vec<Block>,
-    /// What the sync that is under way makes durable.
+    /// The data that the running sync makes durable.
     pub(crate) syncing: Option<Vec<Block>>,
     pub(crate) storing: Option<Vec<ChunkMask>>,
     /// Masks that survive a power cut, and those that survive the agent.
     pub(crate) stored: BTreeMap<u32, u64>,
     pub(crate) noted: BTreeMap<u32, u64>,
-    /// Those of the stored ones that a process reads: what could not be made durable is among them.
+    /// The stored masks as a process reads them, including those that could not be made durable.
     stored_seen: BTreeMap<u32, u64>,
-    /// Blocks that the system believes to be on the disk, and that are not.
+    /// Blocks that the system takes for durable, and that are not.
     lost: BTreeSet<u64>,
-    /// Something could not be made durable since the host was started: noted, and known to this agent.
+    /// Whether something could not be made durable since the host was started: recorded, and known
+    /// to this agent.
     broken: bool,
     pub(crate) gave_up: bool,
     pub(crate) acknowledges: bool,
     pub(crate) complete: bool,
     pub(crate) ready: bool,
     pub(crate) committed: bool,
-    /// Bytes that waiting requests may do.
+    /// Byte ranges that waiting requests may now perform.
     go: BTreeMap<u64, std::ops::Range<u64>>,
 }
 
@@ -70,7 +71,7 @@ impl There {
         }
     }
 
-    /// Whether somebody waits for everything to be durable.
+    /// Returns whether the owner waits for everything to be durable.
     pub(crate) fn should_settle(&self) -> bool {
         let idle = self.syncing.is_none() && self.storing.is_none() && !self.gave_up;
         let waited_for = self.complete || self.committed && self.presence.missing_blocks() == 0;
@@ -92,7 +93,7 @@ fn keeps(random: &mut Random, kept: Kept) -> bool {
     }
 }
 
-/// After a power cut whatever was not synced may be there, or not.
+/// Models a power cut: data that was not synced may or may not be there.
 pub(crate) fn keep_some(random: &mut Random, kept: Kept, durable: &mut [Block], live: &[Block]) {
     for (durable, live) in durable.iter_mut().zip(live) {
         for (durable, live) in durable.iter_mut().zip(live) {
@@ -138,7 +139,7 @@ impl World {
                 let there = &mut self.there;
                 assert!(there.ready, "COMMIT before READY");
                 if !there.committed {
-                    // READY is durable with the list beside it: what the agent notes begins with it.
+                    // READY is durable together with the list: the agent's records begin with it.
                     let (lacks, _) = there.presence.lacks(0, usize::MAX);
                     there.noted.clear();
                     for part in lacks {
@@ -152,7 +153,7 @@ impl World {
         }
     }
 
-    /// A frame arrives: what is accepted is written, under one lock.
+    /// Delivers a frame: accepted blocks are written, under one lock.
     pub(crate) fn arrive(&mut self, epoch: u32, frame: &Frame) {
         let counts = self.setting.variant;
         let of = match counts {
@@ -235,7 +236,7 @@ impl World {
         let bytes = sectors.start * SECTOR_BYTES..sectors.end * SECTOR_BYTES;
         let whole = sectors.start % 8 == 0 && sectors.end % 8 == 0;
         if self.is(Variant::IntentAfterData) && operation == Operation::Write && whole {
-            // Data first; it is told of the request when that is done.
+            // Data first; the presence is told of the request after that.
             self.there.go.insert(id, bytes);
             return self.stage(id, Stage::Going);
         }
@@ -293,7 +294,7 @@ impl World {
                 begun.unwrap();
             }
             if !ok {
-                // Some of it may have been written.
+                // A part of it may have been written.
                 let half = bytes.start / SECTOR_BYTES..(bytes.start + bytes.end) / 2 / SECTOR_BYTES;
                 self.put_there(half, running.value.unwrap_or(0));
             }
@@ -305,7 +306,7 @@ impl World {
         if ok {
             self.answered(id);
         } else {
-            // The guest hears of an error, and tries again.
+            // The guest gets an error, and tries again.
             self.stage(id, Stage::Fresh);
         }
     }
@@ -316,7 +317,7 @@ impl World {
         while let Some(output) = self.there.presence.poll() {
             match output {
                 Output::Go(RequestId(id), bytes) => {
-                    // One that did not wait is under way already.
+                    // A request that did not wait has begun already.
                     if self
                         .running
                         .get(&id)
@@ -336,7 +337,7 @@ impl World {
                 }
                 Output::StoreMasks(masks) => self.there.storing = Some(masks),
                 Output::Flushed(RequestId(id)) => self.flushed(id),
-                // The guest hears that nobody knows what is durable.
+                // The guest learns that durability is lost.
                 Output::FlushFailed(RequestId(id)) => self.answered(id),
                 Output::Unreadable(_) => panic!("the source can read everything"),
             }
@@ -394,7 +395,7 @@ impl World {
         put(&mut self.there.live, sectors, value);
     }
 
-    /// A sync fails: the system forgets that what it could not write is to be written.
+    /// Fails a sync: the system forgets that the data still has to be written.
     pub(crate) fn fail_sync(&mut self) {
         let there = &mut self.there;
         there.syncing = None;
@@ -405,7 +406,7 @@ impl World {
         there.presence.data_synced(false);
     }
 
-    /// Masks are written, and are not durable.
+    /// Writes masks that do not become durable.
     pub(crate) fn fail_store(&mut self) {
         let there = &mut self.there;
         for mask in there.storing.take().unwrap_or_default() {
@@ -417,7 +418,7 @@ impl World {
 
     // Trouble.
 
-    /// The agent is killed and started again. The guest's QEMU repeats what it had no answer to.
+    /// Kills and restarts the agent. The guest's QEMU repeats unanswered requests.
     pub(crate) fn die(&mut self) {
         let masks = self.there.noted.clone();
         let seen = self.there.stored_seen.clone();
@@ -431,7 +432,7 @@ impl World {
         }
     }
 
-    /// The host loses power, and with it the guest; only the disk is left.
+    /// Cuts the host's power: the guest is gone, and only the disk remains.
     pub(crate) fn lose_power(&mut self, kept: Kept) {
         self.power_cut = true;
         self.running.clear();
@@ -441,7 +442,7 @@ impl World {
         }
         keep_some(&mut self.random, kept, &mut there.durable, &there.live);
         there.live = there.durable.clone();
-        // The same of masks that were being stored: their data is durable.
+        // The same for masks that were being stored: their data is durable.
         for mask in there.storing.take().unwrap_or_default() {
             if keeps(&mut self.random, kept) {
                 there.stored.insert(mask.chunk, mask.missing);

@@ -1,46 +1,46 @@
-//! What whoever drives the engine could do wrong: each breaks one rule, and the simulation has to notice.
+//! Faulty owners of the engine: each variant breaks one rule, and the simulation has to detect it.
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Variant {
-    /// Nothing is wrong.
+    /// No rule is broken.
     Genuine,
     /// Source: the content of a batch is read before it is taken.
     ReadBeforeTake,
     /// Source: a write is reported before the disk has it.
     ReportBeforeData,
-    /// Source: regions are called closed at the stop, before QEMU has let go of them.
+    /// Source: regions are reported closed at the stop, before QEMU has closed them.
     ClosedAtStop,
-    /// Source: what was on its way when the connection was lost is forgotten.
+    /// Source: frames in flight are forgotten when the connection is lost.
     CutForgotten,
-    /// Source: a mirrored write is answered before it is at the destination.
+    /// Source: a mirrored write completes before it is at the destination.
     MirrorAnswersAtOnce,
-    /// Destination: what comes is written, whatever the guest has written there.
+    /// Destination: arriving blocks are written over the guest's writes.
     PullOverwrites,
-    /// Destination: the guest's write begins before it is said that it does.
+    /// Destination: the guest's write begins before it is announced.
     IntentAfterData,
-    /// Destination: a write of a part of a block does not wait for the rest.
+    /// Destination: a write of a part of a block does not wait for the other part.
     PartAtOnce,
     /// Destination: a read does not wait.
     ReadAtOnce,
-    /// Destination: frames from before the list count for what it names.
+    /// Destination: frames from before the list count for the blocks that it names.
     OldContentCounts,
-    /// Destination: frames of an earlier connection are taken for those of this one.
+    /// Destination: frames of an earlier connection count for this one.
     OldConnectionCounts,
     /// Destination: masks are stored before the data is durable.
     MasksFirst,
-    /// Destination: a flush is answered before the masks are stored.
+    /// Destination: a flush completes before the masks are stored.
     FlushBeforeMasks,
     /// Destination: READY before everything is durable.
     ReadyUnsettled,
-    /// Destination: what the guest has written is not noted.
+    /// Destination: the guest's writes are not recorded.
     WritesNotNoted,
-    /// Destination: what has arrived is not noted.
+    /// Destination: arrivals are not recorded.
     ArrivalsNotNoted,
-    /// Destination: what is missing is not told on a new connection.
+    /// Destination: missing blocks are not reported on a new connection.
     MissingNotTold,
-    /// Source: QEMU has let go of a disk before all of it is durable.
+    /// Source: QEMU has closed a disk before all of it is durable.
     ClosedUnflushed,
-    /// Destination: an agent that is started anew does not know that a disk has failed.
+    /// Destination: a restarted agent does not know that a disk has failed.
     FailureForgotten,
 }
 

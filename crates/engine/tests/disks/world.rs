@@ -1,4 +1,5 @@
-//! Both hosts, the link between them and the guest: what may happen next, and what then happens.
+//! The simulated world: both hosts, the link between them and the guest, with the events that may
+//! happen and their effects.
 
 use crate::model::{Block, Model, Random, SECTORS};
 use crate::there::There;
@@ -17,18 +18,18 @@ use std::time::Duration;
 pub(crate) const MEMORY: RegionId = RegionId(0);
 pub(crate) const DISK: RegionId = RegionId(1);
 
-/// What the guest, or its QEMU, does.
+/// A request of the guest, or of its QEMU.
 #[derive(Debug, Clone)]
 pub(crate) enum Op {
     Read(Range<u64>),
-    /// Zeros, or something else.
+    /// A write of zeros, or of other content.
     Write(Range<u64>, bool),
     Discard(Range<u64>),
     Flush,
     Memory(u64),
 }
 
-/// How often what is not to be hoped for may happen.
+/// How often each fault may happen.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Adverse {
     pub(crate) cuts: u32,
@@ -39,9 +40,9 @@ pub(crate) struct Adverse {
     pub(crate) failed_writes: u32,
     /// Data or masks cannot be made durable at the destination.
     pub(crate) failed_syncs: u32,
-    /// The source's host loses power when it has handed over.
+    /// The source's host loses power after the handover.
     pub(crate) source_power_cuts: u32,
-    /// References that do not hold at the destination, though they should.
+    /// References that fail at the destination although their content is there.
     pub(crate) misreads: u32,
 }
 
@@ -57,7 +58,7 @@ pub(crate) struct Setting {
     pub(crate) depth: usize,
     pub(crate) batch: usize,
     pub(crate) passes: u32,
-    /// Whether the guest usually asks before anything else happens.
+    /// Whether the guest usually issues its requests before anything else happens.
     pub(crate) eager: bool,
     pub(crate) adverse: Adverse,
 }
@@ -93,7 +94,7 @@ pub(crate) enum ToHere {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
     Fresh,
-    /// The source's disk has the data, or it was reported: whichever comes first.
+    /// The source's disk has the data, or the write was reported, whichever happens first.
     Half,
     Waiting,
     Going,
@@ -108,7 +109,7 @@ pub(crate) struct Running {
     pub(crate) asked_at: u64,
 }
 
-/// What a power cut leaves of what was not synced.
+/// What a power cut leaves of unsynced data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kept {
     Nothing,
@@ -116,7 +117,7 @@ pub(crate) enum Kept {
     Some,
 }
 
-/// What may happen. Those that are named first happen first unless somebody chooses.
+/// A possible event. Events that are named first happen first by default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Step {
     Here(u64),
@@ -144,13 +145,13 @@ pub(crate) enum Step {
     Straggler(usize),
     Cut,
     Die,
-    /// The agent dies when a frame's content is written and before that is noted.
+    /// The agent dies when a frame's content is written and not yet recorded.
     DieInFrame(usize),
     PowerCut(Kept),
-    /// What is being synced, or stored, may not be durable.
+    /// The data or masks being synced may not become durable.
     FailSync,
     FailStore,
-    /// The destination's host is started anew, since a disk there has failed.
+    /// The destination's host is restarted, since a disk there has failed.
     Reboot,
     Restart,
     SourcePowerCut(Kept),
@@ -170,7 +171,7 @@ pub(crate) struct World {
     pub(crate) random: Random,
     pub(crate) source: Source,
     pub(crate) disk: Vec<Block>,
-    /// What of it survives a power cut, at least.
+    /// The least of it that survives a power cut.
     pub(crate) disk_durable: Vec<Block>,
     /// The disk before the guest's last write.
     pub(crate) disk_before: Vec<Block>,
@@ -197,7 +198,7 @@ pub(crate) struct World {
     pub(crate) adverse: Adverse,
     pub(crate) power_cut: bool,
     pub(crate) now: Duration,
-    /// What has happened.
+    /// The events so far.
     pub(crate) told: Vec<Step>,
 }
 
@@ -282,16 +283,17 @@ impl World {
         self.setting.variant == variant
     }
 
-    /// Whether everything is at the destination and nothing more is to be done.
+    /// Returns whether everything is at the destination and no event is left.
     pub(crate) fn is_over(&self) -> bool {
         let quiet = self.script.is_empty() && self.running.is_empty();
         quiet && self.there.committed && self.there.presence.is_whole()
     }
 
-    /// Where everything is, for whoever reads a failure.
+    /// Returns the state as text, for the message of a failure.
     pub(crate) fn tell(&self) -> String {
         format!(
-            "\n{:?}\n{} {:?}, pending {:?}, running {:?}, announced {:?} of {}, missing {}, settled {}, ready {}, committed {}",
+            "\n{:?}\n{} {:?}, pending {:?}, running {:?}, announced {:?} of {}, \
+             missing {}, settled {}, ready {}, committed {}",
             self.told,
             self.setting.strategy.name,
             self.phase,
@@ -318,7 +320,7 @@ impl World {
         (self.phase == Phase::Running || self.there.committed) && !self.power_cut
     }
 
-    /// What may happen now.
+    /// Returns the possible events.
     pub(crate) fn steps(&self) -> Vec<Step> {
         let mut steps = Vec::new();
         for (id, running) in &self.running {
@@ -359,7 +361,7 @@ impl World {
             Step::Reboot,
             self.there.gave_up && self.script.is_empty() && idle,
         );
-        // What nobody hopes for.
+        // Faults.
         let adverse = &self.adverse;
         for (id, running) in &self.running {
             let write = matches!(running.op, Op::Write(..)) && self.there.committed;
@@ -451,7 +453,7 @@ impl World {
             Step::Close => {
                 self.source.closed();
                 self.phase = Phase::Closed;
-                // QEMU flushes what it lets go of.
+                // QEMU flushes what it closes.
                 if !self.is(Variant::ClosedUnflushed) {
                     self.disk_durable = self.disk.clone();
                 }
@@ -519,7 +521,8 @@ impl World {
 
     // The guest.
 
-    /// A guest does not ask for the same sectors twice at a time.
+    /// Returns whether the guest may issue its next request: it has no two pending ones for the
+    /// same sectors.
     fn can_issue(&self) -> bool {
         let sectors = |op: &Op| match op {
             Op::Read(range) | Op::Write(range, _) | Op::Discard(range) => range.clone(),
@@ -596,7 +599,7 @@ impl World {
         }
     }
 
-    /// One half of a request at the source.
+    /// Does one half of a request at the source.
     fn here(&mut self, id: u64) {
         let Some(running) = self.running.get(&id).cloned() else {
             return;
@@ -644,13 +647,13 @@ impl World {
                 Some(Answer::Now)
             }
             Ok(answer) => Some(answer),
-            // Whoever says too early that nothing more comes does not look.
+            // An owner that announces too early that no more writes follow ignores the error.
             Err(SourceError::Closed { .. }) => Some(Answer::Now),
             Err(error) => panic!("{error}"),
         }
     }
 
-    /// A mirrored write that is answered is at the destination.
+    /// Checks that a completed mirrored write is at the destination.
     fn is_there(&self, id: u64) {
         let Some(running) = self.running.get(&id) else {
             return;
@@ -675,7 +678,7 @@ impl World {
         }
     }
 
-    /// The commit: the guest goes on at the destination.
+    /// The commit: the guest continues at the destination.
     pub(crate) fn committed(&mut self) {
         if !self.there.committed {
             self.there.committed = true;

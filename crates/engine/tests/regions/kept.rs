@@ -1,4 +1,4 @@
-//! What the destination has kept or holds: named by digests.
+//! Tests known content: blocks that are sent as digests.
 
 use super::{DISK, MEMORY, MS, source, spec, take_with, try_take_with, write};
 use longhaul_codec::{BlockId, Decision};
@@ -10,8 +10,8 @@ use longhaul_protocol::{BlockRange, RegionId};
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// Sends all there is, of which a digest alone is enough for those blocks, with so many frames under way; which were
-/// named that way, and how many of them for nothing.
+/// Sends everything, with a number of frames in flight; for the blocks that `keeps` names a digest
+/// is enough. Returns the blocks sent as digests, and how many were not found.
 fn send_kept_behind(
     source: &mut Source,
     frames: usize,
@@ -45,7 +45,7 @@ fn send_kept_behind(
     }
 }
 
-/// The same with one frame at a time; how many were named.
+/// Sends everything with one frame in flight. Returns how many blocks were sent as digests.
 fn send_kept(source: &mut Source, keeps: impl Fn(BlockId) -> bool) -> (usize, usize) {
     let (named, for_nothing) = send_kept_behind(source, 1, keeps);
     (named.len(), for_nothing)
@@ -56,10 +56,10 @@ fn what_the_destination_kept_is_named_and_what_it_did_not_comes_whole() {
     for strategy in [Strategy::PRECOPY, Strategy::MIRROR] {
         let mut source = source(strategy, 1000);
         source.kept(DISK).unwrap();
-        // Not what the guest has just written.
+        // Recently written blocks are not sent as digests.
         write(&mut source, 0, 10);
         let sent = send_kept(&mut source, |id| id.block % 10 > 0);
-        // A pre-copy hears of that with the next pass.
+        // A pre-copy learns of that with the next pass.
         let expected = match strategy.name {
             "precopy" => (1000, 100),
             _ => (1000 - 64, 93),
@@ -73,7 +73,7 @@ fn what_the_destination_kept_is_named_and_what_it_did_not_comes_whole() {
     }
 }
 
-/// On a fast machine all of a region is on its way before the first answer comes.
+/// On a fast machine a whole region is in flight before the first answer arrives.
 #[test]
 fn what_is_not_kept_leaves_room_to_name_what_is() {
     let wish = Wish::downtime(MS * 300);
@@ -88,13 +88,13 @@ fn what_is_not_kept_leaves_room_to_name_what_is() {
     let (named, for_nothing) = send_kept_behind(&mut source, 200, of_disk);
     let disk = named.iter().filter(|id| id.region == DISK).count();
     let memory = named.len() - disk;
-    // One in 32 of what lies behind shows that it stays so.
+    // One in 32 of the following blocks confirms that the hit rate stays low.
     assert!((4096..4200 + 60_000 / 32).contains(&memory), "{memory}");
     assert!(disk > 40_000 * 9 / 10, "{disk}");
     assert_eq!(for_nothing, memory + 400);
 }
 
-/// Nothing of a region goes whole only since the answers are late.
+/// No block travels as a literal just because answers are late.
 #[test]
 fn what_is_mostly_kept_waits_for_answers() {
     let mut source = source(Strategy::PRECOPY, 60_000);
@@ -143,7 +143,7 @@ fn what_is_not_kept_is_soon_not_asked_for_any_more() {
     source.kept(DISK).unwrap();
     let (named, for_nothing) = send_kept(&mut source, |_| false);
     assert_eq!(named, for_nothing);
-    // What lies behind is looked at now and then.
+    // The following blocks are probed occasionally.
     let probes = (200_000 - 4096) / 32;
     assert!((4096 + probes..4200 + probes).contains(&named), "{named}");
     assert_eq!(source.pending_blocks(), 0);

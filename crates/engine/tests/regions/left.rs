@@ -1,4 +1,4 @@
-//! What is left of a region, and what of it is not.
+//! Tests of missing blocks: which blocks of a region are listed and which are not.
 
 use super::{DISK, MS, acknowledge, settle, source, stop, take, write};
 use longhaul_engine::remaining::Remaining;
@@ -36,7 +36,7 @@ fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
     assert!(source.is_drained());
 }
 
-/// The link of these tests carries 2441 blocks a second.
+/// The link of these tests carries 2441 blocks per second.
 #[test]
 fn what_the_guest_overwrites_faster_than_it_would_come_is_left_to_it_but_for_what_it_waits_for() {
     let mut source = source(Strategy::POSTCOPY, 64_000);
@@ -55,7 +55,7 @@ fn what_the_guest_overwrites_faster_than_it_would_come_is_left_to_it_but_for_wha
     assert_eq!(wanted.blocks.len(), 2, "somebody waits for these");
     acknowledge(&mut source, &wanted);
     assert!(take(&mut source).is_none());
-    // It has come to rest.
+    // The guest has stopped writing.
     source.look_at_drain(MS * 1200);
     assert!(take(&mut source).is_some());
 }
@@ -65,7 +65,7 @@ fn what_is_promised_of_a_region_goes_before_its_list_and_the_rest_stays() {
     for strategy in [Strategy::HYBRID, Strategy::POSTCOPY] {
         let mut source = source(strategy, 1000);
         source.connected();
-        // Memory has arrived; of the disk nothing is sent any more.
+        // Memory has arrived; no more blocks of the disk are sent.
         while let Some(batch) = take(&mut source) {
             acknowledge(&mut source, &batch);
             if batch.blocks.iter().any(|id| id.region == DISK) {
@@ -80,7 +80,7 @@ fn what_is_promised_of_a_region_goes_before_its_list_and_the_rest_stays() {
         assert_eq!(source.advise(MS * 1000), Advice::Send);
         let batch = take(&mut source).unwrap();
         assert!(batch.blocks.iter().all(|id| id.region == DISK));
-        // What was lost on the way is promised all the same, and so is what the destination could not use.
+        // Lost and rejected blocks are promised as well.
         source.connection_lost();
         source.connected();
         let batch = take(&mut source).unwrap();

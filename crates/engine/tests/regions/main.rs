@@ -1,4 +1,5 @@
-//! Regions that differ, on one link: what the stop waits for, what goes first, and what the drain does.
+//! Tests different regions on one link: what the stop waits for, what is sent first, and what the
+//! drain does.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod kept;
@@ -29,7 +30,7 @@ fn spec(id: RegionId, blocks: u64) -> RegionSpec {
     }
 }
 
-/// Memory of 256 blocks and a disk of so many, in the first pass.
+/// Memory of 256 blocks and a disk of `blocks` blocks, in the first pass.
 fn source(strategy: Strategy, blocks: u64) -> Source {
     let wish = Wish::downtime(MS * 300);
     let mut source = Source::new(Strategy::PRECOPY, &[spec(MEMORY, 256)], wish, MS).unwrap();
@@ -45,12 +46,12 @@ fn source(strategy: Strategy, blocks: u64) -> Source {
     source
 }
 
-/// Takes a frame with content that is new each time.
+/// Takes a frame whose content is new each time.
 fn take(source: &mut Source) -> Option<Batch> {
     take_compressed(source, 1)
 }
 
-/// Memory travels as this part of itself.
+/// Takes a frame with memory compressed to this share.
 fn take_compressed(source: &mut Source, memory: usize) -> Option<Batch> {
     let batch = source.take(16).unwrap()?;
     let content = |n: usize| {
@@ -77,7 +78,7 @@ fn acknowledge(source: &mut Source, batch: &Batch) {
     source.acknowledged(&message).unwrap();
 }
 
-/// Sends until there is nothing more; how many blocks of memory and of the disk went.
+/// Sends until nothing is pending. Returns how many blocks of memory and of the disk were sent.
 fn settle(source: &mut Source) -> (usize, usize) {
     let (mut memory, mut disk) = (0, 0);
     while let Some(batch) = take(source) {
@@ -126,7 +127,8 @@ fn the_stop_does_not_wait_for_what_may_come_later() {
 fn the_stop_waits_for_what_was_promised() {
     let mut source = source(Strategy::PRECOPY, 10_000);
     assert_eq!(settle(&mut source), (256, 10_000));
-    // 4 MB on a link of 10 MB a second: more than 300 ms. It is not sent before the next pass.
+    // 4 MB on a link of 10 MB per second: more than 300 ms. The blocks are not sent before the next
+    // pass.
     write(&mut source, 0, 1000);
     assert!(take(&mut source).is_none());
     assert!(source.predicted_downtime(MS * 1000).at_most > MS * 300);
@@ -216,7 +218,7 @@ fn a_mirror_goes_first_and_then_holds_writes() {
     assert_eq!((batch.blocks[0].region, blocks), (DISK, vec![5, 6, 7]));
     acknowledge(&mut source, &batch);
     assert_eq!(source.poll_answer(), Some(WriteId(5)));
-    // A cut lets the guest go on, and the mirror is behind.
+    // A lost connection lets the guest continue, and the mirror falls behind.
     assert_eq!(write(&mut source, 9, 1), Answer::Later);
     source.connection_lost();
     assert_eq!(source.poll_answer(), Some(WriteId(9)));
@@ -331,7 +333,7 @@ fn blocks_are_settled_when_nothing_of_them_is_left_to_do() {
     );
 }
 
-/// Lets the guest write, and sends that in the next pass at so many bytes a block.
+/// Lets the guest write, and sends the blocks in the next pass at this many bytes per block.
 fn pass_of(source: &mut Source, at: Duration, region: RegionId, blocks: u64, block_bytes: usize) {
     let range = BlockRange::new(0, blocks);
     if region == DISK {
@@ -370,13 +372,13 @@ fn a_prediction_knows_what_a_disk_costs_beside_memory() {
     }));
     source.pass_read();
     let nothing = source.predicted_downtime(now).likely;
-    // 100 bytes a block on 10 MB a second take less than making the frames does.
+    // 100 bytes per block on 10 MB per second take less time than encoding the frames.
     source.written(MEMORY, BlockRange::new(0, 200)).unwrap();
     let memory = source.predicted_downtime(now).likely - nothing;
     assert!(memory.abs_diff(MS * 2) < MS, "{memory:?}");
     source.written(DISK, BlockRange::new(0, 1000)).unwrap();
     let disk = source.predicted_downtime(now);
-    // 4 MB: what an average block costs, of both kinds, would be a fifth of it.
+    // 4 MB: the average cost of a block over both kinds would be a fifth of it.
     assert!(disk.likely > MS * 400, "{disk:?}");
     assert!(disk.at_most < MS * 480, "{disk:?}");
 }
@@ -397,7 +399,7 @@ fn a_region_that_is_held_back_leaves_the_link_to_others() {
     assert_eq!(settle(&mut source), (0, 1), "nobody is disturbed any more");
 }
 
-/// The destination says how long its disks take.
+/// Reports the duration of a sync at the destination.
 fn sync_takes(source: &mut Source, ms: u32) {
     let message = Acknowledgement {
         sync_us: ms * 1000,
@@ -499,7 +501,7 @@ fn the_drain_leaves_the_link_free_for_reads() {
     while take(&mut source).is_some() {
         frames += 1;
     }
-    // 10 MB a second for 21 ms is less than what may be on its way in any case.
+    // 10 MB per second for 21 ms are less than the data that may be in flight in any case.
     assert_eq!(frames * 16 * 4096, 256 * 1024);
     source.wanted(DISK, BlockRange::new(60_000, 1)).unwrap();
     assert!(take(&mut source).is_some());
@@ -546,7 +548,7 @@ fn holes_do_not_travel_where_the_disk_starts_as_zero() {
     assert_eq!(source.sent().blocks(), 256 + 400);
 }
 
-/// Takes a frame, of which each block has the content of that number, and says how they travel.
+/// Takes a frame in which each block has the content of that number. Returns how they travel.
 fn take_with(source: &mut Source, content: impl Fn(BlockId) -> u64) -> (Batch, Vec<Decision>) {
     try_take_with(source, content).unwrap()
 }
@@ -604,7 +606,7 @@ fn a_page_that_is_on_the_disk_travels_as_a_reference_to_it() {
         for (id, decision) in batch.blocks.iter().zip(&decisions) {
             assert_eq!(means(decision), Some(of_disk(id.block + 4)));
         }
-        // It is not overwritten there before that has arrived.
+        // The target is not overwritten there before the reference has arrived.
         write(&mut source, 4, 1);
         source.pass_started(MS * 100, false);
         for _ in 0..15 {
@@ -670,7 +672,7 @@ fn disks_are_left_out_where_nobody_wants_them_read_back() {
     let (batch, decisions) = take_with(&mut source, |id| id.block + 5);
     assert!(decisions.iter().all(|decision| means(decision).is_none()));
     acknowledge(&mut source, &batch);
-    // Nor are their blocks looked for in memory.
+    // Nor are their blocks searched for in memory.
     write(&mut source, 0, 3);
     source.pass_started(MS * 100, false);
     let in_memory = batch.blocks[0].block + 5;
@@ -684,7 +686,7 @@ fn disks_are_left_out_where_nobody_wants_them_read_back() {
     }
 }
 
-/// What guests that move at once have brought.
+/// The content that concurrently moving guests have brought.
 #[derive(Clone, Default)]
 struct Brought(Arc<Mutex<Vec<(Digest, BlockId)>>>);
 

@@ -1,4 +1,4 @@
-//! A guest's description from its command line and from what its QEMU says.
+//! Derives a guest's description from its command line and the answers of its QEMU.
 
 use super::found::{Found, Inserted, Seen};
 use super::names::Names;
@@ -12,9 +12,9 @@ use longhaul_protocol::hardware::{Flash, Hardware, MemoryBackend, PlacedDevice};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Longest name of a disk.
+/// The maximum length of a disk's name.
 const DISK_NAME_BYTES_MAX: usize = 16;
-/// Properties that say what is at the host's end, and that this host's tables answer.
+/// Properties of the host's side, which this host's tables answer.
 const LOCAL: [&str; 19] = [
     "account-failed",
     "account-invalid",
@@ -38,7 +38,7 @@ const LOCAL: [&str; 19] = [
 ];
 const RESTART: &str = "shut the guest down and start it at the destination";
 
-/// The description, and everything that keeps the guest from being made again from it.
+/// Returns the description, and everything that prevents launching the guest from it.
 pub(super) fn describe(
     name: &str,
     line: CommandLine,
@@ -102,7 +102,7 @@ impl Describing<'_> {
         result.map_err(|blocker| self.refusals.push(blocker)).ok()
     }
 
-    /// Every device of the command line, at the place that QEMU gave it.
+    /// Returns every device of the command line, with the place that QEMU gave it.
     fn devices(&mut self, line: &CommandLine) -> Vec<PlacedDevice> {
         let mut placed = Vec::new();
         let mut unnamed = self.found.unnamed.iter();
@@ -159,7 +159,7 @@ impl Describing<'_> {
     ) -> Option<PlacedDevice> {
         let called = format!("{} ({})", shown(id.unwrap_or("without an id")), seen.kind);
         let Some(model) = Model::of(&seen.kind) else {
-            // What cannot be moved at all was named already.
+            // Devices that cannot be moved were reported already.
             if !self
                 .found
                 .blockers
@@ -355,7 +355,7 @@ impl Describing<'_> {
         hardware
     }
 
-    /// What came with the machine and cannot be asked for again.
+    /// Refuses devices that come with the machine and cannot be requested again.
     fn onboard(&mut self) {
         let found = self.found;
         let own = |kind: &str| {
@@ -464,8 +464,8 @@ impl Describing<'_> {
         if !code.read_only {
             self.refuse(
                 format!("it can write to its firmware {}", shown(&code.file)),
-                "start the guest with the firmware's code read-only (readonly=on), and its variables in a file of \
-                 their own",
+                "start the guest with the firmware's code read-only (readonly=on), and its \
+                 variables in a file of their own",
             );
         }
         let code = self.names.firmware(&code.file);
@@ -498,7 +498,7 @@ impl Describing<'_> {
     }
 }
 
-/// Where a device is on its bus.
+/// Returns where a device is on its bus.
 fn place(model: &Model, seen: &Seen) -> Option<String> {
     let value = |name: &str| seen.values.get(name);
     let number = |name: &str| {
@@ -518,7 +518,7 @@ fn place(model: &Model, seen: &Seen) -> Option<String> {
     }
 }
 
-/// Why a device of a model that is not in the tables cannot be moved, and what to do.
+/// Returns why a device of a model outside the tables cannot be moved, and what to do.
 fn unknown_model(kind: &str) -> (&'static str, &'static str) {
     const UNPLUG: &str = "unplug it before moving, and plug it in again afterwards";
     for (prefix, why, hint) in [

@@ -1,4 +1,4 @@
-//! What a running QEMU says of itself, as far as its guest is to be made again elsewhere.
+//! Collects what a running QEMU reports of its guest, as far as a destination needs it.
 
 use crate::observe::{Blocker, children, examine, property};
 use crate::process::ProcessId;
@@ -8,25 +8,25 @@ use longhaul_protocol::machine::Machine;
 use serde_json::{Value, json};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Everything that is asked.
+/// All answers of QEMU.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) machine: Machine,
     pub(super) blockers: Vec<Blocker>,
     pub(super) topology: Topology,
-    /// vCPUs that could be plugged in.
+    /// The number of vCPUs that could be plugged in.
     pub(super) absent_vcpus: usize,
     pub(super) cpu: String,
     pub(super) memory_bytes: u64,
     pub(super) uuid: Option<String>,
     /// Devices with an id, by id.
     pub(super) named: BTreeMap<String, Seen>,
-    /// Devices without one, in the order in which they were made.
+    /// Devices without an id, in the order of their creation.
     pub(super) unnamed: Vec<Seen>,
-    /// Kinds of the devices that came with the machine.
+    /// Kinds of the devices that come with the machine.
     pub(super) onboard: Vec<String>,
     pub(super) media: Vec<Medium>,
-    /// What `info network` prints.
+    /// The output of `info network`.
     pub(super) networks: String,
 }
 
@@ -36,11 +36,11 @@ pub(super) struct Seen {
     pub(super) path: String,
     pub(super) kind: String,
     pub(super) bus: Option<String>,
-    /// The properties that say where it is, and a card's address.
+    /// The properties that give its place, and a card's address.
     pub(super) values: BTreeMap<&'static str, Value>,
 }
 
-/// What a device reads and writes.
+/// The medium of a block device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Medium {
     /// Path or id of the device.
@@ -48,7 +48,7 @@ pub(super) struct Medium {
     pub(super) inserted: Option<Inserted>,
 }
 
-/// An image that is in use.
+/// An image in use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Inserted {
     /// Driver of the upper node.
@@ -60,12 +60,12 @@ pub(super) struct Inserted {
     pub(super) encrypted: bool,
 }
 
-/// Properties that say where a device is, and a card's address.
+/// Properties that give a device's place, and a card's address.
 const PLACES: [&str; 8] = [
     "addr", "channel", "lun", "mac", "nr", "port", "scsi-id", "unit",
 ];
 
-/// Asks everything. Changes nothing.
+/// Queries everything without changing anything.
 pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found, QmpError> {
     let (examined, cpus, memory, uuid, named, unnamed, onboard, media, networks) = tokio::try_join!(
         examine(qmp, process),
@@ -109,7 +109,7 @@ pub(super) async fn look(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Found
     })
 }
 
-/// The devices in a container of the machine.
+/// Returns the devices in a container of the machine.
 async fn devices(qmp: &Qmp, container: &str) -> Result<Vec<(String, Seen)>, QmpError> {
     let mut devices = Vec::new();
     for (name, kind) in children(qmp, container).await? {
@@ -139,7 +139,7 @@ async fn seen(qmp: &Qmp, path: String, kind: String) -> Result<Seen, QmpError> {
     })
 }
 
-/// The arrangement of the vCPUs, how many are absent, and their model.
+/// Returns the arrangement of the vCPUs, how many are absent, and their model.
 async fn cpus(qmp: &Qmp) -> Result<(Topology, usize, String), QmpError> {
     let answer = qmp.query("query-hotpluggable-cpus").await?;
     let slots = answer.as_array().map(Vec::as_slice).unwrap_or_default();

@@ -1,13 +1,13 @@
-//! Attaching to a guest whose QEMU something else started: learning everything about it, and
-//! changing nothing.
+//! Attaches to a guest whose QEMU another program started: collects everything about it and changes
+//! nothing.
 //!
 //! ```text
 //! control socket -> process -> command line ─┐
 //!                └> machine, devices, images ┴-> description -> folder with a record
 //! ```
 //!
-//! The description is what a destination launches. What it cannot express is refused by its name
-//! before anything is touched, and looked for again before each move.
+//! The destination launches the resulting description. A part that it cannot express is refused by
+//! name before anything is changed, and checked again before each move.
 
 mod describe;
 mod found;
@@ -35,46 +35,46 @@ use std::path::{Path, PathBuf};
 use tokio::net::UnixStream;
 use tokio::time::timeout;
 
-/// Longest command line that is read, in bytes.
+/// The maximum length of a command line, in bytes.
 const COMMAND_LINE_BYTES_MAX: usize = 1 << 20;
 
 /// A guest to attach to.
 #[derive(Debug, Clone, Copy)]
 pub struct Attach<'a> {
-    /// What it shall be called.
+    /// The guest's new name.
     pub name: &'a str,
     /// Its QEMU's control socket.
     pub socket: &'a Path,
-    /// Its process, where that cannot be told from the socket.
+    /// Its process, where the socket does not identify it.
     pub pid: Option<i32>,
     /// The generation that is written into the record.
     pub generation: u64,
 }
 
-/// What was learned of a guest.
+/// The result of inspecting a guest.
 #[derive(Debug, Clone)]
 pub struct Learned {
-    /// What a destination launches.
+    /// The description that a destination launches.
     pub description: GuestDescription,
     /// The machine as it runs.
     pub machine: Machine,
-    /// What keeps it from being moved; empty where nothing does.
+    /// The reasons why it cannot be moved; empty where there are none.
     pub refusals: Vec<Blocker>,
 }
 
-/// Why a guest was not attached to; nothing was changed.
+/// Why a guest was not attached to. Nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum AttachGuestError {
     /// It cannot have that name.
     #[error(transparent)]
     Name(#[from] DescriptionError),
-    /// Its QEMU does not talk.
+    /// Its QEMU does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// Which process it is cannot be told.
+    /// Its process cannot be identified.
     #[error("{0}")]
     Process(String),
-    /// Something stands in its place.
+    /// Another guest has its place.
     #[error("{0}")]
     Exists(String),
     /// It could not be moved.
@@ -82,23 +82,23 @@ pub enum AttachGuestError {
     Refused {
         /// The guest.
         name: String,
-        /// Everything that keeps it.
+        /// All reasons.
         refusals: Vec<Blocker>,
     },
     /// A socket's path is too long.
     #[error(transparent)]
     Path(#[from] PathTooLong),
-    /// What an earlier guest of the name left cannot be removed.
+    /// The remains of an earlier guest of this name cannot be removed.
     #[error(transparent)]
     Stop(#[from] StopError),
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot attach to {name}: {what}: {source}")]
     Host {
         /// The guest.
         name: String,
-        /// What was being done.
+        /// The operation that failed.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -120,12 +120,12 @@ pub struct Candidate {
 }
 
 impl Candidate {
-    /// What a destination would launch.
+    /// Returns the description that a destination would launch.
     pub fn description(&self) -> &GuestDescription {
         &self.learned.description
     }
 
-    /// Attaches: makes a folder and a record of it.
+    /// Attaches: writes a folder and a record for the guest.
     pub fn keep(self, config: &HostConfig) -> Result<Guest, AttachGuestError> {
         let folder = GuestFolder::new(&config.state, &self.name)?;
         let record = Record {
@@ -156,8 +156,8 @@ impl Candidate {
         let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
         if identity(&theirs).is_none() || identity(&theirs) != identity(&run) {
             return Err(AttachGuestError::Process(format!(
-                "its QEMU runs where {} cannot be reached (another root folder or mount namespace): \
-                 start it without, or the agent with the same",
+                "its QEMU runs where {} cannot be reached (another root folder or mount \
+                 namespace): start it without, or the agent with the same",
                 run.display()
             )));
         }
@@ -174,8 +174,8 @@ fn host(name: &str, what: &'static str) -> impl FnOnce(io::Error) -> AttachGuest
 }
 
 impl Attach<'_> {
-    /// Learns everything about the guest. Its QEMU is asked and not changed; what an ended guest of
-    /// the name left is cleared away.
+    /// Inspects the guest. Its QEMU is queried and not changed; remains of an ended guest of this
+    /// name are removed.
     pub async fn look(&self, config: &HostConfig) -> Result<Candidate, AttachGuestError> {
         description::check_name(self.name)?;
         self.make_room(config).await?;
@@ -199,7 +199,8 @@ impl Attach<'_> {
         })
     }
 
-    /// Refuses what is here already, and clears away what an ended guest of the name left.
+    /// Refuses a guest that is here already, and removes the remains of an ended guest of this
+    /// name.
     async fn make_room(&self, config: &HostConfig) -> Result<(), AttachGuestError> {
         let all = find_all(&config.state).map_err(host(self.name, "looking for guests"))?;
         let socket = fs::canonicalize(self.socket).unwrap_or_else(|_| self.socket.to_owned());
@@ -255,7 +256,9 @@ impl Attach<'_> {
             (Some(pid), _) | (None, Some(pid)) => pid,
             (None, None) => {
                 return Err(AttachGuestError::Process(
-                    "the process at the control socket cannot be seen from here: give it with --pid".to_owned(),
+                    "the process at the control socket cannot be seen from here: give it with \
+                     --pid"
+                        .to_owned(),
                 ));
             }
         };
@@ -263,7 +266,7 @@ impl Attach<'_> {
     }
 }
 
-/// The account that a process runs under.
+/// Returns the account that a process runs under.
 fn account(pid: i32) -> io::Result<Account> {
     let process = fs::metadata(format!("/proc/{pid}"))?;
     Ok(Account {
@@ -273,7 +276,7 @@ fn account(pid: i32) -> io::Result<Account> {
     })
 }
 
-/// Learns everything about a guest. Changes nothing.
+/// Inspects a guest without changing it.
 pub async fn learn(
     name: &str,
     qmp: &Qmp,
@@ -301,8 +304,8 @@ pub async fn learn(
     })
 }
 
-/// The machine of a guest that was attached to, and what has come since or keeps it from being moved;
-/// nothing for guests that Longhaul launched.
+/// Returns the machine of an attached guest, and new devices or other reasons that prevent a move;
+/// `None` for guests that Longhaul launched.
 pub async fn look_again(
     guest: &Guest,
     qmp: &Qmp,
@@ -323,7 +326,7 @@ pub async fn look_again(
     Ok(Some((learned.machine, refusals)))
 }
 
-/// A process's words, the program first.
+/// Returns a process's arguments, the program first.
 fn command_line(pid: i32) -> io::Result<Vec<String>> {
     let bytes = fs::read(format!("/proc/{pid}/cmdline"))?;
     if bytes.len() > COMMAND_LINE_BYTES_MAX {

@@ -1,4 +1,4 @@
-//! From what a guest uses on this host to the names that the host's configuration has for it.
+//! Maps what a guest uses on this host to the names of the host's configuration.
 
 use super::found::Inserted;
 use super::options::shown;
@@ -9,20 +9,20 @@ use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// Names of this host for what one process uses.
+/// This host's names for the resources of one process.
 pub(super) struct Names<'a> {
     pub(super) config: &'a HostConfig,
     pub(super) pid: i32,
 }
 
 impl Names<'_> {
-    /// Whether other hosts do not see an image.
+    /// Returns whether an image is invisible to other hosts.
     pub(super) fn is_local(&self, image: &str) -> bool {
         let image = self.config.images.get(image);
         image.is_some_and(|image| image.local)
     }
 
-    /// The name of a disk's image.
+    /// Returns the name of a disk's image.
     pub(super) fn image(&self, what: &str, inserted: &Inserted) -> Result<String, Blocker> {
         let format = match (inserted.format.as_str(), inserted.protocol.as_str()) {
             ("raw" | "file" | "host_device", "file" | "host_device") => ImageFormat::Raw,
@@ -76,7 +76,7 @@ impl Names<'_> {
         }
     }
 
-    /// The name of a firmware.
+    /// Returns the name of a firmware.
     pub(super) fn firmware(&self, path: &str) -> Result<String, Blocker> {
         let found = self
             .config
@@ -97,7 +97,7 @@ impl Names<'_> {
         })
     }
 
-    /// The name of a kernel and its initial RAM file system.
+    /// Returns the name of a kernel and its initial RAM file system.
     pub(super) fn kernel(&self, kernel: &str, initrd: Option<&str>) -> Result<String, Blocker> {
         let found = self.config.kernels.iter().find(|(_, files)| {
             let initrds = match (initrd, &files.initrd) {
@@ -112,16 +112,22 @@ impl Names<'_> {
                 format!("\ninitrd = \"{}\"", self.absolute(initrd).display())
             });
             refuse(
-                format!("the kernel is {}, which no name of the configuration stands for", shown(kernel)),
                 format!(
-                    "add to the configuration of both hosts:\n[kernels.NAME]\nkernel = \"{}\"{initrd}",
+                    "the kernel is {}, which no name of the configuration stands \
+                     for",
+                    shown(kernel)
+                ),
+                format!(
+                    "add to the configuration of both hosts:\n[kernels.NAME]\nkernel = \
+                     \"{}\"{initrd}",
                     self.absolute(kernel).display()
                 ),
             )
         })
     }
 
-    /// The name of a card's network; `seen` is what `info network` says of the cable.
+    /// Returns the name of a card's network; `seen` is the line of `info network` about its
+    /// backend.
     pub(super) fn network(
         &self,
         card: &str,
@@ -129,12 +135,19 @@ impl Names<'_> {
         seen: &str,
     ) -> Result<String, Blocker> {
         let Some(netdev) = netdev else {
-            return self.network_like(|network| *network == Network::None).ok_or_else(|| {
-                refuse(
-                    format!("card {card} is not plugged in, and no network of the configuration is `none`"),
-                    "add to the configuration of both hosts:\n[networks]\nNAME = \"none\"".to_owned(),
-                )
-            });
+            return self
+                .network_like(|network| *network == Network::None)
+                .ok_or_else(|| {
+                    refuse(
+                        format!(
+                            "card {card} is not plugged in, and no network of the configuration \
+                         is `none`"
+                        ),
+                        "add to the configuration of both hosts:\n[networks]\nNAME = \
+                     \"none\""
+                            .to_owned(),
+                    )
+                });
         };
         match netdev.get("type").unwrap_or_default() {
             "tap" | "bridge" => self.bridged(card, netdev, seen),
@@ -151,12 +164,18 @@ impl Names<'_> {
                         "start the guest without it, or with a card on a bridge".to_owned(),
                     ));
                 }
-                self.network_like(|network| *network == Network::User).ok_or_else(|| {
-                    refuse(
-                        format!("card {card} is on QEMU's own network, and no network of the configuration is `user`"),
-                        "add to the configuration of both hosts:\n[networks]\nNAME = \"user\"".to_owned(),
-                    )
-                })
+                self.network_like(|network| *network == Network::User)
+                    .ok_or_else(|| {
+                        refuse(
+                            format!(
+                                "card {card} is on QEMU's own network, and no network of the \
+                             configuration is `user`"
+                            ),
+                            "add to the configuration of both hosts:\n[networks]\nNAME = \
+                         \"user\""
+                                .to_owned(),
+                        )
+                    })
             }
             "user" => Err(refuse(
                 format!("card {card} reaches the world through this host (user network)"),
@@ -168,7 +187,8 @@ impl Names<'_> {
             )),
             kind => Err(refuse(
                 format!(
-                    "card {card} is on a cable of the kind {}, which cannot be plugged in elsewhere",
+                    "card {card} is on a cable of the kind {}, which cannot be plugged in \
+                     elsewhere",
                     shown(kind)
                 ),
                 "start the guest with a card on a bridge".to_owned(),
@@ -201,12 +221,21 @@ impl Names<'_> {
                 "make it a port of a Linux bridge that the configuration names".to_owned(),
             ));
         };
-        self.network_like(|network| *network == Network::Bridge(bridge.clone())).ok_or_else(|| {
-            refuse(
-                format!("card {card} is on bridge {}, which no network of the configuration is", shown(&bridge)),
-                format!("add to the configuration of this host:\n[networks]\nNAME = {{ bridge = \"{}\" }}", shown(&bridge)),
-            )
-        })
+        self.network_like(|network| *network == Network::Bridge(bridge.clone()))
+            .ok_or_else(|| {
+                refuse(
+                    format!(
+                        "card {card} is on bridge {}, which no network of the configuration \
+                     is",
+                        shown(&bridge)
+                    ),
+                    format!(
+                        "add to the configuration of this host:\n[networks]\nNAME = \
+                     {{ bridge = \"{}\" }}",
+                        shown(&bridge)
+                    ),
+                )
+            })
     }
 
     fn network_like(&self, like: impl Fn(&Network) -> bool) -> Option<String> {
@@ -218,14 +247,14 @@ impl Names<'_> {
         found.map(|(name, _)| name.clone())
     }
 
-    /// Whether a path of that process is this file of ours, by whatever names.
+    /// Returns whether a path of that process is this file of ours, under any name.
     fn is_same(&self, theirs: &str, ours: &Path) -> bool {
         let identity = |path: &Path| fs::metadata(path).map(|file| (file.dev(), file.ino())).ok();
         let theirs = identity(&self.seen_by_it(theirs));
         theirs.is_some() && theirs == identity(ours)
     }
 
-    /// A path of that process, as it can be opened from here.
+    /// Returns a path of that process, as this process can open it.
     fn seen_by_it(&self, path: &str) -> PathBuf {
         let process = PathBuf::from(format!("/proc/{}", self.pid));
         match path.strip_prefix('/') {
@@ -234,14 +263,14 @@ impl Names<'_> {
         }
     }
 
-    /// A path of that process from `/` on.
+    /// Returns a path of that process, made absolute.
     fn absolute(&self, path: &str) -> PathBuf {
         let folder = fs::read_link(format!("/proc/{}/cwd", self.pid)).unwrap_or_default();
         folder.join(path)
     }
 }
 
-/// The bridge that an interface is a port of.
+/// Returns the bridge that an interface is a port of.
 fn master(interface: &str) -> Option<String> {
     if interface.contains('/') || interface.starts_with('.') {
         return None;

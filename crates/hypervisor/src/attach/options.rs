@@ -1,5 +1,5 @@
-//! The options of QEMU's command line: what each means for a guest that is to be made again
-//! elsewhere, and which make that impossible.
+//! Interprets the options of QEMU's command line: what each means for a move, and which prevent
+//! one.
 
 use super::words::{WORDS_MAX, Words};
 use crate::description::is_cpu_setting;
@@ -7,41 +7,41 @@ use crate::hardware::tables::{is_word, setting};
 use crate::observe::Blocker;
 use std::collections::BTreeMap;
 
-/// What a command line says.
+/// The content of a command line.
 #[derive(Debug, Default)]
 pub(super) struct CommandLine {
-    /// Settings of the machine, by names of the hardware's tables.
+    /// Settings of the machine, by their names in the hardware tables.
     pub(super) settings: BTreeMap<String, String>,
     /// The CPU, in the description's form.
     pub(super) cpu: Option<String>,
-    /// Devices in the order in which they were made.
+    /// Devices in the order of their creation.
     pub(super) devices: Vec<Words>,
     /// Drives by id.
     pub(super) drives: BTreeMap<String, Words>,
-    /// Cables by id.
+    /// Network backends by id.
     pub(super) netdevs: BTreeMap<String, Words>,
     /// Objects by id.
     pub(super) objects: BTreeMap<String, Words>,
-    /// The object that is the memory.
+    /// The memory backend object.
     pub(super) memory_backend: Option<String>,
-    /// Paths of what is booted directly.
+    /// Paths for direct kernel boot.
     pub(super) kernel: Option<String>,
     pub(super) initrd: Option<String>,
     pub(super) append: Option<String>,
     /// Path of the firmware.
     pub(super) bios: Option<String>,
-    /// Why the guest cannot be made again elsewhere.
+    /// The reasons why the guest cannot be launched elsewhere.
     pub(super) refusals: Vec<Blocker>,
 }
 
-/// What an option is to a move.
+/// The meaning of an option for a move.
 #[derive(Debug, Clone, Copy)]
 enum Meaning {
-    /// It concerns this host only, or QEMU tells what became of it.
+    /// It concerns this host only, or QEMU reports its effect.
     Local,
     /// It is part of the machine.
     Machine,
-    /// It cannot be made again: why, and what to do.
+    /// It prevents a move: the reason, and what to do.
     Never(&'static str, &'static str),
 }
 
@@ -53,7 +53,7 @@ const WITHOUT: &str = "start the guest without it";
 const AS_DEVICE: &str =
     "start the guest with `-blockdev` or `-drive if=none`, and a `-device` for it";
 
-/// Every option that is known, whether a word follows it, and what it means.
+/// Every known option, whether a word follows it, and its meaning.
 const OPTIONS: &[(&str, bool, Meaning)] = &[
     ("D", true, Local),
     ("L", true, Local),
@@ -233,7 +233,7 @@ const OPTIONS: &[(&str, bool, Meaning)] = &[
 ];
 
 impl CommandLine {
-    /// Reads a command line, without the program.
+    /// Parses a command line, without the program.
     pub(super) fn read(words: &[String]) -> Self {
         let mut line = Self::default();
         if let Some(manager) = manager(words) {
@@ -337,14 +337,18 @@ impl CommandLine {
         }
     }
 
-    /// Notes a setting that the tables know; refuses any other by its name.
+    /// Records a setting that the tables know; refuses any other by name.
     fn setting(&mut self, name: &str, value: &str) {
         match setting(name) {
             Some(kind) if kind.takes(&kind.normal(value)) => {
                 self.settings.insert(name.to_owned(), kind.normal(value));
             }
             Some(_) => self.refuse(
-                format!("setting {name} of its command line has the value `{}`, which cannot be made again", shown(value)),
+                format!(
+                    "setting {name} of its command line has the value `{}`, which cannot be \
+                     made again",
+                    shown(value)
+                ),
                 "start the guest with another value",
             ),
             None => self.refuse(
@@ -376,7 +380,7 @@ impl CommandLine {
         for (key, value) in words.iter() {
             let key = key.replace('_', "-");
             match key.as_str() {
-                // Whether the memory is encrypted is asked of QEMU.
+                // QEMU is asked whether the memory is encrypted.
                 "confidential-guest-support" | "memory-encryption" | "pflash1" => {}
                 key if LOCAL.contains(&key) => {}
                 "nvdimm" if value == "off" => {}
@@ -418,7 +422,7 @@ impl CommandLine {
                 Some((name, value)) => format!("{}={value}", name.replace('_', "-")),
             };
             match part.as_str() {
-                // They decide whether QEMU starts, not what the guest sees.
+                // These decide whether QEMU starts, and are invisible to the guest.
                 "check=on" | "check=off" | "enforce=on" | "enforce=off" => {}
                 part if is_cpu_setting(part) => {
                     cpu.push(',');
@@ -474,7 +478,7 @@ impl CommandLine {
             "rng-builtin",
             "rng-random",
         ];
-        // Whether the memory is encrypted is asked of QEMU.
+        // QEMU is asked whether the memory is encrypted.
         let asked = ["sev-guest", "sev-snp-guest", "tdx-guest"];
         if kind == "memory-backend-file" {
             self.refuse(
@@ -525,8 +529,8 @@ impl CommandLine {
         if let Some(key) = words.descriptor() {
             self.refuse(
                 format!(
-                    "option -{option} of its command line has {}=: a file descriptor means nothing on \
-                     another host",
+                    "option -{option} of its command line has {}=: a file descriptor means \
+                     nothing on another host",
                     shown(key)
                 ),
                 "name files, sockets and interfaces by their names",
@@ -595,12 +599,17 @@ impl CommandLine {
             match key {
                 "snapshot" if value == "off" => {}
                 "snapshot" => self.refuse(
-                    "option -drive snapshot=on: what the guest writes is in a hidden file of this host".to_owned(),
+                    "option -drive snapshot=on: what the guest writes is in a hidden file of this \
+                     host"
+                        .to_owned(),
                     WITHOUT,
                 ),
                 "werror" | "rerror" => {}
                 key if LOCAL.contains(&key) => {}
-                key => self.refuse(format!("-drive setting {} is not known", shown(key)), WITHOUT),
+                key => self.refuse(
+                    format!("-drive setting {} is not known", shown(key)),
+                    WITHOUT,
+                ),
             }
         }
         match words.take("if").as_deref() {
@@ -627,14 +636,14 @@ impl CommandLine {
     }
 }
 
-/// Devices that QEMU makes after the others.
+/// Devices that QEMU creates after the others.
 #[derive(Default)]
 struct Late {
     drives: Vec<Words>,
     devices: Vec<Words>,
 }
 
-/// What else manages this guest, where that can be told.
+/// Returns the other manager of this guest, where the command line shows one.
 fn manager(words: &[String]) -> Option<Blocker> {
     let has = |part: &str| words.iter().any(|word| word.contains(part));
     if has("/libvirt/") {
@@ -653,7 +662,7 @@ fn manager(words: &[String]) -> Option<Blocker> {
     })
 }
 
-/// A text of a command line, fit to be shown.
+/// Returns a text of a command line, safe for display.
 pub(super) fn shown(text: &str) -> String {
     if is_word(text) {
         return text.to_owned();

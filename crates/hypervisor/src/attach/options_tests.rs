@@ -12,14 +12,15 @@ fn an_ordinary_line_is_understood() {
          -cpu EPYC,+avx2,topoext=on,svm=off,enforce,phys-bits=40 -smp 2,cores=2 -m size=2G \
          -nodefaults -no-user-config --enable-kvm -display none -vnc :1 -daemonize -pidfile /run/p \
          -rtc base=utc,driftfix=slew -boot order=c,once=d,menu=on -no-reboot -no-shutdown \
-         -global ICH9-LPC.disable_s3=1 -global driver=kvm-pit,property=lost_tick_policy,value=delay \
-         -object iothread,id=io0 -object memory-backend-memfd,id=ram,size=2G,share=on \
-         -machine memory-backend=ram -device virtio-blk-pci,id=d0,drive=h0,iothread=io0 \
-         -drive file=/srv/a,,b.raw,if=virtio,format=raw,cache=none \
-         -drive if=none,id=h0,file=/srv/h0,format=raw,werror=stop \
-         -device {\"driver\":\"virtio-rng-pci\",\"id\":\"rng\"} -device usb-tablet \
-         -netdev tap,id=n0,ifname=tap0,script=no -qmp unix:/run/q,server,nowait -serial none \
-         -chardev socket,id=c0,path=/run/c,server=on,wait=off -S",
+         -global ICH9-LPC.disable_s3=1 -global \
+         driver=kvm-pit,property=lost_tick_policy,value=delay -object iothread,id=io0 -object \
+         memory-backend-memfd,id=ram,size=2G,share=on -machine memory-backend=ram -device \
+         virtio-blk-pci,id=d0,drive=h0,iothread=io0 -drive \
+         file=/srv/a,,b.raw,if=virtio,format=raw,cache=none -drive \
+         if=none,id=h0,file=/srv/h0,format=raw,werror=stop -device \
+         {\"driver\":\"virtio-rng-pci\",\"id\":\"rng\"} -device usb-tablet -netdev \
+         tap,id=n0,ifname=tap0,script=no -qmp unix:/run/q,server,nowait -serial none -chardev \
+         socket,id=c0,path=/run/c,server=on,wait=off -S",
     );
     assert_eq!(line.refusals, []);
     assert_eq!(
@@ -47,7 +48,7 @@ fn an_ordinary_line_is_understood() {
             "rtc.driftfix=slew",
         ]
     );
-    // Short forms first, then what drives make by themselves, then JSON: as QEMU makes them.
+    // QEMU's order of creation: short forms first, then devices of drives, then JSON.
     let models: Vec<&str> = line
         .devices
         .iter()
@@ -70,7 +71,7 @@ fn an_ordinary_line_is_understood() {
     assert!(line.netdevs.contains_key("n0"));
 }
 
-/// What cannot be made again elsewhere is refused by its name, with a way out.
+/// Refuses each option that cannot be moved by its name, with advice.
 #[test]
 fn what_cannot_be_moved_is_refused_by_name() {
     for (line, expected) in [

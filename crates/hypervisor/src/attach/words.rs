@@ -1,8 +1,8 @@
-//! The values of QEMU's options: keys and values between commas, or a JSON object.
+//! Parses the values of QEMU's options: keys and values between commas, or a JSON object.
 
 use serde_json::Value;
 
-/// Most words of a command line that are read.
+/// The maximum number of words of a command line that are read.
 pub(super) const WORDS_MAX: usize = 4096;
 
 /// Keys and values of one option.
@@ -12,7 +12,7 @@ pub(super) struct Words {
 }
 
 impl Words {
-    /// Reads a value whose first word may stand without its key.
+    /// Parses a value whose first word may omit its key.
     pub(super) fn read(text: &str, first: &str) -> Self {
         if text.starts_with('{')
             && let Ok(value) = serde_json::from_str(text)
@@ -27,7 +27,7 @@ impl Words {
                 Some((key, value)) => (key.to_owned(), value.to_owned()),
                 None if number == 0 && !first.is_empty() => (first.to_owned(), part),
                 None => match part.strip_prefix("no") {
-                    // QEMU's old short form: `nowait` is `wait=off`.
+                    // QEMU's old short form: `nowait` means `wait=off`.
                     Some(key @ ("wait" | "delay")) => (key.to_owned(), "off".to_owned()),
                     _ => (part, "on".to_owned()),
                 },
@@ -66,7 +66,7 @@ impl Words {
         self.pairs.push((prefix.to_owned(), text));
     }
 
-    /// The value of a key; the last where there are several.
+    /// Returns the value of a key; the last where there are several.
     pub(super) fn get(&self, key: &str) -> Option<&str> {
         let mut pairs = self.pairs.iter().rev();
         pairs
@@ -74,26 +74,26 @@ impl Words {
             .map(|(_, value)| value.as_str())
     }
 
-    /// Takes a key out.
+    /// Removes a key and returns its value.
     pub(super) fn take(&mut self, key: &str) -> Option<String> {
         let value = self.get(key).map(str::to_owned);
         self.pairs.retain(|(name, _)| name != key);
         value
     }
 
-    /// Puts a pair in.
+    /// Inserts a pair.
     pub(super) fn put(&mut self, key: &str, value: &str) {
         self.pairs.push((key.to_owned(), value.to_owned()));
     }
 
-    /// All pairs.
+    /// Returns all pairs.
     pub(super) fn iter(&self) -> impl Iterator<Item = (&str, &str)> {
         self.pairs
             .iter()
             .map(|(key, value)| (key.as_str(), value.as_str()))
     }
 
-    /// The key of a file descriptor that QEMU was given, where there is one.
+    /// Returns the key of an inherited file descriptor, if there is one.
     pub(super) fn descriptor(&self) -> Option<&str> {
         let descriptor = |(key, value): &(&str, &str)| {
             let last = key.rsplit('.').next().unwrap_or(key);
@@ -104,7 +104,7 @@ impl Words {
     }
 }
 
-/// Splits at commas; two of them are one in the text.
+/// Splits at commas; a doubled comma is a literal one.
 fn parts(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut chars = text.chars().peekable();

@@ -1,4 +1,4 @@
-//! What the image of a disk stands on, as its running QEMU has it.
+//! Finds the base image of a disk, as its running QEMU has it.
 
 use super::graph::{Graph, Known};
 use crate::open_files::open_files;
@@ -8,17 +8,17 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-/// What a disk's image stands on in a QEMU.
+/// The base image of a disk in a QEMU.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Backing {
-    /// Its format, or what else it is, in QEMU's words.
+    /// Its format, or other driver, in QEMU's words.
     pub driver: String,
-    /// Its file, as the process names it; none where it is something else.
+    /// Its file, by the process's path; `None` where it is not a file.
     pub file: Option<String>,
 }
 
-/// What the image of a device's disk stands on, by the device's path in QEMU's tree of objects; none where
-/// it stands on nothing.
+/// Returns the base image of a device's disk, by the device's path in QEMU's object tree; `None`
+/// where there is none.
 pub async fn backing(qmp: &Qmp, device: &str) -> Result<Option<Backing>, QmpError> {
     let graph = Graph::ask(qmp).await?;
     let top = graph.child(device, "root");
@@ -29,14 +29,14 @@ pub async fn backing(qmp: &Qmp, device: &str) -> Result<Option<Backing>, QmpErro
     let driver = known.driver(node).unwrap_or_default();
     let below = graph.child(node, "file").unwrap_or(node);
     let is_file = known.driver(below).is_some_and(|driver| driver == "file");
-    // Where a part of the file is all that is used, QEMU calls the node above by another name.
+    // Where only a part of the file is used, QEMU gives the node above another name.
     let all_of_it = known.file(node) == known.file(below);
     let file = known.file(below).filter(|_| is_file && all_of_it);
     Ok(Some(Backing { driver, file }))
 }
 
 impl Backing {
-    /// Whether it is this file of ours, byte for byte, which the process has open.
+    /// Returns whether it is this file of ours, byte for byte, which the process has open.
     pub fn is(&self, ours: &Path, pid: i32) -> io::Result<bool> {
         let Some(path) = self
             .file
@@ -52,7 +52,7 @@ impl Backing {
             Some(rest) => process.join("root").join(rest),
             None => process.join("cwd").join(path),
         };
-        // Its name may be another file's by now.
+        // Its path may name another file by now.
         let theirs = fs::metadata(theirs).map(|file| (file.dev(), file.ino()));
         if !theirs.is_ok_and(|theirs| theirs == ours) {
             return Ok(false);

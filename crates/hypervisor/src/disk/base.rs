@@ -1,7 +1,9 @@
-//! The base image that a disk of ours stands on, while it comes: a front end's node stands for its file until all of it is there.
+//! Manages the base image of a disk while it arrives: the node of a disk export replaces that of
+//! its file until the file is complete.
 //!
 //! ```text
-//! disk-NAME (qcow2) ─backing▶ base-NAME (raw) ─file▶ base-coming-NAME (nbd), then base-file-NAME (file)
+//! disk-NAME (qcow2) ─backing▶ base-NAME (raw) ─file▶ base-coming-NAME (nbd),
+//!                                                  then base-file-NAME (file)
 //! ```
 
 use super::graph::Graph;
@@ -10,38 +12,38 @@ use crate::qmp::{Qmp, QmpError};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
-/// What a disk's image stands on.
+/// The base image of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Base {
-    /// A file, all of which is there.
+    /// A complete file.
     File(PathBuf),
-    /// A file that is still coming, as a front end shows it.
+    /// A file that is still arriving, as a disk export shows it.
     Coming {
-        /// The front end's socket.
+        /// The disk export's socket.
         socket: PathBuf,
         /// The name of the export.
         export: String,
     },
 }
 
-/// Why a base image is still read through its front end, or may be.
+/// Why a base image is still read through its disk export, or may be.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum SettleError {
-    /// Something else is there than was put there.
+    /// An unexpected node is in its place.
     #[error(
-        "the base image of disk {disk} stands on {} in QEMU: somebody else changes this guest's disks; nothing was \
-         changed", found.as_deref().unwrap_or("nothing")
+        "the base image of disk {disk} stands on {} in QEMU: somebody else changes this guest's \
+         disks; nothing was changed", found.as_deref().unwrap_or("nothing")
     )]
     Other {
         /// The disk.
         disk: String,
-        /// What is there.
+        /// The node found there.
         found: Option<String>,
     },
-    /// It could not be done; the front end must go on.
+    /// The change failed; the disk export must go on.
     #[error("{0}; the base image is still read through the agent")]
     Refused(QmpError),
-    /// Whether it was done is not known; the front end must go on until it is.
+    /// The result of the change is unknown; the disk export must go on until it is known.
     #[error("{0}; it is not known which way the base image is read now: try again")]
     InDoubt(QmpError),
 }
@@ -75,15 +77,16 @@ impl Names {
         json!({"driver": "raw", "node-name": self.format, "file": below, "read-only": true})
     }
 
-    /// Guests that stand on the same one share this host's page cache.
+    /// Returns the node of the file. Guests with the same base image share this host's page cache.
     fn file_node(&self, path: &Path) -> Value {
         json!({
-            "driver": "file", "node-name": self.file, "filename": path.to_string_lossy(), "read-only": true,
+            "driver": "file", "node-name": self.file, "filename": path.to_string_lossy(),
+            "read-only": true,
         })
     }
 }
 
-/// The nodes of what a disk stands on, from below; the last one's name.
+/// Returns the nodes of a base image from the bottom up, and the last one's name.
 pub(crate) fn nodes(disk: &str, base: &Base) -> ([Value; 2], String) {
     let names = Names::of(disk);
     let (below, name) = match base {
@@ -100,8 +103,8 @@ pub(crate) fn nodes(disk: &str, base: &Base) -> ([Value; 2], String) {
     ([below, names.format_node(name)], names.format)
 }
 
-/// Gives what a disk stands on its file, all of which is there now, for its front end, which must answer until this has
-/// returned. It may be asked for again.
+/// Replaces the disk export below a disk's base image with the file, which is complete now. The
+/// disk export must answer until this has returned. The call may be repeated.
 pub async fn settle(qmp: &Qmp, disk: &str, file: &Path) -> Result<(), SettleError> {
     let names = Names::of(disk);
     let graph = Graph::ask(qmp).await.map_err(SettleError::InDoubt)?;

@@ -1,5 +1,5 @@
-//! The nodes of a disk of a running QEMU: which they are it says itself, and with which options they
-//! were made its command line does.
+//! Finds the nodes of a disk of a running QEMU: their names by QMP, their options from its command
+//! line.
 
 use super::graph::Graph;
 use super::nodes::{DiskNodes, NodesError, refuse, text};
@@ -10,16 +10,16 @@ use std::collections::BTreeMap;
 /// Why the nodes of a disk are not known.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum FindError {
-    /// Nothing can be put between them.
+    /// No node can be inserted between them.
     #[error(transparent)]
     Nodes(#[from] NodesError),
-    /// QEMU did not say.
+    /// QEMU did not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
 }
 
-/// The nodes of the disk of a device, by its path in QEMU's tree of objects, as `query-block` has
-/// it (`/machine/peripheral/vda/virtio-backend`), and by the arguments that QEMU was started with.
+/// Returns the nodes of a device's disk, by its path in QEMU's object tree, as `query-block` has it
+/// (`/machine/peripheral/vda/virtio-backend`), and by QEMU's arguments.
 pub async fn find(qmp: &Qmp, arguments: &[String], device: &str) -> Result<DiskNodes, FindError> {
     let graph = Graph::ask(qmp).await?;
     let Some(top) = graph.child(device, "root") else {
@@ -46,7 +46,7 @@ fn read(arguments: &[String], device: &str, top: &str) -> Result<DiskNodes, Node
     }
 }
 
-/// The nodes that a command line makes, by name.
+/// Returns the nodes that a command line creates, by name.
 fn nodes(arguments: &[String]) -> BTreeMap<String, Map<String, Value>> {
     let options = arguments.windows(2).filter_map(|words| match words {
         [option, value] if option == "-blockdev" || option == "--blockdev" => Some(value),

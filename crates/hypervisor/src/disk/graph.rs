@@ -1,9 +1,9 @@
-//! What QEMU tells of its block nodes.
+//! Queries QEMU's block nodes and their graph.
 
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError};
 use serde_json::{Value, json};
 
-/// What QEMU tells of its nodes, one by one.
+/// QEMU's answer about its named nodes.
 pub(super) struct Known(Value);
 
 impl Known {
@@ -28,17 +28,17 @@ impl Known {
         })
     }
 
-    /// The driver of a node.
+    /// Returns the driver of a node.
     pub(super) fn driver(&self, name: &str) -> Option<String> {
         self.value(name, |node| node["drv"].as_str().map(str::to_owned))
     }
 
-    /// What a node stands for: of a file's node, the file's path.
+    /// Returns the object of a node: for a file's node, the file's path.
     pub(super) fn file(&self, name: &str) -> Option<String> {
         self.value(name, |node| node["file"].as_str().map(str::to_owned))
     }
 
-    /// The nodes whose image names a backing file that has this in its name.
+    /// Returns the nodes whose image names a backing file that contains this text.
     pub(super) fn backed_by(&self, part: &str) -> Vec<&str> {
         let nodes = self.0.as_array().into_iter().flatten();
         let named = nodes.filter(|node| {
@@ -50,16 +50,16 @@ impl Known {
             .collect()
     }
 
-    /// QEMU 7.2 does not say.
+    /// QEMU 7.2 does not report this.
     pub(super) fn is_active(&self, name: &str) -> Option<bool> {
         self.value(name, |node| node["active"].as_bool())
     }
 }
 
-/// QEMU's block graph: which node stands on which. Devices are in it by their paths.
+/// QEMU's block graph: which node uses which. Devices are in it by their paths.
 pub(super) struct Graph {
     names: Vec<String>,
-    /// Names of what the nodes are used by: devices, and whatever else has a disk of its own.
+    /// Names of the users of nodes: devices, and others with a disk of their own.
     backends: Vec<String>,
     edges: Vec<Edge>,
 }
@@ -108,19 +108,19 @@ impl Graph {
         self.names.iter().any(|name| name == node)
     }
 
-    /// What a node, or a device, has as its `file`, `backing`, `root`.
+    /// Returns the node that another node, or a device, has as its `file`, `backing`, `root`.
     pub(super) fn child(&self, parent: &str, name: &str) -> Option<&String> {
         let mut edges = self.edges.iter();
         let edge = edges.find(|edge| edge.parent == parent && edge.name == name);
         edge.map(|edge| &edge.child)
     }
 
-    /// The devices, and whatever else uses a node by a name of its own.
+    /// Returns the devices, and other named users of nodes.
     pub(super) fn devices(&self) -> Vec<&str> {
         self.backends.iter().map(String::as_str).collect()
     }
 
-    /// What stands below a node, each with the name of its edge, in the order of these names.
+    /// Returns the children of a node, each with the name of its edge, sorted by these names.
     pub(super) fn children(&self, parent: &str) -> Vec<(&str, &str)> {
         let edges = self.edges.iter().filter(|edge| edge.parent == parent);
         let mut children: Vec<_> = edges.map(|edge| (&*edge.name, &*edge.child)).collect();
@@ -128,7 +128,7 @@ impl Graph {
         children
     }
 
-    /// What stands on a node.
+    /// Returns the parents of a node.
     pub(super) fn parents(&self, child: &str) -> Vec<&str> {
         let edges = self.edges.iter().filter(|edge| edge.child == child);
         edges.map(|edge| &*edge.parent).collect()

@@ -1,22 +1,22 @@
-//! What QEMU is busy with on a guest's disks, and what files these are now.
+//! Queries the jobs on a guest's disks, and the files of the disks.
 
 use super::graph::{Graph, Known};
 use crate::qmp::{Qmp, QmpError};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 
-/// A job of QEMU's on its block nodes, such as a backup or a mirror.
+/// A job of QEMU on its block nodes, such as a backup or a mirror.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Job {
     /// Its name.
     pub id: String,
-    /// What it does, in QEMU's word: `backup`, `mirror`, `commit`, `stream`, ...
+    /// Its type, in QEMU's word: `backup`, `mirror`, `commit`, `stream`, ...
     pub kind: String,
-    /// How far it is, in QEMU's word: `running`, `ready`, ...
+    /// Its state, in QEMU's word: `running`, `ready`, ...
     pub status: String,
 }
 
-/// The jobs that have not ended.
+/// Returns the jobs that have not ended.
 pub async fn jobs(qmp: &Qmp) -> Result<Vec<Job>, QmpError> {
     let jobs = qmp.query("query-jobs").await?;
     let jobs = jobs.as_array().into_iter().flatten();
@@ -31,9 +31,9 @@ pub async fn jobs(qmp: &Qmp) -> Result<Vec<Job>, QmpError> {
         .collect())
 }
 
-/// The file that each disk device stands on now: the one below its topmost format node, without
-/// backing files. Devices are named by their id, or by their path in QEMU's tree of objects where
-/// they have none. A device whose image is no file of this host is not among them.
+/// Returns the current file of each disk device: the one below its topmost format node, without
+/// backing files. Devices are named by their id, or by their path in QEMU's object tree where they
+/// have none. A device whose image is not a file of this host is absent.
 pub async fn files(qmp: &Qmp) -> Result<BTreeMap<String, PathBuf>, QmpError> {
     let (devices, graph, known) =
         tokio::try_join!(qmp.query("query-block"), Graph::ask(qmp), Known::ask(qmp))?;

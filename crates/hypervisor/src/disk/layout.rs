@@ -1,9 +1,9 @@
-//! What lies below each of a guest's disk devices, and whether that has changed.
+//! Records the nodes below each of a guest's disk devices, and detects changes.
 //!
-//! QEMU lets anybody with a monitor change the block graph of a guest that moves: a snapshot puts an
-//! overlay between the device and its image, a job puts a filter there or exchanges the image, a
-//! medium is changed. What the guest writes then goes elsewhere, and QEMU does not always say so by
-//! an event. So the graph is looked at when a move begins, and compared until the guest is released.
+//! Any client with a monitor can change the block graph during a move: a snapshot inserts an
+//! overlay between the device and its image, a job inserts a filter or replaces the image, a medium
+//! is changed. The guest's writes then go elsewhere, and QEMU does not always emit an event. So the
+//! graph is recorded when a move begins, and compared until the guest is released.
 
 use super::graph::{Graph, Known};
 use super::nodes::DiskNodes;
@@ -17,7 +17,7 @@ pub struct Layout {
     devices: BTreeMap<String, Vec<String>>,
 }
 
-/// The block graph is not what it was.
+/// Why the block graph differs from the recorded one.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("what the disk device {device} stands on has changed: it was {before}, and is {now}")]
 pub struct LayoutChanged {
@@ -28,7 +28,7 @@ pub struct LayoutChanged {
 }
 
 impl Layout {
-    /// Looks at the graph. A front end that was put in counts as the file that it stands for.
+    /// Records the graph. An inserted disk export counts as the file that it replaces.
     pub async fn look(qmp: &Qmp, fronts: &[(DiskNodes, Front)]) -> Result<Self, QmpError> {
         let (graph, known) = tokio::try_join!(Graph::ask(qmp), Known::ask(qmp))?;
         Ok(Self::read(&graph, &known, fronts))
@@ -53,7 +53,7 @@ impl Layout {
                         (&*nodes.file_name, file)
                     }
                     None if children.is_empty() => (node, known.file(node)),
-                    // A format node's own name of its file changes with what is below.
+                    // A format node's name for its file changes with the node below.
                     None => (node, None),
                 };
                 let file = file.map(|file| format!(" ({file})")).unwrap_or_default();
@@ -75,7 +75,7 @@ impl Layout {
         }
     }
 
-    /// Compares with a later look.
+    /// Compares with a later state.
     pub fn compare(&self, later: &Self) -> Result<(), LayoutChanged> {
         let devices = self.devices.keys().chain(later.devices.keys());
         let changed = devices

@@ -1,8 +1,8 @@
-//! What stands below a guest's disk in its QEMU: an NBD node is put in the place of the node of the
-//! disk's file while the guest runs, and taken out again.
+//! Inserts a disk export below a guest's disk while the guest runs, and removes it: an NBD node
+//! replaces the node of the disk's file.
 //!
-//! Both are one command: QEMU lets the disk's requests end, exchanges what is below, and goes on. Both
-//! may be asked for again when it is not known whether they were done.
+//! Each direction is one command: QEMU drains the disk's requests, exchanges the node, and goes on.
+//! Both may be repeated when their result is unknown.
 
 mod backing;
 pub mod base;
@@ -25,26 +25,26 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-/// Time for QEMU to let the disk's requests end and to exchange what is below.
+/// The time limit for QEMU to drain the disk's requests and exchange the node.
 const REOPEN_TIMEOUT: Duration = Duration::from_secs(60);
-/// Between two questions whether a job has ended.
+/// The interval between two polls for the end of a job.
 const JOB_POLL: Duration = Duration::from_millis(2);
-/// How long QEMU tries to reach a front end that is gone, before its guest sees errors. While it
-/// tries, requests wait.
+/// How long QEMU tries to reach a lost disk export before its guest gets errors. Requests wait in
+/// the meantime.
 const RECONNECT_SECONDS: u64 = 3600;
 
-/// A disk as a front end shows it.
+/// A disk as a disk export shows it.
 #[derive(Debug, Clone)]
 pub struct Front {
-    /// What QEMU is to call its node: a name that is used once.
+    /// QEMU's name for its node, which is used once.
     pub node: String,
-    /// The socket of the front end.
+    /// The socket of the disk export.
     pub socket: PathBuf,
     /// The name of the export.
     pub export: String,
 }
 
-/// Something else stands below a disk than was thought.
+/// An unexpected node is below a disk.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the disk {above} stands on {} and not on {expected}: somebody else changes this guest's \
@@ -53,9 +53,9 @@ pub struct Front {
 pub struct OtherBelow {
     /// The format node or device.
     above: String,
-    /// What should be below.
+    /// The expected node below.
     expected: String,
-    /// What is.
+    /// The node found there.
     found: Option<String>,
 }
 
@@ -69,8 +69,8 @@ impl OtherBelow {
     }
 }
 
-/// Which of QEMU's threads uses a disk without a format node is not seen: given a node of another
-/// thread, QEMU would abort.
+/// The thread that uses a disk without a format node is unknown: given a node of another thread,
+/// QEMU would abort.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "the device {0} stands on its image without a format node, and it is not seen whether one of \
@@ -78,80 +78,80 @@ impl OtherBelow {
 )]
 pub struct UnseenThread(String);
 
-/// Why a front end is not below a disk.
+/// Why a disk export is not below a disk.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum InsertError {
-    /// Something else stands below the disk than was thought.
+    /// An unexpected node is below the disk.
     #[error(transparent)]
     Other(#[from] OtherBelow),
-    /// The front end shows another size than the file has, or less than the file of an image that
-    /// grows. QEMU would take it, and the guest's disk would shrink or grow.
+    /// The disk export has another size than the file, or a smaller one for an image that grows.
+    /// QEMU would accept it, and the guest's disk would shrink or grow.
     #[error(
-        "the agent shows {shown_bytes} bytes of a disk that has {file_bytes}: its image has changed \
-         since it was looked at; the disk is used as before"
+        "the agent shows {shown_bytes} bytes of a disk that has {file_bytes}: its image has \
+         changed since it was looked at; the disk is used as before"
     )]
     Size {
-        /// By the front end.
+        /// The size that the disk export shows.
         shown_bytes: u64,
-        /// By the file.
+        /// The size of the file.
         file_bytes: u64,
     },
-    /// Which thread uses the disk is not seen.
+    /// The thread that uses the disk is unknown.
     #[error("{0}; the disk is used as before")]
     Threads(#[from] UnseenThread),
-    /// The guest runs, and an I/O thread uses the disk, which has no format node: in the middle of
-    /// that QEMU may abort.
+    /// The guest runs, and an I/O thread uses the disk, which has no format node: QEMU may abort
+    /// during the exchange.
     #[error(
         "the disk {0} can be reached through the agent only when the guest has stood still for a \
          moment; it is used as before"
     )]
     Runs(String),
-    /// It could not be done; the guest goes on as before.
+    /// The change failed; the guest goes on as before.
     #[error("{0}; the disk is used as before")]
     Refused(QmpError),
-    /// Whether it was done is not known.
+    /// The result of the change is unknown.
     #[error("{0}; it is not known which way the disk is used now: try again, or take it out")]
     InDoubt(QmpError),
-    /// The guest was stopped for it, and may not run again.
+    /// The guest was stopped for the change, and may not run again.
     #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
     Stopped(QmpError),
 }
 
-/// Why a front end is still below a disk, or may be.
+/// Why a disk export is still below a disk, or may be.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RemoveError {
-    /// Something else stands below the disk than was thought.
+    /// An unexpected node is below the disk.
     #[error(transparent)]
     Other(#[from] OtherBelow),
-    /// Which thread uses the disk is not seen.
+    /// The thread that uses the disk is unknown.
     #[error("{0}; the disk is still used through the agent")]
     Threads(#[from] UnseenThread),
-    /// The guest runs, and its image's file grows: QEMU would miss what is written in the middle. Or an
-    /// I/O thread uses the disk, which has no format node.
+    /// The guest runs, and its image's file grows: QEMU would miss writes during the exchange. Or
+    /// an I/O thread uses the disk, which has no format node.
     #[error(
         "the disk {0} can be given its image back only while the guest stands still; the disk is \
          still used through the agent"
     )]
     Runs(String),
-    /// It could not be done; the front end must go on.
+    /// The change failed; the disk export must go on.
     #[error(
         "{0}; the disk is still used through the agent, which must go on; does somebody hold a \
          lock on its image?"
     )]
     Refused(QmpError),
-    /// Whether it was done is not known; the front end must go on until it is.
+    /// The result of the change is unknown; the disk export must go on until it is known.
     #[error("{0}; it is not known which way the disk is used now: try again")]
     InDoubt(QmpError),
-    /// The guest was stopped for it, and may not run again.
+    /// The guest was stopped for the change, and may not run again.
     #[error("{0}; the guest was stopped for a moment and may still be: `cont` lets it run again")]
     Stopped(QmpError),
 }
 
-/// What QEMU said to a command that changes something.
+/// The failure of a command that changes something.
 enum Change {
-    /// Nothing was done.
+    /// The command had no effect.
     No(QmpError),
-    /// It may have been done.
+    /// The command may have had its effect.
     Perhaps(QmpError),
 }
 
@@ -182,7 +182,7 @@ impl From<Change> for RemoveError {
     }
 }
 
-/// Puts a front end below a disk. It must answer already.
+/// Inserts a disk export below a disk. The export must answer already.
 pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), InsertError> {
     let graph = Graph::ask(qmp).await.map_err(InsertError::Refused)?;
     let found = nodes.below(&graph);
@@ -216,7 +216,7 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
     }
     let exchanged = exchange(qmp, nodes, front, &graph).await;
     if exchanged.is_err() && !matches!(exchanged, Err(InsertError::InDoubt(_))) {
-        // Where they cannot be deleted either, they are in nobody's way; the first error says more.
+        // If they cannot be deleted either, they do no harm; the first error says more.
         if let Some(wrapper) = nodes.wrapper(front) {
             let _ = delete(qmp, &wrapper).await;
         }
@@ -225,7 +225,7 @@ pub async fn insert(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), I
     exchanged
 }
 
-/// Gives the disk the front end's node, which is there, for its file's.
+/// Exchanges the node of the disk's file for that of the disk export, which exists.
 async fn exchange(
     qmp: &Qmp,
     nodes: &DiskNodes,
@@ -244,16 +244,16 @@ async fn exchange(
     Ok(put_below(qmp, nodes, &nodes.standing(front), graph).await?)
 }
 
-/// Takes a front end out from below a disk, whose QEMU then has the file again, and its locks: ours
-/// must have been given back. The front end must answer until this has returned. An image that
-/// grows needs a guest that stands still: see [`remove_all`].
+/// Removes a disk export from below a disk. QEMU then has the file again and takes its locks: ours
+/// must be released before. The disk export must answer until this has returned. For an image that
+/// grows the guest must be stopped: see [`remove_all`].
 pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), RemoveError> {
     let graph = Graph::ask(qmp).await.map_err(RemoveError::InDoubt)?;
     let found = nodes.below(&graph);
-    // The front end may have been put in by an agent that made no wrapper.
+    // An agent without wrappers may have inserted the disk export.
     let ours = [nodes.standing(front), front.node.clone()];
     let is_ours = found.is_some_and(|found| ours.contains(found));
-    // Somebody has put something on it since, such as the overlay of a snapshot.
+    // Another client has put a node on it since, such as the overlay of a snapshot.
     let wrapper = nodes.wrapper(front).filter(|wrapper| {
         let is_used = !graph.parents(wrapper).is_empty();
         !is_ours && is_used && graph.child(wrapper, "file") == Some(&front.node)
@@ -276,7 +276,7 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
             .await
             .map_err(RemoveError::Refused)?;
         match &wrapper {
-            // What is on it stays, and so does the wrapper.
+            // Its parents stay, and so does the wrapper.
             Some(wrapper) => {
                 let options = wrapper_options(nodes, wrapper, &nodes.file_name);
                 reopen(qmp, options).await.map_err(Change::from)?;
@@ -300,9 +300,10 @@ pub async fn remove(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), R
     Ok(())
 }
 
-/// An overlay that was made while the front end was in names it as its backing file: a socket that is
-/// gone afterwards. It is told the image instead, by a job that streams nothing: QEMU's own command for
-/// that (`change-backing-file`) writes the overlay's format for the image's.
+/// Corrects the backing files of overlays made while the disk export was in place: they name its
+/// socket, which disappears afterwards. A job that streams nothing sets the image instead: QEMU's
+/// own command for that (`change-backing-file`) writes the overlay's format where the image's
+/// belongs.
 async fn correct_backing_files(
     qmp: &Qmp,
     nodes: &DiskNodes,
@@ -344,15 +345,15 @@ async fn correct_backing_files(
     }
 }
 
-/// Whether QEMU has a job of this name; one that has ended is dismissed.
+/// Returns whether QEMU has a job of this name; one that has ended is dismissed.
 async fn has_job(qmp: &Qmp, id: &str) -> Result<bool, QmpError> {
     let jobs = qmp.query("query-jobs").await?;
     let mut jobs = jobs.as_array().into_iter().flatten();
     Ok(jobs.any(|job| job["id"] == id))
 }
 
-/// Puts front ends below disks; where that needs it, the guest is stopped meanwhile, and how long it
-/// stood still is returned. After an error some may be there: [`remove_all`] takes them out.
+/// Inserts disk exports below disks. Stops the guest where that is necessary, and returns how long
+/// it was stopped. After an error some exports may be in place: [`remove_all`] removes them.
 pub async fn insert_all(
     qmp: &Qmp,
     disks: &[(&DiskNodes, &Front)],
@@ -378,8 +379,9 @@ pub async fn insert_all(
     .await
 }
 
-/// Takes front ends out from below disks; where that needs it, the guest is stopped meanwhile, and how
-/// long it stood still is returned. Whoever may die in the middle notes before that it stops the guest.
+/// Removes disk exports from below disks. Stops the guest where that is necessary, and returns how
+/// long it was stopped. A caller that may die in the middle records beforehand that it stops the
+/// guest.
 pub async fn remove_all(
     qmp: &Qmp,
     disks: &[(&DiskNodes, &Front)],
@@ -406,7 +408,7 @@ pub async fn remove_all(
     .await
 }
 
-/// Does something, with the guest stopped if that is needed and it runs.
+/// Runs an operation, with the guest stopped if that is necessary and the guest runs.
 async fn stopped<E>(
     qmp: &Qmp,
     needed: bool,
@@ -422,7 +424,7 @@ async fn stopped<E>(
         Ok(_) => work().await,
         Err(error) => Err(refused(error)),
     };
-    // Also when it is not known whether it was stopped.
+    // Also when the result of the stop is unknown.
     let resumed = qmp.execute("cont", json!({}), REOPEN_TIMEOUT).await;
     resumed.map_err(still_stopped)?;
     done.map(|()| began.elapsed())
@@ -449,8 +451,8 @@ fn front_options(nodes: &DiskNodes, front: &Front) -> Value {
     options
 }
 
-/// Makes a second node of the file and deletes it, so that it is known beforehand whether QEMU can
-/// still open what it opened when it was started.
+/// Opens a second node of the file and deletes it, to find out beforehand whether QEMU can still
+/// open the file.
 async fn try_file(
     qmp: &Qmp,
     nodes: &DiskNodes,
@@ -467,10 +469,10 @@ async fn try_file(
     delete(qmp, &name).await
 }
 
-/// Makes the node of a file, also in the place of one that is there: QEMU remembers how long a file was
-/// when it opened it, and would read zeros behind that.
+/// Creates the node of a file, replacing an existing one: QEMU remembers the file's length at the
+/// time of opening, and would read zeros beyond it.
 async fn make_file(qmp: &Qmp, nodes: &DiskNodes, graph: &Graph) -> Result<(), RemoveError> {
-    // Nothing stands on it, so whatever comes of these two, the disk is used as before.
+    // It has no parents, so the disk is unaffected by the results of these two.
     if graph.has(&nodes.file_name) {
         let deleted = delete(qmp, &nodes.file_name).await;
         deleted.map_err(RemoveError::Refused)?;
@@ -479,7 +481,7 @@ async fn make_file(qmp: &Qmp, nodes: &DiskNodes, graph: &Graph) -> Result<(), Re
     added.map_err(RemoveError::Refused)
 }
 
-/// Exchanges what is below a disk.
+/// Exchanges the node below a disk.
 async fn put_below(qmp: &Qmp, nodes: &DiskNodes, node: &str, graph: &Graph) -> Result<(), Change> {
     let exchanged = match &nodes.above {
         Above::Format(name, options) => {
@@ -494,9 +496,9 @@ async fn put_below(qmp: &Qmp, nodes: &DiskNodes, node: &str, graph: &Graph) -> R
     exchanged.map(|_| ()).map_err(Change::from)
 }
 
-/// Whether an I/O thread of QEMU's may use a disk that has no format node; with one, QEMU sees to that by
-/// itself. The disk is the thread's only while the guest runs and has its driver started: given a
-/// node of another thread then, QEMU 7.2 refuses and 10.0 aborts.
+/// Returns whether an I/O thread of QEMU may use a disk that has no format node; with a format
+/// node, QEMU handles this itself. The disk belongs to the thread only while the guest runs with
+/// its driver started: given a node of another thread then, QEMU 7.2 refuses and 10.0 aborts.
 async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenThread>, QmpError> {
     let Above::Device(path) = &nodes.above else {
         return Ok(Ok(false));
@@ -509,12 +511,12 @@ async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenT
         let asked = json!({"path": path, "property": property});
         match qmp.execute("qom-get", asked, COMMAND_TIMEOUT).await {
             Ok(value) => Ok(Some(value)),
-            // It has none of that name.
+            // It has no property of that name.
             Err(QmpError::Refused { .. }) => Ok(None),
             Err(error) => Err(error),
         }
     };
-    // Of devices that have no such property, some use the thread of their controller.
+    // Some devices without such a property use the thread of their controller.
     let Some(one) = property("iothread").await? else {
         return Ok(Err(UnseenThread(path.clone())));
     };
@@ -524,8 +526,9 @@ async fn has_thread(qmp: &Qmp, nodes: &DiskNodes) -> Result<Result<bool, UnseenT
     ))
 }
 
-/// A device without a format node is given one with the front end: what others put on it can then be
-/// given the file, which QEMU does with a format node only.
+/// Returns the options of the wrapper: a format node for a device without one, inserted together
+/// with the disk export. Nodes that other clients put on it can then be given the file, which QEMU
+/// allows for a format node only.
 fn wrapper_options(nodes: &DiskNodes, wrapper: &str, file: &str) -> Value {
     let mut options = json!({"driver": "raw", "node-name": wrapper, "file": file});
     for (key, value) in nodes.kept().filter(|(key, _)| *key != "detect-zeroes") {
@@ -545,8 +548,9 @@ async fn add(qmp: &Qmp, options: Value) -> Result<(), QmpError> {
     added.await.map(|_| ())
 }
 
-/// Where the guest stands still, its disks are with QEMU's main thread; a node that was taken out while the
-/// guest ran is still with the I/O thread. QEMU 7.2 aborts when it has to bring the two together.
+/// Returns the disks to QEMU's main thread. Disks of a stopped guest are there; a node that was
+/// taken out while the guest ran is still with the I/O thread. QEMU 7.2 aborts when it has to bring
+/// the two together.
 async fn give_to_main_thread(qmp: &Qmp, node: &str) -> Result<(), QmpError> {
     let main = json!({"node-name": node, "iothread": null});
     let given = qmp.execute("x-blockdev-set-iothread", main, COMMAND_TIMEOUT);
@@ -558,11 +562,11 @@ async fn delete(qmp: &Qmp, node: &str) -> Result<(), QmpError> {
     deleted.await.map(|_| ())
 }
 
-/// After a migration QEMU 10.0 leaves a file's node inactive that was not below its disk when the
-/// guest began to run.
+/// Activates a file's node: after a migration QEMU 10.0 leaves it inactive if it was not below its
+/// disk when the guest began to run.
 async fn activate(qmp: &Qmp, nodes: &DiskNodes, front: &Front) -> Result<(), QmpError> {
     let known = Known::ask(qmp).await?;
-    // A device has no such state, but what it stands on has.
+    // A device has no such state, but the node on it has.
     let above = match &nodes.above {
         Above::Format(name, _) => name,
         Above::Device(_) => &nodes.standing(front),

@@ -1,14 +1,14 @@
-//! The nodes of a guest's disk, and what of them can be put back as it was.
+//! Describes the nodes of a guest's disk, and which can be restored as they were.
 
 use super::Front;
 use super::graph::Graph;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-/// Options of a file's node that mean the same for the node that stands in for it.
+/// Options of a file's node that also apply to the node that replaces it.
 const KEPT: [&str; 4] = ["cache", "detect-zeroes", "discard", "read-only"];
 
-/// The nodes of a disk, each with the options that it was made with.
+/// The nodes of a disk, each with its original options.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DiskNodes {
@@ -19,7 +19,7 @@ pub struct DiskNodes {
     pub(super) grows: bool,
 }
 
-/// What stands on the node of the file.
+/// The parent of the file's node.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum Above {
@@ -29,7 +29,7 @@ pub(super) enum Above {
     Device(String),
 }
 
-/// Why nodes are not such that something can be put between them.
+/// Why no node can be inserted between the nodes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("this disk cannot be moved while it is in use: {0}")]
 pub struct NodesError(String);
@@ -43,8 +43,8 @@ pub(super) fn text<'a>(options: &'a Map<String, Value>, key: &str) -> Option<&'a
 }
 
 impl DiskNodes {
-    /// A format node and the node of its file, by the whole of their options, as `blockdev-add`
-    /// takes them: QEMU gives options that are left out at a reopening their defaults.
+    /// Creates the nodes of a disk with a format node, from all options, as `blockdev-add` takes
+    /// them: on reopening, QEMU resets omitted options to their defaults.
     pub fn new(format: Map<String, Value>, file: Map<String, Value>) -> Result<Self, NodesError> {
         let (file_name, driver) = check_file(&file)?;
         let Some(format_name) = text(&format, "node-name").map(str::to_owned) else {
@@ -69,8 +69,9 @@ impl DiskNodes {
         })
     }
 
-    /// A device that stands on the node of its file itself, without a format node: its path in
-    /// QEMU's tree of objects, as `query-block` has it (`/machine/peripheral/vda/virtio-backend`).
+    /// Creates the nodes of a device directly on the node of its file, without a format node: its
+    /// path in QEMU's object tree, as `query-block` has it
+    /// (`/machine/peripheral/vda/virtio-backend`).
     pub fn direct(device: String, file: Map<String, Value>) -> Result<Self, NodesError> {
         let (file_name, _) = check_file(&file)?;
         if !device.starts_with("/machine/") {
@@ -84,14 +85,14 @@ impl DiskNodes {
         })
     }
 
-    /// What stands on the file's node, by its name or path.
+    /// Returns the parent of the file's node, by its name or path.
     pub(super) fn above_name(&self) -> &str {
         match &self.above {
             Above::Format(name, _) | Above::Device(name) => name,
         }
     }
 
-    /// What is below that now.
+    /// Returns the current child of that parent.
     pub(super) fn below<'a>(&self, graph: &'a Graph) -> Option<&'a String> {
         match &self.above {
             Above::Format(name, _) => graph.child(name, "file"),
@@ -99,25 +100,25 @@ impl DiskNodes {
         }
     }
 
-    /// The format node that a device which has none is given with a front end.
+    /// Returns the format node that a device without one gets with a disk export.
     pub(super) fn wrapper(&self, front: &Front) -> Option<String> {
         let is_direct = matches!(self.above, Above::Device(_));
         is_direct.then(|| format!("{}-raw", front.node))
     }
 
-    /// The node that is in the place of the file's while a front end is in.
+    /// Returns the node in the place of the file's while a disk export is in use.
     pub(super) fn standing(&self, front: &Front) -> String {
         self.wrapper(front).unwrap_or_else(|| front.node.clone())
     }
 
-    /// The options of the node that stands in for the file's.
+    /// Returns the options of the node that replaces the file's.
     pub(super) fn kept(&self) -> impl Iterator<Item = (&str, &Value)> {
         let kept = KEPT.iter().copied();
         kept.filter_map(|key| Some((key, self.file.get(key)?)))
     }
 }
 
-/// All options of a format node on another node.
+/// Returns all options of a format node on another child.
 pub(super) fn reopened(
     name: &str,
     options: &Map<String, Value>,
@@ -126,7 +127,7 @@ pub(super) fn reopened(
 ) -> Map<String, Value> {
     let mut options = options.clone();
     options.insert("file".to_owned(), below.into());
-    // QEMU opened it by what the image says, and wants to be told so.
+    // QEMU opened it by the image's header, and requires the value.
     if !options.contains_key("backing")
         && let Some(backing) = graph.child(name, "backing")
     {
@@ -135,7 +136,7 @@ pub(super) fn reopened(
     options
 }
 
-/// The name and the driver of a file's node that can be made again.
+/// Returns the name and the driver of a file's node that can be created again.
 fn check_file(file: &Map<String, Value>) -> Result<(String, &str), NodesError> {
     let Some(name) = text(file, "node-name") else {
         return refuse("the node of its file has no name");

@@ -1,4 +1,4 @@
-//! The part of QEMU's command line that an exact description of a machine decides.
+//! Builds the part of QEMU's command line that an exact machine description determines.
 
 use super::nic;
 use super::tables::{Bus, Model, Serves};
@@ -11,14 +11,14 @@ use crate::config::{Image, ImageFormat};
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 
-/// What a machine's devices are made of.
+/// The inputs of a machine's devices.
 pub(crate) struct Around<'a> {
     pub(crate) description: &'a GuestDescription,
     pub(crate) hardware: &'a Hardware,
     pub(crate) host: &'a Surroundings<'a>,
 }
 
-/// What stands after the machine's type.
+/// Returns the options after the machine's type.
 pub(crate) fn machine_options(hardware: &Hardware) -> String {
     let mut text = String::new();
     for (name, value) in settings(hardware, "machine.") {
@@ -36,7 +36,7 @@ pub(crate) fn machine_options(hardware: &Hardware) -> String {
     text
 }
 
-/// How the vCPUs are arranged.
+/// Returns the arrangement of the vCPUs.
 pub(crate) fn topology(vcpus: u32, hardware: &Hardware) -> String {
     let topology = hardware.topology;
     format!(
@@ -45,7 +45,7 @@ pub(crate) fn topology(vcpus: u32, hardware: &Hardware) -> String {
     )
 }
 
-/// Everything but the machine itself.
+/// Emits everything but the machine itself.
 pub(crate) fn arguments(line: &mut Line, around: &Around<'_>) -> Result<(), ResolveError> {
     let hardware = around.hardware;
     if let Some(uuid) = &hardware.uuid {

@@ -1,4 +1,4 @@
-//! A machine described exactly: which such descriptions can be launched, and how.
+//! Checks exact machine descriptions and turns them into QEMU's arguments.
 
 mod line;
 pub(crate) mod tables;
@@ -10,16 +10,16 @@ use longhaul_protocol::hardware::{Hardware, PlacedDevice};
 use std::collections::BTreeSet;
 use tables::{Bus, Model, Serves, VGAS, is_word, setting};
 
-/// Most devices of a machine.
+/// The maximum number of devices of a machine.
 pub(crate) const DEVICES_MAX: usize = 256;
-/// Most ports of a kind that come with a machine.
+/// The maximum number of onboard ports of a kind.
 const PORTS_MAX: u8 = 4;
-/// Most sockets, dies, cores and threads.
+/// The maximum number of sockets, dies, cores and threads each.
 const TOPOLOGY_MAX: u32 = 255;
-/// Largest huge page, in MiB.
+/// The maximum size of a huge page, in MiB.
 const HUGE_PAGE_MIB_MAX: u32 = 1024;
 
-/// Checks everything in a machine's description that does not depend on a host.
+/// Checks all properties of a machine's description that do not depend on a host.
 pub(crate) fn check(
     description: &GuestDescription,
     hardware: &Hardware,
@@ -36,7 +36,7 @@ pub(crate) fn check(
         topology.cores,
         topology.threads,
     ];
-    // Only of parts that were looked at: a peer's could be too large to be multiplied.
+    // Computed only from checked parts: a peer's could overflow the multiplication.
     let vcpus = || parts.iter().map(|part| u64::from(*part)).product::<u64>();
     if parts.iter().any(|part| *part == 0 || *part > TOPOLOGY_MAX)
         || vcpus() != u64::from(description.vcpus)
@@ -132,7 +132,7 @@ fn place(model: &Model, device: &PlacedDevice) -> Result<(), DescriptionError> {
         Bus::Pci => place
             .split_once('.')
             .is_some_and(|(slot, function)| number(slot, 16, 2) && number(function, 8, 1)),
-        // A port behind hubs is a row of numbers.
+        // A port behind hubs is a sequence of numbers.
         Bus::Usb => place.split('.').all(|part| number(part, 10, 2)) && place.len() < 16,
         Bus::Ports | Bus::Ide => number(place, 10, 4),
         Bus::Scsi | Bus::Board => false,
@@ -143,7 +143,7 @@ fn place(model: &Model, device: &PlacedDevice) -> Result<(), DescriptionError> {
     }
 }
 
-/// What a device serves, as kind and number.
+/// Returns the resource that a device serves, as kind and number.
 fn serves(
     description: &GuestDescription,
     model: &Model,
@@ -176,7 +176,7 @@ fn serves(
     }
 }
 
-/// The number of a network card.
+/// Returns the number of a network card.
 pub(crate) fn nic(description: &GuestDescription, number: &str) -> Option<usize> {
     let number: usize = number.parse().ok()?;
     (number < description.nics.len()).then_some(number)

@@ -1,28 +1,28 @@
-//! Which models, properties and settings of a machine are known, and what values each takes.
+//! Lists the known models, properties and settings of a machine, and the values that each takes.
 //!
-//! A description that comes from a peer is held against these tables, and so is a command line of
-//! this host: what is in none of them is refused by its name.
+//! Descriptions from peers and command lines of this host are checked against these tables:
+//! anything absent from all of them is refused by name.
 
 use crate::balloon::FREE_PAGE_HINT;
 
-/// What values a property or setting takes.
+/// The values that a property or setting takes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// `on` or `off`.
     Switch,
     /// `on`, `off` or `auto`.
     Choice,
-    /// A number, with a unit of QEMU's (`K`, `M`, `G`) after it or not.
+    /// A number, with or without a unit of QEMU's (`K`, `M`, `G`).
     Number,
     /// A name.
     Word,
-    /// Nothing at all: `romfile=`.
+    /// An empty value: `romfile=`.
     Nothing,
     /// One of these.
     OneOf(&'static [&'static str]),
 }
 
-/// What a device sits on.
+/// The parent bus of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bus {
     /// A PCI bus; its place is `slot.function`.
@@ -39,20 +39,20 @@ pub(crate) enum Bus {
     Board,
 }
 
-/// What a device needs of its host.
+/// The host resource of a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Serves {
     /// Nothing.
     Nothing,
     /// A disk.
     Disk,
-    /// A disk, or nothing where it is empty.
+    /// A disk, or nothing where the drive is empty.
     Medium,
     /// A network.
     Nic,
     /// A channel.
     Channel,
-    /// A terminal that nobody needs to be at.
+    /// A terminal that needs no user.
     Terminal,
 }
 
@@ -221,7 +221,7 @@ const BOARD: &[(&str, Kind)] = &[
     ("irq", Number),
 ];
 
-/// Every model that can be made again on another host.
+/// Every model that can be created again on another host.
 const MODELS: &[Model] = &[
     model(
         &[
@@ -392,7 +392,7 @@ const fn model(
     }
 }
 
-/// What a machine can be asked for: option and key, as `-machine usb=` is `machine.usb`.
+/// The supported settings of a machine: option and key, as `-machine usb=` is `machine.usb`.
 const SETTINGS: &[(&str, Kind)] = &[
     (
         "action.panic",
@@ -459,7 +459,7 @@ const SETTINGS: &[(&str, Kind)] = &[
     ("rtc.driftfix", OneOf(&["none", "slew"])),
 ];
 
-/// Display adapters that a machine comes with when it is asked to.
+/// Display adapters that a machine adds on request.
 pub(crate) const VGAS: [(&str, &str); 3] = [
     ("VGA", "std"),
     ("cirrus-vga", "cirrus"),
@@ -467,18 +467,18 @@ pub(crate) const VGAS: [(&str, &str); 3] = [
 ];
 
 impl Model {
-    /// What is known of a model.
+    /// Returns a model by its name.
     pub(crate) fn of(name: &str) -> Option<&'static Self> {
         MODELS.iter().find(|model| model.names.contains(&name))
     }
 
-    /// What values a property of it takes.
+    /// Returns the values that one of its properties takes.
     pub(crate) fn property(&self, name: &str) -> Option<Kind> {
         look_up(self.properties.iter().copied().flatten(), name)
     }
 }
 
-/// What values a setting takes.
+/// Returns the values that a setting takes.
 pub(crate) fn setting(name: &str) -> Option<Kind> {
     look_up(SETTINGS.iter(), name)
 }
@@ -493,7 +493,7 @@ fn look_up<'a>(
 }
 
 impl Kind {
-    /// Whether a value is one of these.
+    /// Returns whether a value is one of these.
     pub(crate) fn takes(self, value: &str) -> bool {
         match self {
             Self::Switch => matches!(value, "on" | "off"),
@@ -505,7 +505,7 @@ impl Kind {
         }
     }
 
-    /// A value as QEMU may be told it, in the one form that is kept.
+    /// Returns a value in its canonical form.
     pub(crate) fn normal(self, value: &str) -> String {
         let switch = matches!(self, Self::Switch | Self::Choice);
         match value {
@@ -526,7 +526,7 @@ fn is_number(text: &str) -> bool {
         && digits.chars().all(|c| c.is_digit(radix))
 }
 
-/// Whether a text can stand as a value on QEMU's command line, whatever it means there.
+/// Returns whether a text can be a value on QEMU's command line, whatever its meaning there.
 pub(crate) fn is_word(text: &str) -> bool {
     (1..=64).contains(&text.len())
         && text

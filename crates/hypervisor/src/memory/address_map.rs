@@ -1,4 +1,4 @@
-//! Where QEMU says its RAM blocks are, and what the system says of those places.
+//! Parses the places of QEMU's RAM blocks, as reported by QEMU and by the system.
 
 use crate::open_files::FileIdentity;
 use std::collections::BTreeSet;
@@ -9,11 +9,11 @@ pub(crate) struct ListedBlock {
     pub(crate) name: String,
     pub(crate) used_bytes: u64,
     pub(crate) max_bytes: u64,
-    /// Where it is in QEMU's own memory; QEMU 7.2 does not say.
+    /// Its address in QEMU's own memory; QEMU 7.2 does not report it.
     pub(crate) address: Option<u64>,
 }
 
-/// Reads the table of HMP's `info ramblock`.
+/// Parses the table of HMP's `info ramblock`.
 pub(crate) fn parse_ram_blocks(table: &str) -> Result<Vec<ListedBlock>, String> {
     let lines = table.lines().map(str::trim).filter(|line| !line.is_empty());
     let rows = lines.filter(|line| !line.starts_with("Block Name"));
@@ -30,7 +30,7 @@ pub(crate) fn parse_ram_blocks(table: &str) -> Result<Vec<ListedBlock>, String> 
 fn parse_row(line: &str) -> Option<ListedBlock> {
     let words: Vec<&str> = line.split_whitespace().collect();
     let first = words.iter().position(|word| word.starts_with("0x"))?;
-    // Before the first number stand the name and two words of page size.
+    // The name and two words of page size precede the first number.
     let name = words.get(..first.checked_sub(2)?)?.join(" ");
     let number = |at: usize| words.get(first + at).and_then(|word| hexadecimal(word));
     (!name.is_empty()).then_some(())?;
@@ -42,14 +42,14 @@ fn parse_row(line: &str) -> Option<ListedBlock> {
     })
 }
 
-/// The block and the host address that HMP's `gpa2hva` names, if the guest has RAM there.
+/// Returns the block and the host address in HMP's `gpa2hva`, if the guest has RAM there.
 pub(crate) fn parse_host_address(line: &str) -> Option<(String, u64)> {
     let (_, rest) = line.trim().split_once('(')?;
     let (name, rest) = rest.split_once(") is ")?;
     Some((name.to_owned(), hexadecimal(rest.trim())?))
 }
 
-/// The 64-bit words that HMP's `xp /..gx` prints.
+/// Returns the 64-bit words in HMP's `xp /..gx`.
 pub(crate) fn parse_words(text: &str) -> Vec<u64> {
     let words = text.lines().filter_map(|line| line.split_once(':'));
     words
@@ -62,25 +62,25 @@ fn hexadecimal(word: &str) -> Option<u64> {
     u64::from_str_radix(word.strip_prefix("0x")?, 16).ok()
 }
 
-/// A stretch of a process's memory, as `/proc/PID/maps` shows it.
+/// A mapping of a process's memory, as `/proc/PID/maps` shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mapping {
     pub(crate) from: u64,
     pub(crate) to: u64,
     /// Readable and writable.
     pub(crate) writable: bool,
-    /// What is written to it is written to its file.
+    /// Writes go to its file.
     pub(crate) shared: bool,
-    /// Where it begins in its file.
+    /// Its offset in the file.
     pub(crate) offset: u64,
     /// The file's device, major and minor.
     pub(crate) device: (u64, u64),
-    /// The file; 0 where there is none.
+    /// The file's inode; 0 where there is none.
     pub(crate) inode: u64,
 }
 
-/// The files, by device and inode, that a process has in its memory so that what it writes there is
-/// written to them.
+/// Returns the files that a process maps shared, by device and inode: its writes to such memory
+/// reach them.
 pub(crate) fn shared_files(maps: &str) -> BTreeSet<FileIdentity> {
     let mappings = maps.lines().filter_map(parse_mapping);
     let shared = mappings.filter(|mapping| mapping.shared && mapping.inode != 0);
@@ -108,7 +108,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
     })
 }
 
-/// Whether all of `[start, start + length)` is mapped readable and writable, by `/proc/PID/maps`.
+/// Returns whether all of `[start, start + length)` is mapped readable and writable, by
+/// `/proc/PID/maps`.
 pub(crate) fn is_writable(maps: &str, start: u64, length: u64) -> bool {
     let Some(end) = start.checked_add(length) else {
         return false;
@@ -125,14 +126,15 @@ pub(crate) fn is_writable(maps: &str, start: u64, length: u64) -> bool {
     false
 }
 
-/// Whether all of `[start, start + length)` is memory of the process alone that no file is behind.
+/// Returns whether all of `[start, start + length)` is private memory of the process without a
+/// file.
 pub(crate) fn is_anonymous(maps: &str, start: u64, length: u64) -> bool {
     let mapping = covering(maps, start, length);
     mapping.is_some_and(|mapping| !mapping.shared && mapping.inode == 0)
 }
 
-/// The one mapping that all of `[start, start + length)` is part of. What the system shows in pieces
-/// counts as one where the pieces follow each other in one file.
+/// Returns the one mapping that contains all of `[start, start + length)`. Adjacent pieces that
+/// follow each other in one file count as one.
 pub(crate) fn covering(maps: &str, start: u64, length: u64) -> Option<Mapping> {
     let end = start.checked_add(length)?;
     let mut found: Option<Mapping> = None;

@@ -1,8 +1,7 @@
-//! The file behind RAM that QEMU shares: read through it, what the guest never used stays unused.
+//! Reads RAM that QEMU shares through its file, so that unused pages stay unallocated.
 //!
-//! RAM in a memfd begins as one hole. Whoever reads a page of the hole through a mapping, QEMU's own
-//! or `process_vm_readv`, makes the system put a page of zeros there; whoever reads the file does
-//! not.
+//! RAM in a memfd begins as one hole. Reading a page of the hole through a mapping, QEMU's own or
+//! by `process_vm_readv`, makes the system allocate a page of zeros; reading the file does not.
 
 use super::address_map::{Mapping, covering};
 use crate::open_files::open_files;
@@ -11,17 +10,17 @@ use nix::sys::uio::pread;
 use std::fs::File;
 use std::sync::Arc;
 
-/// A block's place in its file.
+/// The place of a block in its file.
 #[derive(Debug, Clone)]
 pub(crate) struct Backing {
     file: Arc<File>,
-    /// Where the block begins in it.
+    /// The block's offset in the file.
     offset: u64,
 }
 
 impl Backing {
-    /// The file behind `[start, start + length)` of a process's memory, where all of that is one
-    /// shared mapping of a file that the process has open.
+    /// Returns the file behind `[start, start + length)` of a process's memory, if all of that is
+    /// one shared mapping of a file that the process has open.
     pub(crate) fn find(pid: i32, maps: &str, start: u64, length: u64) -> Option<Self> {
         let mapping = covering(maps, start, length)?;
         if !mapping.shared || mapping.inode == 0 {
@@ -34,13 +33,13 @@ impl Backing {
         })
     }
 
-    /// Reads from `at` bytes behind the block's beginning.
+    /// Reads from offset `at` of the block.
     pub(crate) fn read(&self, at: u64, mut out: &mut [u8]) -> Result<(), Errno> {
         let mut from = self.offset + at;
         while !out.is_empty() {
             let offset = i64::try_from(from).map_err(|_| Errno::EOVERFLOW)?;
             match pread(&self.file, out, offset) {
-                // The file is shorter than the mapping, which QEMU could not use either.
+                // The file is shorter than the mapping, so QEMU could not use that part either.
                 Ok(0) => return Err(Errno::ENXIO),
                 Ok(read) => {
                     from += read as u64;

@@ -1,9 +1,9 @@
-//! What every page held when it was last read for sending, for a QEMU that does not see all writes.
+//! Stores a hash of every page as last read for sending, for a QEMU that does not see all writes.
 
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Stands for a page that was not read.
+/// Marks a page that was not read.
 const UNREAD: u64 = 0;
 
 /// A hash of each page of each block, as last read.
@@ -13,7 +13,7 @@ pub(crate) struct Fingerprints {
 }
 
 impl Fingerprints {
-    /// No page of blocks of these lengths has been read.
+    /// Creates the table for blocks of these lengths, with all pages unread.
     pub(crate) fn new(lengths: impl Iterator<Item = u64>) -> Self {
         let none = |length| (0..length).map(|_| AtomicU64::new(UNREAD)).collect();
         Self {
@@ -21,13 +21,13 @@ impl Fingerprints {
         }
     }
 
-    /// Forgets everything.
+    /// Forgets all pages.
     pub(crate) fn clear(&self) {
         let all = self.blocks.iter().flatten();
         all.for_each(|page| page.store(UNREAD, Ordering::Relaxed));
     }
 
-    /// These pages of a block were read, with this content.
+    /// Records that these pages of a block were read, with this content.
     pub(crate) fn remember(&self, block: usize, ranges: &[BlockRange], content: &[u8]) {
         let Some(known) = self.blocks.get(block) else {
             return;
@@ -40,8 +40,8 @@ impl Fingerprints {
         }
     }
 
-    /// Of consecutive pages from `start` on with this content, those that were read and held
-    /// something else.
+    /// Returns the pages with another content than when they were last read, of consecutive pages
+    /// from `start` on with this content.
     pub(crate) fn changed(&self, block: usize, start: u64, content: &[u8]) -> Vec<BlockRange> {
         let mut runs = Vec::<BlockRange>::new();
         let known = self
@@ -64,9 +64,9 @@ impl Fingerprints {
     }
 }
 
-/// Tells contents apart; nobody has an interest in fooling it.
+/// Hashes page content. Resistance to collisions made on purpose is not needed.
 pub(crate) fn hash(content: &[u8]) -> u64 {
-    // Four sums at once, because one would wait for itself at every step.
+    // Four sums in parallel: a single one would wait for itself at every step.
     let mut lanes = [1_u64, 2, 3, 4];
     let (words, _) = content.as_chunks::<8>();
     let (quads, _) = words.as_chunks::<4>();

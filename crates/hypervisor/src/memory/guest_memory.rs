@@ -1,4 +1,5 @@
-//! The RAM of a running QEMU: finding its blocks, proving the place, reading and writing.
+//! Accesses the RAM of a running QEMU: finds its blocks, proves their addresses, reads and writes
+//! them.
 
 use super::address_map::{
     ListedBlock, is_anonymous, is_writable, parse_host_address, parse_ram_blocks, parse_words,
@@ -14,26 +15,26 @@ use nix::unistd::Pid;
 use std::io::{IoSlice, IoSliceMut};
 use std::sync::{Arc, OnceLock};
 
-/// Largest block whose content may come from QEMU's stream.
+/// The maximum size of a block whose content may travel in QEMU's stream.
 const KEPT_BLOCK_BYTES_MAX: u64 = 16 << 20;
-/// Largest sum of such blocks.
+/// The maximum total size of such blocks.
 const KEPT_BYTES_MAX: u64 = 40 << 20;
-/// Most pieces of guest RAM that one system call is given: more do not make it faster.
+/// The maximum number of pieces of guest RAM in one system call: more are not faster.
 const PIECES_MAX: usize = 256;
-/// Longest such piece, so that no call exceeds what the system moves at once.
+/// The maximum length of such a piece, so that no call exceeds the system's limit.
 const PIECE_BYTES_MAX: u64 = 4 << 20;
-/// Pieces so long are worth the question whether they are used.
+/// The minimum length of a piece for which the query whether it is used pays off.
 const UNUSED_BYTES_MIN: usize = 64 << 10;
-/// Blocks that are looked at in one go, where all are.
+/// The number of blocks read at once when all RAM is read.
 const LOOK_BLOCKS: u64 = 64;
 /// Guest-physical addresses that hold the same RAM on every PC.
 const LOW_PROBE: u64 = 1 << 20;
 const HIGH_PROBE: u64 = 4 << 30;
-/// Places that are compared before an address is believed, and how often each is tried: a running
-/// guest may write between the two looks.
+/// The number of places compared before an address is accepted, and the tries for each: a running
+/// guest may write between the two reads.
 const SAMPLES: u64 = 16;
 const SAMPLE_TRIES: u32 = 5;
-/// Places that may differ: firmware can hide RAM of its own (SMM) from everyone else.
+/// The number of places that may differ: firmware can hide its own RAM (SMM) from other readers.
 const SAMPLES_DIFFERENT_MAX: u64 = 3;
 
 /// One of QEMU's RAM blocks.
@@ -41,24 +42,24 @@ const SAMPLES_DIFFERENT_MAX: u64 = 3;
 pub struct MemoryBlock {
     /// Its name, the same at both ends.
     pub name: String,
-    /// Bytes in use.
+    /// Its size in use, in bytes.
     pub used_bytes: u64,
-    /// Where it lies in QEMU's memory, if that is proven and of use.
+    /// Its address in QEMU's memory, if that is proven and of use.
     address: Option<u64>,
-    /// The file that it is read through, where QEMU shares it.
+    /// The file through which it is read, where QEMU shares it.
     backing: Option<Backing>,
-    /// Whether the system has no file for it.
+    /// Whether it is anonymous memory, without a file.
     anonymous: bool,
 }
 
 impl MemoryBlock {
-    /// Whether its content travels through QEMU's streams instead of [`GuestMemory::read`] and
-    /// [`GuestMemory::write`]. It is so for small blocks on every version of QEMU.
+    /// Returns whether its content travels through QEMU's streams instead of [`GuestMemory::read`]
+    /// and [`GuestMemory::write`]. This applies to small blocks on every version of QEMU.
     pub fn is_kept(&self) -> bool {
         self.address.is_none()
     }
 
-    /// Its length in blocks of 4 KiB.
+    /// Returns its length in blocks of 4 KiB.
     pub fn blocks(&self) -> u64 {
         self.used_bytes / BLOCK_SIZE as u64
     }
@@ -70,7 +71,7 @@ pub struct GuestMemory {
     pid: Pid,
     blocks: Vec<MemoryBlock>,
     page_map: Option<PageMap>,
-    /// What was read, for a QEMU that does not see all writes.
+    /// Hashes of the pages read, for a QEMU that does not see all writes.
     fingerprints: Arc<OnceLock<Fingerprints>>,
 }
 
@@ -85,26 +86,26 @@ pub enum AttachError {
     Answer {
         /// The command.
         command: &'static str,
-        /// What is wrong with it.
+        /// The error in it.
         why: String,
     },
-    /// The process cannot be looked at.
+    /// The process cannot be inspected.
     #[error("cannot look at QEMU's memory (process {pid}): {why}; the agent needs CAP_SYS_PTRACE")]
     Process {
         /// The process.
         pid: i32,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
-    /// A block is not where it should be.
+    /// The address of a block is not proven.
     #[error("RAM block `{block}` of QEMU cannot be read from outside: {why}")]
     NotProven {
         /// The block.
         block: String,
-        /// Why it is not believed.
+        /// The reason.
         why: String,
     },
-    /// Too much would have to go through QEMU's stream.
+    /// A block is too large for QEMU's stream.
     #[error(
         "RAM block `{block}` ({bytes} bytes) is too large to travel with the device state, and \
          this QEMU does not say where it lies"
@@ -120,13 +121,13 @@ pub enum AttachError {
 /// Why guest RAM was not read or written.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum AccessError {
-    /// QEMU is gone.
+    /// QEMU has ended.
     #[error("QEMU (process {0}) has ended")]
     Ended(i32),
-    /// There is no such place.
+    /// The range is outside the block.
     #[error("there is no such place in RAM block {block}: blocks {start} to {end}")]
     Bounds {
-        /// Place of the block in [`GuestMemory::blocks`].
+        /// Index of the block in [`GuestMemory::blocks`].
         block: usize,
         /// First block of 4 KiB.
         start: u64,
@@ -141,18 +142,18 @@ pub enum AccessError {
         /// Bytes in the buffer.
         buffer: u64,
     },
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot reach QEMU's memory (process {pid}): {errno}; the agent needs CAP_SYS_PTRACE")]
     System {
         /// The process.
         pid: i32,
-        /// Why.
+        /// The error.
         errno: Errno,
     },
 }
 
 impl GuestMemory {
-    /// Finds the RAM of the QEMU behind `qmp`, which is process `pid`, and proves where it is.
+    /// Finds the RAM of the QEMU behind `qmp`, which is process `pid`, and proves its address.
     pub async fn attach(qmp: &Qmp, pid: i32) -> Result<Self, AttachError> {
         let table = qmp.hmp("info ramblock", COMMAND_TIMEOUT).await?;
         let listed = parse_ram_blocks(&table).map_err(|why| AttachError::Answer {
@@ -207,24 +208,25 @@ impl GuestMemory {
         Ok(memory)
     }
 
-    /// The RAM blocks. Everything else names them by their place in this list.
+    /// Returns the RAM blocks. Other functions refer to them by their index in this list.
     pub fn blocks(&self) -> &[MemoryBlock] {
         &self.blocks
     }
 
-    /// The place of the block of this name.
+    /// Returns the index of the block of this name.
     pub fn find(&self, name: &str) -> Option<usize> {
         self.blocks.iter().position(|block| block.name == name)
     }
 
-    /// The process that has this RAM.
+    /// Returns the process that has this RAM.
     pub fn pid(&self) -> i32 {
         self.pid.as_raw()
     }
 
-    /// Reads ranges of a block, one after the other, into `out`, which they must fill.
+    /// Reads ranges of a block, one after the other, into `out`, which must have their total
+    /// length.
     ///
-    /// At a source: for sending. What is read counts as what the destination will have.
+    /// Used at a source for sending: the content read counts as the destination's.
     pub fn read(
         &self,
         block: usize,
@@ -238,7 +240,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// From now on remembers what is read; what was read before is forgotten.
+    /// Starts to record what is read; earlier records are dropped.
     pub(crate) fn remember_reads(&self) {
         let lengths = self.blocks.iter().map(|block| match block.is_kept() {
             true => 0,
@@ -248,7 +250,7 @@ impl GuestMemory {
         self.fingerprints.get_or_init(none).clear();
     }
 
-    /// The pages that were read and have changed since, by block; takes a look at all RAM.
+    /// Returns the pages that were read and have changed since, by block. Reads all RAM.
     pub(crate) fn changed_since_read(&self) -> Result<Vec<(usize, Vec<BlockRange>)>, AccessError> {
         let Some(fingerprints) = self.fingerprints.get() else {
             return Ok(Vec::new());
@@ -273,7 +275,7 @@ impl GuestMemory {
         Ok(changed)
     }
 
-    /// Reads without remembering.
+    /// Reads without recording.
     pub(crate) fn look(
         &self,
         block: usize,
@@ -310,16 +312,16 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// Whether a piece of a block is known to be zero, because nobody ever used it.
+    /// Returns whether a piece of a block is known to be zero because it was never used.
     fn is_unused(&self, block: usize, piece: &RemoteIoVec) -> bool {
-        // Of short pieces it takes less to read them than to ask.
+        // A short piece is faster to read than to query.
         let long = piece.len >= UNUSED_BYTES_MIN;
         let anonymous = self.blocks.get(block).is_some_and(|block| block.anonymous);
         let map = self.page_map.as_ref().filter(|_| long && anonymous);
         map.is_some_and(|map| map.is_unused(piece.base as u64, piece.len as u64))
     }
 
-    /// Reads ranges of a block that are known to be in it through its file.
+    /// Reads ranges of a block, known to be inside it, through its file.
     fn look_through(
         &self,
         backing: &Backing,
@@ -336,7 +338,7 @@ impl GuestMemory {
                 errno,
             })?;
         }
-        // The file outlives QEMU, and what is read of it then is of no guest.
+        // The file outlives QEMU; content read after QEMU's end belongs to no guest.
         match self.is_alive() {
             true => Ok(()),
             false => Err(AccessError::Ended(self.pid())),
@@ -345,7 +347,8 @@ impl GuestMemory {
 
     /// Writes `content` over ranges of a block, one after the other.
     ///
-    /// Only for a QEMU that has not begun to load device state, and whose guest does not run.
+    /// Allowed only for a QEMU that has not begun to load device state, and whose guest does not
+    /// run.
     pub fn write(
         &self,
         block: usize,
@@ -366,7 +369,7 @@ impl GuestMemory {
         Ok(())
     }
 
-    /// The places in QEMU's memory that the ranges stand for.
+    /// Returns the places of the ranges in QEMU's memory.
     fn pieces(
         &self,
         block: usize,
@@ -410,7 +413,7 @@ impl GuestMemory {
         Ok(pieces)
     }
 
-    /// Repeats a call until it has moved everything.
+    /// Repeats a call until it has transferred everything.
     fn transfer(
         &self,
         batch: &[RemoteIoVec],
@@ -422,7 +425,7 @@ impl GuestMemory {
         while done < bytes {
             let moved = match call(done, &left) {
                 Ok(0) | Err(Errno::ESRCH) => return Err(AccessError::Ended(self.pid())),
-                // Of a process that is ending the memory goes first.
+                // The memory of an ending process is released first.
                 Err(Errno::EFAULT) if !self.is_alive() => {
                     return Err(AccessError::Ended(self.pid()));
                 }
@@ -443,7 +446,7 @@ impl GuestMemory {
 
     fn is_alive(&self) -> bool {
         let status = std::fs::read_to_string(format!("/proc/{}/statm", self.pid));
-        // What has no memory left is a zombie.
+        // A process without memory is a zombie.
         status.is_ok_and(|status| !status.starts_with("0 "))
     }
 
@@ -455,7 +458,7 @@ impl GuestMemory {
         })
     }
 
-    /// Compares places all over the main memory with what QEMU reads there.
+    /// Compares places all over the main memory with QEMU's own reads of them.
     async fn prove(&self, qmp: &Qmp, layout: &Layout) -> Result<(), AttachError> {
         let Some(block) = self.blocks.get(layout.main) else {
             return Ok(());
@@ -494,13 +497,13 @@ impl GuestMemory {
     }
 }
 
-/// Where the guest's main memory is, for QEMU and for the guest.
+/// The place of the guest's main memory, in QEMU and in the guest.
 struct Layout {
-    /// Its place in the list of blocks.
+    /// Its index in the list of blocks.
     main: usize,
     /// Its address in QEMU's memory.
     base: u64,
-    /// How much of it lies below the hole under 4 GiB; all of it when there is nothing above.
+    /// Its size below the hole under 4 GiB; the whole size when none is above.
     below_4g: u64,
 }
 
@@ -513,7 +516,8 @@ impl Layout {
         let low = probe(qmp, LOW_PROBE).await?;
         let (name, low) =
             low.ok_or_else(|| not_understood("no RAM at 1 MiB: not a PC?".to_owned()))?;
-        // A memory backend's block has the path of its object, of which QEMU names the end.
+        // The block of a memory backend has the path of its object, and QEMU's option names the end
+        // of that.
         let is_main = |block: &ListedBlock| {
             block.name == name
                 || block
@@ -554,7 +558,7 @@ async fn probe(qmp: &Qmp, address: u64) -> Result<Option<(String, u64)>, QmpErro
     Ok(parse_host_address(&text))
 }
 
-/// Takes `bytes` off the head of the pieces.
+/// Removes `bytes` from the front of the pieces.
 fn skip(pieces: &mut Vec<RemoteIoVec>, mut bytes: usize) {
     let mut whole = 0;
     for piece in pieces.iter_mut() {
@@ -574,7 +578,7 @@ mod tests {
     use super::*;
 
     impl GuestMemory {
-        /// This process's own memory, as if it were a guest's, and a kept block.
+        /// Returns this process's own memory as a guest's RAM, and a kept block.
         pub(in crate::memory) fn of_own(name: &str, buffer: &[u8]) -> Self {
             let block = |name: &str, used_bytes, address| MemoryBlock {
                 name: name.to_owned(),
@@ -635,7 +639,7 @@ mod tests {
             let from = ram.as_ptr() as u64 + start * BLOCK_SIZE as u64;
             map.is_unused(from, count * BLOCK_SIZE as u64)
         };
-        // Huge pages may come with one that is written.
+        // One written page may allocate a huge page.
         assert!(unused(16, 512) && unused(3000, 512));
         let ranges = [(16, 300), (400, 100), (1000, 1), (1900, 300), (3000, 512)];
         let ranges = ranges.map(|(start, count)| BlockRange::new(start, count));

@@ -1,5 +1,5 @@
-//! The destination's side: a QEMU that waits for a guest is given its prelude, and in the end its
-//! devices.
+//! Controls the destination QEMU's migration: sends the prelude at the start and the devices at the
+//! end.
 //!
 //! ```text
 //! start(prelude) -> WAITS (RAM may be written from outside) -- finish(tail) --> LOADED (paused)
@@ -15,12 +15,12 @@ use std::time::{Duration, Instant};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-/// How long QEMU may take to listen.
+/// The time limit for QEMU to listen.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long QEMU may take to load the devices.
+/// The time limit for QEMU to load the devices.
 const LOAD_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(2);
-/// Longest bitmap that is read from QEMU: none is expected before post-copy.
+/// The maximum length of a bitmap from QEMU: none is expected before post-copy.
 const BITMAP_BYTES_MAX: u64 = 0;
 
 /// A QEMU that waits for a guest.
@@ -35,7 +35,7 @@ pub struct Incoming {
 /// A guest that is loaded and paused.
 #[derive(Debug, Clone, Copy)]
 pub struct Loaded {
-    /// From the tail's first byte to QEMU's word that it has loaded everything.
+    /// Time from the tail's first byte to QEMU's report that everything is loaded.
     pub load_time: Duration,
 }
 
@@ -45,13 +45,13 @@ pub enum IncomingError {
     /// QEMU did not answer, or refused.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// QEMU's state or settings are not as they should be.
+    /// QEMU's state or settings are unsuitable.
     #[error(transparent)]
     Source(#[from] SourceError),
-    /// The source sent something that is no such stream.
+    /// The source's stream is malformed.
     #[error("what the source sent is refused: {0}")]
     Stream(#[from] ParseError),
-    /// The source sent something that does not belong there.
+    /// The source's stream has content that is not allowed there.
     #[error("what the source sent is refused: {0}")]
     Content(&'static str),
     /// The socket failed.
@@ -59,19 +59,19 @@ pub enum IncomingError {
     Socket {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
     /// QEMU refused the guest.
     #[error("QEMU cannot load this guest: {0}")]
     Refused(String),
-    /// QEMU is gone.
+    /// QEMU has ended.
     #[error("the destination's QEMU ended while it loaded the guest; its log says why")]
     Ended,
-    /// QEMU's answer makes no sense.
+    /// QEMU's answer is not understood.
     #[error(transparent)]
     ReturnPath(#[from] ReturnPathError),
-    /// QEMU does not do its part.
+    /// QEMU did not answer in time.
     #[error("the destination's QEMU has not loaded the guest within {} s", .0.as_secs())]
     Timeout(Duration),
     /// QEMU is not paused after loading.
@@ -81,7 +81,7 @@ pub enum IncomingError {
 
 impl Incoming {
     /// Prepares a QEMU that was started with `-S -incoming defer`, lets it listen at `path` and
-    /// gives it the prelude. QEMU's account must be able to make the socket.
+    /// sends it the prelude. QEMU's account must be able to create the socket.
     ///
     /// When this has returned the guest's RAM may be written from outside.
     pub async fn start(qmp: &Qmp, path: &Path, prelude: &[u8]) -> Result<Self, IncomingError> {
@@ -95,7 +95,7 @@ impl Incoming {
                 ));
             }
         }
-        // 10.0 activates disks late by itself, and knows the name.
+        // QEMU 10.0 activates disks late by itself, and accepts the name.
         let late = std::iter::once(("late-block-activate", true));
         set_capabilities(qmp, late).await?;
         let uri = format!("unix:{}", path.display());
@@ -109,7 +109,7 @@ impl Incoming {
             Ok(connected) => connected.map_err(failed),
             Err(_) => Err(failed(std::io::ErrorKind::TimedOut.into())),
         };
-        // Nobody else shall connect. If it is gone already, so much the better.
+        // No other client may connect. An error means that the file is gone already.
         let _ = std::fs::remove_file(path);
         let mut socket = connected?;
         socket.write_all(prelude).await.map_err(failed)?;
@@ -121,9 +121,9 @@ impl Incoming {
         })
     }
 
-    /// Gives QEMU what remains, and waits until it has loaded everything and waits, paused.
+    /// Sends QEMU the tail, and waits until it has loaded everything and is paused.
     ///
-    /// Every block of RAM must be in its place before, and none may be written from here on.
+    /// Every block of RAM must be written before, and none may be written afterwards.
     pub async fn finish(mut self, tail: &[u8]) -> Result<Loaded, IncomingError> {
         self.check(tail)?;
         let start = Instant::now();
@@ -136,7 +136,7 @@ impl Incoming {
         loop {
             let state = run_state(&self.qmp).await?;
             match state.as_str() {
-                // With an I/O error it stood still at the source, and does so here.
+                // It was stopped at the source with an I/O error, and has the same state here.
                 "paused" | "prelaunch" | "io-error" => break,
                 "inmigrate" if start.elapsed() < LOAD_TIMEOUT => tokio::time::sleep(POLL).await,
                 _ => return Err(self.reason(IncomingError::State(state)).await),
@@ -147,7 +147,7 @@ impl Incoming {
         })
     }
 
-    /// Looks through the whole tail before QEMU sees its first byte.
+    /// Checks the whole tail before QEMU gets its first byte.
     fn check(&mut self, tail: &[u8]) -> Result<(), IncomingError> {
         let mut input = tail;
         let mut loads = false;
@@ -160,14 +160,14 @@ impl Incoming {
         Err(IncomingError::Content("it does not end with the devices"))
     }
 
-    /// Writes the tail and reads QEMU's answers, until it says that it has loaded.
+    /// Writes the tail and reads QEMU's answers until it reports that it has loaded.
     async fn exchange(&mut self, tail: &[u8]) -> Result<(), IncomingError> {
         let (mut reading, mut writing) = self.socket.split();
         let back = &mut self.back;
         let answered = async {
             let mut buffer = [0; 4096];
             loop {
-                // A socket that breaks is QEMU's end or refusal; the caller asks which.
+                // A broken socket means QEMU's end or refusal; the caller finds out which.
                 let length = reading.read(&mut buffer).await.unwrap_or(0);
                 let mut input = buffer.get(..length).unwrap_or_default();
                 if input.is_empty() {
@@ -185,7 +185,7 @@ impl Incoming {
             }
         };
         let written = async {
-            // If this fails, so does reading the answer.
+            // If this fails, reading the answer fails as well.
             let _ = writing.write_all(tail).await;
             std::future::pending::<()>().await;
         };
@@ -195,7 +195,7 @@ impl Incoming {
         }
     }
 
-    /// QEMU's own words for what went wrong, where it has any.
+    /// Returns QEMU's own error message, where it has one.
     async fn reason(&self, error: IncomingError) -> IncomingError {
         let status = self.qmp.query("query-migrate").await;
         let text = status.ok().and_then(|status| {
@@ -206,7 +206,8 @@ impl Incoming {
     }
 }
 
-/// Lets QEMU listen; one that can stays alive when it cannot load the guest, and says why.
+/// Lets QEMU listen. A version that supports it stays alive when it cannot load the guest, and
+/// reports why.
 async fn listen(qmp: &Qmp, uri: &str) -> Result<(), IncomingError> {
     let arguments = json!({"uri": uri, "exit-on-error": false});
     match qmp

@@ -1,4 +1,5 @@
-//! The source's side: QEMU's migration into a socket of ours, paced, held, frozen or given up.
+//! Controls the source QEMU's migration into a socket of the agent: paces, holds, freezes and
+//! aborts it.
 
 mod freeze;
 mod guard;
@@ -19,111 +20,113 @@ use std::time::{Duration, Instant};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
 
-/// Pages of a pass that are left unread. QEMU waits when 60 are in the socket, 32 in its own
-/// buffer, and 16 in ours.
+/// The number of pages of a pass that stay unread. QEMU blocks when 60 are in the socket, 32 in its
+/// own buffer, and 16 in the reader's.
 pub const MARGIN_PAGES: u64 = 192;
-/// Fewest dirty pages with which a QEMU that may complete by itself is let end a pass.
+/// The minimum number of dirty pages for which a QEMU that may complete by itself is allowed to end
+/// a pass.
 const DIRTY_PAGES_MIN: u64 = 256;
-/// Rate at which such a QEMU ends a pass, in bytes per second: 50 pages each 100 ms.
+/// The rate at which such a QEMU ends a pass, in bytes per second: 50 pages each 100 ms.
 const BANDWIDTH_AT_END: u64 = 2_000_000;
-/// Rate at which a QEMU writes no pages at all, in bytes per second; 0 would mean no limit.
+/// The rate at which a QEMU writes no pages at all, in bytes per second; 0 would mean no limit.
 const BANDWIDTH_NONE: u64 = 10;
-/// How long such a QEMU must stand still before the guest is stopped.
+/// How long such a QEMU must be idle before the guest is stopped.
 const STILLNESS: Duration = Duration::from_millis(150);
-/// How often the amount of dirty pages is estimated while the reader rests.
+/// The interval between estimates of dirty pages while the reader rests.
 const ESTIMATE_EVERY: Duration = Duration::from_millis(250);
-/// How often QEMU is asked for its pass, should its events be lost.
+/// The interval between queries of QEMU's pass, in case its events are lost.
 const ASK_EVERY: Duration = Duration::from_millis(200);
-/// How long QEMU may take to connect, and to write the list of its RAM blocks.
+/// The time limit for QEMU to connect, and to write the list of its RAM blocks.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long QEMU may take to stop a guest: its disks are drained first.
+/// The time limit for QEMU to stop a guest: its disks are drained first.
 const STOP_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long QEMU may take to write the rest of its stream, and to end.
+/// The time limit for QEMU to write the end of its stream, and to end.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(2);
 
 /// Blocks that the guest wrote.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Written {
-    /// Place of the RAM block in [`GuestMemory::blocks`]; never a kept one.
+    /// Index of the RAM block in [`GuestMemory::blocks`]; never a kept one.
     pub block: usize,
-    /// Which of its blocks of 4 KiB.
+    /// Ranges of its blocks of 4 KiB.
     pub runs: Vec<BlockRange>,
 }
 
-/// What an [`Outgoing`] tells its owner.
+/// An event that an [`Outgoing`] reports to its owner.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
-    /// What follows was written since the pass before was looked at. Pass 1 has every page.
+    /// A pass begins: the following blocks were written since the query of the pass before. Pass 1
+    /// has every page.
     PassStarted {
         /// Counts from 1.
         pass: u64,
     },
-    /// Blocks were written: what was sent of them before now is out of date.
+    /// Blocks were written: content of them that was sent before is stale.
     Written(Written),
-    /// The pass is read as far as it may be; of a guest that is paused, everything. It is the owner's turn: [`Outgoing::next_pass`] or
-    /// [`Outgoing::freeze`].
+    /// The pass is read as far as allowed; for a paused guest, completely. The owner decides:
+    /// [`Outgoing::next_pass`] or [`Outgoing::freeze`].
     Held {
         /// The pass.
         pass: u64,
-        /// About how many of its pages are left unread, until the next pass or the freeze.
+        /// About how many of its pages stay unread, until the next pass or the freeze.
         unread_pages: u64,
     },
-    /// QEMU completed by itself and was refused. Every page will be reported again, from pass 1.
+    /// QEMU completed by itself and was refused. Every page is reported again, from pass 1.
     Restarted,
-    /// It cannot go on, and there are no further events; [`Outgoing::abort`] is what remains.
+    /// The migration cannot go on, and no further events follow; only [`Outgoing::abort`] remains.
     Failed(String),
 }
 
-/// How far an outgoing migration is.
+/// The progress of an outgoing migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Progress {
     /// The pass that is being read.
     pub pass: u64,
     /// Records of pages read since the start.
     pub pages_read: u64,
-    /// About how many pages of this pass are left unread, where that is known.
+    /// About how many pages of this pass are unread, where that is known.
     pub unread_pages: Option<u64>,
     /// About how many pages were dirtied since this pass began.
     pub dirty: Option<Dirty>,
-    /// By how much QEMU slows the guest, in percent of its time.
+    /// By how much QEMU throttles the guest, in percent of its time.
     pub slowed_percent: Option<u8>,
 }
 
 /// An estimate of dirty pages, from samples of the RAM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Dirty {
-    /// How many.
+    /// The number of pages.
     pub pages: u64,
-    /// How long ago they were counted.
+    /// The age of the estimate.
     pub age: Duration,
 }
 
-/// A guest that lies stopped in `postmigrate`.
+/// A guest stopped in `postmigrate`.
 #[derive(Debug)]
 pub struct Frozen {
-    /// Everything that was reported written and not taken by [`Outgoing::next_event`] before.
+    /// All blocks reported written and not taken by [`Outgoing::next_event`] before.
     pub written: Vec<Written>,
-    /// Under TCG, everything that differs from what was last read of it, reported or not.
+    /// Under TCG, all blocks that differ from their last read, reported or not.
     pub changed: Vec<Written>,
-    /// What the destination's QEMU is given after the prelude: the kept blocks and the devices.
+    /// The stream for the destination's QEMU after the prelude: the kept blocks and the devices.
     pub tail: Vec<u8>,
     /// Whether the guest ran before it was stopped.
     pub was_running: bool,
-    /// From the order to stop to QEMU's reply: from then on the RAM does not change.
+    /// Time from the order to stop to QEMU's reply: after it the RAM does not change.
     pub stop_time: Duration,
-    /// From the reply to the end of the stream.
+    /// Time from the reply to the end of the stream.
     pub read_time: Duration,
-    /// From the end of the stream to `postmigrate`.
+    /// Time from the end of the stream to `postmigrate`.
     pub finish_time: Duration,
     /// When the order to stop was given.
     pub stopped_at: Instant,
 }
 
-/// Why a guest cannot be moved on.
+/// Why a move cannot go on.
 #[derive(Debug, thiserror::Error)]
 pub enum OutgoingError {
-    /// QEMU is not in a state to be moved, or does not get back to one.
+    /// QEMU's state does not allow a move, or QEMU does not return to its earlier state.
     #[error(transparent)]
     Source(#[from] SourceError),
     /// QEMU's stream cannot be used.
@@ -132,26 +135,26 @@ pub enum OutgoingError {
     /// The guest's RAM cannot be read.
     #[error(transparent)]
     Memory(#[from] AccessError),
-    /// The socket cannot be made.
+    /// The socket cannot be created.
     #[error("cannot listen on {} for QEMU's stream: {why}", path.display())]
     Listen {
         /// The socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
-    /// QEMU does not do its part.
+    /// QEMU did not act in time.
     #[error("QEMU did not {what} within {} s", waited.as_secs())]
     Timeout {
-        /// What it should have done.
+        /// The expected action.
         what: &'static str,
-        /// How long was waited.
+        /// The time limit.
         waited: Duration,
     },
-    /// QEMU completed by itself; it goes on, and so does the migration, from its beginning.
+    /// QEMU completed by itself; the guest goes on, and the migration begins again.
     #[error("QEMU completed by itself; the migration starts again")]
     Restarted,
-    /// QEMU stopped the guest in order to complete, although it was held. The guest runs on.
+    /// QEMU stopped the guest in order to complete, although it was held. The guest runs again.
     #[error(
         "QEMU {version} stopped the guest and completed by itself, though it was held: this QEMU \
          is not one that Longhaul can hold; the guest runs on here"
@@ -160,15 +163,15 @@ pub enum OutgoingError {
         /// The QEMU's version.
         version: Version,
     },
-    /// The migration failed before.
+    /// The migration failed earlier.
     #[error("the migration has failed: {0}")]
     Failed(String),
-    /// QEMU is in a state that it should not be in.
+    /// QEMU is in an unexpected state.
     #[error("QEMU is `{found}` where it should be `{expected}`")]
     State {
-        /// As it should be.
+        /// The expected state.
         expected: &'static str,
-        /// As it is.
+        /// The actual state.
         found: String,
     },
 }
@@ -179,7 +182,7 @@ impl From<QmpError> for OutgoingError {
     }
 }
 
-/// The migration of one guest away from here, up to the moment that it may be released.
+/// The migration of one guest away from this host, up to the moment when it may be released.
 #[derive(Debug)]
 pub struct Outgoing {
     migration: Arc<Migration>,
@@ -188,18 +191,18 @@ pub struct Outgoing {
     wishes: watch::Sender<Wish>,
 }
 
-/// What the owner wants of the pacing task.
+/// The owner's orders to the pacing task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Wish {
-    /// Which of the migrations this is about: QEMU's may have to be started again.
+    /// The migration that this is about: QEMU's may have to be started again.
     life: u64,
-    /// Passes of it that may be begun.
+    /// The number of its passes that may be begun.
     passes: u64,
-    /// The task shall leave QEMU held and end.
+    /// Whether the task shall leave QEMU held and end.
     end: bool,
 }
 
-/// What the owner's side and the pacing task share.
+/// State shared by the owner's side and the pacing task.
 #[derive(Debug)]
 struct Migration {
     qmp: Qmp,
@@ -208,7 +211,7 @@ struct Migration {
     before: Before,
     prelude: Prelude,
     inner: Mutex<Inner>,
-    /// Wakes who waits for an event of a stream that was replaced.
+    /// Wakes tasks that wait for an event of a replaced stream.
     replaced: Notify,
 }
 
@@ -217,21 +220,21 @@ struct Inner {
     shared: Arc<Shared>,
     socket: UnixStream,
     life: u64,
-    /// Where the first pass is held; none: before its first page.
+    /// Where the first pass is held; `None`: before its first page.
     first_goal: Option<Goal>,
     progress: Progress,
-    /// The newest estimate of dirty pages of this pass, and when it was made.
+    /// The newest estimate of dirty pages of this pass, and its time.
     dirty: Option<(u64, Instant)>,
     /// Whether the guest was ordered to stop here.
     stop_ordered: bool,
 }
 
 impl Outgoing {
-    /// Prepares the source's QEMU and begins its migration into a socket at `path`, which is made
-    /// and removed here. QEMU's account must be able to reach it. A guest that writes too fast may
-    /// be slowed by up to `slow_at_most` percent of its time.
+    /// Prepares the source's QEMU and begins its migration into a socket at `path`, which is
+    /// created and removed here. QEMU's account must be able to reach it. A guest that writes too
+    /// fast may be throttled by up to `slow_at_most` percent of its time.
     ///
-    /// On an error QEMU is as it was. Reading begins at once: events follow.
+    /// On an error QEMU is restored. Reading begins at once: events follow.
     pub async fn start(
         qmp: &Qmp,
         memory: Arc<GuestMemory>,
@@ -274,8 +277,8 @@ impl Outgoing {
         Ok((outgoing, prelude))
     }
 
-    /// Waits for what happens next. Events that are not taken hold the reader, some thousands of
-    /// runs later. Dropping the future loses nothing.
+    /// Waits for the next event. Untaken events block the reader after some thousands of runs.
+    /// Dropping the future loses nothing.
     pub async fn next_event(&self) -> Event {
         loop {
             let shared = self.migration.shared();
@@ -293,13 +296,13 @@ impl Outgoing {
         }
     }
 
-    /// What has happened and was not taken yet, if anything.
+    /// Returns the next event if there is one.
     pub fn try_event(&self) -> Option<Event> {
         self.migration.shared().take_event()
     }
 
-    /// Lets the next pass begin, now or as soon as this one is read. A QEMU that may complete by
-    /// itself is let do so only when enough is dirty; till then nothing happens.
+    /// Allows the next pass to begin, now or as soon as this one is read. A QEMU that may complete
+    /// by itself begins it only when enough is dirty.
     pub fn next_pass(&self) {
         let (life, pass) = self.migration.life_and_pass();
         self.wishes.send_modify(|wish| {
@@ -308,33 +311,33 @@ impl Outgoing {
         });
     }
 
-    /// Stops reading in the middle of the pass (`true`), or goes on. QEMU waits, and the guest
+    /// Stops reading in the middle of the pass (`true`), or goes on. QEMU blocks, and the guest
     /// goes on running.
     pub fn hold(&self, held: bool) {
         self.migration.shared().hold(held);
     }
 
-    /// How far it is.
+    /// Returns the progress.
     pub fn progress(&self) -> Progress {
         self.migration.progress()
     }
 
-    /// What the tail would begin with if the guest were frozen now: the kept blocks, as far as they
-    /// were read. They seldom change, so most of it can travel before.
+    /// Returns the beginning of the tail if the guest were frozen now: the kept blocks, as far as
+    /// they were read. They seldom change, so most of it can be sent before.
     pub fn kept_so_far(&self) -> Vec<u8> {
         self.migration.kept_section(&self.migration.shared().kept())
     }
 
-    /// Whether the guest ran before the move.
+    /// Returns whether the guest ran before the move.
     pub fn was_running(&self) -> bool {
         self.migration.before.running
     }
 
-    /// Stops the guest, reads the rest of the stream and leaves QEMU in `postmigrate`.
+    /// Stops the guest, reads the stream to its end and leaves QEMU in `postmigrate`.
     ///
     /// Only when this has returned may the guest be released to another host. On
-    /// [`OutgoingError::Restarted`] the guest runs on and the pass starts from 1 again; on any
-    /// other error [`Outgoing::abort`] is due.
+    /// [`OutgoingError::Restarted`] the guest runs on and the pass starts from 1 again; after any
+    /// other error the owner must call [`Outgoing::abort`].
     pub async fn freeze(&mut self) -> Result<Frozen, OutgoingError> {
         self.stop_pacing().await;
         if self.migration.before.holds_by_rate() {
@@ -351,18 +354,18 @@ impl Outgoing {
         }
     }
 
-    /// Gives the move up: the guest goes on here as it was before, and so do QEMU's settings.
+    /// Aborts the move: the guest goes on here as before, and QEMU's settings are restored.
     ///
-    /// At any moment until the guest is released, after a freeze as well. A guest that was paused
-    /// before and is frozen runs for a moment: QEMU has no other way back.
+    /// Allowed until the guest is released, also after a freeze. A guest that was paused before and
+    /// is frozen runs for a moment: QEMU offers no other way back.
     pub async fn abort(mut self) -> Result<(), OutgoingError> {
         for task in [self.pacer.take(), self.guard.take()].into_iter().flatten() {
             task.abort();
-            // It was told to end; how it ended says nothing.
+            // It was ordered to end; its result is of no interest.
             let _ = task.await;
         }
         let migration = Arc::clone(&self.migration);
-        // A closed socket also frees a QEMU that waits in a write with its big lock held.
+        // A closed socket also releases a QEMU that blocks in a write with its big lock held.
         migration.shared().quit();
         migration.close();
         source::resume(&migration.qmp, migration.before.running).await?;
@@ -370,8 +373,8 @@ impl Outgoing {
         Ok(())
     }
 
-    /// Lets QEMU complete by itself, as it must never: for tests of what becomes of the guest when
-    /// the agent dies then. A [`Outgoing::freeze`] may follow.
+    /// Lets QEMU complete by itself, which it must never do in production: for tests of a guest
+    /// whose agent dies then. A [`Outgoing::freeze`] may follow.
     pub async fn complete_early(&mut self) -> Result<(), OutgoingError> {
         self.stop_pacing().await;
         self.migration.complete_early().await
@@ -380,7 +383,7 @@ impl Outgoing {
     async fn stop_pacing(&mut self) {
         self.wishes.send_modify(|wish| wish.end = true);
         if let Some(pacer) = self.pacer.take() {
-            // A task that panicked left QEMU where it was, and the freeze looks for itself.
+            // A task that panicked left QEMU unchanged, and the freeze queries its state itself.
             let _ = pacer.await;
         }
     }
@@ -397,7 +400,7 @@ impl Drop for Outgoing {
 
 impl Migration {
     fn inner(&self) -> MutexGuard<'_, Inner> {
-        // What is inside is whole whenever the lock is free.
+        // The content is consistent whenever the lock is free.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -422,7 +425,7 @@ impl Migration {
         }
     }
 
-    /// Whether QEMU may complete by itself.
+    /// Returns whether QEMU may complete by itself.
     fn may_complete(&self) -> bool {
         !self.before.held_by_ack
     }
@@ -443,8 +446,8 @@ async fn connect(
     if before.misses_writes {
         memory.remember_reads();
     }
-    // The place to stop at is known before QEMU can run past it. Where the RAM holds so little
-    // that a socket could take it all, QEMU is not let write any page.
+    // The place to stop at is known before QEMU can run past it. Where the RAM has so little
+    // content that a socket could take it all, QEMU is not allowed to write any page.
     let looking = Arc::clone(memory);
     let places = tokio::task::spawn_blocking(move || last_places(&looking)).await;
     let places = places.map_err(|error| OutgoingError::Failed(error.to_string()))??;
@@ -480,7 +483,7 @@ async fn connect(
     Ok((inner, prelude))
 }
 
-/// For each block that is not kept, where its last pages with content begin.
+/// Returns, for each block that is not kept, where its last pages with content begin.
 fn last_places(memory: &GuestMemory) -> Result<Vec<(usize, u64)>, AccessError> {
     let blocks = memory.blocks().iter().enumerate();
     let direct = blocks.filter(|(_, block)| !block.is_kept());
@@ -531,7 +534,7 @@ async fn open(
         accepted.map_err(failed)
     };
     let accepted = accepted.await;
-    // Nobody else shall connect. If it is gone already, so much the better.
+    // No other client may connect. An error means that the file is gone already.
     let _ = std::fs::remove_file(path);
     let socket = accepted?;
     let shared = Shared::new();
@@ -540,7 +543,7 @@ async fn open(
     Ok((shared, socket))
 }
 
-/// A socket that only this QEMU's account can connect to.
+/// Returns a socket that only this QEMU's account can connect to.
 fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
     use std::os::unix::fs::MetadataExt;
     match std::fs::remove_file(path) {
@@ -553,13 +556,13 @@ fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
     Ok(listener)
 }
 
-/// Makes a socket QEMU's account's. That account owns the folder, which is closed to others, and may have
-/// put a link in the place of the socket: it is not followed.
+/// Gives a socket to QEMU's account. That account owns the folder, which is closed to others, and may
+/// have replaced the socket by a link: the link is not followed.
 fn give(path: &Path, uid: u32) -> std::io::Result<()> {
     std::os::unix::fs::lchown(path, Some(uid), None)
 }
 
-/// The connection that comes from this process; others are closed.
+/// Returns the connection from this process; others are closed.
 async fn accept(listener: &tokio::net::UnixListener, pid: i32) -> std::io::Result<UnixStream> {
     loop {
         let (socket, _) = listener.accept().await?;

@@ -1,9 +1,9 @@
-//! The thread that reads a source's migration socket, and the state that it shares with the task
-//! that paces it.
+//! Implements the thread that reads a source's migration socket, and its state shared with the
+//! pacing task.
 //!
 //! ```text
 //!        run(goal)                        flush()
-//! RESTS ----------> RUNS (till the goal) --------> FLUSHES -> ENDED(Complete)
+//! RESTS ----------> RUNS (to the goal) ----------> FLUSHES -> ENDED(Complete)
 //!   ^---------------'  |                             |
 //!                      '-----------------------------'-----> ENDED(Failed)
 //! ```
@@ -22,53 +22,53 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Notify;
 
-/// Events that may wait for the owner before the reader rests.
+/// The maximum number of events that wait for the owner before the reader rests.
 const EVENTS_MAX: usize = 64;
-/// Runs of blocks in one event, at most.
+/// The maximum number of runs of blocks in one event.
 const RUNS_MAX: usize = 1024;
-/// Bytes that are read at once; they count as left unread when the reader rests.
+/// The size of a read; these bytes count as unread when the reader rests.
 const READ_BYTES: usize = 64 << 10;
-/// Bytes that are read at once where a pass ends, so that QEMU is not let run ahead.
+/// The size of a read at the end of a pass, so that QEMU does not run ahead.
 const READ_BYTES_AT_END: usize = 4096;
-/// How long the reader waits for bytes before it looks whether it is still wanted.
+/// How long the reader waits for bytes before it checks whether it is still needed.
 const PATIENCE_MS: u16 = 100;
-/// Pause after a section without pages, where the next pass is waited for.
+/// The pause after a section without pages, while waiting for the next pass.
 const EMPTY_SECTION_PAUSE: Duration = Duration::from_millis(2);
 
-/// What ends a run of the reader.
+/// The end of a run of the reader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Goal {
     /// Everything before the first page.
     Prelude,
     /// The first page at or behind this place in the stream's order.
     Place { block: usize, page: u64 },
-    /// So many pages.
+    /// This number of pages.
     Pages(u64),
     /// The first page of the next pass.
     NextPass,
-    /// None: until something else is wanted.
+    /// No goal: until another order.
     Open,
 }
 
-/// How the stream ended.
+/// The end of the stream.
 #[derive(Debug, Clone)]
 pub(crate) enum End {
-    /// The device state is there, complete.
+    /// The device state is complete.
     Complete(Vec<u8>),
-    /// It cannot be read on.
+    /// It cannot be read further.
     Failed(ReadError),
 }
 
-/// Why a source's stream cannot be read on.
+/// Why a source's stream cannot be read further.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ReadError {
-    /// The stream makes no sense.
+    /// The stream is malformed.
     #[error(transparent)]
     Parse(#[from] ParseError),
     /// QEMU closed it.
     #[error("QEMU closed its migration socket before the end")]
     Closed,
-    /// The system failed.
+    /// A system call failed.
     #[error("cannot read QEMU's migration socket: {0}")]
     System(String),
     /// A block that QEMU did not list.
@@ -87,16 +87,16 @@ enum Mode {
 #[derive(Debug)]
 struct State {
     mode: Mode,
-    /// Counts the times that the mode was set.
+    /// Counts the changes of the mode.
     orders: u64,
-    /// Whether the thread is at work.
+    /// Whether the thread is working.
     busy: bool,
-    /// The owner holds the reader, whatever the mode.
+    /// Whether the owner holds the reader, whatever the mode.
     held: bool,
-    /// How many want it to read on, though it rests or is held.
+    /// The number of callers that want it to read on, though it rests or is held.
     reading_on: u32,
     events: VecDeque<Event>,
-    /// Whether what is read belongs to the next pass, and what was.
+    /// Whether content read now belongs to the next pass, and that content.
     aside: bool,
     late: Vec<Event>,
     end: Option<End>,
@@ -105,14 +105,14 @@ struct State {
     kept: BTreeMap<(usize, u64), Option<Box<Page>>>,
 }
 
-/// What the thread, the pacing task and the owner share.
+/// State shared by the thread, the pacing task and the owner.
 #[derive(Debug)]
 pub(crate) struct Shared {
     state: Mutex<State>,
     reader: Condvar,
-    /// Wakes whoever waits for the reader to rest or end.
+    /// Wakes tasks that wait for the reader to rest or end.
     rested: Notify,
-    /// Wakes whoever waits for an event.
+    /// Wakes tasks that wait for an event.
     pub(crate) event: Notify,
 }
 
@@ -140,7 +140,7 @@ impl Shared {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // The state is whole whenever the lock is free.
+        // The state is consistent whenever the lock is free.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -148,7 +148,7 @@ impl Shared {
         let mut state = self.lock();
         let fits = match state.mode {
             Mode::Rest | Mode::Run(_) => true,
-            // Nothing else takes a reader back that reads to the end.
+            // Only this takes back a reader that reads to the end.
             Mode::Flush => matches!(mode, Mode::Quit),
             Mode::Quit => false,
         };
@@ -160,8 +160,8 @@ impl Shared {
         self.reader.notify_all();
     }
 
-    /// Reads on until the value is dropped, though the reader rests or is held. What comes while it
-    /// should rest is told with the next pass.
+    /// Reads on until the value is dropped, though the reader rests or is held. Pages read in a
+    /// rest are reported with the next pass.
     pub(crate) fn read_on(&self) -> ReadingOn<'_> {
         let mut state = self.lock();
         state.reading_on += 1;
@@ -171,12 +171,12 @@ impl Shared {
         ReadingOn(self)
     }
 
-    /// Reads till the goal.
+    /// Reads until the goal.
     pub(crate) fn run(&self, goal: Goal) {
         self.set(Mode::Run(goal));
     }
 
-    /// Reads on while a pass is held: what comes is told with the next one.
+    /// Reads on while a pass is held: the content is reported with the next one.
     pub(crate) fn run_aside(&self) {
         self.lock().aside = true;
         self.run(Goal::Open);
@@ -204,12 +204,12 @@ impl Shared {
         self.reader.notify_all();
     }
 
-    /// Whether the owner holds the reader.
+    /// Returns whether the owner holds the reader.
     pub(crate) fn is_held(&self) -> bool {
         self.lock().held
     }
 
-    /// Whether the reader rests; the end counts as rest.
+    /// Returns whether the reader rests; the end counts as rest.
     pub(crate) fn is_resting(&self) -> bool {
         let state = self.lock();
         state.end.is_some() || (matches!(state.mode, Mode::Rest) && !state.busy)
@@ -228,7 +228,7 @@ impl Shared {
         }
     }
 
-    /// How the stream ended, if it has.
+    /// Returns how the stream ended; `None` while it has not.
     pub(crate) fn end(&self) -> Option<End> {
         self.lock().end.clone()
     }
@@ -246,24 +246,24 @@ impl Shared {
         }
     }
 
-    /// The prelude, once it is there.
+    /// Returns the prelude, once it is there.
     pub(crate) fn prelude(&self) -> Option<Prelude> {
         self.lock().prelude.clone()
     }
 
-    /// Records read so far.
+    /// Returns the number of records read so far.
     pub(crate) fn pages_read(&self) -> u64 {
         self.lock().pages_read
     }
 
-    /// The oldest event that was not taken.
+    /// Returns the oldest event that was not taken.
     pub(crate) fn take_event(&self) -> Option<Event> {
         let event = self.lock().events.pop_front();
         self.reader.notify_all();
         event
     }
 
-    /// Everything that was reported written and not taken.
+    /// Returns all blocks reported written and not taken.
     pub(crate) fn take_written(&self) -> Vec<Written> {
         let mut state = self.lock();
         let late = std::mem::take(&mut state.late);
@@ -275,23 +275,23 @@ impl Shared {
         written.collect()
     }
 
-    /// The content of the kept blocks' pages so far.
+    /// Returns the content of the kept blocks' pages so far.
     pub(crate) fn kept(&self) -> BTreeMap<(usize, u64), Option<Box<Page>>> {
         self.lock().kept.clone()
     }
 
-    /// The newest content of the kept blocks' pages.
+    /// Returns the newest content of the kept blocks' pages.
     pub(crate) fn take_kept(&self) -> BTreeMap<(usize, u64), Option<Box<Page>>> {
         std::mem::take(&mut self.lock().kept)
     }
 
-    /// Tells the owner something, behind what the reader told it.
+    /// Sends the owner an event, after those of the reader.
     pub(crate) fn tell(&self, event: Event) {
         self.lock().events.push_back(event);
         self.event.notify_waiters();
     }
 
-    /// Tells the owner that a pass begins, and what of it was read before.
+    /// Reports to the owner that a pass begins, and the part of it that was read before.
     pub(crate) fn begin_pass(&self, pass: u64) {
         let mut state = self.lock();
         state.aside = false;
@@ -302,7 +302,7 @@ impl Shared {
         self.event.notify_waiters();
     }
 
-    /// Ends the run that was ordered so.
+    /// Ends the run with this order's number.
     fn reached(&self, order: u64) {
         let mut state = self.lock();
         if state.orders == order {
@@ -317,7 +317,7 @@ impl Shared {
     }
 
     /// Waits until there is something to read for, and returns the goal, if there is one, and the
-    /// order's number; none when the thread shall end.
+    /// order's number; `None` when the thread shall end.
     fn wait_for_work(&self) -> Option<(Option<Goal>, u64)> {
         let mut state = self.lock();
         loop {
@@ -326,7 +326,7 @@ impl Shared {
             let goal = match state.mode {
                 Mode::Quit => return None,
                 Mode::Flush => Some(None),
-                // A pass's end is short, and no place to rest at.
+                // The end of a pass is short, and the reader cannot rest there.
                 Mode::Run(Goal::NextPass) => Some(Some(Goal::NextPass)),
                 Mode::Run(goal) if (!full && !state.held) || reading_on => Some(Some(goal)),
                 Mode::Rest if reading_on => Some(None),
@@ -345,7 +345,7 @@ impl Shared {
     }
 }
 
-/// While it lives the reader reads on.
+/// Makes the reader read on while it exists.
 pub(crate) struct ReadingOn<'a>(&'a Shared);
 
 impl Drop for ReadingOn<'_> {
@@ -362,14 +362,14 @@ pub(crate) struct Reader {
     memory: Arc<GuestMemory>,
     parser: Parser,
     buffer: Vec<u8>,
-    /// What of the buffer has not been parsed.
+    /// The range of the buffer that is not parsed yet.
     unparsed: std::ops::Range<usize>,
-    /// The stream's blocks: their places in the guest's memory, and whether they are kept.
+    /// The stream's blocks: their indices in the guest's memory, and whether they are kept.
     blocks: Vec<(usize, bool)>,
     runs: Option<Written>,
     pages: u64,
     pages_in_section: u64,
-    /// The order that is being carried out, and pages and pass when it began.
+    /// The current order, and the pages and pass when it began.
     order: Option<(u64, u64, u64)>,
 }
 
@@ -406,7 +406,7 @@ impl Reader {
                 self.order = Some((order, self.pages, self.parser.pass()));
             }
             let result = self.read_some(goal);
-            // Everything read is told before anyone learns that the reader rests.
+            // Everything read is reported before the reader is seen to rest.
             if !matches!(result, Ok(Step::On)) {
                 self.tell_runs();
             }
@@ -419,7 +419,7 @@ impl Reader {
         }
     }
 
-    /// Parses what there is, or waits for more.
+    /// Parses the available bytes, or waits for more.
     fn read_some(&mut self, goal: Option<Goal>) -> Result<Step, ReadError> {
         if self.unparsed.is_empty() {
             self.tell_runs();
@@ -430,7 +430,7 @@ impl Reader {
         self.parse(goal)
     }
 
-    /// Reads from the socket; false when nothing came for a while.
+    /// Reads from the socket; returns false when no bytes arrived for a while.
     fn fill(&mut self, goal: Option<Goal>) -> Result<bool, ReadError> {
         let system = |error: std::io::Error| ReadError::System(error.to_string());
         let mut ready = [PollFd::new(self.socket.as_fd(), PollFlags::POLLIN)];
@@ -505,7 +505,7 @@ impl Reader {
             }
             stream::Event::SectionEnd => {
                 if self.pages_in_section == 0 && goal == Some(Goal::NextPass) {
-                    // QEMU looks for dirty pages before each of these; it need not do so often.
+                    // QEMU queries dirty pages before each of these; it need not do so often.
                     std::thread::sleep(EMPTY_SECTION_PAUSE);
                 }
                 Ok(Step::On)
@@ -541,7 +541,7 @@ impl Reader {
         Ok(())
     }
 
-    /// Notes a record.
+    /// Records a written page.
     fn written(&mut self, index: usize, page: u64, content: Content) {
         let Some((block, kept)) = self.blocks.get(index).copied() else {
             return;
@@ -551,7 +551,7 @@ impl Reader {
                 Content::Kept(content) => Some(content),
                 Content::Zero | Content::Skipped => None,
             };
-            // Destinations are given pages by the stream's own numbers of blocks.
+            // Destinations get pages by the stream's own block numbers.
             self.shared.lock().kept.insert((index, page), content);
             return;
         }

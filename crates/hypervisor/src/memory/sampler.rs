@@ -1,16 +1,16 @@
-//! How much of a guest's RAM changes, from the content of a sample of its blocks.
+//! Estimates how much of a guest's RAM changes, from a sample of its blocks.
 
 use super::fingerprints::hash;
 use super::guest_memory::{AccessError, GuestMemory};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 
-/// One block of this many is looked at, between these bounds.
+/// One block of this many is sampled, between these bounds.
 const ONE_OF: u64 = 64;
 const SAMPLES_MIN: u64 = 4096;
 const SAMPLES_MAX: u64 = 8192;
-/// Blocks that are read at once.
+/// The number of blocks read at once.
 const BATCH: usize = 64;
-/// Zeros that are all looked at, in blocks, before the steps grow: 8 GiB.
+/// The number of zero blocks that are all read before the steps grow: 8 GiB.
 const ZEROS_SEEN_WHOLE: u64 = 1 << 21;
 
 /// The content of some blocks at one moment.
@@ -22,7 +22,7 @@ pub(crate) struct Sample {
 }
 
 impl Sample {
-    /// Looks at blocks spread over all of the RAM that can be read from outside.
+    /// Samples blocks spread over all RAM that is readable from outside.
     pub(crate) fn take(memory: &GuestMemory) -> Result<Self, AccessError> {
         let direct = memory.blocks().iter().enumerate();
         let direct: Vec<(usize, u64)> = direct
@@ -45,7 +45,7 @@ impl Sample {
         Ok(sample)
     }
 
-    /// How many blocks of the RAM have changed since, as far as the sample tells.
+    /// Estimates how many blocks of the RAM have changed since the sample.
     pub(crate) fn changed_blocks(&self, memory: &GuestMemory) -> Result<u64, AccessError> {
         let now = self.look(memory)?;
         let pairs = self.hashes.iter().zip(&now);
@@ -74,7 +74,7 @@ impl Sample {
     }
 }
 
-/// One place in every `step`, not always the same one.
+/// Returns one place in every `step`, at varying offsets.
 fn spread(blocks: u64, step: u64) -> Vec<u64> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut places = Vec::new();
@@ -92,8 +92,8 @@ fn spread(blocks: u64, step: u64) -> Vec<u64> {
     places
 }
 
-/// A block of 4 KiB from which on at least `wanted` blocks are not zero, near the end; 0 where
-/// there are not that many. Of a large stretch of zeros only a little is looked at.
+/// Returns a block of 4 KiB from which on at least `wanted` blocks are not zero, near the end; 0
+/// where there are fewer. Of a large stretch of zeros only a part is read.
 pub(crate) fn start_of_last_non_zero(
     memory: &GuestMemory,
     block: usize,

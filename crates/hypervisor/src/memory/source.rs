@@ -1,4 +1,4 @@
-//! What a source QEMU is set to for a move, and how it gets back to what it was.
+//! Sets a source QEMU up for a move, and restores its earlier settings.
 
 use crate::balloon::tells_free_pages;
 use crate::observe::machine_type;
@@ -10,12 +10,12 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a migration may take to end once it is cancelled.
+/// The time limit for a cancelled migration to end.
 const CANCEL_TIMEOUT: Duration = Duration::from_secs(30);
-/// How often its state is asked for.
+/// The interval between queries of its state.
 const POLL: Duration = Duration::from_millis(10);
 
-/// Why a source's QEMU could not be set up or brought back.
+/// Why a source's QEMU could not be set up or restored.
 #[derive(Debug, thiserror::Error)]
 pub enum SourceError {
     /// QEMU did not answer, or refused.
@@ -27,24 +27,24 @@ pub enum SourceError {
         /// The command.
         command: &'static str,
     },
-    /// The guest cannot be moved in the state that it is in.
+    /// The guest's run state does not allow a move.
     #[error("the guest is `{}`: {}", .0, why_not(.0))]
     RunState(String),
-    /// What its QEMU was set to cannot be kept, or read again.
+    /// QEMU's earlier settings cannot be saved, or read again.
     #[error("QEMU's settings before the move cannot be kept in {}: {why}", path.display())]
     Keep {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         why: String,
     },
     /// A migration is under way already.
     #[error("QEMU has a migration under way already ({0}): end that one first")]
     Migrating(String),
-    /// QEMU says why it cannot migrate.
+    /// QEMU reports that it cannot migrate.
     #[error("QEMU cannot move this guest: {0}")]
     Blocked(String),
-    /// The machine type is set to write a stream whose end cannot be found.
+    /// The machine type writes a stream whose end cannot be detected.
     #[error("the machine has `suppress-vmdesc` on: its device state cannot be moved")]
     NoDescription,
     /// The migration does not end.
@@ -52,7 +52,7 @@ pub enum SourceError {
     DoesNotEnd {
         /// Its state.
         status: String,
-        /// How long was waited.
+        /// The time waited.
         waited: Duration,
     },
     /// The guest does not run again.
@@ -67,18 +67,18 @@ pub(crate) struct Before {
     pub(crate) running: bool,
     /// Whether withholding the switchover acknowledgement keeps QEMU from completing.
     pub(crate) held_by_ack: bool,
-    /// Whether QEMU does not see all that the guest writes.
+    /// Whether QEMU misses some of the guest's writes.
     pub(crate) misses_writes: bool,
-    /// Whether a balloon tells QEMU what the guest does not use.
+    /// Whether a balloon reports unused pages to QEMU.
     tells_free_pages: bool,
-    /// Whether QEMU looks for dirty pages in the middle of its passes too.
+    /// Whether QEMU queries dirty pages in the middle of its passes too.
     pub(crate) looks_within_passes: bool,
-    /// By how much QEMU may slow the guest, in percent of its time.
+    /// By how much QEMU may throttle the guest, in percent of its time.
     pub(crate) slow_at_most: Option<u8>,
     settings: Settings,
 }
 
-/// What a QEMU is set to for migrations, as far as a move changes it.
+/// QEMU's migration settings, as far as a move changes them.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settings {
     capabilities: Vec<(String, bool)>,
@@ -93,23 +93,23 @@ const SET: [&str; 5] = [
     "cpu-throttle-increment",
     "max-cpu-throttle",
 ];
-/// QEMU slows a guest that writes too fast by this share of what it may at first,
+/// QEMU first throttles a guest that writes too fast by this share of the maximum,
 const SLOW_FIRST_SHARE: f64 = 0.5;
-/// and by so many percent of the guest's time more after every second pass that shows no better.
+/// and by this many percent of the guest's time more after every second pass without improvement.
 const SLOW_STEP_PERCENT: u64 = 10;
-/// Parameters that a move sets where they are not so already: the stream goes through a socket of
-/// this host, as a stream.
+/// Parameters that a move sets where they differ: the stream goes through a socket of this host, as
+/// a single stream.
 const SET_TO: [(&str, &str); 4] = [
     ("mode", "normal"),
     ("tls-authz", ""),
     ("tls-creds", ""),
     ("tls-hostname", ""),
 ];
-/// Largest file of settings that is read, in bytes.
+/// The maximum size of a settings file that is read, in bytes.
 const SETTINGS_BYTES_MAX: u64 = 64 << 10;
 
 impl Settings {
-    /// Looks at them.
+    /// Queries them.
     pub async fn look(qmp: &Qmp) -> Result<Self, SourceError> {
         let capabilities = capabilities(qmp).await?;
         let command = "query-migrate-parameters";
@@ -130,7 +130,7 @@ impl Settings {
         })
     }
 
-    /// Sets what a move cannot work with.
+    /// Clears settings that a move does not allow.
     async fn clear(&self, qmp: &Qmp) -> Result<(), SourceError> {
         let changed = SET_TO
             .into_iter()
@@ -145,7 +145,7 @@ impl Settings {
         Ok(())
     }
 
-    /// Sets QEMU back to them.
+    /// Restores them in QEMU.
     pub async fn restore(&self, qmp: &Qmp) -> Result<(), SourceError> {
         let now = capabilities(qmp).await?;
         let changed = self.capabilities.iter().filter(|one| !now.contains(one));
@@ -157,8 +157,8 @@ impl Settings {
         Ok(())
     }
 
-    /// Keeps them in a file, for an agent that is started again in the middle of a move. A file
-    /// that is there is from before an earlier part of the same move, and stays.
+    /// Saves them in a file, for an agent that is restarted in the middle of a move. An existing
+    /// file is from an earlier part of the same move, and stays.
     pub fn keep(&self, path: &Path) -> Result<(), SourceError> {
         let write = || -> io::Result<()> {
             if path.exists() {
@@ -174,8 +174,7 @@ impl Settings {
         write().map_err(kept(path))
     }
 
-    /// Sets QEMU back to what was kept in a file, and removes the file; without one, nothing is
-    /// to be done.
+    /// Restores QEMU's settings from a file, and removes the file; without a file it does nothing.
     pub async fn restore_kept(qmp: &Qmp, path: &Path) -> Result<(), SourceError> {
         let mut bytes = Vec::new();
         match fs::File::open(path) {
@@ -201,24 +200,25 @@ fn kept(path: &Path) -> impl Fn(io::Error) -> SourceError + use<> {
     }
 }
 
-/// Whether a guest in this state runs; an error where it cannot be moved.
+/// Returns whether a guest in this state runs; an error where it cannot be moved.
 pub fn runs(state: &str) -> Result<bool, SourceError> {
     match state {
         "running" => Ok(true),
-        // With an I/O error it stands still, and QEMU's stream says so to the destination.
+        // It is stopped with an I/O error, and QEMU's stream reports that to the destination.
         "paused" | "prelaunch" | "io-error" => Ok(false),
         other => Err(SourceError::RunState(other.to_owned())),
     }
 }
 
-/// Why a guest cannot be moved in a state, and what to do.
+/// Returns why a guest cannot be moved in a state, and what to do.
 fn why_not(state: &str) -> &'static str {
     match state {
         "suspended" => {
             "a QEMU 10.0 that had to take a suspended guest back would end itself; wake it first"
         }
         "shutdown" => {
-            "it has shut down, and would run on if it had to be taken back; start it at the destination"
+            "it has shut down, and would run on if it had to be taken back; start it at the \
+             destination"
         }
         "guest-panicked" => {
             "its kernel gave up, and would run on if it had to be taken back; reset it first, or \
@@ -231,21 +231,22 @@ fn why_not(state: &str) -> &'static str {
 
 /// Capabilities that a move needs; all others that matter to a source are off.
 const NEEDED: [&str; 2] = ["return-path", "events"];
-/// And the one that makes a QEMU wait for the switchover acknowledgement.
+/// The capability that makes a QEMU wait for the switchover acknowledgement.
 const SWITCHOVER_ACK: &str = "switchover-ack";
-/// And one that a guest is slowed with.
+/// The capability that throttles a guest.
 const SLOWS: &str = "auto-converge";
-/// And one that keeps a QEMU from asking a balloon which pages are free; post-copy itself is not used.
+/// The capability that keeps a QEMU from asking a balloon for free pages; post-copy itself is not
+/// used.
 const SILENCES_BALLOON: &str = "postcopy-ram";
-/// The QEMU that was first seen to look for dirty pages all the time where that capability is on, ten
+/// The first QEMU that was seen to query dirty pages all the time with that capability on, ten
 /// times a second and more; 7.2 does not.
 const LOOKS_WITHIN_PASSES_FROM: (u32, u32) = (11, 1);
 /// A capability of destinations only.
 const LEFT_ALONE: &str = "late-block-activate";
 
 impl Before {
-    /// Looks at everything, and changes nothing. The guest may be slowed by up to so many percent of
-    /// its time.
+    /// Queries everything, and changes nothing. The guest may be throttled by up to `slow_at_most`
+    /// percent of its time.
     pub(crate) async fn look(qmp: &Qmp, slow_at_most: Option<u8>) -> Result<Self, SourceError> {
         let running = runs(&run_state(qmp).await?)?;
         let migration = qmp.query("query-migrate").await?;
@@ -290,9 +291,9 @@ impl Before {
         })
     }
 
-    /// Whether QEMU is held by its rate. It keeps a lock while it waits in a write, and a balloon that
-    /// tells it something waits for that with a lock of its own, which `stop` and a reset of the guest
-    /// need.
+    /// Returns whether QEMU is held by its rate. It keeps a lock while it blocks in a write, and a
+    /// balloon that reports to it waits for that lock with one of its own, which `stop` and a reset
+    /// of the guest need.
     pub(crate) fn holds_by_rate(&self) -> bool {
         self.tells_free_pages && self.held_by_ack && self.running
     }
@@ -335,13 +336,13 @@ impl Before {
     }
 }
 
-/// The last machine type version whose QEMU waits for the switchover acknowledgement whatever
-/// devices the guest has.
+/// The last machine type version whose QEMU waits for the switchover acknowledgement whatever the
+/// guest's devices.
 const ACK_MACHINE_MAX: (u32, u32) = (11, 0);
-/// The QEMU from which on that depends on the machine type.
+/// The first QEMU for which that depends on the machine type.
 const ACK_BY_MACHINE_FROM: (u32, u32) = (11, 1);
 
-/// Whether this QEMU cannot complete while the switchover acknowledgement is withheld.
+/// Returns whether this QEMU cannot complete while the switchover acknowledgement is withheld.
 ///
 /// Before 8.1 there is none. Up to 11.0 QEMU waits for it. From 11.1 on QEMU waits only where a
 /// device asks for it, which an ordinary guest's devices do not; machine types up to 11.0 keep the
@@ -360,7 +361,7 @@ pub(crate) async fn is_held_by_ack(qmp: &Qmp) -> Result<bool, QmpError> {
     Ok(version_of_machine(&machine).is_some_and(|version| version <= ACK_MACHINE_MAX))
 }
 
-/// The version at the end of a machine type's name: (11, 0) of `pc-q35-11.0`.
+/// Returns the version at the end of a machine type's name: (11, 0) of `pc-q35-11.0`.
 fn version_of_machine(name: &str) -> Option<(u32, u32)> {
     let (major, minor) = name.rsplit_once('-')?.1.split_once('.')?;
     Some((major.parse().ok()?, minor.parse().ok()?))
@@ -414,7 +415,7 @@ pub(crate) async fn set_bandwidth(qmp: &Qmp, max_bandwidth: u64) -> Result<(), S
     Ok(())
 }
 
-/// QEMU's run state.
+/// Returns QEMU's run state.
 pub(crate) async fn run_state(qmp: &Qmp) -> Result<String, SourceError> {
     let status = qmp.query("query-status").await?;
     let status = status["status"].as_str().map(str::to_owned);
@@ -423,20 +424,19 @@ pub(crate) async fn run_state(qmp: &Qmp) -> Result<String, SourceError> {
     })
 }
 
-/// The state of QEMU's migration.
+/// Returns the state of QEMU's migration.
 pub(crate) async fn migration_state(qmp: &Qmp) -> Result<String, SourceError> {
     let migration = qmp.query("query-migrate").await?;
     Ok(migration["status"].as_str().unwrap_or("none").to_owned())
 }
 
-/// Whether a migration in this state has ended.
+/// Returns whether a migration in this state has ended.
 pub(crate) fn is_over(status: &str) -> bool {
     matches!(status, "none" | "completed" | "failed" | "cancelled")
 }
 
-/// Ends whatever migration a source's QEMU has under way, and brings the guest back to running
-/// (`run`) or leaves it stopped. For a source whose agent died as well: before the guest was
-/// released, this is all that it takes.
+/// Ends any migration of a source's QEMU, and brings the guest back to running (`run`) or leaves it
+/// stopped. Also for a source whose agent died: before the guest was released, this is sufficient.
 pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
     let start = Instant::now();
     let mut status = migration_state(qmp).await?;
@@ -460,12 +460,12 @@ pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
             // It stopped by itself, and only its owner may let it go on.
             ("io-error" | "guest-panicked" | "shutdown" | "suspended", _) => return Ok(()),
             ("running", false) => drop(qmp.query("stop").await?),
-            // QEMU is about to resume it, or about to say that it ended.
+            // QEMU is about to resume it, or to report that it ended.
             ("finish-migrate", _) if start.elapsed() < CANCEL_TIMEOUT => {
                 tokio::time::sleep(POLL).await;
             }
-            // From here QEMU would refuse to migrate again; only by running for a moment does it
-            // get back to `paused`.
+            // In this state QEMU would refuse to migrate again; it returns to `paused` only by
+            // running for a moment.
             ("postmigrate", false) => drop(qmp.query("cont").await?),
             ("paused" | "postmigrate" | "prelaunch", true) if start.elapsed() < CANCEL_TIMEOUT => {
                 qmp.query("cont").await?;

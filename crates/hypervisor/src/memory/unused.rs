@@ -1,34 +1,34 @@
-//! RAM that nobody has used yet: it is zero, and reading it would only make the system put pages of
-//! zeros there.
+//! Detects RAM that was never used: it is zero, and reading it would only make the system allocate
+//! pages of zeros.
 //!
-//! Anonymous memory has no page until somebody touches one. Linux says of each page of a process
-//! whether it has one, in `/proc/PID/pagemap`.
+//! Anonymous memory has no page until its first access. Linux reports for each page of a process
+//! whether it exists, in `/proc/PID/pagemap`.
 
 use longhaul_protocol::BLOCK_SIZE;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// What the system holds for a page is in memory, or swapped out.
+/// The bits of a page that is in memory, or swapped out.
 const HELD: u64 = 0b11 << 62;
-/// Bytes that tell of one page.
+/// Size of a page's entry in bytes.
 const ENTRY_BYTES: usize = 8;
-/// Pages that are asked about at once.
+/// The maximum number of pages queried at once.
 const PAGES_MAX: usize = 512;
 
-/// Tells of a process's anonymous memory which is unused.
+/// Reports which pages of a process's anonymous memory are unused.
 #[derive(Debug, Clone)]
 pub(crate) struct PageMap(Arc<File>);
 
 impl PageMap {
-    /// That of a process; none where the system does not tell.
+    /// Opens the map of a process; returns `None` where the system does not provide it.
     pub(crate) fn open(pid: i32) -> Option<Self> {
         let file = File::open(format!("/proc/{pid}/pagemap")).ok()?;
         Some(Self(Arc::new(file)))
     }
 
-    /// Whether no page of `[start, start + length)` was ever used. False where it is not known, as of a
-    /// process that has ended.
+    /// Returns whether no page of `[start, start + length)` was ever used; false where that is
+    /// unknown, for example after the process has ended.
     pub(crate) fn is_unused(&self, start: u64, length: u64) -> bool {
         let mut entries = [0; PAGES_MAX * ENTRY_BYTES];
         let mut page = start / BLOCK_SIZE as u64;
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn memory_is_unused_until_it_is_written() {
-        // So much comes from the system, and is not touched.
+        // An allocation of this size is from the system, and is untouched.
         let mut memory = vec![0_u8; 64 << 20];
         let start = (memory.as_ptr() as u64).next_multiple_of(PAGE) + 16 * PAGE;
         let map = PageMap::open(std::process::id() as i32).unwrap();

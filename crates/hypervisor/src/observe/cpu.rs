@@ -1,7 +1,7 @@
-//! A guest's vCPUs: how many there are, and what its programs see of them.
+//! Reads a guest's vCPUs: their number, and the properties that the guest sees.
 //!
-//! There are some 500 properties, and QEMU answers one question each. They do not change while it
-//! runs, so they are remembered.
+//! There are some 500 properties, and QEMU answers one query each. They do not change while it
+//! runs, so they are cached.
 
 use super::{ask, at_once, list, not_understood, property};
 use crate::process::ProcessId;
@@ -14,7 +14,7 @@ use std::sync::{Mutex, PoisonError};
 
 type Properties = BTreeMap<String, String>;
 
-/// CPU properties that the guest sees and that are no feature bits.
+/// CPU properties that the guest sees and that are not feature bits.
 const CPU_VALUES: [&str; 10] = [
     "family",
     "guest-phys-bits",
@@ -27,7 +27,7 @@ const CPU_VALUES: [&str; 10] = [
     "vendor",
     "xlevel",
 ];
-/// Switches of what the guest sees that QEMU does not count among the features.
+/// Switches visible to the guest that QEMU does not count among the features.
 const CPU_SWITCHES: [&str; 7] = [
     "cpuid-0xb",
     "kvm",
@@ -37,14 +37,14 @@ const CPU_SWITCHES: [&str; 7] = [
     "tcg-cpuid",
     "vmware-cpuid-freq",
 ];
-/// Features that follow from the number of vCPUs, and that only newer QEMUs show as such.
+/// Features that follow from the number of vCPUs, and that only newer QEMUs list as features.
 const CPU_DERIVED: [&str; 2] = ["cmp-legacy", "ht"];
-/// Processes whose CPUs are remembered; the one that was asked for longest ago is forgotten first.
+/// The maximum number of processes whose CPUs are cached; the least recently used is evicted first.
 const REMEMBERED_MAX: usize = 256;
 
 static REMEMBERED: Mutex<VecDeque<Remembered>> = Mutex::new(VecDeque::new());
 
-/// The first vCPU of a process, which will not be another.
+/// The first vCPU of a process, which does not change.
 struct Remembered {
     process: ProcessId,
     path: String,
@@ -74,7 +74,7 @@ fn remember(process: &ProcessId, path: &str, properties: &Properties) {
     });
 }
 
-/// How many vCPUs there are, and what the first of them is.
+/// Returns the number of vCPUs, and the properties of the first of them.
 pub(super) async fn cpus(
     qmp: &Qmp,
     process: Option<&ProcessId>,
@@ -94,7 +94,7 @@ pub(super) async fn cpus(
 }
 
 async fn ask_properties(qmp: &Qmp, path: &str) -> Result<Properties, QmpError> {
-    // Expanding the empty model lists every feature bit by the one name that is not an alias.
+    // Expanding the empty model lists every feature bit by its one name that is not an alias.
     let model = json!({"type": "static", "model": {"name": "base"}});
     let (expanded, known) = tokio::try_join!(
         ask(qmp, "query-cpu-model-expansion", model),

@@ -1,8 +1,8 @@
-//! A guest's machine as its running QEMU shows it, and what of it cannot be moved.
+//! Reads a guest's machine from its running QEMU, and finds the parts that cannot be moved.
 //!
-//! What is read is what decides whether a state fits, and nothing that differs between two
-//! QEMUs that emulate the same machine: no addresses of this process, no names of objects that
-//! QEMU numbers as it likes, no CPU property that is only bookkeeping.
+//! It reads the properties that decide whether a state fits, and none that differ between two QEMUs
+//! with the same machine: no addresses of the process, no names of objects that QEMU numbers
+//! arbitrarily, no CPU properties that are only bookkeeping.
 
 mod cpu;
 
@@ -18,10 +18,10 @@ use longhaul_protocol::machine::{Device, Machine, RamBlock};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 
-/// Questions that are put to QEMU without waiting for their answers.
+/// The number of queries sent to QEMU without waiting for their answers.
 const QUESTIONS_AT_ONCE: usize = 48;
 
-/// Devices of a PC that are there or not by what its machine was asked for, and have no id.
+/// Optional devices of a PC without an id, which depend on the machine's options.
 const OPTIONAL_DEVICES: [&str; 9] = [
     "hpet",
     "i8042",
@@ -34,17 +34,18 @@ const OPTIONAL_DEVICES: [&str; 9] = [
     "vmport",
 ];
 
-/// Something that keeps a guest from being moved.
+/// A reason why a guest cannot be moved.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Blocker {
-    /// What it is, in one sentence.
+    /// The reason, in one sentence.
     pub text: String,
     /// What to do about it.
     pub hint: String,
 }
 
-/// Reads the machine of a running QEMU, and what of it cannot be moved; that is empty where everything
-/// can. What cannot change while QEMU runs is asked once of each process that the caller knows.
+/// Reads the machine of a running QEMU, and the reasons why it cannot be moved; an empty list means
+/// that it can. Properties that cannot change while QEMU runs are queried once for each process
+/// that the caller knows.
 pub async fn examine(
     qmp: &Qmp,
     process: Option<&ProcessId>,
@@ -59,7 +60,8 @@ pub async fn observe(qmp: &Qmp) -> Result<Machine, QmpError> {
     machine_of(qmp, None).await
 }
 
-/// A busy QEMU takes its time for each question that comes alone, so all that can be are put at once.
+/// Reads the machine with concurrent queries: a busy QEMU takes long for each query that arrives
+/// alone.
 async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, QmpError> {
     let (machine_type, kvm, blocks, devices, cpus) = tokio::try_join!(
         machine_type(qmp),
@@ -84,7 +86,7 @@ async fn machine_of(qmp: &Qmp, process: Option<&ProcessId>) -> Result<Machine, Q
     })
 }
 
-/// The machine type under its full name, such as `pc-q35-11.1`.
+/// Returns the machine type under its full name, such as `pc-q35-11.1`.
 pub(crate) async fn machine_type(qmp: &Qmp) -> Result<String, QmpError> {
     let question = json!({"path": "/machine", "property": "type"});
     let answer = ask(qmp, "qom-get", question).await?;
@@ -92,10 +94,10 @@ pub(crate) async fn machine_type(qmp: &Qmp) -> Result<String, QmpError> {
     Ok(name.trim_end_matches("-machine").to_owned())
 }
 
-/// Reads what `info ramblock` prints, in which newer QEMUs have more columns at the right.
+/// Parses the output of `info ramblock`, in which newer QEMUs have more columns at the right.
 fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, QmpError> {
     let parse = |line: &str| {
-        // The name may hold anything; it stands before its page size and three long numbers.
+        // The name may contain anything; its page size and three long numbers follow it.
         let long = |word: &&str| word.len() == 18 && word.starts_with("0x");
         let first = line.split_ascii_whitespace().find(long)?;
         let (name, page_bytes) = name_and_page_size(line.split(first).next()?)?;
@@ -124,7 +126,7 @@ fn ram_blocks(text: &str) -> Result<BTreeMap<String, RamBlock>, QmpError> {
     }
 }
 
-/// Reads the likes of `  pc.ram    4 KiB  `.
+/// Parses text such as ` pc.ram 4 KiB `.
 fn name_and_page_size(text: &str) -> Option<(&str, u64)> {
     let (rest, unit) = text.trim().rsplit_once(' ')?;
     let (name, number) = rest.trim_end().rsplit_once(' ')?;
@@ -155,7 +157,8 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
         devices.insert(label, device);
     }
     for bus in list(&buses, "query-pci")? {
-        // A bridge's bus has a number only once firmware gave it one, and sits on a named device.
+        // A bridge's bus has a number only after firmware assigned one, and belongs to a named
+        // device.
         if bus["bus"].as_u64() == Some(0) {
             devices.extend(built_in(&bus));
         }
@@ -181,7 +184,7 @@ async fn devices(qmp: &Qmp) -> Result<BTreeMap<String, Device>, QmpError> {
     Ok(devices)
 }
 
-/// The devices in a container of the machine: what they are called, here and by QEMU.
+/// Returns the devices in a container of the machine, by their names here and in QEMU.
 async fn peripherals(
     qmp: &Qmp,
     container: &str,
@@ -199,9 +202,9 @@ async fn peripherals(
     at_once(questions.collect()).await
 }
 
-/// Whether a network card sits on a TAP device, which takes work off the guest.
+/// Returns whether a network card has a TAP backend, which offers offloads to the guest.
 ///
-/// A guest that has agreed with its card on that cannot go on with a card that does not offer it.
+/// A guest that negotiated offloads with its card cannot go on with a card without them.
 fn has_offloads(networks: &str, name: &str) -> bool {
     let card = format!("{name}: ");
     let peer = networks
@@ -211,7 +214,7 @@ fn has_offloads(networks: &str, name: &str) -> bool {
     peer.is_some_and(|peer| peer.starts_with(" \\ ") && peer.contains("type=tap"))
 }
 
-/// The children of an object that are devices, with their types.
+/// Returns the children of an object that are devices, with their types.
 pub(crate) async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, String)>, QmpError> {
     let properties = ask(qmp, "qom-list", json!({"path": path})).await?;
     let child = |property: &Value| {
@@ -225,7 +228,7 @@ pub(crate) async fn children(qmp: &Qmp, path: &str) -> Result<Vec<(String, Strin
         .collect())
 }
 
-/// Where a device sits: its bus, and its place on that.
+/// Returns the bus of a device, and its address there.
 async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, QmpError> {
     let (bus, slot, port) = tokio::try_join!(
         property(qmp, path, "parent_bus"),
@@ -252,12 +255,12 @@ async fn address(qmp: &Qmp, path: &str) -> Result<Option<String>, QmpError> {
     }))
 }
 
-/// `slot.function` of what QEMU calls `devfn`.
+/// Returns `slot.function` of QEMU's `devfn`.
 pub(crate) fn pci_place(devfn: u64) -> String {
     format!("{:02x}.{:x}", devfn >> 3, devfn & 7)
 }
 
-/// The functions of a PCI bus that came with the machine, and so have no id.
+/// Returns the onboard functions of a PCI bus, which have no id.
 fn built_in(bus: &Value) -> Vec<(String, Device)> {
     let nothing = Vec::new();
     let functions = bus["devices"].as_array().unwrap_or(&nothing);
@@ -281,8 +284,8 @@ fn built_in(bus: &Value) -> Vec<(String, Device)> {
     functions.iter().filter_map(entry).collect()
 }
 
-/// The answers to many questions, in their order. Boxed, so that the compiler sees at once that they
-/// may move between threads.
+/// Returns the answers to many queries, in their order. Boxed, so that the compiler sees at once
+/// that they may move between threads.
 async fn at_once<T: Send>(
     questions: Vec<BoxFuture<'_, Result<T, QmpError>>>,
 ) -> Result<Vec<T>, QmpError> {
@@ -290,7 +293,7 @@ async fn at_once<T: Send>(
     answers.try_collect().await
 }
 
-/// What QEMU says of a guest that cannot be moved.
+/// QEMU's signs of a guest that cannot be moved.
 struct Signs {
     reasons: Vec<String>,
     confidential_guest: String,
@@ -383,7 +386,7 @@ fn blockers_of(
     found
 }
 
-/// Kinds of devices whose state stays on a host, what that state is, and what to do.
+/// Returns, for kinds of devices whose state is tied to a host, that state, and what to do.
 fn immovable(kind: &str) -> Option<(&'static str, &'static str)> {
     const DETACH: &str = "detach it from the guest before moving, and attach it again afterwards";
     const REPLACE: &str = "give the guest a disk or network card that QEMU serves itself";
@@ -425,7 +428,7 @@ async fn ask(qmp: &Qmp, command: &str, arguments: Value) -> Result<Value, QmpErr
     qmp.execute(command, arguments, COMMAND_TIMEOUT).await
 }
 
-/// An object's property; none where it has none of that name.
+/// Returns an object's property; `None` where it has none of that name.
 pub(crate) async fn property(qmp: &Qmp, path: &str, name: &str) -> Result<Option<Value>, QmpError> {
     let question = json!({"path": path, "property": name});
     match ask(qmp, "qom-get", question).await {

@@ -1,4 +1,4 @@
-//! Real QEMUs for the tests: where they are, and hosts of a test's own that offer them.
+//! Provides real QEMUs for the tests, and hosts that offer them.
 
 #![allow(dead_code, reason = "each test file uses what it needs")]
 
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
-/// The emulators that this machine has, by label: those of the laboratory, else the system's.
+/// Returns the emulators of this machine, by label: those of the laboratory, else the system's.
 pub(crate) fn emulators() -> Vec<(String, PathBuf)> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let lab = Path::new(&lab).join("qemu");
@@ -30,7 +30,7 @@ pub(crate) fn emulators() -> Vec<(String, PathBuf)> {
     found
 }
 
-/// Why a guest of one QEMU is known not to be loaded by another.
+/// Returns why a guest of one QEMU is known not to be loaded by another.
 pub(crate) fn does_not_load(from: &Path, to: &Path) -> Option<String> {
     tested::does_not_load(&version_of(from), &version_of(to))
 }
@@ -51,7 +51,7 @@ pub(crate) struct Host {
 impl Host {
     pub(crate) fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
-        // QEMU may run as somebody else.
+        // QEMU may run as another user.
         std::fs::set_permissions(folder.path(), Permissions::from_mode(0o711)).unwrap();
         let state = folder.path().join("state");
         let image = folder.path().join("vda.raw");
@@ -93,7 +93,7 @@ impl Host {
     }
 }
 
-/// A guest with one of everything, which boots from nothing.
+/// Returns a guest with one device of each kind, without anything to boot.
 pub(crate) fn guest(machine: &str) -> GuestDescription {
     let text = format!(
         r#"
@@ -113,8 +113,8 @@ pub(crate) fn guest(machine: &str) -> GuestDescription {
 /// The machine types of both families that every emulator here knows.
 pub(crate) const MACHINES: [&str; 2] = ["pc-q35-7.2", "pc-i440fx-7.2"];
 
-/// The machine types of both families that a QEMU is tested with: from 11.1 on, one of its own as well,
-/// which is held in another way.
+/// Returns the machine types of both families that a QEMU is tested with. From 11.1 on, one of its
+/// own is added, which is held in another way.
 pub(crate) fn machines(label: &str) -> [&'static str; 2] {
     match label {
         "11.1" => ["pc-q35-11.1", MACHINES[1]],

@@ -1,5 +1,5 @@
-//! The front end below a disk of a guest that arrives from elsewhere: there from the beginning, or put
-//! in before the guest runs, and taken out when it does.
+//! Tests the disk export below a disk of an arriving guest: present from the start, or inserted
+//! before the guest runs, and removed while it runs.
 
 use crate::common::emulators;
 use crate::load::Load;
@@ -13,14 +13,14 @@ use std::time::{Duration, Instant};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// When the front end gets below the disk of the destination's QEMU.
+/// When the disk export is inserted below the disk of the destination's QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
-    /// Its nodes are made so.
+    /// Its nodes are created so.
     FromTheStart,
     /// While it waits for the guest.
     Waiting,
-    /// When the guest has come, and does not run yet.
+    /// When the guest is loaded, and does not run yet.
     Loaded,
 }
 
@@ -38,7 +38,7 @@ async fn state(qemu: &Qemu, expected: &str) {
 }
 
 async fn migrate(source: &Qemu, destination: &Qemu) {
-    // QEMU 7.2 would read what an image says of itself when the guest has come, and not when it runs.
+    // QEMU 7.2 would read the image's header when the guest is loaded, and not when it runs.
     let late = json!([{"capability": "late-block-activate", "state": true}]);
     let capabilities = json!({"capabilities": late});
     execute(destination, "migrate-set-capabilities", capabilities).await;
@@ -51,7 +51,7 @@ async fn migrate(source: &Qemu, destination: &Qemu) {
     state(destination, "paused").await;
 }
 
-/// Moves a guest from one image to another one, whose content comes when the guest has stopped.
+/// Moves a guest from one image to another, whose content arrives when the guest has stopped.
 async fn arrives(emulator: &Path, setting: fn() -> Setting, iothread: bool, moment: Moment) {
     let (there, here) = (setting(), setting());
     let source = there.guest(emulator, iothread).await;
@@ -84,7 +84,7 @@ async fn arrives(emulator: &Path, setting: fn() -> Setting, iothread: bool, mome
     execute(&destination, "stop", json!({})).await;
     load.check(&here.content());
     drop((source, destination));
-    // As if nobody had ever stood below.
+    // As if no node had been inserted.
     let ordinary = here.guest(emulator, iothread).await;
     Load::find(&ordinary).await.goes_on(1).await;
     assert_same(&picture(&ordinary).await, &after);

@@ -1,5 +1,6 @@
-//! Somebody else changes what is below a disk while a front end is in: a snapshot, a mirror that takes
-//! over, another medium. It is noticed, the front end comes out, and the guest has what it wrote.
+//! Tests changes below a disk by other clients while a disk export is in place: a snapshot, a
+//! mirror that takes over, another medium. The change is detected, the disk export is removed, and
+//! the guest keeps its writes.
 
 use crate::common::emulators;
 use crate::load::Load;
@@ -27,7 +28,7 @@ async fn execute(qemu: &Qemu, command: &str, arguments: Value) {
     done.unwrap_or_else(|error| panic!("{command}: {error}"));
 }
 
-/// Something that an owner does, and the image that the guest has afterwards.
+/// Makes one change, and returns the guest's image afterwards.
 async fn do_it(what: &str, qemu: &Qemu, setting: &Setting) -> PathBuf {
     let overlay = setting.folder.path().join("overlay");
     let top = setting.top();
@@ -103,7 +104,7 @@ async fn goes_on_after(what: &str, setting: &Setting, qemu: &Qemu) {
     load.goes_on(20).await;
     let fronts = [(setting.nodes.clone(), setting.front.clone())];
     let look = || async { Layout::look(&qemu.qmp, &fronts).await.unwrap() };
-    // The front end itself is no change.
+    // The disk export itself is not a change.
     before.compare(&look().await).unwrap();
     let now_used = do_it(what, qemu, setting).await;
     load.goes_on(20).await;

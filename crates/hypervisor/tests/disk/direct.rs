@@ -1,4 +1,4 @@
-//! Raw disks without a format node: the device stands on the file's node itself.
+//! Tests raw disks without a format node: the device uses the file's node directly.
 
 use crate::common::emulators;
 use crate::load::Load;

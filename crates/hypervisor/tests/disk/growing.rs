@@ -1,4 +1,4 @@
-//! Images that grow while they are used: qcow2, with what stands in them besides the disk.
+//! Tests images that grow while they are used: qcow2, with snapshots and bitmaps in them.
 
 use crate::common::emulators;
 use crate::load::Load;
@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 use std::path::Path;
 use std::time::Duration;
 
-/// What was in the image when the snapshot was made.
+/// Returns the image's content at the time of the snapshot.
 fn with_a_snapshot(setting: &Setting) -> Vec<u8> {
     let image = setting.image.to_str().unwrap();
     qemu_img(&["snapshot", "-c", "before", image]);
@@ -27,7 +27,7 @@ async fn add_bitmap(qemu: &Qemu) {
     added.await.unwrap();
 }
 
-/// Lets it end by itself, which is when it keeps the bitmap.
+/// Lets QEMU quit regularly, which is when it saves the bitmap.
 async fn quit(qemu: Qemu) {
     let _ = qemu.qmp.execute("quit", json!({}), COMMAND_TIMEOUT).await;
     let ended = WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT;
@@ -110,7 +110,7 @@ async fn an_image_that_could_not_be_opened_again_is_left_alone() {
         insert(&qemu.qmp, &setting.nodes, &setting.front)
             .await
             .unwrap();
-        // Gone in the meantime, it is not given back, and the guest goes on.
+        // A missing image is not given back, and the guest goes on.
         std::fs::rename(&setting.image, &elsewhere).unwrap();
         let disks = [(&setting.nodes, &setting.front)];
         let refusal = remove_all(&qemu.qmp, &disks).await.unwrap_err();

@@ -1,4 +1,4 @@
-//! The disk front end below a disk that is in use, and out again, with real QEMUs.
+//! Tests inserting the disk export below a disk in use, and removing it, with real QEMUs.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

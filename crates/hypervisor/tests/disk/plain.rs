@@ -1,4 +1,4 @@
-//! Raw disks with a format node.
+//! Tests raw disks with a format node.
 
 use crate::common::emulators;
 use crate::load::{Load, boot_disk};
@@ -30,7 +30,7 @@ async fn switches_under_load(emulator: &Path, setting: Setting, iothread: bool) 
             "the disk is used around the front end"
         );
         if round % 2 == 0 {
-            // Cut off in the middle of requests; its socket goes on.
+            // Cut off in the middle of requests; its socket stays.
             assert_eq!(server.stop(Duration::ZERO), 0);
             server = setting.serve();
             load.goes_on(6).await;
@@ -58,11 +58,11 @@ async fn a_disk_under_load_goes_through_the_front_end_and_back() {
     }
 }
 
-/// A block device, which is a file.
+/// A block device backed by a file.
 struct Device(PathBuf);
 
 impl Device {
-    /// `None` where nobody may make one.
+    /// Returns `None` where the test may not create one.
     fn of(file: &Path) -> Option<Self> {
         std::fs::write(file, boot_disk()).unwrap();
         let mut losetup = Command::new("losetup");
@@ -93,7 +93,7 @@ async fn a_block_device_under_load_goes_through_the_front_end_and_back() {
     let disk = RawDisk::open(&device.0, ExportSize::OfFile).unwrap();
     assert_eq!(disk.size_bytes(), boot_disk().len() as u64);
     RawDisk::open(&device.0, ExportSize::Bytes(1 << 30)).unwrap_err();
-    // Parts of its blocks, and whole ones.
+    // Parts of blocks, and whole ones.
     disk.write(0, &[7; 8192]).unwrap();
     disk.zero(100..5000, Zeros::MayBeHole).unwrap();
     disk.discard(6000..6001).unwrap();
@@ -123,7 +123,7 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
         wrong.socket = setting.folder.path().join("nobody");
         let refusal = insert(&qemu.qmp, &setting.nodes, &wrong).await.unwrap_err();
         assert!(matches!(refusal, InsertError::Refused(_)), "{refusal}");
-        // A disk that is smaller than the guest's is not put below it.
+        // A disk smaller than the guest's is not inserted below it.
         std::fs::write(setting.folder.path().join("small"), [0; 512]).unwrap();
         let small = setting.folder.path().join("small");
         let small = RawDisk::open(&small, ExportSize::OfFile).unwrap();
@@ -139,7 +139,7 @@ async fn what_cannot_be_inserted_leaves_the_guest_as_it_was() {
         assert!(matches!(refusal, InsertError::Size { .. }), "{refusal}");
         assert_eq!(small.stop(PATIENCE), 0);
         assert_same(&before, &picture(&qemu).await);
-        // What is not there is removed already; done twice is done once.
+        // Removing an absent export succeeds; doing it twice is harmless.
         remove(&qemu.qmp, &setting.nodes, &setting.front)
             .await
             .unwrap();

@@ -1,4 +1,4 @@
-//! Images, the nodes of a QEMU that uses them, and front ends for them.
+//! Provides images, the nodes of a QEMU that uses them, and disk exports for them.
 
 use crate::load::boot_disk;
 use crate::payload::{Payload, Qemu, Spec};
@@ -16,18 +16,18 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 pub(crate) const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
-/// The guest's disk in QEMU's tree of objects.
+/// The guest's disk in QEMU's object tree.
 pub(crate) const DEVICE: &str = "/machine/peripheral/vda/virtio-backend";
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// An image, its nodes, and a front end for it.
+/// An image, its nodes, and a disk export for it.
 pub(crate) struct Setting {
     pub(crate) folder: TempDir,
     pub(crate) image: PathBuf,
     pub(crate) nodes: DiskNodes,
     pub(crate) size: ExportSize,
     options: Vec<Value>,
-    /// The node that the guest's device stands on.
+    /// The node that the guest's device uses.
     drive: &'static str,
     pub(crate) listener: UnixListener,
     pub(crate) front: Front,
@@ -60,20 +60,20 @@ pub(crate) fn qemu_img(arguments: &[&str]) -> String {
 }
 
 impl Setting {
-    /// A raw disk with a format node.
+    /// Returns a raw disk with a format node.
     pub(crate) fn new() -> Self {
         let above = json!({"driver": "raw", "node-name": "d0", "file": "f0",
             "discard": "unmap", "detect-zeroes": "unmap"});
         Self::of(&raw_image, vec![above])
     }
 
-    /// A raw disk without one.
+    /// Returns a raw disk without a format node.
     pub(crate) fn direct() -> Self {
         Self::of(&raw_image, Vec::new())
     }
 
-    /// An overlay in qcow2 on another one: its clusters are small, so that it grows with most writes.
-    /// Whether the nodes of the backing image are named, or found by QEMU.
+    /// Returns a qcow2 overlay on another one: its clusters are small, so that it grows with most
+    /// writes. `named`: whether the nodes of the backing image are named, or opened by QEMU.
     pub(crate) fn qcow2(named: bool) -> Self {
         let mut above = json!({"driver": "qcow2", "node-name": "d0", "file": "f0",
             "discard": "unmap", "l2-cache-size": 65536, "cache-clean-interval": 0});
@@ -89,7 +89,7 @@ impl Setting {
         Self::of(&qcow2_image, options)
     }
 
-    /// A raw disk with a format node, on a block device.
+    /// Returns a raw disk with a format node, on a block device.
     pub(crate) fn on_device(device: &Path) -> Self {
         std::fs::write(device, boot_disk()).unwrap();
         let above = json!({"driver": "raw", "node-name": "d0", "file": "f0"});
@@ -145,7 +145,7 @@ impl Setting {
         }
     }
 
-    /// What the guest sees on its disk, which does nothing now.
+    /// Returns the disk's content as the guest sees it. The guest must be idle.
     pub(crate) fn content(&self) -> Vec<u8> {
         let raw = self.folder.path().join("content");
         let (image, to) = (self.image.to_str().unwrap(), raw.to_str().unwrap());
@@ -153,7 +153,7 @@ impl Setting {
         std::fs::read(raw).unwrap()
     }
 
-    /// The format of the image.
+    /// Returns the format of the image.
     pub(crate) fn format(&self) -> &'static str {
         match self.size {
             ExportSize::OfFile => "raw",
@@ -161,7 +161,7 @@ impl Setting {
         }
     }
 
-    /// The node that the guest's device stands on while the front end is in.
+    /// Returns the node that the guest's device uses while the disk export is in place.
     pub(crate) fn top(&self) -> &str {
         match self.drive {
             "f0" => "n0-raw",
@@ -169,7 +169,7 @@ impl Setting {
         }
     }
 
-    /// A guest that has the disk, whose firmware does nothing with it.
+    /// Returns a guest with the disk, whose firmware does not use it.
     pub(crate) async fn guest(&self, emulator: &Path, iothread: bool) -> Qemu {
         let qemu = Qemu::running(&self.spec(emulator, iothread)).await;
         let line = std::fs::read_to_string(format!("/proc/{}/cmdline", qemu.pid())).unwrap();
@@ -179,7 +179,7 @@ impl Setting {
         qemu
     }
 
-    /// The same guest, to come from elsewhere, or to be started.
+    /// Returns the same guest, to arrive by migration or to be started.
     pub(crate) fn spec(&self, emulator: &Path, iothread: bool) -> Spec {
         let mut spec = Spec::new(emulator, "q35", Payload::NONE);
         let mut device = json!({"driver": "virtio-blk-pci", "id": "vda", "drive": self.drive});
@@ -196,7 +196,7 @@ impl Setting {
         spec
     }
 
-    /// The same guest, whose disk is made on the front end.
+    /// Returns the same guest, whose disk is created on the disk export.
     pub(crate) fn spec_through_the_front_end(&self, emulator: &Path, iothread: bool) -> Spec {
         let mut spec = self.spec(emulator, iothread);
         let file = self.options[0].to_string();
@@ -211,7 +211,7 @@ impl Setting {
         spec
     }
 
-    /// Takes another image's content, as it is.
+    /// Copies another image's content.
     pub(crate) fn take_content(&self, other: &Self) {
         let content = std::fs::read(&other.image).unwrap();
         let image = std::fs::OpenOptions::new().write(true).open(&self.image);
@@ -232,7 +232,7 @@ impl Setting {
     }
 }
 
-/// Says what is different.
+/// Asserts equality and prints the differences.
 pub(crate) fn assert_same(before: &[String], after: &[String]) {
     let only = |these: &[String], those: &[String]| -> Vec<String> {
         let these = these.iter().filter(|line| !those.contains(line));
@@ -242,8 +242,8 @@ pub(crate) fn assert_same(before: &[String], after: &[String]) {
     assert!(before == after, "gone: {gone:#?}\nnew: {new:#?}");
 }
 
-/// All that a QEMU has to do with disks: the block graph, its nodes' options, and the files that are
-/// open, how, and with which locks; without numbers, and without what grows by itself.
+/// Returns a QEMU's whole disk state: the block graph, the options of its nodes, and the open files
+/// with their modes and locks; without numbers, and without values that grow by themselves.
 pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
     let graph = qemu.qmp.query("x-debug-query-block-graph").await.unwrap();
     let nodes = graph["nodes"].as_array().unwrap();
@@ -263,7 +263,7 @@ pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
     let known = qemu.qmp.execute(command, flat, COMMAND_TIMEOUT);
     for mut node in known.await.unwrap().as_array().unwrap().clone() {
         node["image"].take();
-        // QEMU lists them in the order in which they came.
+        // QEMU lists them in the order of their creation.
         if let Some(children) = node["children"].as_array_mut() {
             children.sort_by_key(ToString::to_string);
         }
@@ -272,7 +272,7 @@ pub(crate) async fn picture(qemu: &Qemu) -> Vec<String> {
         }
         lines.push(node.to_string());
     }
-    // Nodes without a name get one at random.
+    // Nodes without a name get a random one.
     for line in &mut lines {
         while let Some(at) = line.find("#block") {
             let digits = line[at + 6..].find(|c: char| !c.is_ascii_digit()).unwrap();
@@ -287,7 +287,7 @@ fn open_files(pid: i32) -> Vec<String> {
     let mut lines = Vec::new();
     for entry in std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap() {
         let entry = entry.unwrap();
-        // What was closed meanwhile is not open.
+        // The file was closed meanwhile.
         let Ok(file) = std::fs::read_link(entry.path()) else {
             continue;
         };

@@ -1,4 +1,5 @@
-//! A front end of processes below a guest that writes: they are killed and stopped all the time.
+//! Tests a disk export of several processes below a guest that writes: they are killed and stopped
+//! continuously.
 
 use crate::common::emulators;
 use crate::load::Load;
@@ -19,7 +20,7 @@ use std::time::{Duration, Instant};
 const FOLDER: &str = "LONGHAUL_TEST_FRONT_FOLDER";
 const ROLE: &str = "LONGHAUL_TEST_FRONT_ROLE";
 
-/// No test, but the processes of the front end.
+/// Not a test, but the processes of the disk export.
 #[test]
 fn a_process_of_a_front_end() {
     let (Some(folder), Some(role)) = (std::env::var_os(FOLDER), std::env::var_os(ROLE)) else {
@@ -42,7 +43,7 @@ fn a_process_of_a_front_end() {
     supervisor.unwrap().run().unwrap();
 }
 
-/// This program as another process of the same front end.
+/// Returns this program as another process of the same disk export.
 fn process(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "supervised::a_process_of_a_front_end"]);
@@ -50,7 +51,7 @@ fn process(role: &str) -> Command {
     command
 }
 
-/// A front end of processes.
+/// A disk export of several processes.
 struct Processes {
     supervisor: Child,
     path: PathBuf,
@@ -89,7 +90,7 @@ impl Processes {
         supervisor.spawn().unwrap()
     }
 
-    /// Waits for another server than that.
+    /// Waits for another server than this one.
     fn server(&self, before: Option<u32>) -> u32 {
         let until = Instant::now() + PATIENCE;
         loop {
@@ -144,7 +145,7 @@ async fn a_front_end_that_is_killed_or_hangs_takes_nothing_with_it() {
             processes.server(server);
         }
         load.goes_on(6).await;
-        // The supervisor's death by itself is nothing that the guest sees.
+        // The guest does not notice the supervisor's death alone.
         processes.supervisor.kill().unwrap();
         load.goes_on(6).await;
         processes.supervise_anew();

@@ -1,4 +1,4 @@
-//! A QEMU whose guest dirties memory without a BIOS or a kernel, up in milliseconds.
+//! Provides a QEMU whose guest dirties memory without a BIOS or a kernel, started in milliseconds.
 
 use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::memory::GuestMemory;
@@ -25,12 +25,12 @@ const CODE: &[u8] = &[
     0x00,
 ];
 
-/// What the guest does with its memory, in pages of 4 KiB.
+/// The guest's memory use, in pages of 4 KiB.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Payload {
-    /// Pages that are filled once: the first, and how many.
+    /// Pages that are filled once: the first, and their number.
     pub(crate) filled: (u32, u32),
-    /// Pages that are written for ever, in random order; none lets the guest sleep.
+    /// Pages that are written forever, in random order; with none the guest sleeps.
     pub(crate) hot: (u32, u32),
     /// Loops between two writes.
     pub(crate) delay: u32,
@@ -97,7 +97,7 @@ impl Spec {
     }
 }
 
-/// A running QEMU; it is ended with the value.
+/// A running QEMU; dropping the value ends it.
 #[derive(Debug)]
 pub(crate) struct Qemu {
     pub(crate) qmp: Qmp,
@@ -112,7 +112,7 @@ impl Drop for Qemu {
     }
 }
 
-/// The guest's main memory; a memory backend's block has the path of its object.
+/// Returns the guest's main memory; a memory backend's block has the path of its object.
 pub(crate) fn main_block(memory: &GuestMemory) -> usize {
     let mut blocks = memory.blocks().iter();
     let main = blocks.position(|block| block.name.ends_with("pc.ram"));
@@ -120,7 +120,7 @@ pub(crate) fn main_block(memory: &GuestMemory) -> usize {
 }
 
 impl Qemu {
-    /// A guest that runs.
+    /// Returns a guest that runs.
     pub(crate) async fn running(spec: &Spec) -> Self {
         let qemu = Self::start(spec, &[]).await;
         if spec.payload.filled.1 > 0 {
@@ -138,7 +138,7 @@ impl Qemu {
         qemu
     }
 
-    /// A QEMU that waits for a guest.
+    /// Returns a QEMU that waits for a guest.
     pub(crate) async fn waiting(spec: &Spec) -> Self {
         Self::start(spec, &["-S", "-incoming", "defer"]).await
     }
@@ -205,7 +205,7 @@ impl Qemu {
         status["status"].as_str().unwrap().to_owned()
     }
 
-    /// Whether the guest's writes go on.
+    /// Returns whether the guest's writes go on.
     pub(crate) async fn is_writing(&self, payload: Payload) -> bool {
         let memory = self.memory().await;
         let main = main_block(&memory);

@@ -1,4 +1,5 @@
-//! A stripe that this process is fetching, so that others with the same file wait for it instead.
+//! A claim on a stripe that this process is fetching, so that other processes with the same file
+//! wait for it instead of fetching it as well.
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -7,12 +8,12 @@ use std::fs::File;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Where the locks are: far behind every image, and QEMU's own locks.
+/// The place of the locks: far behind every image, and behind QEMU's own locks.
 const PLACE: i64 = 1 << 62;
-/// Time between two tries.
+/// The time between two attempts.
 const INTERVAL: Duration = Duration::from_millis(10);
 
-/// A lock on one byte that stands for the stripe, which ends with the process.
+/// A lock on one byte that represents the stripe, and ends with the process.
 pub(super) struct Claim<'a> {
     file: &'a File,
     index: u32,
@@ -20,8 +21,8 @@ pub(super) struct Claim<'a> {
 }
 
 impl<'a> Claim<'a> {
-    /// Claims a stripe. When somebody else does not let go of it in that time, or where the file
-    /// system has no locks, there is none: it is fetched twice then.
+    /// Claims a stripe. Returns `None` when another process does not release it in time, or where
+    /// the file system has no locks: the stripe is fetched twice then.
     pub(super) fn wait(
         file: &'a File,
         index: u32,
@@ -53,7 +54,7 @@ impl<'a> Claim<'a> {
 impl Drop for Claim<'_> {
     fn drop(&mut self) {
         if self.held {
-            // It cannot fail for a lock that is held, and the end of the process does it anyway.
+            // Releasing a held lock cannot fail, and the end of the process releases it anyway.
             let _ = change(self.file, libc::F_UNLCK, self.index);
         }
     }

@@ -1,4 +1,4 @@
-//! Getting what has not come of an image, in the background.
+//! Fetches the missing stripes of an image in the background.
 
 use super::ImageDisk;
 use super::order::{Order, Round};
@@ -12,30 +12,30 @@ use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::Duration;
 
-/// Stripes that are fetched at once.
+/// Stripes that are fetched concurrently.
 const WORKERS: usize = 4;
-/// How long the background waits for reads at most before it looks again.
+/// Limit on the time for which the background yields to reads before it checks again.
 const YIELD: Duration = Duration::from_secs(1);
 
-/// What the background came to.
+/// The result of fetching in the background.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fetched {
-    /// All of the image is in its file, durably: the file is the disk from now on.
+    /// The whole image is in its file, durably: from now on the file is the disk.
     All,
-    /// So many stripes cannot be had. Calling again tries again.
+    /// This number of stripes could not be fetched. Another call tries again.
     Failed(u32),
     /// The disk was ended before.
     Ended,
 }
 
 impl ImageDisk {
-    /// Fetches all that has not come, in this order, and then what it does not name. It
-    /// returns when all has come or was tried, and lets reads go first.
+    /// Fetches all missing stripes: first in this order, then those that it does not name. Returns
+    /// when all of them have arrived or were tried. Reads have priority.
     pub fn fetch(&self, order: &Order) -> io::Result<Fetched> {
         self.fetch_while(order, || true)
     }
 
-    /// The same as long as there is a point in it.
+    /// Fetches all missing stripes while a condition holds.
     pub(crate) fn fetch_while(
         &self,
         order: &Order,
@@ -50,7 +50,7 @@ impl ImageDisk {
                 };
                 self.let_reads_go_first();
                 if !self.is_here(index) {
-                    // What fails stays missing, and its owner was told.
+                    // A failed stripe stays missing, and its owner was told.
                     let _ = self.obtain(index, digest);
                 }
             }
@@ -71,7 +71,7 @@ impl ImageDisk {
         Ok(Fetched::Failed(self.missing()))
     }
 
-    /// Has the file, all of which is here, say so, durably.
+    /// Marks the file as complete, durably. All of its content must be here.
     pub(crate) fn seal(&self) -> io::Result<()> {
         self.file.set_permissions(Permissions::from_mode(0o444))?;
         self.file.set_modified(sealed())?;

@@ -1,8 +1,9 @@
-//! A disk that is an image whose content comes from its repository when it is needed, or before.
+//! A lazy disk: an image whose stripes are fetched from its repository when they are read, or
+//! earlier.
 //!
-//! What has come is kept in a file beside, which is the whole disk when all of it has come. Nothing
-//! says which stripes the file has: each is compared with its digest before it is first used, so
-//! that a file that was torn, cut off or changed costs a fetch, and never gives wrong bytes.
+//! Fetched stripes are stored in a local file, which is the whole disk once all of them are there.
+//! No record says which stripes the file has: each is compared with its digest before its first
+//! use, so that a torn, truncated or changed file costs a fetch, and never returns wrong bytes.
 
 mod claim;
 mod fetch;
@@ -31,69 +32,69 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize,
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time between the first two tries of a store that is away; it doubles up to the second.
+/// The time between the first two attempts to reach a store; it doubles up to the second constant.
 const RETRY_FIRST: Duration = Duration::from_millis(100);
 const RETRY_LAST: Duration = Duration::from_secs(5);
 
-/// How long another process is waited for that is fetching the same.
+/// Limit on the wait for another process that fetches the same stripe.
 const CLAIM_PATIENCE: Duration = Duration::from_secs(60);
 
-/// What whoever owns such a disk should know.
+/// An event that the disk's owner should know of.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ImageNotice {
-    /// The store does not answer: reads of what has not come wait from now on.
+    /// The store does not answer: reads of missing stripes wait from now on.
     Away {
-        /// What it, or the way to it, says.
+        /// The error of the store or of the connection.
         reason: String,
     },
     /// The store answers again.
     Back,
-    /// A stripe cannot be had: reads of it fail.
+    /// A stripe cannot be fetched: reads of it fail.
     Failed {
-        /// Where the stripe stands.
+        /// The offset of the stripe.
         offset: u64,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// What has come cannot be kept: it is fetched again when it is needed again.
+    /// Fetched stripes cannot be stored: they are fetched again when they are read again.
     NotKept {
-        /// Why not.
+        /// The reason.
         reason: String,
     },
 }
 
-/// Whether the file has a stripe.
+/// States of a stripe in the file.
 const UNKNOWN: u8 = 0;
 const HERE: u8 = 1;
 
-/// What one fetch of a stripe came to, for all who wait for it.
+/// The result of one fetch of a stripe, for all readers that wait for it.
 type Outcome = Result<Arc<Vec<u8>>, i32>;
 
-/// A fetch that is under way.
+/// A running fetch.
 #[derive(Default)]
 struct Flight {
     outcome: Mutex<Option<Outcome>>,
     landed: Condvar,
 }
 
-/// A disk that is an image.
+/// A disk backed by an image.
 ///
-/// **While its store is away**, reads of what is not here wait for as long as the disk was opened
-/// with, and then fail with `EIO`; those of all else go on. A stripe that the store does not have,
-/// or that is damaged there, fails at once. What is read is always what the image holds.
+/// **While its store is unreachable**, reads of missing stripes wait for the time given on opening,
+/// and then fail with `EIO`; other reads proceed. A stripe that the store does not have, or that is
+/// damaged there, fails at once. Reads always return the image's content.
 pub struct ImageDisk {
     id: ImageId,
     manifest: Manifest,
     repository: Repository,
     file: File,
-    /// Of each stripe: whether the file has it.
+    /// The state of each stripe in the file.
     states: Vec<AtomicU8>,
-    /// Stripes that are stored and are not known to be here.
+    /// Number of stored stripes that are not known to be here.
     missing: AtomicU32,
     flights: Mutex<HashMap<u32, Arc<Flight>>>,
-    /// Reads that wait: the background lets them go first.
+    /// Number of waiting reads, which have priority over the background.
     waiting: AtomicUsize,
-    /// Signalled when one of them is done, and at the end.
+    /// Signalled when a read is done, and at the end.
     changed: (Mutex<()>, Condvar),
     patience: Duration,
     away: AtomicBool,
@@ -113,32 +114,32 @@ impl fmt::Debug for ImageDisk {
 }
 
 impl ImageDisk {
-    /// The image.
+    /// Returns the image.
     pub fn id(&self) -> ImageId {
         self.id
     }
 
-    /// What it is made of.
+    /// Returns its manifest.
     pub fn manifest(&self) -> &Manifest {
         &self.manifest
     }
 
-    /// How many stripes have not come, or were not looked at since the disk was opened.
+    /// Returns how many stripes are missing, or were not checked since the disk was opened.
     pub fn missing(&self) -> u32 {
         self.missing.load(Ordering::Acquire)
     }
 
-    /// How many bytes of content have come from the store since the disk was opened.
+    /// Returns how many bytes of content were fetched since the disk was opened.
     pub fn fetched_bytes(&self) -> u64 {
         self.fetched_bytes.load(Ordering::Relaxed)
     }
 
-    /// How many bytes were read from the store for that, and for the manifest.
+    /// Returns how many bytes were read from the store for that, and for the manifest.
     pub fn read_bytes(&self) -> u64 {
         self.read_bytes.load(Ordering::Relaxed)
     }
 
-    /// Whether all of a range is known to be here.
+    /// Returns whether a whole range is known to be here.
     pub fn has(&self, range: Range<u64>) -> bool {
         // An image is at most 4 Mi stripes long.
         let stripes = (range.start / STRIPE_BYTES) as u32..range.end.div_ceil(STRIPE_BYTES) as u32;
@@ -146,19 +147,19 @@ impl ImageDisk {
         stripes.all(|index| self.manifest.stripe(index) == Stripe::Hole || self.is_here(index))
     }
 
-    /// What waits for stripes that have not come, but for the background.
+    /// Returns the number of reads that wait for missing stripes, without the background.
     pub fn waiting(&self) -> usize {
         self.waiting.load(Ordering::Acquire)
     }
 
-    /// Ends what waits for the store: such reads fail with `EIO`, and [`Self::fetch`] returns.
+    /// Ends all waiting for the store: such reads fail with `EIO`, and [`Self::fetch`] returns.
     pub fn end(&self) {
         self.ended.store(true, Ordering::Release);
         self.signal();
     }
 
     fn signal(&self) {
-        // With the lock held, so that whoever is about to wait does not miss it.
+        // With the lock held, so that a thread that is about to wait does not miss it.
         let _lock = self
             .changed
             .0
@@ -167,7 +168,7 @@ impl ImageDisk {
         self.changed.1.notify_all();
     }
 
-    /// Waits until something has changed, and no longer than that.
+    /// Waits for a change, up to this time.
     fn wait(&self, time: Duration, while_this: impl Fn() -> bool) {
         let lock = self
             .changed
@@ -175,7 +176,7 @@ impl ImageDisk {
             .lock()
             .unwrap_or_else(PoisonError::into_inner);
         if while_this() && !self.has_ended() {
-            // A spurious end costs one more look.
+            // A spurious wake-up costs one more check.
             let _ = self.changed.1.wait_timeout(lock, time);
         }
     }
@@ -198,8 +199,8 @@ impl ImageDisk {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The content of a stripe that was not known to be here. Of several who want it at once, one
-    /// gets it for all.
+    /// Returns the content of a stripe that was not known to be here. Of several concurrent
+    /// readers, one gets it for all.
     fn obtain(&self, index: u32, digest: Digest) -> io::Result<Arc<Vec<u8>>> {
         let (flight, leads) = {
             let mut flights = self.flights();
@@ -234,7 +235,7 @@ impl ImageDisk {
         }
     }
 
-    /// A stripe from the file, where that has it, or else from the store.
+    /// Loads a stripe from the file if that has it, or else from the store.
     fn load(&self, index: u32, digest: Digest) -> Outcome {
         let range = self.manifest.range(index);
         let mut content = vec![0; length(&range) as usize];
@@ -242,7 +243,7 @@ impl ImageDisk {
             self.note_here(index);
             return Ok(Arc::new(content));
         }
-        // Another process may be fetching it into the same file, or have done so just now.
+        // Another process may be fetching it into the same file, or have just done so.
         let patience = self.patience.min(CLAIM_PATIENCE);
         let _claim = elsewhere(|| Claim::wait(&self.file, index, patience, || self.has_ended()));
         if self.kept(&range, digest, &mut content) {
@@ -262,11 +263,11 @@ impl ImageDisk {
         Ok(Arc::new(content))
     }
 
-    /// Whether the file has the stripe; if so, the buffer has it too.
+    /// Returns whether the file has the stripe; if so, the buffer has it too.
     fn kept(&self, range: &Range<u64>, digest: Digest, content: &mut [u8]) -> bool {
         let read = elsewhere(|| self.file.read_exact_at(content, range.start));
-        // A file that is read with errors is as good as one that has nothing. Zeros are mostly
-        // holes, and no stored stripe is all zeros.
+        // A read error counts as a missing stripe. Zeros are mostly holes, and no stored stripe is
+        // all zeros.
         read.is_ok() && content.iter().any(|byte| *byte != 0) && Digest::of(content) == digest
     }
 
@@ -360,7 +361,7 @@ impl ImageDisk {
     }
 }
 
-/// Tells what a fetch came to, also where it ends by a panic: nobody waits for what does not come.
+/// Publishes the result of a fetch, even when it panics: no reader waits for ever.
 struct Landing<'a> {
     disk: &'a ImageDisk,
     index: u32,
@@ -411,7 +412,7 @@ impl Disk for ImageDisk {
     }
 
     fn flush(&self) -> io::Result<()> {
-        // Nothing was written that anybody could miss.
+        // No write was lost.
         Ok(())
     }
 

@@ -1,4 +1,4 @@
-//! Opening an image as a disk: its manifest, and the file for what has come.
+//! Opens an image as a disk: its manifest, and the file for fetched stripes.
 
 use super::{ImageDisk, ImageNotice, UNKNOWN};
 use crate::manifest::{MANIFEST_BYTES_MAX, Manifest};
@@ -13,27 +13,28 @@ use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, AtomicUsize}
 use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
-/// An image that was not opened.
+/// A reason why an image was not opened.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenImageError {
-    /// The repository does not have it, or is away.
+    /// The repository does not have it, or is unreachable.
     #[error(transparent)]
     Repository(#[from] RepositoryError),
-    /// The file for what comes cannot be used.
+    /// The file for fetched stripes is unusable.
     #[error("cannot use {}: {error}", path.display())]
     File {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
 }
 
 impl ImageDisk {
-    /// Opens an image. What has come of it, in this process or an earlier one, is in
-    /// `folder/ID.raw`; several processes may use that at once.
+    /// Opens an image. Its fetched stripes, from this process or an earlier one, are in
+    /// `folder/ID.raw`; several processes may use that file at once.
     ///
-    /// Once opened, an image can be opened again while its store is away: its manifest is kept too.
+    /// Once opened, an image can be opened again while its store is unreachable: its manifest is
+    /// stored too.
     pub fn open(
         repository: Repository,
         id: ImageId,
@@ -64,7 +65,7 @@ impl ImageDisk {
             .open(&path);
         let file = file.map_err(failed(&path))?;
         let length = file.metadata().map_err(failed(&path))?.len();
-        // One that was cut off, or is new, is all hole behind its end. One that is whole must not look written to.
+        // A truncated or new file is a hole behind its end. A complete file must not look modified.
         if length != manifest.size_bytes() {
             file.set_len(manifest.size_bytes()).map_err(failed(&path))?;
         }
@@ -89,7 +90,7 @@ impl ImageDisk {
     }
 }
 
-/// The manifest, if the file holds just that.
+/// Returns the manifest if the file holds exactly that.
 fn kept_manifest(id: ImageId, path: &Path) -> Option<Manifest> {
     let file = RealFiles.open(path, Access::Read).ok()?;
     let length = file
@@ -101,7 +102,7 @@ fn kept_manifest(id: ImageId, path: &Path) -> Option<Manifest> {
     read_manifest(id, &bytes).ok()
 }
 
-/// Keeps a manifest. It need not be durable: it is compared with its id when it is read.
+/// Stores a manifest. It need not be durable: it is compared with its id when it is read.
 fn keep(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let new = path.with_extension(format!("manifest.{}", std::process::id()));
     std::fs::write(&new, bytes)?;

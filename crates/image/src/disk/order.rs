@@ -1,15 +1,16 @@
-//! In which order what is missing of an image comes: first what is likely to be read soon.
+//! The order in which missing stripes of an image are fetched: those likely to be read soon come
+//! first.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// What is hot of an image, as those say who use it. Several may say so, also while it comes: what most of
-/// them use comes first, and of that, what they use most.
+/// The hot stripes of an image, as its users report them. Several users may report, also during the
+/// download: stripes that most of them use come first, and among those the most used ones.
 #[derive(Debug, Default)]
 pub struct Order {
     hot: Mutex<BTreeMap<u32, Heat>>,
-    /// How often somebody has said something.
+    /// Number of reports so far.
     revision: AtomicU64,
 }
 
@@ -21,8 +22,8 @@ struct Heat {
 }
 
 impl Order {
-    /// Takes in what one more user says: stripes, and how many of their pages it uses. Where a stripe is named twice,
-    /// the last word counts.
+    /// Adds another user's report: stripes, and how many of their pages it uses. If a stripe is
+    /// named twice, the last entry counts.
     pub fn add(&self, hot: impl IntoIterator<Item = (u32, u32)>) {
         let said: BTreeMap<u32, u32> = hot.into_iter().collect();
         let mut known = self.lock();
@@ -34,7 +35,7 @@ impl Order {
         self.revision.fetch_add(1, Ordering::Release);
     }
 
-    /// Takes these, hottest first, for all that anybody has said.
+    /// Replaces all reports by these stripes, hottest first.
     pub fn set(&self, hottest: &[u32]) {
         let heat = |(place, stripe): (usize, &u32)| {
             let pages = u32::try_from(hottest.len() - place).unwrap_or(u32::MAX);
@@ -44,22 +45,22 @@ impl Order {
         self.revision.fetch_add(1, Ordering::Release);
     }
 
-    /// All that was named, hottest first.
+    /// Returns all reported stripes, hottest first.
     pub fn hottest(&self) -> Vec<u32> {
         let hot = self.lock();
         let mut stripes: Vec<(Heat, u32)> = hot.iter().map(|(at, heat)| (*heat, *at)).collect();
-        // Of what is as hot, as it stands on the disk.
+        // Equally hot ones in the order of the disk.
         stripes.sort_by(|one, other| other.0.cmp(&one.0).then(one.1.cmp(&other.1)));
         stripes.into_iter().map(|(_, stripe)| stripe).collect()
     }
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<u32, Heat>> {
-        // Whatever was taken in of a list is right by itself.
+        // Each entry of a partly added report is correct by itself.
         self.hot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// One time through an image, by an order that may change meanwhile.
+/// One pass through an image, in an order that may change meanwhile.
 pub(super) struct Round<'a> {
     order: &'a Order,
     state: Mutex<State>,
@@ -67,11 +68,11 @@ pub(super) struct Round<'a> {
 
 struct State {
     revision: Option<u64>,
-    /// Hot ones that are next, coldest first.
+    /// The next hot stripes, coldest first.
     hot: Vec<u32>,
-    /// Of each stripe: whether it was given out.
+    /// Whether each stripe was returned.
     given: Vec<bool>,
-    /// Where the others are looked for.
+    /// Where the search for the other stripes continues.
     next: usize,
 }
 
@@ -89,7 +90,7 @@ impl<'a> Round<'a> {
         }
     }
 
-    /// The next stripe; each is given out once.
+    /// Returns the next stripe; each is returned once.
     pub(super) fn next(&self) -> Option<u32> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let revision = self.order.revision.load(Ordering::Acquire);
@@ -102,7 +103,7 @@ impl<'a> Round<'a> {
             hot, given, next, ..
         } = &mut *state;
         while let Some(stripe) = hot.pop() {
-            // What no image of this length has is left out.
+            // Stripes beyond the image's end are ignored.
             if let Some(given) = given.get_mut(stripe as usize)
                 && !std::mem::replace(given, true)
             {

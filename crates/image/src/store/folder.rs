@@ -1,4 +1,4 @@
-//! A store that is a folder of a file system: each object is a file, put in place whole.
+//! A store in a folder of a file system: each object is a file, written atomically.
 
 use super::{FORMAT, Key, Listing, Store, StoreError};
 use longhaul_storage::files::{Access, Files, OpenFile, RealFiles, create_folder};
@@ -7,25 +7,25 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// What the name of a file begins with that is still being written.
+/// The prefix of a file that is still being written.
 const NEW: &str = ".new-";
 
-/// A folder.
+/// A store in a folder.
 #[derive(Debug)]
 pub struct FolderStore {
     files: Arc<dyn Files>,
     folder: PathBuf,
-    /// Folders that hold stripes whose names may not be durable.
+    /// Folders of stripes whose names may not be durable.
     unsettled: Mutex<BTreeSet<PathBuf>>,
 }
 
 impl FolderStore {
-    /// Uses a folder; it need not be there.
+    /// Returns the store in a folder, which need not exist.
     pub fn new(folder: &Path) -> Self {
         Self::new_in(Arc::new(RealFiles), folder)
     }
 
-    /// The same on a file system of the caller's.
+    /// Returns the store in a folder of a given file system.
     pub fn new_in(files: Arc<dyn Files>, folder: &Path) -> Self {
         Self {
             files,
@@ -50,7 +50,7 @@ impl FolderStore {
         }
     }
 
-    /// Something is not there: the object, or the whole repository?
+    /// Returns which is missing, the object or the whole repository.
     fn missing(&self, key: &Key) -> StoreError {
         let store = self.place();
         let format = self.folder.join(FORMAT);
@@ -75,7 +75,7 @@ impl FolderStore {
         }
     }
 
-    /// Makes a file, and the folder that it is in where that is missing.
+    /// Creates a file, and its folder where that is missing.
     fn create(&self, folder: &Path, path: &Path) -> io::Result<Box<dyn OpenFile>> {
         match self.files.open(path, Access::Create) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
@@ -86,11 +86,12 @@ impl FolderStore {
         }
     }
 
-    /// Makes a folder and those above it.
+    /// Creates a folder and its parents.
     fn make(&self, folder: &Path) -> io::Result<()> {
         let quicker = |error: &io::Error| error.kind() == io::ErrorKind::AlreadyExists;
         let mut made = create_folder(&*self.files, folder);
-        // Somebody else may make one of them at the same time: then it is there the next time.
+        // Another process may create one of them at the same time: then it exists at the next
+        // attempt.
         for _ in folder.components() {
             match &made {
                 Err(error) if quicker(error) => made = create_folder(&*self.files, folder),
@@ -110,7 +111,7 @@ impl FolderStore {
             .and_then(|()| file.sync("the object"))
             .and_then(|()| self.files.rename(&new, path));
         if written.is_err() {
-            // It is in nobody's way; `tidy` tries again.
+            // It disturbs nothing; `tidy` tries again.
             let _ = self.files.remove(&new);
         }
         written
@@ -121,7 +122,7 @@ impl FolderStore {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Vec::new(),
             names => names.map_err(self.refused("list what is there"))?,
         };
-        // Other names are not ours.
+        // Foreign names are ignored.
         let names = names.into_iter();
         Ok(names.filter_map(|name| name.into_string().ok()).collect())
     }
@@ -204,8 +205,8 @@ impl Store for FolderStore {
                 Ok(()) | Err(_) => {}
             }
             match key {
-                // It must not be there again without its stripes. It may have been removed just
-                // before a process was ended that had not come so far.
+                // A removed image must not reappear without its stripes. It may have been removed
+                // by a process that ended before this sync.
                 Key::Image(_) => match self.files.sync_folder(&folder, "the image's absence") {
                     Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
                     synced => synced,
@@ -224,7 +225,7 @@ impl Store for FolderStore {
 
     fn tidy(&self) -> Result<(), StoreError> {
         let stripes = (0..=u8::MAX).map(Listing::Stripes);
-        // Not the markers: whoever is about to wait leaves one now.
+        // Markers excepted: a waiting import leaves one at this time.
         let others = [Listing::Images, Listing::Names].map(Listing::folder);
         let folders = stripes.map(Listing::folder).chain(others);
         for folder in folders.map(|folder| self.folder.join(folder)) {

@@ -1,5 +1,4 @@
-//! How requests reach an S3-compatible service: HTTP over TCP or TLS, with the system's
-//! certificates.
+//! The HTTP transport to an S3-compatible service, over TCP or TLS with the system's certificates.
 
 use http_body_util::BodyExt;
 use hyper::Uri;
@@ -25,19 +24,19 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio_rustls::TlsConnector;
 use tower_service::Service;
 
-/// Time for a connection, and for an answer to begin.
+/// Time for a connection, and for a response to begin.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(15);
-/// Where distributions keep the certificates of authorities that the system trusts.
+/// Where distributions keep the certificates of trusted authorities.
 const AUTHORITIES: [&str; 3] = [
     "/etc/ssl/certs/ca-certificates.crt",
     "/etc/pki/tls/certs/ca-bundle.crt",
     "/etc/ssl/cert.pem",
 ];
-/// Names another file.
+/// The environment variable that names another file.
 const AUTHORITIES_VARIABLE: &str = "SSL_CERT_FILE";
 
-/// Why no connections can be made.
+/// A reason why no connections can be made.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
     /// The file of certificates cannot be read.
@@ -45,15 +44,15 @@ pub enum SetupError {
     Authorities {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// The cryptography does not fit together.
+    /// The cryptographic settings are inconsistent.
     #[error("TLS cannot be used: {0}")]
     Tls(#[from] rustls::Error),
 }
 
-/// Makes clients.
+/// A factory of clients.
 #[derive(Debug)]
 pub(super) struct Connector {
     tls: Arc<ClientConfig>,
@@ -70,8 +69,8 @@ impl Connector {
     }
 }
 
-/// The authorities that the system trusts; none where it has no such file: then only services
-/// without TLS can be used.
+/// Returns the authorities that the system trusts; none if it has no such file: then only services
+/// without TLS are usable.
 fn authorities() -> Result<RootCertStore, SetupError> {
     let named = std::env::var_os(AUTHORITIES_VARIABLE).map(PathBuf::from);
     let usual = || {
@@ -86,7 +85,7 @@ fn authorities() -> Result<RootCertStore, SetupError> {
             reason: error.to_string(),
             path,
         })?;
-        // Some that are trusted are too old for this TLS: they are of no use.
+        // Some trusted ones are too old for this TLS implementation, and unusable.
         roots.add_parsable_certificates(certificates);
     }
     Ok(roots)
@@ -113,13 +112,13 @@ impl HttpConnector for Connector {
     }
 }
 
-/// A client that keeps its connections.
+/// A client that reuses its connections.
 #[derive(Debug)]
 struct Requests {
     client: Client<Dialler, HttpRequestBody>,
 }
 
-// What the macro for such traits would write.
+// The expansion of the usual macro for such traits.
 impl HttpService for Requests {
     fn call<'life, 'future>(
         &'life self,
@@ -147,7 +146,7 @@ fn failed(error: ClientError) -> HttpError {
     HttpError::new(kind, Described(describe(&error)))
 }
 
-/// An error in its own words and those of what it came from.
+/// An error's message with those of its causes.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Described(String);
@@ -159,12 +158,12 @@ fn describe(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// Makes connections.
+/// A connector of sockets.
 #[derive(Debug, Clone)]
 struct Dialler {
     tcp: Tcp,
     tls: Arc<ClientConfig>,
-    /// Whether also without TLS.
+    /// Whether connections without TLS are permitted.
     plain: bool,
 }
 
@@ -203,7 +202,7 @@ impl Service<Uri> for Dialler {
     }
 }
 
-/// Bytes in both directions.
+/// A bidirectional byte stream.
 trait Duplex: AsyncRead + AsyncWrite + Send {}
 
 impl<T: AsyncRead + AsyncWrite + Send> Duplex for T {}

@@ -1,5 +1,5 @@
-//! Where a repository's objects are: whole values under keys, in a folder or in an S3-compatible
-//! store.
+//! Stores of a repository's objects: whole values under keys, in a folder or in an S3-compatible
+//! service.
 
 mod folder;
 #[cfg(feature = "s3")]
@@ -16,13 +16,13 @@ pub use s3::{S3Place, S3SetupError, S3Store};
 use crate::name::{Digest, ImageId, ImageName};
 use std::fmt::Debug;
 
-/// Of what version the repository is.
+/// The name of the object with the repository's version.
 pub(crate) const FORMAT: &str = "longhaul-images";
 
 /// An object of a repository.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Key {
-    /// The repository's version; it is there from the beginning.
+    /// The repository's version; it exists from the beginning.
     Format,
     /// An image's manifest.
     Image(ImageId),
@@ -30,12 +30,12 @@ pub enum Key {
     Name(ImageName),
     /// A stripe's content, compressed.
     Stripe(Digest),
-    /// Somebody at work in the repository.
+    /// A marker of a process that works in the repository.
     Marker(String),
 }
 
 impl Key {
-    /// The folder that it is in, and its name there.
+    /// Returns the object's folder, and its name there.
     pub fn place(&self) -> (String, String) {
         match self {
             Self::Format => (String::new(), FORMAT.to_owned()),
@@ -46,7 +46,7 @@ impl Key {
         }
     }
 
-    /// In the words of an error.
+    /// Returns a description for errors.
     pub(crate) fn words(&self) -> String {
         match self {
             Self::Format => "the repository's version".to_owned(),
@@ -67,12 +67,12 @@ pub enum Listing {
     Names,
     /// The stripes whose digests begin with this byte.
     Stripes(u8),
-    /// All who are at work.
+    /// All markers.
     Markers,
 }
 
 impl Listing {
-    /// Their folder.
+    /// Returns their folder.
     pub fn folder(self) -> String {
         match self {
             Self::Images => "images".to_owned(),
@@ -83,10 +83,10 @@ impl Listing {
     }
 }
 
-/// What a store did not do.
+/// An error of a store.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
-    /// There is no such object, for certain.
+    /// The object does not exist, for certain.
     #[error("{what} is not in the image repository {store}")]
     Missing {
         /// The object.
@@ -94,15 +94,15 @@ pub enum StoreError {
         /// The store.
         store: String,
     },
-    /// The store does not answer: it may later.
+    /// The store does not answer, and may answer later.
     #[error("the image repository {store} cannot be reached: {reason}")]
     Away {
         /// The store.
         store: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
-    /// The object is longer than one of its kind can be.
+    /// The object is longer than its kind permits.
     #[error("{what} in the image repository {store} is damaged: it is too long")]
     TooLong {
         /// The object.
@@ -110,38 +110,38 @@ pub enum StoreError {
         /// The store.
         store: String,
     },
-    /// The store said no.
+    /// The store refused.
     #[error("cannot {what} in the image repository {store}: {reason}")]
     Refused {
-        /// What was tried.
+        /// The operation.
         what: String,
         /// The store.
         store: String,
-        /// Why not.
+        /// The reason.
         reason: String,
     },
 }
 
-/// A store of objects. Several threads, processes and hosts use it at once.
+/// A store of objects, used by several threads, processes and hosts at once.
 ///
-/// What one of them has put, all others get from then on, and list.
+/// An object that one of them has put is visible to all others from then on, and listed.
 pub trait Store: Debug + Send + Sync {
-    /// Where it is, for people.
+    /// Returns its place, for display.
     fn place(&self) -> String;
-    /// The whole object, at most so many bytes long.
+    /// Returns a whole object of at most `length_max` bytes.
     fn get(&self, key: &Key, length_max: u64) -> Result<Vec<u8>, StoreError>;
-    /// Whether there is such an object.
+    /// Returns whether an object exists.
     fn has(&self, key: &Key) -> Result<bool, StoreError>;
-    /// Puts an object there, in place of one that is there: others see all of it or nothing.
-    /// Stripes are durable only after [`Store::settle`].
+    /// Puts an object, replacing an existing one atomically. Stripes are durable only after
+    /// [`Store::settle`].
     fn put(&self, key: &Key, bytes: &[u8]) -> Result<(), StoreError>;
-    /// Makes durable which stripes this store was told of since it was made: by `put`, or by `has`.
+    /// Makes all stripes durable that `put` or `has` has confirmed since this store was created.
     fn settle(&self) -> Result<(), StoreError>;
-    /// Removes an object, if it is there. Removed images are gone for good; others may be there
-    /// again after a power cut.
+    /// Removes an object, if it exists. Removed images are gone durably; other objects may reappear
+    /// after a power cut.
     fn remove(&self, key: &Key) -> Result<(), StoreError>;
-    /// The names of objects in a folder, without an order.
+    /// Returns the names of objects in a folder, unordered.
     fn list(&self, listing: Listing) -> Result<Vec<String>, StoreError>;
-    /// Removes what is left of puts that came to no end. Nobody puts anything but markers meanwhile.
+    /// Removes the remains of interrupted puts. Only markers may be put meanwhile.
     fn tidy(&self) -> Result<(), StoreError>;
 }

@@ -1,4 +1,4 @@
-//! Where a repository is, in the words of a configuration or a command line.
+//! The place of a repository, as in a configuration or a command line.
 
 #[cfg(feature = "s3")]
 use super::s3::{S3Place, S3SetupError, S3Store};
@@ -13,18 +13,18 @@ use std::sync::Arc;
 pub enum Place {
     /// A folder.
     Folder(PathBuf),
-    /// A bucket, or a part of one.
+    /// A bucket, or a prefix in one.
     #[cfg(feature = "s3")]
     S3(S3Place),
 }
 
-/// A place that cannot be used.
+/// A reason why a place is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum PlaceError {
-    /// It has another beginning than those that are known.
+    /// Its scheme is unknown.
     #[error("{0} is neither a folder nor s3://BUCKET or s3://BUCKET/PREFIX")]
     Kind(String),
-    /// A bucket that cannot be used.
+    /// The bucket is unusable.
     #[cfg(feature = "s3")]
     #[error(transparent)]
     S3(#[from] S3SetupError),
@@ -56,7 +56,7 @@ impl fmt::Display for Place {
 }
 
 impl Place {
-    /// The store there. Nothing is asked of it yet.
+    /// Returns the store there, without any request.
     pub fn store(&self) -> Result<Arc<dyn Store>, PlaceError> {
         match self {
             Self::Folder(folder) => Ok(Arc::new(FolderStore::new(folder))),

@@ -1,4 +1,4 @@
-//! A store that is a bucket, or a part of one, of an S3-compatible service.
+//! A store in a bucket, or under a prefix in one, of an S3-compatible service.
 
 use super::http::{Connector, SetupError};
 use super::{Key, Listing, Store, StoreError};
@@ -13,15 +13,16 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 use tokio::runtime::{Builder, Runtime};
 
-/// How long one request is tried, and how often again. Whoever wants to wait for longer asks again.
+/// Limits on the time of one request, and on its retries. Callers that want to wait longer repeat
+/// the request.
 const RETRY_TIMEOUT: Duration = Duration::from_secs(20);
 const RETRIES: usize = 3;
-/// Threads of connections: they also decrypt.
+/// Threads for connections, which also decrypt.
 const THREADS: usize = 2;
-/// What a service says of a bucket that it does not have.
+/// A service's error code for a missing bucket.
 const NO_BUCKET: &str = "NoSuchBucket";
 
-/// Where in a service: `s3://BUCKET`, or `s3://BUCKET/PREFIX`.
+/// The place in a service: `s3://BUCKET`, or `s3://BUCKET/PREFIX`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct S3Place {
     bucket: String,
@@ -57,20 +58,20 @@ impl FromStr for S3Place {
     }
 }
 
-/// Why a bucket cannot be used.
+/// A reason why a bucket is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum S3SetupError {
-    /// It is not said rightly.
+    /// The place is malformed.
     #[error(
         "a bucket is given as s3://BUCKET or s3://BUCKET/PREFIX, of letters, digits, `-`, `_`, `.`"
     )]
     Place,
-    /// The settings do not fit together.
+    /// The settings are inconsistent.
     #[error("the settings for {place} cannot be used: {error}")]
     Settings {
         /// The bucket.
         place: S3Place,
-        /// What is wrong.
+        /// The fault.
         error: Error,
     },
     /// Connections cannot be made.
@@ -81,30 +82,30 @@ pub enum S3SetupError {
     Threads(#[from] std::io::Error),
 }
 
-/// A bucket, or a part of one.
+/// A store in a bucket, or under a prefix in one.
 pub struct S3Store {
     place: S3Place,
     client: Arc<AmazonS3>,
-    /// It is there until the store is dropped.
+    /// Set until the store is dropped.
     runtime: Option<Runtime>,
 }
 
 impl fmt::Debug for S3Store {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Not the client: it knows secrets.
+        // Without the client, which knows secrets.
         write!(f, "S3Store({})", self.place)
     }
 }
 
 impl S3Store {
-    /// Uses a bucket with the settings in the environment, as the tools of S3 do:
+    /// Returns the store in a bucket with the settings in the environment, as S3 tools use them:
     /// `AWS_ACCESS_KEY_ID`, `AWS_SECRET_ACCESS_KEY`, `AWS_REGION`, `AWS_ENDPOINT_URL`,
     /// `AWS_ALLOW_HTTP` and others.
     pub fn new(place: S3Place) -> Result<Self, S3SetupError> {
         Self::with(place, AmazonS3Builder::from_env())
     }
 
-    /// The same, with a service and an account of the caller's.
+    /// Returns the store in a bucket of a given service and account.
     pub fn at(
         place: S3Place,
         endpoint: &str,
@@ -146,7 +147,7 @@ impl S3Store {
         })
     }
 
-    /// Does something on the store's own threads, and waits for it, from whatever thread.
+    /// Runs a future on the store's own threads, and waits for it on any thread.
     fn wait<T, F>(
         &self,
         what: impl FnOnce() -> String,
@@ -160,7 +161,7 @@ impl S3Store {
         let future = work(self.client.clone());
         if let Some(runtime) = &self.runtime {
             runtime.spawn(async move {
-                // Somebody waits for it until it is sent.
+                // The receiver waits until it is sent.
                 let _ = sender.send(future.await);
             });
         }
@@ -194,7 +195,7 @@ impl S3Store {
 
     fn path(&self, folder: &str, name: &str) -> Path {
         let parts = [&self.place.prefix[..], folder, name];
-        // Empty parts are left out.
+        // Empty parts are omitted.
         Path::from_iter(parts.iter().flat_map(|part| part.split('/')))
     }
 
@@ -204,7 +205,8 @@ impl S3Store {
     }
 }
 
-/// What the service, or the way to it, says: without what was asked, which is said elsewhere.
+/// Returns the service's or the connection's error, without the request, which is described
+/// elsewhere.
 fn in_one_line(error: &Error) -> String {
     let text = error.to_string();
     let words: Vec<&str> = text.split_whitespace().collect();
@@ -232,7 +234,7 @@ fn in_one_line(error: &Error) -> String {
 
 impl Drop for S3Store {
     fn drop(&mut self) {
-        // Where it is dropped nobody may be allowed to wait.
+        // The thread that drops the store may not be allowed to block.
         if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
@@ -284,7 +286,7 @@ impl Store for S3Store {
     }
 
     fn settle(&self) -> Result<(), StoreError> {
-        // A service answers when it has it for good.
+        // A service answers once an object is durable.
         Ok(())
     }
 
@@ -309,7 +311,7 @@ impl Store for S3Store {
     }
 
     fn tidy(&self) -> Result<(), StoreError> {
-        // What was not put whole is not there.
+        // An incomplete put leaves no object.
         Ok(())
     }
 }

@@ -1,4 +1,4 @@
-//! Images that are brought to a host as files.
+//! Tests images that are brought to a host as files.
 
 use crate::common::{PATIENCE, STRIPE, Told, stripe, wait_until};
 use longhaul_image::store::{Key, Store};
@@ -57,7 +57,7 @@ fn an_image_that_was_brought_is_whole_and_is_written_by_nobody() {
         (stripes + manifest..=stripes + stored(b'a') + manifest).contains(&bringing.read_bytes())
     );
 
-    // Somebody may have written to it: all of it is compared, and only what is wrong is fetched.
+    // The file may have been written: all of it is verified, and only wrong stripes are fetched.
     fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
     let mut wrong = content();
     wrong[3 * STRIPE + 7] ^= 1;
@@ -68,7 +68,7 @@ fn an_image_that_was_brought_is_whole_and_is_written_by_nobody() {
     fs::set_permissions(&path, Permissions::from_mode(0o644)).unwrap();
     assert_eq!(bring(&told, id, PATIENCE).unwrap(), stored(b'c'));
     assert!(fs::read(&path).unwrap() == content());
-    // What is whole needs no repository.
+    // A complete image needs no repository.
     told.store.set(|mood| mood.away = true);
     assert_eq!(bases.whole(id).unwrap(), Some(length));
 }
@@ -87,7 +87,7 @@ fn an_image_that_cannot_be_had_is_not_whole_and_says_why() {
     let error = bring(&told, unknown, PATIENCE).unwrap_err().to_string();
     assert!(error.contains("is not in the image repository"), "{error}");
 
-    // Away in the middle: one that stays away is not waited for once for each stripe.
+    // Unreachable in the middle: the wait is not repeated for each stripe.
     bases.bring(told.repository.clone(), id, PATIENCE).unwrap();
     told.store.set(|mood| mood.away = true);
     let away = why(Duration::from_millis(300));
@@ -131,7 +131,7 @@ fn two_who_bring_the_same_image_fetch_it_once_and_one_can_be_ended() {
     both.into_iter().for_each(|one| one.join().unwrap());
     wait_until(|| bases.whole(id).unwrap().is_some());
     assert!(fs::read(bases.path(id)).unwrap() == content());
-    // The letter that is there twice may be fetched twice.
+    // The letter that occurs twice may be fetched twice.
     let asked = told.store.get_mood(|mood| mood.asked.len());
     assert!((4..=5).contains(&asked), "{asked}");
 }

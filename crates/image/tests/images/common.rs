@@ -1,4 +1,4 @@
-//! Disks to import, and a store that is sometimes away.
+//! Disks to import, and a store that is sometimes unreachable.
 
 use longhaul_image::store::{FolderStore, Key, Listing, Store, StoreError};
 use longhaul_image::{Digest, ImageId, ImportOptions, Imported, Repository, STRIPE_BYTES, import};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
 pub(crate) const STRIPE: usize = STRIPE_BYTES as usize;
-/// Generous: a test never waits so long on a machine that works.
+/// Generous: no test waits this long on a working machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
-/// A disk of bytes in memory: each letter is a stripe full of it, a space is a hole, a dot is
+/// A disk of bytes in memory: each letter is a stripe filled with it, a space is a hole, a dot is
 /// zeros that take space.
 pub(crate) struct Letters(pub(crate) Vec<u8>);
 
@@ -27,7 +27,7 @@ pub(crate) fn letters(text: &str) -> Letters {
     Letters(text.as_bytes().to_vec())
 }
 
-/// What a stripe of a letter holds: something else in each of its blocks.
+/// Returns the content of a letter's stripe, which differs in each of its blocks.
 pub(crate) fn stripe(letter: u8) -> Vec<u8> {
     match letter {
         b' ' | b'.' => vec![0; STRIPE],
@@ -83,7 +83,7 @@ pub(crate) fn imported(repository: &Repository, text: &str) -> Imported {
     import(repository, &letters(text), &options, &|_| {}).unwrap()
 }
 
-/// A repository in a folder, with a store that does as it is told.
+/// A repository in a folder, with a store that a test controls.
 pub(crate) struct Told {
     pub(crate) store: Arc<Unsteady>,
     pub(crate) repository: Repository,
@@ -113,15 +113,15 @@ impl Told {
 #[derive(Debug, Default)]
 pub(crate) struct Mood {
     pub(crate) away: bool,
-    /// Stripes are not given out meanwhile.
+    /// Whether reads of stripes block.
     pub(crate) held: bool,
-    /// Those that wait for that.
+    /// The stripes whose reads block.
     pub(crate) waiting: Vec<Digest>,
-    /// Stripes that were asked for, in order.
+    /// The requested stripes, in order.
     pub(crate) asked: Vec<Digest>,
 }
 
-/// A folder that is sometimes away, and counts.
+/// A store in a folder that is sometimes unreachable, and counts requests.
 #[derive(Debug)]
 pub(crate) struct Unsteady {
     inner: FolderStore,
@@ -139,7 +139,7 @@ impl Unsteady {
         value(&self.mood.lock().unwrap())
     }
 
-    /// Waits until so many wait for stripes.
+    /// Waits until this number of reads block.
     pub(crate) fn wait_for_waiting(&self, count: usize) -> Vec<Digest> {
         wait_until(|| self.get_mood(|mood| mood.waiting.len() >= count));
         self.get_mood(|mood| mood.waiting.clone())

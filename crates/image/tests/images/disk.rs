@@ -1,4 +1,4 @@
-//! Disks that read images as they come.
+//! Tests disks whose images are read while they are fetched.
 
 use crate::common::{PATIENCE, STRIPE, Told, stripe, wait_until};
 use longhaul_image::store::Key;
@@ -104,7 +104,7 @@ fn what_is_read_is_what_was_imported_and_comes_once() {
 fn of_several_who_want_a_stripe_one_gets_it_also_in_another_process() {
     let told = Told::new();
     let id = told.import("abc");
-    // Two that share nothing but the file: to each other they are as in two processes.
+    // Two that share only the file, as in two processes.
     let (one, other) = (open(&told, id), open(&told, id));
     told.store.set(|mood| mood.held = true);
     thread::scope(|scope| {
@@ -181,7 +181,7 @@ fn a_file_that_was_damaged_costs_a_fetch_and_gives_no_wrong_bytes() {
     );
     let path = cache(&told).join(format!("{id}.raw"));
     let file = OpenOptions::new().write(true).open(&path).unwrap();
-    // One is torn, one is gone, the last one is cut off.
+    // One is torn, one is gone, the last one is truncated.
     file.write_all_at(&[7; 512], STRIPE_BYTES + 4096).unwrap();
     file.write_all_at(&vec![0; STRIPE], 3 * STRIPE_BYTES)
         .unwrap();
@@ -194,7 +194,7 @@ fn a_file_that_was_damaged_costs_a_fetch_and_gives_no_wrong_bytes() {
         told.store.get_mood(|mood| mood.asked.clone()),
         digests("bde")
     );
-    // A manifest that was damaged is fetched again as well.
+    // A damaged manifest is fetched again as well.
     fs::write(&manifest, "LHIMAGE").unwrap();
     assert_eq!(read(&open(&told, id).disk, 5, 1).unwrap(), [b'a']);
     assert_eq!(
@@ -209,7 +209,7 @@ fn while_the_store_is_away_reads_wait_and_what_is_here_goes_on() {
     let id = told.import("ab");
     assert_eq!(read(&open(&told, id).disk, 0, 4).unwrap(), b"aaaa");
     told.store.set(|mood| mood.away = true);
-    // It can be opened, and what is here can be read.
+    // It can be opened, and present stripes can be read.
     let opened = open(&told, id);
     assert_eq!(read(&opened.disk, 0, 4).unwrap(), b"aaaa");
     thread::scope(|scope| {
@@ -228,7 +228,7 @@ fn when_patience_ends_or_the_disk_a_read_fails_and_can_be_tried_again() {
     let told = Told::new();
     let id = told.import("ab");
     told.store.set(|mood| mood.away = true);
-    // Its manifest was not kept: nothing can be said of it.
+    // Its manifest was not stored: nothing is known of it.
     let folder = cache(&told);
     let closed = ImageDisk::open(told.repository.clone(), id, &folder, PATIENCE, |_| {});
     assert!(

@@ -1,4 +1,4 @@
-//! Repositories in folders.
+//! Tests repositories in folders.
 
 use crate::common::{STRIPE, Told, letters};
 use crate::repository;
@@ -63,7 +63,7 @@ fn a_folder_that_is_not_mounted_is_away_and_not_empty() {
         error,
         RepositoryError::Store(StoreError::Away { .. })
     ));
-    // Nothing of a newer version is touched.
+    // A repository of a newer version is not touched.
     fs::rename(folder.path().join("b"), folder.path().join("a")).unwrap();
     let format = folder.path().join("a/images/longhaul-images");
     fs::write(&format, "longhaul image repository 2\n").unwrap();

@@ -1,4 +1,5 @@
-//! Images in repositories in folders and in a real S3 server, and disks that read them as they come.
+//! Tests images in repositories in folders and in a real S3 server, and disks that are read while
+//! they are fetched.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

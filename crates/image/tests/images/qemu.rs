@@ -1,4 +1,4 @@
-//! QEMU's tools on an overlay over an image that is still coming: what a guest's disk will be.
+//! Tests QEMU's tools on an overlay of an incomplete image, as a guest's disk will be.
 
 use crate::common::{PATIENCE, STRIPE, Told, stripe};
 use longhaul_image::ImageDisk;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
 
-/// A program of QEMU's; none (which is said) where it is missing and may be.
+/// Returns a program of QEMU's; `None` (with a message) where it is missing and may be.
 fn program(name: &str) -> Option<Command> {
     if Command::new(name).arg("--version").output().is_ok() {
         return Some(Command::new(name));
@@ -53,7 +53,7 @@ fn an_overlay_reads_the_image_through_the_front_end_and_keeps_what_is_written() 
             .arg(&overlay),
     );
 
-    // A part of a cluster is written: the rest of it comes from the image.
+    // A part of a cluster is written: the rest of it is read from the image.
     io.args(["-f", "qcow2", "-c", "write -q -P 0x77 300k 3k"])
         .arg(&overlay);
     succeed(&mut io);
@@ -71,7 +71,7 @@ fn an_overlay_reads_the_image_through_the_front_end_and_keeps_what_is_written() 
     assert_eq!(disk.fetched_bytes(), 4 * STRIPE as u64);
     drop(server);
 
-    // All of it is here: the file takes the image's place.
+    // The image is complete: the file takes its place.
     let whole = cache.join(format!("{id}.raw"));
     succeed(
         Command::new("qemu-img")

@@ -1,4 +1,4 @@
-//! What holds of every repository, wherever it is.
+//! Tests that apply to every repository, wherever it is.
 
 use crate::common::{imported, letters, stripe};
 use longhaul_image::store::{Key, Listing, Store, StoreError};
@@ -23,7 +23,7 @@ fn named(name: &str) -> ImportOptions {
     }
 }
 
-/// Images are put in, found, checked, and taken out again; what they share is there once.
+/// Images are imported, found, verified and removed; shared stripes are stored once.
 pub(crate) fn images_come_and_go(store: &Arc<dyn Store>) {
     let none = Repository::open(store.clone()).unwrap_err();
     assert!(matches!(none, RepositoryError::None { .. }), "{none}");
@@ -69,7 +69,7 @@ pub(crate) fn images_come_and_go(store: &Arc<dyn Store>) {
         assert!(verify(&repository, id, &|_, _| {}).unwrap().is_good());
     }
     let removed = remove(&repository, &[first.id], false).unwrap();
-    // Also `b`, which the import left that did not get its name.
+    // Also `b`, left by the import that did not get its name.
     assert_eq!((removed.stripes, removed.kept), (1, 3));
     assert!(
         verify(&repository, second.id, &|_, _| {})
@@ -92,7 +92,7 @@ pub(crate) fn images_come_and_go(store: &Arc<dyn Store>) {
     Repository::open(store.clone()).unwrap();
 }
 
-/// Damage is found, is never taken for content, and is mended by another import.
+/// Damage is detected, never returned as content, and repaired by another import.
 pub(crate) fn damage_is_found_and_mended(store: &Arc<dyn Store>) {
     let repository = Repository::open_or_make(store.clone()).unwrap();
     let id = imported(&repository, "wxyz").id;
@@ -104,7 +104,7 @@ pub(crate) fn damage_is_found_and_mended(store: &Arc<dyn Store>) {
     let verified = verify(&repository, id, &|_, _| {}).unwrap();
     assert_eq!((verified.damaged, verified.missing), (2, 1));
     assert_eq!(verified.first_bad_offset, Some(STRIPE_BYTES));
-    // An ordinary import trusts what is there.
+    // An ordinary import relies on existing stripes.
     assert_eq!(imported(&repository, "wxyz").new_bytes, STRIPE_BYTES);
     let rewrite = ImportOptions {
         rewrite: true,
@@ -116,14 +116,14 @@ pub(crate) fn damage_is_found_and_mended(store: &Arc<dyn Store>) {
     store.put(&Key::Image(id), b"LHIMAGE\x01").unwrap();
     let error = verify(&repository, id, &|_, _| {}).unwrap_err().to_string();
     assert!(error.contains("import it again"), "{error}");
-    // Nobody knows what it needs, so nothing else can be removed before it.
+    // Its needs are unknown, so nothing else can be removed before it.
     let second = imported(&repository, "v").id;
     remove(&repository, &[second], false).unwrap_err();
     remove(&repository, &[id, second], false).unwrap();
     assert_eq!(stripes(&**store), 0);
 }
 
-/// Whoever imports while others remove gets a whole image.
+/// Imports that are concurrent with removals produce complete images.
 pub(crate) fn removals_and_imports_meet(store: &Arc<dyn Store>, rounds: usize) {
     let repository = Repository::open_or_make(store.clone()).unwrap();
     let base = imported(&repository, "abcdefgh").id;
@@ -132,7 +132,7 @@ pub(crate) fn removals_and_imports_meet(store: &Arc<dyn Store>, rounds: usize) {
         let remover = scope.spawn(|| {
             let mut gave_way = 0;
             while !done.load(Ordering::Relaxed) {
-                // What the others import holds nothing but stripes of this one.
+                // The concurrent imports hold only stripes of this image.
                 match remove(&repository, &[base], false) {
                     Ok(_) => {
                         imported(&repository, "abcdefgh");
@@ -167,7 +167,7 @@ pub(crate) fn removals_and_imports_meet(store: &Arc<dyn Store>, rounds: usize) {
     }
 }
 
-/// An import that somebody did not wait for does not pretend.
+/// An import that a removal did not wait for reports that.
 pub(crate) fn an_import_that_was_overruled_says_so(store: &Arc<dyn Store>) {
     let repository = Repository::open_or_make(store.clone()).unwrap();
     let overruled = AtomicBool::new(false);

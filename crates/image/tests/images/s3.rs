@@ -1,4 +1,4 @@
-//! Repositories in a real S3 server (rclone), which `scripts/install lab` brings.
+//! Tests repositories in a real S3 server (rclone), which `scripts/install lab` installs.
 
 use crate::common::{PATIENCE, imported, stripe, wait_until};
 use crate::repository;
@@ -17,7 +17,7 @@ use tempfile::TempDir;
 const ACCESS: &str = "longhaul";
 const SECRET: &str = "0123456789abcdef";
 
-/// The server's program; none where it is not installed and need not be.
+/// Returns the server's program; `None` where it is not installed and need not be.
 fn program() -> Option<PathBuf> {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let path = PathBuf::from(lab).join("s3/rclone");
@@ -33,7 +33,7 @@ fn program() -> Option<PathBuf> {
     None
 }
 
-/// An address on this machine that is the caller's alone, also while nobody listens there.
+/// Returns an address on this machine that stays reserved for the caller, even without a listener.
 fn free_address() -> SocketAddr {
     static NEXT: AtomicU16 = AtomicU16::new(20_000);
     let [_, high, middle, low] = std::process::id().to_be_bytes();

@@ -1,4 +1,4 @@
-//! What pages hold: which kind each is, and the bytes of random and text pages.
+//! Generates the content of pages: the kind of each, and the bytes of random and text pages.
 
 /// A small, fast generator (SplitMix64): the same seed gives the same bytes everywhere.
 #[derive(Debug, Clone)]
@@ -14,14 +14,14 @@ impl Random {
         mixed(self.0)
     }
 
-    /// A number below `limit`, which is not 0.
+    /// Returns a number below `limit`, which is not 0.
     pub(crate) fn below(&mut self, limit: usize) -> usize {
         let wide = u128::from(self.next()) * limit as u128;
         (wide >> 64) as usize
     }
 }
 
-/// What the arena as a whole is filled with.
+/// The content of the arena as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Content {
     /// Incompressible bytes.
@@ -42,7 +42,7 @@ impl Content {
         }
     }
 
-    /// What the page at `index` holds.
+    /// Returns the kind of the page at `index`.
     pub(crate) fn kind(self, seed: u64, index: usize) -> Kind {
         match (self, mixed(seed ^ mixed(index as u64)) % 8) {
             (Self::Random, _) | (Self::Mix, 0 | 1) => Kind::Random,
@@ -53,7 +53,7 @@ impl Content {
     }
 }
 
-/// What one page holds.
+/// The content of one page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     Random,
@@ -64,7 +64,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// Whether the page is made of bytes of its own.
+    /// Returns whether the page has content of its own.
     pub(crate) fn is_original(self) -> bool {
         matches!(self, Self::Random | Self::Text)
     }
@@ -87,7 +87,7 @@ fn fill_random(bytes: &mut [u8], random: &mut Random) {
     }
 }
 
-/// Lines like a server's log: words that come back, numbers that do not.
+/// Fills with lines like a server's log: repeating words and changing numbers.
 fn fill_text(bytes: &mut [u8], random: &mut Random) {
     let mut rest = bytes;
     while !rest.is_empty() {

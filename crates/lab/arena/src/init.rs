@@ -1,4 +1,5 @@
-//! What process 1 of the `tiny` guest does first: file systems, then kernel modules in their order.
+//! Implements process 1 of the `tiny` guest: mounts file systems, then loads kernel modules in
+//! their order.
 
 use crate::sys;
 use std::fs::{self, File};
@@ -11,15 +12,16 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 const MODULES: &str = "/modules";
-/// Where the disk with the rest of a guest is mounted, and what is run on it.
+/// The mount point of a guest's root disk, and the program run on it.
 const ROOT: &str = "/root";
 const INIT: &str = "/lab/init";
-/// Where this program is put on that disk.
+/// The path of this program on that disk.
 const OWN_PLACE: &str = "/root/lab/arena";
 const DISK_LIMIT: Duration = Duration::from_secs(60);
 const POLL_EVERY: Duration = Duration::from_millis(10);
 
-/// Mounts what is needed and loads every module of [`MODULES`] in the order of the files' names.
+/// Mounts the necessary file systems and loads every module of [`MODULES`] in the order of the
+/// files' names.
 pub(crate) fn set_up() {
     for (kind, target) in [("devtmpfs", "/dev"), ("proc", "/proc"), ("sysfs", "/sys")] {
         if let Err(error) = sys::mount(kind, target, kind) {
@@ -44,7 +46,7 @@ pub(crate) fn set_up() {
     }
 }
 
-/// Goes on as the init program of the system on a disk; why not, where it comes back.
+/// Executes the init program of the system on a disk; returns the reason if that fails.
 pub(crate) fn enter(device: &str) -> String {
     let waited = Instant::now();
     while !Path::new(device).exists() && waited.elapsed() < DISK_LIMIT {
@@ -62,7 +64,7 @@ pub(crate) fn enter(device: &str) -> String {
     format!("starting {INIT} on {device}: {error}")
 }
 
-/// Says something on the console; there is nobody to tell when that fails.
+/// Writes to the console; a failure cannot be reported.
 pub(crate) fn say(text: &str) {
     let _ = writeln!(std::io::stderr(), "arena: {text}");
 }

@@ -1,8 +1,9 @@
-//! Flat JSON objects, a line each: all that the arena and the laboratory say to each other.
+//! Reads and writes flat JSON objects, a line each: the protocol between the arena and the
+//! laboratory.
 
 use std::fmt::Write as _;
 
-/// A value of a flat object; numbers are kept as they were written.
+/// A value of a flat object; numbers are kept in their written form.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Value {
     Text(String),
@@ -16,7 +17,7 @@ pub(crate) enum Value {
 pub(crate) struct Object(Vec<(String, Value)>);
 
 impl Object {
-    /// Reads one line; `None` where it is not a flat JSON object.
+    /// Parses one line; `None` where it is not a flat JSON object.
     pub(crate) fn parse(line: &str) -> Option<Self> {
         let mut reader = Reader { rest: line.trim() };
         let object = reader.object()?;

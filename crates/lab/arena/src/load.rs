@@ -1,4 +1,4 @@
-//! A workload beside the arena: a program that prints a line for each unit of its work.
+//! Runs a workload beside the arena: a program that prints a line for each unit of its work.
 
 use std::fs;
 use std::io::{self, BufRead, BufReader};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 
-/// A line that begins so says what is wrong.
+/// The prefix of a line that reports an error.
 const ERROR: &str = "error: ";
 const NAME_LENGTH_MAX: usize = 64;
 
@@ -20,7 +20,7 @@ pub(crate) struct Load {
 
 #[derive(Default)]
 struct Shared {
-    /// Lines that are no errors.
+    /// Lines without errors.
     work: AtomicU64,
     errors: AtomicU64,
     ended: AtomicBool,
@@ -28,8 +28,8 @@ struct Shared {
 }
 
 impl Load {
-    /// Starts the program of that name. It is told of a file: when that is there, it has to stop
-    /// working, look whether all is as it should be, and end.
+    /// Starts the program of that name. Its argument is the path of a stop file: when that exists,
+    /// the program must stop working, verify its state, and end.
     pub(crate) fn start(folder: &Path, name: &str, stop_file: PathBuf) -> Result<Self, String> {
         let known = |byte: u8| byte.is_ascii_alphanumeric() || b"-_".contains(&byte);
         if name.is_empty() || name.len() > NAME_LENGTH_MAX || !name.bytes().all(known) {
@@ -55,22 +55,22 @@ impl Load {
         Ok(Self { shared, stop_file })
     }
 
-    /// Units of work so far.
+    /// Returns the units of work so far.
     pub(crate) fn work(&self) -> u64 {
         self.shared.work.load(Ordering::Relaxed)
     }
 
-    /// What was found wrong so far.
+    /// Returns the number of errors so far.
     pub(crate) fn errors(&self) -> u64 {
         self.shared.errors.load(Ordering::Relaxed)
     }
 
-    /// Asks it to stop and to look whether all is as it should be.
+    /// Asks it to stop and to verify its state.
     pub(crate) fn stop(&self) -> Result<(), String> {
         fs::write(&self.stop_file, "").map_err(|error| format!("stopping the workload: {error}"))
     }
 
-    /// The first thing that was wrong, once it has ended; empty where nothing was.
+    /// Returns the first error once it has ended; empty where there was none.
     pub(crate) fn ended(&self) -> Option<String> {
         let first = || lock(&self.shared.first_error).clone().unwrap_or_default();
         self.shared.ended.load(Ordering::Acquire).then(first)

@@ -1,4 +1,5 @@
-//! The arena: the workload inside the laboratory's guests, which rewrites pages and verifies them.
+//! Implements the arena: the workload inside the laboratory's guests, which rewrites pages and
+//! verifies them.
 //!
 //! It speaks lines of JSON over the virtio-serial port `arena` and sends heartbeats.
 //! Run as process 1 it is the whole of the `tiny` guest; in other guests it is a service.
@@ -24,12 +25,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 use work::{Answer, Plan, Shared, Work};
 
-/// Time between two heartbeats in milliseconds, where nothing else is asked for.
+/// The default interval of heartbeats in milliseconds.
 const BEAT_MS: u64 = 5;
 const BEAT_MS_MAX: u64 = 1000;
 const RETRY: Duration = Duration::from_millis(20);
 const PORT_NAME: &str = "arena";
-/// What tells a workload to stop and to check itself.
+/// The file that asks a workload to stop and verify itself.
 const STOP_FILE: &str = "/run/workload-stop";
 
 fn main() -> ExitCode {
@@ -52,16 +53,16 @@ fn main() -> ExitCode {
     }
 }
 
-/// What the command line asks for.
+/// The options of the command line.
 struct Options {
     port: Option<PathBuf>,
-    /// The arena to start with, where the command line describes one.
+    /// The initial arena, where the command line describes one.
     plan: Option<Plan>,
-    /// The disk with the rest of the guest, where the arena is only what loads its drivers.
+    /// The guest's root disk, where the arena only loads its drivers.
     root: Option<String>,
-    /// Where programs lie that can run beside the arena.
+    /// The folder of programs that can run beside the arena.
     workloads: Option<PathBuf>,
-    /// From one heartbeat to the next.
+    /// The interval of heartbeats.
     beat: Duration,
 }
 
@@ -113,7 +114,7 @@ fn beat(value: &str) -> Result<Duration, String> {
     }
 }
 
-/// The plan with everything that `object` says about it.
+/// Returns the plan with the changes in `object`.
 fn planned(mut plan: Plan, object: &Object) -> Result<Plan, String> {
     if let Some(name) = object.text("content") {
         plan.content =
@@ -145,7 +146,7 @@ struct Arena {
     options: Options,
     work: Option<Work>,
     load: Option<Load>,
-    /// Number of the `check` command that waits for the workload to end, if one does.
+    /// Number of the `check` command that waits for the workload to end, if there is one.
     check_id: Option<u64>,
     idle: Shared,
     beat: u64,
@@ -190,7 +191,7 @@ impl Arena {
         }
     }
 
-    /// Answers and beats until the port fails or `quit` is asked for.
+    /// Answers and sends heartbeats until the port fails or `quit` is requested.
     fn speak(&mut self, port: &mut Port) -> std::io::Result<()> {
         let mut next = Instant::now();
         loop {
@@ -205,7 +206,7 @@ impl Arena {
             self.report_events(port);
             self.beat += 1;
             port.send_or_drop(&self.heartbeat())?;
-            // After a pause of the guest the rhythm starts anew instead of catching up.
+            // After a pause of the guest the rhythm restarts instead of catching up.
             next = (next + self.options.beat).max(Instant::now());
             thread::sleep(next.saturating_duration_since(Instant::now()));
         }
@@ -263,7 +264,7 @@ impl Arena {
         }
     }
 
-    /// Does what a line asks; the answer that can be given at once, if it can.
+    /// Executes a command line; returns its immediate answer, if there is one.
     fn obey(&mut self, line: &str) -> Option<String> {
         let command = Object::parse(line)?;
         let id = command.number("id").unwrap_or(0);
@@ -279,7 +280,7 @@ impl Arena {
         }
     }
 
-    /// `Ok(true)` where the command is done, `Ok(false)` where the answer follows.
+    /// Returns `Ok(true)` where the command is done, `Ok(false)` where the answer follows.
     fn try_obey(&mut self, command: &Object, id: u64) -> Result<bool, String> {
         let name = command.text("command").unwrap_or_default();
         if name == "start" {

@@ -1,13 +1,13 @@
-//! One page: its header, its checksum, and what can be wrong with it.
+//! Defines a page: its header, its checksum, and the errors it can have.
 
 use crate::content::{Kind, Random};
 
-/// Bytes in a page.
+/// Size of a page in bytes.
 pub(crate) const PAGE_BYTES: usize = 4096;
 const HEADER_BYTES: usize = 32;
 const SEED_AT: usize = 8;
 const CHECKSUM_AT: usize = 16;
-/// Room for what can be rewritten.
+/// Size of the rewritable body in bytes.
 pub(crate) const BODY_BYTES: usize = PAGE_BYTES - HEADER_BYTES;
 
 /// A page: index and version (4 bytes each), seed, checksum of everything else (8 bytes each),
@@ -19,7 +19,7 @@ pub(crate) struct Page([u8; PAGE_BYTES]);
 impl Page {
     pub(crate) const ZERO: Self = Self([0; PAGE_BYTES]);
 
-    /// Makes this the page `index` at `version` 0 with fresh content.
+    /// Makes this the page `index` at `version` 0 with new content.
     pub(crate) fn create(&mut self, index: u32, seed: u64, kind: Kind) {
         let mut random = Random::new(crate::content::mixed(seed.wrapping_add(u64::from(index))));
         kind.fill(&mut self.0[HEADER_BYTES..], &mut random);
@@ -30,7 +30,7 @@ impl Page {
         self.seal();
     }
 
-    /// Changes `write_bytes` of the body at a place that `random` chooses, as `version`.
+    /// Changes `write_bytes` of the body at a place chosen by `random`, as `version`.
     pub(crate) fn rewrite(
         &mut self,
         version: u32,
@@ -45,7 +45,7 @@ impl Page {
         self.seal();
     }
 
-    /// Compares the page with what it should be.
+    /// Compares the page with its expected content.
     pub(crate) fn check(&self, index: u32, version: u32, seed: u64) -> Result<(), Mismatch> {
         let found = (self.u32_at(0), self.u32_at(4), self.u64_at(SEED_AT));
         if found != (index, version, seed) {
@@ -79,7 +79,7 @@ impl Page {
         self.put(CHECKSUM_AT, &self.checksum().to_le_bytes());
     }
 
-    /// Of everything but the checksum's own place: four lanes, so that it is quick.
+    /// Returns the checksum of everything but its own field: four lanes, for speed.
     fn checksum(&self) -> u64 {
         let mut lanes = [1_u64, 2, 3, 4];
         for (number, chunk) in self.0.chunks_exact(32).enumerate() {
@@ -115,7 +115,7 @@ impl Page {
     }
 }
 
-/// What a page should have held, and what it held.
+/// A page's expected and actual content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mismatch {
     pub(crate) expected: String,

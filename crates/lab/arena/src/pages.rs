@@ -1,4 +1,4 @@
-//! All pages of the arena, with the table that says what each must hold.
+//! Holds all pages of the arena, with the table of their expected content.
 
 use crate::content::{Content, Kind, Random, mixed};
 use crate::page::{Mismatch, Page};
@@ -6,8 +6,8 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 const STRIPE_PAGES: usize = 64;
 
-/// The arena's pages. The versions lie apart from the pages, so that a page that went back in
-/// time is found out.
+/// The arena's pages. The versions are stored apart from the pages, so that a page that went back
+/// in time is detected.
 pub(crate) struct Pages {
     stripes: Vec<Mutex<Stripe>>,
     count: usize,
@@ -20,7 +20,7 @@ struct Stripe {
     versions: Box<[u32]>,
 }
 
-/// A page that does not hold what it should.
+/// A page with wrong content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Fault {
     pub(crate) page: usize,
@@ -60,8 +60,8 @@ impl Pages {
         self.count
     }
 
-    /// Checks a page, then writes it anew (a copy: copies it anew). `Ok(false)` where the page at
-    /// `index` stays zero for ever.
+    /// Checks a page, then writes it again (a copy: copies it again). Returns `Ok(false)` where the
+    /// page at `index` stays zero forever.
     pub(crate) fn write(
         &self,
         index: usize,
@@ -113,7 +113,7 @@ impl Pages {
         })
     }
 
-    /// Copies the original's bytes and version; never holds two stripes at once.
+    /// Copies the original's bytes and version; never locks two stripes at once.
     fn copy(&self, index: usize) {
         let Some(original) = self.original_of(index) else {
             return;
@@ -128,7 +128,8 @@ impl Pages {
         stripe.versions[index % STRIPE_PAGES] = version;
     }
 
-    /// The page that `index` is a copy of; none where the arena has no page of its own at all.
+    /// Returns the original of the page `index`; `None` where the arena has no page with content of
+    /// its own.
     fn original_of(&self, index: usize) -> Option<usize> {
         let start = (mixed(index as u64 ^ self.seed.rotate_left(17)) % self.count as u64) as usize;
         (0..self.count)
@@ -137,7 +138,7 @@ impl Pages {
     }
 
     fn stripe(&self, index: usize) -> MutexGuard<'_, Stripe> {
-        // A stripe is whole between two calls, so one that a panic left behind is as good.
+        // A stripe is consistent between two calls, so one left by a panic is valid too.
         self.stripes[index / STRIPE_PAGES]
             .lock()
             .unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,4 @@
-//! The port to the laboratory: lines in, lines out, and never a write that waits.
+//! Implements the port to the laboratory: lines in both directions, without blocking writes.
 
 use crate::sys::O_NONBLOCK;
 use std::fs::{self, File, OpenOptions};
@@ -10,7 +10,7 @@ const PORTS: &str = "/sys/class/virtio-ports";
 const LONGEST_LINE: usize = 4096;
 const LONGEST_QUEUE: usize = 256 << 10;
 
-/// An open port; the other end may be away at any time.
+/// An open port; the other end may be absent at any time.
 pub(crate) struct Port {
     file: File,
     input: Vec<u8>,
@@ -18,7 +18,7 @@ pub(crate) struct Port {
 }
 
 impl Port {
-    /// The device of the virtio-serial port of this name, where there is one.
+    /// Returns the device of the virtio-serial port of this name, if there is one.
     pub(crate) fn find(name: &str) -> Option<PathBuf> {
         let link = Path::new("/dev/virtio-ports").join(name);
         if link.exists() {
@@ -44,12 +44,12 @@ impl Port {
         })
     }
 
-    /// The lines that have come since the last call.
+    /// Returns the lines received since the last call.
     pub(crate) fn read_lines(&mut self) -> io::Result<Vec<String>> {
         let mut buffer = [0; 4096];
         loop {
             match self.file.read(&mut buffer) {
-                // Nobody is at the other end.
+                // The other end is not connected.
                 Ok(0) => break,
                 Ok(length) => self.input.extend_from_slice(&buffer[..length]),
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
@@ -71,14 +71,14 @@ impl Port {
         Ok(lines)
     }
 
-    /// Queues a line that must arrive; it is kept while nobody listens, up to a limit.
+    /// Queues a line that must arrive; it is kept while the other end is absent, up to a limit.
     pub(crate) fn send(&mut self, line: &str) {
         if self.output.len() + line.len() <= LONGEST_QUEUE {
             self.output.extend_from_slice(line.as_bytes());
         }
     }
 
-    /// Sends a line if it can go out at once, and forgets it otherwise.
+    /// Sends a line if that is possible at once, and drops it otherwise.
     pub(crate) fn send_or_drop(&mut self, line: &str) -> io::Result<()> {
         self.flush()?;
         if self.output.is_empty() {
@@ -91,7 +91,7 @@ impl Port {
         Ok(())
     }
 
-    /// Writes what the port takes without waiting.
+    /// Writes as much as the port takes without blocking.
     pub(crate) fn flush(&mut self) -> io::Result<()> {
         while !self.output.is_empty() {
             let length = self.output.len().min(4096);

@@ -1,4 +1,4 @@
-//! The three calls to the kernel that the standard library has no name for.
+//! Wraps the three kernel calls that the standard library does not offer.
 
 use std::ffi::{CString, c_char, c_int, c_long, c_ulong, c_void};
 use std::fs::File;
@@ -8,7 +8,7 @@ use std::os::fd::AsRawFd;
 const FINIT_MODULE: c_long = 313;
 const MODULE_INIT_COMPRESSED_FILE: c_int = 4;
 
-/// Flag of `open` that makes reads and writes return at once.
+/// Flag of `open` that makes reads and writes non-blocking.
 pub(crate) const O_NONBLOCK: i32 = 0o4000;
 
 #[expect(unsafe_code, reason = "declares two functions of the C library")]
@@ -25,7 +25,7 @@ unsafe extern "C" {
     fn syscall(number: c_long, ...) -> c_long;
 }
 
-/// Mounts a file system: of a device, or one that has none, such as `proc`.
+/// Mounts a file system: from a device, or one without, such as `proc`.
 pub(crate) fn mount(source: &str, target: &str, kind: &str) -> io::Result<()> {
     let source = CString::new(source)?;
     let (target, kind) = (CString::new(target)?, CString::new(kind)?);

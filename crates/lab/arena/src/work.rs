@@ -1,4 +1,4 @@
-//! The threads that write and verify pages, and the counters that they keep.
+//! Runs the threads that write and verify pages, and keeps their counters.
 
 use crate::content::{Content, Random};
 use crate::page::PAGE_BYTES;
@@ -10,26 +10,26 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 const TICK: Duration = Duration::from_millis(2);
-/// How long something that was asked for may wait where nothing else is to do.
+/// The maximum delay of a command while there is no other work.
 const TICK_IDLE: Duration = Duration::from_millis(20);
-/// Work that could not be done in time is forgotten beyond this, so that no burst follows a pause.
+/// The maximum backlog of late work, so that no burst follows a pause.
 const LONGEST_DEBT: Duration = Duration::from_millis(50);
 const FAULTS_KEPT: usize = 64;
 
-/// What the arena is to hold and how it is written.
+/// The content of the arena and how it is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Plan {
     pub(crate) content: Content,
     pub(crate) arena_bytes: u64,
     /// Pages written per second, by all writers together.
     pub(crate) pages_per_s: u64,
-    /// The part of the arena that is written at all; 0: all of it.
+    /// The part of the arena that is written; 0: all of it.
     pub(crate) working_set_bytes: u64,
-    /// The part of the working set that `hot_percent` of the writes go to; 0: none.
+    /// The part of the working set that gets `hot_percent` of the writes; 0: none.
     pub(crate) hot_bytes: u64,
     pub(crate) hot_percent: u64,
     pub(crate) write_bytes: u64,
-    /// Pages verified per second in turn, for ever.
+    /// Pages verified per second in turn, continuously.
     pub(crate) verify_pages_per_s: u64,
     pub(crate) writers: u64,
     pub(crate) seed: u64,
@@ -52,7 +52,7 @@ impl Default for Plan {
     }
 }
 
-/// What the threads share with the one that speaks to the laboratory.
+/// State shared between the worker threads and the thread that talks to the laboratory.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     pub(crate) writes: AtomicU64,
@@ -64,7 +64,7 @@ pub(crate) struct Shared {
     stop: AtomicBool,
 }
 
-/// Something that a thread finished, for the laboratory to hear of.
+/// A result of a thread, for the laboratory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Answer {
     /// The arena is filled and the writers run.
@@ -102,7 +102,7 @@ impl Shared {
 /// A running arena.
 pub(crate) struct Work {
     pub(crate) shared: Arc<Shared>,
-    /// Number of the `verify` command that waits, 0 if none does.
+    /// Number of the waiting `verify` command, 0 if there is none.
     verify_id: Arc<AtomicU64>,
     thread: Option<JoinHandle<()>>,
 }
@@ -126,7 +126,7 @@ impl Work {
         })
     }
 
-    /// Asks for every page to be verified; false where such a command is still under way.
+    /// Starts to verify every page; returns false where such a command is still under way.
     pub(crate) fn verify(&self, id: u64) -> bool {
         self.verify_id
             .compare_exchange(0, id, Ordering::Relaxed, Ordering::Relaxed)
@@ -219,7 +219,7 @@ fn verify_one(pages: &Pages, index: usize, shared: &Shared) -> bool {
     }
 }
 
-/// Which pages are written, and how often.
+/// The choice of the pages to write, and their frequency.
 struct Targets {
     working_set: usize,
     hot: usize,
@@ -250,7 +250,7 @@ impl Targets {
     }
 }
 
-/// Says how much is due at a rate, tick by tick.
+/// Computes the amount of work due at a rate, tick by tick.
 struct Pace {
     last: Instant,
     debt: f64,
@@ -274,7 +274,7 @@ impl Pace {
         due as u64
     }
 
-    /// Waits until something may be due; an idle arena shall cost its host little.
+    /// Waits until work may be due; an idle arena should cost its host little.
     fn pause(&self, rate: f64) {
         let until_due = (1.0 - self.debt) / rate.max(1.0);
         let longest = TICK_IDLE.as_secs_f64();

@@ -1,8 +1,8 @@
-//! The judgement: whether disks hold what they may hold after a history, sector by sector.
+//! Judges disks after a history, sector by sector: whether their content is allowed.
 //!
-//! What must be there follows from three things: what the guest told, the operations found in the
-//! images (an operation that was issued had waited for others), and what a disk promises. A sector may
-//! hold the last operation that must be there, or a later one; nothing older, and nothing else.
+//! The required content follows from three sources: the guest's reports, the operations found in
+//! the images (an issued operation had waited for others), and the promises of a disk. A sector may
+//! hold the last required operation, or a later one; nothing older, and nothing else.
 
 use crate::order::{Told, WINDOW};
 use crate::plan::{Kind, OPERATIONS_MAX, Operation, Plan, SECTOR_BYTES};
@@ -10,77 +10,77 @@ use crate::sector::{Content, identify};
 use crate::table::Discards;
 use std::fmt;
 
-/// Most findings that are kept; all are counted.
+/// The maximum number of findings kept; all are counted.
 pub const FINDINGS_KEPT: usize = 64;
-/// An operation so far beyond what was told is nobody's.
+/// The distance beyond the reports from which an operation is considered foreign.
 const AHEAD_MAX: u64 = 1_000_000;
 
-/// What a disk must hold of what was acknowledged.
+/// Which acknowledged operations a disk must hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Keeps {
     /// All: after a move, the end of an agent, or a clean stop.
     Acknowledged,
-    /// What was flushed: after a power cut, or the end of a QEMU that caches something itself.
+    /// The flushed ones: after a power cut, or the end of a QEMU that caches writes itself.
     Flushed,
 }
 
-/// What is asked of a disk.
+/// The promises of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Promise {
-    /// What it must hold.
+    /// The operations that it must hold.
     pub keeps: Keeps,
-    /// What it may hold where something was discarded.
+    /// The content that it may hold in discarded sectors.
     pub discards: Discards,
 }
 
 impl Promise {
-    /// Whether what a discard freed may be in use elsewhere before the discard is durable, as in
-    /// qcow2 images: until then, other places' content may be found there.
+    /// Returns whether space freed by a discard may be reused before the discard is durable, as in
+    /// qcow2 images: until then, content of other places may be found there.
     fn reuses_early(self) -> bool {
         (self.keeps, self.discards) == (Keeps::Flushed, Discards::ZerosOrKept)
     }
 }
 
-/// The latest operation that must be there, where something else was found.
+/// The latest required operation, where other content was found.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Expected {
     /// The operation.
     pub number: u64,
-    /// The flush that made it durable; `None`: it was acknowledged, and that is enough here.
+    /// The flush that made it durable; `None`: it was acknowledged, which is sufficient here.
     pub flushed: Option<u64>,
 }
 
-/// What is wrong with a sector.
+/// The error of a sector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wrong {
-    /// A newer operation must be there.
+    /// A newer operation is required.
     Lost {
-        /// What was found; `None`: zeros.
+        /// The content found; `None`: zeros.
         found: Option<u64>,
-        /// What must be there.
+        /// The required operation.
         expected: Expected,
     },
-    /// What was zeroed or discarded is there again.
+    /// Zeroed or discarded content is there again.
     Stale {
-        /// What was found.
+        /// The content found.
         found: u64,
-        /// What removed it.
+        /// The operation that removed it.
         expected: Expected,
     },
-    /// The sector begins as an operation's, and goes on otherwise.
+    /// The sector begins as an operation's, and differs later.
     Torn {
         /// The operation.
         number: u64,
         /// The first byte that differs.
         byte: usize,
     },
-    /// What belongs to another place.
+    /// Content of another place.
     Misplaced {
         /// The operation.
         number: u64,
         /// The disk.
         disk: u32,
-        /// How many sectors farther it belongs.
+        /// The distance to its own place, in sectors.
         shift: i64,
     },
     /// An operation that writes nothing here, or was not issued.
@@ -93,24 +93,24 @@ pub enum Wrong {
         /// That history's seed.
         seed: u64,
     },
-    /// Bytes of somebody else.
+    /// Content of unknown origin.
     Foreign,
     /// The image ends before this sector.
     Missing,
 }
 
-/// Sectors that follow each other, with which the same is wrong.
+/// Consecutive sectors with the same error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Finding {
     /// The disk.
     pub disk: usize,
     /// The first sector.
     pub first: u64,
-    /// How many.
+    /// The number of sectors.
     pub sectors: u64,
-    /// What is wrong.
+    /// The error.
     pub wrong: Wrong,
-    /// How many operations the guest had done, as far as is known.
+    /// The number of operations that the guest had completed, as far as is known.
     pub done: u64,
 }
 
@@ -167,34 +167,35 @@ impl fmt::Display for Expected {
     }
 }
 
-/// What the judgement came to.
+/// The result of the judgement.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Judgement {
     /// The first findings.
     pub findings: Vec<Finding>,
-    /// Sectors with which something is wrong.
+    /// The number of wrong sectors.
     pub wrong_sectors: u64,
-    /// Sectors looked at.
+    /// The number of sectors checked.
     pub sectors: u64,
-    /// Operations that the guest had done, as far as is known.
+    /// The number of operations that the guest had completed, as far as is known.
     pub done: u64,
-    /// The latest operation that was found on a disk.
+    /// The latest operation found on a disk.
     pub newest: Option<u64>,
-    /// By disk, the latest flush that is known to have ended.
+    /// By disk, the latest flush that is known to have completed.
     pub flushed: Vec<Option<u64>>,
-    /// Sectors that hold what belongs elsewhere on their disk, after a discard that was not durable.
+    /// The number of sectors with content of another place on their disk, after a discard that was
+    /// not durable.
     pub reused_sectors: u64,
 }
 
-/// What was seen in a sector.
+/// The content seen in a sector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Seen(u32);
 
 impl Seen {
     const ZEROS: Self = Self(0);
-    /// Not looked at.
+    /// Not checked.
     const NOT: Self = Self(u32::MAX);
-    /// Wrong whatever the history, and noted so.
+    /// Wrong whatever the history, and recorded as such.
     const WRONG: Self = Self(u32::MAX - 1);
 
     fn operation(number: u64) -> Self {
@@ -202,7 +203,7 @@ impl Seen {
     }
 }
 
-/// A judgement under way: show it all of every disk, then ask.
+/// A judgement under way: pass it every disk completely, then query the result.
 #[derive(Debug)]
 pub struct Check {
     plan: Plan,
@@ -210,19 +211,20 @@ pub struct Check {
     promises: Vec<Promise>,
     seen: Vec<Vec<Seen>>,
     newest: Option<u64>,
-    /// The operation that was looked up last: sectors of one operation lie together.
+    /// The operation of the last look-up: sectors of one operation are adjacent.
     looked_up: Operation,
     notes: Notes,
-    /// Disk, sector, and what is wrong with it unless it was discarded.
+    /// Disk, sector, and the error unless the sector was discarded.
     misplaced: Vec<(usize, u64, Wrong)>,
     reused_sectors: u64,
 }
 
-/// What a disk may hold, by sector: numbers of operations plus one, 0 being the zeros of the beginning.
+/// The allowed content of a disk, by sector: numbers of operations plus one, 0 being the zeros at
+/// the beginning.
 struct Bounds {
-    /// The last operation that must be there.
+    /// The last required operation.
     floors: Vec<u32>,
-    /// The last one that may have left zeros.
+    /// The last operation that may have left zeros.
     zeros: Vec<u32>,
     /// The last discard that need not be durable; empty where that excuses nothing.
     discards: Vec<u32>,
@@ -253,22 +255,22 @@ impl Notes {
     }
 }
 
-/// What is known to have ended.
+/// The operations that are known to have completed.
 struct Known {
     told: Told,
-    /// By disk, the latest flush that has ended.
+    /// By disk, the latest flush that has completed.
     flushed: Vec<Option<u64>>,
     /// Operations from this number on were never issued.
     end: u64,
 }
 
 impl Known {
-    /// The flush by which an operation is durable.
+    /// Returns the flush by which an operation is durable.
     fn durable(&self, operation: &Operation) -> Option<u64> {
         self.flushed[operation.disk].filter(|flush| operation.number < *flush)
     }
 
-    /// Whether an operation must be there.
+    /// Returns whether an operation is required.
     fn requires(&self, operation: &Operation, keeps: Keeps) -> bool {
         // A flush had waited for it.
         let durable = self.durable(operation).is_some();
@@ -277,10 +279,10 @@ impl Known {
 }
 
 impl Check {
-    /// A judgement of the disks of a history, with what the guest told and what each disk promises;
-    /// disks without a promise are not judged.
+    /// Creates a judgement of a history's disks, from the guest's reports and the promises of each
+    /// disk; disks without a promise are not judged.
     pub fn new(plan: Plan, told: Told, promises: Vec<Promise>) -> Self {
-        // Numbers beyond these are nobody's.
+        // Larger numbers are foreign.
         let told = Told {
             done: told.done.min(OPERATIONS_MAX),
             ..told
@@ -300,7 +302,7 @@ impl Check {
         }
     }
 
-    /// Takes in what a disk holds from a sector on; what lies beyond the disk is left aside.
+    /// Takes the content of a disk from a sector on; content beyond the disk is ignored.
     pub fn look(&mut self, disk: usize, first: u64, bytes: &[u8]) {
         let (sectors, _) = bytes.as_chunks::<SECTOR_BYTES>();
         let end = self.seen[disk].len() as u64;
@@ -332,7 +334,7 @@ impl Check {
         }
     }
 
-    /// Judges all that can be judged of one sector without the others.
+    /// Judges what can be judged of one sector without the others.
     fn judge_alone(&mut self, disk: usize, sector: u64, content: Content) -> Result<Seen, Wrong> {
         match content {
             Content::Zeros => Ok(Seen::ZEROS),
@@ -361,7 +363,7 @@ impl Check {
         }
     }
 
-    /// What all that was seen comes to.
+    /// Returns the result for everything seen.
     pub fn judge(mut self) -> Judgement {
         let known = self.known();
         for disk in 0..self.promises.len() {
@@ -381,8 +383,8 @@ impl Check {
         }
     }
 
-    /// What the guest told, and what the operations on its disks tell beyond that: one that was
-    /// issued comes after all that lie a window before it, and after every barrier.
+    /// Returns the guest's reports, extended by the operations on its disks: an issued operation
+    /// comes after all that are a window before it, and after every barrier.
     fn known(&self) -> Known {
         let (mut told, issued) = (self.told, self.newest.map_or(0, |newest| newest + 1));
         let end = match told.quiet {
@@ -432,7 +434,7 @@ impl Check {
         }
     }
 
-    /// What a disk may hold after all that was done to it.
+    /// Returns the allowed content of a disk after all its operations.
     fn replay(&self, disk: usize, known: &Known) -> Bounds {
         let (sectors, promise) = (self.seen[disk].len(), self.promises[disk]);
         let mut bounds = Bounds {
@@ -448,7 +450,7 @@ impl Check {
             let range = operation.first as usize..operation.range().end as usize;
             let entry = number as u32 + 1;
             let is_discard = operation.kind == Kind::Discard;
-            // Of a discard that may have kept what was there nothing can be required.
+            // After a discard that may have kept the old content nothing can be required.
             let may_keep = is_discard && promise.discards == Discards::ZerosOrKept;
             if !may_keep && known.requires(&operation, promise.keeps) {
                 bounds.floors[range.clone()].fill(entry);
@@ -464,8 +466,8 @@ impl Check {
     }
 }
 
-/// Judges what was seen in a sector by the last operation that must be there and the last that may
-/// have left zeros.
+/// Judges the content of a sector by the last required operation and the last that may have left
+/// zeros.
 fn judge_sector(
     plan: &Plan,
     known: &Known,

@@ -1,5 +1,5 @@
-//! Tries the judgement: on disks that do what they promise, with power cuts at any moment, and on
-//! disks that were damaged in every way that it has a word for.
+//! Tests the judgement: on disks that keep their promises, with power cuts at any moment, and on
+//! disks with every kind of damage that it reports.
 
 use crate::check::{Check, Finding, Judgement, Keeps, Promise, Wrong};
 use crate::order::{Order, Told};
@@ -11,7 +11,7 @@ use crate::table::{Discards, Table};
 const SEED: u64 = 11;
 const ZEROS: Sector = [0; SECTOR_BYTES];
 
-/// A disk with a cache that it may lose: for each sector all versions since the last flush.
+/// A disk with a volatile cache: for each sector all versions since the last flush.
 #[derive(Clone)]
 struct CachedDisk {
     versions: Vec<Vec<Sector>>,
@@ -54,7 +54,8 @@ impl CachedDisk {
         }
     }
 
-    /// What is there afterwards: all, or whatever the power cut left of what was not flushed.
+    /// Returns the content afterwards: everything, or the random remains of unflushed writes after
+    /// a power cut.
     fn image(&self, keeps: Keeps, random: &mut Random) -> Vec<Sector> {
         let chosen = |versions: &Vec<Sector>| match keeps {
             Keeps::Acknowledged => versions[versions.len() - 1],
@@ -72,7 +73,7 @@ struct Stopped {
     promise: Promise,
 }
 
-/// Runs a history up to about a number; the last report of the guest may be older.
+/// Runs a history up to about a number; the guest's last report may be older.
 fn run(until: u64, promise: Promise, quiet: bool, random: &mut Random) -> Stopped {
     let plan = Plan::new(SEED, vec![3000, 1500]).unwrap();
     let mut disks: Vec<CachedDisk> = plan.disks().iter().map(|it| CachedDisk::new(*it)).collect();
@@ -107,7 +108,7 @@ fn run(until: u64, promise: Promise, quiet: bool, random: &mut Random) -> Stoppe
             ..order.told()
         };
     }
-    // What is under way is there in part.
+    // Operations under way are partly there.
     for operation in order.under_way().iter().filter(|it| it.sectors > 0) {
         let count = random.below(operation.sectors + 1);
         disks[operation.disk].put(operation, count, promise.discards);
@@ -131,7 +132,7 @@ impl Stopped {
         check.judge()
     }
 
-    /// The first operation after this that all of a sector still shows, with a sector of it.
+    /// Returns the first later operation that is still visible in a sector, with that sector.
     fn shown_after(&self, number: u64, disk: usize) -> (u64, usize) {
         let show = |(sector, bytes): (usize, &Sector)| match identify(
             bytes,
@@ -146,7 +147,8 @@ impl Stopped {
         shown.min().expect("an operation that can be seen")
     }
 
-    /// The last operation of a kind, and a sector of it that no later operation has written since.
+    /// Returns the last operation of a kind, with a sector of it that no later operation has
+    /// written.
     fn last_of(&self, kind: Kind, disk: usize) -> (Operation, usize) {
         self.last_before(self.told.done, kind, disk)
     }
@@ -224,7 +226,7 @@ fn a_write_that_was_lost_is_found() {
 #[test]
 fn an_older_write_under_a_newer_one_is_found() {
     let mut stopped = run(400, WHOLE, true, &mut Random::new(2));
-    // A sector that two operations wrote: the older is put back, as after writes in wrong order.
+    // A sector that two operations wrote: the older is restored, as after reordered writes.
     let writes = |number: &u64, sector| stopped.plan.operation(*number).writes(0, sector as u64);
     let (newer, older, sector) = (0..3000)
         .find_map(|sector| {
@@ -249,7 +251,8 @@ fn an_older_write_under_a_newer_one_is_found() {
     assert_eq!((found, expected.number), (Some(older), newer));
     let flush = expected.flushed.expect("there was a flush since");
     let text = format!(
-        "disk 0, offset {}, 512 bytes: operation {older} of {}, expected {newer} (flushed at {flush})",
+        "disk 0, offset {}, 512 bytes: operation {older} of {}, expected {newer} (flushed at \
+         {flush})",
         sector * SECTOR_BYTES,
         stopped.told.done
     );
@@ -273,12 +276,15 @@ fn what_was_flushed_must_outlive_a_power_cut_and_the_rest_need_not() {
             let judgement = stopped.judge();
             let finding = only(&judgement);
             assert!(
-                matches!(finding.wrong, Wrong::Lost { expected, .. } if expected.flushed == Some(flush)),
+                matches!(
+                    finding.wrong,
+                    Wrong::Lost { expected, .. } if expected.flushed == Some(flush)
+                ),
                 "{finding}"
             );
             lost += 1;
         } else {
-            // What was durable before it may be back.
+            // Content that was durable before may be back.
             let durable = (0..flush)
                 .rev()
                 .map(|number| stopped.plan.operation(number))
@@ -318,8 +324,8 @@ fn without_a_word_of_the_guest_the_images_tell_what_was_flushed() {
 
 #[test]
 fn a_disk_that_stayed_behind_another_is_found() {
-    // The second disk is as it was when far fewer operations were done, the first is not: all that
-    // was flushed in between is missing, and the guest's word is not needed to see it.
+    // The second disk is in a much earlier state than the first: all flushed content in between is
+    // missing, which is detectable without the guest's report.
     let promise = Promise {
         keeps: Keeps::Flushed,
         discards: Discards::Zeros,
@@ -357,7 +363,7 @@ fn what_was_discarded_or_zeroed_does_not_come_back() {
         };
         assert_eq!((found, expected.number), (earlier, operation.number));
         assert!(finding.to_string().contains("zeroed or discarded"));
-        // A disk that does not promise zeros may keep what a discard names, and nothing older.
+        // A disk that does not promise zeros may keep discarded content, and nothing older.
         stopped.promise.discards = Discards::ZerosOrKept;
         let allowed = stopped.judge().findings.is_empty();
         assert_eq!(allowed, kind == Kind::Discard);
@@ -437,7 +443,7 @@ fn what_a_discard_freed_may_be_in_use_elsewhere_until_a_flush() {
         let judgement = stopped.judge();
         assert_eq!(judgement.findings.is_empty(), excused);
         assert_eq!(judgement.reused_sectors, u64::from(excused));
-        // Where nothing was discarded it is wrong.
+        // Without a discard it is wrong.
         let (_, sector) = stopped.last_before(flush, Kind::Write, 1);
         stopped.images[1][sector] = elsewhere;
         let findings = stopped.judge().findings;

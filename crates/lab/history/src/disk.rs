@@ -1,4 +1,4 @@
-//! A disk of the guest, past its page cache.
+//! Accesses a disk of the guest without its page cache.
 
 use crate::writer::Medium;
 use longhaul_history::plan::SECTOR_BYTES;
@@ -10,7 +10,7 @@ use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 
 const O_DIRECT: i32 = 0o40000;
-/// Requests of the kernel's, `_IO(0x12, 119)` and `_IO(0x12, 127)`.
+/// Kernel requests, `_IO(0x12, 119)` and `_IO(0x12, 127)`.
 const BLKDISCARD: c_ulong = 0x1277;
 const BLKZEROOUT: c_ulong = 0x127f;
 

@@ -1,10 +1,10 @@
-//! Histories of disks: the operations that a guest does on its disks, all told by a seed, and the
-//! judgement of what the disks may hold after a crash or a move.
+//! Implements histories of disks: the operations of a guest on its disks, all derived from a seed,
+//! and the judgement of the disks' content after a crash or a move.
 //!
-//! [`plan`] says what each operation is, [`sector`] what it writes, [`order`] which may run at the
-//! same time and what is told of them, [`table`] what a running guest must read back, and [`check`]
-//! what images may hold. It does no I/O and depends on nothing, so that the program in the guest and
-//! the judge outside are made of the same code.
+//! [`plan`] defines each operation, [`sector`] the content it writes, [`order`] which operations
+//! may run at the same time and how they are reported, [`table`] what a running guest must read
+//! back, and [`check`] what images may hold. The crate does no I/O and has no dependencies, so that
+//! the program in the guest and the judge outside share their code.
 
 pub mod check;
 pub mod order;

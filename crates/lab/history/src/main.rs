@@ -1,11 +1,11 @@
-//! The program in the guest: does the operations of a history on the guest's disks, reads them back,
-//! and tells the laboratory how far it is.
+//! Runs in the guest: executes the operations of a history on the guest's disks, reads them back,
+//! and reports its progress to the laboratory.
 //!
-//! It is a workload beside the arena: its argument is the file that tells it to stop, a line that it
-//! prints is a unit of work, and a line `error: ...` is something wrong. What the judge needs goes over
-//! a virtio-serial port of its own. Reads and writes go past the guest's page cache (`O_DIRECT`), and
-//! a flush is `fdatasync` on the disk: through the cache a write would be acknowledged that no disk
-//! has seen, and what is read back would never have left the guest's memory.
+//! It is a workload beside the arena: its argument is the stop file, each line that it prints is a
+//! unit of work, and a line `error: ...` reports an error. The data for the judge goes over a
+//! virtio-serial port of its own. Reads and writes bypass the guest's page cache (`O_DIRECT`), and
+//! a flush is `fdatasync` on the disk: through the cache a write would be acknowledged before any
+//! disk has it, and reads would be answered from the guest's memory.
 
 mod disk;
 mod pace;
@@ -44,10 +44,10 @@ fn main() -> ExitCode {
     }
 }
 
-/// Works until the file is there; how much was wrong.
+/// Works until the file exists; returns the number of errors.
 fn run(stop_file: &Path) -> Result<u64, String> {
     let (mut port, start) = loop {
-        // One who gave up waiting is not waited for.
+        // A laboratory that gave up waiting is not waited for.
         if stop_file.exists() {
             return Ok(0);
         }
@@ -114,7 +114,7 @@ fn run(stop_file: &Path) -> Result<u64, String> {
     Ok(writer.error_count())
 }
 
-/// The disks /dev/vda and so on, from a number on.
+/// Opens the disks /dev/vda and so on, from a number on.
 fn open_disks(first: u64, count: u64) -> Result<Vec<Disk>, String> {
     (first..first + count)
         .map(|number| {
@@ -126,7 +126,7 @@ fn open_disks(first: u64, count: u64) -> Result<Vec<Disk>, String> {
         .collect()
 }
 
-/// Tells the laboratory whatever is new, until all is told.
+/// Reports news to the laboratory, until everything is reported.
 fn report(writer: &Writer<Disk>, port: &mut Port) -> io::Result<()> {
     let mut now = writer.report();
     loop {
@@ -148,7 +148,7 @@ fn print_work(writer: &Writer<Disk>, printed: u64) -> u64 {
     done
 }
 
-/// Prints a line; there is nobody to tell when that fails.
+/// Prints a line; a failure cannot be reported.
 fn tell(line: &dyn fmt::Display) {
     let _ = writeln!(io::stdout(), "{line}");
 }

@@ -1,23 +1,24 @@
-//! Which operations may be under way at the same time, and what can be told of those that ended.
+//! Determines which operations may be under way at the same time, and how completed ones are
+//! reported.
 
 use crate::plan::{OPERATIONS_MAX, Operation, Plan};
 
-/// No operation starts while one that lies so far back has not ended.
+/// No operation starts while one that is this far back is still under way.
 pub const WINDOW: u64 = 32;
 
-/// Which operations have been acknowledged.
+/// The acknowledged operations.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Told {
     /// All below this number.
     pub done: u64,
-    /// And of those after it: bit 0 is the operation of the number `done`.
+    /// And of those after it: bit 0 is the operation with the number `done`.
     pub mask: u32,
     /// Whether no operation is under way, and none will follow.
     pub quiet: bool,
 }
 
 impl Told {
-    /// Whether an operation has been acknowledged.
+    /// Returns whether an operation has been acknowledged.
     pub fn has(&self, number: u64) -> bool {
         match number.checked_sub(self.done) {
             None => true,
@@ -25,7 +26,7 @@ impl Told {
         }
     }
 
-    /// What is known from both.
+    /// Returns the union of both reports.
     pub fn and(self, other: Self) -> Self {
         let (more, less) = if self.done >= other.done {
             (self, other)
@@ -46,8 +47,8 @@ impl Told {
     }
 }
 
-/// The operations that are under way: they start in the order of their numbers, each when it has
-/// nothing to wait for.
+/// The operations under way: they start in the order of their numbers, each when it has nothing to
+/// wait for.
 #[derive(Debug)]
 pub struct Order {
     plan: Plan,
@@ -57,7 +58,7 @@ pub struct Order {
 }
 
 impl Order {
-    /// Nothing is done yet.
+    /// Creates an order with nothing done.
     pub fn new(plan: Plan) -> Self {
         Self {
             plan,
@@ -67,8 +68,8 @@ impl Order {
         }
     }
 
-    /// The next operation, where it may start and its number is below `end`; it is under way from now
-    /// on.
+    /// Returns the next operation, if it may start and its number is below `end`; it is then under
+    /// way.
     pub fn start(&mut self, end: u64) -> Option<Operation> {
         let end = end.min(OPERATIONS_MAX);
         if self.next >= (self.told.done + WINDOW).min(end) {
@@ -83,7 +84,7 @@ impl Order {
         Some(operation)
     }
 
-    /// An operation was acknowledged.
+    /// Records the acknowledgement of an operation.
     pub fn finish(&mut self, number: u64) {
         self.under_way.retain(|it| it.number != number);
         self.told.mask |= 1 << (number - self.told.done);
@@ -93,12 +94,12 @@ impl Order {
         }
     }
 
-    /// What can be told.
+    /// Returns the report.
     pub fn told(&self) -> Told {
         self.told
     }
 
-    /// What is under way.
+    /// Returns the operations under way.
     pub fn under_way(&self) -> &[Operation] {
         &self.under_way
     }

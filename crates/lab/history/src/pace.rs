@@ -1,27 +1,27 @@
-//! Says when the next operation is due.
+//! Determines when the next operation is due.
 
 use longhaul_history::plan::{Kind, Operation};
 use std::time::{Duration, Instant};
 
-/// Operations that could not be done in time are forgotten beyond this: no burst follows a pause.
+/// The maximum backlog of late operations: no burst follows a pause.
 const LONGEST_DEBT: Duration = Duration::from_millis(50);
 
-/// How fast operations may follow each other.
+/// The rate of operations.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Paced {
-    /// At most so many per second; 0: no limit.
+    /// The maximum number per second; 0: no limit.
     pub(crate) operations_per_s: u64,
-    /// The same, of reads; 0: as of all others.
+    /// The same for reads; 0: as for all others.
     pub(crate) reads_per_s: u64,
-    /// Operations before this number follow each other as fast as they can.
+    /// Operations before this number follow each other without delay.
     pub(crate) from: u64,
-    /// After so many the next ones wait; 0: never.
+    /// The size of a burst, after which the next ones wait; 0: no bursts.
     pub(crate) burst: u64,
-    /// From the beginning of a burst to that of the next.
+    /// The interval between the beginnings of bursts.
     pub(crate) burst_every: Duration,
 }
 
-/// A pace that is kept.
+/// The pacing of a running history.
 #[derive(Debug, Clone)]
 pub(crate) struct Pace {
     paced: Paced,
@@ -45,7 +45,7 @@ impl Pace {
         self.next.saturating_duration_since(Instant::now())
     }
 
-    /// An operation begins.
+    /// Records the beginning of an operation.
     pub(crate) fn took(&mut self, operation: &Operation) {
         let now = Instant::now();
         if operation.number < self.paced.from {
@@ -83,7 +83,7 @@ mod tests {
         }
     }
 
-    /// How long the next one waits after these.
+    /// Returns how long the next one waits after these.
     fn wait_after(paced: &Paced, kinds: &[Kind]) -> Duration {
         let mut pace = Pace::new(paced);
         for (number, kind) in (0..).zip(kinds) {

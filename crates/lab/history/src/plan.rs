@@ -1,28 +1,29 @@
-//! What each operation of a history is: a function of the seed and the operation's number alone.
+//! Defines each operation of a history: a function of the seed and the operation's number alone.
 
 use crate::random::{Random, mixed, scaled};
 use std::fmt;
 use std::ops::Range;
 
-/// What disks are made of here; guests see disks of such sectors.
+/// The sector size here and in the guests' disks.
 pub const SECTOR_BYTES: usize = 512;
-/// The longest operation: 1 MiB.
+/// The maximum length of an operation: 1 MiB.
 pub const LONGEST_SECTORS: u64 = 2048;
-/// Most disks of a history.
+/// The maximum number of disks of a history.
 pub const DISKS_MAX: usize = 16;
-/// Fewest sectors of a disk.
+/// The minimum number of sectors of a disk.
 pub const SECTORS_MIN: u64 = 64;
-/// Most sectors of a disk: 64 GiB. Who judges needs 16 bytes of memory for each, the guest 4.
+/// The maximum number of sectors of a disk: 64 GiB. The judge needs 16 bytes of memory for each,
+/// the guest 4.
 pub const SECTORS_MAX: u64 = 1 << 27;
-/// Operations have numbers below this.
+/// The limit of operations' numbers.
 pub const OPERATIONS_MAX: u64 = (1 << 31) - 1;
 
-/// Sectors of a page of a guest's file system.
+/// Sectors in a page of a guest's file system.
 const BLOCK_SECTORS: u64 = 8;
-/// How far back an operation looks for a place to come back to.
+/// How far back an operation looks for a place to return to.
 const RETURN_TO: u64 = 64;
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Writes sectors that say which operation wrote them.
@@ -33,15 +34,15 @@ pub enum Kind {
     Zero,
     /// Discards.
     Discard,
-    /// Makes durable what was written to the disk by operations before it, which it waits for.
+    /// Makes durable the disk's writes of earlier operations, for which it waits.
     Flush {
-        /// Whether operations after it, on all disks, wait for it: as a database waits for a commit.
+        /// Whether later operations, on all disks, wait for it, as a database waits for a commit.
         barrier: bool,
     },
 }
 
 impl Kind {
-    /// Whether it changes what a disk holds.
+    /// Returns whether it changes the content of a disk.
     pub fn modifies(self) -> bool {
         matches!(self, Self::Write | Self::Zero | Self::Discard)
     }
@@ -52,28 +53,28 @@ impl Kind {
 pub struct Operation {
     /// Its number in the history, from 0.
     pub number: u64,
-    /// What it does.
+    /// Its kind.
     pub kind: Kind,
     /// The disk, from 0.
     pub disk: usize,
     /// Its first sector.
     pub first: u64,
-    /// How many sectors; 0 for a flush.
+    /// The number of sectors; 0 for a flush.
     pub sectors: u64,
 }
 
 impl Operation {
-    /// The sectors that it is about.
+    /// Returns its sectors.
     pub fn range(&self) -> Range<u64> {
         self.first..self.first + self.sectors
     }
 
-    /// Whether it writes this sector of its disk with content of its own.
+    /// Returns whether it writes content of its own to this sector of its disk.
     pub fn writes(&self, disk: usize, sector: u64) -> bool {
         self.kind == Kind::Write && self.disk == disk && self.range().contains(&sector)
     }
 
-    /// Whether it has to wait for an earlier operation that has not ended.
+    /// Returns whether it must wait for an earlier operation that is still under way.
     pub fn waits_for(&self, earlier: &Self) -> bool {
         if earlier.kind == (Kind::Flush { barrier: true }) {
             return true;
@@ -90,7 +91,7 @@ impl Operation {
     }
 }
 
-/// A file's worth of the first disk that is written from its beginning to its end, over and over,
+/// A file-sized part of the first disk that is written from its beginning to its end, repeatedly,
 /// with new content each time, and made durable after each pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FilePasses {
@@ -98,7 +99,7 @@ pub struct FilePasses {
     pub sectors: u64,
     /// The sectors of one operation.
     pub block: u64,
-    /// Whether each pass reads the file after it was written.
+    /// Whether each pass reads the file after writing it.
     pub reads: bool,
 }
 
@@ -107,7 +108,7 @@ impl FilePasses {
         self.sectors / self.block
     }
 
-    /// The operations of a pass.
+    /// Returns the number of operations of a pass.
     pub fn operations(&self) -> u64 {
         let blocks = self.blocks();
         blocks + 1 + if self.reads { blocks } else { 0 }
@@ -131,24 +132,24 @@ impl FilePasses {
     }
 }
 
-/// A history: everything else follows from it.
+/// A history, from which everything else follows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     seed: u64,
-    /// Sectors of each disk.
+    /// The number of sectors of each disk.
     disks: Vec<u64>,
-    /// What is done instead of everything everywhere.
+    /// The file passes, in place of random operations.
     file: Option<FilePasses>,
 }
 
-/// Disks that no history can be about.
+/// Why a history cannot use these disks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PlanError {
-    /// Too few or too many.
+    /// There are too few or too many.
     Disks(usize),
-    /// Too small or too large.
+    /// One is too small or too large.
     Sectors(u64),
-    /// A file that is larger than the disk, or does not consist of whole blocks of at most 1 MiB.
+    /// A file that is larger than the disk, or is not a multiple of blocks of at most 1 MiB.
     File(FilePasses),
 }
 
@@ -164,8 +165,8 @@ impl fmt::Display for PlanError {
             ),
             Self::File(FilePasses { sectors, block, .. }) => write!(
                 f,
-                "a file of a history consists of whole blocks of 1 to {LONGEST_SECTORS} sectors and \
-                 fits on its disk; {sectors} sectors in blocks of {block} do not"
+                "a file of a history consists of whole blocks of 1 to {LONGEST_SECTORS} sectors \
+                 and fits on its disk; {sectors} sectors in blocks of {block} do not"
             ),
         }
     }
@@ -174,7 +175,7 @@ impl fmt::Display for PlanError {
 impl std::error::Error for PlanError {}
 
 impl Plan {
-    /// The history of a seed on disks of so many sectors, which hold zeros when it begins.
+    /// Returns the history of a seed on disks of these sizes, which hold zeros at the beginning.
     ///
     /// # Errors
     /// When the disks are too few, too many, too small or too large.
@@ -195,7 +196,7 @@ impl Plan {
         }
     }
 
-    /// The history that passes over a file instead.
+    /// Returns the same history with passes over a file instead.
     ///
     /// # Errors
     /// When the file does not fit.
@@ -213,19 +214,19 @@ impl Plan {
         })
     }
 
-    /// Its seed.
+    /// Returns its seed.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// Sectors of each disk.
+    /// Returns the number of sectors of each disk.
     pub fn disks(&self) -> &[u64] {
         &self.disks
     }
 
-    /// The operation of a number. Half of them lie where file systems would put them, on blocks of
-    /// 4 KiB. A quarter goes to the first sixteenth of a disk, a quarter to where another operation
-    /// was a moment ago, so that there are overwrites, and neighbours in one block at one time.
+    /// Returns the operation of a number. Half of them are aligned to blocks of 4 KiB, as those of
+    /// file systems. A quarter goes to the first sixteenth of a disk, a quarter to the place of a
+    /// recent operation, which produces overwrites, and concurrent neighbours in one block.
     pub fn operation(&self, number: u64) -> Operation {
         if let Some(file) = self.file {
             return file.operation(number);
@@ -276,7 +277,8 @@ impl Plan {
         }
     }
 
-    /// The generator of an operation, and its first number, which is where on a disk it is.
+    /// Returns the generator of an operation, and its first number, which determines its place on a
+    /// disk.
     fn generator(&self, number: u64) -> (Random, u64) {
         let mut random = Random::new(mixed(self.seed ^ mixed(number.wrapping_add(1))));
         let anywhere = random.draw();
@@ -284,7 +286,7 @@ impl Plan {
     }
 }
 
-/// 512 bytes to 1 MiB, the small more often: 59 KiB in the mean.
+/// Returns a length of 512 bytes to 1 MiB, shorter ones more often: 59 KiB in the mean.
 fn length(random: &mut Random) -> u64 {
     let power = random.below(12).min(random.below(12));
     let shortest = 1 << power;

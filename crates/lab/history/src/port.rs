@@ -1,4 +1,5 @@
-//! The port to the laboratory: one line in, then lines out, each when the one before has gone.
+//! Implements the port to the laboratory: one line in, then lines out, each after the one before
+//! was sent.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Write};
@@ -9,11 +10,11 @@ pub(crate) const NAME: &str = "history";
 const PORTS: &str = "/sys/class/virtio-ports";
 const LONGEST_LINE: usize = 4096;
 
-/// The open port. A write waits while nobody listens, as during a move.
+/// The open port. A write blocks while the other end is absent, as during a move.
 pub(crate) struct Port(File);
 
 impl Port {
-    /// The port, and the line that says what to do, once both are there.
+    /// Returns the port and the start command, once both are there.
     pub(crate) fn start_line() -> io::Result<Option<(Self, String)>> {
         let Some(path) = find() else {
             return Ok(None);
@@ -22,7 +23,7 @@ impl Port {
         let mut line = Vec::new();
         let mut byte = [0];
         while line.len() < LONGEST_LINE {
-            // Nothing comes from a port at whose other end nobody is.
+            // A port whose other end is absent returns nothing.
             if file.read(&mut byte)? == 0 {
                 return Ok(None);
             }
@@ -48,7 +49,7 @@ fn find() -> Option<PathBuf> {
     })
 }
 
-/// A number of a flat JSON object.
+/// Returns a number of a flat JSON object.
 pub(crate) fn number(line: &str, key: &str) -> Option<u64> {
     let (_, rest) = line.split_once(&format!("\"{key}\":"))?;
     let rest = rest.trim_start();

@@ -1,6 +1,6 @@
-//! What a sector holds: who wrote it, where and when, and a body that follows from that.
+//! Defines the content of a sector: its writer, place and time, and a body derived from these.
 //!
-//! | offset | bytes | what (little-endian) |
+//! | offset | bytes | content (little-endian) |
 //! |---|---|---|
 //! | 0 | 8 | `lh-disk` and a newline |
 //! | 8 | 8 | the history's seed |
@@ -8,8 +8,9 @@
 //! | 24 | 8 | number of the sector on its disk |
 //! | 32 | 4 | number of the disk |
 //! | 36 | 4 | zero |
-//! | 40 | 472 | body: of every second operation random, of the others one word over and over; in a history
-//! of [`RANDOM_BODIES`] always random |
+//! | 40 | 472 | body: random in every second operation, one repeated word in the others |
+//!
+//! In a history with [`RANDOM_BODIES`] the body is always random.
 
 use crate::plan::{OPERATIONS_MAX, SECTOR_BYTES};
 use crate::random::{Random, mixed};
@@ -17,33 +18,33 @@ use crate::random::{Random, mixed};
 const MAGIC: [u8; 8] = *b"lh-disk\n";
 const BODY_AT: usize = 40;
 
-/// A bit of the seed: no operation of the history writes anything that can be compressed.
+/// A bit of the seed: no write of the history is compressible.
 pub const RANDOM_BODIES: u64 = 1 << 63;
 
 /// A sector's bytes.
 pub type Sector = [u8; SECTOR_BYTES];
 
-/// What was found in a sector.
+/// The content found in a sector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Content {
     /// Nothing but zeros.
     Zeros,
-    /// All that this operation writes there.
+    /// Exactly the content that this operation writes there.
     Written(u64),
-    /// It begins as what an operation writes there, and goes on otherwise.
+    /// It begins as an operation's content, and differs later.
     Torn {
         /// The operation.
         number: u64,
         /// The first byte that differs.
         byte: usize,
     },
-    /// What an operation writes to another place.
+    /// Content that an operation writes to another place.
     Misplaced {
         /// The operation.
         number: u64,
-        /// The disk that it is meant for.
+        /// The disk that it belongs to.
         disk: u32,
-        /// The sector that it is meant for.
+        /// The sector that it belongs to.
         sector: u64,
     },
     /// A sector of another history.
@@ -74,7 +75,7 @@ pub fn fill(bytes: &mut Sector, seed: u64, disk: u32, sector: u64, number: u64) 
     }
 }
 
-/// Says what a sector of a disk holds.
+/// Identifies the content of a sector.
 pub fn identify(bytes: &Sector, seed: u64, disk: u32, sector: u64) -> Content {
     if *bytes == [0; SECTOR_BYTES] {
         return Content::Zeros;

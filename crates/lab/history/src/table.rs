@@ -1,18 +1,18 @@
-//! What a running guest must read back from a disk: the last operation on each sector.
+//! Tracks what a running guest must read back from a disk: the last operation on each sector.
 
 use crate::plan::{Kind, Operation, SECTOR_BYTES};
 use crate::sector::{Content, Sector, identify};
 
-/// What may be read from where something was discarded.
+/// What may be read from a discarded sector.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Discards {
     /// Zeros: raw images in files with holes, under `discard=unmap`.
     Zeros,
-    /// Zeros, or what was there before: all that a disk has to promise.
+    /// Zeros, or the old content: the minimum that a disk promises.
     ZerosOrKept,
 }
 
-/// In an entry: discarded after what it says.
+/// A flag of an entry: discarded after the operation.
 const DISCARDED: u32 = 1 << 31;
 
 /// A disk: an entry for each sector, which is 0 (zeros) or an operation's number and one.
@@ -24,19 +24,19 @@ pub struct Table {
     entries: Vec<u32>,
 }
 
-/// A sector that was not what it must be.
+/// A sector with wrong content.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wrong {
     /// The sector.
     pub sector: u64,
-    /// What was found.
+    /// The content found.
     pub found: Content,
     /// The operation whose content should be there; `None`: zeros.
     pub expected: Option<u64>,
 }
 
 impl Table {
-    /// A disk of zeros.
+    /// Returns a disk of zeros.
     pub fn new(seed: u64, disk: u32, sectors: u64, discards: Discards) -> Self {
         Self {
             seed,
@@ -46,7 +46,7 @@ impl Table {
         }
     }
 
-    /// Notes an operation that was acknowledged.
+    /// Records an acknowledged operation.
     pub fn apply(&mut self, operation: &Operation) {
         let range = operation.first as usize..(operation.first + operation.sectors) as usize;
         let entries = &mut self.entries[range];
@@ -60,17 +60,17 @@ impl Table {
         }
     }
 
-    /// The entries of some sectors, to compare later.
+    /// Returns the entries of some sectors, for a later comparison.
     pub fn entries(&self, first: u64, sectors: u64) -> Vec<u32> {
         self.entries[first as usize..(first + sectors) as usize].to_vec()
     }
 
-    /// Number of sectors.
+    /// Returns the number of sectors.
     pub fn sectors(&self) -> u64 {
         self.entries.len() as u64
     }
 
-    /// The first sector from `first` on that is not as its entry says.
+    /// Returns the first sector from `first` on that differs from its entry.
     pub fn compare(&self, first: u64, entries: &[u32], bytes: &[u8]) -> Option<Wrong> {
         compare((self.seed, self.disk), first, entries, bytes)
     }

@@ -1,4 +1,4 @@
-//! Does the operations of a history, several at a time, and compares what it reads.
+//! Executes the operations of a history, several at a time, and compares the content of reads.
 
 use crate::pace::Pace;
 use longhaul_history::order::{Order, Told};
@@ -11,13 +11,13 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-/// What direct access to a disk wants of memory's addresses, at most.
+/// The maximum memory alignment that direct access to a disk requires.
 const ALIGNMENT: usize = 4096;
 const LONGEST_BYTES: usize = LONGEST_SECTORS as usize * SECTOR_BYTES;
 const ERRORS_KEPT: usize = 64;
 const LONGEST_WAIT: Duration = Duration::from_millis(100);
 
-/// What a history is done on. Calls come from several threads.
+/// The target of a history. Calls are from several threads.
 pub(crate) trait Medium: Sync {
     fn read(&self, first: u64, bytes: &mut [u8]) -> io::Result<()>;
     fn write(&self, first: u64, bytes: &[u8]) -> io::Result<()>;
@@ -26,20 +26,20 @@ pub(crate) trait Medium: Sync {
     fn flush(&self) -> io::Result<()>;
 }
 
-/// What is done, and how.
+/// The settings of a run.
 pub(crate) struct Settings {
     pub(crate) plan: Plan,
     /// By disk.
     pub(crate) discards: Vec<Discards>,
-    /// How many operations are under way at a time.
+    /// The number of operations under way at a time.
     pub(crate) depth: usize,
     /// When the next may begin.
     pub(crate) pace: Pace,
-    /// How many there are.
+    /// The number of operations.
     pub(crate) operations: u64,
 }
 
-/// How far a history is.
+/// The progress of a history.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Report {
     pub(crate) told: Told,
@@ -49,7 +49,7 @@ pub(crate) struct Report {
     pub(crate) verified: u64,
     pub(crate) errors: u64,
     pub(crate) first_error: Option<String>,
-    /// Whether nothing more will be reported.
+    /// Whether this is the last report.
     pub(crate) ended: bool,
 }
 
@@ -61,7 +61,7 @@ impl fmt::Display for Report {
         write!(f, ",\"written\":{},\"verified\":{verified}", self.written)?;
         write!(f, ",\"errors\":{errors}")?;
         if let Some(first) = &self.first_error {
-            // Errors are made of plain words and numbers here.
+            // Errors consist of plain words and numbers here.
             let plain = first.replace(['"', '\\'], "'");
             write!(f, ",\"first_error\":\"{plain}\"")?;
         }
@@ -69,7 +69,7 @@ impl fmt::Display for Report {
     }
 }
 
-/// A history that is done on disks.
+/// A history that runs on disks.
 pub(crate) struct Writer<M> {
     disks: Vec<M>,
     settings: Settings,
@@ -86,19 +86,19 @@ struct State {
     verified: u64,
     errors: u64,
     first_errors: Vec<String>,
-    /// Whether an operation failed: nothing is known of it, and nothing follows.
+    /// Whether an operation failed: its effect is unknown, and nothing follows.
     failed: bool,
     ended: bool,
 }
 
-/// An operation, and what its sectors must hold where it reads them.
+/// An operation, and the required content of the sectors that it reads.
 struct Job {
     operation: Operation,
     entries: Vec<u32>,
 }
 
 impl<M: Medium> Writer<M> {
-    /// A history on these disks, which are those of its plan.
+    /// Returns a history on these disks, which are those of its plan.
     pub(crate) fn new(disks: Vec<M>, settings: Settings) -> Self {
         let plan = &settings.plan;
         let numbered = (0..).zip(plan.disks().iter().zip(&settings.discards));
@@ -125,7 +125,7 @@ impl<M: Medium> Writer<M> {
         }
     }
 
-    /// Works until it is told to stop, then reads everything.
+    /// Works until it is asked to stop, then reads everything.
     pub(crate) fn run(&self) {
         thread::scope(|scope| {
             for _ in 0..self.settings.depth {
@@ -149,14 +149,14 @@ impl<M: Medium> Writer<M> {
         self.state().report()
     }
 
-    /// Waits until there is something else to report.
+    /// Waits until there is something new to report.
     pub(crate) fn news(&self, last: &Report) -> Report {
         let is_told = |state: &mut State| state.report() == *last;
         let waited = self.changed.wait_while(self.state(), is_told);
         waited.unwrap_or_else(PoisonError::into_inner).report()
     }
 
-    /// The first things that were wrong.
+    /// Returns the first errors.
     pub(crate) fn errors(&self) -> Vec<String> {
         self.state().first_errors.clone()
     }
@@ -256,7 +256,7 @@ impl<M: Medium> Writer<M> {
         self.changed.notify_all();
     }
 
-    /// Compares all that the disks hold with what they must hold.
+    /// Compares the whole content of the disks with the required content.
     fn read_everything(&self) {
         let mut buffer = Buffer::new();
         for (disk, medium) in self.disks.iter().enumerate() {
@@ -311,7 +311,8 @@ impl State {
         let done = self.order.told().done;
         let found = wrong.found;
         self.count(format!(
-            "disk {disk}, offset {offset}: read {found:?} after operation {done}, expected {expected}"
+            "disk {disk}, offset {offset}: read {found:?} after operation {done}, expected \
+             {expected}"
         ));
     }
 
@@ -323,7 +324,7 @@ impl State {
     }
 }
 
-/// Memory as direct access to disks wants it.
+/// Memory aligned for direct access to disks.
 struct Buffer {
     memory: Vec<u8>,
     start: usize,
@@ -349,7 +350,7 @@ mod tests {
 
     const SECTORS: usize = 6000;
 
-    /// A disk in memory, which loses what is asked for.
+    /// A disk in memory that loses writes on request.
     struct Memory {
         bytes: Mutex<Vec<u8>>,
         loses: Option<u64>,

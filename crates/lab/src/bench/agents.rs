@@ -1,5 +1,5 @@
-//! `lab bench agents`: what the agents need for a large guest, and what they save when several guests
-//! move at once.
+//! Implements `lab bench agents`: the agents' memory for a large guest, and the savings when
+//! several guests move at once.
 
 use super::document::{AskedLink, Document, Sense, median};
 use super::{Bench, Options};
@@ -16,7 +16,7 @@ use serde::Serialize;
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "agents",
     about: "what the agents need for a large guest, and what four guests that move at once save",
@@ -29,15 +29,17 @@ const LIMIT: Duration = Duration::from_secs(900);
 const DOWNTIME: &str = "500ms";
 /// Guests that move at once.
 const GUESTS: u64 = 4;
-/// What they may send together of what they send one after another to an empty destination.
+/// The maximum of what they send together, relative to what they send one after another to an empty
+/// destination.
 const TOGETHER_MAX: f64 = 0.9;
-/// The limit of all moves together: this part of the link.
+/// The limit of all moves together, as a divisor of the link's rate.
 const LIMIT_PART: u64 = 2;
-/// What comes beside the limit, such as the words of the agents.
+/// The allowance for traffic beside the limit, such as the agents' messages.
 const LIMIT_SLACK: f64 = 1.05;
 /// The large guest.
 const LARGE_MIB: u64 = 2048;
-/// What an agent may have for it: this share of its memory, and so much for any guest.
+/// An agent's allowed memory for it: this share of the guest's memory, and a constant for any
+/// guest.
 const PEAK_SHARE: f64 = 0.01;
 const PEAK_BYTES: f64 = 96e6;
 
@@ -51,22 +53,22 @@ struct Row {
     guest_memory_bytes: u64,
     repeat: u32,
     outcome: String,
-    /// Of all guests.
+    /// Sum over all guests.
     link_bytes: Option<u64>,
-    /// Memory that other guests had brought, of all guests.
+    /// Memory that other guests had brought, over all guests.
     shared_bytes: Option<u64>,
-    /// From the first command to the last guest's running at the destination.
+    /// Time from the first command until the last guest runs at the destination.
     total_ms: Option<f64>,
-    /// The longest.
+    /// The maximum.
     downtime_ms: Option<f64>,
     /// The limit of all moves together.
     limit_bps: Option<u64>,
     agent_peak_bytes: PeakRow,
-    /// Of all guests.
+    /// Sum over all guests.
     verify_errors: Option<u64>,
 }
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let link = options.link_or(LINK)?;
     let mut rows = Vec::new();
@@ -76,7 +78,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     };
     if options.wants_workload("large") {
         for repeat in 1..=options.repeats() {
-            // What an agent needed before would count, as far as it keeps it.
+            // Memory that an agent needed before would count, as far as the agent keeps it.
             let bench = Moving::new(options, link, None, document)?;
             add(bench.large(repeat, options.quick)?, document);
         }
@@ -105,7 +107,8 @@ struct Moving {
     chipset: Chipset,
     version: String,
     limit_bps: Option<u64>,
-    /// Guests so far: one that has moved away may not be started again by the same name.
+    /// The number of guests so far: a guest that has moved away may not be started again under the
+    /// same name.
     guests: Cell<u32>,
 }
 
@@ -116,7 +119,7 @@ struct Running {
 }
 
 impl Moving {
-    /// Two hosts with agents, which send no faster than the limit.
+    /// Creates two hosts with agents and a limited link.
     fn new(
         options: &Options,
         link: LinkSpec,
@@ -210,7 +213,7 @@ impl Moving {
         }
     }
 
-    /// Each guest by itself, to a destination that has nothing.
+    /// Moves each guest alone, to an empty destination.
     fn apart(&self, repeat: u32) -> Result<Row, LabError> {
         let mut row = self.row("longhaul-apart", GUESTS, 192 << 20, repeat);
         let mut total_ms = 0.0;
@@ -223,7 +226,7 @@ impl Moving {
         Ok(row)
     }
 
-    /// All guests at the same time.
+    /// Moves all guests at the same time.
     fn at_once(&self, system: &'static str, repeat: u32) -> Result<Row, LabError> {
         let mut row = self.row(system, GUESTS, 192 << 20, repeat);
         let guests: Vec<Running> = (1..=GUESTS)
@@ -241,7 +244,7 @@ impl Moving {
         Ok(row)
     }
 
-    /// Moves guests at the same time, has them look at their memory, and ends them.
+    /// Moves guests at the same time, lets them verify their memory, and ends them.
     fn move_all(&self, mut guests: Vec<Running>, row: &mut Row) -> Result<(), LabError> {
         let to = self.lab.host(1)?;
         let link = self.lab.link(0, 1)?;
@@ -274,7 +277,7 @@ impl Moving {
             self.note(guest, finished, row)?;
         }
         for guest in guests {
-            // Where it is depends on how the move went.
+            // Its host depends on how the move went.
             let [here, there] = [0, 1].map(|host| self.product.stop_guest(host, &guest.name));
             here.or(there)?;
         }
@@ -359,8 +362,8 @@ fn show(row: &Row) -> String {
     };
     let mb = |bytes: Option<u64>| number(bytes.map(|bytes| bytes as f64 / 1e6), "MB");
     format!(
-        "{:<17} repeat {}: {} over the link, {} in other guests, {}, downtime at most {}, agents' memory \
-         {} and {}, errors {}, {}",
+        "{:<17} repeat {}: {} over the link, {} in other guests, {}, downtime at most {}, agents' \
+         memory {} and {}, errors {}, {}",
         row.system,
         row.repeat,
         mb(row.link_bytes),

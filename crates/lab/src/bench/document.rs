@@ -1,4 +1,5 @@
-//! The document that every bench prints: what was measured, on what, and whether the bars hold.
+//! Defines the document that every bench prints: the measurements, their environment, and whether
+//! the checks hold.
 
 use std::fs;
 use std::process::Command;
@@ -12,15 +13,15 @@ use crate::link::measure::Measured;
 use crate::link::spec::LinkSpec;
 use crate::process::run;
 
-/// What a bench found. It grows while the bench runs, so that an interrupted one can print what it
-/// has.
+/// The results of a bench. The document grows while the bench runs, so that an interrupted one can
+/// print its results so far.
 #[derive(Debug, Serialize)]
 pub struct Document {
     bench: String,
     commit: Option<String>,
-    /// When it began, in UTC.
+    /// The time of its beginning, in UTC.
     started: Option<String>,
-    /// How to run it again.
+    /// The command that repeats it.
     command: String,
     machine: Machine,
     /// The link, or the first of several.
@@ -32,22 +33,22 @@ pub struct Document {
     checks: Vec<Check>,
 }
 
-/// What a bench ran on. What plays no part in it is null.
+/// The environment of a bench. Irrelevant parts are null.
 #[derive(Debug, Clone, Serialize)]
 pub struct Machine {
     /// The processor's name.
     pub cpu: Option<String>,
-    /// Processors that this bench could use.
+    /// The number of processors available to this bench.
     pub cores: usize,
     /// The kernel's release.
     pub kernel: Option<String>,
-    /// How guests ran: `kvm` or `tcg`.
+    /// The accelerator of guests: `kvm` or `tcg`.
     pub accel: Option<String>,
-    /// Version of QEMU.
+    /// The version of QEMU.
     pub qemu: Option<String>,
 }
 
-/// A link as it stands in rows: as asked for.
+/// A link as requested, in rows.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct AskedLink {
     /// Bits per second.
@@ -68,16 +69,16 @@ impl From<LinkSpec> for AskedLink {
     }
 }
 
-/// What was asked of a link, and what it was measured to be before the bench used it.
+/// The requested properties of a link, and those measured before the bench used it.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct LinkFigures {
-    /// As asked for.
+    /// The requested properties.
     pub asked: AskedLink,
-    /// As measured.
+    /// The measured properties.
     pub measured: Measured,
 }
 
-/// Which side of the limit is the good one.
+/// The side of the limit that is good.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Sense {
@@ -87,26 +88,26 @@ pub enum Sense {
     AtLeast,
 }
 
-/// A bar, and how the rows of this run stand to it.
+/// A check: a limit for a value of this run.
 #[derive(Debug, Clone, Serialize)]
 pub struct Check {
-    /// What is judged, of what: `bytes_vs_qemu_default.database`.
+    /// The value and its case: `bytes_vs_qemu_default.database`.
     pub name: String,
-    /// Computed from the rows; null when they do not give it, and then it does not hold.
+    /// Computed from the rows; null when they are not sufficient, and then the check does not hold.
     pub value: Option<f64>,
-    /// The bar.
+    /// The limit.
     pub limit: f64,
-    /// On which side of it the value has to be.
+    /// The side of the limit on which the value must be.
     pub sense: Sense,
-    /// Whether it is.
+    /// Whether the check holds.
     pub holds: bool,
-    /// Between which values the true one lies with 95 % confidence, where that is what is judged.
+    /// The 95 % confidence interval of the true value, where that is what is judged.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interval: Option<[f64; 2]>,
 }
 
 impl Document {
-    /// A document without rows, about this machine and commit.
+    /// Creates a document without rows, for this machine and commit.
     pub fn new(bench: &str) -> Self {
         Self {
             bench: bench.to_owned(),
@@ -124,12 +125,12 @@ impl Document {
         }
     }
 
-    /// What the bench runs on, to add how guests run.
+    /// Returns the environment, to add the accelerator of guests.
     pub fn machine_mut(&mut self) -> &mut Machine {
         &mut self.machine
     }
 
-    /// Adds a link that was made and measured, and shows it.
+    /// Adds a link with its measured properties, and prints it.
     pub fn add_link(&mut self, asked: LinkSpec, measured: Measured) {
         say(&format!(
             "link {asked}: measured {:.2} Mbit/s, {:.1} ms round trip, {:.2} % lost",
@@ -152,7 +153,7 @@ impl Document {
         }
     }
 
-    /// Adds a row, and shows it in one line.
+    /// Adds a row, and prints it as one line.
     pub fn add_row(&mut self, row: &impl Serialize, line: &str) {
         say(line);
         match serde_json::to_value(row) {
@@ -162,7 +163,7 @@ impl Document {
         }
     }
 
-    /// Judges a value against a bar. No value, or one that is not a number, does not hold.
+    /// Compares a value with a limit. An absent value, or one that is not a number, does not hold.
     pub fn add_check(&mut self, name: &str, value: Option<f64>, sense: Sense, limit: f64) {
         let value = value.filter(|value| value.is_finite());
         let holds = value.is_some_and(|value| match sense {
@@ -179,24 +180,24 @@ impl Document {
         });
     }
 
-    /// Says of the latest check between which values the true one lies with 95 % confidence.
+    /// Adds the 95 % confidence interval of the true value to the latest check.
     pub fn add_interval(&mut self, interval: [f64; 2]) {
         if let Some(check) = self.checks.last_mut() {
             check.interval = Some(interval);
         }
     }
 
-    /// The rows so far.
+    /// Returns the rows so far.
     pub fn rows(&self) -> &[Value] {
         &self.rows
     }
 
-    /// Whether every check holds.
+    /// Returns whether every check holds.
     pub fn holds(&self) -> bool {
         self.checks.iter().all(|check| check.holds)
     }
 
-    /// The checks for people, a line each.
+    /// Returns the checks as text, a line each.
     pub fn show_checks(&self) -> String {
         self.checks
             .iter()
@@ -222,7 +223,7 @@ impl Document {
 }
 
 impl Machine {
-    /// This machine, of which guests are not known yet.
+    /// Returns this machine, without the accelerator of guests.
     fn this() -> Self {
         let cpu = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| {
             let line = text.lines().find(|line| line.starts_with("model name"))?;
@@ -239,7 +240,7 @@ impl Machine {
     }
 }
 
-/// The commit of the checkout that this was built from, marked when it has changes on top.
+/// Returns the commit of the checkout of this build, marked when it has changes on top.
 fn commit() -> Option<String> {
     let mut command = Command::new("git");
     command.args(["-C", env!("CARGO_MANIFEST_DIR")]).args([
@@ -251,21 +252,21 @@ fn commit() -> Option<String> {
         "--abbrev=40",
         "--exclude=*",
     ]);
-    // Without git, or away from the checkout, nobody knows: the document says null.
+    // Without git, or away from the checkout, the commit is unknown: the document has null.
     run(&mut command).ok().map(|text| text.trim().to_owned())
 }
 
-/// The command line, without the folder that the program lies in.
+/// Returns the command line, without the program's folder.
 fn command() -> String {
     let arguments = std::env::args().skip(1);
     let words: Vec<String> = std::iter::once("lab".to_owned()).chain(arguments).collect();
     words.join(" ")
 }
 
-/// A time as ISO 8601 has it, from seconds since 1970.
+/// Returns a time in ISO 8601 form, from seconds since 1970.
 fn utc(seconds: u64) -> String {
     let (days, rest) = (seconds / 86_400, seconds % 86_400);
-    // Years that begin in March end with the day that is left out; 400 of them repeat.
+    // Years begin in March, so that the leap day is their last; every 400 of them repeat.
     let from_march = days + 719_468;
     let (era, day) = (from_march / 146_097, from_march % 146_097);
     let year = (day - day / 1_460 + day / 36_524 - day / 146_096) / 365;
@@ -285,7 +286,7 @@ fn utc(seconds: u64) -> String {
     )
 }
 
-/// The median; the mean of the middle two of an even number.
+/// Returns the median; the mean of the middle two of an even number.
 pub fn median(values: impl IntoIterator<Item = f64>) -> Option<f64> {
     let mut sorted: Vec<f64> = values.into_iter().collect();
     sorted.sort_by(f64::total_cmp);

@@ -1,4 +1,5 @@
-//! `lab bench handover`: how long an idle guest stands still over a far link, and where that goes.
+//! Implements `lab bench handover`: how long an idle guest is stopped over a long-distance link,
+//! and the parts of that time.
 
 use super::document::{Document, Sense, median};
 use super::{Bench, Options};
@@ -17,7 +18,7 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "handover",
     about: "how long an idle guest stands still over a far link, with late and early release",
@@ -31,10 +32,10 @@ const LIMIT: Duration = Duration::from_secs(120);
 const REPEATS: u32 = 5;
 const SYNCS: usize = 50;
 const SYNC_BYTES: usize = 4096;
-/// What a hand-over may take beside round trips and syncs.
+/// The allowance of a handover beside round trips and syncs.
 const ALLOWANCE_MS: f64 = 150.0;
 
-/// When the source gives the guest up.
+/// When the source releases the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Release {
@@ -59,7 +60,7 @@ impl Release {
         }
     }
 
-    /// Round trips that the guest has to stand still.
+    /// Returns the number of round trips of the guest's stop.
     fn round_trips(self) -> f64 {
         match self {
             Self::Late => 1.5,
@@ -74,16 +75,16 @@ struct Row {
     release: Release,
     repeat: u32,
     outcome: String,
-    /// From outside: the longest gap between heartbeats less the usual one.
+    /// As measured from outside: the longest gap between heartbeats less the usual one.
     downtime_ms: Option<f64>,
     usual_gap_ms: Option<f64>,
-    /// As the agents saw it.
+    /// As measured by the agents.
     parts: Option<DowntimeParts>,
     sync_ms: Option<f64>,
     verify_errors: Option<u64>,
 }
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let releases: Vec<Release> = Release::ALL
         .into_iter()
@@ -197,7 +198,7 @@ impl Moving {
     }
 }
 
-/// How long it takes to append 4 KiB durably where a host keeps its journals; the median.
+/// Returns the median time of a durable append of 4 KiB in a host's folder of journals.
 fn sync_ms(host: &Host) -> Result<f64, LabError> {
     let path = host.folder().join("sync");
     let syncing = || format!("append to {}", path.display());
@@ -232,8 +233,8 @@ fn show(row: &Row) -> String {
         |value: Option<f64>| value.map_or_else(|| "-".to_owned(), |value| format!("{value:.0} ms"));
     let parts = row.parts.clone().unwrap_or_default();
     format!(
-        "{:<5} repeat {}: downtime {} (stop {}, last pages {}, device state {}, load {}, commit {}), \
-         sync {:.1} ms, {}",
+        "{:<5} repeat {}: downtime {} (stop {}, last pages {}, device state {}, load {}, commit \
+         {}), sync {:.1} ms, {}",
         row.release.name(),
         row.repeat,
         ms(row.downtime_ms),

@@ -1,4 +1,5 @@
-//! `lab bench link`: what one migration gets out of a link, beside what TCP gets out of it.
+//! Implements `lab bench link`: the throughput of one migration on a link, compared with that of
+//! TCP.
 
 use std::fs::{self, File};
 use std::path::PathBuf;
@@ -19,7 +20,7 @@ use crate::link::stats::DirectionStats;
 use crate::measure::cpu_s;
 use crate::process;
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "link",
     about: "one migration's throughput beside TCP's (iperf3 with BBR and with CUBIC)",
@@ -27,32 +28,32 @@ pub(super) const BENCH: Bench = Bench {
     run,
 };
 
-/// The links, and what of the best TCP a migration has to reach on each.
+/// The links, and the share of the best TCP that a migration must reach on each.
 const LINKS: [(&str, &str, f64); 3] = [
     ("100mbit_80ms", "100mbit,80ms", 0.9),
     ("1gbit_20ms", "1gbit,20ms", 0.9),
     ("100mbit_80ms_1%", "100mbit,80ms,loss=1%", 0.7),
 ];
-/// What a CUBIC flow has to keep of a link that it shares with a migration.
+/// The share of a link that a CUBIC flow must keep beside a migration.
 const CUBIC_SHARE: f64 = 0.3;
-/// What `--bandwidth` is set to, as a share of the link, and by how much it may be missed.
+/// The value of `--bandwidth`, as a share of the link, and its tolerance.
 const LIMIT_SHARE: f64 = 0.4;
 const LIMIT_TOLERANCE: f64 = 0.05;
-/// How long a limited sender may take to find its rate.
+/// The time for a limited sender to find its rate.
 const SETTLING: Duration = Duration::from_secs(3);
-/// The stretch of time over which a limit has to hold.
+/// The window over which a limit must hold.
 const LIMIT_WINDOW: Duration = Duration::from_secs(2);
-/// For how long one has the link to itself before the other joins it, and after that.
+/// How long the first has the link to itself before the other joins, and how long both run.
 const LEAD: Duration = Duration::from_secs(5);
 const TAIL: Duration = Duration::from_secs(1);
-/// A flow that joins a migration is judged from so long after its beginning.
+/// How long after its beginning the measurement of a flow that joins a migration starts.
 const SLOW_START: Duration = Duration::from_secs(3);
 const PING_INTERVAL_S: &str = "0.1";
 
 const LONGHAUL: &str = "longhaul";
 const TCP: [(&str, &str); 2] = [("iperf3-tcp-bbr", "bbr"), ("iperf3-tcp-cubic", "cubic")];
 
-/// Which of a flow and a migration has the link to itself before the other joins it.
+/// Which of a flow and a migration has the link to itself before the other joins.
 #[derive(Debug, Clone, Copy)]
 enum First {
     Flow,
@@ -78,17 +79,17 @@ struct Row {
     cpu_s_per_gb: Option<f64>,
     latency_us: Latency,
     loss_seen: Option<f64>,
-    /// Of a flow beside a migration: what it kept of the link.
+    /// For a flow beside a migration: its share of the link.
     #[serde(skip_serializing_if = "Option::is_none")]
     share_of_link: Option<f64>,
-    /// Of a limited migration: the limit, and the furthest that the link's bytes were from it.
+    /// For a limited migration: the limit, and the largest deviation of the link's bytes from it.
     #[serde(skip_serializing_if = "Option::is_none")]
     limit_bps: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
     limit_deviation: Option<f64>,
 }
 
-/// Round trips while the link is in use.
+/// Round trips while the link is used.
 #[derive(Debug, Default, Serialize)]
 struct Latency {
     p50: Option<f64>,
@@ -111,7 +112,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     };
     let mut results = Results::default();
     let outcome = measure(&cases, options, document, &mut results);
-    // Also when it was interrupted: of what there is.
+    // Also after an interrupt: for the results so far.
     results.judge(document);
     outcome
 }
@@ -138,12 +139,12 @@ fn measure(
 /// A system, and its throughputs in bits per second.
 type Reached = (&'static str, Vec<f64>);
 
-/// What the checks are computed from.
+/// The inputs of the checks.
 #[derive(Debug, Default)]
 struct Results {
-    /// Case, bar, and what each system reached.
+    /// Case, limit, and the throughput of each system.
     throughput: Vec<(String, f64, Vec<Reached>)>,
-    cubic_share: Vec<(String, Vec<f64>)>, // by case and who was first
+    cubic_share: Vec<(String, Vec<f64>)>, // by case and by the first of the two
     limit_deviation: Vec<(String, Vec<f64>)>,
 }
 
@@ -155,7 +156,7 @@ impl Results {
                 median(values.iter().copied())
             };
             let Some(longhaul) = systems.iter().find(|(name, _)| *name == LONGHAUL) else {
-                continue; // not asked for
+                continue; // not selected
             };
             let own = median(longhaul.1.iter().copied());
             let best = TCP
@@ -188,16 +189,16 @@ struct Place {
     lab: Lab,
 }
 
-/// What one transfer did.
+/// The results of one transfer.
 struct Transfer {
     bps: f64,
     cpu_s: Option<f64>,
-    /// By iperf3's receiver: when a stretch began and ended, and its rate.
+    /// Intervals of iperf3's receiver: beginning, end and rate.
     stretches: Vec<(f64, f64, f64)>,
 }
 
 impl Transfer {
-    /// The rate over the stretches that lie wholly between two moments.
+    /// Returns the rate over the intervals that are wholly between two moments.
     fn bps_between(&self, from: Duration, to: Duration) -> Result<f64, LabError> {
         let (mut bits, mut seconds) = (0.0, 0.0);
         for (began, ended, bps) in &self.stretches {
@@ -244,7 +245,7 @@ impl Place {
         })
     }
 
-    /// Each system alone on the link, in turn.
+    /// Measures each system alone on the link, in turn.
     fn compare(
         &mut self,
         options: &Options,
@@ -309,7 +310,7 @@ impl Place {
         }
     }
 
-    /// One migration's data path, driven through the product's own command.
+    /// Measures one migration's data path, driven through the product's own command.
     fn longhaul(&self, time: Duration, limit_bps: Option<u64>) -> Result<Transfer, LabError> {
         #[derive(Deserialize)]
         struct Probe {
@@ -359,7 +360,7 @@ impl Place {
         Ok(transfer)
     }
 
-    /// Does something while pings go to and fro.
+    /// Runs a task while pings go back and forth.
     fn with_pings<T>(&self, task: impl FnOnce() -> T) -> Result<(T, Latency), LabError> {
         let (from, to) = (self.lab.host(0)?, self.lab.host(1)?);
         let mut command = Command::new("ping");
@@ -368,7 +369,7 @@ impl Place {
         let pings = from.spawn(&mut command)?;
         let pid = i32::try_from(pings.id()).unwrap_or(0);
         let result = task();
-        // It prints what it has and ends.
+        // It prints its results and ends.
         let _ = nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(pid),
             nix::sys::signal::Signal::SIGINT,
@@ -380,7 +381,8 @@ impl Place {
         Ok((result, latency))
     }
 
-    /// A CUBIC flow and a migration on one link, the one joining the other: what has the flow?
+    /// Measures the share of a CUBIC flow beside a migration on one link, the one joining the
+    /// other.
     fn share_with_cubic(
         &self,
         first: First,
@@ -423,7 +425,7 @@ impl Place {
         Ok(())
     }
 
-    /// A migration with a limit, watched from the link's own counters.
+    /// Measures a migration with a limit, by the link's own counters.
     fn keep_to_a_limit(
         &self,
         options: &Options,
@@ -457,14 +459,15 @@ impl Place {
         Ok(())
     }
 
-    /// The furthest that the link's bytes are from a limit, over stretches of [`LIMIT_WINDOW`].
+    /// Returns the largest deviation of the link's bytes from a limit, over windows of
+    /// [`LIMIT_WINDOW`].
     fn worst_deviation(&self, limit_bps: u64) -> Result<Option<f64>, LabError> {
         let link = self.lab.link(0, 1)?;
         let ends = Instant::now() + self.time;
         interrupt::sleep(SETTLING)?;
         let mut worst: Option<f64> = None;
         let mut before = (Instant::now(), link.stats()?.forth.offered_bytes);
-        // The last stretch must be over before the sender is.
+        // The last window must end before the sender does.
         while Instant::now() + LIMIT_WINDOW + Duration::from_millis(500) < ends {
             interrupt::sleep(LIMIT_WINDOW)?;
             let now = (Instant::now(), link.stats()?.forth.offered_bytes);
@@ -494,7 +497,7 @@ impl Place {
     }
 }
 
-/// Runs the first, and [`LEAD`] later the second beside it.
+/// Runs the first task, and [`LEAD`] later the second beside it.
 fn side_by_side(
     first: impl FnOnce() -> Result<Transfer, LabError> + Send,
     second: impl FnOnce() -> Result<Transfer, LabError>,
@@ -509,12 +512,12 @@ fn side_by_side(
     })
 }
 
-/// Lets what is in the link's queue drain before the next one begins.
+/// Waits for the link's queue to drain before the next transfer.
 fn settle() -> Result<(), LabError> {
     interrupt::sleep(Duration::from_millis(500))
 }
 
-/// Share of the frames between two readings that the link dropped.
+/// Returns the share of the frames between two readings that the link dropped.
 fn loss_between(before: &DirectionStats, after: &DirectionStats) -> Option<f64> {
     let dropped = |stats: &DirectionStats| {
         stats.dropped_cut + stats.dropped_loss + stats.dropped_queue + stats.refused
@@ -523,7 +526,7 @@ fn loss_between(before: &DirectionStats, after: &DirectionStats) -> Option<f64> 
     (offered > 0).then(|| (dropped(after) - dropped(before)) as f64 / offered as f64)
 }
 
-/// A server of iperf3 for one client.
+/// An iperf3 server for one client.
 struct Iperf3Server {
     process: Child,
     output: PathBuf,
@@ -554,7 +557,7 @@ impl Iperf3Server {
         })
     }
 
-    /// Waits for its end, which comes with its client's, or makes it; gives what it counted.
+    /// Waits for its end, which follows its client's, or forces it; returns its results.
     fn finish(&mut self) -> Result<String, LabError> {
         let limit = Duration::from_secs(5);
         process::wait_until(limit, || !matches!(self.process.try_wait(), Ok(None)));
@@ -564,7 +567,7 @@ impl Iperf3Server {
     }
 
     fn end(&mut self) {
-        // Ended already: as wanted.
+        // It may have ended already.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
@@ -576,7 +579,7 @@ impl Drop for Iperf3Server {
     }
 }
 
-/// Whether the kernel's table of TCP sockets has one that listens (state 0A) on this port.
+/// Returns whether the kernel's table of TCP sockets has a listening one (state 0A) on this port.
 fn has_listener(table: &str, port: u16) -> bool {
     let end = format!(":{port:04X}");
     table.lines().skip(1).any(|line| {
@@ -586,7 +589,7 @@ fn has_listener(table: &str, port: u16) -> bool {
     })
 }
 
-/// Reads what the receiver counted, and both ends' processor time, from iperf3's JSON.
+/// Parses the receiver's results, and both ends' processor time, from iperf3's JSON.
 fn parse_iperf3(said: &str) -> Result<Transfer, LabError> {
     let wrong = |message: &str| LabError::Answer {
         what: "iperf3".to_owned(),
@@ -613,7 +616,7 @@ fn parse_iperf3(said: &str) -> Result<Transfer, LabError> {
     })
 }
 
-/// Reads a receiver's stretches of time from iperf3's JSON; none where there are none.
+/// Parses a receiver's intervals from iperf3's JSON; empty where there are none.
 fn parse_stretches(said: &str) -> Vec<(f64, f64, f64)> {
     let value: serde_json::Value = serde_json::from_str(said).unwrap_or_default();
     let Some(intervals) = value["intervals"].as_array() else {
@@ -629,7 +632,7 @@ fn parse_stretches(said: &str) -> Vec<(f64, f64, f64)> {
         .collect()
 }
 
-/// Reads every `time=20.3 ms` of ping's.
+/// Parses every `time=20.3 ms` of ping's output.
 fn parse_pings(said: &str) -> Latency {
     let mut times_us: Vec<f64> = said
         .lines()
@@ -699,7 +702,11 @@ mod tests {
 
     #[test]
     fn a_flow_is_judged_by_the_seconds_in_which_it_was_not_alone() {
-        let second = |start: f64, rate: f64| serde_json::json!({"sum": {"start": start, "end": start + 1.0, "bits_per_second": rate}});
+        let second = |start: f64, rate: f64| {
+            serde_json::json!({
+                "sum": {"start": start, "end": start + 1.0, "bits_per_second": rate}
+            })
+        };
         let intervals: Vec<_> = (0..6)
             .map(|n| second(f64::from(n), if n < 2 { 90e6 } else { 30e6 }))
             .collect();

@@ -1,4 +1,4 @@
-//! The benches: their options, their list, and what happens around each of them.
+//! Runs the benches: their options, their list, and the common steps around each of them.
 
 mod agents;
 pub mod codec;
@@ -49,17 +49,17 @@ pub struct Options {
     /// The guest's machine type
     #[arg(long, default_value = "q35", value_parser = PossibleValuesParser::new(["q35", "pc"]))]
     pub machine: String,
-    /// Memory of a guest of your own, for benches of codecs: two raw snapshots, or pages and
-    /// dirty ones in two versions (NAME=PAGES,BEFORE,AFTER)
+    /// Memory of a guest of your own, for codec benches: two raw snapshots, or pages and dirty ones
+    /// in two versions (NAME=PAGES,BEFORE,AFTER)
     #[arg(long, value_name = "NAME=FIRST,LATER")]
     pub input: Vec<codec::OwnInput>,
-    /// What is random is made from this number
+    /// The seed of all random choices
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
 }
 
 impl Options {
-    /// How often each case is run.
+    /// Returns how often each case is run.
     pub fn repeats(&self) -> u32 {
         self.repeats_or(3)
     }
@@ -69,7 +69,7 @@ impl Options {
         self.repeat.unwrap_or(if self.quick { 1 } else { default })
     }
 
-    /// The link that was asked for, or the bench's own.
+    /// Returns the link of the options, or the bench's own.
     fn link_or(&self, own: &str) -> Result<LinkSpec, LabError> {
         match self.link {
             Some(link) => Ok(link),
@@ -79,27 +79,27 @@ impl Options {
         }
     }
 
-    /// Whether a system is to be measured.
+    /// Returns whether a system is to be measured.
     pub fn wants_system(&self, name: &str) -> bool {
         self.system.is_empty() || self.system.iter().any(|system| system == name)
     }
 
-    /// Whether a workload is to be run.
+    /// Returns whether a workload is to be run.
     pub fn wants_workload(&self, name: &str) -> bool {
         self.workload.is_empty() || self.workload.iter().any(|workload| workload == name)
     }
 }
 
-/// A bench that `lab bench NAME` runs.
+/// A bench for `lab bench NAME`.
 #[derive(Debug)]
 pub struct Bench {
     /// Its name.
     pub name: &'static str,
-    /// What it compares, in one line.
+    /// Its subject, in one line.
     pub about: &'static str,
-    /// About how long it takes, at its defaults and with `--quick`.
+    /// Its approximate duration in minutes, at its defaults and with `--quick`.
     pub minutes: (u32, u32),
-    /// Measures, adding rows and then checks to the document.
+    /// Runs the bench, adding rows and then checks to the document.
     pub run: fn(&Options, &mut Document) -> Result<(), LabError>,
 }
 
@@ -116,7 +116,7 @@ pub const BENCHES: &[Bench] = &[
     memory::back::BENCH,
 ];
 
-/// Prints the benches; only their names when asked so.
+/// Prints the benches, or only their names.
 ///
 /// # Errors
 /// When they cannot be printed.
@@ -139,7 +139,7 @@ pub fn list(names: bool) -> Result<(), LabError> {
 }
 
 /// Runs a bench and prints its document: exit status 1 when a check does not hold, 2 when it could
-/// not be run, 130 when it was interrupted - then with what was measured so far.
+/// not be run, 130 when it was interrupted - then with the results so far.
 ///
 /// # Errors
 /// When there is no such bench, or its document cannot be printed.
@@ -154,7 +154,7 @@ pub fn run(name: &str, options: &Options) -> Result<ExitCode, LabError> {
         })?;
     let mut document = Document::new(bench.name);
     let outcome = (bench.run)(options, &mut document).map_err(|error| {
-        // What was under way failed because of it.
+        // The interrupt caused the failure of the work under way.
         if interrupt::requested() {
             LabError::Interrupted
         } else {

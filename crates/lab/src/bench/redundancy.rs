@@ -1,10 +1,10 @@
-//! `lab bench redundancy`: what CloudNet's paper shows of redundancy in memory, found again in our
-//! inputs, beside what Longhaul's codec makes of the same pages.
+//! Implements `lab bench redundancy`: reproduces the redundancy figures of CloudNet's paper with
+//! our inputs, beside the results of Longhaul's codec for the same pages.
 //!
-//! Rows name the figure of the paper that they belong to. Figures 5 and 10 are about a first pass, 7
-//! about dirty pages, 14 about all that is sent; figure 8 is a replay of a first and a dirty pass:
-//! what is sent of them by each optimisation, of what is sent without any. How Longhaul fares in
-//! moves is the business of `lab bench memory`.
+//! Rows name their figure of the paper. Figures 5 and 10 are about a first pass, 7 about dirty
+//! pages, 14 about everything sent; figure 8 is a replay of a first and a dirty pass: the bytes
+//! sent with each optimisation, relative to those without any. Longhaul's performance in moves is
+//! measured by `lab bench memory`.
 
 use longhaul_cloudnet::{CACHE_BYTES, PAGE_BYTES, Sent, blocks, delta, strings};
 use longhaul_codec::is_zero;
@@ -23,14 +23,14 @@ pub(super) const BENCH: Bench = Bench {
     run,
 };
 
-/// Blocks a page of figures 5 and 14; for strings, fingerprints a page.
+/// Blocks a page in figures 5 and 14; for strings, fingerprints a page.
 const PARTS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 /// Blocks a page in all other figures, as in the paper's experiments.
 const PAPER_PARTS: usize = 4;
-/// Bytes of a bar in figure 7.
+/// Width of a bar in figure 7, in bytes.
 const BAR_BYTES: usize = 512;
 
-/// One figure's value.
+/// One value of a figure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct Row {
     figure: u32,
@@ -40,9 +40,9 @@ struct Row {
     pages: usize,
     dirty_pages: usize,
     system: &'static str,
-    /// What the value is of: a number of blocks, an upper bound of bytes, a kind of page.
+    /// The category of the value: a number of blocks, an upper bound of bytes, a kind of page.
     x: String,
-    /// Of bytes, or of pages in figure 7.
+    /// The share of bytes, or of pages in figure 7.
     share: f64,
 }
 
@@ -89,7 +89,7 @@ impl Figures<'_> {
         self.document.add_row(&row, &line);
     }
 
-    /// Redundancy by blocks a page.
+    /// Measures redundancy by blocks a page.
     fn five(&mut self) -> Result<(), LabError> {
         for parts in PARTS {
             let found = self.blocks(parts, Optimisations::REDUNDANCY)?.first.found();
@@ -102,8 +102,8 @@ impl Figures<'_> {
         Ok(())
     }
 
-    /// Sizes of deltas: the share of dirty pages whose delta is at most so long, and longer than
-    /// the bar before.
+    /// Measures the sizes of deltas: the share of dirty pages whose delta is at most this long, and
+    /// longer than the bar before.
     fn seven(&mut self) -> Result<(), LabError> {
         if self.input.after.is_empty() {
             return Ok(());
@@ -133,7 +133,8 @@ impl Figures<'_> {
         Ok(())
     }
 
-    /// What is sent with each optimisation, of what is sent with none: in all, and in the dirty pass.
+    /// Measures the bytes sent with each optimisation, relative to those with none: in all, and in
+    /// the dirty pass.
     fn eight(&mut self) -> Result<(), LabError> {
         let pages = self.input.first.len() as f64;
         let dirty = self.input.after.len() as f64;
@@ -160,7 +161,7 @@ impl Figures<'_> {
         Ok(())
     }
 
-    /// Kinds of redundancy in a first pass.
+    /// Measures the kinds of redundancy in a first pass.
     fn ten(&mut self) -> Result<(), LabError> {
         let size = PAGE_BYTES / PAPER_PARTS;
         let blocks = self.input.first.iter().flat_map(|page| page.chunks(size));
@@ -180,13 +181,13 @@ impl Figures<'_> {
 
     fn kinds(&mut self, system: &'static str, zero: f64, found: f64, saved: f64) {
         self.add(10, system, "zero", zero);
-        // Each new zero block that the cache has forgotten is sent again.
+        // Each new zero block that was evicted from the cache is sent again.
         self.add(10, system, "other redundancy", (found - zero).max(0.0));
         self.add(10, system, "compressed away", saved - found);
         self.add(10, system, "sent", 1.0 - saved);
     }
 
-    /// Blocks and strings, of all that is sent.
+    /// Measures blocks and strings, over everything sent.
     fn fourteen(&mut self) -> Result<(), LabError> {
         for parts in PARTS {
             let blocks = self.blocks(parts, Optimisations::REDUNDANCY)?.all();
@@ -201,7 +202,7 @@ impl Figures<'_> {
         Ok(())
     }
 
-    /// What CloudNet's blocks make of both passes.
+    /// Returns the results of CloudNet's blocks for both passes.
     fn blocks(&self, parts: usize, with: Optimisations) -> Result<Passes, LabError> {
         if interrupt::requested() {
             return Err(LabError::Interrupted);
@@ -217,7 +218,7 @@ impl Figures<'_> {
         self.passes(|number, page, out| encoder.page(number, page, out))
     }
 
-    /// What CloudNet's strings make of all that is sent.
+    /// Returns the results of CloudNet's strings for everything sent.
     fn strings(&self, fingerprints: usize) -> Result<Pass, LabError> {
         if interrupt::requested() {
             return Err(LabError::Interrupted);
@@ -257,7 +258,7 @@ impl Figures<'_> {
         };
         let dirty = self.input.first.len();
         let first = pass(0, &self.input.first)?;
-        // What the dirty pages held was sent, with the rest, in the first pass.
+        // The old content of the dirty pages was sent in the first pass.
         pass(dirty, &self.input.before)?;
         Ok(Passes {
             first,
@@ -265,7 +266,7 @@ impl Figures<'_> {
         })
     }
 
-    /// Out / in of one of Longhaul's pipelines.
+    /// Returns the ratio of output to input of one of Longhaul's pipelines.
     fn own(&self, pipeline: &str) -> Result<codec::Ratios, LabError> {
         if interrupt::requested() {
             return Err(LabError::Interrupted);
@@ -274,7 +275,7 @@ impl Figures<'_> {
     }
 }
 
-/// The shares of lengths up to each bar's bound; the last bar's are longer than a page.
+/// Returns the shares of lengths up to each bar's bound; those of the last bar exceed a page.
 fn bars(lengths: impl Iterator<Item = Result<usize, LabError>>) -> Result<Vec<f64>, LabError> {
     let last = PAGE_BYTES / BAR_BYTES;
     let (mut bars, mut all) = (vec![0.0; last + 1], 0.0);
@@ -307,7 +308,7 @@ impl Optimisations {
     };
 }
 
-/// How the pages of a pass were sent, and in how many bytes.
+/// How the pages of a pass were sent, and the number of bytes.
 #[derive(Debug, Clone, Copy, Default)]
 struct Pass {
     sent: Sent,
@@ -319,12 +320,12 @@ impl Pass {
         (self.sent.found + self.sent.delta + self.sent.whole) as f64
     }
 
-    /// The share that the caches held.
+    /// Returns the share found in the caches.
     fn found(&self) -> f64 {
         self.sent.found as f64 / self.guest_bytes()
     }
 
-    /// Out / in.
+    /// Returns the ratio of output to input.
     fn ratio(&self) -> f64 {
         self.bytes as f64 / self.guest_bytes()
     }
@@ -351,8 +352,8 @@ mod tests {
     use super::*;
     use serde_json::Value;
 
-    /// Pages of which a quarter is zero and a quarter a copy; of the dirty ones one half hardly
-    /// changed, and the other wholly.
+    /// Returns pages of which a quarter is zero and a quarter a copy; one half of the dirty ones
+    /// changed slightly, the other wholly.
     fn input() -> Input {
         let page = |seed: usize| -> [u8; PAGE_BYTES] {
             let mut state = seed as u64 + 1;

@@ -1,27 +1,28 @@
-//! A case of the matrix: who fails, where, with which QEMUs; all of them, and their names.
+//! Defines the cases of the matrix: the victim, the point of failure, the QEMUs; enumerates and
+//! names them.
 
 use super::point::{Point, Side, Step};
 use crate::guest::disks::Format;
 use std::fmt;
 
-/// What fails.
+/// The part that fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Victim {
     /// The source's agent is killed.
     SourceAgent,
     /// The destination's agent is killed.
     DestinationAgent,
-    /// Both are, as by a power cut of both sites.
+    /// Both agents are killed, as by a power cut of both sites.
     BothAgents,
     /// The guest's QEMU at the source is killed.
     SourceQemu,
     /// The guest's QEMU at the destination is killed.
     DestinationQemu,
-    /// What answers the guest for its disk at the source is killed.
+    /// The server of the source's disk export is killed.
     SourceFront,
-    /// The same at the destination, while a part of the disk may be missing there.
+    /// The same at the destination, while blocks of the disk may be missing there.
     DestinationFront,
-    /// What keeps the source's front end answering is killed.
+    /// The supervisor of the source's disk export is killed.
     SourceSupervisor,
     /// The same at the destination.
     DestinationSupervisor,
@@ -29,7 +30,7 @@ pub enum Victim {
     Connection,
     /// The link is cut for a while.
     Link,
-    /// The record cannot be written, or is said not to have been.
+    /// The write of a record fails, or is reported as failed.
     Record,
 }
 
@@ -67,7 +68,7 @@ impl Victim {
         }
     }
 
-    /// Whose agents are killed.
+    /// Returns the sides whose agents are killed.
     pub fn agents(self) -> &'static [Side] {
         match self {
             Self::SourceAgent => &[Side::Source],
@@ -77,7 +78,7 @@ impl Victim {
         }
     }
 
-    /// Whose QEMU is killed.
+    /// Returns the side whose QEMU is killed.
     pub fn qemu(self) -> Option<Side> {
         match self {
             Self::SourceQemu => Some(Side::Source),
@@ -86,7 +87,7 @@ impl Victim {
         }
     }
 
-    /// Whose front end is killed, and which of its processes, by its part.
+    /// Returns the side whose disk export is killed, and the process, by its part.
     pub fn front(self) -> Option<(Side, &'static str)> {
         match self {
             Self::SourceFront => Some((Side::Source, "tell")),
@@ -114,10 +115,10 @@ pub enum Pair {
 impl Pair {
     /// All of them.
     pub const ALL: [Self; 4] = [Self::Old, Self::New, Self::OldToNew, Self::Newest];
-    /// Those of the matrix; the others are tried where they are named.
+    /// The pairs of the matrix; the others run where they are named.
     pub const OF_MATRIX: [Self; 3] = [Self::Old, Self::New, Self::OldToNew];
 
-    /// The versions, by host.
+    /// Returns the versions, by host.
     pub fn versions(self) -> [&'static str; 2] {
         match self {
             Self::Old => ["7.2", "7.2"],
@@ -137,7 +138,7 @@ impl Pair {
     }
 }
 
-/// When the source gives the guest up.
+/// When the source releases the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Release {
     /// When the destination has everything.
@@ -146,27 +147,28 @@ pub enum Release {
     Early,
 }
 
-/// How long what fails stays away.
+/// How long the failed part stays away.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Back {
     /// It is back at once; a link after a second.
     AtOnce,
-    /// It is back when the other side has noticed, and given up or fallen into doubt.
+    /// It is back after the other side has noticed, and given up or fallen into doubt.
     Later,
 }
 
-/// Where the guest's disk is, and how it moves.
+/// The place of the guest's disk, and its strategy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Disks {
-    /// Both hosts see it.
+    /// Both hosts share it.
     Shared,
-    /// Each host has its own; all is there when the guest stops.
+    /// Each host has its own; everything is at the destination when the guest stops.
     Precopy,
     /// Each host has its own; the guest's writes wait for both.
     Mirror,
-    /// Each host has its own; what the guest writes often comes when it runs at the destination.
+    /// Each host has its own; frequently written blocks arrive after the guest runs at the
+    /// destination.
     Hybrid,
-    /// Each host has its own; all of it comes then.
+    /// Each host has its own; all blocks arrive after that.
     Postcopy,
 }
 
@@ -180,12 +182,12 @@ impl Disks {
         Self::Postcopy,
     ];
 
-    /// Whether something may be left at the source when the guest runs at the destination.
+    /// Returns whether blocks may be missing when the guest runs at the destination.
     pub fn leaves(self) -> bool {
         matches!(self, Self::Hybrid | Self::Postcopy)
     }
 
-    /// The word for it, as moves are asked for it.
+    /// Returns its name in requests of moves.
     pub fn name(self) -> &'static str {
         match self {
             Self::Shared => "shared",
@@ -197,19 +199,19 @@ impl Disks {
     }
 }
 
-/// What the hosts have to be for a case.
+/// The properties of the hosts of a case.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Site {
     /// Their QEMUs.
     pub pair: Pair,
-    /// Whether those lock the guest's disk.
+    /// Whether these lock the guest's disk.
     pub locks: bool,
-    /// What the guest's image is where each has its own; none where both see one.
+    /// The format of the guest's image where each host has its own; `None` where both share one.
     pub own: Option<Format>,
 }
 
 impl Site {
-    /// All of them.
+    /// Returns all of them.
     pub fn all() -> Vec<Self> {
         let mut all = Vec::new();
         for pair in Pair::ALL {
@@ -222,29 +224,29 @@ impl Site {
     }
 }
 
-/// What a case is beside its point: what pairs of are covered.
+/// The properties of a case beside its point, which are covered in pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Kind {
-    /// What fails.
+    /// The part that fails.
     pub victim: Victim,
-    /// In which part of a move.
+    /// The step of the move.
     pub step: Step,
-    /// When the source gives the guest up.
+    /// When the source releases the guest.
     pub release: Release,
     /// The QEMUs.
     pub pair: Pair,
     /// Whether QEMU locks the guest's disk; a lock could hide a second copy.
     pub locks: bool,
-    /// How long it stays away.
+    /// How long the failed part stays away.
     pub back: Back,
     /// The guest's disk.
     pub disks: Disks,
-    /// What its image is.
+    /// The format of its image.
     pub format: Format,
 }
 
 impl Kind {
-    /// Where it is tried.
+    /// Returns the site that it needs.
     pub fn site(&self) -> Site {
         Site {
             pair: self.pair,
@@ -257,14 +259,14 @@ impl Kind {
 /// One case.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Case {
-    /// What it is beside its point.
+    /// Its properties beside its point.
     pub kind: Kind,
-    /// Where it fails.
+    /// The point of failure.
     pub point: Point,
 }
 
 impl fmt::Display for Case {
-    /// The name by which `--only` runs it alone.
+    /// Formats the name by which `--only` runs it alone.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Kind {
             victim,
@@ -298,8 +300,9 @@ impl fmt::Display for Case {
 }
 
 impl Case {
-    /// Whether both copies are compared: where the point asks for it, and where the hand-over begins
-    /// after the comparison, with one pair of QEMUs. Who comes back there must not ask for it again.
+    /// Returns whether both copies are compared: where the point requires it, and where the
+    /// handover begins after the comparison, with one pair of QEMUs. An agent that returns there
+    /// must not request it again.
     pub fn compares(&self) -> bool {
         let Kind {
             step,
@@ -315,7 +318,8 @@ impl Case {
         self.point.needs_verify() || (after && chosen)
     }
 
-    /// Whether there is such a case: whether there is what is to fail, and a difference to make.
+    /// Returns whether the case exists: whether its victim exists, and its failure makes a
+    /// difference.
     fn is_sound(&self) -> bool {
         let Kind {
             victim,
@@ -329,7 +333,8 @@ impl Case {
         } = self.kind;
         let fits = match victim {
             Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
-            // There are front ends from the offer on, and at the destination only where something is left.
+            // Disk exports exist from the offer on, and at the destination only where blocks are
+            // missing.
             Victim::SourceFront | Victim::SourceSupervisor => {
                 disks != Disks::Shared && has_fronts(step)
             }
@@ -345,7 +350,7 @@ impl Case {
             Victim::Link => step != Step::Asking,
             Victim::Record => self.point.is_record(),
         };
-        // What stays away longer is noticed where somebody waits for it.
+        // A longer absence is noticed where another part waits for the victim.
         let waits = match victim {
             Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents => true,
             Victim::Link => matches!(
@@ -354,10 +359,10 @@ impl Case {
             ),
             _ => false,
         };
-        // A lock held by somebody else is what makes QEMU refuse; where something is left, the front end has the lock
-        // from the beginning.
+        // QEMU refuses because of a lock held by another process; where blocks are missing, the
+        // disk export has the lock from the beginning.
         let refuses = step != Step::Returning || (locks && !disks.leaves());
-        // What comes before the stop is the same; READY is left out.
+        // Everything before the stop is the same; READY is left out.
         let passes = match release {
             Release::Late => true,
             Release::Early => {
@@ -376,8 +381,8 @@ impl Case {
             Disks::Shared => !self.point.needs_local_disks(),
             _ => !self.point.needs_shared_disks(),
         };
-        // Little is left of a disk that moves with hybrid: the guest need not come across it, and of an image that
-        // grows it is not known where it is.
+        // With hybrid few blocks of a disk are missing: the guest may not access them, and in an
+        // image that grows their place is unknown.
         let left = match (step, disks) {
             (Step::Pulling, Disks::Hybrid) => {
                 format == Format::Raw && !self.point.needs_the_guest()
@@ -385,19 +390,19 @@ impl Case {
             (Step::Pulling, _) => disks.leaves(),
             _ => true,
         };
-        // One that both hosts see is not touched, whatever it is.
+        // A shared disk is not touched, whatever its format.
         let made = disks != Disks::Shared || format == Format::Raw;
         let met = passes && told && left && made && step != Step::Elsewhere;
         met && fits && refuses && (waits || back == Back::AtOnce)
     }
 }
 
-/// Every case of the matrix.
+/// Returns every case of the matrix.
 pub fn universe(points: &[Point]) -> Vec<Case> {
     universe_of(points, &Pair::OF_MATRIX)
 }
 
-/// Every case with these QEMUs.
+/// Returns every case with these QEMUs.
 pub fn universe_of(points: &[Point], pairs: &[Pair]) -> Vec<Case> {
     let mut cases = Vec::new();
     for victim in Victim::ALL {
@@ -411,7 +416,7 @@ pub fn universe_of(points: &[Point], pairs: &[Pair]) -> Vec<Case> {
     cases
 }
 
-/// Whether a move of local disks has front ends all through this part of it.
+/// Returns whether a move of local disks has disk exports during the whole step.
 fn has_fronts(step: Step) -> bool {
     matches!(
         step,
@@ -424,7 +429,7 @@ fn has_fronts(step: Step) -> bool {
     )
 }
 
-/// In which part of a move a point lies when disks move in this way: what is left comes over a connection
+/// Returns the step of a point when disks move in this way: missing blocks arrive over a connection
 /// that is made again.
 fn step_of(point: &Point, disks: Disks) -> Step {
     match point.step {
@@ -437,7 +442,7 @@ fn of_every_format(disks: Disks) -> [(Disks, Format); 2] {
     [Format::Raw, Format::Qcow2].map(|format| (disks, format))
 }
 
-/// A victim at a point with a pair of QEMUs, in every way.
+/// Returns all variants of a victim at a point with a pair of QEMUs.
 fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
     let mut cases = Vec::new();
     for locks in [false, true] {
@@ -463,10 +468,10 @@ fn variants(victim: Victim, point: &Point, pair: Pair) -> Vec<Case> {
     cases
 }
 
-/// Every victim at every point: with every pair of QEMUs and a late release, and with a pair of its
-/// turn and an early one. Locks, the time away, disks and what their images are alternate.
+/// Returns every victim at every point: with every pair of QEMUs and a late release, and with a
+/// rotating pair and an early one. Locks, the time away, disks and their image formats alternate.
 pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
-    // Stable: the order of a move stays.
+    // Stable: the order of the steps is kept.
     universe.sort_by_key(|case| (case.kind.release, case.kind.victim));
     let alike = |one: &Case, next: &Case| key(one) == key(next);
     let mut chosen = Vec::new();
@@ -476,7 +481,7 @@ pub fn all(mut universe: Vec<Case>) -> Vec<Case> {
     chosen
 }
 
-/// What differs between two cases of `all`.
+/// Returns the key by which cases of `all` differ.
 fn key(case: &Case) -> (Release, Victim, String, Option<Pair>) {
     let kind = case.kind;
     let pair = (kind.release == Release::Late).then_some(kind.pair);

@@ -1,4 +1,4 @@
-//! Chooses few cases that still bring every two properties of a case together.
+//! Chooses a small set of cases that covers all pairs of two properties of a case.
 
 use super::case::{Case, Kind, Victim};
 use super::point::Step;
@@ -9,12 +9,12 @@ use std::collections::{BTreeMap, HashMap};
 pub struct Random(u64);
 
 impl Random {
-    /// The sequence of a seed.
+    /// Returns the sequence of a seed.
     pub fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// A number below a limit, which is not 0.
+    /// Returns a number below a limit, which is not 0.
     pub fn below(&mut self, limit: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -25,34 +25,36 @@ impl Random {
     }
 }
 
-/// The chosen cases, the most telling first.
+/// The chosen cases, those that cover most first.
 #[derive(Debug)]
 pub struct Cover {
     /// The cases.
     pub cases: Vec<Case>,
-    /// Pairs of traits that they bring together.
+    /// Covered pairs of traits.
     pub traits: Covered,
-    /// Pairs of properties.
+    /// Covered pairs of properties.
     pub properties: Covered,
 }
 
-/// How many pairs are brought together.
+/// The number of covered pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Covered {
-    /// By the chosen cases.
+    /// Covered by the chosen cases.
     pub pairs: usize,
-    /// By all cases.
+    /// Covered by all cases.
     pub of: usize,
 }
 
-/// How often a choice is made anew, by another chance, when it is too small for all pairs of traits.
+/// The number of random retries when a choice is too small for all pairs of traits.
 const TRIES: usize = 64;
 
-/// At most so many cases, which together cover all pairs of traits, if so many can do that, and then as many pairs of
-/// properties as a greedy choice can. Where they leave a choice of points, and of cases, the seed decides.
+/// Chooses at most `most` cases which together cover all pairs of traits, if that number is
+/// sufficient, and then as many pairs of properties as a greedy choice can. Remaining choices of
+/// points, and of cases, are decided by the seed.
 ///
-/// A case's properties are what [`Kind`] says of it. Its traits are the same with the victims and the
-/// steps of a move in few groups: there are more than a hundred pairs of a victim and a step, so no small choice has them all.
+/// The properties of a case are those of [`Kind`]. Its traits are the same with the victims and the
+/// steps of a move in few groups: there are more than a hundred pairs of a victim and a step, so no
+/// small choice has them all.
 pub fn pairwise(universe: &[Case], seed: u64, most: usize) -> Cover {
     let mut by_kind: BTreeMap<Kind, Vec<&Case>> = BTreeMap::new();
     for case in universe {
@@ -93,7 +95,8 @@ pub fn pairwise(universe: &[Case], seed: u64, most: usize) -> Cover {
     }
 }
 
-/// What fails, in groups; in which part of a move, in four; at which side, or between them; and the rest.
+/// Returns the traits: the victim, in groups; the step, in four; the side, or between them; and the
+/// other properties.
 fn traits(kind: &Kind) -> Vec<usize> {
     let what = match kind.victim {
         Victim::SourceAgent | Victim::DestinationAgent | Victim::BothAgents | Victim::Record => 0,
@@ -148,14 +151,14 @@ fn circumstances(kind: &Kind) -> [usize; 6] {
     ]
 }
 
-/// Two values by their places.
+/// Two values by their indices.
 type Pair = ((usize, usize), (usize, usize));
 
-/// Which pairs of values each kind of case brings together.
+/// The pairs of values that each kind of case covers.
 struct Pairs {
-    /// How many there are in all.
+    /// The total number of pairs.
     count: usize,
-    /// The numbers of those of each kind.
+    /// The numbers of the pairs of each kind.
     of: Vec<Vec<usize>>,
 }
 
@@ -181,7 +184,7 @@ impl Pairs {
     }
 }
 
-/// Kinds of cases by their numbers, and how many pairs they cover.
+/// Kinds of cases by their numbers, and the number of covered pairs.
 #[derive(Debug, Default)]
 struct Choice {
     kinds: Vec<usize>,

@@ -1,4 +1,4 @@
-//! The guest's disk: where each host has it, what the guest does to it, and whether it holds that.
+//! Manages the guest's disk: its place on each host, the guest's history on it, and the judgement.
 
 use super::case::Site;
 use crate::arena::Arena;
@@ -18,22 +18,23 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Room for what a history scatters, and so little that a move takes a second.
+/// Size of the disk: room for a history's scattered writes, and small enough that a move takes a
+/// second.
 const BYTES: u64 = 8 << 20;
 const OPERATIONS_PER_S: u64 = 40;
-/// How many of them are under way at a time.
+/// The number of operations under way at a time.
 const DEPTH: u32 = 4;
-/// Disks move in chunks.
+/// The unit in which disks move.
 const CHUNK_BYTES: u64 = 256 << 10;
-/// `hybrid` leaves a chunk to which so much was written.
+/// The number of bytes written to a chunk from which `hybrid` leaves it to the end.
 const HOT_BYTES: u64 = 2 * CHUNK_BYTES;
-/// How long what was told before the guest stood still may be on its way.
+/// The maximum delay of reports from before the guest was stopped.
 const TOLD_WITHIN: Duration = Duration::from_secs(20);
 
 /// One guest's disk.
 #[derive(Debug)]
 pub(super) struct GuestDisk {
-    /// By host; the same twice where both see it.
+    /// By host; the same twice where both share it.
     folders: [PathBuf; 2],
     disk: LocalDisk,
     history: History,
@@ -41,7 +42,7 @@ pub(super) struct GuestDisk {
 }
 
 impl GuestDisk {
-    /// The disk of the guest that is booted as number `boot`: all zeros, at the first host.
+    /// Creates the disk of the guest that is booted as number `boot`: all zeros, at the first host.
     pub(super) fn make(
         folders: &[PathBuf; 2],
         site: Site,
@@ -67,7 +68,7 @@ impl GuestDisk {
         self.disk.kind.format == Format::Qcow2
     }
 
-    /// A guest with this disk.
+    /// Returns a guest with this disk.
     pub(super) fn description(&self, tiny: &Tiny) -> GuestDescription {
         let mut guest = description(tiny, std::slice::from_ref(&self.disk));
         for disk in &mut guest.disks {
@@ -76,30 +77,31 @@ impl GuestDisk {
         guest
     }
 
-    /// Where a host has it.
+    /// Returns the path of a host's image.
     pub(super) fn image(&self, host: usize) -> PathBuf {
         let name = self.disk.path.file_name().unwrap_or_default();
         self.folders[host].join(name)
     }
 
-    /// Listens to the guest wherever it is going to be.
+    /// Listens to the guest on every future host.
     pub(super) fn listen(&self, socket: impl Fn(&str) -> PathBuf) -> Result<(), LabError> {
         self.history.listen_beside(socket)
     }
 
-    /// Lets a guest that is up write to it.
+    /// Starts the guest's writes once it is up.
     pub(super) fn begin(&self, arena: &mut Arena) -> Result<(), LabError> {
         let task = task(std::slice::from_ref(&self.disk), self.seed);
         self.history.begin_beside(arena, &task)
     }
 
-    /// Waits until the guest has written so much to some chunk, from now on, that `hybrid` leaves it.
+    /// Waits until the guest has written enough to some chunk, from now on, that `hybrid` leaves
+    /// it.
     pub(super) fn wait_for_a_hot_place(&self, limit: Duration) -> Result<(), LabError> {
         let sectors = BYTES / SECTOR_BYTES as u64;
         let plan = Plan::new(self.seed, vec![sectors]);
         let plan = plan.map_err(|error| LabError::Which(error.to_string()))?;
         let mut written = vec![0; BYTES.div_ceil(CHUNK_BYTES) as usize];
-        // Those that are under way may have been written already.
+        // Those under way may have been written already.
         let mut number = self.history.heard().told.done + 2 * u64::from(DEPTH);
         while written.iter().all(|bytes| *bytes < HOT_BYTES) {
             let operation = plan.operation(number);
@@ -114,14 +116,14 @@ impl GuestDisk {
         self.history.wait_for(number, limit)
     }
 
-    /// Judges it at a host, on which these are the guest's QEMUs, with this monitor: none where the guest has died.
-    /// Those stand still meanwhile.
+    /// Judges it at a host, with the guest's QEMUs there and this monitor: `None` where the guest
+    /// has died. The QEMUs are stopped meanwhile.
     pub(super) fn judge(
         &self,
         host: usize,
         (qemus, monitor): (&[i32], &Path),
     ) -> Result<(), String> {
-        // Of an image that grows QEMU has tables of its own, which it writes when its guest is stopped.
+        // QEMU has tables for an image that grows, which it writes when its guest is stopped.
         let asked = self.grows() && !qemus.is_empty();
         let paused = asked.then(|| Paused::new(monitor)).transpose();
         let paused = paused.map_err(|error| format!("cannot stop the guest: {error}"))?;
@@ -139,7 +141,7 @@ impl GuestDisk {
             return Err("the guest is dead, and still heard".to_owned());
         }
         let mut verdict = Ok(());
-        // What it told last may not be heard yet; nothing else changes any more.
+        // Its last report may be on its way; nothing else changes any more.
         wait_until(TOLD_WITHIN, || {
             verdict = self.verdict(host, died);
             verdict.is_ok()
@@ -151,7 +153,7 @@ impl GuestDisk {
     fn verdict(&self, host: usize, died: bool) -> Result<(), String> {
         let mut record = self.history.so_far();
         for disk in &mut record.disks {
-            // The tables went with it, as far as the guest had not flushed.
+            // The tables were lost with it, as far as the guest had not flushed.
             disk.keeps_acknowledged &= !(died && self.grows());
         }
         if record.errors > 0 {
@@ -166,13 +168,14 @@ impl GuestDisk {
         match judgement.findings.first() {
             None => Ok(()),
             Some(first) => Err(format!(
-                "WRITES LOST: {} of {} sectors are wrong at host {host} after {} operations of seed {}, first {first:?}",
+                "WRITES LOST: {} of {} sectors are wrong at host {host} after {} operations of \
+                 seed {}, first {first:?}",
                 judgement.wrong_sectors, judgement.sectors, record.done, self.seed
             )),
         }
     }
 
-    /// The host that has it, where that is one.
+    /// Returns the host that has the disk, where that is one.
     pub(super) fn owner(&self) -> Result<usize, String> {
         if !self.is_local() {
             return Ok(0);
@@ -186,7 +189,7 @@ impl GuestDisk {
     }
 }
 
-/// How a host's configuration names the disks of guests that are booted one after the other.
+/// Returns a host's configuration for the disks of guests that are booted one after the other.
 pub(super) fn images(folder: &Path, boots: u32, site: Site) -> toml::Table {
     let mut images = toml::Table::new();
     for boot in 1..=boots {
@@ -229,7 +232,7 @@ fn task(disks: &[LocalDisk], seed: u64) -> Task<'_> {
     }
 }
 
-/// A guest that is stopped by its QEMU, which has written then what it knows of its disks.
+/// A guest stopped by its QEMU, which has then written its tables of the disk.
 struct Paused(Qmp);
 
 impl Paused {
@@ -244,7 +247,7 @@ impl Paused {
     }
 }
 
-/// Processes that stand still for as long as this is there.
+/// Processes that are stopped while this value exists.
 struct Frozen(Vec<Pid>);
 
 impl Frozen {
@@ -255,7 +258,7 @@ impl Frozen {
                 .map_err(std::io::Error::from)
                 .during(|| format!("stop process {pid}"))?;
         }
-        // A thread that is writing ends that first.
+        // A thread finishes its current write first.
         let stand_still = || pids.iter().all(|pid| stands_still(*pid));
         match wait_until(TOLD_WITHIN, stand_still) {
             true => Ok(frozen),
@@ -267,20 +270,20 @@ impl Frozen {
 impl Drop for Frozen {
     fn drop(&mut self) {
         for pid in &self.0 {
-            // One that is gone needs nothing.
+            // A process that is gone needs nothing.
             let _ = kill(*pid, Signal::SIGCONT);
         }
     }
 }
 
-/// Whether every thread of a process is stopped.
+/// Returns whether every thread of a process is stopped.
 fn stands_still(pid: i32) -> bool {
     let Ok(threads) = fs::read_dir(format!("/proc/{pid}/task")) else {
         return true;
     };
     threads.flatten().all(|thread| {
         let stat = fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
-        // The name before it may hold anything.
+        // The name before it may contain anything.
         let state = stat.rsplit_once(") ").map(|(_, rest)| rest.chars().next());
         matches!(state, None | Some(Some('T' | 't' | 'Z' | 'X')))
     })

@@ -1,4 +1,5 @@
-//! Two hosts with their agents and one guest, kept from case to case and watched all the time.
+//! Manages two hosts with their agents and one guest, which are reused by successive cases and
+//! monitored all the time.
 
 use super::case::Site;
 use super::disk::{self, GuestDisk};
@@ -13,19 +14,19 @@ use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// What is waited for gets this long, on however slow a machine.
+/// The time limit of waits, on any slow machine.
 pub(super) const LIMIT: Duration = Duration::from_secs(300);
 const LINK: &str = "400mbit,4ms";
 /// So small that a move takes a second.
 const MEMORY_MIB: u64 = 128;
 const ARENA_BYTES: u64 = 8 << 20;
 const PAGES_PER_S: u64 = 100;
-/// Guests that can be booted on one ground, each with its own disk.
+/// The number of guests that can be booted on one ground, each with its own disk.
 const BOOTS_MAX: u32 = 100;
-/// A buffer on its way may be heard twice, once a move.
+/// The maximum number of repeated heartbeats: a buffer on its way may be heard twice, once a move.
 const REPEATED_MAX: u64 = 60;
 
-/// Where cases are tried.
+/// The environment of cases.
 #[derive(Debug)]
 pub(super) struct Ground {
     pub(super) product: Product,
@@ -34,20 +35,20 @@ pub(super) struct Ground {
     pub(super) guest: String,
     pub(super) arena: Arena,
     pub(super) disk: GuestDisk,
-    /// The host that the guest is on.
+    /// The index of the guest's host.
     pub(super) at: usize,
     boots: u32,
     seed: u64,
-    /// Where each host has the guests' disks.
+    /// The folders of the guests' disks on each host.
     folders: [PathBuf; 2],
-    /// What else runs in each host's namespace.
+    /// The number of other processes in each host's namespace.
     others: [usize; 2],
-    /// The names of the files of a guest that runs.
+    /// The names of the files of a running guest.
     guest_files: Vec<String>,
 }
 
 impl Ground {
-    /// Makes it, and boots the guest.
+    /// Creates the hosts, and boots the guest.
     pub(super) fn make(site: Site, seed: u64) -> Result<Self, LabError> {
         let link = LINK
             .parse()
@@ -62,7 +63,7 @@ impl Ground {
         let files = KernelFiles::make_with_history(lab.host(0)?.folder())?;
         let settings = Settings {
             qemus: site.pair.versions().map(str::to_owned).to_vec(),
-            // Every machine has it, and a crash does not care.
+            // Every machine has it, and it makes no difference to a crash.
             accelerator: "tcg".to_owned(),
         };
         let folders = match site.own.is_some() {
@@ -96,8 +97,8 @@ impl Ground {
         Ok(ground)
     }
 
-    /// Boots a guest on the first host, under a name that no host has heard of, with a disk of its own:
-    /// what was handed to another host is not given to a second guest here.
+    /// Boots a guest on the first host, under a new name and with a disk of its own: a disk that
+    /// was handed to another host is not given to a second guest here.
     pub(super) fn boot(&mut self) -> Result<(), LabError> {
         self.disk = GuestDisk::make(&self.folders, self.site, self.boots + 1, self.seed)?;
         self.boot_next()
@@ -139,18 +140,18 @@ impl Ground {
         self.disk.begin(&mut self.arena)
     }
 
-    /// Whether no other guest can be booted.
+    /// Returns whether no further guest can be booted.
     pub(super) fn is_worn(&self) -> bool {
         self.boots >= BOOTS_MAX
     }
 
-    /// The guest's channel on a host.
+    /// Returns the guest's channel on a host.
     pub(super) fn channel(&self, host: usize) -> Result<PathBuf, LabError> {
         let host = self.lab.host(host)?;
         Ok(channel_socket(host, &self.guest, CHANNEL_NAME))
     }
 
-    /// The guest's QEMUs on a host, found without its agent.
+    /// Returns the guest's QEMUs on a host, found without its agent.
     pub(super) fn qemus(&self, host: usize) -> Result<Vec<i32>, LabError> {
         let wanted = format!("guest={},", self.guest);
         let is_one = |pid: &i32| {
@@ -161,7 +162,7 @@ impl Ground {
         Ok(self.processes(host)?.into_iter().filter(is_one).collect())
     }
 
-    /// The processes of front ends on a host that do this part.
+    /// Returns the processes of disk exports on a host with this part.
     pub(super) fn fronts(&self, host: usize, part: &str) -> Result<Vec<i32>, LabError> {
         let is_one = |pid: &i32| {
             let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
@@ -177,7 +178,7 @@ impl Ground {
         processes(&self.lab, host)
     }
 
-    /// Starts a host's agent again, to fail at these points.
+    /// Restarts a host's agent with these fail points.
     pub(super) fn restart(&mut self, host: usize, fail_points: &str) -> Result<(), LabError> {
         let of_lab = self.lab.host(host)?;
         self.product
@@ -185,13 +186,13 @@ impl Ground {
             .restart_to_fail(of_lab, fail_points)
     }
 
-    /// How much a host's agent has said so far.
+    /// Returns the current length of a host's agent's log.
     pub(super) fn log_bytes(&self, host: usize) -> Result<u64, LabError> {
         let log = self.product.agent(host)?.log();
         Ok(fs::metadata(log).map_or(0, |metadata| metadata.len()))
     }
 
-    /// What it said after that.
+    /// Returns the log after that length.
     pub(super) fn log_since(&self, host: usize, from: u64) -> Result<String, LabError> {
         let path = self.product.agent(host)?.log();
         let reading = || format!("read {}", path.display());
@@ -202,12 +203,12 @@ impl Ground {
         Ok(String::from_utf8_lossy(&said).into_owned())
     }
 
-    /// A file by which an agent says that it is held.
+    /// Returns the file by which an agent reports that it is held.
     pub(super) fn marker(&self) -> Result<PathBuf, LabError> {
         Ok(self.lab.shared_folder()?.join("held"))
     }
 
-    /// The guest's own word: nothing is damaged, and it was never heard as two.
+    /// Checks by the guest's reports that nothing is damaged, and that there were never two copies.
     pub(super) fn verify(&mut self, since: &crate::arena::Origins) -> Result<(), String> {
         let here = self.channel(self.at).map_err(|error| error.to_string())?;
         let arena = &self.arena;
@@ -227,7 +228,8 @@ impl Ground {
         self.heard_once(since)
     }
 
-    /// Its disk is where it is, or where it died, nowhere else, and holds what it must.
+    /// Checks that its disk is on its host, or the one where it died, nowhere else, and has the
+    /// required content.
     pub(super) fn judge_disk(&self, owner: Option<usize>) -> Result<(), String> {
         let has = self.disk.owner()?;
         let qemus = match owner {
@@ -241,7 +243,7 @@ impl Ground {
         self.disk.judge(has, (&qemus, &monitor))
     }
 
-    /// It was never heard as two.
+    /// Checks that there were never two copies.
     pub(super) fn heard_once(&self, since: &crate::arena::Origins) -> Result<(), String> {
         let origins = self.arena.origins();
         let switches = origins.switches - since.switches;
@@ -254,7 +256,7 @@ impl Ground {
         Ok(())
     }
 
-    /// What is there and should not be, when the guest runs on that host, or nowhere.
+    /// Returns unexpected remains, when the guest runs on that host, or nowhere.
     pub(super) fn left_over(&self, owner: Option<usize>) -> Result<Option<String>, LabError> {
         for host in 0..2 {
             let qemus = self.qemus(host)?;
@@ -275,7 +277,7 @@ impl Ground {
             }
             if own {
                 let mut files = self.files_of_guest(host)?;
-                // Who sent it is noted beside a guest that has arrived.
+                // The sender is recorded beside a guest that has arrived.
                 files.retain(|file| file != "sent-by" && !self.guest_files.contains(file));
                 if !files.is_empty() {
                     return Ok(Some(format!(
@@ -307,7 +309,7 @@ impl Ground {
         Ok(found)
     }
 
-    /// What of ended moves is on the hosts, when no guest runs any more.
+    /// Returns the remains of ended moves on the hosts, when no guest runs any more.
     pub(super) fn remains(&self) -> Result<Option<String>, LabError> {
         for host in 0..2 {
             let guests = self.lab.host(host)?.folder().join("state/guests");
@@ -320,19 +322,19 @@ impl Ground {
         Ok(None)
     }
 
-    /// What the guest's QEMU on a host says goes there.
+    /// Returns the log of the guest's QEMU on a host.
     pub(super) fn qemu_log(&self, host: usize) -> Result<PathBuf, LabError> {
         let state = self.lab.host(host)?.folder().join("state/guests");
         Ok(state.join(&self.guest).join("qemu.log"))
     }
 
-    /// The monitor of the guest's QEMU on a host.
+    /// Returns the monitor of the guest's QEMU on a host.
     pub(super) fn monitor(&self, host: usize) -> Result<PathBuf, LabError> {
         let state = self.lab.host(host)?.folder().join("state/guests");
         Ok(state.join(&self.guest).join("run/qmp"))
     }
 
-    /// Ends the guest, wherever it is.
+    /// Ends the guest on every host.
     pub(super) fn end(&self) -> Result<(), LabError> {
         self.product.stop_guest(self.at, &self.guest)
     }
@@ -340,7 +342,7 @@ impl Ground {
 
 fn processes(lab: &Lab, host: usize) -> Result<Vec<i32>, LabError> {
     let mut all = lab.host(host)?.namespace().processes()?;
-    // Those that ended and are not yet buried are gone.
+    // Processes that ended and are not yet reaped are gone.
     all.retain(|pid| process::ProcessId::of(*pid).is_some());
     Ok(all)
 }
@@ -352,7 +354,7 @@ fn answer(error: ArenaError) -> LabError {
     }
 }
 
-/// The names of all files below a folder.
+/// Returns the names of all files below a folder.
 fn list(folder: &Path, prefix: &str, found: &mut Vec<String>) -> Result<(), LabError> {
     let reading = || format!("read {}", folder.display());
     for entry in fs::read_dir(folder).during(reading)? {
@@ -367,7 +369,7 @@ fn list(folder: &Path, prefix: &str, found: &mut Vec<String>) -> Result<(), LabE
     Ok(())
 }
 
-/// A file that was being replaced.
+/// Returns a file whose replacement was interrupted.
 fn unfinished(state: &Path) -> Result<Option<String>, LabError> {
     let mut names = Vec::new();
     list(state, "", &mut names)?;

@@ -1,5 +1,5 @@
-//! Sees to it that something of the guest's disk is left at the source when the guest runs at the destination, and
-//! that it comes slowly enough for the guest to come across it.
+//! Ensures that blocks of the guest's disk are missing when the guest runs at the destination, and
+//! that they arrive slowly enough for the guest to access them.
 //!
 //! An agent is held on the way, by a file of its own, until that is so.
 
@@ -12,15 +12,15 @@ use crate::process::wait_until;
 use longhaul_api::Phase;
 use std::path::PathBuf;
 
-/// As slow as what is left comes, as long as the guest has to come across it.
+/// The rate of missing blocks while the guest must access them.
 const SLOW: &str = "2mbit";
 
-/// What has to happen before something is left.
+/// The condition before blocks are missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Need {
-    /// The guest writes to one place so often that it is left there.
+    /// The guest writes to one place so often that it is left to the end.
     Hot,
-    /// What is left comes slowly.
+    /// Missing blocks arrive slowly.
     Slow,
 }
 
@@ -33,29 +33,29 @@ fn need(case: &Case) -> Option<Need> {
     }
 }
 
-/// Whether what is left has to come slowly.
+/// Returns whether missing blocks must arrive slowly.
 pub(super) fn comes_slowly(case: &Case) -> bool {
     need(case) == Some(Need::Slow)
 }
 
-/// The file by which an agent says that it is held for this.
+/// Returns the file by which an agent reports that it is held for this.
 pub(super) fn marker(ground: &Ground) -> Result<PathBuf, LabError> {
     Ok(ground.lab.shared_folder()?.join("held-for-what-is-left"))
 }
 
-/// What the agent of a side is armed with for this.
+/// Returns the fail points of a side's agent for this.
 pub(super) fn arm(case: &Case, side: Side, ground: &Ground) -> Result<Option<String>, LabError> {
     let point = match (need(case), side) {
-        // The guest runs at the source, and blocks come.
+        // The guest runs at the source, and blocks arrive.
         (Some(Need::Hot), Side::Destination) => "destination:before-send:accepted",
-        // It runs at the destination, and none has come.
+        // It runs at the destination, and no missing block has arrived.
         (Some(Need::Slow), Side::Source) => "source:after-receipt:missing",
         _ => return Ok(None),
     };
     Ok(Some(format!("{point}=hold:{}", marker(ground)?.display())))
 }
 
-/// Waits until something is left, or comes slowly.
+/// Waits until blocks are missing, or arrive slowly.
 pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(), LabError> {
     let Some(need) = need(case) else {
         return Ok(());
@@ -86,10 +86,10 @@ pub(super) fn lead_up(case: &Case, ground: &Ground, source: usize) -> Result<(),
     super::run::remove(&marker)
 }
 
-/// What is left comes as fast as it can again.
+/// Removes the limit of missing blocks.
 pub(super) fn mend(case: &Case, ground: &Ground, source: usize) {
     if comes_slowly(case) {
-        // The move may be over, and an agent that was started since has no limit.
+        // The move may be over, and a restarted agent has no limit.
         let _ = limit(ground, source, "none");
     }
 }

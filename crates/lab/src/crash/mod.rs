@@ -1,8 +1,9 @@
-//! `lab crash-matrix`: something fails at every step of a move, and the guest is still there once.
+//! Implements `lab crash-matrix`: a failure at every step of a move, after which exactly one copy
+//! of the guest exists.
 //!
-//! [`point`] knows the steps, [`case`] what can fail at them, [`cover`] chooses few cases that tell
-//! much, [`predict`] what the rules of the hand-over say of each; `run` tries one on a `ground`, with
-//! the guest and its `disk`.
+//! [`point`] lists the steps, [`case`] the possible failures, [`cover`] chooses few significant
+//! cases, [`predict`] derives the expected result from the rules of the handover; `run` runs one
+//! case on a `ground`, with the guest and its `disk`.
 
 pub mod case;
 pub mod cover;
@@ -33,40 +34,44 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-/// About how long a case takes on two cores, the making of the ground included.
+/// The approximate time of a case on two cores, including the creation of the ground.
 const CASE_TIME: Duration = Duration::from_millis(4500);
-/// So often a case is begun whose point is not reached: what has to be reached for it may be late for once.
+/// The number of tries of a case whose point is not reached: a precondition of the point may be
+/// late.
 const ATTEMPTS: u32 = 3;
-/// After so many cases a ground is made anew.
+/// The number of cases after which a ground is replaced.
 const PART_CASES: usize = 64;
-/// What a whole choice has at most, where nothing else is asked for.
+/// The default maximum of a choice.
 const CASES: usize = usize::MAX;
 
-/// What `lab crash-matrix` is asked for.
+/// The options of `lab crash-matrix`.
 #[derive(Debug, Clone, Default, clap::Args)]
 pub struct Options {
     /// Every victim at every point with every pair of QEMUs (hours)
     #[arg(long, conflicts_with_all = ["cases", "within"])]
     pub all: bool,
-    /// Only one of so many parts of these cases, as `2/4`: all parts together are all of them
+    /// Only one of several parts of these cases, as `2/4`: all parts together are all of them
     #[arg(long, value_name = "K/N", requires = "all")]
     pub part: Option<Share>,
-    /// At most so many cases, which bring as many kinds of failures, parts of a move and circumstances together as they can
+    /// The maximum number of cases, which cover as many kinds of failures, parts of a move and
+    /// circumstances together as possible
     #[arg(long, value_name = "N")]
     pub cases: Option<usize>,
     /// As many cases as take about this long
     #[arg(long, value_name = "TIME", value_parser = longhaul_protocol::units::parse_duration)]
     pub within: Option<Duration>,
-    /// Try so many cases at a time, each with hosts of its own
+    /// The number of cases at a time, each with hosts of its own
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub jobs: usize,
-    /// Decides which cases are chosen [default: the date]
+    /// The seed of the choice of cases [default: the date]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
-    /// Only the cases whose names begin so, each of them: VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:raw|qcow2:shared|precopy|mirror|hybrid|postcopy
+    /// Only the cases whose names begin with this:
+    /// VICTIM:POINT:QEMU:late|early:locks-on|locks-off:at-once|later:raw|qcow2:STRATEGY, where
+    /// STRATEGY is shared, precopy, mirror, hybrid or postcopy
     #[arg(long, value_name = "NAME")]
     pub only: Vec<String>,
-    /// Before the point, let QEMU complete its migration by itself, as it should never
+    /// Before the point, let QEMU complete its migration by itself, which it must never do
     #[arg(long)]
     pub converged: bool,
     /// Print the cases and run none
@@ -77,7 +82,7 @@ pub struct Options {
 /// One of several parts of a choice of cases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Share {
-    /// Which of them, from 1.
+    /// Its number, from 1.
     number: usize,
     of: usize,
 }
@@ -95,7 +100,8 @@ impl FromStr for Share {
 }
 
 impl Share {
-    /// Its cases: those of a site are together as far as they can be, since to make one takes as long as to try some.
+    /// Returns its cases: those of a site are grouped as far as possible, since creating a site
+    /// takes as long as several cases.
     fn of(self, mut cases: Vec<Case>) -> Vec<Case> {
         let sites = Site::all();
         cases.sort_by_key(|case| sites.iter().position(|site| *site == case.kind.site()));
@@ -104,16 +110,16 @@ impl Share {
     }
 }
 
-/// How a matrix went.
+/// The results of a matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Summary {
     /// Cases that were tried.
     pub tried: usize,
-    /// The names of those that failed, and why.
+    /// The names of those that failed, with the reasons.
     pub failed: Vec<(String, String)>,
 }
 
-/// Runs the command: exit status 0 when every case is as predicted, 1 when one is not.
+/// Runs the command: exit status 0 when every case is as predicted, 1 otherwise.
 ///
 /// # Errors
 /// When it cannot be run, or is interrupted.
@@ -128,7 +134,7 @@ pub fn command(options: &Options) -> Result<ExitCode, LabError> {
     Ok(ExitCode::from(u8::from(!summary.failed.is_empty())))
 }
 
-/// The seed that was asked for, or the days since 1970.
+/// Returns the seed of the options, or the days since 1970.
 pub fn seed(options: &Options) -> u64 {
     seed_or_date(options.seed)
 }
@@ -141,7 +147,7 @@ fn seed_or_date(seed: Option<u64>) -> u64 {
     seed.unwrap_or_else(days)
 }
 
-/// The points of the product beside this program.
+/// Returns the points of the product beside this program.
 ///
 /// # Errors
 /// When it was not built, or has a point that the matrix has no place for.
@@ -151,10 +157,10 @@ pub fn points() -> Result<Vec<Point>, LabError> {
     said.lines().map(Point::named).collect()
 }
 
-/// The cases that are asked for.
+/// Returns the selected cases.
 ///
 /// # Errors
-/// When there are none, or the points cannot be had.
+/// When there are none, or the points cannot be determined.
 pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     let points = points()?;
     if !options.only.is_empty() {
@@ -186,7 +192,8 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     };
     let cover = cover::pairwise(&universe, seed(options), most.max(1));
     say(&format!(
-        "crash matrix: seed {}, {} of {} cases, {} of {} pairs of traits, {} of {} of all properties",
+        "crash matrix: seed {}, {} of {} cases, {} of {} pairs of traits, {} of {} of all \
+         properties",
         seed(options),
         cover.cases.len(),
         universe.len(),
@@ -198,9 +205,9 @@ pub fn choose(options: &Options) -> Result<Vec<Case>, LabError> {
     Ok(cover.cases)
 }
 
-/// Tries cases, a line each on the standard error, those on the same ground after each other, as many
-/// grounds at a time as there are jobs. Where the time is limited, each ground has its share of it,
-/// and what is left is not tried.
+/// Runs cases, with a line each on the standard error, those on the same ground one after the
+/// other, as many grounds at a time as there are jobs. If the time is limited, each ground has its
+/// share of it, and the cases beyond it are skipped.
 ///
 /// # Errors
 /// When hosts or guests cannot be made, or it is interrupted.
@@ -218,7 +225,7 @@ pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabE
             parts.map(|cases| Part { site, cases }).collect::<Vec<_>>()
         })
         .collect();
-    // Should the time be too short for all, it is not always the same that suffer.
+    // If the time is too short for all, the skipped cases vary.
     let first = (seed % parts.len().max(1) as u64) as usize;
     parts.rotate_left(first);
     let work = Work {
@@ -257,13 +264,13 @@ pub fn run(cases: &[Case], seed: u64, options: &Options) -> Result<Summary, LabE
     Ok(summary)
 }
 
-/// Cases that are tried on one ground after each other.
+/// Cases that run on one ground one after the other.
 struct Part<'a> {
     site: Site,
     cases: Vec<&'a Case>,
 }
 
-/// What is to be tried, by several at a time.
+/// The work shared by several jobs.
 struct Work<'a> {
     parts: Mutex<VecDeque<Part<'a>>>,
     tried: AtomicUsize,
@@ -271,12 +278,12 @@ struct Work<'a> {
     seed: u64,
     converged: bool,
     jobs: usize,
-    /// When nothing more is begun.
+    /// The time after which nothing more is begun.
     end: Option<Instant>,
 }
 
 impl<'a> Work<'a> {
-    /// Tries parts until there are none left; what failed.
+    /// Runs parts until there are none left; returns the failures.
     fn lane(&self) -> Result<Vec<(String, String)>, LabError> {
         let mut failed = Vec::new();
         while let Some((part, until)) = self.next() {
@@ -285,7 +292,7 @@ impl<'a> Work<'a> {
         Ok(failed)
     }
 
-    /// The next part, and when its share of the time is over.
+    /// Returns the next part, and the end of its share of the time.
     fn next(&self) -> Option<(Part<'a>, Option<Instant>)> {
         let mut parts = self.parts.lock().unwrap_or_else(PoisonError::into_inner);
         let rounds = parts.len().div_ceil(self.jobs) as u32;
@@ -329,7 +336,8 @@ fn broken_lane() -> LabError {
     LabError::Which("a lane of the crash matrix broke".to_owned())
 }
 
-/// Tries a case and prints its line; why it failed, if it did. Then the ground is of no more use.
+/// Runs a case and prints its line; returns the reason of a failure. After a failure the ground is
+/// of no more use.
 fn attempt(
     ground: &mut Ground,
     case: &Case,
@@ -368,7 +376,8 @@ fn attempt(
     }
 }
 
-/// What a QEMU says of its guest; of the registers twice, so that it is seen whether anything goes on in it.
+/// Returns a QEMU's report of its guest, with the registers twice, which shows whether it executes
+/// anything.
 fn state_of_qemu(monitor: &Path) -> String {
     let ask = |text: &mut String| {
         let mut qmp = Qmp::connect(monitor)?;
@@ -395,7 +404,7 @@ fn state_of_qemu(monitor: &Path) -> String {
     text
 }
 
-/// Copies what both agents said since the case began.
+/// Copies the log of both agents since the case began.
 fn keep_logs(ground: &Ground, case: &Case, from: [u64; 2]) -> Result<PathBuf, LabError> {
     let folder = std::env::temp_dir()
         .join("longhaul-crash")

@@ -1,10 +1,10 @@
-//! The points at which an agent can be made to fail, in the order of a move, and how each is
+//! Lists the points at which an agent can be made to fail, in the order of a move, and how each is
 //! reached.
 
 use crate::error::LabError;
 
-/// The part of a move in which a point lies. The first nine follow each other, the eighth only where something of a
-/// disk is left at the source.
+/// The step of a move in which a point is. The first nine follow each other, the eighth only where
+/// blocks of a disk are missing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Step {
     /// `longhaul plan` asks; nothing moves.
@@ -13,7 +13,7 @@ pub enum Step {
     Offering,
     /// Memory is sent; the guest runs at the source.
     Sending,
-    /// The guest stands still; the rest is sent, loaded and compared.
+    /// The guest is stopped; its remaining state is sent, loaded and compared.
     Stopped,
     /// The destination has READY in its journal.
     Ready,
@@ -21,7 +21,7 @@ pub enum Step {
     Released,
     /// The destination has COMMITTED in its journal.
     Committed,
-    /// The guest runs at the destination, which fetches what is left of its disks.
+    /// The guest runs at the destination, which fetches the missing blocks of its disks.
     Pulling,
     /// The source has DONE in its journal.
     Done,
@@ -31,12 +31,12 @@ pub enum Step {
     Refusing,
     /// The connection was lost while memory was sent, and is made again.
     Resuming,
-    /// The source's agent was killed after RELEASED, and asks when it is back.
+    /// The source's agent was killed after RELEASED, and asks after its restart.
     Recovering,
     /// The destination's QEMU refuses to run the guest after COMMITTED.
     Returning,
-    /// A person's word, a disk that cannot be read, a question at the wrong moment, or what is kept after a move: no
-    /// move of the matrix passes here.
+    /// An operator's statement, a disk that cannot be read, a question at the wrong moment, or
+    /// state kept after a move: no move of the matrix passes here.
     Elsewhere,
 }
 
@@ -64,14 +64,14 @@ impl Step {
 /// One of the two hosts of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Side {
-    /// Where the guest is.
+    /// The host that the guest leaves.
     Source,
-    /// Where it is to go.
+    /// The host that it moves to.
     Destination,
 }
 
 impl Side {
-    /// The other one.
+    /// Returns the other one.
     pub fn other(self) -> Self {
         match self {
             Self::Source => Self::Destination,
@@ -85,13 +85,13 @@ impl Side {
 pub struct Point {
     /// Its name.
     pub name: String,
-    /// Where it lies.
+    /// Its step.
     pub step: Step,
-    /// Whose agent passes it.
+    /// The side whose agent passes it.
     pub side: Side,
 }
 
-/// Every point in the order of a move: `s` and `d` say whose it is.
+/// All points in the order of a move: `s` and `d` are their sides.
 const PLACES: &[(Step, &[&str])] = &[
     (
         Step::Asking,
@@ -262,7 +262,7 @@ const PLACES: &[(Step, &[&str])] = &[
 ];
 
 impl Point {
-    /// Every point that the matrix has a place for.
+    /// Returns all points that the matrix reaches.
     pub fn all() -> impl Iterator<Item = Self> {
         let places = PLACES
             .iter()
@@ -276,10 +276,10 @@ impl Point {
         })
     }
 
-    /// The point of that name.
+    /// Returns the point of that name.
     ///
     /// # Errors
-    /// When the matrix does not know how to reach it: a new record or message needs a place here.
+    /// When the matrix does not know how to reach it: a new record or message must be added here.
     pub fn named(name: &str) -> Result<Self, LabError> {
         Self::all().find(|point| point.name == name).ok_or_else(|| {
             LabError::Which(format!(
@@ -288,39 +288,40 @@ impl Point {
         })
     }
 
-    /// Whether it is at a message.
+    /// Returns whether it is at a message.
     pub fn is_message(&self) -> bool {
         [":before-send:", ":after-receipt:"]
             .iter()
             .any(|when| self.name.contains(when))
     }
 
-    /// Whether it is at a record.
+    /// Returns whether it is at a record.
     pub fn is_record(&self) -> bool {
         self.name.contains("-record:")
     }
 
-    /// Whether it is passed only when disks move too.
+    /// Returns whether it is passed only when disks move too.
     pub fn needs_local_disks(&self) -> bool {
         ["offer-disks", "list"].contains(&self.what())
     }
 
-    /// Whether it is passed only when no disks move: another message offers a guest with its disks.
+    /// Returns whether it is passed only when no disks move: another message offers a guest with
+    /// its disks.
     pub fn needs_shared_disks(&self) -> bool {
         self.what() == "offer"
     }
 
-    /// The message that it is at, or the record.
+    /// Returns its message, or record.
     pub fn what(&self) -> &str {
         self.name.rsplit(':').next().unwrap_or_default()
     }
 
-    /// Whether it is passed only when the guest does something with what is left at the source.
+    /// Returns whether it is passed only when the guest accesses missing blocks.
     pub fn needs_the_guest(&self) -> bool {
         ["want", "superseded"].contains(&self.what())
     }
 
-    /// Whether it is passed only when both copies are compared.
+    /// Returns whether it is passed only when both copies are compared.
     pub fn needs_verify(&self) -> bool {
         ["verify-region", "digests", "verified"].contains(&self.what())
     }

@@ -1,16 +1,16 @@
-//! What the rules of the hand-over say of a case: where the guest may be when all is over, and who
-//! is in doubt meanwhile.
+//! Derives the expected result of a case from the rules of the handover: where the guest may be in
+//! the end, and which side is in doubt meanwhile.
 //!
 //! Until RELEASED is in the source's journal the guest belongs to the source; with it, and READY in
-//! the destination's, the move goes through as soon as the agents meet, unless the destination's QEMU
-//! is gone. Where the guest stands still before that, chance may decide whether a move is given up
-//! or goes through: then both are right.
+//! the destination's, the move completes as soon as the agents meet, unless the destination's QEMU
+//! is gone. Where the guest is stopped before that, timing may decide whether a move is given up or
+//! completes: then both are right.
 
 use super::case::{Back, Case, Disks, Release, Victim};
 use super::point::{Side, Step};
 use std::fmt;
 
-/// Where the guest is when all is over.
+/// The final place of the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// At the source.
@@ -21,12 +21,12 @@ pub enum Place {
     Nowhere,
 }
 
-/// The places that are right.
+/// The allowed places.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Places(&'static [Place]);
 
 impl Places {
-    /// Whether this one is.
+    /// Returns whether a place is allowed.
     pub fn allow(self, place: Place) -> bool {
         self.0.contains(&place)
     }
@@ -45,7 +45,7 @@ const EITHER: Places = Places(&[Place::Source, Place::Destination]);
 const SOURCE_OR_NOWHERE: Places = Places(&[Place::Source, Place::Nowhere]);
 const DESTINATION_OR_NOWHERE: Places = Places(&[Place::Destination, Place::Nowhere]);
 
-/// Where the guest may be when all is over.
+/// Returns the allowed final places of the guest.
 pub fn places(case: &Case) -> Places {
     match case.kind.release {
         Release::Late => late(case),
@@ -53,7 +53,7 @@ pub fn places(case: &Case) -> Places {
     }
 }
 
-/// Whether RELEASED is in the source's journal, and COMMITTED not yet in the destination's.
+/// Returns whether RELEASED is in the source's journal, and COMMITTED not yet in the destination's.
 fn is_between(case: &Case) -> bool {
     match (case.kind.release, case.kind.step) {
         (_, Step::Released) => true,
@@ -63,12 +63,12 @@ fn is_between(case: &Case) -> bool {
     }
 }
 
-/// From an early release on only the destination decides: with everything it commits, without it
-/// gives up after its patience.
+/// Returns the same after an early release, when only the destination decides: with everything it
+/// commits, otherwise it gives up at its time-out.
 fn early(case: &Case) -> Places {
     let side = case.point.side;
     if !is_between(case) {
-        // Before it, the guest stands still; after the commit nothing is different.
+        // Before it, the guest is stopped; after the commit nothing is different.
         return match (case.kind.step, case.kind.victim) {
             (Step::Ready, Victim::DestinationAgent) => EITHER,
             (Step::Ready, Victim::DestinationQemu) => SOURCE,
@@ -78,7 +78,7 @@ fn early(case: &Case) -> Places {
     }
     match case.kind.victim {
         Victim::SourceAgent | Victim::Connection | Victim::Link => EITHER,
-        // What it had is gone with its agent, if it had not committed.
+        // Its content is lost with its agent, if it had not committed.
         Victim::DestinationAgent | Victim::BothAgents => match side {
             Side::Source => EITHER,
             Side::Destination => SOURCE,
@@ -93,7 +93,8 @@ fn early(case: &Case) -> Places {
     }
 }
 
-/// While the source is held there, the destination may have written and sent READY already.
+/// Returns whether READY may have been written and sent by the destination while the source is
+/// held.
 fn may_be_ready(case: &Case) -> bool {
     case.point.name == "source:after-receipt:loaded"
 }
@@ -102,14 +103,14 @@ fn late(case: &Case) -> Places {
     let (step, side) = (case.kind.step, case.point.side);
     match case.kind.victim {
         Victim::SourceAgent => match step {
-            // Back again it asks, hears READY or more, and sends COMMIT.
+            // After its restart it asks, receives READY or more, and sends COMMIT.
             Step::Released | Step::Committed | Step::Pulling | Step::Done | Step::Recovering => {
                 DESTINATION
             }
             _ => SOURCE,
         },
         Victim::DestinationAgent => match step {
-            // Back before it was needed, it was not missed.
+            // It is back before it is needed.
             Step::Offering if side == Side::Source => EITHER,
             // Its loaded QEMU outlives it; a source that has not released the guest may give up.
             Step::Ready if side == Side::Destination => EITHER,
@@ -131,7 +132,7 @@ fn late(case: &Case) -> Places {
             _ => SOURCE,
         },
         Victim::SourceQemu => match step {
-            // It is not missed once the destination has everything.
+            // It is not needed once the destination has everything.
             Step::Stopped | Step::Ready | Step::Recovering => DESTINATION_OR_NOWHERE,
             Step::Released | Step::Committed | Step::Pulling | Step::Done => DESTINATION,
             _ => NOWHERE,
@@ -152,7 +153,8 @@ fn late(case: &Case) -> Places {
             Step::Released | Step::Committed | Step::Pulling | Step::Done => DESTINATION,
             _ => EITHER,
         },
-        // Another one answers; a move that may have missed a write of the guest's is given up, if it still can be.
+        // Another one takes over; a move that may have missed a write of the guest is given up, if
+        // that is still possible.
         Victim::SourceFront
         | Victim::DestinationFront
         | Victim::SourceSupervisor
@@ -168,7 +170,8 @@ fn late(case: &Case) -> Places {
     }
 }
 
-/// A destination that is back with COMMITTED tries again to run the guest, and may succeed.
+/// Returns the places for a guest that the destination's QEMU refused to run: a destination
+/// restarted with COMMITTED tries again, and may succeed.
 fn returning(case: &Case) -> Places {
     if case.point.name.contains(":before-record:") {
         EITHER
@@ -177,7 +180,7 @@ fn returning(case: &Case) -> Places {
     }
 }
 
-/// What is seen of the guest while somebody is away.
+/// The observable state of the guest during the absence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Meanwhile {
     /// The source has given up: the guest runs on.
@@ -186,17 +189,17 @@ pub enum Meanwhile {
     InDoubt,
     /// It is released, and not committed: no copy runs.
     Silent,
-    /// It runs at the destination, which says that something of its disks is left.
+    /// It runs at the destination, which reports missing blocks of its disks.
     Fetches,
 }
 
-/// What must be seen while somebody stays away; nothing where the rules leave it open.
+/// Returns what must be observable during an absence; `None` where the rules leave it open.
 pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
     if case.kind.back == Back::AtOnce {
         return None;
     }
     let side = case.point.side;
-    // All of what is left with hybrid the guest may have written anew.
+    // With hybrid, the guest may have overwritten all missing blocks.
     if case.kind.step == Step::Pulling {
         let alone = matches!(case.kind.victim, Victim::SourceAgent | Victim::Link);
         return (alone && case.kind.disks == Disks::Postcopy).then_some(Meanwhile::Fetches);
@@ -208,12 +211,12 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
         (Victim::DestinationAgent | Victim::Link, Step::Stopped) if may_be_ready(case) => None,
         (Victim::DestinationAgent | Victim::Link, Step::Stopped) => Some(Meanwhile::Runs),
         (Victim::DestinationAgent | Victim::Link, Step::Ready) => match side {
-            // It has heard READY, and goes on.
+            // It has received READY, and goes on.
             Side::Source => Some(Meanwhile::InDoubt),
             Side::Destination => Some(Meanwhile::Runs),
         },
         (Victim::DestinationAgent | Victim::Link, Step::Released) => Some(Meanwhile::InDoubt),
-        // Its word is on the way, or was heard.
+        // Its message is on the way, or was received.
         (Victim::DestinationAgent | Victim::Link, Step::Committed) if side == Side::Destination => {
             Some(Meanwhile::InDoubt)
         }
@@ -223,8 +226,8 @@ pub fn meanwhile(case: &Case) -> Option<Meanwhile> {
     }
 }
 
-/// Whether the point is a question that the source asks about what arrived: local disks are compared ahead of the stop,
-/// when the guest still runs.
+/// Returns whether the point is a question of the source about what arrived: local disks are
+/// compared before the stop, while the guest still runs.
 fn asks(case: &Case) -> bool {
     ["verify-region", "digests"].contains(&case.point.what())
 }

@@ -1,7 +1,7 @@
-//! One case: a move, a failure in the middle of it, and everything that must hold afterwards.
+//! Runs one case: a move, a failure in the middle of it, and all checks afterwards.
 //!
 //! ```text
-//! arm -> move -> the point is reached -> fail -> [meanwhile] -> mend -> settled -> judged
+//! arm -> move -> the point is reached -> fail -> [meanwhile] -> repair -> settled -> judged
 //! ```
 
 use super::case::{Back, Case, Release, Victim};
@@ -21,35 +21,35 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::{Duration, Instant};
 
-/// So long that a busy machine stops the guest after its first pass.
+/// A limit with which the guest is stopped after its first pass on a busy machine, too.
 const DOWNTIME: &str = "1500ms";
-/// Longer than the patience that is asked for.
+/// Longer than the requested patience.
 const AWAY: Duration = Duration::from_millis(2500);
 /// Longer than a heartbeat takes on a busy machine.
 const UNDER_WAY: Duration = Duration::from_millis(500);
-/// A cut that nobody has to notice.
+/// A cut that need not be noticed.
 const SHORT_CUT: Duration = Duration::from_millis(800);
-/// A cut that lasts until it is healed.
+/// A cut that lasts until it is repaired.
 const LONG_CUT: Duration = Duration::from_secs(3600);
 /// How long the guest must be heard from one host only.
 const WINDOW: Duration = Duration::from_millis(150);
-/// How often the agents are asked whether all is over.
+/// The polling interval of the agents.
 const ASK_EVERY: Duration = Duration::from_millis(40);
 
-/// Why a case failed, in words.
+/// The reason of a failure, in words.
 pub(super) type Fault = String;
 
 /// A case that failed.
 #[derive(Debug)]
 pub(super) struct Failed {
     pub(super) why: Fault,
-    /// The move was completed without its point being reached, so nothing was tried: what tells of the guest's clock
-    /// is lost with a connection that ends just then, for one.
+    /// The move completed without reaching the point, so nothing was tested: for example, the
+    /// report of the guest's clock is lost with a connection that ends just then.
     pub(super) missed: bool,
 }
 
-/// Tries a case. What fails is told in words; the ground is of no use after that. On the way QEMU
-/// may be made to converge by itself.
+/// Runs a case. A failure is described in words; the ground is of no use afterwards. QEMU may be
+/// made to converge by itself on the way.
 pub(super) fn run(ground: &mut Ground, case: &Case, converged: bool) -> Result<Place, Failed> {
     let source = ground.at;
     let host = match case.point.side {
@@ -77,14 +77,14 @@ struct Trial<'a> {
     converged: bool,
     ground: &'a mut Ground,
     source: usize,
-    /// How much the agent that passes the point had said before.
+    /// The length of the log of the agent that passes the point, before the case.
     said: u64,
-    /// Held on the disk, so that a QEMU cannot take it.
+    /// A lock on the disk, so that a QEMU cannot take it.
     lock: Option<File>,
     missed: bool,
 }
 
-/// What was asked for.
+/// The requested operation.
 enum Asked {
     Move(Box<Move>),
     Plan(Child),
@@ -121,14 +121,15 @@ impl Trial<'_> {
         }
     }
 
-    /// Whether the victim is the agent that passes the point. Where the source has to be slow first, the agent is held
-    /// instead, and killed then: what it said before may be on its way yet.
+    /// Returns whether the victim is the agent that passes the point. Where the source must be
+    /// slowed first, the agent is held instead, and killed then: its earlier messages may still be
+    /// on their way.
     fn kills_itself(&self) -> bool {
         let victims = self.case.kind.victim.agents();
         victims.contains(&self.case.point.side) && !left::comes_slowly(self.case)
     }
 
-    /// What the agent of a side is to do on the way to the point, and at it.
+    /// Returns the fail points of a side's agent on the way to the point, and at it.
     fn arms(&self, side: Side, restarted: bool) -> Result<String, LabError> {
         let point = &self.case.point;
         let hold = format!("hold:{}", self.ground.marker()?.display());
@@ -208,7 +209,7 @@ impl Trial<'_> {
         Ok(Asked::Move(Box::new(moving)))
     }
 
-    /// What has to happen before the point can be reached.
+    /// Establishes the conditions for reaching the point.
     fn lead_up(&mut self, asked: &mut Asked) -> Result<(), Fault> {
         let Asked::Move(moving) = asked else {
             return Ok(());
@@ -252,7 +253,7 @@ impl Trial<'_> {
         }
     }
 
-    /// Locks the disk as somebody else would, so that the destination's QEMU cannot have it.
+    /// Locks the disk as another process would, so that the destination's QEMU cannot open it.
     fn take_disk(&self) -> Result<File, LabError> {
         let path = self.ground.disk.image(1 - self.source);
         let taking = || format!("lock {}", path.display());
@@ -304,7 +305,7 @@ impl Trial<'_> {
             if reached {
                 break;
             }
-            // What was asked for may end just before the last point.
+            // The requested operation may end just before the last point.
             if ended_at.is_none() && asked.has_ended() {
                 ended_at = Some(Instant::now());
             }
@@ -316,12 +317,12 @@ impl Trial<'_> {
             }
             std::thread::sleep(Duration::from_millis(3));
         }
-        // The disk is free again for whoever is to have it in the end.
+        // The disk is free again for its final owner.
         self.lock = None;
         Ok(())
     }
 
-    /// Does to the victim what it has not done to itself, and lets the others go on.
+    /// Applies the failure to a victim other than the agent itself, and lets the others go on.
     fn fail(&mut self) -> Result<(), LabError> {
         let victim = self.case.kind.victim;
         for side in victim.agents() {
@@ -339,7 +340,7 @@ impl Trial<'_> {
         if let Some((side, part)) = victim.front() {
             let host = self.host(side);
             let mut found = Ok(Vec::new());
-            // It may be just being put in.
+            // It may be just being inserted.
             wait_until(LIMIT, || {
                 found = self.ground.fronts(host, part);
                 !matches!(&found, Ok(pids) if pids.is_empty())
@@ -361,7 +362,7 @@ impl Trial<'_> {
         remove(&self.ground.marker()?)
     }
 
-    /// While the destination is away, the source says what the rules say.
+    /// Checks that the source reports the expected state while the destination is away.
     fn judge_meanwhile(&mut self, expected: Meanwhile) -> Result<(), Fault> {
         let expected = match expected {
             Meanwhile::Runs => GuestState::Running,
@@ -383,9 +384,10 @@ impl Trial<'_> {
         ))
     }
 
-    /// A guest that was released and not committed runs nowhere, however long its agent is away.
+    /// Checks that a guest that was released and not committed runs nowhere, however long its agent
+    /// is away.
     fn judge_silence(&self) -> Result<(), Fault> {
-        // What it said before may still be on its way.
+        // Earlier messages may still be on their way.
         interrupt::sleep(UNDER_WAY).map_err(words)?;
         let before = self.ground.arena.last_beat();
         interrupt::sleep(AWAY).map_err(words)?;
@@ -398,7 +400,7 @@ impl Trial<'_> {
         ))
     }
 
-    /// As long as something is left at a source that is away, the destination says so.
+    /// Checks that the destination reports missing blocks while the source is away.
     fn judge_fetching(&self) -> Result<(), Fault> {
         interrupt::sleep(AWAY).map_err(words)?;
         let (product, guest) = (&self.ground.product, &self.ground.guest);
@@ -415,7 +417,8 @@ impl Trial<'_> {
                 Ok(())
             }
             other => Err(format!(
-                "while the source is away the destination does not say that something is left: {other:?}"
+                "while the source is away the destination does not say that something is left: \
+                 {other:?}"
             )),
         }
     }
@@ -430,7 +433,7 @@ impl Trial<'_> {
             && meanwhile(self.case).is_none()
             && !agents.is_empty()
         {
-            // Longer than the patience of whoever waits.
+            // Longer than the patience of the waiting side.
             interrupt::sleep(AWAY)?;
         }
         for side in agents {
@@ -439,7 +442,7 @@ impl Trial<'_> {
         Ok(())
     }
 
-    /// Waits until neither agent has anything under way or in doubt; where the guest is then.
+    /// Waits until neither agent has a move under way or in doubt; returns the guest's place.
     fn settle(&self) -> Result<Place, Fault> {
         let mut last = String::new();
         let deadline = Instant::now() + LIMIT;
@@ -530,7 +533,7 @@ impl Trial<'_> {
 
     fn heard_only_from(&self, owner: usize) -> Result<(), Fault> {
         let arena = &self.ground.arena;
-        // What was under way when it changed hosts is not counted.
+        // Heartbeats under way during the handover are not counted.
         arena
             .wait_for_beat(LIMIT)
             .map_err(|error| error.to_string())?;
@@ -549,7 +552,7 @@ impl Trial<'_> {
 }
 
 impl Asked {
-    /// What it came to, once it has ended.
+    /// Returns its result, once it has ended.
     fn said(&mut self) -> String {
         match self {
             Self::Move(moving) => {
@@ -577,7 +580,7 @@ impl Asked {
 
 fn finish(asked: Asked) -> Result<(), LabError> {
     match asked {
-        // Whatever it said: where the guest is, counts.
+        // Only the guest's place counts, not the output.
         Asked::Move(moving) => moving.finish(LIMIT).map(drop),
         Asked::Plan(mut child) => child
             .wait()

@@ -1,4 +1,5 @@
-//! `lab soak`: one guest moves to and fro, with failures in between, and leaves nothing behind.
+//! Implements `lab soak`: one guest moves back and forth, with failures in between, without leaving
+//! remains.
 
 use super::case::{Back, Case, Pair, Site, universe_of};
 use super::cover::Random;
@@ -15,18 +16,18 @@ use crate::product::Finished;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// How many moves are left alone, of a hundred.
+/// The percentage of undisturbed moves.
 const UNDISTURBED: usize = 60;
-/// What is said of moves that went as they should.
+/// The interval of progress lines, in moves.
 const SAY_EVERY: u32 = 10;
 
-/// What `lab soak` is asked for.
+/// The options of `lab soak`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Options {
-    /// How many moves
+    /// The number of moves
     #[arg(long, default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..))]
     pub moves: u32,
-    /// Decides what fails when [default: the date]
+    /// The seed of the failures [default: the date]
     #[arg(long, value_name = "N")]
     pub seed: Option<u64>,
     /// QEMU on both hosts
@@ -34,20 +35,20 @@ pub struct Options {
     pub qemu: String,
 }
 
-/// How it went.
+/// The results.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Summary {
-    /// Moves that nothing disturbed.
+    /// Undisturbed moves.
     pub undisturbed: u32,
     /// Moves in which something failed.
     pub disturbed: u32,
-    /// How often the guest changed hosts.
+    /// The number of changes of host.
     pub arrived: u32,
-    /// What went wrong, and ended it.
+    /// The failure that ended it.
     pub failure: Option<String>,
 }
 
-/// Runs the command: exit status 0 when nothing is wrong and nothing is left, else 1.
+/// Runs the command: exit status 0 when nothing is wrong and there are no remains, else 1.
 ///
 /// # Errors
 /// When it cannot be run, or is interrupted.
@@ -56,7 +57,7 @@ pub fn command(options: &Options) -> Result<ExitCode, LabError> {
     Ok(ExitCode::from(u8::from(summary.failure.is_some())))
 }
 
-/// Moves the guest, and looks what is left.
+/// Moves the guest, and checks the remains.
 ///
 /// # Errors
 /// When hosts or guest cannot be made, or it is interrupted.
@@ -123,14 +124,14 @@ pub fn run(options: &Options) -> Result<Summary, LabError> {
     Ok(summary)
 }
 
-/// Whether the guest outlives a case for certain.
+/// Returns whether the guest certainly survives a case.
 fn survives(case: &Case) -> bool {
     case.kind.victim.qemu().is_none()
         && case.kind.back == Back::AtOnce
         && !places(case).allow(Place::Nowhere)
 }
 
-/// A move that has to go through; what was wrong with it.
+/// Runs a move that must complete; returns the failure.
 fn undisturbed(ground: &mut Ground) -> Result<Option<String>, LabError> {
     let before = ground.arena.origins();
     ground.arena.forget_beats();
@@ -158,7 +159,7 @@ fn left_over(ground: &Ground, owner: Option<usize>) -> Option<String> {
     left.map(|left| format!("left over: {left}"))
 }
 
-/// Ends the guest, and looks for whatever a year of moves would pile up.
+/// Ends the guest, and checks for remains that a year of moves would accumulate.
 fn nothing_is_left(ground: &Ground) -> Result<Option<String>, LabError> {
     ground.end()?;
     if let Some(left) = left_over(ground, None) {

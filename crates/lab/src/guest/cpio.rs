@@ -1,4 +1,4 @@
-//! Writes initial RAM file systems: cpio archives in the `newc` form, not compressed.
+//! Writes initial RAM file systems: uncompressed cpio archives in the `newc` form.
 
 /// An archive that grows by whole entries.
 #[derive(Debug, Default)]
@@ -16,7 +16,7 @@ impl Archive {
         self.entry(name, FOLDER, &[]);
     }
 
-    /// Adds a file that may be run.
+    /// Adds an executable file.
     pub fn program(&mut self, name: &str, content: &[u8]) {
         self.entry(name, PROGRAM, content);
     }

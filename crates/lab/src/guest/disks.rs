@@ -1,4 +1,4 @@
-//! Disks that lie on one host: how they are made, and how a QEMU of the laboratory's opens them.
+//! Creates local disks, and opens them in a QEMU of the laboratory.
 
 use crate::error::{During, LabError};
 use crate::process;
@@ -10,18 +10,18 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::str::FromStr;
 
-/// What an image file holds.
+/// Format of an image file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// The disk, byte for byte.
+    /// Raw: the disk, byte for byte.
     Raw,
-    /// QEMU's own format.
+    /// QEMU's copy-on-write format.
     Qcow2,
 }
 
 impl Format {
-    /// Its name, for QEMU and in files' names.
+    /// Returns its name, for QEMU and in files' names.
     pub fn name(self) -> &'static str {
         match self {
             Self::Raw => "raw",
@@ -30,15 +30,15 @@ impl Format {
     }
 }
 
-/// Which caches lie between the guest and the file; named as QEMU names them.
+/// The caches between the guest and the file; named as in QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Cache {
-    /// None of the host's; the guest flushes.
+    /// No host cache; the guest flushes.
     None,
-    /// The host's; the guest flushes.
+    /// The host's page cache; the guest flushes.
     Writeback,
-    /// The host's; every write is durable when it is acknowledged.
+    /// The host's page cache; every write is durable when it is acknowledged.
     Writethrough,
 }
 
@@ -52,14 +52,14 @@ impl Cache {
     }
 }
 
-/// How a disk is opened, written as `raw,none,iothread` or `qcow2,writeback`.
+/// The mode of a disk, written as `raw,none,iothread` or `qcow2,writeback`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskKind {
-    /// What its file holds.
+    /// The format of its file.
     pub format: Format,
     /// The caches.
     pub cache: Cache,
-    /// Whether a thread of its own serves it.
+    /// Whether an I/O thread serves it.
     pub iothread: bool,
 }
 
@@ -98,21 +98,21 @@ impl FromStr for DiskKind {
     }
 }
 
-/// A disk in a file of one host's.
+/// A disk in a file of one host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LocalDisk {
     /// The image's name in the guest's description.
     pub image: String,
     /// The file.
     pub path: PathBuf,
-    /// What the guest sees.
+    /// The size that the guest sees.
     pub bytes: u64,
-    /// How it is opened.
+    /// Its mode.
     pub kind: DiskKind,
 }
 
 impl LocalDisk {
-    /// Makes the file: all zeros, and as sparse as the file system allows.
+    /// Creates the file: all zeros, and as sparse as the file system allows.
     ///
     /// # Errors
     /// When there is one already, or it cannot be written.
@@ -132,7 +132,7 @@ impl LocalDisk {
         }
     }
 
-    /// The words of QEMU's command line for a disk of that name in that PCI slot.
+    /// Returns QEMU's arguments for a disk of that name in that PCI slot.
     pub(crate) fn arguments(&self, name: &str, slot: usize) -> Vec<String> {
         let direct = json!({"direct": self.kind.cache == Cache::None});
         let file = json!({
@@ -148,7 +148,8 @@ impl LocalDisk {
             _ => "on",
         };
         let mut device = format!(
-            "virtio-blk-pci,id=blk-{name},drive=disk-{name},addr={slot:#x},write-cache={write_cache}"
+            "virtio-blk-pci,id=blk-{name},drive=disk-{name},addr={slot:#x},\
+             write-cache={write_cache}"
         );
         let mut words = Vec::new();
         if self.kind.iothread {
@@ -166,7 +167,8 @@ impl LocalDisk {
     }
 }
 
-/// Disks of one size, of these kinds, with their files in a folder; the files are not made yet.
+/// Returns disks of one size, of these kinds, with their files in a folder; the files are not
+/// created yet.
 pub fn local_disks(folder: &Path, bytes: u64, kinds: &[DiskKind]) -> Vec<LocalDisk> {
     let disk = |(number, kind): (usize, &DiskKind)| {
         let image = format!("disk{number}");

@@ -1,4 +1,5 @@
-//! The disk of the `debian` guest: built once from Debian's packages, and kept by its recipe.
+//! Builds the disk of the `debian` guest from Debian's packages, once for each version of the
+//! recipe.
 
 use super::key;
 use crate::error::{During, LabError};
@@ -14,7 +15,7 @@ use std::time::Instant;
 
 /// The recipe.
 const BUILD: &str = include_str!("../../debian/build");
-/// What goes into the guest beside Debian's packages, under /lab.
+/// The files in the guest beside Debian's packages, under /lab.
 const FILES: [(&str, &str); 14] = [
     ("init", include_str!("../../debian/guest/init")),
     ("churn.lisp", include_str!("../../debian/guest/churn.lisp")),
@@ -64,14 +65,14 @@ const FILES: [(&str, &str); 14] = [
         include_str!("../../debian/guest/workloads/web"),
     ),
 ];
-/// What the recipe uses, and the packages that have it.
+/// The programs that the recipe uses, and their packages.
 const PROGRAMS: [(&str, &str); 3] = [
     ("debootstrap", "debootstrap"),
     ("mke2fs", "e2fsprogs"),
     ("unshare", "util-linux"),
 ];
 
-/// The folder of everything that guests with a disk are made of.
+/// Returns the folder with the parts of guests with a disk.
 ///
 /// # Errors
 /// When it cannot be made.
@@ -82,7 +83,7 @@ pub fn folder() -> Result<PathBuf, LabError> {
     Ok(folder)
 }
 
-/// Held while something is made in the folder of guests: two benches make it once.
+/// Locks the folder of guests while a part is created: two benches create it once.
 ///
 /// # Errors
 /// When the lock cannot be had.
@@ -99,7 +100,7 @@ pub fn hold() -> Result<Flock<File>, LabError> {
         .during(|| format!("lock {}", path.display()))
 }
 
-/// What the disk is kept by: another recipe makes another disk.
+/// Returns the key of the disk: another recipe makes another disk.
 pub fn recipe() -> String {
     let mut parts = vec![BUILD];
     for (name, content) in FILES {
@@ -108,10 +109,10 @@ pub fn recipe() -> String {
     key(&parts)
 }
 
-/// The disk of the `debian` guest, which is built where it is not there yet.
+/// Returns the disk of the `debian` guest, building it if it does not exist.
 ///
 /// # Errors
-/// When it cannot be built; what the recipe said is part of the error.
+/// When it cannot be built; the recipe's output is part of the error.
 pub fn debian() -> Result<PathBuf, LabError> {
     let whole = folder()?.join(format!("debian-{}", recipe()));
     let disk = whole.join("disk.img");
@@ -163,7 +164,7 @@ fn write_files(folder: &Path) -> Result<PathBuf, LabError> {
     Ok(folder.to_owned())
 }
 
-/// Runs the recipe, in a mount namespace: what it mounts is gone with it, however it ends.
+/// Runs the recipe in a mount namespace, so that its mounts end with it.
 fn build(into: &Path, files: &Path) -> Result<(), LabError> {
     let path = std::env::var("PATH").unwrap_or_default();
     let mut recipe = Command::new("unshare")

@@ -1,22 +1,21 @@
-//! Makes the `tiny` guest's initial RAM file system: the arena, its workloads and the kernel modules
-//! they need.
+//! Builds the `tiny` guest's initial RAM file system: the arena, its workloads and the kernel
+//! modules they need.
 
 use super::cpio::Archive;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
-/// The arena as a static program, to put into any guest.
+/// The arena as a static program, for any guest.
 pub const ARENA: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/arena"));
-/// The program that does a history on a guest's disks, as a workload beside the arena.
+/// The program that runs a history on a guest's disks, as a workload beside the arena.
 pub(super) const HISTORY: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/history"));
-/// Where the `tiny` guest has its workloads.
+/// The folder of workloads in the `tiny` guest.
 pub const WORKLOADS: &str = "/workloads";
-/// The workload of that program.
+/// The name of that program's workload.
 pub const HISTORY_NAME: &str = "history";
 
-/// What the guest needs to reach its channel, its disks and its network, and to tell which pages it
-/// does not use.
+/// The drivers of the guest's channel, disks, network and balloon, which reports unused pages.
 const NEEDED: [&str; 5] = [
     "virtio_pci",
     "virtio_console",
@@ -25,36 +24,36 @@ const NEEDED: [&str; 5] = [
     "virtio_balloon",
 ];
 
-/// Why there is no initial RAM file system.
+/// Why the initial RAM file system could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum InitramfsError {
     /// A file or folder could not be read.
     #[error("{}: {source}; scripts/install lab unpacks the guests' kernel", path.display())]
     Read {
-        /// What could not be read.
+        /// Its path.
         path: PathBuf,
-        /// Why.
+        /// The error.
         source: io::Error,
     },
-    /// Modules that depend on each other, or a module that is of no kind that is known.
+    /// Modules that depend on each other, or a module of an unknown format.
     #[error("{module}: {problem}; scripts/install lab unpacks the guests' kernel")]
     Module {
         /// The module.
         module: String,
-        /// What is wrong with it.
+        /// The error.
         problem: &'static str,
     },
 }
 
-/// The archive for a kernel whose modules lie under `modules`, such as `/lib/modules/6.1.0-1`, with
-/// these programs as workloads.
+/// Returns the archive for a kernel with modules under `modules`, such as `/lib/modules/6.1.0-1`,
+/// with these programs as workloads.
 pub fn build(modules: &Path, workloads: &[(&str, &[u8])]) -> Result<Vec<u8>, InitramfsError> {
     let mut available = BTreeMap::new();
     find_modules(&modules.join("kernel"), &mut available)?;
     let builtin = builtin(modules)?;
     let mut order = Vec::new();
     for name in NEEDED {
-        // What is not there as a module is part of the kernel.
+        // A driver that is not a module is part of the kernel.
         require(name, &available, &builtin, &mut order, 0)?;
     }
     let mut archive = Archive::default();
@@ -67,7 +66,7 @@ pub fn build(modules: &Path, workloads: &[(&str, &[u8])]) -> Result<Vec<u8>, Ini
     }
     archive.program("init", ARENA);
     if !workloads.is_empty() {
-        // Names in archives are without the slash at the beginning.
+        // Names in archives have no leading slash.
         let folder = WORKLOADS.trim_start_matches('/');
         archive.folder("run");
         archive.folder(folder);
@@ -110,8 +109,8 @@ fn require(
     Ok(())
 }
 
-/// The names after `depends=` in a module's `.modinfo`; packages lack `modules.dep`, which is made
-/// when they are installed.
+/// Returns the names after `depends=` in a module's `.modinfo`; packages lack `modules.dep`, which
+/// is generated at their installation.
 fn dependencies(module: &[u8]) -> Option<Vec<String>> {
     const KEY: &[u8] = b"\0depends=";
     let start = module.windows(KEY.len()).position(|window| window == KEY)? + KEY.len();

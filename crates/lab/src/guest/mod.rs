@@ -1,4 +1,4 @@
-//! The guests that the laboratory makes itself, and the files that they boot from.
+//! Builds the laboratory's own guests, and the files that they boot from.
 
 pub mod cpio;
 pub mod disks;
@@ -17,10 +17,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The name of the kernel that `tiny` guests boot, in each host's configuration.
 pub const KERNEL_NAME: &str = "tiny";
-/// The name of the channel that the arena speaks on.
+/// The name of the arena's channel.
 pub const CHANNEL_NAME: &str = "arena";
 
-/// A short word that tells what was made of these parts from what was made of others.
+/// Returns a short key that identifies these parts.
 fn key<T: AsRef<[u8]>>(parts: &[T]) -> String {
     let mut hasher = DefaultHasher::new();
     for part in parts {
@@ -34,12 +34,12 @@ fn key<T: AsRef<[u8]>>(parts: &[T]) -> String {
 pub enum Chipset {
     /// PCI Express.
     Q35,
-    /// The old PC.
+    /// The older PC.
     Pc,
 }
 
 impl Chipset {
-    /// The chipset that `--machine` names.
+    /// Returns the chipset that `--machine` names.
     pub fn named(name: &str) -> Option<Self> {
         match name {
             "q35" => Some(Self::Q35),
@@ -48,7 +48,7 @@ impl Chipset {
         }
     }
 
-    /// The machine type of this chipset in a QEMU version such as `7.2`.
+    /// Returns the machine type of this chipset in a QEMU version such as `7.2`.
     pub fn machine_type(self, version: &str) -> String {
         match self {
             Self::Q35 => format!("pc-q35-{version}"),
@@ -57,29 +57,28 @@ impl Chipset {
     }
 }
 
-/// A guest whose whole user space is the arena: up in seconds without KVM.
+/// A guest whose user space is only the arena: up in seconds without KVM.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tiny {
     /// The guest's name.
     pub name: String,
     /// Its machine's chipset.
     pub chipset: Chipset,
-    /// The QEMU version whose machine it has, such as `7.2`.
+    /// The QEMU version of its machine, such as `7.2`.
     pub machine_version: String,
     /// Number of virtual CPUs.
     pub vcpus: u32,
     /// Memory in MiB.
     pub memory_mib: u64,
-    /// The image of its disk, if it has one, in each host's configuration; on storage that all hosts
-    /// see.
+    /// The image of its disk, if it has one, in each host's configuration; on shared storage.
     pub disk: Option<String>,
-    /// Milliseconds from one heartbeat to the next. Each costs a guest under TCG so much that an idle one takes a fifth
-    /// of a processor at 5 ms.
+    /// The interval of heartbeats in milliseconds. Each costs a guest under TCG so much that an
+    /// idle one takes a fifth of a processor at 5 ms.
     pub beat_ms: u64,
 }
 
 impl Tiny {
-    /// As small as a guest is that can be moved.
+    /// Creates a guest of the smallest size that can be moved.
     pub fn new(name: &str) -> Self {
         Self {
             name: name.to_owned(),
@@ -92,7 +91,8 @@ impl Tiny {
         }
     }
 
-    /// The same for those who want to know where it runs, not for how long it stood still.
+    /// Returns the same guest with fewer heartbeats, which show where it runs, and not its exact
+    /// downtime.
     pub fn calm(name: &str) -> Self {
         Self {
             beat_ms: 20,
@@ -100,7 +100,7 @@ impl Tiny {
         }
     }
 
-    /// What the guest is, in words that hold on every host.
+    /// Returns the guest's description, valid on every host.
     pub fn description(&self) -> GuestDescription {
         let disk = |image: &String| Disk {
             name: "vda".to_owned(),
@@ -140,8 +140,8 @@ pub struct KernelFiles {
 }
 
 impl KernelFiles {
-    /// As [`Self::make`], for guests that can do histories on their disks. All others are spared the
-    /// memory that the program takes.
+    /// As [`Self::make`], for guests that can run histories on their disks. Other guests are spared
+    /// the program's memory.
     ///
     /// # Errors
     /// As there.
@@ -150,8 +150,8 @@ impl KernelFiles {
         Self::write(folder, "tiny-history.initramfs", &workloads)
     }
 
-    /// Makes the initial RAM file system for the kernel that `scripts/install lab` unpacked, and
-    /// puts it into `folder`.
+    /// Builds the initial RAM file system for the kernel that `scripts/install lab` unpacked, in
+    /// `folder`.
     ///
     /// # Errors
     /// When the kernel is not there, or the folder cannot be written.
@@ -170,7 +170,7 @@ impl KernelFiles {
                 }
             })?;
         let initramfs = folder.join(name);
-        // Two laboratories may write at the same time: each sees a whole file.
+        // Two laboratories may write at the same time: each sees a complete file.
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
         let new = folder.join(format!("{name}.{}.{number}", std::process::id()));
         fs::write(&new, archive).during(|| format!("write {}", new.display()))?;

@@ -1,5 +1,6 @@
-//! The network that guests and their clients are on: a bridge on every host, joined where the
-//! clients are. It is no part of the link between the hosts, and nothing on it counts as a move's.
+//! Creates the network of guests and their clients: a bridge on every host, joined at the clients'
+//! namespace. It is separate from the link between the hosts, and its traffic does not count as a
+//! move's.
 
 use crate::error::LabError;
 use crate::lab::Host;
@@ -9,13 +10,13 @@ use crate::netns::Namespace;
 pub const NETWORK: &str = "clients";
 /// The bridge on each host.
 pub const BRIDGE: &str = "guests";
-/// The TAP device of a guest whose QEMU the laboratory starts by itself; one on each host.
+/// The TAP device of a guest whose QEMU the laboratory starts itself; one on each host.
 pub const TAP: &str = "guest";
 /// The hardware address of a guest's card.
 pub const GUEST_MAC: &str = "52:54:00:4c:48:02";
 const CLIENTS_ADDRESS: &str = "10.78.0.1/24";
 
-/// Makes the network around a namespace for the clients.
+/// Creates the network around a namespace for the clients.
 ///
 /// # Errors
 /// When a part of it cannot be made.

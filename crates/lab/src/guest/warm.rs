@@ -1,5 +1,5 @@
-//! Guests with a whole system on a disk, and the states in which they are kept: booted once,
-//! warmed by one workload, saved, so that every case begins in the same way and at once.
+//! Manages guests with a whole system on a disk, and their saved states: booted once, warmed by one
+//! workload, saved, so that every case begins in the same way and at once.
 
 use super::{CHANNEL_NAME, KERNEL_NAME, image, initramfs, key, network};
 use crate::arena::{Arena, ArenaError, Workload};
@@ -18,27 +18,28 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-/// The workload of a guest in which the arena alone runs.
+/// The workload of a guest with the arena alone.
 pub const IDLE: &str = "idle";
-/// The workload of the laboratory's own guest that clients outside the guest drive.
+/// The workload of the laboratory's own guest that is driven by clients outside the guest.
 pub const WEB: &str = "web";
 /// The name of the image of the guest's disk, in each host's configuration.
 const IMAGE: &str = "system";
 /// The kernel mounts nothing itself: the arena does, from the initial RAM file system.
 const COMMAND_LINE: &str =
     "console=ttyS0 quiet panic=-1 mitigations=off cryptomgr.notests -- --root /dev/vda";
-/// A system under TCG is up in 10 s, on a machine that does nothing else.
+/// The time limit of a boot, which takes 10 s under TCG on an idle machine.
 const LIMIT: Duration = Duration::from_secs(900);
 const MEMORY_MIB: u64 = 1024;
 const ARENA_BYTES: u64 = 32 << 20;
 const ARENA_PAGES_PER_S: u64 = 100;
-/// A guest is warm when its workload has run so long and has done so much: on a busy machine too.
+/// A guest is warm when its workload has run this long and has completed enough work, on a busy
+/// machine too.
 const WARM_S: u64 = 60;
 const WARM_S_MAX: u64 = 3600;
 const WARM_WORK_MAX: u64 = 1_000_000_000;
 const WARM_LIMIT: Duration = Duration::from_secs(3600);
-/// Each of the source's files, half of the pages of the accounts, each of the orders, a fifth of
-/// the catalogue's pages.
+/// The work that warms the guest: each of the source's files, half of the pages of the accounts,
+/// each of the orders, a fifth of the catalogue's pages.
 const DEBIAN_PROGRAMS: [(&str, u64); 4] = [
     ("compile", 100),
     ("database", 1500),
@@ -49,8 +50,9 @@ const LOOK_EVERY: Duration = Duration::from_millis(500);
 const MEMORY_MIB_RANGE: std::ops::RangeInclusive<u64> = 128..=65536;
 const VCPUS_MAX: u32 = 64;
 
-/// The images of the disks of so many guests, by their names in each host's configuration, and their
-/// files in a folder. An agent starts nothing on the disk of a guest that it saw move away.
+/// Returns the images of the disks of `guests` guests, by their names in each host's configuration,
+/// with their files in a folder. An agent starts nothing on the disk of a guest that moved away
+/// from it.
 pub fn images(guests: usize, folder: &Path) -> Vec<(String, PathBuf)> {
     let image = |number: usize| match number {
         0 => IMAGE.to_owned(),
@@ -67,7 +69,7 @@ pub fn images(guests: usize, folder: &Path) -> Vec<(String, PathBuf)> {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SystemGuest {
     disk: PathBuf,
-    /// What states of it are kept by, beside what they are states of.
+    /// The key of its saved states.
     identity: String,
     is_debian: bool,
     memory_mib: u64,
@@ -78,7 +80,7 @@ pub struct SystemGuest {
     arena: Workload,
 }
 
-/// A file that describes a guest of somebody's own.
+/// A file that describes a guest of the user's own.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Described {
@@ -124,7 +126,7 @@ fn default_pages_per_s() -> u64 {
 }
 
 impl SystemGuest {
-    /// The laboratory's own, whose disk is built where it is not there yet.
+    /// Returns the laboratory's own guest, building its disk if it does not exist.
     ///
     /// # Errors
     /// When it cannot be built.
@@ -143,10 +145,10 @@ impl SystemGuest {
         })
     }
 
-    /// The guest that a file describes.
+    /// Returns the guest described by a file.
     ///
     /// # Errors
-    /// When the file, or the disk that it names, is not as it must be.
+    /// When the file, or the disk that it names, is invalid.
     pub fn described(path: &Path) -> Result<Self, LabError> {
         let text = fs::read_to_string(path).during(|| format!("read {}", path.display()))?;
         let wrong = |what: String| LabError::Which(format!("{}: {what}", path.display()));
@@ -180,15 +182,15 @@ impl SystemGuest {
         })
     }
 
-    /// What its disk is, as a file.
+    /// Returns its disk's metadata.
     ///
     /// # Errors
-    /// When it is not there any more.
+    /// When it no longer exists.
     pub fn disk(&self) -> Result<fs::Metadata, LabError> {
         fs::metadata(&self.disk).during(|| format!("look at {}", self.disk.display()))
     }
 
-    /// Puts a copy of its disk somewhere, in the place of what is there.
+    /// Copies its disk to a path, replacing an existing file.
     ///
     /// # Errors
     /// When it cannot be copied.
@@ -196,18 +198,18 @@ impl SystemGuest {
         copy(&self.disk, place)
     }
 
-    /// What its arena does.
+    /// Returns the workload of its arena.
     pub fn arena(&self) -> &Workload {
         &self.arena
     }
 
-    /// The workloads that it has.
+    /// Returns its workloads.
     pub fn workloads(&self) -> impl Iterator<Item = &str> {
         let names = self.programs.iter().map(|(name, _)| name.as_str());
         names.chain([IDLE])
     }
 
-    /// What the guest is, in words that hold on every host.
+    /// Returns the guest's description, valid on every host.
     pub fn description(&self, name: &str, machine: &str, workload: &str) -> GuestDescription {
         GuestDescription {
             name: name.to_owned(),
@@ -234,7 +236,7 @@ impl SystemGuest {
         }
     }
 
-    /// A card, where clients are to reach the workload.
+    /// Returns a network card, where clients must reach the workload.
     fn nics(&self, workload: &str) -> Vec<Nic> {
         let nic = self.has_clients(workload).then(|| Nic {
             network: network::NETWORK.to_owned(),
@@ -243,12 +245,13 @@ impl SystemGuest {
         nic.into_iter().collect()
     }
 
-    /// Whether clients outside the guest drive a workload.
+    /// Returns whether clients outside the guest drive a workload.
     pub fn has_clients(&self, workload: &str) -> bool {
         self.is_debian && workload == WEB
     }
 
-    /// The guest in the state after a workload ran for a while; made where it is not kept yet.
+    /// Returns the guest in the state after a workload ran for a while, creating the state if it
+    /// does not exist.
     ///
     /// # Errors
     /// When the guest does not come up, or its workload does not work.
@@ -425,7 +428,7 @@ impl Described {
     }
 }
 
-/// A state in which a workload runs, kept in files.
+/// A saved state of a running workload, in files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Warm {
     /// The workload's name.
@@ -434,7 +437,7 @@ pub struct Warm {
     pub has_program: bool,
     /// Whether clients outside the guest drive it.
     pub has_clients: bool,
-    /// What the arena does.
+    /// The workload of the arena.
     pub arena: Workload,
     /// The state, as QEMU saved it.
     pub state: PathBuf,

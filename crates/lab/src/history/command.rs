@@ -1,4 +1,5 @@
-//! `lab history`: lets a guest do a history on disks of its own, ends it, and judges the disks.
+//! Implements `lab history`: runs a history in a guest on disks of its own, ends the guest, and
+//! judges the disks.
 
 use super::guest::{HistoryGuest, Setup};
 use super::images::Record;
@@ -20,25 +21,25 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-/// How long a guest may take for its first operations.
+/// The time limit for a guest's first operations.
 const BEGIN_LIMIT: Duration = Duration::from_secs(120);
 
-/// What `lab history` is asked for.
+/// The subcommands of `lab history`.
 #[derive(Debug, Clone, clap::Subcommand)]
 pub enum Action {
     /// Let a guest write to new disks, kill or stop it, and check the disks
     Run(RunOptions),
-    /// Check the disks of a folder that `run` made, or that has a record like one of it
+    /// Check the disks of a folder from `run`, or one with such a record
     Check {
         /// The folder with the images and `history.json`
         folder: PathBuf,
     },
 }
 
-/// What `lab history run` is asked for.
+/// The options of `lab history run`.
 #[derive(Debug, Clone, clap::Args)]
 pub struct RunOptions {
-    /// Where the images and the record are put; made where it is not there
+    /// The folder of the images and the record; created if it does not exist
     pub folder: PathBuf,
     /// A disk: raw or qcow2, then none, writeback or writethrough, then iothread; may be repeated
     #[arg(long, value_name = "KIND", default_values = ["raw,none,iothread", "qcow2,writeback"])]
@@ -49,22 +50,27 @@ pub struct RunOptions {
     /// The QEMU: 7.2, 10.0, 11.1, or the path of a binary
     #[arg(long, value_name = "QEMU", default_value = "10.0")]
     pub qemu: String,
-    /// What guests run with
+    /// The accelerator of guests
     #[arg(long, value_parser = ["tcg", "kvm"], default_value = "tcg")]
     pub accelerator: String,
-    /// Everything that the guest writes follows from it
+    /// The seed of the guest's writes
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub seed: u64,
-    /// How many operations are under way at a time
-    #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
+    /// The number of operations under way at a time
+    #[arg(
+        long,
+        value_name = "N",
+        default_value_t = 8,
+        value_parser = clap::value_parser!(u32).range(1..=32)
+    )]
     pub depth: u32,
-    /// What it does
+    /// The workload
     #[arg(long, value_enum, default_value = "mixed")]
     pub workload: Workload,
     /// The size of the file of ior, asyncwr and cm1, on the first disk [default: the whole disk]
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub file: Option<u64>,
-    /// At most so many operations per second; 0: as many as there can be [default: the workload's]
+    /// The maximum number of operations per second; 0: no limit [default: the workload's]
     #[arg(long, value_name = "N")]
     pub operations_per_s: Option<u64>,
     /// How long it writes
@@ -75,7 +81,7 @@ pub struct RunOptions {
     pub end: String,
 }
 
-/// Runs the command: exit status 0 when nothing is wrong, 1 when something is.
+/// Runs the command: exit status 0 when nothing is wrong, 1 otherwise.
 ///
 /// # Errors
 /// When it cannot be run, or is interrupted.
@@ -98,7 +104,7 @@ fn run(options: &RunOptions) -> Result<Record, LabError> {
     for disk in &disks {
         disk.create()?;
     }
-    // One host alone has no link.
+    // A single host has no link.
     let link = "1gbit,0ms"
         .parse()
         .map_err(|error: ParseLinkError| LabError::Link(error.to_string()))?;
@@ -147,7 +153,7 @@ impl RunOptions {
     }
 }
 
-/// Lets the guest work for so long, and says each second what it got done.
+/// Lets the guest work for this time, and prints its progress each second.
 fn watch(history: &History, time: Duration) -> Result<(), LabError> {
     let megabytes = |sectors: u64| sectors as f64 * SECTOR_BYTES as f64 / 1e6;
     let mut last = history.heard();
@@ -174,7 +180,7 @@ fn absolute(folder: &Path) -> Result<PathBuf, LabError> {
         .during(|| format!("find {}", folder.display()))
 }
 
-/// What the judgement came to, for people.
+/// Returns the result of the judgement as text.
 fn shown(record: &Record, judgement: &Judgement) -> String {
     let mut text = String::new();
     // Writing to a String cannot fail.

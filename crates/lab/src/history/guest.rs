@@ -1,4 +1,5 @@
-//! A guest on one host with disks of its own that does a history, until it is killed or stopped.
+//! Runs a guest on one host with disks of its own that executes a history, until it is killed or
+//! stopped.
 
 use super::images::Record;
 use super::task::{History, Task, description};
@@ -10,22 +11,22 @@ use crate::lab::Host;
 use crate::peer::{Begin, PeerHost, PeerQemu, channel_socket};
 use std::path::Path;
 
-/// Where and how a guest runs.
+/// The environment of a guest.
 #[derive(Debug)]
 pub struct Setup<'a> {
     /// The host.
     pub host: &'a Host,
-    /// What it boots from, with the program for histories.
+    /// Its boot files, with the program for histories.
     pub files: &'a KernelFiles,
     /// The QEMU to run.
     pub qemu: &'a Path,
     /// `kvm` or `tcg`.
     pub accelerator: &'a str,
-    /// The QEMU version whose machine it has, such as `7.2`.
+    /// The QEMU version of its machine, such as `7.2`.
     pub machine_version: &'a str,
 }
 
-/// A guest that does a history.
+/// A guest that executes a history.
 #[derive(Debug)]
 pub struct HistoryGuest {
     history: History,
@@ -35,7 +36,7 @@ pub struct HistoryGuest {
 }
 
 impl HistoryGuest {
-    /// Boots it and lets it begin.
+    /// Boots it and starts the history.
     ///
     /// # Errors
     /// When it does not come up.
@@ -61,13 +62,13 @@ impl HistoryGuest {
         })
     }
 
-    /// What it does.
+    /// Returns its history.
     pub fn history(&self) -> &History {
         &self.history
     }
 
-    /// Kills its QEMU, as a crash would. What QEMU itself still had of a disk may be lost then:
-    /// tables of qcow2 images, unless they are written through.
+    /// Kills its QEMU, as a crash would. QEMU's own cached state of a disk may be lost then: tables
+    /// of qcow2 images, unless they are written through.
     ///
     /// # Errors
     /// When its sockets stay open.

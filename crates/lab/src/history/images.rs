@@ -1,4 +1,4 @@
-//! What is kept of a history, and the judgement of the images of its disks.
+//! Stores the record of a history, and judges the images of its disks.
 
 use super::workload::{self, RecordedFile};
 use crate::error::{During, LabError};
@@ -21,22 +21,22 @@ pub const RECORD: &str = "history.json";
 const RECORD_BYTES_MAX: u64 = 1 << 20;
 const PIECE_BYTES: usize = 1 << 20;
 
-/// A history, and what was heard of it: with the images, all that the judgement needs.
+/// The record of a history: with the images, everything that the judgement needs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
-    /// Everything follows from it.
+    /// The seed.
     pub seed: u64,
     /// All operations below this number were acknowledged.
     pub done: u64,
-    /// And of those after it the ones whose bits are set, bit 0 being the operation `done`.
+    /// And of those after it the ones with set bits, bit 0 being the operation `done`.
     pub mask: u32,
-    /// Whether nothing was under way any more.
+    /// Whether no operation was under way any more.
     pub quiet: bool,
-    /// What the guest itself found wrong.
+    /// The number of errors that the guest itself found.
     pub errors: u64,
-    /// The first of that.
+    /// The first of them.
     pub first_error: Option<String>,
-    /// The file that was passed over, where it was not everything everywhere.
+    /// The file of the passes, for a history over a file.
     #[serde(default)]
     pub file: Option<RecordedFile>,
     /// The disks, in the guest's order.
@@ -48,13 +48,13 @@ pub struct Record {
 pub struct RecordedDisk {
     /// The image's file, in the record's folder unless it is a whole path.
     pub image: PathBuf,
-    /// What the file holds.
+    /// The format of the file.
     pub format: Format,
-    /// What the guest sees.
+    /// The size that the guest sees.
     pub bytes: u64,
-    /// Whether all that was acknowledged must be there, or only what was flushed.
+    /// Whether all acknowledged operations are required, or only the flushed ones.
     pub keeps_acknowledged: bool,
-    /// Whether what was discarded must be zeros, or may be what it was.
+    /// Whether discarded sectors must be zeros, or may have their old content.
     pub discards_zero: bool,
 }
 
@@ -74,10 +74,10 @@ impl RecordedDisk {
 }
 
 impl Record {
-    /// The record beside the images of a folder.
+    /// Returns the record beside the images of a folder.
     ///
     /// # Errors
-    /// When there is none, or it is no record.
+    /// When there is none, or it is not a valid record.
     pub fn load(folder: &Path) -> Result<Self, LabError> {
         let path = folder.join(RECORD);
         let doing = || format!("read {}", path.display());
@@ -99,7 +99,7 @@ impl Record {
         fs::write(&path, text + "\n").during(|| format!("write {}", path.display()))
     }
 
-    /// Judges the images, which nobody may be writing to.
+    /// Judges the images, which must not be written meanwhile.
     ///
     /// # Errors
     /// When an image cannot be read, or is longer than its disk.
@@ -125,7 +125,7 @@ impl Record {
     }
 }
 
-/// Shows an image to the judge.
+/// Passes an image to the judge.
 fn look(
     check: &mut Check,
     number: usize,
@@ -139,13 +139,13 @@ fn look(
             raw.push(".as-raw");
             let raw = PathBuf::from(raw);
             let mut command = Command::new("qemu-img");
-            // A QEMU that stands still may hold its locks.
+            // A stopped QEMU may hold its locks.
             command.args(["convert", "-q", "-U", "-f", "qcow2", "-O", "raw"]);
             command.arg(image).arg(&raw);
             let looked = process::run(&mut command)
                 .and_then(|_| look_at_raw(check, number, disk.bytes, &raw));
             match fs::remove_file(&raw) {
-                // Where qemu-img could not begin it made none.
+                // If qemu-img failed to start, it created none.
                 Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
                     looked.and(Err(error).during(|| format!("remove {}", raw.display())))
                 }
@@ -155,7 +155,7 @@ fn look(
     }
 }
 
-/// Looks at what a file holds; its holes are not read.
+/// Reads the content of a file; its holes are not read.
 fn look_at_raw(check: &mut Check, number: usize, bytes: u64, path: &Path) -> Result<(), LabError> {
     let doing = || format!("read the disk {}", path.display());
     let file = File::open(path).during(doing)?;
@@ -168,7 +168,7 @@ fn look_at_raw(check: &mut Check, number: usize, bytes: u64, path: &Path) -> Res
     let mut buffer = vec![0; PIECE_BYTES];
     let mut from = 0;
     while let Some((first, end)) = next_data(&file, from).during(doing)? {
-        // Sectors are looked at whole, wherever data begins.
+        // Sectors are read whole, wherever data begins.
         let mut at = first - first % SECTOR_BYTES as u64;
         while at < end.min(length) {
             let piece = (length - at).min(PIECE_BYTES as u64) as usize;
@@ -182,7 +182,7 @@ fn look_at_raw(check: &mut Check, number: usize, bytes: u64, path: &Path) -> Res
     Ok(())
 }
 
-/// Where the next data of a file lies; `None` where only a hole follows.
+/// Returns the place of the next data of a file; `None` where only a hole follows.
 fn next_data(file: &File, from: u64) -> Result<Option<(u64, u64)>, Errno> {
     let seek = |from: u64, whence| lseek(file, from as i64, whence).map(|place| place as u64);
     match seek(from, Whence::SeekData) {
@@ -208,7 +208,7 @@ mod tests {
     const BYTES: u64 = 4 << 20;
     const DONE: u64 = 60;
 
-    /// A record, and an image that it is right of.
+    /// Returns a record, and a correct image for it.
     fn made(folder: &Path) -> Record {
         let record = Record {
             seed: 4,

@@ -1,5 +1,6 @@
-//! Histories on the disks of guests: [`task`] lets a guest do one wherever it is, [`guest`] a guest on one host, [`images`] judges what its disks hold
-//! afterwards, [`workload`] knows what it can be like, [`command`] is `lab history`.
+//! Runs histories on the disks of guests: [`task`] on any host, [`guest`] in a guest on one host,
+//! [`images`] judges the disks' content afterwards, [`workload`] defines the kinds of histories,
+//! [`command`] is `lab history`.
 
 pub mod command;
 pub mod guest;

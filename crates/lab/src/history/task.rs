@@ -1,4 +1,4 @@
-//! A history that a guest does, wherever it is: told to begin, listened to, stopped.
+//! Controls a history in a guest on any host: starts it, receives its reports, stops it.
 
 use super::images::{Record, RecordedDisk};
 use super::teller::{Heard, Teller};
@@ -14,23 +14,23 @@ use serde_json::{Value, json};
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A guest under TCG is up in 2 s, on a machine that does nothing else.
+/// The time limit of a guest's start, which takes 2 s under TCG on an idle machine.
 pub(super) const LIMIT: Duration = Duration::from_secs(120);
 
-/// What a guest is to do with its disks.
+/// The task of a guest with its disks.
 #[derive(Debug)]
 pub struct Task<'a> {
     /// Its disks, whose files hold zeros.
     pub disks: &'a [LocalDisk],
-    /// Everything that it does follows from it.
+    /// The seed.
     pub seed: u64,
-    /// How many operations are under way at a time.
+    /// The number of operations under way at a time.
     pub depth: u32,
-    /// What it does.
+    /// The work.
     pub work: Work,
 }
 
-/// A history that a guest does.
+/// A history that runs in a guest.
 #[derive(Debug)]
 pub struct History {
     arena: Arena,
@@ -38,7 +38,7 @@ pub struct History {
     record: Record,
 }
 
-/// The description of a `tiny` guest that can do a history on such disks.
+/// Returns the description of a `tiny` guest that can run a history on such disks.
 pub fn description(tiny: &Tiny, disks: &[LocalDisk]) -> GuestDescription {
     let mut guest = tiny.description();
     let disk = |(letter, disk): (char, &LocalDisk)| Disk {
@@ -58,14 +58,15 @@ pub fn description(tiny: &Tiny, disks: &[LocalDisk]) -> GuestDescription {
 }
 
 impl Task<'_> {
-    /// What is known of the history before it begins.
+    /// Returns the record of the history before it begins.
     fn record(&self) -> Record {
         let disk = |disk: &LocalDisk| RecordedDisk {
             image: PathBuf::from(disk.path.file_name().unwrap_or_default()),
             format: disk.kind.format,
             bytes: disk.bytes,
             keeps_acknowledged: true,
-            // Of a qcow2 image whole clusters are discarded, and nothing smaller; so of an overlay.
+            // Whole clusters of a qcow2 image are discarded, and nothing smaller; the same holds
+            // for an overlay.
             discards_zero: disk.kind.format == Format::Raw && !self.work.overlaid,
         };
         Record {
@@ -80,7 +81,7 @@ impl Task<'_> {
         }
     }
 
-    /// The line that lets the program in the guest begin.
+    /// Returns the start command for the program in the guest.
     fn line(&self) -> Value {
         let strict = |disks: u64, (number, disk): (usize, &RecordedDisk)| {
             disks | u64::from(disk.discards_zero) << number
@@ -111,7 +112,7 @@ impl Task<'_> {
 }
 
 impl History {
-    /// A history of which nothing is heard yet.
+    /// Creates a history without reports.
     pub fn new(task: &Task<'_>) -> Self {
         Self {
             arena: Arena::new(),
@@ -120,8 +121,8 @@ impl History {
         }
     }
 
-    /// Listens on the sockets that a host has for the channels of the guest, by their names, also
-    /// before the guest is there.
+    /// Listens on a host's sockets for the guest's channels, by their names, even before the guest
+    /// exists.
     ///
     /// # Errors
     /// When no thread can be started.
@@ -132,7 +133,7 @@ impl History {
             .map_err(|error| silent(ArenaError::Write(error)))
     }
 
-    /// As [`Self::listen`], where somebody else listens to the guest's arena.
+    /// As [`Self::listen`], for a guest whose arena another listener reads.
     ///
     /// # Errors
     /// When no thread can be started.
@@ -140,7 +141,7 @@ impl History {
         self.teller.attach(&socket(HISTORY_NAME))
     }
 
-    /// Lets the guest begin as soon as it is up.
+    /// Starts the history as soon as the guest is up.
     ///
     /// # Errors
     /// When it does not come up.
@@ -148,7 +149,7 @@ impl History {
         begin(&mut self.arena, &self.teller, task)
     }
 
-    /// As [`Self::begin`], in a guest whose arena is heard by somebody else.
+    /// As [`Self::begin`], for a guest whose arena another listener reads.
     ///
     /// # Errors
     /// When it does not come up.
@@ -156,25 +157,25 @@ impl History {
         begin(arena, &self.teller, task)
     }
 
-    /// The guest's arena.
+    /// Returns the guest's arena.
     pub fn arena(&self) -> &Arena {
         &self.arena
     }
 
-    /// The guest's arena, to give it commands.
+    /// Returns the guest's arena, for commands.
     pub fn arena_mut(&mut self) -> &mut Arena {
         &mut self.arena
     }
 
-    /// What the guest told so far.
+    /// Returns the guest's reports so far.
     pub fn heard(&self) -> Heard {
         self.teller.heard()
     }
 
-    /// Waits until it has done so many operations.
+    /// Waits until it has completed this many operations.
     ///
     /// # Errors
-    /// When it does not within the limit, or found something wrong before.
+    /// When it does not within the limit, or reports an error before.
     pub fn wait_for(&self, operations: u64, limit: Duration) -> Result<(), LabError> {
         let mut heard = self.heard();
         wait_until(limit, || {
@@ -202,7 +203,7 @@ impl History {
         self.ended()
     }
 
-    /// As [`Self::stop`], in a guest whose arena is heard by somebody else.
+    /// As [`Self::stop`], for a guest whose arena another listener reads.
     ///
     /// # Errors
     /// When the guest does not answer.
@@ -212,14 +213,14 @@ impl History {
     }
 
     fn ended(&self) -> Result<(), LabError> {
-        // Its last word comes on another channel than the answer.
+        // Its last report arrives on another channel than the answer.
         match wait_until(LIMIT, || self.heard().ended) {
             true => Ok(()),
             false => Err(late("it did not say that its history has ended")),
         }
     }
 
-    /// The record with all that the guest told before its QEMU ended.
+    /// Returns the record with all reports of the guest before its QEMU ended.
     ///
     /// # Errors
     /// When its QEMU has not ended.
@@ -230,7 +231,7 @@ impl History {
         Ok(self.so_far())
     }
 
-    /// The record with what the guest told so far. What it is doing may be on its disks or not.
+    /// Returns the record with the reports so far. Operations under way may be on its disks or not.
     pub fn so_far(&self) -> Record {
         let heard = self.teller.heard();
         Record {
@@ -243,7 +244,7 @@ impl History {
         }
     }
 
-    /// Whether its guest is heard, or there may be more to hear.
+    /// Returns whether its guest is connected, so that more reports may arrive.
     pub fn is_connected(&self) -> bool {
         self.teller.is_connected()
     }

@@ -1,4 +1,4 @@
-//! What the program in the guest tells of its history, on whichever host the guest is.
+//! Receives the reports of the program in the guest, from any host.
 
 use crate::error::{During, LabError};
 use longhaul_history::order::Told;
@@ -15,24 +15,24 @@ use std::time::Duration;
 const CONNECT_EVERY: Duration = Duration::from_millis(2);
 const LONGEST_LINE: u64 = 64 << 10;
 
-/// What has been heard so far.
+/// The reports so far.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Heard {
-    /// Which operations were acknowledged.
+    /// The acknowledged operations.
     pub told: Told,
-    /// Sectors that it has written with content.
+    /// Sectors written with content.
     pub written: u64,
     /// Sectors that the guest has read and compared.
     pub verified: u64,
-    /// What it found wrong.
+    /// The number of errors.
     pub errors: u64,
-    /// The first of that.
+    /// The first of them.
     pub first_error: Option<String>,
     /// Whether it has ended and has read everything once more.
     pub ended: bool,
 }
 
-/// A line of the program's.
+/// A line of the program's output.
 #[derive(Debug, Deserialize)]
 struct Report {
     done: u64,
@@ -45,7 +45,7 @@ struct Report {
     ended: bool,
 }
 
-/// Listens to the program on every socket that was attached.
+/// Listens to the program on every attached socket.
 #[derive(Debug, Default)]
 pub(super) struct Teller {
     shared: Arc<Shared>,
@@ -64,7 +64,7 @@ struct State {
 }
 
 impl Teller {
-    /// Listens on a channel's socket from the moment at which it exists.
+    /// Listens on a channel's socket from its creation.
     pub(super) fn attach(&self, socket: &Path) -> Result<(), LabError> {
         let (shared, path) = (self.shared.clone(), socket.to_owned());
         thread::Builder::new()
@@ -74,7 +74,7 @@ impl Teller {
             .during(|| "start a thread".to_owned())
     }
 
-    /// Sends a line, where the guest is there; says whether it was.
+    /// Sends a line if the guest is connected; returns whether it was.
     pub(super) fn send(&self, line: &str) -> Result<bool, LabError> {
         match self.shared.state().sockets.values().next() {
             None => Ok(false),
@@ -89,7 +89,7 @@ impl Teller {
         self.shared.state().heard.clone()
     }
 
-    /// Whether some socket is connected: there may be more to hear.
+    /// Returns whether some socket is connected, so that more reports may arrive.
     pub(super) fn is_connected(&self) -> bool {
         !self.shared.state().sockets.is_empty()
     }
@@ -99,7 +99,7 @@ impl Drop for Teller {
     fn drop(&mut self) {
         self.shared.closed.store(true, Ordering::Relaxed);
         for socket in self.shared.state().sockets.values() {
-            // Closed already: as wanted.
+            // It may be closed already.
             let _ = socket.shutdown(std::net::Shutdown::Both);
         }
     }
@@ -110,7 +110,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Connects again whenever the socket breaks: a guest may come back to a host it left.
+    /// Reconnects whenever the socket breaks: a guest may return to a host that it left.
     fn listen(&self, path: &Path) {
         while !self.closed.load(Ordering::Relaxed) {
             if let Ok(socket) = UnixStream::connect(path)
@@ -124,7 +124,7 @@ impl Shared {
         }
     }
 
-    /// Until the socket ends: what QEMU had sent before it was killed is heard too.
+    /// Reads until the socket ends, including data that QEMU sent before it was killed.
     fn read(&self, socket: UnixStream) {
         let mut reader = BufReader::new(socket);
         let mut line = String::new();
@@ -138,7 +138,7 @@ impl Shared {
     }
 
     fn take_line(&self, line: &str) {
-        // A line that was cut off by a crash says nothing.
+        // A line truncated by a crash is ignored.
         let Ok(report) = serde_json::from_str::<Report>(line) else {
             return;
         };
@@ -181,7 +181,8 @@ mod tests {
         assert_eq!(&line, b"start\n");
         let say = |done: u64, rest: &str| {
             format!(
-                "{{\"done\":{done},\"mask\":5,\"quiet\":false,\"written\":8,\"verified\":3,\"errors\":{rest}}}\n"
+                "{{\"done\":{done},\"mask\":5,\"quiet\":false,\"written\":8,\"verified\":3,\
+                 \"errors\":{rest}}}\n"
             )
         };
         let lines = say(7, "0,\"ended\":false") + "noise\n{\"done\":99";

@@ -1,19 +1,20 @@
-//! What a history can be like: everything everywhere, or what paper benchmarks of disks do.
+//! Defines the kinds of histories: random operations everywhere, or the disk benchmarks of papers.
 
 use longhaul_history::plan::{FilePasses, Plan, PlanError, SECTOR_BYTES};
 use serde::{Deserialize, Serialize};
 use std::time::Duration;
 
-/// The block of the workloads that pass over a file.
+/// The block size of the workloads that pass over a file.
 const BLOCK_BYTES: u64 = 256 << 10;
 const BLOCK_SECTORS: u64 = BLOCK_BYTES / SECTOR_BYTES as u64;
-/// How often IOR writes its file and reads it.
+/// The number of IOR's passes over its file.
 const IOR_PASSES: u64 = 10;
-/// In the paper IOR passes over 1 GB, and gets 266 MB/s written and 1 GB/s read without a migration...
+/// In the paper IOR passes over 1 GB, and reaches 266 MB/s for writes and 1 GB/s for reads without
+/// a migration...
 const IOR_FILE_BYTES: u64 = 1_000_000_000;
 const IOR_WRITE_BYTES_PER_S: u64 = 266_000_000;
 const IOR_READ_BYTES_PER_S: u64 = 1_000_000_000;
-/// ...beside a link that carries so much.
+/// ...with a link of this rate.
 const PAPER_LINK_BYTES_PER_S: u64 = 117_500_000;
 /// AsyncWR writes 6 MB/s.
 const ASYNCWR_BYTES_PER_S: u64 = 6_000_000;
@@ -24,50 +25,51 @@ const CM1_EVERY: Duration = Duration::from_secs(40);
 /// A kind of history.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub enum Workload {
-    /// Writes, zeros, discards, reads and flushes everywhere
+    /// Random writes, zeros, discards, reads and flushes everywhere
     Mixed,
-    /// As IOR: a file is written and then read in blocks of 256 KiB, ten times, new content each time
+    /// As IOR: a file is written and then read in blocks of 256 KiB, ten times, new content each
+    /// time
     Ior,
-    /// As AsyncWR: 6 MB/s are written all the time
+    /// As AsyncWR: 6 MB/s are written continuously
     Asyncwr,
     /// As CM1: 200 MB are written at once, every 40 s
     Cm1,
 }
 
-/// What a guest does, besides its seed.
+/// The work of a guest, apart from its seed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
-    /// The file that is passed over, where it is not everything everywhere.
+    /// The file of the passes, for a history over a file.
     pub file: Option<RecordedFile>,
-    /// How many operations there are; 0: no end.
+    /// The number of operations; 0: no end.
     pub operations: u64,
-    /// At most so many per second; 0: as many as there can be.
+    /// The maximum number per second; 0: no limit.
     pub operations_per_s: u64,
-    /// The same, of reads; 0: as of all others.
+    /// The same for reads; 0: as for all others.
     pub reads_per_s: u64,
-    /// Operations before this number follow each other as fast as they can.
+    /// Operations before this number follow each other without delay.
     pub paced_from: u64,
-    /// After so many the next ones wait; 0: never.
+    /// The size of a burst, after which the next ones wait; 0: no bursts.
     pub burst: u64,
-    /// From the beginning of a burst to that of the next.
+    /// The interval between the beginnings of bursts.
     pub burst_every: Duration,
-    /// What is discarded of a raw image may keep its content: snapshots are made of it.
+    /// Whether discarded parts of a raw image may keep their content: snapshots are made of it.
     pub overlaid: bool,
 }
 
-/// A file that is passed over, as it is kept in records.
+/// The file of the passes, as stored in records.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedFile {
     /// Its sectors.
     pub sectors: u64,
     /// The sectors of one operation.
     pub block: u64,
-    /// Whether each pass reads it after it was written.
+    /// Whether each pass reads it after writing it.
     pub reads: bool,
 }
 
 impl RecordedFile {
-    /// The operations of a pass.
+    /// Returns the operations of a pass.
     pub fn operations(self) -> u64 {
         self.passes().operations()
     }
@@ -81,7 +83,7 @@ impl RecordedFile {
     }
 }
 
-/// The history of a seed on disks of so many sectors.
+/// Returns the history of a seed on disks of these sizes.
 ///
 /// # Errors
 /// When there is none on such disks, or the file does not fit.
@@ -94,10 +96,10 @@ pub fn plan(seed: u64, disks: Vec<u64>, file: Option<RecordedFile>) -> Result<Pl
 }
 
 impl Workload {
-    /// Those of the paper.
+    /// The workloads of the paper.
     pub const OF_THE_PAPER: [Self; 3] = [Self::Ior, Self::Asyncwr, Self::Cm1];
 
-    /// Its name, on the command line and in rows.
+    /// Returns its name, on the command line and in rows.
     pub fn name(self) -> &'static str {
         match self {
             Self::Mixed => "mixed",
@@ -107,9 +109,10 @@ impl Workload {
         }
     }
 
-    /// What a guest does beside a link of so many bytes per second, in the paper's proportions: every size and
-    /// every rate is as much of the paper's as the link is. The first pass over the file is made as fast as it
-    /// can be, so that the disk holds something when what is measured begins. `None` for what is not in the paper.
+    /// Returns a guest's work with a link of this rate in bytes per second, in the paper's
+    /// proportions: every size and rate is scaled by the ratio of the links. The first pass over
+    /// the file is done without delay, so that the disk has content when the measurement begins.
+    /// `None` for workloads outside the paper.
     pub fn beside(self, link_bytes_per_s: u64) -> Option<Work> {
         let scaled = |paper: u64| {
             let product = u128::from(paper) * u128::from(link_bytes_per_s);
@@ -141,7 +144,7 @@ impl Workload {
         })
     }
 
-    /// What a guest does; where it passes over a file, over one of so many bytes.
+    /// Returns a guest's work; if it passes over a file, the file has this size.
     pub fn work(self, file_bytes: u64) -> Work {
         let file = |reads| RecordedFile {
             sectors: file_bytes / BLOCK_BYTES * BLOCK_SECTORS,

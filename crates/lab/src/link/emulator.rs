@@ -1,7 +1,7 @@
-//! The emulator's process: a TAP in each of two namespaces, a thread per direction that carries
-//! frames between them as [`Direction`] says, and a socket through which the link is changed.
+//! Implements the emulator's process: a TAP in each of two namespaces, a thread per direction that
+//! carries frames between them by the rules of [`Direction`], and a socket for changes of the link.
 //!
-//! It ends when its standard input does: with the process that started it, however that ended.
+//! It ends when its standard input does: together with the process that started it, for any reason.
 
 use std::collections::VecDeque;
 use std::fs::{self, File, OpenOptions};
@@ -28,27 +28,27 @@ use super::stats::{DirectionStats, Lateness, LinkStats};
 use crate::error::{During, LabError};
 use crate::netns::Namespace;
 
-/// The longest frame: an Ethernet header and 1500 bytes, with some room for tags.
+/// The maximum length of a frame: an Ethernet header and 1500 bytes, with some room for tags.
 const FRAME_BYTES_MAX: usize = 1600;
-/// Frames read in one go before those that are due are written.
+/// The number of frames read at once before those that are due are written.
 const BATCH_FRAMES: usize = 64;
-/// A direction does not wake up more often than this; departures in between share a wake-up.
+/// The minimum interval of a direction's wake-ups; departures in between share a wake-up.
 const NAP: Duration = Duration::from_micros(50);
-/// The longest sleep, so that a change of the link is noticed.
+/// The maximum sleep, after which a change of the link is noticed.
 const SLEEP_MAX: Duration = Duration::from_millis(100);
-/// Frames found after a late wake-up may have come up to this much earlier.
+/// The maximum time by which the arrival of frames found after a late wake-up is backdated.
 const CREDIT_MAX: Duration = Duration::from_millis(5);
 
-/// What an emulator process is started with, as JSON in its only argument.
+/// The configuration of an emulator process, as JSON in its only argument.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct EmulatorConfig {
     /// Namespace and interface name of either end.
     pub ends: [EndConfig; 2],
     /// The link to emulate.
     pub spec: LinkSpec,
-    /// Decides which frames are lost.
+    /// The seed of the random losses.
     pub seed: u64,
-    /// Where the socket is made through which the link is changed and asked.
+    /// The path of the control socket.
     pub control: PathBuf,
 }
 
@@ -57,25 +57,25 @@ pub struct EmulatorConfig {
 pub struct EndConfig {
     /// The network namespace's name.
     pub namespace: String,
-    /// The name that the TAP gets in it.
+    /// The name of its TAP.
     pub interface: String,
 }
 
-/// What is asked of an emulator, one JSON object a line.
+/// A request to an emulator, one JSON object a line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Request {
-    /// Tell the counters.
+    /// Return the counters.
     Stats,
-    /// Be another link from now on.
+    /// Change the link.
     Change(LinkSpec),
-    /// Lose every frame for this long, in ms.
+    /// Drop every frame for this long, in ms.
     CutMs(u64),
     /// End a cut now.
     Heal,
 }
 
-/// What an emulator answers, one JSON object a line.
+/// An answer of an emulator, one JSON object a line.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Reply {
@@ -83,14 +83,14 @@ pub enum Reply {
     Done,
     /// The counters.
     Stats(Box<LinkStats>),
-    /// It could not be done, and why.
+    /// The request failed, with the reason.
     Failed(String),
 }
 
 /// Runs an emulator until its standard input ends.
 ///
 /// # Errors
-/// When the TAPs or the socket cannot be made (it needs root and /dev/net/tun).
+/// When the TAPs or the socket cannot be created (it needs root and /dev/net/tun).
 pub fn run_emulator(config: &EmulatorConfig) -> Result<(), LabError> {
     raise_priority();
     let taps = [open_tap(&config.ends[0])?, open_tap(&config.ends[1])?];
@@ -118,13 +118,13 @@ pub fn run_emulator(config: &EmulatorConfig) -> Result<(), LabError> {
         .during(|| "start a thread".to_owned())?;
     println_ready()?;
     let mut rest = Vec::new();
-    // The other end of the pipe is held by whoever started this process and written to by nobody.
+    // The other end of the pipe is held by the parent process, which never writes to it.
     let _ = io::stdin().read_to_end(&mut rest);
     let _ = fs::remove_file(&config.control);
     Ok(())
 }
 
-/// Tells whoever started this process that the interfaces are there.
+/// Reports to the parent process that the interfaces exist.
 fn println_ready() -> Result<(), LabError> {
     let mut stdout = io::stdout().lock();
     stdout
@@ -138,17 +138,17 @@ fn duplicate(file: &File) -> Result<File, LabError> {
         .during(|| "duplicate a descriptor".to_owned())
 }
 
-/// Makes this process run before others that want the processor; the nice value is set by whoever
-/// starts it. A session of its own keeps a Ctrl-C at the terminal away from it.
+/// Gives this process priority over others; the parent sets the nice value. A session of its own
+/// protects it from a Ctrl-C at the terminal.
 fn raise_priority() {
-    // Already a session's leader: as good.
+    // It may be a session's leader already.
     let _ = nix::unistd::setsid();
     // With autogroups a nice value counts only inside its session, so the session gets one too.
     // A kernel without them has no such file.
     let _ = fs::write("/proc/self/autogroup", "-20");
 }
 
-/// Makes a TAP in a namespace; it lives as long as the file.
+/// Creates a TAP in a namespace; it lives as long as the file.
 fn open_tap(end: &EndConfig) -> Result<File, LabError> {
     let namespace = Namespace::open(&end.namespace)?;
     namespace.enter(|| {
@@ -172,7 +172,7 @@ struct InterfaceRequest {
 }
 
 nix::ioctl_write_ptr_bad!(
-    /// Makes or opens the interface that the request names.
+    /// Creates or opens the requested interface.
     tun_set_interface,
     nix::request_code_write!(b'T', 202, size_of::<libc::c_int>()),
     InterfaceRequest
@@ -198,7 +198,7 @@ fn attach(tap: &File, interface: &str) -> io::Result<()> {
     Ok(())
 }
 
-/// Carries one direction.
+/// Carries the frames of one direction.
 struct Carrier {
     started: Instant,
     link: Mutex<Direction>,
@@ -213,7 +213,8 @@ struct Frame {
 
 impl Carrier {
     fn carry(&self, input: &File, output: &File) {
-        // Sleeps end when asked to, not when it suits the kernel. Without it: later, and measured.
+        // Makes sleeps end on time, without the kernel's slack. If it fails, they end later, which
+        // is measured.
         let _ = nix::sys::prctl::set_timerslack(1);
         let mut flying: VecDeque<Frame> = VecDeque::new();
         let mut spare: Vec<Vec<u8>> = Vec::new();
@@ -228,7 +229,7 @@ impl Carrier {
                     Ok(length) => length,
                     Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                     Err(_) => {
-                        // WouldBlock: no more frames. Anything else: the interface is down.
+                        // WouldBlock: no more frames. Other errors: the interface is down.
                         spare.push(bytes);
                         break;
                     }
@@ -293,14 +294,14 @@ impl Carrier {
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Direction> {
-        // Nothing in there panics half-way through a change.
+        // No holder of the lock panics half-way through a change.
         self.link
             .lock()
             .unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 }
 
-/// Waits for a frame to come or one to be due; says by how much the wake-up was too late.
+/// Waits until a frame arrives or is due; returns by how much the wake-up was late.
 fn wait(input: &File, started: Instant, due: Option<Duration>) -> Duration {
     let now = started.elapsed();
     let deadline = match due {
@@ -320,13 +321,13 @@ fn wait(input: &File, started: Instant, due: Option<Duration>) -> Duration {
     }
 }
 
-/// Answers requests, one connection after the other, for as long as the process lives.
+/// Answers requests, one connection after the other, until the process ends.
 fn serve(listener: &UnixListener, directions: &[Arc<Carrier>; 2]) {
     for stream in listener.incoming().flatten() {
-        // A caller that says nothing must not keep the others waiting for ever.
+        // A silent client must not block the others forever.
         let limit = Some(Duration::from_secs(5));
         if stream.set_read_timeout(limit).is_ok() && stream.set_write_timeout(limit).is_ok() {
-            // One that goes away without its answer needs none.
+            // A client that leaves before its answer needs none.
             let _ = answer(&stream, directions);
         }
     }
@@ -376,7 +377,7 @@ impl Counter {
     }
 }
 
-/// What happened so far in one direction.
+/// The counters of one direction.
 #[derive(Debug, Default)]
 struct Counters {
     offered_frames: Counter,

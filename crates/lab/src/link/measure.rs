@@ -1,5 +1,5 @@
-//! The judge of a link: measures its rate, round-trip time and loss from inside the hosts, and says
-//! whether it is the link asked for.
+//! Measures a link's rate, round-trip time and loss from inside the hosts, and compares them with
+//! the request.
 
 use std::net::{SocketAddr, UdpSocket};
 use std::process::Command;
@@ -11,30 +11,31 @@ use super::End;
 use super::spec::LinkSpec;
 use crate::error::{During, LabError};
 
-/// Payload of a full datagram, and what Ethernet, IP and UDP add to it.
+/// Payload of a full datagram, and its overhead of Ethernet, IP and UDP.
 const PAYLOAD_BYTES: usize = 1400;
 const HEADER_BYTES: usize = 14 + 20 + 8;
-/// What one write holds where the kernel cuts it into datagrams; small beside any link's queue.
+/// The number of datagrams in a write that the kernel segments; small relative to any link's queue.
 const DATAGRAMS_A_WRITE: u64 = 16;
-/// How long each direction is filled, and how much of the beginning does not count.
+/// How long each direction is filled, and how much of the beginning is ignored.
 const FILL: Duration = Duration::from_millis(1600);
 const WARM_UP: Duration = Duration::from_millis(300);
-/// A measured rate may differ by this share, a round-trip time by that and 2 ms.
+/// The tolerance of a rate as a share; that of a round-trip time has 2 ms in addition.
 const TOLERANCE: f64 = 0.05;
 const RTT_TOLERANCE_MS: f64 = 2.0;
-/// A measured loss may differ by this, and by four times what chance makes of so many datagrams.
+/// The tolerance of a loss, to which four standard deviations for the number of datagrams are
+/// added.
 const LOSS_TOLERANCE: f64 = 0.002;
 
-/// What a link was found to be.
+/// The measured properties of a link.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
     /// Bits of Ethernet frames per second: the slower of the two directions.
     pub rate_bps: f64,
-    /// Least round-trip time of the empty link, in ms.
+    /// Minimum round-trip time of the empty link, in ms.
     pub rtt_ms: f64,
-    /// Share of datagrams that did not arrive at a rate well below the link's; both directions.
+    /// Share of datagrams lost at a rate well below the link's; both directions.
     pub loss: f64,
-    /// How many datagrams the loss was told from.
+    /// The number of datagrams in the measurement of the loss.
     #[serde(skip)]
     pub datagrams: u64,
 }
@@ -42,7 +43,7 @@ pub struct Measured {
 /// Measures a link; it must be otherwise unused.
 ///
 /// # Errors
-/// When nothing gets through, or the tools for it are missing.
+/// When no datagram arrives, or the tools for it are missing.
 pub fn measure(ends: [End<'_>; 2], spec: LinkSpec) -> Result<Measured, LabError> {
     let [first, second] = ends;
     let rtt_ms = round_trip_ms(first, second)?;
@@ -68,10 +69,10 @@ pub fn measure(ends: [End<'_>; 2], spec: LinkSpec) -> Result<Measured, LabError>
     })
 }
 
-/// Says whether the link measured is the link asked for.
+/// Compares the measured link with the requested one.
 ///
 /// # Errors
-/// With what differs, when more than the laboratory's tolerances allow.
+/// With the differences, when they exceed the laboratory's tolerances.
 pub fn judge(asked: LinkSpec, measured: Measured) -> Result<(), LabError> {
     let asked_rtt_ms = asked.rtt.as_secs_f64() * 1e3;
     let rate = measured.rate_bps / asked.rate_bps as f64;
@@ -107,7 +108,7 @@ pub fn judge(asked: LinkSpec, measured: Measured) -> Result<(), LabError> {
 }
 
 fn round_trip_ms(from: End<'_>, to: End<'_>) -> Result<f64, LabError> {
-    // Some pings are lost on a lossy link; the least time of twenty is that of the empty link.
+    // Some pings are lost on a lossy link; the minimum of twenty is that of the empty link.
     let mut command = Command::new("ping");
     command.args(["-n", "-q", "-c", "20", "-i", "0.05", "-W", "5", to.address]);
     let said = from.namespace.output(&mut command)?;
@@ -117,7 +118,7 @@ fn round_trip_ms(from: End<'_>, to: End<'_>) -> Result<f64, LabError> {
     })
 }
 
-/// Reads the least time from `rtt min/avg/max/mdev = 20.1/20.2/20.4/0.1 ms`.
+/// Parses the minimum from `rtt min/avg/max/mdev = 20.1/20.2/20.4/0.1 ms`.
 fn parse_ping(said: &str) -> Option<f64> {
     let (_, times) = said.split_once("min/avg/max")?;
     let (_, times) = times.split_once('=')?;
@@ -126,9 +127,9 @@ fn parse_ping(said: &str) -> Option<f64> {
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Load {
-    /// A little more than the link carries: what arrives is its rate.
+    /// A little more than the link carries: its rate is that of the arrivals.
     Full,
-    /// A third of what it carries, at most two thousand a second: what is missing was lost.
+    /// A third of the link's rate, at most two thousand a second: missing datagrams were lost.
     Light,
 }
 
@@ -138,7 +139,7 @@ struct Blast {
     rate_bps: f64,
 }
 
-/// Sends datagrams one way and counts what arrives.
+/// Sends datagrams in one direction and counts the arrivals.
 fn blast(from: End<'_>, to: End<'_>, spec: LinkSpec, load: Load) -> Result<Blast, LabError> {
     let doing = || format!("measure the link from {} to {}", from.name, to.name);
     let address = |end: End<'_>| -> Result<SocketAddr, LabError> {
@@ -181,14 +182,14 @@ fn blast(from: End<'_>, to: End<'_>, spec: LinkSpec, load: Load) -> Result<Blast
     })
 }
 
-/// Room for what arrives while the receiver waits for the processor.
+/// Enlarges the buffer for arrivals while the receiver waits for the processor.
 fn enlarge(socket: &UdpSocket) {
     use nix::sys::socket::{setsockopt, sockopt};
-    // Refused without privileges: then the usual buffer has to do.
+    // Refused without privileges: the default buffer is used then.
     let _ = setsockopt(socket, sockopt::RcvBufForce, &(8 << 20));
 }
 
-/// Whether the kernel cuts what is written to the socket into datagrams.
+/// Returns whether the kernel segments writes to the socket into datagrams.
 fn segment(socket: &UdpSocket) -> bool {
     use nix::sys::socket::{setsockopt, sockopt};
     setsockopt(socket, sockopt::UdpGsoSegment, &(PAYLOAD_BYTES as i32)).is_ok()
@@ -201,7 +202,7 @@ fn send(socket: &UdpSocket, spec: LinkSpec, load: Load) -> std::io::Result<u64> 
         Load::Full => link_frames_per_s * 1.1 + 10.0,
         Load::Light => (link_frames_per_s / 3.0).clamp(5.0, 2000.0),
     };
-    // On a fast link the kernel makes the datagrams out of one large write where it can.
+    // On a fast link the kernel segments one large write into the datagrams where it can.
     let fast = load == Load::Full && frames_per_s > 10_000.0 && segment(socket);
     let datagrams = if fast { DATAGRAMS_A_WRITE } else { 1 };
     let payload = vec![0_u8; PAYLOAD_BYTES * datagrams as usize];
@@ -212,7 +213,7 @@ fn send(socket: &UdpSocket, spec: LinkSpec, load: Load) -> std::io::Result<u64> 
         while sent + datagrams <= due {
             match socket.send(&payload) {
                 Ok(_) => sent += datagrams,
-                // The interface's queue is full: the link is, too.
+                // The interface's queue is full, and so is the link.
                 Err(error) if error.raw_os_error() == Some(nix::libc::ENOBUFS) => break,
                 Err(error) => return Err(error),
             }
@@ -222,12 +223,12 @@ fn send(socket: &UdpSocket, spec: LinkSpec, load: Load) -> std::io::Result<u64> 
     Ok(sent)
 }
 
-/// What a receiver saw.
+/// The observations of a receiver.
 struct Arrivals {
     all: u64,
     /// Time of the first datagram that counts for the rate, and of the last.
     window: Option<(Instant, Instant)>,
-    /// Datagrams after the first that counts.
+    /// The number of datagrams after the first that counts.
     in_window: u64,
 }
 
@@ -240,7 +241,7 @@ impl Arrivals {
     }
 }
 
-/// Counts datagrams until none comes for as long as the socket's time-out.
+/// Counts datagrams until none arrives within the socket's time-out.
 fn count(socket: &UdpSocket) -> Arrivals {
     let mut buffer = [0_u8; 2048];
     let mut first: Option<Instant> = None;
@@ -252,7 +253,7 @@ fn count(socket: &UdpSocket) -> Arrivals {
     let started = Instant::now();
     loop {
         if socket.recv(&mut buffer).is_err() {
-            // A time-out: the sender is done - or has not begun, on a link as slow as allowed.
+            // At a time-out the sender is done - or has not begun, on the slowest allowed link.
             if arrivals.all > 0 || started.elapsed() > Duration::from_secs(15) {
                 return arrivals;
             }

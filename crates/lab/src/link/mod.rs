@@ -1,7 +1,7 @@
-//! Links between emulated hosts: made, measured, changed and counted.
+//! Creates links between emulated hosts, changes them, measures them, and counts their traffic.
 //!
-//! [`spec`] is what people ask for, [`shape`] the arithmetic on a virtual clock, [`emulator`] the
-//! process that carries the frames, and [`measure`] the judge of what came of it.
+//! [`spec`] is the request of a user, [`shape`] the arithmetic on a virtual clock, [`emulator`] the
+//! process that carries the frames, and [`measure`] compares the result with the request.
 
 pub mod emulator;
 pub mod measure;
@@ -23,23 +23,23 @@ use crate::netns::Namespace;
 use crate::process::{own_binary, show};
 use crate::registry::{Claim, LAB_VARIABLE};
 
-/// Frames that an interface holds for an emulator that is kept waiting for the processor.
+/// The number of frames that an interface queues for an emulator that waits for the processor.
 const INTERFACE_QUEUE_FRAMES: u32 = 10_000;
 
 /// A host's end of a link.
 #[derive(Debug, Clone, Copy)]
 pub struct End<'a> {
-    /// The host's name; the other host's interface to it is called `to-NAME`.
+    /// The host's name; the other host's interface to it is named `to-NAME`.
     pub name: &'a str,
-    /// The host's number, from 1; its hardware addresses are made of it.
+    /// The host's number, from 1; its hardware addresses are derived from it.
     pub number: u8,
     /// The host's address.
     pub address: &'a str,
-    /// Where it lives.
+    /// Its network namespace.
     pub namespace: &'a Namespace,
 }
 
-/// A link between two hosts. It is gone when this is dropped.
+/// A link between two hosts. Dropping it removes it.
 #[derive(Debug)]
 pub struct Link {
     control: Control,
@@ -48,14 +48,14 @@ pub struct Link {
     _alive: Option<ChildStdin>,
 }
 
-/// The way to change and ask a link, also from another process.
+/// The controls of a link, which other processes can also use.
 #[derive(Debug, Clone)]
 pub struct Control {
     socket: PathBuf,
 }
 
 impl Link {
-    /// Makes a link between two hosts and gives its ends their addresses.
+    /// Creates a link between two hosts and assigns addresses to its ends.
     ///
     /// # Errors
     /// When the emulator cannot be started (it needs root and /dev/net/tun).
@@ -89,12 +89,12 @@ impl Link {
         Ok(link)
     }
 
-    /// The way to change and ask this link.
+    /// Returns the controls of this link.
     pub fn control(&self) -> &Control {
         &self.control
     }
 
-    /// The emulator's process number.
+    /// Returns the emulator's process number.
     pub fn pid(&self) -> u32 {
         self.process.id()
     }
@@ -102,24 +102,24 @@ impl Link {
 
 impl Drop for Link {
     fn drop(&mut self) {
-        // It ends by itself when the pipe closes; this only makes it quick and leaves no zombie.
+        // It ends by itself when the pipe closes; this only speeds it up and leaves no zombie.
         let _ = self.process.kill();
         let _ = self.process.wait();
     }
 }
 
 impl Control {
-    /// The control of the link with this socket.
+    /// Returns the control of the link with this socket.
     pub fn at(socket: PathBuf) -> Self {
         Self { socket }
     }
 
-    /// Where its socket is.
+    /// Returns the path of its socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// What the link did so far.
+    /// Returns the link's counters.
     ///
     /// # Errors
     /// When its emulator does not answer.
@@ -130,7 +130,7 @@ impl Control {
         }
     }
 
-    /// Makes it another link from now on; frames under way keep their time of arrival.
+    /// Changes the link; frames under way keep their time of arrival.
     ///
     /// # Errors
     /// When its emulator does not answer.
@@ -138,7 +138,7 @@ impl Control {
         self.tell(&Request::Change(spec))
     }
 
-    /// Loses every frame for this long, those under way included.
+    /// Drops every frame for this long, those under way included.
     ///
     /// # Errors
     /// When its emulator does not answer.
@@ -188,7 +188,7 @@ impl Control {
     }
 }
 
-/// The name of a host's interface towards a peer.
+/// Returns the name of a host's interface towards a peer.
 pub fn interface(peer: &str) -> String {
     format!("to-{peer}")
 }
@@ -201,7 +201,8 @@ fn start_emulator(
         what: "the link's configuration".to_owned(),
         message: error.to_string(),
     })?;
-    // Without the right to such priority `nice` says so and goes on; lateness is measured anyway.
+    // Without the right to such priority `nice` reports that and goes on; lateness is measured
+    // anyway.
     let mut command = Command::new("nice");
     command.args(["-n", "-20"]).arg(own_binary("lab")?);
     command.args(["emulate-link", &text]).env(LAB_VARIABLE, lab);
@@ -239,7 +240,7 @@ fn configure(end: End<'_>, peer: End<'_>) -> Result<(), LabError> {
     ))
 }
 
-/// The hardware address of one host's interface towards another, both counted from 1.
+/// Returns the hardware address of one host's interface towards another, both counted from 1.
 fn hardware_address(own: u8, peer: u8) -> String {
     format!("02:4c:48:00:{own:02x}:{peer:02x}")
 }

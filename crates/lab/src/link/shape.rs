@@ -1,5 +1,5 @@
-//! One direction of an emulated link on a virtual clock: says of each frame when it arrives at the
-//! other end, or why it never does.
+//! Models one direction of an emulated link on a virtual clock: computes for each frame when it
+//! arrives at the other end, or why it is lost.
 //!
 //! ```text
 //! offer ── cut? ── lost? ── queue full? ── serialised at the rate ── delay ± jitter ── arrives
@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use super::spec::LinkSpec;
 
-/// What becomes of a frame.
+/// The fate of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Fate {
     /// It arrives at this time.
@@ -20,12 +20,12 @@ pub enum Fate {
     Dropped(Drop),
 }
 
-/// Why a frame never arrives.
+/// Why a frame is lost.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Drop {
     /// The link is cut.
     Cut,
-    /// The share of frames that the link loses.
+    /// A random loss.
     Loss,
     /// The queue before it is full.
     Queue,
@@ -36,15 +36,15 @@ pub enum Drop {
 pub struct Direction {
     spec: LinkSpec,
     random: Random,
-    /// When the last frame accepted so far will have left the sender.
+    /// When the last accepted frame will have left the sender.
     idle_at: Duration,
-    /// When the last frame accepted so far arrives; none overtakes another.
+    /// When the last accepted frame arrives; frames are never reordered.
     last_arrival: Duration,
     cut_until: Duration,
 }
 
 impl Direction {
-    /// An idle direction of a link; the seed decides which frames are lost.
+    /// Creates an idle direction of a link; the seed decides which frames are lost.
     pub fn new(spec: LinkSpec, seed: u64) -> Self {
         Self {
             spec,
@@ -55,14 +55,14 @@ impl Direction {
         }
     }
 
-    /// Takes in a frame that came to the link between `since` and `now`, in order of time. Where the
-    /// link was busy until some time in between, the frame follows without a gap: a caller that
-    /// looks late does not slow a busy link down. On an idle link it counts as come now.
+    /// Accepts a frame that arrived at the link between `since` and `now`, in order of time. If the
+    /// link was busy until some time in between, the frame follows without a gap: a late caller
+    /// does not slow a busy link down. On an idle link its arrival is `now`.
     pub fn offer(&mut self, since: Duration, now: Duration, frame_bytes: usize) -> Fate {
         if self.is_cut(now) {
             return Fate::Dropped(Drop::Cut);
         }
-        // One draw a frame, whatever happens, so that a seed loses the same frames at any rate.
+        // One draw a frame in every case, so that a seed loses the same frames at any rate.
         let (lost, jitter) = (self.random.share(), self.random.share());
         if lost < self.spec.loss {
             return Fate::Dropped(Drop::Loss);
@@ -82,17 +82,17 @@ impl Direction {
         Fate::Arrives(self.last_arrival)
     }
 
-    /// Loses every frame until then, those on their way included.
+    /// Drops every frame until then, those on their way included.
     pub fn cut(&mut self, until: Duration) {
         self.cut_until = until;
     }
 
-    /// Whether a frame that is at the link's end now is lost to a cut.
+    /// Returns whether a frame at the link's end now is lost to a cut.
     pub fn is_cut(&self, now: Duration) -> bool {
         now < self.cut_until
     }
 
-    /// Changes the link; frames that it has taken in already keep their time of arrival.
+    /// Changes the link; accepted frames keep their time of arrival.
     pub fn change(&mut self, spec: LinkSpec) {
         self.spec = spec;
     }
@@ -111,7 +111,7 @@ impl Direction {
 struct Random(u64);
 
 impl Random {
-    /// A number from 0 up to, not including, 1.
+    /// Returns a number from 0 up to, not including, 1.
     fn share(&mut self) -> f64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut word = self.0;
@@ -203,7 +203,7 @@ mod tests {
             "the rate does not change which are lost"
         );
         assert_ne!(first, lost(8, "10mbit"));
-        // Independent: losses right after one another are about 1 % of the losses.
+        // Independent: consecutive losses are about 1 % of the losses.
         let pairs = first
             .windows(2)
             .filter(|pair| pair[1] == pair[0] + 1)
@@ -274,7 +274,7 @@ mod tests {
     fn a_late_look_keeps_a_busy_link_busy_and_makes_no_idle_one_faster() {
         let mut link = link("10mbit,20ms");
         assert_eq!(link.offer(ms(0), ms(0), 1250), Fate::Arrives(ms(11)));
-        // Busy until 1 ms; what came between 0.5 and 3 ms is taken to have waited.
+        // Busy until 1 ms; a frame from between 0.5 and 3 ms is assumed to have waited.
         let since = Duration::from_micros(500);
         assert_eq!(link.offer(since, ms(3), 1250), Fate::Arrives(ms(12)));
         assert_eq!(link.offer(since, ms(3), 1250), Fate::Arrives(ms(13)));

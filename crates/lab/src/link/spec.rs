@@ -1,4 +1,4 @@
-//! What a link is asked to be, and how people write it: `100mbit,20ms,loss=1%`.
+//! Defines the specification of a link, and its text form: `100mbit,20ms,loss=1%`.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use longhaul_protocol::units::{parse_bit_rate, parse_bytes, parse_duration};
 use serde::{Deserialize, Serialize};
 
-/// The slowest and fastest links that the laboratory makes.
+/// The minimum and maximum rates of the laboratory's links.
 const RATE_BPS_MIN: u64 = 10_000;
 const RATE_BPS_MAX: u64 = 10_000_000_000;
 const RTT_MAX: Duration = Duration::from_secs(10);
-/// A queue never holds fewer bytes than this: some full frames and an acknowledgement or two.
+/// The minimum size of a queue in bytes: some full frames and an acknowledgement or two.
 const QUEUE_BYTES_MIN: u64 = 64 * 1024;
 
 /// A link between two hosts, the same in both directions.
@@ -21,18 +21,19 @@ pub struct LinkSpec {
     pub rate_bps: u64,
     /// Round-trip time of the empty link; each direction delays by half of it.
     pub rtt: Duration,
-    /// Each direction's delay varies by up to this, evenly; frames stay in order.
+    /// Each direction's delay varies by up to this, uniformly; frames stay in order.
     pub jitter: Duration,
-    /// Share of frames that are lost, per direction, independently.
+    /// Share of frames lost, per direction, independently.
     pub loss: f64,
-    /// Bytes that wait at most at each end; what comes on top is dropped.
+    /// The maximum number of queued bytes at each end; further frames are dropped.
     pub queue_bytes: u64,
 }
 
-/// A text that does not describe a link.
+/// Why a text does not describe a link.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "link `{text}`: {reason} (a link is written as RATE,RTT - say 100mbit,20ms - then loss=1%, jitter=2ms, queue=256KiB or queue=50ms)"
+    "link `{text}`: {reason} (a link is written as RATE,RTT - say 100mbit,20ms - then loss=1%, \
+     jitter=2ms, queue=256KiB or queue=50ms)"
 )]
 pub struct ParseLinkError {
     text: String,
@@ -40,8 +41,8 @@ pub struct ParseLinkError {
 }
 
 impl LinkSpec {
-    /// A link of this rate and round-trip time, without loss or jitter, whose queue holds one
-    /// round trip of data.
+    /// Returns a link with this rate and round-trip time, without loss or jitter, whose queue holds
+    /// one round trip of data.
     pub fn new(rate_bps: u64, rtt: Duration) -> Self {
         Self {
             rate_bps,
@@ -52,7 +53,7 @@ impl LinkSpec {
         }
     }
 
-    /// The same link with a share of its frames lost.
+    /// Returns the same link with a share of its frames lost.
     pub fn with_loss(self, loss: f64) -> Self {
         Self { loss, ..self }
     }
@@ -110,7 +111,7 @@ fn parse(text: &str) -> Result<LinkSpec, String> {
     Ok(spec)
 }
 
-/// Reads `1%` or `0.01`.
+/// Parses `1%` or `0.01`.
 fn parse_share(text: &str) -> Result<f64, String> {
     let (number, divisor) = match text.strip_suffix('%') {
         Some(percent) => (percent, 100.0),
@@ -122,7 +123,7 @@ fn parse_share(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Reads a size, or a time that the link's rate makes one of.
+/// Parses a size, or a time, which is converted by the link's rate.
 fn parse_queue(text: &str, rate_bps: u64) -> Result<u64, String> {
     let bytes = match parse_duration(text) {
         Ok(time) => (rate_bps as f64 / 8.0 * time.as_secs_f64()) as u64,

@@ -1,10 +1,11 @@
-//! What a link did: frames and bytes carried and dropped, and how late the emulator was.
+//! Defines the counters of a link: frames and bytes carried and dropped, and the emulator's
+//! lateness.
 
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-/// Both directions' counters since the link was made.
+/// Both directions' counters since the link was created.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct LinkStats {
     /// From the first host to the second.
@@ -13,12 +14,12 @@ pub struct LinkStats {
     pub back: DirectionStats,
 }
 
-/// One direction's counters since the link was made; bytes are those of Ethernet frames.
+/// One direction's counters since the link was created; bytes are those of Ethernet frames.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct DirectionStats {
-    /// Frames that came to the link.
+    /// Frames that entered the link.
     pub offered_frames: u64,
-    /// Bytes that came to the link.
+    /// Bytes that entered the link.
     pub offered_bytes: u64,
     /// Frames that arrived at the other end.
     pub carried_frames: u64,
@@ -26,17 +27,17 @@ pub struct DirectionStats {
     pub carried_bytes: u64,
     /// Frames lost to a cut.
     pub dropped_cut: u64,
-    /// Frames lost at random, as asked for.
+    /// Frames lost at random, as configured.
     pub dropped_loss: u64,
     /// Frames that found the queue full.
     pub dropped_queue: u64,
     /// Frames that the other end's interface did not take.
     pub refused: u64,
-    /// How late frames arrived, against the time that the link's arithmetic gave them.
+    /// The lateness of frames' arrivals against the computed times.
     pub lateness: Lateness,
 }
 
-/// How late the emulator was: a histogram with a bucket per power of two of microseconds.
+/// The emulator's lateness: a histogram with a bucket per power of two of microseconds.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub struct Lateness {
     buckets: [u64; 24],
@@ -52,7 +53,8 @@ impl Lateness {
         self.max_us = self.max_us.max(us);
     }
 
-    /// An upper bound of the given percentile, in microseconds; nothing when nothing was counted.
+    /// Returns an upper bound of the given percentile, in microseconds; `None` when nothing was
+    /// counted.
     pub fn percentile_us(&self, percent: f64) -> Option<u64> {
         let total: u64 = self.buckets.iter().sum();
         let wanted = (total as f64 * percent / 100.0).ceil() as u64;
@@ -66,7 +68,7 @@ impl Lateness {
         None
     }
 
-    /// The latest of all, in microseconds.
+    /// Returns the maximum lateness, in microseconds.
     pub fn max_us(&self) -> u64 {
         self.max_us
     }

@@ -1,4 +1,4 @@
-//! Longhaul moves a guest between two hosts.
+//! Moves a guest between two hosts with Longhaul.
 
 use super::{Case, FINISH_LIMIT, Launcher, MoveRow, Watched, attach, attached, meter};
 use crate::arena::Arena;
@@ -12,7 +12,7 @@ use crate::product::{Finished, Product, channel_socket};
 use longhaul_api::Guest;
 use std::time::Duration;
 
-/// Moves guests by Longhaul.
+/// Moves guests with Longhaul.
 #[derive(Debug)]
 pub struct LonghaulMover<'a> {
     /// The laboratory, whose first two hosts it uses.
@@ -25,7 +25,7 @@ impl LonghaulMover<'_> {
     /// Boots the guest on the first host, moves it to the second, measures, and ends it.
     ///
     /// # Errors
-    /// When there is nothing to move, or an agent dies; a move that fails is a row.
+    /// When there is nothing to move, or an agent dies; a failed move is a row.
     pub fn run(&self, case: &Case) -> Result<MoveRow, LabError> {
         let result = self
             .boot(case)
@@ -35,11 +35,11 @@ impl LonghaulMover<'_> {
         ended.map(|()| row)
     }
 
-    /// As [`Self::run`], of a guest that Longhaul did not start: from a saved state, for example. In the
-    /// row it is this system, and moves by these words.
+    /// As [`Self::run`], for a guest that Longhaul did not start, for example from a saved state.
+    /// `system` is its name in the row, `words` the options of the move.
     ///
     /// # Errors
-    /// When there is nothing to move, or an agent dies; a move that fails is a row.
+    /// When there is nothing to move, or an agent dies; a failed move is a row.
     pub fn run_attached(
         &self,
         case: &Case,
@@ -53,7 +53,7 @@ impl LonghaulMover<'_> {
             .settle(&case.load)
             .and_then(|()| self.move_as(row, case, &mut guest, [0, 1], words, Show::Nothing));
         let ended = self.product.stop_guest(1, &case.guest.name);
-        // Where it stayed at the source it ends with its process.
+        // If it stayed at the source it ends with its process.
         drop(source);
         let row = row?;
         if row.is_completed() {
@@ -62,11 +62,11 @@ impl LonghaulMover<'_> {
         Ok(row)
     }
 
-    /// As [`Self::run_attached`], lets the guest work for so long where it has come, and moves it back, which
-    /// is called so.
+    /// As [`Self::run_attached`]; then lets the guest work at the destination, and moves it back,
+    /// as the system `back`.
     ///
     /// # Errors
-    /// When there is nothing to move, or an agent dies; a move that fails is a row, the last one.
+    /// When there is nothing to move, or an agent dies; a failed move is a row, the last one.
     pub fn run_there_and_back(
         &self,
         case: &Case,
@@ -139,12 +139,12 @@ impl LonghaulMover<'_> {
         Ok(guest)
     }
 
-    /// Ends the guest, wherever it is.
+    /// Ends the guest, on either host.
     ///
     /// # Errors
     /// When neither host could.
     pub fn end(&self, case: &Case) -> Result<(), LabError> {
-        // On which of them it is depends on how the move went; the other refuses.
+        // Its host depends on how the move went; the other refuses.
         let [here, there] = [0, 1].map(|host| self.product.stop_guest(host, &case.guest.name));
         here.or(there)
     }
@@ -153,7 +153,7 @@ impl LonghaulMover<'_> {
     /// is stopped afterwards.
     ///
     /// # Errors
-    /// When an agent dies; a move that fails is a row.
+    /// When an agent dies; a failed move is a row.
     pub fn move_once(
         &self,
         case: &Case,
@@ -195,10 +195,11 @@ impl LonghaulMover<'_> {
         Ok((row, finished))
     }
 
-    /// Moves a guest between two hosts by these words of the command line, and notes what that took.
+    /// Moves a guest between two hosts with these options of the command line, and records the
+    /// cost.
     ///
     /// # Errors
-    /// When an agent dies; a move that fails is noted.
+    /// When an agent dies; a failed move is recorded.
     pub fn carry<P>(
         &self,
         name: &str,
@@ -243,7 +244,7 @@ impl LonghaulMover<'_> {
     }
 }
 
-/// What people see of a move.
+/// The display of a move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Show {
     /// Nothing.

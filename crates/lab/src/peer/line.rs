@@ -1,4 +1,4 @@
-//! The command line of a peer's QEMU.
+//! Builds the command line of a baseline's QEMU.
 
 use super::{PeerHost, channel_socket};
 use crate::error::LabError;
@@ -12,7 +12,8 @@ use std::process::Command;
 /// The PCI slot of a guest's first disk.
 const FIRST_DISK: usize = 4;
 
-/// The guest as its description says, without what only an agent needs.
+/// Returns the arguments for the guest of a description, without the parts that only an agent
+/// needs.
 pub(super) fn command_line(
     host: &PeerHost<'_>,
     guest: &GuestDescription,
@@ -59,7 +60,7 @@ pub(super) fn command_line(
         let (_, path) = known.ok_or_else(|| {
             LabError::Which(format!("no file is known for the image `{}`", disk.image))
         })?;
-        // As the product opens a disk that several hosts see.
+        // As the product opens a shared disk.
         let file = json!({
             "driver": "file", "node-name": format!("file-{}", disk.name), "filename": path,
             "cache": {"direct": true}, "discard": "unmap",
@@ -79,7 +80,7 @@ pub(super) fn command_line(
             ));
     }
     for (number, nic) in guest.nics.iter().enumerate() {
-        // QEMU makes nothing of the bridge here; whoever reads the line learns where the TAP is.
+        // QEMU ignores the bridge here; a reader of the command line learns the TAP's bridge.
         line.arg("-netdev")
             .arg(format!(
                 "tap,id=net{number},ifname={TAP},br={BRIDGE},script=no,downscript=no"

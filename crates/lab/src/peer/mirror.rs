@@ -1,6 +1,6 @@
-//! QEMU's own way to move a guest with disks that only its host has, in the order in which libvirt asks for it:
-//! the disks are mirrored to the destination's QEMU over NBD, then memory follows, and when the guest has
-//! stopped the mirrors are ended before the destination may have it.
+//! Moves a guest with local disks by QEMU's own migration, in libvirt's order: the disks are
+//! mirrored to the destination's QEMU over NBD, then memory follows, and after the guest has
+//! stopped the mirrors are ended before the destination may run it.
 
 use super::{POLL_EVERY, PORT, PeerQemu, PeerResult, SETTLE_LIMIT, cancel, migration_status};
 use super::{status_of, unexpected};
@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 
 const NBD_PORT: u16 = 10809;
 
-/// When a write of the guest's reaches the mirror.
+/// When a write of the guest reaches the mirror.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum CopyMode {
-    /// Later: what was written is noted, and copied once more.
+    /// Later: the written blocks are marked dirty, and copied again.
     Background,
-    /// Before the guest is told that it was written.
+    /// Before the guest's write completes.
     WriteBlocking,
 }
 
 impl CopyMode {
-    /// Its name in rows.
+    /// Returns its name in rows.
     pub fn system(self) -> &'static str {
         match self {
             Self::Background => "qemu-mirror",
@@ -37,7 +37,7 @@ impl CopyMode {
     }
 }
 
-/// How such a move is run.
+/// The parameters of such a move.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MirrorMove<'a> {
     /// The guest's disks, by their names.
@@ -46,9 +46,9 @@ pub struct MirrorMove<'a> {
     pub copy_mode: CopyMode,
     /// The destination's address on the link.
     pub destination: &'a str,
-    /// The downtime asked for.
+    /// The requested downtime.
     pub downtime_ms: u64,
-    /// When it is given up.
+    /// The time limit.
     pub limit: Duration,
 }
 
@@ -58,13 +58,13 @@ struct Mirroring<'a> {
     source: &'a mut PeerQemu,
     destination: &'a mut PeerQemu,
     began: Instant,
-    /// Bytes that each disk's job has copied.
+    /// Bytes copied by each disk's job.
     copied: Vec<u64>,
 }
 
-/// Why a move did not come to its end.
+/// Why a move did not complete.
 enum Stopped {
-    /// What QEMU said, or the time was over.
+    /// QEMU's error, or the time limit.
     Failed(String),
     Error(LabError),
 }
@@ -76,11 +76,12 @@ impl From<LabError> for Stopped {
 }
 
 impl MirrorMove<'_> {
-    /// Moves the guest of `source` to `destination`, which was started to wait for it and to let it wait then.
+    /// Moves the guest of `source` to `destination`, which was started to wait for it and to keep
+    /// it stopped.
     ///
     /// # Errors
-    /// When a QEMU refuses or dies; a move that does not end in time is a result, and leaves the guest at
-    /// the source without a mirror.
+    /// When a QEMU refuses or dies; a move that exceeds its limit is a result, and leaves the guest
+    /// at the source without a mirror.
     pub fn run(
         &self,
         source: &mut PeerQemu,
@@ -115,7 +116,7 @@ impl MirrorMove<'_> {
 }
 
 impl Mirroring<'_> {
-    /// What does not count: before a move is asked for it could be done at any time.
+    /// Performs the steps that do not count, because they are possible long before a move.
     fn prepare(&mut self) -> Result<(), LabError> {
         let pause =
             json!({"capabilities": [{"capability": "pause-before-switchover", "state": true}]});
@@ -157,14 +158,15 @@ impl Mirroring<'_> {
         Ok(())
     }
 
-    /// Until the guest runs at the destination.
+    /// Runs the move until the guest runs at the destination.
     fn run(&mut self) -> Result<(), Stopped> {
         self.until(|it| Ok(it.jobs()?.iter().all(|job| status_of(job) == "ready")))?;
         let address = self.asked.destination;
         let target = json!({"uri": format!("tcp:{address}:{PORT}")});
         self.on_source("migrate", &target)?;
         self.until(|it| it.source_is("pre-switchover"))?;
-        // The guest stands still: what is left is copied, and the jobs end without giving it the copy.
+        // The guest is stopped: the dirty blocks are copied, and the jobs end without switching it
+        // to the copy.
         self.cancel_jobs(false)?;
         self.until(Self::jobs_are_concluded)?;
         let state = json!({"state": "pre-switchover"});
@@ -190,7 +192,7 @@ impl Mirroring<'_> {
         Ok(jobs.iter().all(|job| status_of(job) == "concluded"))
     }
 
-    /// Why the move cannot go on.
+    /// Returns why the move cannot go on.
     fn failure(&mut self) -> Result<Option<String>, LabError> {
         for job in self.jobs()? {
             if let Some(error) = job.get("error").and_then(Value::as_str) {
@@ -205,7 +207,7 @@ impl Mirroring<'_> {
         Ok(late.then(|| format!("it had not converged after {seconds} s")))
     }
 
-    /// Ends what is under way, so that the guest goes on at the source alone.
+    /// Ends all jobs, so that the guest goes on at the source alone.
     fn give_up(&mut self) -> Result<(), LabError> {
         if !["", "completed", "failed", "cancelled"]
             .contains(&migration_status(self.source)?.as_str())
@@ -232,7 +234,7 @@ impl Mirroring<'_> {
             let job = job(disk);
             let asked = json!({"device": job, "force": force});
             let cancelled = self.on_source("block-job-cancel", &asked);
-            // One that has just ended cannot be cancelled any more.
+            // A job that has just ended cannot be cancelled any more.
             let ended = |it: &Value| it["id"] == job.as_str() && status_of(it) == "concluded";
             if cancelled.is_err() && !self.jobs()?.iter().any(ended) {
                 return cancelled.map(drop);
@@ -241,7 +243,7 @@ impl Mirroring<'_> {
         Ok(())
     }
 
-    /// The mirrors' jobs; what they have copied is noted.
+    /// Returns the mirrors' jobs, and records what they have copied.
     fn jobs(&mut self) -> Result<Vec<Value>, LabError> {
         let jobs = self.on_source("query-jobs", &json!({}))?;
         let jobs = jobs.as_array().cloned().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! As much of QMP as the peers need: one command at a time on a socket of one's own.
+//! Implements the part of QMP that the baselines need: one command at a time on an exclusive
+//! socket.
 
 use crate::error::{During, LabError};
 use serde_json::{Value, json};
@@ -12,7 +13,7 @@ const CONNECT_LIMIT: Duration = Duration::from_secs(30);
 const ANSWER_LIMIT: Duration = Duration::from_secs(60);
 const LONGEST_LINE: u64 = 1 << 20;
 
-/// A connection to a QEMU that nobody else controls.
+/// An exclusive connection to a QEMU.
 #[derive(Debug)]
 pub(crate) struct Qmp {
     path: PathBuf,
@@ -20,7 +21,7 @@ pub(crate) struct Qmp {
 }
 
 impl Qmp {
-    /// Connects as soon as the socket is there.
+    /// Connects as soon as the socket exists.
     pub(crate) fn connect(path: &Path) -> Result<Self, LabError> {
         let began = Instant::now();
         let socket = loop {
@@ -46,7 +47,7 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Runs a command and gives what it returned.
+    /// Executes a command and returns its result.
     pub(crate) fn execute(&mut self, command: &str, arguments: &Value) -> Result<Value, LabError> {
         let line = json!({"execute": command, "arguments": arguments});
         let path = self.path.clone();

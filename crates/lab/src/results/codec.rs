@@ -1,4 +1,4 @@
-//! What `lab bench codec` found: rates, what is left of the bytes, and where the time goes.
+//! Formats the results of `lab bench codec`: rates, ratios, and the shares of the time.
 
 use super::rows::{Rows, at};
 use super::svg::{Plot, Style};
@@ -8,9 +8,10 @@ const STEPS: [&str; 4] = ["copy", "stage", "decide", "frame"];
 
 pub(super) fn show(rows: &Rows<'_>, section: &mut Section) {
     section.paragraph(
-        "Encoding and decoding on one core, in processor time. *Of memcpy* is the rate of encoding by that \
-         of a plain copy of the same pages, measured just before. *Left* is what is sent of the bytes. The \
-         inputs are described in [crates/lab/inputs](../../crates/lab/inputs/README.md).",
+        "Encoding and decoding on one core, in processor time. *Of memcpy* is the rate of \
+         encoding by that of a plain copy of the same pages, measured just before. *Left* is what \
+         is sent of the bytes. The inputs are described in \
+         [crates/lab/inputs](../../crates/lab/inputs/README.md).",
     );
     for pass in ["first", "dirty"] {
         let rows = rows.with("pass", pass);
@@ -77,7 +78,7 @@ fn table(rows: &Rows<'_>, section: &mut Section) {
 }
 
 fn plot(rows: &Rows<'_>, title: String, y: &str, value: impl Fn(&Rows<'_>) -> Option<f64>) -> Plot {
-    // What copies and nothing else is the yardstick, not a way of encoding.
+    // A mere copy is the yardstick, not a way of encoding.
     let mut pipelines = rows.all("pipeline");
     pipelines.retain(|pipeline| pipeline != "raw");
     let series = rows.all("input").into_iter().map(|input| {
@@ -98,7 +99,7 @@ fn plot(rows: &Rows<'_>, title: String, y: &str, value: impl Fn(&Rows<'_>) -> Op
     }
 }
 
-/// Where the time of Longhaul's pipelines goes.
+/// Formats the shares of the time of Longhaul's pipelines.
 fn shares(rows: &Rows<'_>, section: &mut Section) {
     let mut pipelines = rows.all("pipeline");
     pipelines.retain(|pipeline| pipeline.starts_with("longhaul-"));

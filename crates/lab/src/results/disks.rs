@@ -1,15 +1,16 @@
-//! What the bench of moving disks found.
+//! Formats the results of `lab bench disk`.
 
 use super::rows::Rows;
 use super::svg::{Plot, Style};
 use super::{Section, maybe, number, percent};
 
-/// A table a link, and a plot of each measure over all workloads and links.
+/// Formats a table for each link, and a plot of each measure over all workloads and links.
 pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     section.paragraph(
-        "A move ends when the source may be deleted. The guest's throughput is that of the whole move, its drain \
-         included, relative to a guest that did the same work and was not moved; lost is how much longer it took for that. A move that was given up \
-         stands here with the time until then.",
+        "A move ends when the source may be deleted. The guest's throughput is that of the whole \
+         move, its drain included, relative to a guest that did the same work and was not moved; \
+         lost is how much longer it took for that. A move that was given up stands here with the \
+         time until then.",
     );
     let cases = cases(rows);
     let head = [
@@ -102,7 +103,7 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     }
 }
 
-/// What systems are compared at.
+/// The key by which systems are compared.
 struct Case {
     workload: String,
     link: String,
@@ -129,7 +130,7 @@ fn cases<'a>(rows: &Rows<'a>) -> Vec<(Case, Rows<'a>)> {
     cases
 }
 
-/// Who moved the guest: a system by its name, of those with several strategies each.
+/// Returns the systems: by name, and by strategy for those with several.
 fn systems<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
     let mut systems = Vec::new();
     for system in rows.all("system") {

@@ -1,7 +1,8 @@
-//! `lab results`: makes the page of results, with tables and plots, from the documents of benches.
+//! Implements `lab results`: generates the page of results, with tables and plots, from the
+//! documents of benches.
 //!
-//! The documents lie in a folder `documents` beside the page, a file a bench. The page can be made
-//! again from them at any time; nothing on it comes from elsewhere.
+//! The documents are in a folder `documents` beside the page, a file for each bench. The page can
+//! be regenerated from them at any time; nothing on it has another source.
 
 mod codec;
 mod disks;
@@ -21,10 +22,10 @@ use self::rows::Rows;
 use self::svg::Plot;
 use crate::error::{During, LabError};
 
-/// Most bytes of a document.
+/// The maximum number of bytes of a document.
 const DOCUMENT_BYTES_MAX: u64 = 64 << 20;
 
-/// A document as `lab bench NAME --json` printed it.
+/// A document as printed by `lab bench NAME --json`.
 #[derive(Debug, Clone, Deserialize)]
 struct Saved {
     /// The name of its file: one bench may have run on several guests.
@@ -59,7 +60,7 @@ struct SavedCheck {
     holds: bool,
 }
 
-/// What is said of one bench: text in Markdown, and plots by the names of their files.
+/// The section of one bench: text in Markdown, and plots by the names of their files.
 #[derive(Debug, Default)]
 struct Section {
     text: String,
@@ -97,8 +98,8 @@ impl Section {
     }
 }
 
-/// Makes the page of the documents in `FOLDER/documents`: `FOLDER/README.md` and its plots. What
-/// people have to say of the results stands in `FOLDER/notes.md`.
+/// Generates the page of the documents in `FOLDER/documents`: `FOLDER/README.md` and its plots. The
+/// commentary on the results is in `FOLDER/notes.md`.
 ///
 /// # Errors
 /// When there is no document, one cannot be read, or the page cannot be written.
@@ -110,7 +111,7 @@ pub fn make(folder: &Path) -> Result<(), LabError> {
         false => String::new(),
     };
     let (page, plots) = page(&documents, &notes);
-    // Plots of benches that are no longer there go away.
+    // Plots of removed benches are deleted.
     for old in files(folder, "svg")? {
         fs::remove_file(&old).during(|| format!("remove {}", old.display()))?;
     }
@@ -153,7 +154,8 @@ fn read(folder: &Path) -> Result<Vec<Saved>, LabError> {
     Ok(documents)
 }
 
-/// The files of a folder whose names end so, sorted; an empty one is a bench that did not run.
+/// Returns the files of a folder with this extension, sorted; an empty one is a bench that did not
+/// run.
 fn files(folder: &Path, extension: &str) -> Result<Vec<PathBuf>, LabError> {
     let doing = || format!("list {}", folder.display());
     let mut files = Vec::new();
@@ -195,7 +197,8 @@ fn page(documents: &[Saved], notes: &str) -> (String, Vec<(String, Plot)>) {
 const HEAD: &str = "# Benchmarks
 
 `sudo make bench` runs every bench and makes this page; `target/release/lab results docs/benchmarks`
-makes it again from the documents in [documents](documents). Values are medians of the repeats of one
+makes it again from the documents in [documents](documents). Values are medians of the repeats of \
+        one
 run. A check that does not hold is shown as such. Times of one machine say little about another;
 shares and ratios say more.
 
@@ -279,7 +282,7 @@ fn check(check: &SavedCheck) -> Vec<String> {
     ]
 }
 
-/// A number with three significant digits or so.
+/// Formats a number with about three significant digits.
 fn number(value: f64) -> String {
     let digits = match value.abs() {
         size if size >= 100.0 => 0,
@@ -294,7 +297,7 @@ fn number(value: f64) -> String {
     }
 }
 
-/// A number of some unit, or a dash where there is none.
+/// Formats a number with a unit, or a dash where there is none.
 fn maybe(value: Option<f64>, unit: f64) -> String {
     value.map_or_else(|| "-".to_owned(), |value| number(value / unit))
 }
@@ -386,11 +389,14 @@ mod tests {
             document("unheard-of", json!([])),
         ]);
         for expected in [
-            "| [memory](#memory) | 2026-01-01 10:00 UTC | 0123456789ab and changes | CPU, 2 cores, Linux 6.1 | 1 of 2 |",
+            "| [memory](#memory) | 2026-01-01 10:00 UTC | 0123456789ab and changes | CPU, 2 \
+             cores, Linux 6.1 | 1 of 2 |",
             "| mix, dirtied at 0.3 of the link | longhaul | 2 of 3 | 50 | 2 | 90 | 0 |",
             "| longhaul | 20 | 41 | 330 | 0 |",
-            "| ior | 200 Mbit/s, 1 ms | longhaul hybrid | 1 of 1 | 250 | 213 | 12 | 90 | 80.0 % | 2.4 | 0 |",
-            "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 2.4 | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | longhaul hybrid | 1 of 1 | 250 | 213 | 12 | 90 | 80.0 % | \
+             2.4 | 0 |",
+            "| ior | 200 Mbit/s, 1 ms | qemu-mirror | 0 of 1 | 250 | 213 | 12 | 90 | 70.0 % | 2.4 \
+             | 0 |",
             "(disk-throughput.svg)",
             "(memory-responses.svg)",
             "| mix | 0.3 | 50.0 % | 0.0 % | 0.0 % |",
@@ -410,7 +416,7 @@ mod tests {
             let name = picture.file_name().unwrap().to_str().unwrap().to_owned();
             assert!(page.contains(&format!("({name})")), "{name}");
         }
-        // What is no longer said is no longer there.
+        // Removed notes disappear from the page.
         fs::remove_file(folder.path().join("documents/memory.json")).unwrap();
         make(folder.path()).unwrap();
         assert!(!folder.path().join("memory-bytes.svg").exists());

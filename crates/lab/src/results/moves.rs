@@ -1,13 +1,13 @@
-//! What the benches found that move guests, or what moves need of a link.
+//! Formats the results of the benches that move guests, and of those of handovers and links.
 
 use super::rows::Rows;
 use super::svg::{Plot, Style};
 use super::{Section, maybe};
 
-/// What rows of moves are told apart by, beside the system.
+/// The fields that distinguish rows of moves, beside the system.
 const CASE: [&str; 2] = ["workload", "parameters/dirty_rate_of_link"];
 
-/// Moves of a guest's memory; the plots' files are named after the document.
+/// Formats moves of a guest's memory; the plots' files are named after the document.
 pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     let cases = cases(rows);
     let systems = rows.all("system");
@@ -71,7 +71,7 @@ pub(super) fn show(rows: &Rows<'_>, name: &str, section: &mut Section) {
     show_responses(rows, name, section);
 }
 
-/// How clients of a guest were served while it moved: the first move of each system.
+/// Formats the service of a guest's clients during its move: the first move of each system.
 fn show_responses(rows: &Rows<'_>, name: &str, section: &mut Section) {
     let mut lines = Vec::new();
     let mut series = Vec::new();
@@ -139,7 +139,7 @@ fn show_responses(rows: &Rows<'_>, name: &str, section: &mut Section) {
     section.plot(&format!("{name}-responses"), plot);
 }
 
-/// The cases of moves, and the rows of each.
+/// Returns the cases of moves, and the rows of each.
 fn cases<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
     let [workload, share] = CASE;
     let mut cases = Vec::new();
@@ -148,7 +148,7 @@ fn cases<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
         let shares = rows.all(share);
         for value in &shares {
             let rows = rows.with(share, value);
-            // A workload that has no rate of its own is one case.
+            // A workload without a rate of its own is one case.
             let case = match value.parse() {
                 Ok(value) if shares.len() > 1 || value > 0.0 => {
                     format!("{name}, dirtied at {} of the link", super::number(value))
@@ -164,7 +164,7 @@ fn cases<'a>(rows: &Rows<'a>) -> Vec<(String, Rows<'a>)> {
     cases
 }
 
-/// What agents need, and what guests save that move at once.
+/// Formats the agents' memory, and the savings of guests that move at once.
 pub(super) fn show_agents(rows: &Rows<'_>, section: &mut Section) {
     let line = |system: String| {
         let all = rows.with("system", &system);
@@ -192,7 +192,7 @@ pub(super) fn show_agents(rows: &Rows<'_>, section: &mut Section) {
     section.table(&head, &lines);
 }
 
-/// Moves of an idle guest.
+/// Formats moves of an idle guest.
 pub(super) fn show_handover(rows: &Rows<'_>, section: &mut Section) {
     let mut lines = Vec::new();
     let releases = rows.all("release");
@@ -215,7 +215,7 @@ pub(super) fn show_handover(rows: &Rows<'_>, section: &mut Section) {
     section.table(&head, &lines);
 }
 
-/// The data path beside TCP.
+/// Formats the data path compared with TCP.
 pub(super) fn show_link(rows: &Rows<'_>, section: &mut Section) {
     let (cases, systems) = (rows.all("case"), rows.all("system"));
     let mut lines = Vec::new();

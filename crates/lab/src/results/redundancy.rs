@@ -1,4 +1,5 @@
-//! What `lab bench redundancy` found: figures of CloudNet's paper, and Longhaul beside them.
+//! Formats the results of `lab bench redundancy`: figures of CloudNet's paper, with Longhaul's
+//! values.
 
 use super::rows::Rows;
 use super::svg::{Plot, Style};
@@ -6,10 +7,10 @@ use super::{Section, maybe, percent};
 
 pub(super) fn show(rows: &Rows<'_>, moves: &Rows<'_>, section: &mut Section) {
     section.paragraph(
-        "The figures are those of Wood and others, *CloudNet: Dynamic Pooling of Cloud Resources by Live WAN \
-         Migration of Virtual Machines* (VEE 2011), made again from our inputs with an encoder and decoder \
-         written after that paper (`crates/cloudnet`), its cache of 100 MB. Longhaul finds redundancy in \
-         whole pages only, and leaves the rest to compression.",
+        "The figures are those of Wood and others, *CloudNet: Dynamic Pooling of Cloud Resources \
+         by Live WAN Migration of Virtual Machines* (VEE 2011), made again from our inputs with \
+         an encoder and decoder written after that paper (`crates/cloudnet`), its cache of 100 \
+         MB. Longhaul finds redundancy in whole pages only, and leaves the rest to compression.",
     );
     let of = |figure: u32| rows.with("figure", &figure.to_string());
     lines(
@@ -32,7 +33,8 @@ pub(super) fn show(rows: &Rows<'_>, moves: &Rows<'_>, section: &mut Section) {
     );
 }
 
-/// Shares by a number, a line an input and system; what has no number is a line across.
+/// Draws shares by a number, a line for each input and system; values without a number are
+/// horizontal lines.
 fn lines(rows: &Rows<'_>, section: &mut Section, file: &str, title: &str, x: &str) {
     if rows.is_empty() {
         return;
@@ -91,15 +93,15 @@ fn cell(name: &str, values: impl Iterator<Item = Option<f64>>) -> Vec<String> {
         .collect()
 }
 
-/// Sizes of deltas, a plot an input.
+/// Draws the sizes of deltas, a plot for each input.
 fn bars(rows: &Rows<'_>, section: &mut Section) {
     if rows.is_empty() {
         return;
     }
     section.heading("Figure 7: sizes of deltas");
     section.paragraph(
-        "CloudNet's deltas are the XOR with the page's last version, run-length encoded; Longhaul's are new values \
-         of 8-byte words and a mask, shown before they are compressed.",
+        "CloudNet's deltas are the XOR with the page's last version, run-length encoded; \
+         Longhaul's are new values of 8-byte words and a mask, shown before they are compressed.",
     );
     for input in rows.all("input") {
         let rows = rows.with("input", &input);
@@ -122,16 +124,16 @@ fn bars(rows: &Rows<'_>, section: &mut Section) {
     }
 }
 
-/// What optimisations save of the data.
+/// Draws the savings of the optimisations.
 fn optimisations(rows: &Rows<'_>, section: &mut Section) {
     if rows.is_empty() {
         return;
     }
     section.heading("Figure 8: what each optimisation saves");
     section.paragraph(
-        "A replay of a first and a dirty pass over each input. *Data* is all that is sent, *last pass* what is \
-         sent of the dirty pass and so what the guest waits for, both less than what is sent without \
-         optimisation.",
+        "A replay of a first and a dirty pass over each input. *Data* is all that is sent, *last \
+         pass* what is sent of the dirty pass and so what the guest waits for, both less than \
+         what is sent without optimisation.",
     );
     for quantity in rows.all("x") {
         let rows = rows.with("x", &quantity);
@@ -140,7 +142,7 @@ fn optimisations(rows: &Rows<'_>, section: &mut Section) {
             let rows = rows.with("input", &input);
             let saved = |system: &String| {
                 let share = rows.with("system", system).median("share")?;
-                // A negative one would hang below the axis.
+                // A negative value would hang below the axis.
                 Some((1.0 - share).max(0.0) * 100.0)
             };
             (input, systems.iter().map(saved).collect())
@@ -161,7 +163,7 @@ fn optimisations(rows: &Rows<'_>, section: &mut Section) {
     }
 }
 
-/// The same of moves: what Longhaul needs of what QEMU's default pre-copy needs.
+/// Draws the same for moves: Longhaul's bytes relative to those of QEMU's default pre-copy.
 fn moved(rows: &Rows<'_>, section: &mut Section) {
     let mut cells = Vec::new();
     let rows = rows.with("outcome", "completed");
@@ -205,7 +207,7 @@ fn moved(rows: &Rows<'_>, section: &mut Section) {
     section.table(&head, &cells);
 }
 
-/// Kinds of redundancy, a bar an input and system.
+/// Draws the kinds of redundancy, a bar for each input and system.
 fn kinds(rows: &Rows<'_>, section: &mut Section) {
     if rows.is_empty() {
         return;
@@ -252,7 +254,7 @@ fn kinds(rows: &Rows<'_>, section: &mut Section) {
     section.plot("redundancy-figure-10", plot);
 }
 
-/// A name as part of a file's.
+/// Returns a name as part of a file's.
 fn file_name(name: &str) -> String {
     let kept = |c: char| if c.is_ascii_alphanumeric() { c } else { '-' };
     name.chars().map(kept).collect()

@@ -1,10 +1,10 @@
-//! Reading the rows of a saved document: those of a case, and medians of what they hold.
+//! Reads the rows of a saved document: those of a case, and medians of their values.
 
 use serde_json::Value;
 
 use crate::bench::document::median;
 
-/// Some rows of a document. What a row holds is named by its key, or by a path such as
+/// Some rows of a document. A value of a row is named by its key, or by a path such as
 /// `parameters/dirty_rate_of_link`.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Rows<'a>(pub(super) Vec<&'a Value>);
@@ -18,13 +18,13 @@ impl<'a> Rows<'a> {
         self.0.is_empty()
     }
 
-    /// Those rows in which something has this value, as it is shown.
+    /// Returns the rows in which a key has this value, in its displayed form.
     pub(super) fn with(&self, key: &str, value: &str) -> Self {
         let is = |row: &&&Value| shown(at(row, key)).as_deref() == Some(value);
         Self(self.0.iter().filter(is).copied().collect())
     }
 
-    /// All values of something, in the order in which they come first.
+    /// Returns all values of a key, in the order of their first occurrence.
     pub(super) fn all(&self, key: &str) -> Vec<String> {
         let mut all: Vec<String> = Vec::new();
         for value in self.0.iter().filter_map(|row| shown(at(row, key))) {
@@ -35,18 +35,18 @@ impl<'a> Rows<'a> {
         all
     }
 
-    /// The median of a number, of the rows that have it.
+    /// Returns the median of a number, over the rows that have it.
     pub(super) fn median(&self, key: &str) -> Option<f64> {
         self.median_of(|row| at(row, key)?.as_f64())
     }
 
-    /// The median of what rows give.
+    /// Returns the median of a function of the rows.
     pub(super) fn median_of(&self, value: impl Fn(&Value) -> Option<f64>) -> Option<f64> {
         median(self.0.iter().filter_map(|row| value(row)))
     }
 }
 
-/// What a row holds at a key or path.
+/// Returns a row's value at a key or path.
 pub(super) fn at<'a>(row: &'a Value, key: &str) -> Option<&'a Value> {
     row.pointer(&format!("/{key}"))
 }

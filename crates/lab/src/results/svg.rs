@@ -1,25 +1,25 @@
-//! Plots as SVG: bars beside each other or on top of each other, and lines.
+//! Draws plots as SVG: grouped or stacked bars, and lines.
 
 use std::fmt::Write;
 
 const WIDTH: f64 = 760.0;
 const HEIGHT: f64 = 380.0;
-/// Room for the values of the y axis, and for what stands below the x axis and above the plot.
+/// Margins for the values of the y axis, and for the texts below the x axis and above the plot.
 const LEFT: f64 = 64.0;
 const RIGHT: f64 = 16.0;
 const BOTTOM: f64 = 62.0;
 const TOP: f64 = 40.0;
-/// Of a line of the legend.
+/// Height of a line of the legend.
 const LEGEND_LINE: f64 = 18.0;
-/// Width of a letter, about.
+/// Approximate width of a letter.
 const LETTER: f64 = 7.2;
 
-/// Colours that people tell apart who see colours differently (Okabe and Ito's).
+/// Colours that are distinguishable with colour vision deficiencies (Okabe and Ito's).
 const COLOURS: [&str; 8] = [
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#8c8c8c", "#b5a900",
 ];
 
-/// How values are drawn.
+/// The style of a plot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Style {
     /// Bars side by side.
@@ -35,19 +35,19 @@ pub(super) enum Style {
 pub(super) struct Plot {
     pub(super) title: String,
     pub(super) style: Style,
-    /// What the values are, with their unit.
+    /// The name of the values, with their unit.
     pub(super) y: String,
-    /// What the categories are.
+    /// The name of the categories.
     pub(super) x: String,
     pub(super) categories: Vec<String>,
-    /// Names, and a value a category where there is one.
+    /// Names of the series, and a value for each category where there is one.
     pub(super) series: Vec<(String, Vec<Option<f64>>)>,
-    /// A line across: a bar to reach, and what it is called.
+    /// A horizontal line: a limit and its name.
     pub(super) limit: Option<(f64, String)>,
 }
 
 impl Plot {
-    /// The highest value that the plot has to show.
+    /// Returns the highest value of the plot.
     fn highest(&self) -> f64 {
         let values = |series: &[Option<f64>]| series.iter().flatten().copied().fold(0.0, f64::max);
         let highest = match self.style {
@@ -70,7 +70,7 @@ impl Plot {
             .map_or(highest, |(limit, _)| highest.max(*limit))
     }
 
-    /// The picture.
+    /// Returns the picture.
     pub(super) fn svg(&self) -> String {
         let legend = Legend::of(&self.series);
         let top = TOP + legend.height();
@@ -179,7 +179,7 @@ impl Plot {
     fn lines(&self, frame: &Frame, out: &mut String) {
         for (number, (name, values)) in self.series.iter().enumerate() {
             let colour = COLOURS[number % COLOURS.len()];
-            // Colours that come a second time are dashed.
+            // Repeated colours are dashed.
             let dash = if number >= COLOURS.len() {
                 " stroke-dasharray=\"6 3\""
             } else {
@@ -221,7 +221,7 @@ impl Plot {
     }
 }
 
-/// Where things are.
+/// The positions of the parts.
 struct Frame {
     top: f64,
     step: f64,
@@ -230,7 +230,7 @@ struct Frame {
 }
 
 impl Frame {
-    /// The value at the top of the plot.
+    /// Returns the value at the top of the plot.
     fn top_value(&self) -> f64 {
         (self.highest / self.step - 1e-6).ceil().max(1.0) * self.step
     }
@@ -253,7 +253,7 @@ impl Frame {
     }
 }
 
-/// The names of the series, in as many lines as they take.
+/// The names of the series, in as many lines as necessary.
 struct Legend(Vec<(f64, f64, String)>);
 
 impl Legend {
@@ -311,7 +311,8 @@ fn bar(
 fn text(out: &mut String, x: f64, y: f64, anchor: &str, more: &str, content: &str) {
     let _ = writeln!(
         out,
-        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" fill=\"#202020\" {more}>{}</text>",
+        "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" fill=\"#202020\" \
+         {more}>{}</text>",
         escaped(content)
     );
 }
@@ -323,7 +324,7 @@ fn escaped(content: &str) -> String {
         .replace('>', "&gt;")
 }
 
-/// A distance between two grid lines that gives four to nine of them, and round numbers.
+/// Returns a distance between grid lines that gives four to nine of them, with round numbers.
 fn step(highest: f64) -> f64 {
     if !(highest.is_finite() && highest > 0.0) {
         return 1.0;
@@ -334,13 +335,13 @@ fn step(highest: f64) -> f64 {
     fits.unwrap_or(10.0 * power)
 }
 
-/// A value at a grid line, with as many digits as tell the lines apart.
+/// Formats the value of a grid line, with as many digits as distinguish the lines.
 fn shown(value: f64, step: f64) -> String {
     let digits = (-step.log10().floor()).clamp(0.0, 6.0) as usize;
     format!("{value:.digits$}")
 }
 
-/// A value with three significant digits or so.
+/// Formats a value with about three significant digits.
 fn exact(value: f64) -> String {
     match value.abs() {
         size if size >= 100.0 => format!("{value:.0}"),
@@ -349,7 +350,7 @@ fn exact(value: f64) -> String {
     }
 }
 
-/// Words in lines of so many letters; a longer word is a line of its own.
+/// Splits words into lines of at most `letters` letters; a longer word is a line of its own.
 fn wrapped(content: &str, letters: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in content.split_inclusive([' ', '-']) {

@@ -1,4 +1,4 @@
-//! What the end-to-end tests share: a laboratory with agents, guests in it, and judgements.
+//! Provides the end-to-end tests with a laboratory with agents, guests in it, and checks.
 #![allow(
     dead_code,
     clippy::unwrap_used,
@@ -22,22 +22,24 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Everything that is waited for gets this long, on however slow a machine.
+/// The time limit of every wait, on any slow machine.
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
-/// Linux with two processors sometimes loses a timer while it boots under TCG, and waits for it ever after: one of sixty
-/// boots by QEMU 10.0, with nothing of Longhaul near it. Such a guest is started again after so long.
+/// Linux with two processors sometimes loses a timer during a boot under TCG, and waits for it
+/// forever: one of sixty boots by QEMU 10.0, without any involvement of Longhaul. Such a guest is
+/// restarted after this time.
 const BOOT_LIMIT: Duration = Duration::from_secs(100);
 const BOOTS: usize = 4;
-/// How much of the agents' logs is shown when a test fails.
+/// The number of lines of the agents' logs shown when a test fails.
 const LOG_LINES: usize = 30;
-/// To fill more takes minutes without KVM.
+/// Filling more takes minutes without KVM.
 const ARENA_BYTES_MAX: u64 = 128 << 20;
-/// A second guest, or silence, is looked for over this time.
+/// The period in which a second guest, or silence, is detected.
 const WINDOW: Duration = Duration::from_millis(500);
 
 /// Guests under TCG share two cores badly: one test at a time.
 static TURN: Mutex<()> = Mutex::new(());
-/// To find out whether KVM works takes seconds, and again whenever an agent starts: once is enough.
+/// Testing whether KVM works takes seconds, and each start of an agent would repeat it: once is
+/// sufficient.
 static ACCELERATOR: OnceLock<&str> = OnceLock::new();
 
 /// Two hosts, lyon and paris, each with its agent, and a link between them.
@@ -48,13 +50,13 @@ pub(crate) struct Stage {
 }
 
 impl Stage {
-    /// Makes it, with a QEMU for each host; nothing where one of them is not installed and need
+    /// Creates it, with a QEMU for each host; `None` where one of them is not installed and need
     /// not be.
     pub(crate) fn new(purpose: &str, qemus: [&str; 2], link: &str) -> Option<Self> {
         Self::with(purpose, qemus, link, &toml::Table::new())
     }
 
-    /// With more tables in the agents' configuration.
+    /// Creates it with more tables in the agents' configuration.
     pub(crate) fn with(
         purpose: &str,
         qemus: [&str; 2],
@@ -108,7 +110,7 @@ impl Stage {
         running
     }
 
-    /// The QEMUs of a guest that are on a host, found without its agent.
+    /// Returns the guest's QEMUs on a host, found without its agent.
     pub(crate) fn qemus(&self, host: usize, guest: &str) -> Vec<i32> {
         let wanted = format!("guest={guest},");
         let in_namespace = self
@@ -126,7 +128,7 @@ impl Stage {
         in_namespace.into_iter().filter(is_one).collect()
     }
 
-    /// Starts agents again that were killed.
+    /// Restarts agents that were killed.
     pub(crate) fn restart(&mut self, hosts: &[usize]) {
         for host in hosts {
             let host_of_lab = self.lab.host(*host).unwrap();
@@ -140,7 +142,7 @@ impl Stage {
 }
 
 impl Drop for Stage {
-    /// What the agents said last, where a test fails.
+    /// Prints the end of the agents' logs when a test fails.
     fn drop(&mut self) {
         if !thread::panicking() {
             return;
@@ -157,7 +159,7 @@ impl Drop for Stage {
     }
 }
 
-/// Starts a guest until it has booted.
+/// Starts a guest repeatedly until it has booted.
 pub(crate) fn boot(arena: &Arena, start: impl Fn(), end: impl Fn()) {
     for again in 0..BOOTS {
         if again > 0 {
@@ -197,7 +199,7 @@ fn laboratory(
     (lab, product)
 }
 
-/// What guests run with on this machine.
+/// Returns the accelerator of guests on this machine.
 fn accelerator() -> &'static str {
     let (_lab, product) = laboratory(
         "accelerator",
@@ -210,7 +212,7 @@ fn accelerator() -> &'static str {
     if kvm { "kvm" } else { "tcg" }
 }
 
-/// The smallest guest, of a chipset and a QEMU version's machine.
+/// Returns the smallest guest, with a chipset and a QEMU version's machine.
 pub(crate) fn tiny(name: &str, chipset: Chipset, version: &str, vcpus: u32) -> Tiny {
     let mut tiny = Tiny::calm(name);
     tiny.chipset = chipset;
@@ -232,7 +234,7 @@ impl Running {
         stage.product.migrate(from, &self.name, to, more).unwrap()
     }
 
-    /// Moves it with `--verify`, and holds everything about that against what it must be.
+    /// Moves it with `--verify`, and checks all figures of that.
     pub(crate) fn move_verified(&mut self, stage: &Stage, from: usize) -> Finished {
         let finished = self
             .migrate(stage, from, &["--verify"])
@@ -245,7 +247,7 @@ impl Running {
         finished
     }
 
-    /// It is on the other host, and only there, undamaged.
+    /// Checks that it is on the other host, and only there, undamaged.
     pub(crate) fn assert_moved(&mut self, stage: &Stage, from: usize, finished: &Finished) {
         assert!(finished.completed(), "{}: {}", self.name, finished.why());
         self.assert_runs_only_on(stage, 1 - from);
@@ -253,7 +255,7 @@ impl Running {
         assert!(gone, "the source's QEMU is still there");
     }
 
-    /// It runs there and nowhere else, and finds nothing wrong with its memory.
+    /// Checks that it runs there and nowhere else, without errors in its memory.
     pub(crate) fn assert_runs_only_on(&mut self, stage: &Stage, host: usize) {
         self.arena.wait_for_beat(LIMIT).unwrap();
         assert_eq!(
@@ -273,7 +275,7 @@ impl Running {
         );
     }
 
-    /// The hosts from which it is heard now.
+    /// Returns the hosts from which it is heard now.
     pub(crate) fn heard(&self, stage: &Stage) -> Vec<usize> {
         let since = Instant::now();
         thread::sleep(WINDOW);
@@ -283,7 +285,7 @@ impl Running {
             .collect()
     }
 
-    /// Nothing of it is on a host: no QEMU, no folder, no word of it.
+    /// Checks that nothing of it is on a host: no QEMU, no folder, no heartbeat.
     pub(crate) fn assert_nothing_on(&self, stage: &Stage, host: usize) {
         let name = &self.name;
         let state = stage
@@ -309,15 +311,15 @@ impl Running {
         );
     }
 
-    /// The channel's socket on a host.
+    /// Returns the channel's socket on a host.
     pub(crate) fn socket(&self, stage: &Stage, host: usize) -> PathBuf {
         channel_socket(stage.lab.host(host).unwrap(), &self.name, CHANNEL_NAME)
     }
 
-    /// Ends it, wherever it is.
+    /// Ends it, on either host.
     pub(crate) fn end(self, stage: &Stage) {
         for host in 0..2 {
-            // On one of them it is not.
+            // One of them does not have it.
             let _ = stage.product.stop_guest(host, &self.name);
             self.assert_nothing_on(stage, host);
         }

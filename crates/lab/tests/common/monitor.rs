@@ -1,4 +1,4 @@
-//! A QEMU's monitor, asked beside the product.
+//! Queries a QEMU's monitor beside the product.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use serde_json::{Value, json};
@@ -7,7 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// An answer comes within this, on however slow a machine.
+/// The time limit of an answer, on any slow machine.
 const LIMIT: Duration = Duration::from_secs(300);
 
 /// A client of QEMU's control socket that waits for each answer.

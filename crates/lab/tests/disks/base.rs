@@ -1,4 +1,4 @@
-//! A disk that stands on a base image, which both hosts have from a repository.
+//! Tests a disk with a base image, which both hosts get from a repository.
 
 use crate::stage::{GUEST, LIMIT, OnBase, Room, Stage};
 use longhaul_api::{BaseChoice, DiskReport, Report};
@@ -16,9 +16,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::Duration;
 
-/// Bytes of a stripe of a base image.
+/// Size of a stripe of a base image.
 const STRIPE: usize = 256 << 10;
-/// What the guest has written to that disk: a byte, where, and how much.
+/// The guest's write to that disk: a byte, its offset, and the length.
 const WRITTEN: (u8, u64, u64) = (9, 1 << 20, 100 << 10);
 
 fn base_of(stage: &Stage, host: usize) -> PathBuf {
@@ -47,7 +47,7 @@ fn moves_with(stage: &Stage, from: usize, how: &str, base: &str) -> Report {
     *finished.report.unwrap()
 }
 
-/// The move does not come about, and changes nothing.
+/// Asserts that the move does not begin and changes nothing; returns the reason.
 fn does_not(stage: &Stage) -> String {
     let to = stage.lab.host(1).unwrap();
     let moving = stage.product.migrate(0, GUEST, to, &[]).unwrap();
@@ -57,7 +57,7 @@ fn does_not(stage: &Stage) -> String {
     finished.why()
 }
 
-/// The guest reads there what the base image has, and what was written.
+/// Asserts that the guest reads the base image's content there, and its own writes.
 fn reads_right(stage: &Stage, host: usize) {
     let reads = |byte: u8, at: u64, bytes: u64| {
         let said = stage.io_of_guest(host, &format!("read -P {byte} {at} {bytes}"));
@@ -68,11 +68,11 @@ fn reads_right(stage: &Stage, host: usize) {
     reads(byte, 0, bytes as u64);
     let (byte, at, bytes) = WRITTEN;
     reads(byte, at, bytes);
-    // Behind the end of the base image.
+    // Beyond the end of the base image.
     reads(0, OnBase::DISK_BYTES - 4096, 4096);
 }
 
-/// QEMU has this host's base image open, and none of the other's.
+/// Asserts that QEMU has this host's base image open, and none of the other's.
 fn stands_on_its_own(stage: &Stage, host: usize) {
     let flat = json!({ "flat": true });
     let nodes = stage
@@ -87,7 +87,7 @@ fn stands_on_its_own(stage: &Stage, host: usize) {
     assert_eq!((has(host), has(1 - host)), (true, false), "{files:?}");
 }
 
-/// Puts files away, and back.
+/// Moves a file or folder away, and back.
 struct Away(PathBuf, PathBuf);
 
 impl Away {
@@ -104,13 +104,15 @@ impl Drop for Away {
     }
 }
 
-/// Does something while the first host has nothing of its base image in memory but these stripes, which the guest has read.
+/// Runs a task while the first host's page cache has nothing of its base image but these stripes,
+/// which the guest has read.
 fn while_used<T>(stage: &Stage, stripes: &[usize], does: impl FnOnce() -> T) -> T {
     let path = base_of(stage, 0);
     let file = File::open(&path).unwrap();
     let bases = Bases::new(path.parent().unwrap());
     let id = Bases::named(&path).unwrap();
-    // What has yet to be written to the host's disk does not go at once, and some file systems sync nothing.
+    // Unwritten pages of the host's disk are not evicted at once, and some file systems sync
+    // nothing.
     let is_gone = || {
         posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).unwrap();
         bases.hot(id).unwrap().is_empty()
@@ -120,7 +122,7 @@ fn while_used<T>(stage: &Stage, stripes: &[usize], does: impl FnOnce() -> T) -> 
         let said = stage.io_of_guest(0, &format!("read {} 65536", stripe * STRIPE));
         assert!(said.contains("read 65536/65536"), "{said}");
     }
-    // A host may take back what is seldom used.
+    // A host may evict pages that are seldom used.
     let (done, is_done) = mpsc::channel::<()>();
     let keep = move || {
         while is_done.recv_timeout(Duration::from_millis(20)) == Err(RecvTimeoutError::Timeout) {
@@ -139,11 +141,11 @@ fn while_used<T>(stage: &Stage, stripes: &[usize], does: impl FnOnce() -> T) -> 
     })
 }
 
-/// Stripes of a repository that are something else, by their places in it, and what they were.
+/// Damaged stripes of a repository, by their paths, and their original content.
 struct Damage(Vec<(PathBuf, Vec<u8>)>);
 
 impl Damage {
-    /// Of an image without holes.
+    /// Damages all other stripes of an image without holes.
     fn all_but(repository: &Path, id: &str, but: &[usize]) -> Self {
         let manifest = fs::read(repository.join("images").join(id)).unwrap();
         let stripes = OnBase::BYTES / STRIPE;
@@ -160,7 +162,7 @@ impl Damage {
         Self(good.collect())
     }
 
-    /// Puts back what was there, wherever the repository is now.
+    /// Restores the original content, in the repository's current place.
     fn mend(self, repository: &Path) {
         for (place, good) in self.0 {
             fs::write(repository.join(place), good).unwrap();
@@ -181,7 +183,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     let content = on_base.content.clone();
     let fetch = format!("longhaul image fetch {}", &id[..12]);
 
-    // Paris has nothing of it, and cannot have it.
+    // Paris has nothing of it, and cannot get it.
     let away = Away::take(repository.clone());
     let why = does_not(&stage);
     assert!(
@@ -197,7 +199,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     let away = Away::take(repository.join("images").join(&id));
     assert!(does_not(&stage).contains("cannot have the base image"));
     drop(away);
-    // All of it is something else but what the guest has read.
+    // All of it is damaged but the stripes that the guest has read.
     let hot = [0, 9];
     let damage = Damage::all_but(&repository, &id, &hot);
     let why = while_used(&stage, &hot, || does_not(&stage));
@@ -212,7 +214,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     for (n, (came, good)) in came.chunks(STRIPE).zip(content.chunks(STRIPE)).enumerate() {
         assert_eq!(came == good, hot.contains(&n), "stripe {n}");
     }
-    // Lyon's own is not what it was, or may not be.
+    // Lyon's own file is damaged, or may be.
     let base = base_of(&stage, 0);
     fs::set_permissions(&base, fs::Permissions::from_mode(0o644)).unwrap();
     let why = does_not(&stage);
@@ -222,7 +224,7 @@ fn a_disk_on_a_base_image_moves_without_it() {
     let there = moves(&stage, 0, "precopy");
     let base = there.disks.iter().find_map(|disk| disk.base.clone());
     assert_eq!(base, Some(id));
-    // What came before a bad stripe was found is not fetched again.
+    // Stripes fetched before a bad one was found are not fetched again.
     let read = there.repository_bytes.unwrap();
     assert!((100 << 10..4 << 20).contains(&read), "{read}");
     let travelled = there.disks.iter().find(|disk| disk.name == "vdb").unwrap();
@@ -234,13 +236,13 @@ fn a_disk_on_a_base_image_moves_without_it() {
     stage.judge(0);
 }
 
-/// What this host says of how far the guest's base image has come.
+/// Returns this host's progress of the guest's base image.
 fn coming(stage: &Stage, host: usize) -> String {
     let guest = stage.product.guest(host, GUEST).unwrap();
     guest.unwrap().coming.unwrap_or_default()
 }
 
-/// All of the base image has come, and nothing stands between it and the guest any more.
+/// Asserts that the base image is complete, and no disk export is below the guest's disk any more.
 fn is_settled(stage: &Stage, host: usize) {
     let folder = stage.state(host).join("coming");
     let left = || fs::read_dir(&folder).map_or(0, Iterator::count);
@@ -254,14 +256,15 @@ fn is_settled(stage: &Stage, host: usize) {
     stands_on_its_own(stage, host);
 }
 
-/// The guest goes back to the first host, which has nothing of the base image any more, and is not given most of it.
+/// The guest returns to the first host, which has nothing of the base image any more, and cannot
+/// get most of it.
 fn comes_behind_the_guest(stage: &mut Stage) {
     let OnBase {
         id,
         content,
         repository,
     } = stage.on_base.clone().unwrap();
-    // Once it is here, there is no room for it.
+    // Once the guest is here, there is no room for the image.
     let bases = stage.state(0).join("bases");
     fs::rename(&bases, bases.with_extension("gone")).unwrap();
     let room = Room::make(&bases, "72m");
@@ -271,7 +274,7 @@ fn comes_behind_the_guest(stage: &mut Stage) {
     assert!(moved.disks.iter().any(lazy), "{:?}", moved.disks);
     says(stage, &["is damaged"]);
     reads_pattern(stage);
-    // What cannot be had is refused, and nothing else.
+    // Reads of unavailable content fail, and nothing else.
     let said = stage.io_of_guest(0, &format!("read {} 4096", 3 * STRIPE));
     assert!(said.contains("Input/output error"), "{said}");
     stage.goes_on();
@@ -283,7 +286,7 @@ fn comes_behind_the_guest(stage: &mut Stage) {
     let host = stage.lab.host(0).unwrap();
     stage.product.agent_mut(0).unwrap().restart(host).unwrap();
     reads_pattern(stage);
-    // The repository is away: who reads what is missing waits, and goes on by himself.
+    // The repository is away: reads of missing content wait, and continue by themselves.
     let away = Away::take(repository);
     damage.mend(&away.1);
     thread::scope(|scope| {
@@ -294,7 +297,7 @@ fn comes_behind_the_guest(stage: &mut Stage) {
         assert!(!waits.is_finished());
         let full = fill(&bases);
         drop(away);
-        // What cannot be kept is given to the guest all the same.
+        // Content that cannot be stored is given to the guest nevertheless.
         let said = waits.join().unwrap();
         assert!(said.contains("read 4096/4096"), "{said}");
         says(stage, &["cannot be kept"]);
@@ -307,13 +310,13 @@ fn comes_behind_the_guest(stage: &mut Stage) {
     drop(room);
 }
 
-/// The first host says all of this of the base image that comes there.
+/// Waits until the first host reports all of this about the arriving base image.
 fn says(stage: &Stage, what: &[&str]) {
     let said = || what.iter().all(|what| coming(stage, 0).contains(what));
     assert!(wait_until(LIMIT, said), "{}", coming(stage, 0));
 }
 
-/// Leaves no room in a folder; the file that takes it.
+/// Fills up a folder's file system; returns the file that occupies it.
 fn fill(folder: &Path) -> PathBuf {
     let path = folder.join("full");
     let mut file = File::create(&path).unwrap();
@@ -328,7 +331,7 @@ fn reads_pattern(stage: &Stage) {
     assert!(said.contains(&format!("read {bytes}/{bytes}")), "{said}");
 }
 
-/// Kills the processes of front ends on the first host that do these parts.
+/// Kills the processes of disk exports on the first host with these parts.
 fn kill_parts(stage: &Stage, parts: &[&str]) {
     for part in parts {
         let found = stage.fronts_of(0, part);
@@ -353,7 +356,7 @@ fn a_disk_on_a_base_image_comes_back_and_starts_anew() {
     moves(&stage, 0, "postcopy");
     stage.halt(1);
 
-    // Its image names a file of the other host's, which is not what is opened.
+    // Its image names a file of the other host, which is not the one opened.
     let other = Away::take(base_of(&stage, 0));
     let file = stage
         .lab

@@ -1,5 +1,5 @@
-//! The owner of a guest changes its disks while it moves, over a monitor of their own: the move is given
-//! up, and what the guest wrote is where the owner has put it.
+//! Tests changes of a guest's disks by its owner during a move, over a second monitor: the move is
+//! given up, and the guest's writes are where the owner has put them.
 
 use crate::monitor::Monitor;
 use crate::stage::{DISK_BYTES, GUEST, LIMIT, Stage};
@@ -10,21 +10,21 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::PathBuf;
 
-/// When something is changed.
+/// When the change is made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Moment {
     Begun,
-    /// A part has travelled.
+    /// A part has been sent.
     UnderWay,
     /// Everything is ready for the guest to be stopped.
     Stopping,
 }
 
 const MOMENTS: [Moment; 3] = [Moment::Begun, Moment::UnderWay, Moment::Stopping];
-/// What has travelled of a move that is under way, in bytes.
+/// The progress of a move at `UnderWay`, in bytes.
 const UNDER_WAY_BYTES: u64 = 1 << 20;
 
-/// The hook that holds a move just before the guest is stopped, as long as a file is there.
+/// Returns the hook that holds a move just before the guest is stopped, while a file exists.
 pub(crate) fn holding_hook(folder: &std::path::Path) -> toml::Table {
     use std::os::unix::fs::PermissionsExt;
     let (hold, held) = (folder.join("hold"), folder.join("is-held"));
@@ -49,7 +49,7 @@ impl Stage {
         self.folders[0].join("hold")
     }
 
-    /// Begins a move, and waits until that moment of it.
+    /// Begins a move, and waits for that moment.
     fn moves_until(&self, moment: Moment, how: &str) -> Move {
         let mut words = vec!["--disks", how, "--patience", "3s"];
         match moment {
@@ -72,7 +72,7 @@ impl Stage {
     }
 }
 
-/// The node that a disk's device stands on.
+/// Returns the node that a disk's device uses.
 fn top(owner: &mut Monitor, disk: &str) -> String {
     let devices = owner.ask("query-block");
     let device = devices.as_array().unwrap().iter();
@@ -92,14 +92,14 @@ fn complete(owner: &mut Monitor, job: &str) {
     };
     let ready = || status(job, owner).is_none_or(|status| status == "ready");
     assert!(wait_until(LIMIT, ready));
-    // It is complete when it is ready, and stays so until it is told to end.
+    // A job stays ready until it is ordered to complete.
     if status(job, owner).is_some() {
         owner.ask_with("job-complete", &json!({"id": job}));
     }
     assert!(wait_until(LIMIT, || status(job, owner).is_none()));
 }
 
-/// A snapshot of a disk, and how to undo it.
+/// A snapshot of a disk, which can be undone.
 struct Snapshot {
     node: String,
     overlay: PathBuf,
@@ -115,7 +115,7 @@ impl Snapshot {
         Self { node, overlay }
     }
 
-    /// Brings what the guest wrote since into the image below.
+    /// Commits the guest's writes since then into the image below.
     fn commit(self, owner: &mut Monitor) {
         let job = json!({"job-id": "commit", "device": self.node});
         owner.ask_with("block-commit", &job);
@@ -124,7 +124,7 @@ impl Snapshot {
     }
 }
 
-/// What an overlay says that it stands on.
+/// Returns the backing file in an overlay's header.
 fn backing_of(owner: &mut Monitor, node: &str) -> Value {
     let nodes = owner.ask_with("query-named-block-nodes", &json!({"flat": true}));
     let mut nodes = nodes.as_array().unwrap().iter();
@@ -151,7 +151,7 @@ fn a_snapshot_gives_a_move_up_and_the_guest_keeps_what_it_wrote() {
             let snapshot = Snapshot::of(&stage, &mut owner, ["vda", "vdb"][disk], n);
             // It writes to the overlay, and syncs it.
             stage.goes_on();
-            // Where nothing holds the move.
+            // If nothing holds the move.
             let _ = fs::remove_file(stage.hold_file());
             let ended = moving.finish(LIMIT).unwrap();
             assert!(!ended.completed(), "the move took no notice");
@@ -199,7 +199,7 @@ fn what_is_under_way_on_a_guests_disks_is_in_its_plan() {
         refused("and not on its image");
         snapshot.commit(&mut owner);
     }
-    // With all that undone it moves, with what it wrote.
+    // With all that undone it moves, with its writes.
     stage.moves(0, "precopy");
     stage.judge(1);
 }

@@ -1,5 +1,5 @@
-//! Guests that take a disk along: what they wrote is judged from outside after each move, and after
-//! moves that were broken off. Needs root.
+//! Tests guests that move with a disk: their writes are judged from outside after each move, and
+//! after interrupted moves. Needs root.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -30,7 +30,8 @@ fn there_and_back(version: &str) {
         return;
     };
     let allocated = |path: PathBuf| fs::metadata(path).unwrap().blocks() * 512;
-    // Some file of the destination's has what the idle disk holds; with QEMU 10 it is another guest's disk.
+    // A file of the destination has the content of the idle disk; with QEMU 10 it is another
+    // guest's disk.
     let idle = kinds.len();
     let new = stage.folders[1].join("new");
     fs::create_dir(&new).unwrap();
@@ -47,7 +48,7 @@ fn there_and_back(version: &str) {
     let bytes = &there.bytes;
     assert!(bytes.kept_bytes > Some(IDLE_BYTES * 9 / 10), "{bytes:?}");
     assert!(allocated(stage.image(1)) < DISK_BYTES + (1 << 20));
-    // It comes back to what it left, of which somebody has changed a part.
+    // It returns to the files that it left, of which a part was changed.
     let left = fs::read(stage.set_aside(0, idle)).unwrap();
     let blocks = left.chunks(4096).enumerate();
     let changed = blocks.flat_map(|(n, block)| match n % 3 {
@@ -65,15 +66,15 @@ fn there_and_back(version: &str) {
     stage.judge(0);
 }
 
-/// An agent's death leaves the disk to the front end, which the next agent takes out. The front end's
-/// own deaths are not noticed.
+/// An agent's death leaves the disk to the disk export, which the next agent removes. The guest
+/// does not notice the death of the disk export itself.
 #[test]
 fn a_guest_keeps_its_disks_whatever_becomes_of_its_move() {
     let kinds = ["raw,writeback", "qcow2,none"];
     let Some(mut stage) = Stage::with("10.0", "400mbit,2ms", &kinds, None) else {
         return;
     };
-    // Somebody has put another file in the place of a disk.
+    // Another file has taken the place of a disk.
     let used = stage.image(0).with_extension("used");
     fs::rename(stage.image(0), &used).unwrap();
     fs::copy(&used, stage.image(0)).unwrap();
@@ -226,8 +227,8 @@ fn a_destination_without_room_is_refused_or_gives_the_move_up() {
     stage.judge(1);
 }
 
-/// Where the guest is, the disk is, and all of it; where it is not, nothing is left but what was set
-/// aside.
+/// The guest's disk is complete on the guest's host; on the other, nothing remains but the files
+/// set aside.
 #[test]
 fn a_disk_is_where_its_guest_is_whichever_agent_dies_in_the_hand_over() {
     let kinds = ["raw,writeback", "qcow2,writeback"];

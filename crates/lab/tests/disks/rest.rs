@@ -1,4 +1,5 @@
-//! What is left of a disk when its guest runs at the destination, and trouble while it comes.
+//! Tests missing blocks of a disk when its guest runs at the destination, and failures while they
+//! arrive.
 
 use crate::stage::{Failing, GUEST, LIMIT, Stage};
 use longhaul_api::{Phase, Progress, RegionProgress, Report};
@@ -13,10 +14,10 @@ use std::thread;
 use std::time::Duration;
 
 const BLOCK: u64 = 4096;
-/// Where a block is made wrong.
+/// The offset of a corrupted block.
 const WRONG: u64 = 0x20000;
 
-/// What is left of a disk comes whatever is cut and dies meanwhile, on both hosts, and the guest loses
+/// Missing blocks of a disk arrive in spite of cuts and deaths, on both hosts, and the guest loses
 /// nothing.
 #[test]
 fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
@@ -25,7 +26,7 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
     };
     let moving = cut_with_something_left(&stage);
     for part in ["arrive", "supervise", "arrive"] {
-        // One that was taken over is being started again.
+        // A process that was taken over is being restarted.
         let mut killed = Vec::new();
         let one = wait_until(LIMIT, || {
             killed = stage.fronts_of(1, part);
@@ -52,7 +53,7 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
         "nothing was left: {}",
         stage.logs()
     );
-    // An agent that was started since knows it as well, and for how long the source has been away.
+    // A restarted agent knows it as well, and how long the source has been away.
     let silent = || {
         stage
             .said(1)
@@ -74,8 +75,8 @@ fn what_is_left_of_a_disk_comes_whatever_dies_meanwhile() {
     is_lost_and_found(stage, moving);
 }
 
-/// The source is gone with all that it had. The guest waits for what is missing and for nothing else, can be ended, and its image
-/// says what is missing of it. When the source is found again, that comes.
+/// The source is lost with all its state. The guest waits for missing blocks and for nothing else,
+/// can be ended, and its image records them. When the source is found again, they arrive.
 fn is_lost_and_found(mut stage: Stage, moving: Move) {
     stage.lose(0);
     // It has lost its agent.
@@ -89,12 +90,13 @@ fn is_lost_and_found(mut stage: Stage, moving: Move) {
     };
     let noted = masks("noted");
     let here = (0..noted.blocks).find(|block| !noted.is_missing(*block));
-    // QEMU may keep an answer back until the next one comes (docs/decisions/0030): so it is made to come.
+    // QEMU may delay an answer until the next one (docs/decisions/0030): so another answer is
+    // provoked.
     let words = format!("read {} 4k", here.unwrap() * BLOCK);
     let said = stage.io_of_disk(1, "vda", &words);
     assert!(said.contains("read 4096/4096"), "{said}");
 
-    // QEMU would wait for what waits before it quits.
+    // QEMU would wait for pending requests before it quits.
     stage.kill_qemu(1);
     let is_stored = || masks("masks").missing == masks("noted").missing;
     assert!(wait_until(LIMIT, is_stored), "{}", stage.logs());
@@ -106,7 +108,7 @@ fn is_lost_and_found(mut stage: Stage, moving: Move) {
         assert!(is_zero || !stored.is_missing(block), "block {block}");
     }
 
-    // This host loses power, too; and at first somebody brings another image.
+    // This host loses power, too; and first another image takes the place.
     stage.lose(1);
     stage.find(1);
     let kept = stage.image(0).with_extension("kept");
@@ -126,14 +128,14 @@ fn is_lost_and_found(mut stage: Stage, moving: Move) {
     stage.judge_ended(1, false);
 }
 
-/// Once the link is back, a guest that was stalled goes on by itself, and its agents finish the move.
+/// After the link is repaired, a stalled guest continues by itself, and its agents finish the move.
 #[test]
 fn a_cut_while_something_is_left_is_a_pause() {
     let Some(stage) = Stage::new("7.2", "20mbit,2ms") else {
         return;
     };
     let moving = cut_with_something_left(&stage);
-    // It comes across what is missing, all that it has under way.
+    // It accesses missing blocks with all its requests.
     let stalls = || sum(stage.said(1), |disk| disk.waiting.unwrap_or(0)) > 0;
     assert!(wait_until(LIMIT, stalls), "{}", stage.logs());
     assert!(
@@ -169,8 +171,9 @@ fn a_cut_while_something_is_left_is_a_pause() {
     stage.judge(1);
 }
 
-/// What is left waits for room at the destination, and for a source that can read its disk; what has come wrong is
-/// found. The guest gets what it would have got from these disks, and loses nothing.
+/// Missing blocks wait for space at the destination, and for a source that can read its disk;
+/// corrupted ones are detected. The guest gets the same results as from these disks, and loses
+/// nothing.
 #[test]
 fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     let Some(mut stage) = Stage::failing("10.0", "20mbit,2ms", "100m") else {
@@ -190,7 +193,7 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     fs::remove_file(&filling).unwrap();
     goes_on_after_a_full_disk(&stage);
 
-    // All else comes. What cannot be read fails where it is needed, with its place told.
+    // All other blocks arrive. Access to an unreadable one fails, and its place is reported.
     let broken = (Failing::BYTES - Failing::FROM) as u64 / BLOCK;
     let rest = || left(stage.said(1)) == broken;
     assert!(
@@ -223,7 +226,7 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     assert_eq!(trouble(&stage), "");
     let said = stage.io_of_guest(1, &format!("read {place} 512"));
     assert!(said.contains("read failed: Input/output error"), "{said}");
-    // What the guest writes over need not be read.
+    // Blocks that the guest overwrites need not be read.
     let said = stage.io_of_guest(1, &format!("write -P 7 {place} 32k"));
     assert!(said.contains("wrote 32768/32768"), "{said}");
     let rest = || left(stage.said(1)) == broken - 8;
@@ -261,7 +264,8 @@ fn what_is_left_comes_when_there_is_room_and_can_be_read() {
     stage.judge(1);
 }
 
-/// A guest of which a disk cannot be read as a whole does not leave where all of it has to go before.
+/// A guest with a disk that is partly unreadable is not moved by strategies that send all of it
+/// before.
 fn does_not_leave(stage: &Stage) {
     let to = stage.lab.host(1).unwrap();
     let words = ["--disks", "mirror"];
@@ -272,7 +276,8 @@ fn does_not_leave(stage: &Stage) {
     stage.stays();
 }
 
-/// All has come, and something of it is not what it was: nothing is let go before the guest has written over it.
+/// All blocks have arrived, and one is corrupted: the source is kept until the guest has
+/// overwritten it.
 fn came_wrong(stage: &Stage) {
     let wrong = || {
         let trouble = stage.said(0).and_then(|said| said.trouble);
@@ -288,7 +293,7 @@ fn came_wrong(stage: &Stage) {
     assert!(said.contains("wrote 4096/4096"), "{said}");
 }
 
-/// The guest has been handed over, something of its disks is at the source, and the link is cut.
+/// Waits until the guest has been handed over with missing blocks, and cuts the link.
 fn cut_with_something_left(stage: &Stage) -> Move {
     let to = stage.lab.host(1).unwrap();
     let words = ["--disks", "postcopy", "--verify"];
@@ -305,18 +310,18 @@ fn sum(said: Option<Progress>, of: impl Fn(&RegionProgress) -> u64) -> u64 {
     regions.iter().filter(|region| region.disk).map(of).sum()
 }
 
-/// Blocks that are yet to come.
+/// Returns the number of missing blocks.
 fn left(said: Option<Progress>) -> u64 {
     sum(said, |disk| disk.blocks_pending)
 }
 
-/// What keeps them from being taken.
+/// Returns why they cannot be stored.
 fn trouble(stage: &Stage) -> String {
     let said = stage.said(1).and_then(|said| said.trouble);
     said.unwrap_or_default()
 }
 
-/// Whether the guest ends nothing for a while.
+/// Returns whether the guest completes no operation for a while.
 fn stands_still(stage: &Stage) -> bool {
     let done = || stage.history.heard().told.done;
     let before = done();
@@ -324,7 +329,8 @@ fn stands_still(stage: &Stage) -> bool {
     done() == before
 }
 
-/// QEMU stops a guest whose write finds no room, until somebody has made some and says so.
+/// QEMU stops a guest whose write finds no space, until space is freed and QEMU is ordered to
+/// continue.
 fn goes_on_after_a_full_disk(stage: &Stage) {
     let done = stage.history.heard().told.done;
     let goes_on = || {

@@ -1,4 +1,4 @@
-//! Two hosts, a guest that writes to disks of its own, and what must hold of them.
+//! Provides two hosts, a guest that writes to local disks, and the checks of these.
 
 use crate::monitor::Monitor;
 use longhaul_api::{Phase, Progress, Report};
@@ -24,16 +24,16 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(300);
 pub(crate) const DISK_BYTES: u64 = 24 << 20;
-/// What an idle disk holds.
+/// Size of an idle disk's content.
 pub(crate) const IDLE_BYTES: u64 = 1 << 20;
 pub(crate) const GUEST: &str = "writer";
 
 /// Guests under TCG share two cores badly: one at a time.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Two hosts that share nothing, and a guest that writes to a disk of its own.
+/// Two hosts that share nothing, and a guest that writes to a local disk.
 pub(crate) struct Stage {
-    // They go before the laboratory's folder.
+    // They are removed before the laboratory's folder.
     _room: Option<Room>,
     pub(crate) failing: Option<Failing>,
     pub(crate) on_base: Option<OnBase>,
@@ -42,7 +42,7 @@ pub(crate) struct Stage {
     pub(crate) history: History,
     /// The files of its disks' images.
     pub(crate) disks: Vec<String>,
-    /// Where each host has the images.
+    /// The folders of the images on each host.
     pub(crate) folders: Vec<PathBuf>,
     seed: u64,
     _turn: MutexGuard<'static, ()>,
@@ -53,7 +53,7 @@ impl Stage {
         Self::with(version, link, &["raw,writeback"], None)
     }
 
-    /// With disks of these kinds, for which paris has only so much room.
+    /// Creates it with disks of these kinds, for which paris has limited space.
     pub(crate) fn with(
         version: &str,
         link: &str,
@@ -67,7 +67,7 @@ impl Stage {
         Self::build(version, link, kinds, more)
     }
 
-    /// The same in a machine of the older chipset.
+    /// Creates the same in a machine of the older chipset.
     pub(crate) fn of_pc(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
         let more = More {
             pc: true,
@@ -76,7 +76,7 @@ impl Stage {
         Self::build(version, link, kinds, more)
     }
 
-    /// The same with another disk, to which the guest does nothing, and which can fail at its source.
+    /// Creates the same with another, idle disk, which can fail at its source.
     pub(crate) fn failing(version: &str, link: &str, room: &str) -> Option<Self> {
         let more = More {
             room: Some(room),
@@ -86,7 +86,7 @@ impl Stage {
         Self::build(version, link, &["raw,writeback"], more)
     }
 
-    /// With disks of these kinds, and an idle one after them: the guest does nothing to it.
+    /// Creates it with disks of these kinds, and an idle one after them.
     pub(crate) fn with_idle(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
         let more = More {
             idle: true,
@@ -95,7 +95,7 @@ impl Stage {
         Self::build(version, link, kinds, more)
     }
 
-    /// With another disk, to which the guest does nothing, and which stands on a base image.
+    /// Creates it with another, idle disk on a base image.
     pub(crate) fn on_a_base(version: &str, link: &str) -> Option<Self> {
         let more = More {
             on_a_base: true,
@@ -104,7 +104,8 @@ impl Stage {
         Self::build(version, link, &["raw,writeback"], more)
     }
 
-    /// With a monitor of its owner's beside the product's, and a hook that can hold a move.
+    /// Creates it with a monitor for its owner beside the product's, and a hook that can hold a
+    /// move.
     pub(crate) fn with_owner(version: &str, link: &str, kinds: &[&str]) -> Option<Self> {
         let more = More {
             owner: true,
@@ -247,13 +248,13 @@ impl Stage {
         self.folders[host].join(&self.disks[disk])
     }
 
-    /// What a host says of the guest's latest move.
+    /// Returns a host's progress of the guest's latest move.
     pub(crate) fn said(&self, host: usize) -> Option<Progress> {
         let latest = self.product.latest_migration(host, GUEST).unwrap();
         latest?.progress
     }
 
-    /// The ends of both agents' logs.
+    /// Returns the ends of both agents' logs.
     pub(crate) fn logs(&self) -> String {
         let log = |host| {
             let text = fs::read_to_string(self.product.agent(host).unwrap().log()).unwrap();
@@ -264,7 +265,7 @@ impl Stage {
         format!("{}\n\n{}", log(0), log(1))
     }
 
-    /// It goes on where it is now.
+    /// Waits for the guest to go on at its current host.
     pub(crate) fn goes_on(&self) {
         let done = self.history.heard().told.done;
         self.history.wait_for(done + 30, LIMIT).unwrap();
@@ -285,7 +286,7 @@ impl Stage {
             (verified.disks_not_compared, verified.different_blocks),
             (0, 0)
         );
-        // What the guest has written there before it could be compared does not count; that may be nothing.
+        // The guest's writes there before the comparison do not count; that may be none.
         let least = match how {
             "hybrid" | "postcopy" => 1,
             _ => verified.disks as u64 * DISK_BYTES,
@@ -302,7 +303,7 @@ impl Stage {
         );
         assert!(verified.disk_bytes_stopped <= verified.disk_bytes);
         assert_eq!(report.disks[0].why.is_some(), how == "auto");
-        // It is told last, when nothing of the disks is to be fetched any more.
+        // It is reported last, when no blocks of the disks are missing any more.
         assert!(report.clock.is_some(), "{}", self.logs());
         self.goes_on();
         self.nothing_is_left(from);
@@ -311,12 +312,12 @@ impl Stage {
         report
     }
 
-    /// What was set aside of a disk when the guest left a host.
+    /// Returns the file of a disk that was set aside when the guest left a host.
     pub(crate) fn set_aside(&self, host: usize, disk: usize) -> PathBuf {
         self.folders[host].join(format!("{}.moved", self.disks[disk]))
     }
 
-    /// Begins a move that takes so long that something can happen meanwhile.
+    /// Begins a move that is slow enough for actions during it.
     pub(crate) fn begins(&self, how: &str) -> Move {
         let words = ["--disks", how, "--bandwidth", "4mbit", "--patience", "3s"];
         let to = self.lab.host(1).unwrap();
@@ -327,7 +328,7 @@ impl Stage {
         moving
     }
 
-    /// The guest goes on where it was, and nothing tells of the move.
+    /// Asserts that the guest goes on at its host, and nothing of the move remains.
     pub(crate) fn stays(&self) {
         self.goes_on();
         self.nothing_is_left(0);
@@ -340,7 +341,7 @@ impl Stage {
         }
     }
 
-    /// The processes of front ends that do this part.
+    /// Returns the processes of disk exports with this part.
     pub(crate) fn fronts(&self, part: &str) -> Vec<i32> {
         self.fronts_of(0, part)
     }
@@ -359,7 +360,7 @@ impl Stage {
         pids.filter(is_one).collect()
     }
 
-    /// No front end, and nothing to be removed later.
+    /// Asserts that there is no disk export, and no file to be removed later.
     pub(crate) fn nothing_is_left(&self, host: usize) {
         let state = self.lab.host(host).unwrap().folder().join("state");
         for folder in ["fronts", "arriving"] {
@@ -379,12 +380,12 @@ impl Stage {
         Monitor::connect(&guest.join("run/qmp"))
     }
 
-    /// Has QEMU read or write as the guest's second device does; what it said.
+    /// Has QEMU read or write as the guest's second device does; returns its answer.
     pub(crate) fn io_of_guest(&self, host: usize, words: &str) -> String {
         self.io_of_disk(host, "vdb", words)
     }
 
-    /// The same as one of its devices does.
+    /// Does the same as one of its devices does.
     pub(crate) fn io_of_disk(&self, host: usize, disk: &str, words: &str) -> String {
         let log = self.state(host).join("guests").join(GUEST).join("qemu.log");
         let before = fs::read_to_string(&log).unwrap().len();
@@ -401,7 +402,7 @@ impl Stage {
         said
     }
 
-    /// The processes of a host, but for those that have ended and are not buried.
+    /// Returns the processes of a host, without those that have ended and are not reaped.
     fn processes(&self, host: usize) -> Vec<i32> {
         let namespace = self.lab.host(host).unwrap().namespace();
         let mut all = namespace.processes().unwrap();
@@ -417,7 +418,7 @@ impl Stage {
         self.processes(host).into_iter().filter(is_one).collect()
     }
 
-    /// The monitor of the guest's owner.
+    /// Returns the monitor of the guest's owner.
     pub(crate) fn owner(&self, host: usize) -> Monitor {
         let qemus = self.qemus(host);
         assert_eq!(qemus.len(), 1);
@@ -432,7 +433,7 @@ impl Stage {
         assert!(wait_until(LIMIT, || self.qemus(host).is_empty()));
     }
 
-    /// A host loses power, and nobody has its state any more.
+    /// Simulates a power loss of a host, whose state becomes unavailable.
     pub(crate) fn lose(&mut self, host: usize) {
         self.product.agent_mut(host).unwrap().kill().unwrap();
         let none = || {
@@ -450,7 +451,7 @@ impl Stage {
         self.state(host).with_extension("lost")
     }
 
-    /// It is found again.
+    /// Makes its state available again.
     pub(crate) fn find(&mut self, host: usize) {
         fs::rename(self.lost(host), self.state(host)).unwrap();
         let agent = self.product.agent_mut(host).unwrap();
@@ -474,7 +475,7 @@ impl Stage {
         self.judge_ended(host, true);
     }
 
-    /// The same of one that may have been ended in the middle of its work.
+    /// Does the same for a guest that may have been ended in the middle of its work.
     pub(crate) fn judge_ended(self, host: usize, quiet: bool) {
         let record = self.history.finish().unwrap();
         assert!(record.quiet == quiet && record.errors == 0, "{record:?}");
@@ -484,7 +485,7 @@ impl Stage {
         assert!(judgement.newest.is_some(), "{judgement:?}");
         let qcow2 = record.disks.iter().filter(|it| it.format == Format::Qcow2);
         qcow2.for_each(|disk| what_else_is_in_it_is_there(&folder.join(&disk.image)));
-        // The judge is not blind.
+        // Checks that the judge detects damage.
         let image = folder.join(&record.disks[0].image);
         let content = fs::read(&image).unwrap();
         fs::write(&image, vec![0; content.len()]).unwrap();
@@ -492,8 +493,8 @@ impl Stage {
     }
 }
 
-/// The disk of that number, as large as the others. It has noise where nobody looks: what the guest's system reads of
-/// its beginning and end is in the guest's memory too.
+/// Returns the disk of that number, as large as the others. It has noise in an unused part: the
+/// beginning and end, read by the guest's system, are in the guest's memory too.
 fn idle(folder: &Path, number: usize) -> LocalDisk {
     let image = format!("disk{number}");
     let disk = LocalDisk {
@@ -519,7 +520,7 @@ fn run(program: &str, words: &[&str], image: &Path) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Gives an image in qcow2 what no raw one has: a snapshot with other content, and a bitmap.
+/// Adds to a qcow2 image a snapshot with other content, and a bitmap.
 fn furnish(disk: &LocalDisk) {
     if disk.kind.format == Format::Qcow2 {
         let write = |command: &str| run("qemu-io", &["-f", "qcow2", "-c", command], &disk.path);
@@ -550,7 +551,7 @@ fn what_else_is_in_it_is_there(image: &Path) {
     assert!(fs::read(raw).unwrap() == vec![0x55; DISK_BYTES as usize]);
 }
 
-/// A file system of a size of its own.
+/// A file system of a fixed size.
 pub(crate) struct Room(PathBuf);
 
 impl Room {
@@ -568,12 +569,12 @@ impl Room {
 
 impl Drop for Room {
     fn drop(&mut self) {
-        // A guest that a failed test left may have a file there open.
+        // The guest of a failed test may have a file there open.
         let _ = Command::new("umount").arg("--lazy").arg(&self.0).status();
     }
 }
 
-/// Containers seldom have the files by which loop devices are reached, whatever their kernel has.
+/// Creates the device nodes of loop devices, which containers often lack.
 fn make_loop_nodes() {
     let control = [("loop-control".to_owned(), SFlag::S_IFCHR, 10, 237)];
     let devices = (0..8).map(|minor| (format!("loop{minor}"), SFlag::S_IFBLK, 7, minor));
@@ -591,8 +592,8 @@ fn make_loop_nodes() {
     }
 }
 
-/// A block device of the first host's whose last blocks cannot be read as long as the file behind it ends before
-/// them.
+/// A block device of the first host whose last blocks cannot be read while the file behind it is
+/// too short.
 pub(crate) struct Failing {
     device: PathBuf,
     file: PathBuf,
@@ -601,10 +602,10 @@ pub(crate) struct Failing {
 
 impl Failing {
     pub(crate) const BYTES: usize = 1 << 20;
-    /// From here on it can fail.
+    /// The offset from which it can fail.
     pub(crate) const FROM: usize = Self::BYTES - (64 << 10);
 
-    /// Makes the disk of that number.
+    /// Creates the disk of that number.
     fn make(folder: &Path, number: usize) -> (LocalDisk, Self) {
         let file = folder.join("behind-the-device");
         let content = noise(Self::BYTES);
@@ -634,7 +635,7 @@ impl Failing {
         (disk, failing)
     }
 
-    /// Its end cannot be read any more.
+    /// Makes its end unreadable.
     pub(crate) fn break_end(&self) {
         let file = File::options().write(true).open(&self.file).unwrap();
         file.set_len(Self::FROM as u64).unwrap();
@@ -646,7 +647,7 @@ impl Failing {
         assert_eq!(read.unwrap_err().raw_os_error(), Some(nix::libc::EIO));
     }
 
-    /// It can again, and holds what it held.
+    /// Makes it readable again, with its content.
     pub(crate) fn mend(&self) {
         let file = File::options().write(true).open(&self.file).unwrap();
         let end = &self.content[Self::FROM..];
@@ -656,7 +657,7 @@ impl Failing {
 
 impl Drop for Failing {
     fn drop(&mut self) {
-        // It goes when nobody has it open any more.
+        // It is removed when it is not open any more.
         let _ = Command::new("losetup")
             .arg("--detach")
             .arg(&self.device)
@@ -664,10 +665,10 @@ impl Drop for Failing {
     }
 }
 
-/// What else there is.
+/// Further options.
 #[derive(Default)]
 struct More<'a> {
-    /// So much room at paris.
+    /// Space at paris.
     room: Option<&'a str>,
     /// A disk that can fail.
     fails: bool,
@@ -690,9 +691,9 @@ pub(crate) struct OnBase {
 
 impl OnBase {
     pub(crate) const BYTES: usize = 4 << 20;
-    /// The disk is larger.
+    /// The size of the disk.
     pub(crate) const DISK_BYTES: u64 = 6 << 20;
-    /// It begins with so many bytes of one kind.
+    /// The first bytes of one kind.
     pub(crate) const PATTERN: (u8, usize) = (0x5a, 64 << 10);
 
     fn disk(folder: &Path, number: usize) -> LocalDisk {
@@ -705,7 +706,7 @@ impl OnBase {
         }
     }
 
-    /// Imports the base image, fetches it to the first host, and makes the disk there.
+    /// Imports the base image, fetches it to the first host, and creates the disk there.
     fn make(lab: &Lab, product: &Product, disk: &LocalDisk) -> Self {
         let folder = lab.host(0).unwrap().folder();
         let mut content = noise(Self::BYTES);
@@ -735,7 +736,7 @@ impl OnBase {
     }
 }
 
-/// Nothing that compresses, and no zeros.
+/// Returns incompressible bytes without zeros.
 fn noise(bytes: usize) -> Vec<u8> {
     let mut word = 1_u64;
     let mut next = || {
@@ -745,7 +746,7 @@ fn noise(bytes: usize) -> Vec<u8> {
     (0..bytes).map(|_| next()).collect()
 }
 
-/// A QEMU that has a second monitor, at a socket that is called by its process.
+/// Returns a QEMU that has a second monitor, at a socket named after its process.
 fn qemu_with_monitor(version: &str, folder: &Path) -> String {
     use std::os::unix::fs::PermissionsExt;
     let qemu = installed::qemu(version).unwrap();
@@ -769,7 +770,7 @@ fn file_name(disk: &LocalDisk) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// How a host's configuration names images, each at its path.
+/// Returns a host's configuration for images, each at its path.
 fn images(disks: impl Iterator<Item = (PathBuf, LocalDisk)>) -> toml::Table {
     let image = |(path, disk): (PathBuf, LocalDisk)| {
         let table = toml::Table::from_iter([

@@ -1,7 +1,8 @@
-//! A guest does a history on its disks while the front end below them is killed, stopped, taken out and put
-//! in at random: what its disks hold is judged from outside. Needs root.
+//! Tests a history on a guest's disks while the disk export below them is killed, stopped, removed
+//! and inserted at random: the disks' content is judged from outside. Needs root.
 //!
-//! `LONGHAUL_CHAOS_S=3600` goes on for so long, with another seed each time; `LONGHAUL_CHAOS_SEED` is the first.
+//! `LONGHAUL_CHAOS_S=3600` sets the duration, with another seed in each round;
+//! `LONGHAUL_CHAOS_SEED` is the first.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -33,9 +34,9 @@ use tokio::runtime::Runtime;
 
 const LIMIT: Duration = Duration::from_secs(120);
 const DISK_BYTES: u64 = 32 << 20;
-/// How long things fail, where nobody asks for more.
+/// The default duration of failures.
 const SHORT: Duration = Duration::from_secs(5);
-/// And how long of a longer time with one guest.
+/// The duration with one guest, in longer runs.
 const ROUND: Duration = Duration::from_secs(20);
 const KINDS: [&str; 4] = [
     "raw,none,iothread",
@@ -44,16 +45,16 @@ const KINDS: [&str; 4] = [
     "qcow2,none,iothread",
 ];
 
-/// A disk, and what stands below it.
+/// A disk, and its disk export.
 struct Disk {
     nodes: DiskNodes,
     local: LocalDisk,
     front: Option<(Front, Processes)>,
-    /// How often something stood there.
+    /// The number of insertions.
     times: u32,
 }
 
-/// What was done so far; a failure says it, and what QEMU said.
+/// The actions so far; a failure prints them, and QEMU's output.
 struct Story {
     folder: PathBuf,
     version: &'static str,
@@ -104,7 +105,7 @@ fn no_write_is_lost_whatever_becomes_of_the_front_end() {
     }
 }
 
-/// One guest, with QEMU and disks by the seed.
+/// Runs one guest, with QEMU and disks chosen by the seed.
 fn round(seed: u64, time: Duration) {
     let mut random = Random::new(seed);
     let versions = installed::QEMU_VERSIONS.len() as u64;
@@ -128,7 +129,7 @@ fn round(seed: u64, time: Duration) {
     while began.elapsed() < time {
         chaos.step();
     }
-    // The front end still answers, and the guest still works.
+    // The disk export still answers, and the guest still works.
     let done = chaos.history.heard().told.done;
     chaos.history.wait_for(done + 20, LIMIT).unwrap();
     let (record, _story) = chaos.end();
@@ -200,7 +201,7 @@ impl Chaos {
         }
     }
 
-    /// Puts front ends below all disks.
+    /// Inserts disk exports below all disks.
     fn insert(&mut self) {
         for (number, disk) in self.disks.iter_mut().enumerate() {
             disk.times += 1;
@@ -217,7 +218,7 @@ impl Chaos {
             .unwrap();
     }
 
-    /// Takes them out again.
+    /// Removes them.
     fn remove(&mut self) {
         for disk in &mut self.disks {
             if let Some((_, processes)) = &mut disk.front {
@@ -233,7 +234,7 @@ impl Chaos {
         }
     }
 
-    /// Lets something fail, or does what moves do.
+    /// Causes a failure, or does what moves do.
     fn step(&mut self) {
         thread::sleep(Duration::from_millis(self.random.below(400)));
         let disk = self.random.below(self.disks.len() as u64) as usize;
@@ -252,7 +253,7 @@ impl Chaos {
             }
         };
         if self.random.below(2) == 0 {
-            // Meanwhile the guest waits, or there is nobody who would start the next one.
+            // Meanwhile the guest waits, or no supervisor would start the next server.
             thread::sleep(Duration::from_millis(self.random.below(300)));
         }
         for disk in &mut self.disks {
@@ -261,7 +262,7 @@ impl Chaos {
         self.story.events.push(event);
     }
 
-    /// Ends the guest, in one of the ways in which guests end.
+    /// Ends the guest, in one of several ways.
     fn end(mut self) -> (Record, Story) {
         let way = self.random.below(3);
         if way == 0 {
@@ -286,7 +287,7 @@ impl Chaos {
         let mut record = self.history.finish().unwrap();
         assert_eq!(record.quiet, way < 2);
         for (disk, recorded) in self.disks.iter().zip(&mut record.disks) {
-            // Of an image that grows a killed QEMU takes tables with it that were not flushed.
+            // For an image that grows a killed QEMU loses tables that were not flushed.
             let kind = disk.local.kind;
             let strict = kind.format == Format::Raw || kind.cache == Cache::Writethrough;
             recorded.keeps_acknowledged = way == 0 || strict;
@@ -303,7 +304,7 @@ fn pairs(disks: &[Disk]) -> impl Iterator<Item = (&DiskNodes, &Front)> {
         .map(|disk| (&disk.nodes, &disk.front.as_ref().unwrap().0))
 }
 
-/// A name that nobody guesses is not needed here.
+/// Returns a name for the export; it need not be secret here.
 fn export_name(path: &Path) -> String {
     let name = path.file_name().unwrap().to_str().unwrap();
     format!("{name:-<32}")

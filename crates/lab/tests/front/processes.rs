@@ -1,4 +1,4 @@
-//! The processes of one disk's front end: this program, started again.
+//! Runs the processes of one disk export: this program, started again.
 
 use crate::export_name;
 use longhaul_hypervisor::disk::Front;
@@ -19,7 +19,7 @@ const LIMIT: Duration = Duration::from_secs(60);
 const FOLDER: &str = "LONGHAUL_TEST_FRONT_FOLDER";
 const ROLE: &str = "LONGHAUL_TEST_FRONT_ROLE";
 
-/// No test, but the processes of the front end.
+/// Not a test, but the processes of the disk export.
 #[test]
 fn a_process_of_a_front_end() {
     let (Some(path), Some(role)) = (std::env::var_os(FOLDER), std::env::var_os(ROLE)) else {
@@ -53,7 +53,7 @@ fn process(role: &str) -> Command {
     command
 }
 
-/// A front end of processes.
+/// A disk export of several processes.
 pub(crate) struct Processes {
     supervisor: Option<Child>,
     role: &'static str,
@@ -97,7 +97,7 @@ impl Processes {
         (front, processes)
     }
 
-    /// Starts a supervisor where there is none, and waits for a server.
+    /// Starts a supervisor if there is none, and waits for a server.
     pub(crate) fn supervise(&mut self) {
         if self.supervisor.is_none() {
             let mut supervisor = process(self.role);
@@ -127,7 +127,7 @@ impl Processes {
         "server killed"
     }
 
-    /// It hangs until somebody kills it.
+    /// Stops the server, which hangs until it is killed.
     pub(crate) fn stop_server(&mut self) -> &'static str {
         self.signal_server(Signal::SIGSTOP);
         "server stopped"
@@ -145,13 +145,13 @@ impl Processes {
         let server = self.server();
         self.kill_supervisor();
         if let Some(pid) = server {
-            // Nobody has waited for it: the number is still its own, or nobody's.
+            // It is not reaped yet: the number is still its own, or free.
             let _ = kill(pid, Signal::SIGKILL);
         }
         "both killed"
     }
 
-    /// The supervisor stands still, and its server dies meanwhile.
+    /// Stops the supervisor, during which its server dies.
     pub(crate) fn hold_supervisor(&mut self, time: Duration) -> &'static str {
         let server = self.server();
         let supervisor = self.supervisor.as_ref().map(Child::id);
@@ -169,7 +169,7 @@ impl Processes {
         self.control.give_locks().unwrap();
     }
 
-    /// Ends it: nothing is done to the image any more.
+    /// Ends it: the image is not accessed any more.
     pub(crate) fn stop(mut self) {
         self.control.stop().unwrap();
         let supervisor = self.supervisor.as_mut().unwrap();
@@ -179,7 +179,7 @@ impl Processes {
 
 impl Drop for Processes {
     fn drop(&mut self) {
-        // What a test that fails would leave.
+        // Cleans up after a failed test.
         let server = self.server();
         self.kill_supervisor();
         if let Some(pid) = server {

@@ -1,4 +1,4 @@
-//! Attaching to guests that something else started, and forgetting them again.
+//! Attaches to guests that another program started, and detaches from them.
 
 use crate::agent::guests::{Guests, Known, unknown};
 use longhaul_api::{ApiError, AttachGuest, ErrorCode, Guest};
@@ -7,7 +7,7 @@ use longhaul_migration::{Manager, UNCHANGED, attach_failure};
 use std::path::PathBuf;
 
 impl Guests {
-    /// Learns everything about a guest that something else started, and changes nothing of it.
+    /// Inspects a guest that another program started, without changing it.
     pub(crate) async fn attach(
         &self,
         manager: &Manager,
@@ -23,12 +23,12 @@ impl Guests {
             return Err(ApiError::new(ErrorCode::InvalidRequest, text));
         }
         let pid = request.pid.and_then(|pid| i32::try_from(pid).ok());
-        // Says where it is, where it is elsewhere: what something else started here then is an
-        // old copy.
+        // Reports where the guest is, if it is elsewhere: what another program started here is then
+        // an old copy.
         let reservation = manager.reserve(name).await?;
         let generation = manager.right(name).await.generation.unwrap_or(0);
         let (config, called) = (self.parts.config.hypervisor.clone(), name.to_owned());
-        // It comes to its end even when nobody waits for the answer any more.
+        // Runs to its end even if the client no longer waits for the answer.
         let looked = tokio::spawn(async move {
             let attach = Attach {
                 name: &called,
@@ -54,7 +54,7 @@ impl Guests {
         self.get(manager, name).await
     }
 
-    /// Forgets a guest that was attached to; its QEMU goes on as it is.
+    /// Detaches from an attached guest; its QEMU goes on unchanged.
     pub(crate) async fn detach(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
         let mut known = self.known()?;
         let guest = match known.remove(name) {
@@ -75,7 +75,8 @@ impl Guests {
     }
 }
 
-/// A guest that something else started has ended, and only that can start it again.
+/// Returns the error for a guest that another program started and that has ended: only that program
+/// can start it again.
 pub(crate) fn ended(name: &str) -> ApiError {
     ApiError::new(
         ErrorCode::GuestState,

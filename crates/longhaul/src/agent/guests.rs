@@ -1,7 +1,7 @@
-//! The guests of this host as the API shows them; starting and stopping them.
+//! Lists the guests of this host for the API; starts and stops them.
 //!
-//! A guest is known here while its QEMU has a folder in the state folder, and from its
-//! description, which stays in `descriptions/` when its QEMU has ended.
+//! A guest is known here while its QEMU has a folder in the state folder, and from its description,
+//! which stays in `descriptions/` when its QEMU has ended.
 
 use crate::agent::attach;
 use futures_util::future::join_all;
@@ -26,19 +26,19 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// How long a guest's QEMU may take to say how it is.
+/// The time limit for the state of a guest's QEMU.
 const ASK_WAIT: Duration = Duration::from_secs(3);
-/// How long a guest may take to shut down when it is asked to.
+/// The time limit for a guest to shut down when asked.
 const SHUT_DOWN_WAIT: Duration = Duration::from_secs(120);
-/// Most bytes of a stored description.
+/// The maximum number of bytes of a stored description.
 const DESCRIPTION_BYTES_MAX: u64 = 1 << 20;
 
-/// Answers for the guests of this host.
+/// The guest operations of the API.
 pub(crate) struct Guests {
     pub(crate) parts: Parts,
 }
 
-/// What is known of a guest without asking its QEMU.
+/// The knowledge of a guest without asking its QEMU.
 pub(crate) enum Known {
     Running(guest::Guest),
     Ended(guest::Guest),
@@ -46,7 +46,7 @@ pub(crate) enum Known {
     Described(GuestDescription),
 }
 
-/// What a QEMU said of its guest.
+/// QEMU's report of its guest.
 struct Said {
     status: String,
     qemu: String,
@@ -58,7 +58,7 @@ impl Guests {
         Self { parts }
     }
 
-    /// Every guest that is described or runs here.
+    /// Returns all guests that are described or run here.
     pub(crate) async fn list(&self, manager: &Manager) -> Result<GuestList, ApiError> {
         let known = self.known()?;
         let guests = known.values().map(|known| self.show(manager, known));
@@ -67,14 +67,14 @@ impl Guests {
         })
     }
 
-    /// One of them.
+    /// Returns one guest.
     pub(crate) async fn get(&self, manager: &Manager, name: &str) -> Result<Guest, ApiError> {
         let known = self.known()?;
         let known = known.get(name).ok_or_else(|| unknown(name))?;
         Ok(self.show(manager, known).await)
     }
 
-    /// Refuses what names a guest that is not known here.
+    /// Refuses the name of an unknown guest.
     pub(crate) fn require(&self, name: &str) -> Result<(), ApiError> {
         match self.known()?.contains_key(name) {
             true => Ok(()),
@@ -82,7 +82,7 @@ impl Guests {
         }
     }
 
-    /// Starts one.
+    /// Starts a guest.
     pub(crate) async fn start(
         &self,
         manager: &Manager,
@@ -97,7 +97,7 @@ impl Guests {
                 let mut known = self.known()?;
                 match known.remove(&name) {
                     Some(Known::Running(_)) => {
-                        // Says where it is, where it only stands still here.
+                        // Reports where the guest is, if it is only stopped here.
                         manager.reserve(&name).await?;
                         return Err(runs_already(&name));
                     }
@@ -116,7 +116,7 @@ impl Guests {
         manager.may_use_disks(&description)?;
         manager.make_way_for(&description).await;
         let right = manager.right(&name).await;
-        // Launching must come to its end even when nobody waits for the answer any more.
+        // The launch must run to its end even if the client no longer waits for the answer.
         let parts = self.parts.clone();
         let launched = tokio::spawn(async move {
             let launched = launch(&parts, &description, &right).await;
@@ -130,7 +130,7 @@ impl Guests {
         self.get(manager, &name).await
     }
 
-    /// Stops one.
+    /// Stops a guest.
     pub(crate) async fn stop(
         &self,
         manager: &Manager,
@@ -141,7 +141,7 @@ impl Guests {
         let guest = match known.remove(name) {
             Some(Known::Running(guest)) => guest,
             Some(Known::Ended(_) | Known::Described(_)) => {
-                // Says where it is, where it is elsewhere.
+                // Reports where the guest is, if it is elsewhere.
                 manager.reserve(name).await?;
                 return Err(ApiError::new(
                     ErrorCode::GuestState,
@@ -165,7 +165,7 @@ impl Guests {
         self.get(manager, name).await
     }
 
-    /// The QEMUs of this host, with the versions of those that answer.
+    /// Returns the QEMUs of this host, with the versions of those that answer.
     pub(crate) async fn qemus(&self) -> Vec<Qemu> {
         let found = self.parts.prober.capabilities().await;
         let version = |label: &str| {
@@ -183,13 +183,13 @@ impl Guests {
             .collect()
     }
 
-    /// Whether guests run with KVM here.
+    /// Returns whether guests run with KVM here.
     pub(crate) async fn kvm(&self) -> Option<bool> {
         let (accelerator, _) = self.parts.prober.accelerator().await.ok()?;
         Some(accelerator == Accelerator::Kvm)
     }
 
-    /// How many guests have a QEMU here.
+    /// Returns how many guests have a QEMU here.
     pub(crate) fn running(&self) -> Option<u32> {
         let known = self.known().ok()?;
         let running = known
@@ -198,7 +198,7 @@ impl Guests {
         u32::try_from(running.count()).ok()
     }
 
-    /// Everything that is known, by name.
+    /// Returns all known guests, by name.
     pub(crate) fn known(&self) -> Result<BTreeMap<String, Known>, ApiError> {
         let state = &self.parts.config.state;
         let failed = |error: io::Error| {
@@ -289,7 +289,7 @@ impl Guests {
         if let Some(found) = found {
             guest.attached = found.is_attached();
             guest.pid = found.pid().and_then(|pid| u32::try_from(pid).ok());
-            // Something else decided where the channels of such a guest lead.
+            // The program that started such a guest decides where its channels lead.
             let channels = found.description().channels.iter();
             for channel in channels.filter(|_| !found.is_attached()) {
                 let socket = found.folder().channel(&channel.name);
@@ -297,7 +297,7 @@ impl Guests {
                     .channels
                     .insert(channel.name.clone(), socket.display().to_string());
             }
-            // A guest that is moving has its QEMU's only control connection in use.
+            // During a move the migration holds the QEMU's only control connection.
             if right.moving.is_none() {
                 fill_in(&mut guest, ask(found).await);
             }
@@ -309,7 +309,7 @@ impl Guests {
     }
 }
 
-/// Keeps a description for the next start.
+/// Saves a description for the next start.
 fn keep_description(parts: &Parts, description: &GuestDescription) -> Result<(), ApiError> {
     let failed = |error: &dyn Display| {
         ApiError::new(
@@ -401,7 +401,7 @@ async fn end(guest: &guest::Guest, force: bool) -> Result<(), ApiError> {
         qmp.query("system_powerdown")
             .await
             .map_err(|error| failed(&error))?;
-        // So that the guest can be looked at while it shuts down.
+        // So that the guest can be queried while it shuts down.
         drop(qmp);
         if timeout(SHUT_DOWN_WAIT, guest.ended()).await.is_err() {
             let waited = SHUT_DOWN_WAIT.as_secs();
@@ -492,7 +492,7 @@ fn described(description: &GuestDescription, state: GuestState) -> Guest {
     }
 }
 
-/// No guest of that name is known here.
+/// Returns the error for an unknown guest.
 pub(crate) fn unknown(name: &str) -> ApiError {
     let name: String = name.chars().take(80).collect();
     ApiError::new(

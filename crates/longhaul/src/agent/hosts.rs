@@ -1,4 +1,4 @@
-//! This host as the API shows it, and its trust in others.
+//! Shows this host in the API, and manages its trust in others.
 
 use crate::agent::guests::Guests;
 use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, TrustedHosts};
@@ -10,7 +10,7 @@ use longhaul_protocol::wire::{VERSION, VERSION_OLDEST};
 use longhaul_transport as transport;
 use longhaul_transport::{TrustError, TrustStore};
 
-/// Answers for this host and its trust store.
+/// The host and trust operations of the API.
 pub(crate) struct Hosts {
     parts: Parts,
 }
@@ -20,7 +20,7 @@ impl Hosts {
         Self { parts }
     }
 
-    /// What this host is.
+    /// Returns this host.
     pub(crate) async fn this(&self, guests: &Guests) -> Host {
         let config = &self.parts.config;
         let memory = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -41,7 +41,7 @@ impl Hosts {
         }
     }
 
-    /// The hosts that this one trusts.
+    /// Returns the trusted hosts.
     pub(crate) async fn list(&self) -> Result<TrustedHosts, ApiError> {
         let hosts = self.with_store(|store| store.list()).await?;
         Ok(TrustedHosts {
@@ -49,7 +49,7 @@ impl Hosts {
         })
     }
 
-    /// Trusts one more.
+    /// Trusts a host.
     pub(crate) async fn trust(
         &self,
         manager: &Manager,
@@ -75,7 +75,7 @@ impl Hosts {
         Ok(answer)
     }
 
-    /// Trusts one no longer, and ends all connections with it.
+    /// Removes a host's trust, and ends all connections with it.
     pub(crate) async fn forget(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
         may_go(manager, name)?;
         let name = name.to_owned();
@@ -85,7 +85,7 @@ impl Hosts {
         Ok(())
     }
 
-    /// Refuses what names a host that is not trusted.
+    /// Refuses the name of a host that is not trusted.
     pub(crate) async fn require(&self, name: &str) -> Result<(), ApiError> {
         let wanted = name.to_owned();
         let found = self.with_store(move |store| store.by_name(&wanted)).await?;
@@ -131,7 +131,7 @@ impl Hosts {
         })
     }
 
-    /// Uses the store where waiting for the disk holds nothing else up.
+    /// Uses the store in a thread where waiting for the disk blocks nothing else.
     async fn with_store<T: Send + 'static>(
         &self,
         work: impl FnOnce(&TrustStore) -> Result<T, TrustError> + Send + 'static,
@@ -186,7 +186,7 @@ fn api_error(error: &TrustError) -> ApiError {
     }
 }
 
-/// No trusted host has that name.
+/// Returns the error for an unknown host.
 fn unknown_host(name: &str) -> ApiError {
     let name: String = name.chars().take(80).collect();
     ApiError::new(

@@ -1,4 +1,4 @@
-//! The REST API's server: routes, limits, and the streams of watched migrations.
+//! Serves the REST API: routes, limits, and the streams of watched migrations.
 
 use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
@@ -25,18 +25,18 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
-/// How long a request's body may take to arrive.
+/// The time limit for a request's body.
 const BODY_WAIT: Duration = Duration::from_secs(20);
-/// Shortest time between two lines of a watched migration.
+/// The minimum interval between two lines of a watched migration.
 const WATCH_PAUSE: Duration = Duration::from_millis(100);
 const PROBE_SECONDS: RangeInclusive<u64> = 1..=60;
 const DOWNTIME_MS: RangeInclusive<u64> = 1..=600_000;
 const PATIENCE_MS: RangeInclusive<u64> = 100..=86_400_000;
 
-/// The value in an operation's path, where it has one.
+/// The parameter in an operation's path, where it has one.
 type Parameter = Result<RawPathParams, RawPathParamsRejection>;
 
-/// What the handlers work with.
+/// The state of the handlers.
 #[derive(Clone)]
 pub(crate) struct Service {
     pub(crate) hosts: Arc<Hosts>,
@@ -44,8 +44,8 @@ pub(crate) struct Service {
     pub(crate) manager: Arc<Manager>,
 }
 
-/// The API's router: each operation at its method and path, and errors in the API's own form for
-/// everything else.
+/// Returns the API's router: each operation at its method and path, and errors in the API's own
+/// form for everything else.
 pub(crate) fn router(service: Service) -> Router {
     let mut router = Router::new();
     for operation in Operation::ALL {
@@ -91,7 +91,7 @@ fn refuse(code: ErrorCode, message: String) -> Response {
     error_response(&error)
 }
 
-/// An error as it is answered.
+/// Returns the response for an error.
 pub(crate) fn error_response(error: &ApiError) -> Response {
     let status =
         StatusCode::from_u16(error.code.http_status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
@@ -144,7 +144,7 @@ async fn body(request: Request) -> Result<Bytes, ApiError> {
         let what = format!("the request is larger than {REQUEST_BYTES_MAX} bytes");
         ApiError::new(ErrorCode::RequestTooLarge, what)
     };
-    // What announces itself as too large need not be waited for.
+    // A body that is announced as too large need not be received.
     if request.body().size_hint().lower() > REQUEST_BYTES_MAX as u64 {
         return Err(too_large());
     }
@@ -292,7 +292,7 @@ fn parse_or_default<T: DeserializeOwned + Default>(body: &Bytes) -> Result<T, Ap
     parse(body)
 }
 
-/// The migration whose id begins like that.
+/// Returns the migration whose id begins with this text.
 async fn resolve(manager: &Manager, prefix: &str) -> Result<MigrationId, ApiError> {
     if let Ok(id) = prefix.parse() {
         return Ok(id);
@@ -337,7 +337,7 @@ fn unique_prefix(prefix: &str, ids: impl Iterator<Item = String>) -> Result<Stri
 
 struct Watched {
     progress: watch::Receiver<Progress>,
-    /// Earliest time of the next line.
+    /// The earliest time of the next line.
     not_before: Instant,
     first: bool,
     ended: bool,
@@ -368,7 +368,7 @@ impl Watched {
             let repeat = Duration::from_millis(WATCH_REPEAT_MS);
             let repeat_at = self.not_before - WATCH_PAUSE + repeat;
             if let Ok(Err(_)) = timeout_at(repeat_at, self.progress.changed()).await {
-                // The agent stops: the last progress may still be the outcome.
+                // The agent stops: the last progress may still have the outcome.
                 self.ended = true;
             }
         }

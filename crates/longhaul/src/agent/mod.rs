@@ -1,4 +1,4 @@
-//! The agent: starts its parts, serves them, and stops without touching a guest.
+//! Runs the agent: starts its parts, serves them, and stops without touching a guest.
 
 mod allocator;
 mod attach;
@@ -23,10 +23,10 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// How long migrations may take to be aborted or to reach the other side when the agent stops.
+/// The time limit for migrations to abort or to reach the other side when the agent stops.
 const SHUT_DOWN_WAIT: Duration = Duration::from_secs(15);
 
-/// Runs the agent until it is told to stop.
+/// Runs the agent until it is asked to stop.
 pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
     longhaul_migration::host::fail_point::arm()?;
     allocator::give_back();
@@ -41,7 +41,7 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         Some(tcp) => Some(TcpSocket::open(tcp, tls::server_config(tcp, &config.state)?).await?),
         None => None,
     };
-    // Last, as it is what others wait for.
+    // Last, as other programs wait for it.
     let socket = UnixSocket::open(&config.api.socket).await?;
     let parts = Parts::open(config.clone())?;
     let manager = Manager::start_up(parts.clone()).await?;
@@ -51,7 +51,7 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         guests: Arc::new(Guests::new(parts)),
         manager: manager.clone(),
     };
-    // Takes seconds at the first start, and whoever asks later gets it at once.
+    // Takes seconds at the first start; later queries are answered from the cache.
     tokio::spawn(async move {
         if let Err(error) = prober.capabilities().await {
             tracing::warn!(%error, "no guest can be started or taken");

@@ -1,5 +1,5 @@
-//! The sockets of the REST API: a unix socket for this host's administrator, and TCP with TLS and
-//! a token where that is configured.
+//! Owns the sockets of the REST API: a unix socket for this host's administrator, and TCP with TLS
+//! and a token where that is configured.
 
 use crate::agent::http::error_response;
 use axum::Router;
@@ -25,13 +25,13 @@ use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-/// Most connections at once, on each socket.
+/// The maximum number of connections at once, on each socket.
 const CONNECTIONS_MAX: usize = 128;
-/// How long a request's head, or TLS's opening, may take to arrive.
+/// The time limit for a request's head, and for TLS's handshake.
 const HEAD_WAIT: Duration = Duration::from_secs(10);
-/// How long requests may go on when the agent stops.
+/// The time limit for pending requests when the agent stops.
 const GOODBYE_WAIT: Duration = Duration::from_secs(3);
-/// How long somebody with a wrong token waits for that answer.
+/// The delay of the answer to a wrong token.
 const WRONG_TOKEN_PAUSE: Duration = Duration::from_millis(200);
 const TOKEN_FILE_BYTES_MAX: u64 = 4096;
 
@@ -42,7 +42,7 @@ pub(crate) struct UnixSocket {
 }
 
 impl UnixSocket {
-    /// Opens it with mode 0600. What a dead agent left is replaced; a living agent's is not.
+    /// Opens it with mode 0600. The socket of a dead agent is replaced; a living agent's is not.
     pub(crate) async fn open(path: &Path) -> Result<Self, StartError> {
         let error = |what: &dyn std::fmt::Display| {
             StartError::new(format!("cannot open the socket {}: {what}", path.display()))
@@ -70,7 +70,7 @@ impl UnixSocket {
         })
     }
 
-    /// Serves until told to stop, then lets requests end.
+    /// Serves until asked to stop, then lets requests end.
     pub(crate) async fn serve(self, router: Router, stop: watch::Receiver<bool>) {
         serve(&self, router, stop).await;
     }
@@ -108,7 +108,7 @@ impl TcpSocket {
         })
     }
 
-    /// Serves until told to stop, then lets requests end.
+    /// Serves until asked to stop, then lets requests end.
     pub(crate) async fn serve(self, router: Router, stop: watch::Receiver<bool>) {
         let token = self.token;
         let router = router.layer(middleware::from_fn(move |request: Request, next: Next| {
@@ -158,11 +158,11 @@ fn read_token(path: &Path) -> Result<blake3::Hash, StartError> {
     Ok(blake3::hash(token.as_bytes()))
 }
 
-/// A socket on which connections come in.
+/// A socket that accepts connections.
 trait Accept: Sync {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
 
-    /// The next connection, which is still to be opened.
+    /// Returns the next connection, before its handshake.
     fn accept(
         &self,
     ) -> impl Future<
@@ -193,7 +193,7 @@ impl Accept for TcpSocket {
     }
 }
 
-/// Takes connections and serves each in a task, until told to stop.
+/// Accepts connections and serves each in a task, until asked to stop.
 async fn serve(socket: &impl Accept, router: Router, mut stop: watch::Receiver<bool>) {
     let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
@@ -220,7 +220,7 @@ async fn serve(socket: &impl Accept, router: Router, mut stop: watch::Receiver<b
                 });
             }
             (Err(error), _) => {
-                // Most often too many open files: wait for some to be closed.
+                // Most often there are too many open files: wait for some to be closed.
                 tracing::warn!(%error, "a connection could not be accepted");
                 sleep(Duration::from_millis(200)).await;
             }
@@ -233,7 +233,7 @@ async fn serve(socket: &impl Accept, router: Router, mut stop: watch::Receiver<b
 }
 
 async fn stopped(stop: &mut watch::Receiver<bool>) {
-    // An error means that the agent is gone, which is the same.
+    // An error means that the agent is gone, which has the same effect.
     let _ = stop.wait_for(|stop| *stop).await;
 }
 

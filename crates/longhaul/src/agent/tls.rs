@@ -1,4 +1,4 @@
-//! The API's certificate over TCP: the administrator's, or one that the agent makes for itself.
+//! Provides the API's certificate for TCP: the administrator's, or one that the agent generates.
 
 use longhaul_migration::host::config::TcpConfig;
 use longhaul_migration::host::start_error::StartError;
@@ -12,11 +12,11 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The certificate and the key that the agent makes, in the state folder.
+/// The files of the generated certificate and key in the state folder.
 const CERTIFICATE_FILE: &str = "api-certificate.pem";
 const KEY_FILE: &str = "api-key.pem";
 
-/// What the TCP socket speaks TLS with.
+/// Returns the TLS configuration of the TCP socket.
 pub(crate) fn server_config(tcp: &TcpConfig, state: &Path) -> Result<ServerConfig, StartError> {
     let (certificate, key) = match (&tcp.certificate, &tcp.key) {
         (Some(certificate), Some(key)) => (certificate.clone(), key.clone()),
@@ -46,7 +46,7 @@ pub(crate) fn server_config(tcp: &TcpConfig, state: &Path) -> Result<ServerConfi
         .map_err(|other| error(&certificate, &other))
 }
 
-/// The agent's own certificate and key, made at the first start.
+/// Returns the agent's own certificate and key, generated at the first start.
 fn own(state: &Path) -> Result<(PathBuf, PathBuf), StartError> {
     let (certificate, key) = (state.join(CERTIFICATE_FILE), state.join(KEY_FILE));
     if !certificate.exists() || !key.exists() {

@@ -132,7 +132,12 @@ pub(crate) struct DoctorArgs {
     #[arg(long)]
     pub(crate) self_test: bool,
     /// How often it is moved
-    #[arg(long, default_value_t = 20, requires = "self_test", value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    #[arg(
+        long,
+        default_value_t = 20,
+        requires = "self_test",
+        value_parser = clap::value_parser!(u32).range(1..=10_000)
+    )]
     pub(crate) moves: u32,
 }
 
@@ -291,7 +296,12 @@ pub(crate) struct Ending {
     #[arg(long, default_value = "accept", value_name = "WHAT")]
     pub(crate) too_fast: WhenTooFast,
     /// With `--too-fast slow`: take at most this share of its time, in percent
-    #[arg(long, default_value_t = 60, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(1..=99))]
+    #[arg(
+        long,
+        default_value_t = 60,
+        value_name = "PERCENT",
+        value_parser = clap::value_parser!(u8).range(1..=99)
+    )]
     pub(crate) slow_at_most: u8,
     /// With `--too-fast slow` or `wait`: then accept a longer downtime
     #[arg(long, default_value = "5min", value_name = "TIME", value_parser = parse_duration)]
@@ -362,19 +372,25 @@ pub(crate) struct MigrateArgs {
     /// How long to ride out an interruption of the link
     #[arg(long, default_value = "60s", value_name = "TIME", value_parser = parse_duration)]
     pub(crate) patience: Duration,
-    /// How local disks move: `precopy`, `mirror`, `hybrid`, `postcopy`, as suits best (`auto`), or not at
-    /// all (`shared`)
+    /// How local disks move: `precopy`, `mirror`, `hybrid`, `postcopy`, as suits best (`auto`), or
+    /// not at all (`shared`)
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) disks: DiskChoice,
-    /// Where disks stand on a base image that is not all there: move when it is (`whole`), or have it come while the guest
-    /// runs there (`lazy`), which needs the repository until then
+    /// Where disks stand on a base image that is not all there: move when it is (`whole`), or have
+    /// it come while the guest runs there (`lazy`), which needs the repository until then
     #[arg(long, value_name = "HOW", default_value_t)]
     pub(crate) base: BaseChoice,
     /// Move all of these guests: --bandwidth is for all of them together, and there is one report
     #[arg(long)]
     pub(crate) group: bool,
     /// With --group: how many move at the same time
-    #[arg(long, value_name = "COUNT", default_value_t = 4, requires = "group", value_parser = clap::value_parser!(u8).range(1..=32))]
+    #[arg(
+        long,
+        value_name = "COUNT",
+        default_value_t = 4,
+        requires = "group",
+        value_parser = clap::value_parser!(u8).range(1..=32)
+    )]
     pub(crate) at_once: u8,
     #[command(flatten)]
     pub(crate) encoding: EncodingArgs,
@@ -383,7 +399,8 @@ pub(crate) struct MigrateArgs {
 /// How memory is encoded; what is left out is as the agent is configured, and `auto` there.
 #[derive(Debug, Args)]
 pub(crate) struct EncodingArgs {
-    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, `zstd-long:LEVEL`, or what moves most (`auto`)
+    /// Compress with `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, `zstd-long:LEVEL`, or what moves most
+    /// (`auto`)
     #[arg(long, value_name = "HOW")]
     pub(crate) compression: Option<CompressionChoice>,
     /// Memory for sending only what has changed of a page: `auto`, `off`, or say 64MiB
@@ -392,7 +409,8 @@ pub(crate) struct EncodingArgs {
     /// Send pages even where the destination has the same elsewhere in the guest's memory
     #[arg(long)]
     pub(crate) no_references: bool,
-    /// Send pages even where they are on a disk that moves along, and its blocks even where the destination has the same
+    /// Send pages even where they are on a disk that moves along, and its blocks even where the
+    /// destination has the same
     #[arg(long)]
     pub(crate) no_disk_references: bool,
 }

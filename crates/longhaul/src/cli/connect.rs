@@ -1,4 +1,4 @@
-//! Finds the agent that a command talks to.
+//! Finds the agent for a command.
 
 use crate::cli::args::Connection;
 use crate::cli::error::CliError;
@@ -12,7 +12,8 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// The agent that the arguments name, else the one that the environment names, else this host's.
+/// Returns a client of the agent named by the arguments, else by the environment, else of this
+/// host's.
 pub(crate) fn client(connection: &Connection) -> Result<Client, CliError> {
     if let Some(socket) = &connection.socket {
         return Ok(Client::unix(socket));
@@ -82,7 +83,7 @@ fn tls_config(pinned: CertificateDer<'static>) -> Result<ClientConfig, Error> {
         .with_no_client_auth())
 }
 
-/// Accepts one certificate, whatever name the agent is reached by.
+/// Accepts one certificate, under any name of the agent.
 #[derive(Debug)]
 struct Pinned {
     certificate: CertificateDer<'static>,

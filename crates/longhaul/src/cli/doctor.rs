@@ -1,4 +1,5 @@
-//! `longhaul doctor`: what this host needs to move guests, what of it is wrong, and what to do.
+//! Implements `longhaul doctor`: checks whether this host can move guests, and advises what to do
+//! about each fault.
 
 use crate::cli::args::DoctorArgs;
 use crate::cli::error::CliError;
@@ -22,21 +23,21 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::time::timeout;
 
-/// Journals, descriptions and logs of many moves.
+/// Space for journals, descriptions and logs of many moves.
 const FREE_BYTES_MIN: u64 = 256 << 20;
-/// A downtime has up to three syncs in it.
+/// The limit for a sync; a downtime contains up to three.
 const SYNC_MAX: Duration = Duration::from_millis(50);
 const SYNCS: usize = 5;
-/// Starting every emulator, and trying KVM.
+/// The time limit for starting every emulator, and for trying KVM.
 const PROBE_WITHIN: Duration = Duration::from_secs(120);
 const HOST_WITHIN: Duration = Duration::from_secs(30);
-/// Enough to see that a host answers.
+/// A probe long enough to see that a host answers.
 const PROBE: Probe = Probe {
     seconds: 1,
     bandwidth_bps: Some(1_000_000),
 };
 
-/// How something is.
+/// The state of a checked item.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum State {
@@ -45,13 +46,13 @@ enum State {
     Bad,
 }
 
-/// Something that was looked at.
+/// The result of one check.
 #[derive(Debug, Serialize)]
 struct Finding {
     what: String,
     state: State,
     text: String,
-    /// What to do about it.
+    /// The advice.
     hint: Option<String>,
 }
 
@@ -88,7 +89,7 @@ impl Finding {
     }
 }
 
-/// Looks at everything, or tests moves; the exit code says whether all is well.
+/// Runs all checks, or tests moves; the exit code is 0 when everything is well.
 pub(super) async fn doctor(
     client: Client,
     output: &Output,
@@ -137,7 +138,7 @@ pub(super) async fn doctor(
     Ok(u8::from(bad))
 }
 
-/// Asks every emulator, and tries whether a guest really runs with KVM, as an agent does.
+/// Queries every emulator, and tests whether a guest really runs with KVM, as an agent does.
 async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     let folder = std::env::temp_dir().join(format!("lh-doctor-{}", std::process::id()));
     let config = HostConfig {
@@ -146,7 +147,7 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     };
     let prober = Prober::new(Arc::new(config));
     let asked = timeout(PROBE_WITHIN, prober.capabilities()).await;
-    // Kept there for the prober alone.
+    // The folder is for the prober alone.
     let _ = std::fs::remove_dir_all(&folder);
     let install = "install QEMU (Debian: apt install qemu-system-x86), or name it under \
                    [qemu.emulators]";
@@ -186,7 +187,8 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     });
 }
 
-/// The emulators that are newer than what Longhaul is tested with, of all by label and version.
+/// Returns the emulators that are newer than those that Longhaul is tested with, from all by label
+/// and version.
 fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
     let newer = |(label, version): &(&str, &str)| {
         let text = tested::warning(version, "this host")?;
@@ -195,8 +197,8 @@ fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
             State::Warning,
             format!("{label}: {text}"),
             &format!(
-                "longhaul doctor --self-test, with [qemu] default = \"{label}\": it moves a guest here, \
-                 and looks whether all of it arrives"
+                "longhaul doctor --self-test, with [qemu] default = \"{label}\": it moves a guest \
+                 here, and looks whether all of it arrives"
             ),
         ))
     };
@@ -260,11 +262,11 @@ fn space(state: &Path) -> Finding {
     }
 }
 
-/// How long a record takes to be durable.
+/// Measures how long a record takes to become durable.
 fn syncs(state: &Path) -> Finding {
     let file = state.join(format!("doctor-{}", std::process::id()));
     let measured = measure(&file);
-    // Where it could not be made there is nothing to remove.
+    // If it could not be created there is nothing to remove.
     let _ = std::fs::remove_file(&file);
     match measured {
         Err(error) => Finding::not(
@@ -376,8 +378,10 @@ mod tests {
         assert_eq!(
             texts,
             [
-                "own: QEMU 12.0.1 on this host is newer than those that Longhaul is tested with (up to 11.1)",
-                "next: QEMU 11.1.50 on this host is newer than those that Longhaul is tested with (up to 11.1)",
+                "own: QEMU 12.0.1 on this host is newer than those that Longhaul is tested with \
+                 (up to 11.1)",
+                "next: QEMU 11.1.50 on this host is newer than those that Longhaul is tested with \
+                 (up to 11.1)",
             ]
         );
         let all_warn = findings.iter().all(|one| one.state == State::Warning);

@@ -1,14 +1,14 @@
-//! How a command ends when it does not do what was asked.
+//! Defines the errors of commands and their exit codes.
 
 use crate::cli::paint::{Line, Tone};
 use longhaul_api::{ApiError, ClientError};
 use longhaul_migration::host::start_error::StartError;
 use serde::Serialize;
 
-/// An error as it is shown, and the exit code that goes with it.
+/// An error for display, with its exit code.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct CliError {
-    /// The API's code, or a word for what the command found by itself.
+    /// The API's code, or a word for an error of the command itself.
     code: String,
     message: String,
     hint: Option<String>,
@@ -18,7 +18,7 @@ pub(crate) struct CliError {
 }
 
 impl CliError {
-    /// A wrong use of the command.
+    /// Returns a usage error.
     pub(crate) fn usage(message: impl Into<String>, hint: impl Into<String>) -> Self {
         Self {
             message: message.into(),
@@ -29,7 +29,7 @@ impl CliError {
         }
     }
 
-    /// An agent's error, with another exit code than its own.
+    /// Returns an agent's error, with an exit code other than its own.
     pub(crate) fn api(error: &ApiError, exit_code: u8) -> Self {
         let code = serde_json::to_value(error.code).ok();
         Self {
@@ -43,7 +43,7 @@ impl CliError {
         }
     }
 
-    /// Something that is not done to a base image, with what to do instead.
+    /// Returns a refused operation on a base image, with advice.
     pub(crate) fn image(message: impl Into<String>, hint: Option<String>, exit_code: u8) -> Self {
         Self {
             message: message.into(),
@@ -54,7 +54,7 @@ impl CliError {
         }
     }
 
-    /// A journal, or the folder of them, that cannot be read.
+    /// Returns the error of an unreadable journal, or folder of journals.
     pub(crate) fn journal(message: impl Into<String>, hint: Option<&str>) -> Self {
         Self {
             message: message.into(),
@@ -65,7 +65,7 @@ impl CliError {
         }
     }
 
-    /// What was left alone because somebody wanted to go.
+    /// Returns the error for work that was skipped because of an interrupt.
     pub(crate) fn stopped(message: impl Into<String>, state: impl Into<String>) -> Self {
         Self {
             message: message.into(),
@@ -76,7 +76,7 @@ impl CliError {
         }
     }
 
-    /// Something that a command found by itself.
+    /// Returns an error of the command itself.
     pub(crate) fn failed(code: &str, message: String) -> Self {
         Self {
             message,
@@ -87,13 +87,13 @@ impl CliError {
         }
     }
 
-    /// The same error, saying where the guest is or how to find out.
+    /// Returns the error with the guest's place, or how to find it out.
     pub(crate) fn with_state(mut self, state: String) -> Self {
         self.state_of_guest = Some(state);
         self
     }
 
-    /// As text.
+    /// Returns the error as text.
     pub(crate) fn lines(&self) -> Vec<Line> {
         let mut lines = Vec::new();
         for (index, text) in self.message.lines().enumerate() {
@@ -116,7 +116,7 @@ impl CliError {
     }
 }
 
-/// An error as JSON: `{"error": {...}}`.
+/// The JSON form of an error: `{"error": {...}}`.
 #[derive(Serialize)]
 pub(crate) struct ErrorDocument<'a> {
     pub(crate) error: &'a CliError,
@@ -149,7 +149,7 @@ impl From<StartError> for CliError {
     }
 }
 
-/// Output that could not be written, such as to a pipe whose reader went away.
+/// The output could not be written, for example to a pipe whose reader has ended.
 impl From<std::io::Error> for CliError {
     fn from(error: std::io::Error) -> Self {
         Self {

@@ -1,5 +1,5 @@
-//! `disk-front`: the processes below a disk while it moves, which agents start. They have threads and
-//! no runtime, so that nothing stalls them but what they do.
+//! Implements `disk-front`: the processes of a disk export, which agents start. They have threads
+//! and no runtime, so that only their own work can stall them.
 
 use crate::cli::args::{DiskFrontArgs, FrontPart};
 use clap::ValueEnum;
@@ -12,10 +12,10 @@ use longhaul_storage::nbd::Notice;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-/// This very program, also when its file was replaced since.
+/// This program, even if its file was replaced since.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// Does one part until it is over.
+/// Runs one part until it ends.
 pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
     let folder = FrontFolder::open(&args.folder);
     let notice = |notice: Notice| tracing::warn!("{notice}");
@@ -35,7 +35,7 @@ pub(crate) fn run(args: &DiskFrontArgs) -> ExitCode {
     }
 }
 
-/// What becomes of a base image, in the log of its front end.
+/// Logs an event of a base image in the log of its disk export.
 fn image_notice(notice: &ImageNotice) {
     match notice {
         ImageNotice::Away { reason } => tracing::warn!("what is missing waits: {reason}"),
@@ -52,7 +52,7 @@ fn supervise(path: &Path, folder: FrontFolder) -> Result<(), SupervisorError> {
         let path = path.to_owned();
         Box::new(move || command(part, &path))
     };
-    // Who alone knows what is missing is started again and again.
+    // A part that alone knows the missing blocks is restarted each time it ends.
     let alone = |server: Box<dyn Fn() -> Command>| Programs {
         server,
         fallback: None,

@@ -1,8 +1,9 @@
-//! `migrate --group`: moves several guests to one host, so many at a time, and gives one report of all.
+//! Implements `migrate --group`: moves several guests to one host, a limited number at a time, and
+//! prints one report of all.
 //!
-//! Those that move at the same time refer to each other's content by themselves, and share the limit of
-//! their group. The largest go first: what they bring is there for the others, and none of them is alone
-//! in the end.
+//! Guests that move at the same time refer to each other's content automatically, and share the
+//! limit of their group. The largest go first: their content is then available to the others, and
+//! none of them remains alone at the end.
 
 use crate::cli::args::MigrateArgs;
 use crate::cli::error::CliError;
@@ -18,10 +19,10 @@ use std::time::Instant;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
-/// What is heard of a move.
+/// The events of a move.
 type Heard = (String, Result<Progress, ClientError>);
 
-/// `longhaul migrate --group`.
+/// Runs `longhaul migrate --group`.
 pub(crate) async fn migrate(
     client: &Client,
     output: &Output,
@@ -54,7 +55,7 @@ pub(crate) async fn migrate(
     group.report()
 }
 
-/// A name of its own for the group.
+/// Returns a unique name for the group.
 fn name() -> Result<String, CliError> {
     let mut bytes = [0; 8];
     let random = getrandom::fill(&mut bytes);
@@ -62,7 +63,7 @@ fn name() -> Result<String, CliError> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// The largest first.
+/// Returns the guests, the largest first.
 async fn in_order(client: &Client, guests: &[String]) -> Result<VecDeque<String>, CliError> {
     let known = client.guests().await?.guests;
     let memory = |name: &String| {
@@ -88,10 +89,10 @@ struct Group<'a> {
     name: String,
     began: Instant,
     waiting: VecDeque<String>,
-    /// By their ids.
+    /// The moves under way, by id.
     moving: BTreeMap<String, Moving>,
     ended: Vec<Ended>,
-    /// Somebody wants to go: nothing more is begun.
+    /// After an interrupt: no further move begins.
     stopping: bool,
     heard: (mpsc::UnboundedSender<Heard>, mpsc::UnboundedReceiver<Heard>),
     watching: JoinSet<()>,
@@ -103,7 +104,7 @@ struct Moving {
 }
 
 impl Group<'_> {
-    /// Lets as many guests begin as may move at once.
+    /// Begins moves up to the number allowed at once.
     async fn begin(&mut self) -> Result<(), CliError> {
         while !self.stopping && self.moving.len() < usize::from(self.args.at_once) {
             let Some(guest) = self.waiting.pop_front() else {
@@ -131,7 +132,7 @@ impl Group<'_> {
         self.watching.spawn(async move {
             let mut watch = match client.watch(&id).await {
                 Ok(watch) => watch,
-                // Nobody hears it only when the command is over.
+                // The receiver is gone only when the command has ended.
                 Err(error) => return drop(heard.send((id, Err(error)))),
             };
             while let Some(progress) = watch.next().await {
@@ -208,18 +209,18 @@ impl Group<'_> {
         Ok(())
     }
 
-    /// Nothing more is begun, and what can still be stopped is.
+    /// Begins no further moves, and stops those that can still be stopped.
     async fn stop(&mut self) {
         self.stopping = true;
         for id in self.moving.keys() {
             if let Err(error) = self.client.cancel(id).await {
-                // It is being handed over, or has ended: its outcome is on its way.
+                // It is being handed over, or has ended: its outcome follows.
                 self.output.aside(&CliError::from(error).lines());
             }
         }
     }
 
-    /// One account of all.
+    /// Prints one report of all moves.
     fn report(self) -> Result<u8, CliError> {
         let summary = show::Summary {
             name: self.name,

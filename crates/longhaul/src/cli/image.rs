@@ -1,4 +1,4 @@
-//! `longhaul image`: works on the repository itself, so it needs no agent.
+//! Implements `longhaul image`: works on the repository itself, so it needs no agent.
 
 use crate::cli::args::{DiskFormat, ImageArgs, ImageCommand, ImportArgs, RemoveArgs};
 use crate::cli::error::CliError;
@@ -21,14 +21,14 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time between two pictures of what is done.
+/// The interval between two updates of the progress.
 const PICTURE_EVERY: Duration = Duration::from_millis(100);
-/// How long a repository that does not answer is waited for while an image comes.
+/// How long a fetch waits for a repository that does not answer.
 const FETCH_PATIENCE: Duration = Duration::from_secs(60);
-/// Where disks are unpacked when nothing else is said: /tmp is memory on many systems.
+/// The default folder for unpacking disks: /tmp is memory on many systems.
 const SCRATCH: &str = "/var/tmp";
 
-/// An image that was imported.
+/// The result of an import.
 #[derive(Debug, Serialize)]
 pub(crate) struct ImportDocument {
     pub(crate) id: String,
@@ -39,12 +39,12 @@ pub(crate) struct ImportDocument {
     pub(crate) stored_bytes: u64,
 }
 
-/// An image of a list.
+/// An image in a list.
 #[derive(Debug, Serialize)]
 pub(crate) struct Listed {
     pub(crate) id: String,
     pub(crate) names: Vec<String>,
-    /// None where its manifest is damaged.
+    /// `None` where its manifest is damaged.
     pub(crate) size_bytes: Option<u64>,
     pub(crate) content_bytes: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -58,11 +58,11 @@ pub(crate) struct ListDocument {
     pub(crate) images: Vec<Listed>,
 }
 
-/// What was found of an image.
+/// The result of verifying an image.
 #[derive(Debug, Serialize)]
 pub(crate) struct VerifiedDocument {
     pub(crate) id: String,
-    /// What it was asked for by, or its name.
+    /// The requested name, or its own.
     pub(crate) called: String,
     pub(crate) good: bool,
     pub(crate) stripes: u64,
@@ -71,29 +71,29 @@ pub(crate) struct VerifiedDocument {
     pub(crate) first_bad_offset: Option<u64>,
 }
 
-/// What was found of all images.
+/// The results of verifying all images.
 #[derive(Debug, Serialize)]
 pub(crate) struct VerifyDocument {
     pub(crate) images: Vec<VerifiedDocument>,
 }
 
-/// Images that were removed.
+/// The result of removing images.
 #[derive(Debug, Serialize)]
 pub(crate) struct RemoveDocument {
     pub(crate) removed: Vec<String>,
-    /// Content that is gone.
+    /// Size of the removed content.
     pub(crate) freed_bytes: u64,
-    /// Content of other images.
+    /// Size of content that other images still use.
     pub(crate) kept_bytes: u64,
 }
 
-/// An image that was brought to this host.
+/// The result of fetching an image to this host.
 #[derive(Debug, Serialize)]
 pub(crate) struct FetchDocument {
     pub(crate) id: String,
     pub(crate) path: PathBuf,
     pub(crate) size_bytes: u64,
-    /// What was read from the repository; 0 where all of it was here.
+    /// Bytes read from the repository; 0 where all of it was here.
     pub(crate) read_bytes: u64,
 }
 
@@ -207,7 +207,7 @@ fn list(output: &Output, repository: &Repository) -> Result<u8, CliError> {
     Ok(u8::from(bad))
 }
 
-/// The images, and what they are called: all of them where none are asked for.
+/// Returns the images and their displayed names: all of them where none are named.
 fn wanted(repository: &Repository, images: &[String]) -> Result<Vec<(ImageId, String)>, CliError> {
     if !images.is_empty() {
         let find = |wanted: &String| Ok((repository.find(wanted)?, wanted.clone()));
@@ -274,7 +274,7 @@ fn fetch(
         thread::scope(|scope| {
             let (done, finished) = mpsc::channel();
             let bringing = &bringing;
-            // Whoever waits for it waits to the end.
+            // The receiver waits until the end.
             scope.spawn(move || drop(done.send(bringing.finish(&Order::default()))));
             loop {
                 match finished.recv_timeout(PICTURE_EVERY) {
@@ -312,10 +312,10 @@ fn remove(output: &Output, repository: &Repository, args: &RemoveArgs) -> Result
     Ok(0)
 }
 
-/// One line that says how far something is, in its place on a terminal; nothing elsewhere.
+/// A progress line that is redrawn in place on a terminal; hidden elsewhere.
 struct Picture<'a> {
     output: &'a Output,
-    /// When it was last drawn.
+    /// The time of the last update.
     drawn: Mutex<Option<Instant>>,
 }
 
@@ -327,7 +327,7 @@ impl<'a> Picture<'a> {
         }
     }
 
-    /// Draws it, unless that was done just now, or is being done.
+    /// Draws the line, unless it was just drawn, or is being drawn.
     fn draw(&self, line: impl FnOnce(usize) -> Line) {
         if self.output.json || !self.output.err.stays_in_place() {
             return;
@@ -360,11 +360,11 @@ impl Drop for Picture<'_> {
 
 fn write(text: &str) {
     let mut err = std::io::stderr().lock();
-    // Where the terminal is gone nobody wants to know.
+    // A terminal that is gone cannot be written to, which is no error.
     let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
 }
 
-/// What helps where a store fails.
+/// Returns advice for an error of a store.
 fn hint(error: &StoreError) -> Option<String> {
     match error {
         StoreError::Refused { store, .. } if store.starts_with("s3://") => Some(

@@ -1,4 +1,4 @@
-//! `longhaul journal`: reads the files of journals themselves, so it needs no agent.
+//! Implements `longhaul journal`: reads the files of journals themselves, so it needs no agent.
 
 use crate::cli::args::{JournalCommand, ShowJournalArgs};
 use crate::cli::error::CliError;
@@ -19,26 +19,26 @@ const WHOSE: &str = "the state folder is the agent's: read it as the agent's use
 /// One journal.
 #[derive(Debug, Serialize)]
 pub(crate) struct Journal {
-    /// The migration, where the file's name or its records say it.
+    /// The migration, from the file's name or its records.
     pub(crate) migration: Option<String>,
     pub(crate) file: PathBuf,
-    /// Whose journal it is; none where no attempt began.
+    /// The beginning of its attempt; `None` where no attempt began.
     pub(crate) attempt: Option<Beginning>,
     pub(crate) records: Vec<Entered>,
-    /// Where the last record ends, in bytes.
+    /// The end of the last record, in bytes.
     pub(crate) end: u64,
-    /// What comes after it.
+    /// The state of the file after it.
     pub(crate) ending: End,
     pub(crate) may_run: MayRun,
     /// The migration of a later journal of this guest in the same folder.
     pub(crate) later: Option<String>,
 }
 
-/// What the latest attempt began with.
+/// The beginning of the latest attempt.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Beginning {
     pub(crate) guest: String,
-    /// What this host is in it.
+    /// This host's side.
     #[serde(serialize_with = "side_name")]
     pub(crate) side: Side,
     pub(crate) other_host: String,
@@ -53,23 +53,24 @@ pub(crate) struct Entered {
     pub(crate) attempt: u32,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) generation: Option<u64>,
-    /// What it means.
+    /// The meaning.
     pub(crate) text: String,
 }
 
-/// What comes after the last record.
+/// The state of a journal's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum End {
     Whole,
-    /// So many bytes of a record.
+    /// This number of bytes of a record.
     CutOff(u64),
     Damaged,
     /// A record of a newer version, by its number.
     Unknown(u32),
 }
 
-/// Who may run the guest, according to one journal alone; a later one of the guest says more.
+/// The host that may run the guest, according to one journal alone; a later journal of the guest
+/// overrides it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum MayRun {
@@ -77,15 +78,15 @@ pub(crate) enum MayRun {
     Here,
     /// The other host.
     There,
-    /// The other host, or nobody: this one has never had the right.
+    /// The other host, or neither: this one has never had the right.
     NotHere,
-    /// Only the other host's journal can tell.
+    /// Decided by the other host's journal only.
     InDoubt,
     /// The journal does not say, or cannot be trusted.
     Unknown,
 }
 
-/// A file that cannot be read as a journal.
+/// A file that is not a readable journal.
 #[derive(Debug, Serialize)]
 pub(crate) struct Unread {
     pub(crate) migration: String,
@@ -124,7 +125,7 @@ pub(crate) fn run(output: &Output, command: JournalCommand) -> Result<u8, CliErr
     Ok(u8::from(journal.is_bad()))
 }
 
-/// The folder of journals in the agent's state folder.
+/// Returns the folder of journals in the agent's state folder.
 fn folder(args: &ShowJournalArgs) -> Result<PathBuf, CliError> {
     let state = match &args.state {
         Some(state) => state.clone(),
@@ -189,7 +190,7 @@ impl Journals {
 }
 
 impl Journal {
-    /// What a journal's records mean.
+    /// Returns the meaning of a journal's records.
     pub(crate) fn of(file: PathBuf, reading: &Reading) -> Self {
         let mut attempt: Option<Beginning> = None;
         let mut migration = None;
@@ -211,7 +212,7 @@ impl Journal {
                     other_host: peer_name.clone(),
                 });
             }
-            // Asked for an attempt that it does not know, a destination says ABORTED.
+            // To a question about an unknown attempt, a destination answers ABORTED.
             let side = attempt
                 .as_ref()
                 .map_or(Side::Destination, |began| began.side);
@@ -243,7 +244,8 @@ impl Journal {
         journal
     }
 
-    /// A later journal has a higher generation, or the same and was begun later.
+    /// Returns the key that orders journals: a later one has a higher generation, or the same and
+    /// was begun later.
     fn order(&self) -> (Option<u64>, Option<u64>) {
         let generations = self.records.iter().map(|record| record.generation);
         let began = self.records.first().map(|record| record.unix_ms);

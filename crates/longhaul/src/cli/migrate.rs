@@ -1,4 +1,5 @@
-//! `migrate` and `cancel`: starts or stops a migration and stays with it until it has ended.
+//! Implements `migrate` and `cancel`: starts or stops a migration and follows it until it has
+//! ended.
 
 use crate::cli::args::MigrateArgs;
 use crate::cli::error::CliError;
@@ -17,12 +18,13 @@ use std::time::Duration;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
-/// Where nothing stays in place: time between two lines when nothing else happens.
+/// The interval between two progress lines where the output cannot be redrawn in place, in
+/// milliseconds.
 pub(super) const PLAIN_EVERY_MS: u64 = 5_000;
-/// How long the report may take to be complete after the outcome is known.
+/// The time limit for the report to be complete after the outcome.
 pub(super) const REPORT_WAIT: Duration = Duration::from_secs(5);
 
-/// `longhaul migrate`.
+/// Runs `longhaul migrate`.
 pub(crate) async fn migrate(
     client: &Client,
     output: &Output,
@@ -36,7 +38,7 @@ pub(crate) async fn migrate(
         return Err(CliError::usage("more than one guest", hint));
     };
     let start = start(&args, guest.clone(), None);
-    // From here on Ctrl-C is ours: it must not leave a migration behind that nobody watches.
+    // From here on Ctrl-C is handled here: it must not leave an unwatched migration behind.
     let interrupts = Interrupts::new()?;
     let migration = client.migrate(&start).await?;
     if output.json {
@@ -48,7 +50,7 @@ pub(crate) async fn migrate(
     end(client, output, &migration, progress).await
 }
 
-/// What the agent is asked for, for one of the guests.
+/// Returns the request to the agent for one of the guests.
 pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) -> StartMigration {
     StartMigration {
         guest,
@@ -71,7 +73,7 @@ pub(super) fn start(args: &MigrateArgs, guest: String, group: Option<String>) ->
     }
 }
 
-/// `longhaul cancel`.
+/// Runs `longhaul cancel`.
 pub(crate) async fn cancel(
     client: &Client,
     output: &Output,
@@ -87,7 +89,7 @@ pub(crate) async fn cancel(
         .run(interrupts)
         .await?;
     let code = end(client, output, &migration, progress).await?;
-    // To have stopped it is what was asked for; that it went through all the same is not.
+    // A stopped migration is a success here; a completed one is not.
     Ok(match code {
         130 => 0,
         0 => 1,
@@ -95,7 +97,8 @@ pub(crate) async fn cancel(
     })
 }
 
-/// The id of a migration under way of the guest of that name, or else what was given: an id.
+/// Returns the id of a running migration of the guest of that name; otherwise the given text, an
+/// id.
 pub(crate) async fn find(client: &Client, text: &str) -> Result<String, CliError> {
     let list = client.migrations().await?.migrations;
     let mut of_guest = list
@@ -106,7 +109,7 @@ pub(crate) async fn find(client: &Client, text: &str) -> Result<String, CliError
         .map_or_else(|| text.to_owned(), |migration| migration.id))
 }
 
-/// Says how it ended.
+/// Prints the outcome.
 async fn end(
     client: &Client,
     output: &Output,
@@ -118,7 +121,7 @@ async fn end(
     let report = match report {
         Ok(Ok(report)) => Some(report),
         Ok(Err(error)) if progress.outcome == Some(Outcome::Completed) => {
-            // The guest has moved; that its figures are missing does not change that.
+            // The guest has moved; missing figures do not change that.
             output.aside(&CliError::from(error).lines());
             None
         }
@@ -159,7 +162,7 @@ async fn end(
     Ok(code)
 }
 
-/// Ctrl-C, and what a service manager sends.
+/// Ctrl-C, and the signals of a service manager.
 pub(super) struct Interrupts {
     interrupt: Signal,
     terminate: Signal,
@@ -173,7 +176,7 @@ impl Interrupts {
         })
     }
 
-    /// True for one that leaves no time to ask.
+    /// Returns true for a signal that leaves no time for a question.
     pub(super) async fn next(&mut self) -> bool {
         tokio::select! {
             _ = self.interrupt.recv() => false,
@@ -182,7 +185,7 @@ impl Interrupts {
     }
 }
 
-/// What happened next.
+/// The next event.
 enum Event {
     Progress(Box<Result<Progress, ClientError>>),
     Interrupted { urgent: bool },
@@ -210,7 +213,7 @@ impl<'a> Watching<'a> {
         }
     }
 
-    /// Stays until the migration has an outcome.
+    /// Follows the migration until it has an outcome.
     async fn run(mut self, mut interrupts: Interrupts) -> Result<Progress, CliError> {
         let mut watch = self.client.watch(&self.migration.id).await?;
         let mut latest: Option<Progress> = None;
@@ -274,12 +277,12 @@ impl<'a> Watching<'a> {
         self.mood = Mood::Asked;
         self.refresh(latest);
         let (sender, receiver) = oneshot::channel();
-        // Reading a line cannot be called off: when the command ends first, so does the thread.
+        // Reading a line cannot be cancelled: the thread ends with the command.
         std::thread::spawn(move || {
             let mut line = String::new();
             let read = std::io::stdin().read_line(&mut line).is_ok();
             let yes = read && ["y", "yes"].contains(&line.trim().to_ascii_lowercase().as_str());
-            // Nobody listens any more when the migration has ended meanwhile.
+            // The receiver is gone when the migration has ended meanwhile.
             let _ = sender.send(yes);
         });
         self.answer = Some(receiver);
@@ -290,7 +293,7 @@ impl<'a> Watching<'a> {
         self.display.end_question(false);
         match self.client.cancel(&self.migration.id).await {
             Ok(_) => self.mood = Mood::Stopping,
-            // It is being handed over, or has ended: its outcome is on its way.
+            // It is being handed over, or has ended: its outcome follows.
             Err(ClientError::Api(error)) if error.code == ErrorCode::TooLate => {
                 self.display.leave();
                 self.output.aside(&CliError::api(&error, 1).lines());
@@ -335,14 +338,15 @@ async fn answered(answer: &mut Option<oneshot::Receiver<bool>>) -> bool {
     yes
 }
 
-/// The display of one migration on stderr: in place on a terminal, else now and then a line.
+/// The display of one migration on stderr: redrawn in place on a terminal, else a line at
+/// intervals.
 struct Display<'a> {
     output: &'a Output,
     migration: &'a Migration,
     in_place: bool,
-    /// Lines on the screen that belong to the display.
+    /// The number of lines on the screen that belong to the display.
     lines: usize,
-    /// While somebody is asked, the display stands still.
+    /// Whether a question is pending; the display is then paused.
     asking: bool,
     said: Option<(Phase, Option<u32>, Mood, u64)>,
 }
@@ -351,7 +355,7 @@ impl<'a> Display<'a> {
     fn new(output: &'a Output, migration: &'a Migration) -> Self {
         let in_place = output.err.stays_in_place() && !output.json;
         if in_place {
-            // A terminal that cannot hide its cursor is no worse off.
+            // A terminal that cannot hide its cursor works too.
             let _ = output.err.term.hide_cursor();
         }
         Self {
@@ -376,7 +380,7 @@ impl<'a> Display<'a> {
         if self.asking {
             return;
         }
-        // The terminal writes ^C where the cursor stands: behind the last line.
+        // The terminal writes ^C at the cursor: after the last line.
         let width = self.output.err.width().saturating_sub("^C".len() + 1);
         let frame = live::frame(self.migration, progress, mood, width);
         let mut text = self.back();
@@ -389,7 +393,7 @@ impl<'a> Display<'a> {
         }
         text.push_str("\x1b[J");
         if mood == Mood::Asked {
-            // The answer is typed behind the question, which ends with a space.
+            // The answer is typed after the question, which ends with a space.
             text.push_str(" \x1b[?25h");
             self.asking = true;
         }
@@ -397,7 +401,7 @@ impl<'a> Display<'a> {
         self.write(&text);
     }
 
-    /// Back to the first line of the display. The cursor stands in its last line.
+    /// Moves to the first line of the display. The cursor is in its last line.
     fn back(&self) -> String {
         match self.lines {
             0 | 1 => "\r".to_owned(),
@@ -405,7 +409,7 @@ impl<'a> Display<'a> {
         }
     }
 
-    /// After a question: the display moves again. A typed answer left the cursor below it.
+    /// Ends a question: the display is updated again. A typed answer left the cursor below it.
     fn end_question(&mut self, typed: bool) {
         if self.asking {
             self.asking = false;
@@ -426,7 +430,7 @@ impl<'a> Display<'a> {
         }
     }
 
-    /// Takes the display off the screen.
+    /// Removes the display from the screen.
     fn clear(&mut self) {
         if self.in_place && self.lines > 0 {
             let lines = format!("{}\x1b[J", self.back());
@@ -446,7 +450,7 @@ impl<'a> Display<'a> {
 
     fn write(&self, text: &str) {
         let mut err = std::io::stderr().lock();
-        // Where the terminal is gone nobody wants to know.
+        // A terminal that is gone cannot be written to, which is no error.
         let _ = err.write_all(text.as_bytes()).and_then(|()| err.flush());
     }
 }

@@ -1,4 +1,4 @@
-//! The commands that people type: each asks an agent and shows what it answers.
+//! Implements the commands: each asks an agent and prints its answer.
 
 mod args;
 mod connect;
@@ -35,10 +35,10 @@ use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// Longest description of a guest that is sent to an agent, in bytes.
+/// The maximum size of a guest's description that is sent to an agent, in bytes.
 const DESCRIPTION_BYTES_MAX: u64 = 128 << 10;
 
-/// Runs the command that the command line names.
+/// Runs the command of the command line.
 pub(crate) fn run() -> ExitCode {
     let cli = Cli::parse();
     let output = Output::new(cli.json);
@@ -50,7 +50,7 @@ pub(crate) fn run() -> ExitCode {
         .map_err(CliError::from)
         .and_then(|runtime| {
             let result = runtime.block_on(perform(cli, &output));
-            // A thread may still wait for a line of the terminal; nobody waits for it.
+            // A thread may still wait for a line of the terminal; it is abandoned.
             runtime.shutdown_background();
             result
         });
@@ -58,7 +58,7 @@ pub(crate) fn run() -> ExitCode {
         Ok(code) => ExitCode::from(code),
         Err(error) => {
             if output.json {
-                // The exit code tells, even where this cannot be written.
+                // The exit code reports the error even if this cannot be written.
                 let _ = output.json_line(&ErrorDocument { error: &error });
             }
             output.aside(&error.lines());
@@ -94,7 +94,7 @@ async fn perform(cli: Cli, output: &Output) -> Result<u8, CliError> {
             output.text(&script)?;
         }
         Command::Image(args) => return image::run(output, args),
-        // Done before there is a runtime.
+        // Handled before the runtime is created.
         Command::DiskFront(_) => {}
         Command::Journal { command } => return journal::run(output, command),
         Command::Doctor(args) => return doctor::doctor(client()?, output, args).await,
@@ -264,7 +264,7 @@ async fn guests(
     }
 }
 
-/// A file where there is one of that name, else the name of a guest.
+/// Returns a description from a file of that name if there is one, else the name of a guest.
 fn start_guest(guest: &str) -> Result<StartGuest, CliError> {
     let path = Path::new(guest);
     let looks_like_a_file = guest.contains('/') || guest.ends_with(".toml");

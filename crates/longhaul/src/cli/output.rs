@@ -1,25 +1,25 @@
-//! Where output goes: text or JSON, with or without colours, in what width.
+//! Writes the output: as text or JSON, with or without colours, to the terminal's width.
 
 use crate::cli::paint::Line;
 use console::Term;
 use serde::Serialize;
 use std::io::{self, Write};
 
-/// Width taken where nobody can say.
+/// The width where the terminal's is unknown.
 const WIDTH_DEFAULT: usize = 120;
 
-/// Where a command's output goes.
+/// The outputs of a command.
 pub(crate) struct Output {
-    /// JSON instead of text.
+    /// Whether results are JSON instead of text.
     pub(crate) json: bool,
-    /// What is said on the way and when it fails.
+    /// The output for progress and errors.
     pub(crate) err: Screen,
     out: Screen,
 }
 
 /// One of the two outputs.
 pub(crate) struct Screen {
-    /// The terminal, if it is one.
+    /// The terminal, if the output is one.
     pub(crate) term: Term,
     coloured: bool,
 }
@@ -34,12 +34,12 @@ impl Screen {
         }
     }
 
-    /// Whether lines can be written again in their place.
+    /// Returns whether lines can be redrawn in place.
     pub(crate) fn stays_in_place(&self) -> bool {
         self.term.is_term() && std::env::var_os("TERM").is_some_and(|term| term != "dumb")
     }
 
-    /// Columns of the terminal.
+    /// Returns the width of the terminal.
     pub(crate) fn width(&self) -> usize {
         if !self.term.is_term() {
             return WIDTH_DEFAULT;
@@ -49,14 +49,14 @@ impl Screen {
             .map_or(WIDTH_DEFAULT, |(_, columns)| usize::from(columns).max(20))
     }
 
-    /// A line as this screen shows it, cut to a width if there is one.
+    /// Returns a line rendered for this screen, cut to a width if there is one.
     pub(crate) fn render(&self, line: &Line, width: Option<usize>) -> String {
         line.render(width.unwrap_or(usize::MAX), self.coloured)
     }
 }
 
 impl Output {
-    /// The process's own.
+    /// Returns the outputs of this process.
     pub(crate) fn new(json: bool) -> Self {
         Self {
             json,
@@ -65,7 +65,7 @@ impl Output {
         }
     }
 
-    /// Columns of what results are written to.
+    /// Returns the width of the output of results.
     pub(crate) fn width(&self) -> usize {
         self.out.width()
     }
@@ -79,7 +79,7 @@ impl Output {
         io::stdout().write_all(text.as_bytes())
     }
 
-    /// Writes a result that is text already.
+    /// Writes a result that is already text.
     pub(crate) fn text(&self, text: &[u8]) -> io::Result<()> {
         io::stdout().write_all(text)
     }
@@ -90,7 +90,7 @@ impl Output {
         writeln!(io::stdout(), "{text}")
     }
 
-    /// Writes one line of JSON, at once.
+    /// Writes one line of JSON, and flushes it.
     pub(crate) fn json_line(&self, content: &impl Serialize) -> io::Result<()> {
         let mut text = serde_json::to_string(content)?;
         text.push('\n');
@@ -99,13 +99,13 @@ impl Output {
         out.flush()
     }
 
-    /// Writes what is not the result.
+    /// Writes text beside the result.
     pub(crate) fn aside(&self, lines: &[Line]) {
         let text: String = lines
             .iter()
             .map(|line| self.err.render(line, None) + "\n")
             .collect();
-        // Where stderr is closed nobody wants to know.
+        // A closed stderr is no error.
         let _ = io::stderr().write_all(text.as_bytes());
     }
 }

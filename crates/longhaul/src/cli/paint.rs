@@ -1,7 +1,7 @@
-//! Lines of text whose parts have a meaning: cut to the terminal's width, coloured where it has
-//! colours.
+//! Formats lines of text whose parts have a meaning: cut to the terminal's width, coloured where it
+//! has colours.
 
-/// What a part of a line means.
+/// The meaning of a part of a line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Tone {
     Plain,
@@ -29,24 +29,24 @@ impl Tone {
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Line(Vec<(Tone, String)>);
 
-/// How many columns a text takes: this product's own words and signs are one column each.
+/// Returns the width of a text in columns: this product's own words and signs are one column each.
 pub(crate) fn columns(text: &str) -> usize {
     text.chars().count()
 }
 
 impl Line {
-    /// A line of one plain text.
+    /// Returns a line with one plain text.
     pub(crate) fn text(text: impl Into<String>) -> Self {
         Self::default().plain(text)
     }
 
-    /// The line with a plain text added.
+    /// Returns the line with a plain text added.
     pub(crate) fn plain(self, text: impl Into<String>) -> Self {
         self.tone(Tone::Plain, text)
     }
 
-    /// The line with a text of that meaning added. Signs that steer a terminal are replaced: parts
-    /// of a text may come from another host.
+    /// Returns the line with a text of that meaning added. Control characters are replaced: parts
+    /// of a text may be from another host.
     pub(crate) fn tone(mut self, tone: Tone, text: impl Into<String>) -> Self {
         let text: String = text.into();
         let text = text
@@ -57,13 +57,13 @@ impl Line {
         self
     }
 
-    /// The line filled with spaces up to a column, or with one space where it is beyond it.
+    /// Returns the line padded with spaces up to a column, or with one space where it is longer.
     pub(crate) fn column(self, column: usize) -> Self {
         let missing = column.saturating_sub(self.columns()).max(1);
         self.plain(" ".repeat(missing))
     }
 
-    /// The line with a title written over the spaces that it begins with.
+    /// Returns the line with a title over its leading spaces.
     pub(crate) fn titled(mut self, title: &str) -> Self {
         if let Some((_, text)) = self.0.first_mut() {
             let rest = text.get(title.len()..).unwrap_or_default().to_owned();
@@ -73,12 +73,12 @@ impl Line {
         self
     }
 
-    /// How many columns it takes.
+    /// Returns its width in columns.
     pub(crate) fn columns(&self) -> usize {
         self.0.iter().map(|(_, text)| columns(text)).sum()
     }
 
-    /// The line as it is written: at most so many columns, without spaces at its end.
+    /// Returns the line as output: at most `width` columns, without trailing spaces.
     pub(crate) fn render(&self, width: usize, coloured: bool) -> String {
         let mut left = width;
         let mut parts: Vec<(Tone, String)> = Vec::new();
@@ -114,7 +114,7 @@ impl Line {
     }
 }
 
-/// Breaks a text at spaces into pieces of at most so many columns.
+/// Breaks a text at spaces into pieces of at most `width` columns.
 pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     let mut pieces = vec![String::new()];
     for word in text.split(' ') {
@@ -134,7 +134,7 @@ pub(crate) fn wrap(text: &str, width: usize) -> Vec<String> {
     pieces
 }
 
-/// A table: columns as wide as their widest cell, three spaces between them.
+/// Returns a table: columns as wide as their widest cell, three spaces between them.
 pub(crate) fn table(rows: Vec<Vec<Line>>) -> Vec<Line> {
     let count = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..count)
@@ -159,7 +159,7 @@ pub(crate) fn table(rows: Vec<Vec<Line>>) -> Vec<Line> {
         .collect()
 }
 
-/// The first row of a table.
+/// Returns the first row of a table.
 pub(crate) fn head(names: &[&str]) -> Vec<Line> {
     names
         .iter()
@@ -169,11 +169,11 @@ pub(crate) fn head(names: &[&str]) -> Vec<Line> {
 
 #[cfg(test)]
 pub(crate) mod golden {
-    //! Texts that were looked at and found good, kept beside the code that writes them.
+    //! Compares texts with reviewed files beside the code.
 
     use super::Line;
 
-    /// Compares with `golden/NAME.txt`; with `LONGHAUL_BLESS` set it is written anew.
+    /// Compares with `golden/NAME.txt`; with `LONGHAUL_BLESS` set the file is written instead.
     pub(crate) fn check(name: &str, text: &str) {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/cli/golden");
         let path = format!("{folder}/{name}.txt");
@@ -187,7 +187,7 @@ pub(crate) mod golden {
         );
     }
 
-    /// The same for lines, in a terminal of that width without colours.
+    /// Compares lines, in a terminal of that width without colours.
     pub(crate) fn check_lines(name: &str, lines: &[Line], width: usize) {
         let text: String = lines
             .iter()

@@ -1,4 +1,4 @@
-//! `resolve`: a person ends a doubt, after having been told what is at stake.
+//! Implements `resolve`: an operator ends a doubt, after a warning about the consequences.
 
 use crate::cli::args::{ResolveArgs, RunOn};
 use crate::cli::error::CliError;
@@ -9,12 +9,12 @@ use longhaul_api::{Client, Migration, OtherSide, Outcome, Resolve, Side};
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
 
-/// How long the agent may take to do what was said.
+/// The time limit for the agent to act.
 const DONE_WITHIN: Duration = Duration::from_secs(60);
-/// How often it is asked.
+/// The polling interval.
 const ASK_EVERY: Duration = Duration::from_millis(250);
 
-/// `longhaul resolve`.
+/// Runs `longhaul resolve`.
 pub(crate) async fn resolve(
     client: &Client,
     output: &Output,
@@ -38,7 +38,7 @@ pub(crate) async fn resolve(
     let way = migration.doubt.as_ref().and_then(|doubt| {
         let mut ways = doubt.ways_out.iter();
         let way = ways.find(|way| way.run_on == run_on)?;
-        // What the agent will refuse anyway needs no question.
+        // A request that the agent will refuse anyway needs no question.
         (other_side.is_some() || !way.needs_other_side).then_some((doubt, way))
     });
     if let Some((doubt, way)) = way {
@@ -69,8 +69,8 @@ pub(crate) async fn resolve(
     Ok(0)
 }
 
-/// The migration of the guest of that name that is in doubt, or its newest, which the agent says
-/// more about; or else what was given: an id.
+/// Returns the migration in doubt of the guest of that name, or its newest, for which the agent
+/// reports more; otherwise the given text, an id.
 async fn find(client: &Client, text: &str) -> Result<String, CliError> {
     let mut list = client.migrations().await?.migrations;
     list.retain(|migration| migration.guest == text);
@@ -104,7 +104,7 @@ fn confirm(migration: &Migration, run_on: Side) -> Result<(), CliError> {
     ))
 }
 
-/// Waits until the agent has done what it was told.
+/// Waits until the agent has acted.
 async fn wait(client: &Client, id: &str) -> Result<Migration, CliError> {
     let until = tokio::time::Instant::now() + DONE_WITHIN;
     loop {

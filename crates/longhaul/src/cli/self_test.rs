@@ -1,5 +1,6 @@
-//! `longhaul doctor --self-test`: two agents of its own on this machine, and a guest that checks its
-//! memory while it is moved back and forth between them. Nothing is left behind.
+//! Implements `longhaul doctor --self-test`: two agents of its own on this machine, and a guest
+//! that checks its memory while it is moved back and forth between them. Everything is removed
+//! afterwards.
 
 mod guest;
 
@@ -27,15 +28,15 @@ use tokio::time::{sleep, timeout};
 
 const GUEST: &str = "self-test";
 const MEMORY_MIB: u64 = 64;
-/// How long an agent may take to answer, and to ask its emulators what they can do.
+/// The time limit for an agent to answer, and to query its emulators.
 const START_WITHIN: Duration = Duration::from_secs(120);
-/// How long one move may take.
+/// The time limit of one move.
 const MOVE_WITHIN: Duration = Duration::from_secs(300);
-/// How long the guest may take to get on.
+/// The time limit for the guest's progress.
 const PASS_WITHIN: Duration = Duration::from_secs(60);
 const END_WITHIN: Duration = Duration::from_secs(25);
 
-/// One move, and what was found.
+/// One move and its results.
 #[derive(Debug, Serialize)]
 struct Moved {
     number: u32,
@@ -48,7 +49,7 @@ struct Moved {
     guest_passes: u32,
 }
 
-/// Runs the test; 0 when every move was good.
+/// Runs the test; returns 0 when every move was good.
 pub(super) async fn run(output: &Output, config: &Config, moves: u32) -> Result<u8, CliError> {
     let mut interrupt = signal(SignalKind::interrupt())?;
     let mut terminate = signal(SignalKind::terminate())?;
@@ -83,7 +84,7 @@ fn failed(text: String) -> CliError {
     CliError::failed("self_test", format!("the self-test failed: {text}"))
 }
 
-/// Two agents and their folder.
+/// The two agents and their folder.
 struct Hosts {
     folder: PathBuf,
     agents: Vec<Agent>,
@@ -148,7 +149,7 @@ impl Hosts {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
-            // Ctrl-C is for this process, which then ends them in order.
+            // Ctrl-C is handled by this process, which then ends them in order.
             .process_group(0)
             .spawn()
             .map_err(|error| cannot("start an agent", &error))?;
@@ -212,7 +213,7 @@ impl Hosts {
         ))
     }
 
-    /// The end of what the agents said.
+    /// Returns the end of the agents' logs.
     fn logs(&self) -> String {
         let end = |agent: &Agent| {
             let log = agent.state.with_file_name("log");
@@ -288,7 +289,7 @@ impl Agent {
     async fn wait(&mut self) -> Result<(), String> {
         let deadline = Instant::now() + START_WITHIN;
         loop {
-            // The answer waits for its emulators, too.
+            // The answer waits for the agent's query of its emulators, too.
             match timeout(START_WITHIN, self.client.host()).await {
                 Ok(Ok(_)) => return Ok(()),
                 Ok(Err(error)) if Instant::now() > deadline => return Err(text(error)),
@@ -343,7 +344,7 @@ impl Agent {
         timeout(MOVE_WITHIN, ended).await.map_err(|_| late())?
     }
 
-    /// The last move may still be saying goodbye.
+    /// Begins a move; the last one may still be closing.
     async fn begin(&self, start: &StartMigration) -> Result<String, String> {
         let deadline = Instant::now() + PASS_WITHIN;
         loop {
@@ -357,7 +358,7 @@ impl Agent {
         }
     }
 
-    /// Waits until the guest has gone over its memory again.
+    /// Waits until the guest has checked its memory again.
     async fn gets_on(&self, passes: u32) -> Result<Findings, String> {
         let socket = self.state.join("guests").join(GUEST).join("run/qmp");
         let deadline = Instant::now() + PASS_WITHIN;
@@ -450,8 +451,8 @@ fn show(output: &Output, moved: &Moved, moves: u32) -> std::io::Result<()> {
     let link = show_bytes(moved.link_bytes.unwrap_or_default());
     let compared = show_bytes(moved.compared_bytes);
     let text = format!(
-        "move {number:>2}/{moves} {from} → {to}: downtime {downtime:.0} ms, {link} sent, {compared} \
-         compared equal, the guest found no error in {} passes",
+        "move {number:>2}/{moves} {from} → {to}: downtime {downtime:.0} ms, {link} sent, \
+         {compared} compared equal, the guest found no error in {} passes",
         moved.guest_passes
     );
     output.lines(&[Line::default().tone(Tone::Good, "✓ ").plain(text)])

@@ -1,4 +1,4 @@
-//! A running agent, commands against it, and texts to compare what they print with.
+//! Provides a running agent, commands against it, and golden texts for their output.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -14,10 +14,10 @@ use std::process::{Child, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-/// Generous: it is only reached when something is broken.
+/// A generous time limit, reached only when something is broken.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// The same for one command, which may move a guest on a machine that is busy.
+/// The same for one command, which may move a guest on a busy machine.
 const COMMAND_LIMIT: Duration = Duration::from_secs(240);
 
 /// An agent with a state folder of its own, and without any QEMU.
@@ -31,7 +31,7 @@ impl Agent {
         Self::start_with("")
     }
 
-    /// Starts an agent whose configuration has more in its first, nameless table.
+    /// Starts an agent with additions to the first, nameless table of its configuration.
     pub fn start_with(more: &str) -> Self {
         Self::start_configured(|folder| configuration(folder, more))
     }
@@ -65,12 +65,12 @@ impl Agent {
         std::fs::read_to_string(self.folder.path().join("log")).unwrap_or_default()
     }
 
-    /// A command that talks to this agent.
+    /// Returns a command for this agent.
     pub fn longhaul(&self, arguments: &[&str]) -> Output {
         longhaul(&self.socket(), arguments)
     }
 
-    /// The same for a command that has to succeed: what it prints.
+    /// Runs a command that must succeed, and returns its output.
     pub fn succeed(&self, arguments: &[&str]) -> String {
         let output = self.longhaul(arguments);
         let errors = String::from_utf8_lossy(&output.stderr);
@@ -79,13 +79,13 @@ impl Agent {
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// What a command that has to succeed prints for programs.
+    /// Runs a command that must succeed, and returns its JSON output.
     pub fn json(&self, arguments: &[&str]) -> serde_json::Value {
         let arguments = [&["--json"], arguments].concat();
         serde_json::from_str(&self.succeed(&arguments)).unwrap()
     }
 
-    /// Compares what a command prints, and its exit code, with `golden/NAME.txt`.
+    /// Compares a command's output and exit code with `golden/NAME.txt`.
     pub fn check(&self, name: &str, arguments: &[&str]) {
         let output = self.longhaul(arguments);
         check(name, arguments, &output, self.folder.path());
@@ -101,7 +101,7 @@ impl Agent {
         self.restart_failing_at("");
     }
 
-    /// Starts it again, to fail at these points.
+    /// Restarts the agent with these fail points.
     pub fn restart_failing_at(&mut self, points: &str) {
         self.child = spawn_failing_at(self.folder.path(), points);
         self.wait_until_ready();
@@ -116,7 +116,7 @@ impl Drop for Agent {
     }
 }
 
-/// The QEMU that real guests of these tests run in.
+/// Returns the QEMU that runs the real guests of these tests.
 pub fn qemu() -> PathBuf {
     let lab = std::env::var_os("LONGHAUL_LAB_DIR").unwrap_or("/var/lib/longhaul-lab".into());
     let candidates = [
@@ -127,8 +127,9 @@ pub fn qemu() -> PathBuf {
     found.expect("no QEMU here: scripts/install lab")
 }
 
-/// An address on this machine that is the caller's alone, also while nobody listens there: this process has
-/// the host's part for itself, and the system gives nobody such a port who asks for any.
+/// Returns an address on this machine that only the caller uses, even before anything listens
+/// there: this process owns its address, and the system never assigns such a port to a socket that
+/// asks for any.
 pub fn free_address() -> String {
     static NEXT: AtomicU16 = AtomicU16::new(20_000);
     let [_, high, middle, low] = std::process::id().to_be_bytes();
@@ -136,7 +137,7 @@ pub fn free_address() -> String {
     SocketAddr::from((host, NEXT.fetch_add(1, Ordering::Relaxed))).to_string()
 }
 
-/// The configuration of a host that runs guests; tables may follow.
+/// Returns the configuration of a host that runs guests; tables may follow.
 pub fn host(name: &str, address: &str, folder: &Path) -> String {
     format!(
         "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
@@ -205,7 +206,7 @@ pub fn command(socket: &Path) -> Command {
     command
 }
 
-/// Runs a command to its end, or fails when it does not come to one.
+/// Runs a command to its end; fails at the time limit.
 pub fn longhaul(socket: &Path, arguments: &[&str]) -> Output {
     let child = command(socket)
         .args(arguments)
@@ -217,7 +218,7 @@ pub fn longhaul(socket: &Path, arguments: &[&str]) -> Output {
     let (sender, receiver) = std::sync::mpsc::channel();
     let waiting = std::thread::spawn(move || {
         let output = child.wait_with_output();
-        // Nobody listens when the limit was reached.
+        // The receiver is gone when the limit was reached.
         let _ = sender.send(());
         output.unwrap()
     });
@@ -230,8 +231,8 @@ pub fn longhaul(socket: &Path, arguments: &[&str]) -> Output {
     waiting.join().unwrap()
 }
 
-/// Compares exit code, stdout and stderr with `golden/NAME.txt`; what differs from run to run is
-/// replaced first. With `LONGHAUL_BLESS` set the file is written anew.
+/// Compares exit code, stdout and stderr with `golden/NAME.txt`, after replacing the parts that
+/// differ between runs. With `LONGHAUL_BLESS` set the file is written instead.
 pub fn check(name: &str, arguments: &[&str], output: &Output, folder: &Path) {
     let mut text = format!(
         "$ longhaul {}\nexit {}\n",

@@ -1,4 +1,4 @@
-//! A trusted peer that speaks the protocol itself, and the agent that it speaks to.
+//! Provides a trusted peer that speaks the protocol itself, and its victim agent.
 
 use crate::common::{Agent, LIMIT, free_address, qemu};
 use longhaul_codec::DigestKey;
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 use tokio::sync::Mutex;
 use tokio::time::{sleep, timeout};
 
-/// Memory of the guests that are offered: 64 MiB.
+/// Memory of the offered guests: 64 MiB.
 const MEMORY_MIB: u64 = 64;
 
 /// An agent under attack.
@@ -31,7 +31,7 @@ pub struct Victim {
     address: SocketAddr,
 }
 
-/// What an agent has in use.
+/// The resources that an agent uses.
 #[derive(Debug)]
 pub struct Uses {
     pub memory_kib: u64,
@@ -62,7 +62,7 @@ impl Victim {
         self.agent.folder.path().join("s")
     }
 
-    /// What it has in use now (of memory: what it had at most).
+    /// Returns its current resource use (for memory: the peak).
     pub fn uses(&self) -> Uses {
         let proc = format!("/proc/{}", self.agent.child.id());
         let status = std::fs::read_to_string(format!("{proc}/status")).unwrap();
@@ -88,7 +88,7 @@ impl Victim {
         std::fs::write(file, format!("name = {guest:?}\n")).unwrap();
     }
 
-    /// Has it know who may run a guest.
+    /// Sets the holder of a guest's right.
     pub fn set_right(&self, guest: &str, holder: &str) {
         let holder = serde_json::from_str(holder).unwrap();
         let right = longhaul_storage::Right {
@@ -105,7 +105,7 @@ impl Victim {
         std::fs::read(file).unwrap()
     }
 
-    /// Waits until nothing of any guest is left.
+    /// Waits until nothing of any guest remains.
     pub async fn is_empty(&self) {
         let deadline = Instant::now() + LIMIT;
         while self.uses().guests > 0 {
@@ -114,12 +114,12 @@ impl Victim {
         }
     }
 
-    /// The machine that its QEMU would show of a guest.
+    /// Returns the machine that its QEMU would report for a guest.
     pub async fn machine(&self, guest: &GuestDescription) -> Machine {
         self.machine_with(guest, "").await
     }
 
-    /// The same where its configuration has these tables.
+    /// Returns the same with these configuration tables.
     pub async fn machine_with(&self, guest: &GuestDescription, tables: &str) -> Machine {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
@@ -143,21 +143,21 @@ impl Victim {
     }
 }
 
-/// How an exchange ended.
+/// The end of an exchange.
 #[derive(Debug)]
 pub enum End {
     Said(ToSource),
     Closed(String),
 }
 
-/// A trusted peer that does as it likes.
+/// A trusted peer without a regular agent.
 pub struct Bad {
     endpoint: Endpoint,
     control: Arc<Mutex<Control>>,
     _folder: Option<tempfile::TempDir>,
 }
 
-/// A channel on which an offer was accepted.
+/// A channel with an accepted offer.
 pub struct Call {
     pub sender: ChannelSender,
     receiver: ChannelReceiver,
@@ -165,7 +165,7 @@ pub struct Call {
 
 impl Call {
     pub async fn say(&mut self, message: &ToDestination) {
-        // The other side may have hung up, which is for `last` to tell.
+        // The other side may have hung up, which `last` reports.
         let _ = self.sender.send(&wire::encode(message).unwrap()).await;
     }
 
@@ -174,13 +174,13 @@ impl Call {
         self.say(&ToDestination::Cancel { reason }).await;
     }
 
-    /// The next thing that is said.
+    /// Returns the next message.
     pub async fn next(&mut self) -> ToSource {
         let bytes = timeout(LIMIT, self.receiver.recv()).await.unwrap();
         wire::decode(&bytes.unwrap().expect("nothing more is said")).unwrap()
     }
 
-    /// The end of the attempt, whatever comes before.
+    /// Returns the end of the attempt, skipping earlier messages.
     pub async fn last(&mut self) -> ToSource {
         loop {
             let message = self.next().await;
@@ -188,7 +188,7 @@ impl Call {
                 message,
                 ToSource::Aborted { .. } | ToSource::Committed { .. }
             ) {
-                // Tells the other side that its last word was read.
+                // Acknowledges the other side's last message.
                 let _ = self.sender.finish().await;
                 return message;
             }
@@ -197,7 +197,7 @@ impl Call {
 }
 
 impl Bad {
-    /// A peer that the victim trusts under this name.
+    /// Returns a peer that the victim trusts under this name.
     pub async fn new(name: &str, victim: &Victim) -> Self {
         Self::with(
             name,
@@ -208,7 +208,7 @@ impl Bad {
         .await
     }
 
-    /// One that speaks these versions and may do this.
+    /// Returns a peer with these versions and permissions.
     pub async fn with(name: &str, victim: &Victim, versions: (u16, u16), may: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let identity = Identity::load_or_create(folder.path()).unwrap();
@@ -248,7 +248,7 @@ impl Bad {
         }
     }
 
-    /// One more connection of the same peer.
+    /// Returns another connection of the same peer.
     pub async fn again(&self) -> Self {
         Self {
             endpoint: self.endpoint.clone(),
@@ -257,13 +257,13 @@ impl Bad {
         }
     }
 
-    /// A channel, over a new connection where the last was ended.
+    /// Returns a channel, over a new connection if the last was closed.
     async fn channel(&self) -> transport::Channel {
         let mut control = self.control.lock().await;
         if let Ok(channel) = control.open().await {
             return channel;
         }
-        // Connections that were cut off count for a moment longer.
+        // Closed connections count for a moment longer.
         let deadline = Instant::now() + LIMIT;
         *control = loop {
             match self.endpoint.connect("victim").await {
@@ -275,11 +275,11 @@ impl Bad {
         control.open().await.unwrap()
     }
 
-    /// Sends bytes that may mean nothing, and waits for whatever comes of it.
+    /// Sends arbitrary bytes, and waits for the result.
     pub async fn raw(&self, bytes: &[u8]) {
         let mut channel = self.channel().await;
         let exchange = async {
-            // Being cut off is one of the good ends.
+            // A closed connection is one of the expected results.
             if channel.send(bytes).await.is_ok() {
                 let _ = channel.recv().await;
             }
@@ -317,7 +317,7 @@ impl Bad {
         self.first(&ToDestination::Query(Box::new(query))).await
     }
 
-    /// Asks something harmless, and fails if there is no answer in time.
+    /// Sends a harmless query, and fails if there is no answer in time.
     pub async fn is_answered(&self) {
         match self.query(&guest("web-7"), empty_machine()).await {
             End::Said(ToSource::Answer(answer)) => assert_eq!(answer.host, "victim"),
@@ -332,7 +332,7 @@ impl Bad {
         }
     }
 
-    /// Has an offer accepted; one that has just ended may still be in the way.
+    /// Gets an offer accepted; an attempt that has just ended may still block it.
     pub async fn accepted(&self, offer: Offer) -> (Call, Vec<u8>) {
         let message = wire::encode(&ToDestination::Offer(Box::new(offer))).unwrap();
         let deadline = Instant::now() + LIMIT;
@@ -350,7 +350,7 @@ impl Bad {
         }
     }
 
-    /// The bulk connection of an offer.
+    /// Returns the bulk connection of an offer.
     pub async fn bulk(
         &self,
         offer: &Offer,
@@ -374,7 +374,7 @@ async fn next(receiver: &mut ChannelReceiver) -> ToSource {
     wire::decode(&answer.unwrap()).unwrap()
 }
 
-/// A guest as anybody could have it.
+/// Returns an ordinary guest.
 pub fn guest(name: &str) -> GuestDescription {
     GuestDescription {
         name: name.to_owned(),
@@ -391,7 +391,7 @@ pub fn guest(name: &str) -> GuestDescription {
     }
 }
 
-/// A machine that is none.
+/// Returns an empty machine.
 pub fn empty_machine() -> Machine {
     Machine {
         qemu: String::new(),
@@ -426,7 +426,7 @@ pub fn offer(name: &str, machine: Machine) -> Offer {
     }
 }
 
-/// Almost as many bytes as a message may have, and as little in each disk as can be.
+/// Returns a message just below the size limit, with minimal disks.
 pub fn a_million_disks() -> Vec<u8> {
     let mut guest = guest("web-7");
     let disk = Disk {
@@ -440,7 +440,7 @@ pub fn a_million_disks() -> Vec<u8> {
     wire::encode(&ToDestination::Query(Box::new(Query { guest, machine }))).unwrap()
 }
 
-/// Offers that no host should take.
+/// Returns offers that no host should accept.
 pub fn absurd() -> Vec<(&'static str, Offer)> {
     let mut list = Vec::new();
     let mut add = |what, change: &dyn Fn(&mut Offer)| {

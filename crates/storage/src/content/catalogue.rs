@@ -1,4 +1,5 @@
-//! The files that the content index knows, each with what tells whether it is still the same.
+//! The catalogue of files in the content index, with the metadata that shows whether a file has
+//! changed.
 
 use crate::files::{Access, Files, RealFiles, read_whole, replace};
 use longhaul_codec::DigestKey;
@@ -8,9 +9,9 @@ use std::io;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
-/// The name of its file.
+/// The name of the catalogue's file.
 pub(super) const NAME: &str = "catalogue";
-/// What the file begins with; the version stands in it.
+/// The first bytes of the file, including the format's version.
 const MAGIC: &[u8; 8] = b"LHFILES\x01";
 /// Bytes of the checksum that follows.
 const CHECKSUM_BYTES: usize = 32;
@@ -20,10 +21,10 @@ const FILE_BYTES_MAX: u64 = 64 << 20;
 pub const FILES_MAX: usize = 4096;
 /// Longest name of a file.
 pub(super) const PATH_BYTES_MAX: usize = 4096;
-/// The last generation of a slot: it is not used again.
+/// The last generation of a slot, which is not used again after it.
 const GENERATION_LAST: u16 = u16::MAX;
 
-/// What a file is, and when it was changed.
+/// A file's identity and the time of its last change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Identity {
     device: u64,
@@ -52,31 +53,31 @@ impl Identity {
         Ok(Self::of(&fs::metadata(path)?))
     }
 
-    /// Whether it is one file, whatever was written to it meanwhile.
+    /// Returns whether both identities are the same file, regardless of writes in between.
     fn is_same_file(&self, other: &Self) -> bool {
         (self.device, self.inode) == (other.device, other.inode)
     }
 }
 
-/// Whether a file is being written.
+/// How a file is written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Writes {
-    /// It changes seldom: once it has, nothing is known of it any more.
+    /// Rarely: once it has changed, all of its entries are invalid.
     #[default]
     Seldom,
-    /// It changes all the time: most of what is known of it is believed to be there still.
+    /// Constantly: most of its entries are assumed to be valid still.
     Always,
 }
 
-/// A file that is indexed, or was: its place in the catalogue is its slot.
+/// A file that is or was indexed; its place in the catalogue is its slot.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Known {
     pub(super) path: PathBuf,
     pub(super) identity: Identity,
-    /// Blocks of other generations of this slot are no longer there.
+    /// The current generation: entries of other generations of this slot are invalid.
     pub(super) generation: u16,
-    /// How far it is indexed.
+    /// The length of the indexed part.
     pub(super) indexed_bytes: u64,
     live: bool,
     #[serde(default)]
@@ -84,7 +85,7 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Whether a file that is like this now is still the one that is known.
+    /// Returns whether a file with this identity is still the known one.
     pub(super) fn is_still(&self, now: &Identity) -> bool {
         match self.writes {
             Writes::Seldom => self.identity == *now,
@@ -92,7 +93,7 @@ impl Known {
         }
     }
 
-    /// Whether it was said to be written like this.
+    /// Returns whether the file was entered with this kind of writes.
     pub(super) fn has_writes(&self, writes: Writes) -> bool {
         self.writes == writes
     }
@@ -102,24 +103,24 @@ impl Known {
     }
 }
 
-/// What makes a catalogue useless.
+/// A reason why a catalogue is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum CatalogueFault {
     /// It cannot be read.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is none, or of another version.
+    /// It is not a catalogue, or of another version.
     #[error("it does not begin as a catalogue does")]
     Magic,
-    /// It is torn or damaged.
+    /// It is truncated or damaged.
     #[error("its checksum is wrong")]
     Checksum,
-    /// It says what cannot be.
+    /// Its content is invalid.
     #[error("what it says cannot be: {0}")]
     Content(String),
 }
 
-/// The files, and what the table was made with.
+/// The indexed files, and the parameters of the table.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Catalogue {
     /// Pages of the table.
@@ -129,7 +130,7 @@ pub struct Catalogue {
 }
 
 impl Catalogue {
-    /// One without files, and with a key of its own.
+    /// Creates a catalogue without files and with a new key.
     pub(super) fn new(pages: u64) -> io::Result<Self> {
         let mut key = [0; 32];
         getrandom::fill(&mut key).map_err(|error| io::Error::other(error.to_string()))?;
@@ -144,7 +145,7 @@ impl Catalogue {
         DigestKey(self.key)
     }
 
-    /// Reads what [`Catalogue::bytes`] wrote.
+    /// Parses the output of [`Catalogue::bytes`].
     pub fn parse(bytes: &[u8]) -> Result<Self, CatalogueFault> {
         let rest = bytes.strip_prefix(MAGIC).ok_or(CatalogueFault::Magic)?;
         let (checksum, content) = rest
@@ -170,7 +171,7 @@ impl Catalogue {
         Ok(catalogue)
     }
 
-    /// As it is stored.
+    /// Returns its stored form.
     pub fn bytes(&self) -> Result<Vec<u8>, CatalogueFault> {
         let content =
             serde_json::to_vec(self).map_err(|error| CatalogueFault::Content(error.to_string()))?;
@@ -204,13 +205,14 @@ impl Catalogue {
         known.is_some_and(|known| known.live && known.generation == generation)
     }
 
-    /// The generation of each slot whose file is there; 0, which no entry has, for the others.
+    /// Returns the generation of each slot with an existing file; 0, which no entry has, for the
+    /// others.
     pub(super) fn live(&self) -> Vec<u16> {
         let live = |known: &Known| if known.live { known.generation } else { 0 };
         self.files.iter().map(live).collect()
     }
 
-    /// Nothing of these files is believed to be there any more.
+    /// Invalidates the entries of these files.
     pub(super) fn retire(&mut self, which: impl Fn(&Known) -> bool) {
         for known in &mut self.files {
             if known.live && which(known) {
@@ -220,8 +222,8 @@ impl Catalogue {
         }
     }
 
-    /// The slot of a file; a new generation where it is not the same as before. None where there
-    /// is no slot left.
+    /// Returns the slot of a file, in a new generation if the file is not the same as before.
+    /// Returns `None` when no slot is free.
     pub(super) fn enter(&mut self, path: &Path, identity: Identity, writes: Writes) -> Option<u16> {
         let same = |known: &Known| {
             let is_it = known.live && known.path == path && known.has_writes(writes);

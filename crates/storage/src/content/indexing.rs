@@ -1,4 +1,4 @@
-//! Reading a file into the content index, a little at a time.
+//! Indexing of a file's content, in small steps.
 
 use super::catalogue::{Identity, PATH_BYTES_MAX, Writes};
 use super::table::{BLOCKS_MAX, PageEntry};
@@ -18,22 +18,22 @@ use std::time::{Duration, Instant};
 
 /// Blocks that are read at once.
 const STEP_BLOCKS: usize = 64;
-/// Blocks that are collected before the table is written: 48 bytes each in memory, and the table
-/// is passed through once for all of them.
+/// Blocks collected before the table is written: 48 bytes each in memory, and one pass over the
+/// table for all of them.
 const PENDING_MAX: usize = 256 << 10;
 /// Longest pause between two steps.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 
-/// How far a file is.
+/// The progress of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
-    /// There is more of it.
+    /// More of the file remains.
     More,
-    /// All of it is in the index, durably.
+    /// The whole file is in the index, durably.
     Done,
 }
 
-/// A file on its way into the index.
+/// A file that is being indexed.
 #[derive(Debug)]
 pub struct Indexing<'a> {
     index: &'a ContentIndex,
@@ -43,14 +43,14 @@ pub struct Indexing<'a> {
     generation: u16,
     size_bytes: u64,
     next: u64,
-    /// One block more than a step, so that a step begins at a multiple of a block.
+    /// One block longer than a step, so that a step begins at a multiple of a block.
     buffer: Vec<u8>,
     pending: Vec<(Digest, PageEntry)>,
 }
 
 impl ContentIndex {
-    /// Begins to index a file, or goes on where it was left. Where the file has changed since, what
-    /// is known of it is thrown away first.
+    /// Begins or resumes the indexing of a file. If the file has changed since, its entries are
+    /// invalidated first.
     pub fn index(&self, path: &Path, writes: Writes) -> Result<Indexing<'_>, ContentError> {
         let path = std::path::absolute(path).map_err(failed("find", path))?;
         let unfit = |reason| ContentError::Unfit {
@@ -93,8 +93,8 @@ impl ContentIndex {
     }
 }
 
-/// Opens a file so that reading it leaves the page cache as it is, where its file system can: what is there is
-/// what guests use, and says which parts of a base image are hot.
+/// Opens a file so that reading it does not change the page cache, if its file system can do that:
+/// the cached pages are those that guests use, and show which parts of a base image are hot.
 fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags(libc::O_DIRECT);
@@ -105,14 +105,14 @@ fn open(path: &Path) -> io::Result<File> {
 }
 
 impl Indexing<'_> {
-    /// Reads a little more of the file: 256 KiB at most.
+    /// Reads the next part of the file: 256 KiB at most.
     pub fn step(&mut self) -> Result<Step, ContentError> {
         let data = self.data().map_err(failed("read", &self.path))?;
         let Some(from) = data else {
             return self.save(self.size_bytes).map(|()| Step::Done);
         };
         let blocks = (self.size_bytes - from) / BLOCK_BYTES;
-        // A last block that is not whole is nobody's content.
+        // An incomplete last block is not indexed.
         let count = usize::try_from(blocks)
             .unwrap_or(STEP_BLOCKS)
             .min(STEP_BLOCKS);
@@ -120,12 +120,12 @@ impl Indexing<'_> {
         let buffer = &mut self.buffer[aligned..][..count * BLOCK_SIZE];
         let mut read = self.file.read_exact_at(buffer, from);
         if matches!(&read, Err(error) if error.kind() == io::ErrorKind::InvalidInput) {
-            // Its file system cannot read past the page cache after all.
+            // Its file system cannot bypass the page cache after all.
             self.file = File::open(&self.path).map_err(failed("open", &self.path))?;
             read = self.file.read_exact_at(buffer, from);
         }
         match read {
-            // It was cut off meanwhile: it is not what it was.
+            // The file was truncated meanwhile: it has changed.
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 self.next = self.size_bytes;
                 return Ok(Step::More);
@@ -152,8 +152,8 @@ impl Indexing<'_> {
         Ok(Step::More)
     }
 
-    /// Indexes all of the file, with this share of the time at most, until it is told to stop. What
-    /// slows reading down, such as a guest that reads, makes the pauses longer too.
+    /// Indexes the whole file, using at most this share of the time, until it is told to stop. A
+    /// cause that slows reading down, such as a guest that reads, lengthens the pauses too.
     pub fn run(mut self, share_percent: u32, stop: &AtomicBool) -> Result<Step, ContentError> {
         let share = share_percent.clamp(1, 100);
         while !stop.load(Ordering::Relaxed) {
@@ -168,7 +168,7 @@ impl Indexing<'_> {
         Ok(Step::More)
     }
 
-    /// Where the next data is, from the beginning of a block.
+    /// Returns the offset of the next data, rounded down to a block.
     fn data(&self) -> io::Result<Option<u64>> {
         if self.next >= self.size_bytes {
             return Ok(None);
@@ -185,7 +185,7 @@ impl Indexing<'_> {
         }
     }
 
-    /// Writes what was collected, and then how far the file is.
+    /// Writes the collected blocks, and then the progress of the file.
     fn save(&mut self, indexed_bytes: u64) -> Result<(), ContentError> {
         let index = self.index;
         let live = index.state().catalogue.live();
@@ -201,7 +201,7 @@ impl Indexing<'_> {
             Some(known) if known.generation == self.generation && known.is_live() => {
                 known.indexed_bytes = indexed_bytes;
             }
-            // It was forgotten meanwhile.
+            // The file was forgotten meanwhile.
             Some(_) | None => {}
         }
         index.write(&mut state)

@@ -1,9 +1,9 @@
-//! The content index on disk: which blocks the files of this host hold, found by digest.
+//! The content index on disk: the blocks that this host's files hold, found by digest.
 //!
-//! A cache, which may be wrong and is never believed: a block that is found is read and hashed
-//! before it is handed out. It stands in two files, a [`Catalogue`] of files and a [`Table`] of
-//! blocks; what of them is torn, of another version or about files that have changed is thrown
-//! away. The format is described in docs/content-index.md.
+//! The index is a cache and may be wrong: a block that it finds is read and hashed before it is
+//! returned. It consists of two files, a [`Catalogue`] of files and a [`Table`] of blocks; parts
+//! that are truncated, of another version or about changed files are discarded.
+//! docs/content-index.md describes the format.
 
 mod catalogue;
 mod indexing;
@@ -26,36 +26,36 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use table::Table;
 
-/// Bytes of a block.
+/// Bytes in a block.
 pub(crate) const BLOCK_BYTES: u64 = BLOCK_SIZE as u64;
 /// Files that are kept open.
 const OPEN_MAX: usize = 64;
 
-/// Why the index cannot be used.
+/// A reason why the index is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum ContentError {
     /// The system refused.
     #[error("cannot {what} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         source: io::Error,
     },
-    /// Somebody else uses it.
+    /// Another process uses it.
     #[error("the content index in {} is in use by another process", .0.display())]
     InUse(PathBuf),
-    /// It knows as many files as it can.
+    /// The catalogue is full.
     #[error("the content index knows {FILES_MAX} files: forget some of them first")]
     Full,
-    /// A file whose name cannot be kept.
+    /// The file's name cannot be stored.
     #[error("{} cannot be indexed: {reason}", path.display())]
     Unfit {
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The reason.
         reason: &'static str,
     },
 }
@@ -65,12 +65,12 @@ pub(crate) fn failed(what: &'static str, path: &Path) -> impl FnOnce(io::Error) 
     move |source| ContentError::Io { what, path, source }
 }
 
-/// A block that was found, and compared.
+/// A block that was found and verified.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Found {
-    /// The file that it is in.
+    /// The file that holds it.
     pub path: PathBuf,
-    /// Where in the file.
+    /// Its offset in the file.
     pub offset: u64,
 }
 
@@ -88,13 +88,14 @@ pub struct ContentIndex {
 #[derive(Debug)]
 struct State {
     catalogue: Catalogue,
-    /// By slot.
+    /// Open files by slot.
     open: HashMap<u16, Arc<File>>,
 }
 
 impl ContentIndex {
-    /// Opens the index in a folder, for so many blocks, or begins a new one where that in the
-    /// folder is of no use. It takes about 20 bytes of disk for each block, and remembers no more.
+    /// Opens the index in a folder, for this number of blocks, or creates a new one if the folder's
+    /// index is unusable. It takes about 20 bytes of disk per block, and never holds more blocks
+    /// than that.
     pub fn open(folder: &Path, blocks: u64) -> Result<Self, ContentError> {
         create_folder(&RealFiles, folder).map_err(failed("make", folder))?;
         let lock = lock(folder)?;
@@ -103,12 +104,12 @@ impl ContentIndex {
         let path = folder.join(table::NAME);
         let catalogue = match catalogue {
             Ok(mut catalogue) if catalogue.pages == pages && path.exists() => {
-                // What a file holds now is as good as unknown when it is not the same any more.
+                // The content of a file that has changed is unknown.
                 catalogue.retire(has_changed);
                 catalogue
             }
-            // Damaged, of another version or size, or none: all is begun anew, with a key that no
-            // digest of before was made with.
+            // Damaged, of another version or size, or missing: the index is recreated, with a key
+            // that no earlier digest was made with.
             Ok(_) | Err(_) => {
                 match std::fs::remove_file(&path) {
                     Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -136,12 +137,12 @@ impl ContentIndex {
         })
     }
 
-    /// The key of its digests: whoever asks for blocks hashes them with this one.
+    /// Returns the key of its digests, with which callers hash the blocks that they look up.
     pub fn key(&self) -> DigestKey {
         self.key
     }
 
-    /// The files that it knows, and how much of each is indexed.
+    /// Returns the known files, and the length of each one's indexed part.
     pub fn files(&self) -> Vec<(PathBuf, u64)> {
         let state = self.state();
         let files = state.catalogue.files.iter().filter(|known| known.is_live());
@@ -150,8 +151,8 @@ impl ContentIndex {
             .collect()
     }
 
-    /// Whether all of a file is in the index: as the file is now, or, where it is written all the time, as it
-    /// was when it was read.
+    /// Returns whether a whole file is in the index: in its current state or, if it is written
+    /// constantly, in its state at the time of reading.
     pub fn is_current(&self, path: &Path, writes: Writes) -> bool {
         let Ok(identity) = Identity::of_path(path) else {
             return false;
@@ -164,8 +165,8 @@ impl ContentIndex {
         })
     }
 
-    /// Reads a block with this content from whatever file has it: what is in the buffer then is what
-    /// the digest says. None where no file is known to have it.
+    /// Reads a block with this content from any file that has it, and verifies the buffer against
+    /// the digest. Returns `None` where no file is known to have it.
     pub fn read(&self, digest: &Digest, block: &mut [u8; BLOCK_SIZE]) -> Option<Found> {
         let page = self.table.read(digest).ok()?;
         for entry in page.entries().filter(|entry| entry.may_be(digest)) {
@@ -182,7 +183,7 @@ impl ContentIndex {
         None
     }
 
-    /// A file is to be read again from its beginning: what is known of it stays until then.
+    /// Schedules a file to be read again from its beginning; its entries stay valid until then.
     pub fn read_again(&self, path: &Path) -> Result<(), ContentError> {
         let mut state = self.state();
         let files = state.catalogue.files.iter_mut();
@@ -192,7 +193,7 @@ impl ContentIndex {
         self.write(&mut state)
     }
 
-    /// Forgets a file: nothing of it is found any more.
+    /// Forgets a file: none of its blocks is found any more.
     pub fn forget(&self, path: &Path) -> Result<(), ContentError> {
         let mut state = self.state();
         state.catalogue.retire(|known| known.path == path);
@@ -211,7 +212,7 @@ impl ContentIndex {
             .map_err(failed("write", &self.folder))
     }
 
-    /// A file of that generation, open.
+    /// Returns the open file of a slot in that generation.
     fn file(&self, slot: u16, generation: u16) -> Option<(PathBuf, Arc<File>)> {
         let mut state = self.state();
         if !state.catalogue.is_live(slot, generation) {
@@ -229,7 +230,7 @@ impl ContentIndex {
         Some((path, file))
     }
 
-    /// A block was not what it was: is the file still the one that was indexed?
+    /// Checks after a mismatch whether the file is still the one that was indexed.
     fn doubt(&self, slot: u16, generation: u16) {
         let mut state = self.state();
         let Some(known) = state.catalogue.slot(slot) else {
@@ -238,13 +239,13 @@ impl ContentIndex {
         let path = known.path.clone();
         if known.generation == generation && has_changed(known) {
             state.catalogue.retire(|known| known.path == path);
-            // Where it cannot be noted now, it is found out again when the index is opened.
+            // If this cannot be recorded now, it is detected again when the index is opened.
             let _ = self.write(&mut state);
         }
     }
 }
 
-/// Whether a file is no longer what is known.
+/// Returns whether a file differs from the known one.
 fn has_changed(known: &Known) -> bool {
     !Identity::of_path(&known.path).is_ok_and(|now| known.is_still(&now))
 }

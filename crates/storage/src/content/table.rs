@@ -1,5 +1,5 @@
-//! The table of blocks: pages that are found by digest, each with a checksum of its own, so that
-//! one that is torn is as good as empty and the others are as they were.
+//! The table of blocks: pages found by digest, each with a checksum of its own, so that a torn page
+//! counts as empty and the others stay valid.
 
 use longhaul_codec::Digest;
 use std::fs::{File, OpenOptions};
@@ -7,7 +7,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-/// The name of its file.
+/// The name of the table's file.
 pub(super) const NAME: &str = "table";
 /// Bytes of a page.
 pub const PAGE_BYTES: usize = 4096;
@@ -15,20 +15,20 @@ pub const PAGE_BYTES: usize = 4096;
 pub const PAGE_ENTRIES: usize = (PAGE_BYTES - HEADER_BYTES) / ENTRY_BYTES;
 const HEADER_BYTES: usize = 16;
 const ENTRY_BYTES: usize = 16;
-/// Bytes of the digest that an entry keeps.
+/// Bytes of the digest that an entry stores.
 const FRAGMENT_BYTES: usize = 7;
-/// Entries of a page that are counted on: what is above is for pages that get more than others.
+/// Planned entries per page; the space above it is for pages that get more than the average.
 const ENTRIES_USUAL: u64 = 200;
-/// Blocks that an entry can name.
+/// Limit on the block number of an entry.
 pub(super) const BLOCKS_MAX: u64 = 1 << 40;
 
-/// A block.
+/// An entry: the place of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageEntry {
     fragment: [u8; FRAGMENT_BYTES],
     /// The file.
     pub slot: u16,
-    /// Of which generation; never 0.
+    /// The generation of the file's slot; never 0.
     pub generation: u16,
     /// Its place in the file, in blocks.
     pub block: u64,
@@ -44,12 +44,12 @@ impl PageEntry {
         }
     }
 
-    /// Whether the block may have this content.
+    /// Returns whether the block may have this content.
     pub fn may_be(&self, digest: &Digest) -> bool {
         self.fragment == fragment(digest)
     }
 
-    /// None for a place that is free.
+    /// Returns `None` for a free entry.
     fn parse(bytes: &[u8; ENTRY_BYTES]) -> Option<Self> {
         let mut entry = Self {
             fragment: [0; FRAGMENT_BYTES],
@@ -95,8 +95,8 @@ impl Page {
         }
     }
 
-    /// The page of that number; empty where the bytes are not just that, as where nothing was ever
-    /// written.
+    /// Parses the page of that number; empty if the bytes are not a valid page, as where nothing
+    /// was ever written.
     pub fn parse(number: u64, bytes: &[u8; PAGE_BYTES]) -> Self {
         let mut page = Self::empty(number);
         let (stored, body) = bytes.split_at(8);
@@ -109,7 +109,7 @@ impl Page {
         page
     }
 
-    /// As it is stored.
+    /// Returns its stored form.
     pub fn bytes(&self) -> [u8; PAGE_BYTES] {
         let mut bytes = [0; PAGE_BYTES];
         bytes[8..16].copy_from_slice(&self.number.to_le_bytes());
@@ -122,13 +122,13 @@ impl Page {
         bytes
     }
 
-    /// Its entries.
+    /// Returns its entries.
     pub fn entries(&self) -> impl Iterator<Item = PageEntry> {
         self.entries.iter().copied().flatten()
     }
 
-    /// Notes a block, in the place of one that is no longer there, or of any where the page is
-    /// full. One place is enough for one content.
+    /// Adds an entry, in place of an invalid one, or of any if the page is full. One place per
+    /// content is enough.
     fn insert(&mut self, new: PageEntry, is_live: impl Fn(u16, u16) -> bool) {
         let live = |entry: &PageEntry| is_live(entry.slot, entry.generation);
         let mut free = None;
@@ -159,7 +159,7 @@ pub(super) struct Table {
 }
 
 impl Table {
-    /// How many pages are enough for so many blocks.
+    /// Returns the number of pages for this number of blocks.
     pub(super) fn pages_for(blocks: u64) -> u64 {
         blocks.min(BLOCKS_MAX).div_ceil(ENTRIES_USUAL).max(1)
     }
@@ -168,12 +168,12 @@ impl Table {
         let mut options = OpenOptions::new();
         options.read(true).write(true).create(true).truncate(false);
         let file = options.open(path)?;
-        // One that was cut off is empty from there on.
+        // A truncated file is empty from there on.
         file.set_len(pages * PAGE_BYTES as u64)?;
         Ok(Self { file, pages })
     }
 
-    /// The number of the page of a digest.
+    /// Returns the number of a digest's page.
     pub(super) fn place(&self, digest: &Digest) -> u64 {
         let mut high = [0; 8];
         high.copy_from_slice(&digest.0[..8]);
@@ -189,12 +189,12 @@ impl Table {
         Ok(Page::parse(number, &bytes))
     }
 
-    /// The page that would have a digest.
+    /// Reads the page of a digest.
     pub(super) fn read(&self, digest: &Digest) -> io::Result<Page> {
         self.page(self.place(digest))
     }
 
-    /// Notes blocks, page by page in the order of the file.
+    /// Adds blocks, page by page in the order of the file.
     pub(super) fn insert(
         &self,
         blocks: &mut [(Digest, PageEntry)],
@@ -243,7 +243,7 @@ mod tests {
         assert_eq!(bytes[16..32], entry);
         assert_eq!(bytes[32..], [0; PAGE_BYTES - 32]);
         assert_eq!(Page::parse(5, &bytes), page);
-        // In another place it is nothing.
+        // At another place it is invalid.
         assert_eq!(Page::parse(6, &bytes), Page::empty(6));
         assert_eq!(Page::parse(0, &[0; PAGE_BYTES]), Page::empty(0));
     }
@@ -256,7 +256,7 @@ mod tests {
             page.insert(entry(number, 1), |_, _| true);
         }
         assert_eq!(page.entries().count(), PAGE_ENTRIES);
-        // The same content once more changes nothing.
+        // The same content again changes nothing.
         let before = page.clone();
         page.insert(PageEntry::new(&digest(7), 2, 1, 99), |_, _| true);
         assert_eq!(page, before);

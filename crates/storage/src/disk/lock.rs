@@ -1,9 +1,9 @@
-//! The byte-range locks by which QEMUs keep each other off an image, taken in a guest's place
-//! while its QEMU reaches the image through us.
+//! The byte-range locks with which QEMU processes protect an image from each other, taken on a
+//! guest's behalf while its QEMU reaches the image through a disk export.
 //!
 //! A QEMU that uses an image holds a shared lock on byte `100 + p` for each permission `p` that it
-//! has, and on byte `200 + p` for each that it grants to nobody else. Before it starts it asks
-//! whether somebody else holds a byte that contradicts it. The locks are those of open files
+//! has, and on byte `200 + p` for each that it denies others. Before it starts it checks whether
+//! another process holds a conflicting byte. The locks belong to open file descriptions
 //! (`F_OFD_SETLK`): they last until the file is closed everywhere, and processes of one host see
 //! them. They are never part of the proof that a guest runs once (docs/hand-over.md).
 
@@ -15,19 +15,20 @@ use std::fmt;
 use std::fs::File;
 use std::io;
 
-/// What can be done to an image, as QEMU divides it.
+/// A permission on an image, in QEMU's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Permission {
-    /// To read what was written.
+    /// To read content that was written.
     Read,
     /// To write.
     Write,
-    /// To change its length.
+    /// To change the length.
     Resize,
 }
 
 impl Permission {
-    /// Its number in QEMU's locks. (2 is for writes that change nothing: everybody may.)
+    /// Returns its number in QEMU's locks. (2 is for writes that change nothing, which QEMU always
+    /// shares.)
     fn number(self) -> i64 {
         match self {
             Self::Read => 0,
@@ -47,22 +48,22 @@ impl fmt::Display for Permission {
     }
 }
 
-/// How a guest uses an image. QEMU 7.2 and 10.0 lock alike.
+/// How a guest uses an image. QEMU 7.2 and 10.0 take the same locks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ImageUse {
-    /// As a raw disk of its own.
+    /// As a raw disk for exclusive use.
     Raw,
-    /// As a raw disk that others may write too (`share-rw=on`).
+    /// As a raw disk that others may write as well (`share-rw=on`).
     SharedRaw,
-    /// As a disk in an image that grows (`qcow2`).
+    /// As a disk in a growing image (`qcow2`).
     Growing,
-    /// For reading, by somebody for whom nobody may change it.
+    /// For reading, while others must not change it.
     Still,
 }
 
 impl ImageUse {
-    /// What it does itself.
+    /// Returns the permissions that it uses.
     fn has(self) -> &'static [Permission] {
         match self {
             Self::Raw | Self::SharedRaw => &[Permission::Read, Permission::Write],
@@ -71,7 +72,7 @@ impl ImageUse {
         }
     }
 
-    /// What nobody else may do meanwhile.
+    /// Returns the permissions that it denies others.
     fn denies(self) -> &'static [Permission] {
         match self {
             Self::Raw => &[Permission::Write],
@@ -81,15 +82,15 @@ impl ImageUse {
     }
 }
 
-/// Why an image's locks were not taken. None is held.
+/// A reason why an image's locks were not taken. None is held.
 #[derive(Debug, thiserror::Error)]
 pub enum LockError {
-    /// Somebody else uses the image in a way that contradicts.
+    /// Another process has a conflicting use of the image.
     #[error(
         "somebody else uses this disk image ({what}): see who by `lslocks`, and let it end first"
     )]
     InUse {
-        /// What it holds, in words.
+        /// The conflict, in words.
         what: String,
     },
     /// The system refused.
@@ -97,7 +98,7 @@ pub enum LockError {
     Io(#[from] io::Error),
 }
 
-/// The locks of one use of an image, until they are dropped or the process ends.
+/// The locks for one use of an image, held until they are dropped or the process ends.
 #[derive(Debug)]
 pub struct ImageLock {
     file: File,
@@ -105,10 +106,10 @@ pub struct ImageLock {
 }
 
 impl ImageLock {
-    /// Takes the locks of a use beside those of the guest's own QEMU, which does the same to the
-    /// same image: so there is no moment without locks when it lets go.
+    /// Takes the locks of a use beside those of the guest's own QEMU, which uses the same image in
+    /// the same way: so the image is never unlocked when QEMU closes it.
     pub fn beside(file: &File, image_use: ImageUse) -> io::Result<Self> {
-        // A lock of its own from here on: what was taken before an error is given back.
+        // From here on dropped on error: locks taken before it are released.
         let lock = Self {
             file: file.try_clone()?,
             image_use,
@@ -119,15 +120,16 @@ impl ImageLock {
         Ok(lock)
     }
 
-    /// Takes the locks of a use, if nobody else uses the image in a way that contradicts.
+    /// Takes the locks of a use, unless another process has a conflicting use of the image.
     pub fn alone(file: &File, image_use: ImageUse) -> Result<Self, LockError> {
-        // First taken, then asked, as QEMU does it: of two at once, at most one goes on.
+        // Locked first and checked afterwards, as in QEMU: of two concurrent users at most one
+        // succeeds.
         let lock = Self::beside(file, image_use)?;
         lock.check()?;
         Ok(lock)
     }
 
-    /// Whether nobody else uses the image in a way that contradicts.
+    /// Returns an error if another process has a conflicting use of the image.
     pub fn check(&self) -> Result<(), LockError> {
         let taken = |place| asked(&self.file, place);
         for permission in self.image_use.denies() {
@@ -154,10 +156,10 @@ impl ImageLock {
 }
 
 impl Drop for ImageLock {
-    /// Gives back the locks, though others may have the same file open.
+    /// Releases the locks, even if others share the open file.
     fn drop(&mut self) {
         for place in self.places() {
-            // It cannot fail for a lock that is held, and the end of the process does it anyway.
+            // Releasing a held lock cannot fail, and the end of the process releases it anyway.
             let _ = change(&self.file, libc::F_UNLCK, place);
         }
     }
@@ -185,7 +187,7 @@ fn change(file: &File, kind: i32, place: i64) -> io::Result<()> {
     }
 }
 
-/// Whether somebody else holds a lock on a byte.
+/// Returns whether another process holds a lock on a byte.
 fn asked(file: &File, place: i64) -> io::Result<bool> {
     let mut lock = byte(libc::F_WRLCK, place)?;
     fcntl(file, FcntlArg::F_OFD_GETLK(&mut lock))?;
@@ -215,7 +217,7 @@ mod tests {
         ImageLock::alone(&other, ImageUse::Raw).unwrap_err();
         let beside = ImageLock::alone(&other, ImageUse::SharedRaw).unwrap();
         drop((shared, beside));
-        // The refusals above left nothing behind.
+        // The refusals above left no locks behind.
         ImageLock::alone(&other, ImageUse::Growing).unwrap();
     }
 

@@ -1,4 +1,4 @@
-//! The neutral core beneath every front end of a disk: what can be done to a range of its bytes.
+//! The disk interface below every export: operations on ranges of a disk's bytes.
 
 mod lock;
 pub mod qcow2;
@@ -11,16 +11,16 @@ use std::fmt::Debug;
 use std::io;
 use std::ops::Range;
 
-/// What a zeroed range may become.
+/// How a range may be zeroed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Zeros {
-    /// A hole: it takes no space, and a later write may find none.
+    /// As a hole: it takes no space, and a later write may fail for want of space.
     MayBeHole,
-    /// Space that is set aside: a later write finds it.
+    /// As allocated space, which a later write finds.
     Allocated,
 }
 
-/// A piece of a disk that is all hole or all data.
+/// A part of a disk that is entirely hole or entirely data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// Its length, never 0.
@@ -29,27 +29,27 @@ pub struct Extent {
     pub hole: bool,
 }
 
-/// A disk of a fixed size. Several threads use it at once.
+/// A disk of a fixed size, used by several threads at once.
 ///
-/// A range that is not within [`Disk::size_bytes`] is refused with `EINVAL` and nothing is done.
-/// When a write, a zeroing or a discard returns, every later read, by whatever thread, sees it.
-/// Requests that overlap and run at the same time are done in an order that nobody chooses.
+/// A range that is not within [`Disk::size_bytes`] is refused with `EINVAL`, and nothing is done.
+/// Once a write, a zeroing or a discard has returned, every later read by any thread sees it.
+/// Overlapping concurrent requests are carried out in an unspecified order.
 pub trait Disk: Debug + Send + Sync {
-    /// Its size; it never changes.
+    /// Returns its size, which never changes.
     fn size_bytes(&self) -> u64;
-    /// Fills the buffer with what stands at `offset`.
+    /// Fills the buffer from `offset` on.
     fn read(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
-    /// Returns when the disk has all of the bytes; they need not be durable.
+    /// Writes all of the bytes. They need not be durable when it returns.
     fn write(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Makes durable what every thread's requests have changed that returned before.
+    /// Makes durable the changes of all requests, by any thread, that returned before.
     ///
-    /// When this has failed once, it fails for good: nobody knows what was lost.
+    /// Once this has failed, it fails for good: it is unknown which data was lost.
     fn flush(&self) -> io::Result<()>;
     /// Makes a range read as zeros.
     fn zero(&self, range: Range<u64>, zeros: Zeros) -> io::Result<()>;
-    /// Says that the content of a range is no longer needed; it may read as anything afterwards.
+    /// Discards the content of a range, which may read as anything afterwards.
     fn discard(&self, range: Range<u64>) -> io::Result<()>;
-    /// What the first part of a range is made of, at most so many extents: at least one, unless
-    /// the range is empty, and nothing beyond its end.
+    /// Returns the first extents of a range, at most `count_max`: at least one unless the range is
+    /// empty, and none beyond its end.
     fn extents(&self, range: Range<u64>, count_max: usize) -> io::Result<Vec<Extent>>;
 }

@@ -1,4 +1,4 @@
-//! A disk that is a plain file or a block device.
+//! A disk in a regular file or a block device.
 
 use super::{Disk, Extent, Zeros};
 use crate::pulse::elsewhere;
@@ -13,23 +13,23 @@ use std::os::unix::fs::{FileExt, FileTypeExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-/// Zeros that are written at once where the file system cannot zero a range by itself.
+/// Zeros written at once where the file system cannot zero a range by itself.
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
-/// What is called data where the file changed while it was looked at.
+/// The length reported as data where the file changed during the query.
 const BLOCK_BYTES: u64 = 4096;
 
-/// The size of the disk that a file is shown as.
+/// The size of the disk that a file is exported as.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExportSize {
-    /// The file's own: for images whose size is the disk's (`raw`).
+    /// The file's own size: for images as long as their disk (`raw`).
     OfFile,
-    /// So many bytes, at least the file's own: for images that grow (`qcow2`). What lies behind
-    /// the end of the file reads as zeros, and a write there makes the file longer.
+    /// This number of bytes, at least the file's own size: for growing images (`qcow2`). The range
+    /// behind the end of the file reads as zeros, and a write there makes the file longer.
     Bytes(u64),
 }
 
-/// Why a file is not used as a disk. Nothing was changed.
+/// A reason why a file is not used as a disk. Nothing was changed.
 #[derive(Debug, thiserror::Error)]
 pub enum OpenError {
     /// The system refused.
@@ -37,10 +37,10 @@ pub enum OpenError {
     Io {
         /// The image.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// It is neither a plain file nor a block device.
+    /// It is neither a regular file nor a block device.
     #[error(
         "{} is neither a plain file nor a block device: such disks cannot be moved; leave this \
          disk where both hosts see it",
@@ -50,13 +50,13 @@ pub enum OpenError {
         /// The image.
         path: PathBuf,
     },
-    /// It is a block device, which has the size that it has.
+    /// It is a block device, whose size is fixed.
     #[error("{} is a block device: it cannot be shown as a disk of another size", path.display())]
     DeviceSize {
         /// The device.
         path: PathBuf,
     },
-    /// The image is longer than what was asked for.
+    /// The image is longer than the requested size.
     #[error(
         "the disk image {} has {file_bytes} bytes, more than the {export_bytes} that it was to be \
          shown with: it has grown since it was looked at; try again",
@@ -67,34 +67,34 @@ pub enum OpenError {
         path: PathBuf,
         /// Its length.
         file_bytes: u64,
-        /// The size asked for.
+        /// The requested size.
         export_bytes: u64,
     },
 }
 
-/// A disk that is a plain file or a block device: its holes stay holes, and what is written is in the
-/// file when the write returns. What a block device has never been written is not known: all of it is
-/// called data.
+/// A disk in a regular file or a block device: its holes stay holes, and a write is in the file
+/// when it returns. Which parts of a block device were never written is unknown: all of it is
+/// reported as data.
 ///
-/// It is read and written through the page cache, which QEMU's own reads and writes of the file on
-/// this host agree with, also those that go around the cache (`cache=none`).
+/// It is accessed through the page cache, with which QEMU's own reads and writes of the file on
+/// this host are coherent, even those that bypass the cache (`cache=none`).
 #[derive(Debug)]
 pub struct RawDisk {
     file: File,
     size_bytes: u64,
     kind: Kind,
-    /// The error of the first flush that failed. The kernel reports a lost page once.
+    /// The error of the first flush that failed. The kernel reports a lost page only once.
     flush_failed: OnceLock<i32>,
 }
 
-/// What a disk is on.
+/// The kind of file below a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// A file that has the disk's size.
+    /// A file as long as the disk.
     Whole,
     /// A file that may be shorter than the disk.
     Grows,
-    /// A block device: it zeroes whole blocks only, and does not say where its holes are.
+    /// A block device: it zeroes whole blocks only, and does not report holes.
     Device,
 }
 
@@ -104,7 +104,7 @@ impl RawDisk {
         Self::open_for(path, size, true)
     }
 
-    /// Opens an image for reading alone.
+    /// Opens an image for reading only.
     pub fn open_to_read(path: &Path) -> Result<Self, OpenError> {
         Self::open_for(path, ExportSize::OfFile, false)
     }
@@ -114,7 +114,7 @@ impl RawDisk {
             path: path.to_owned(),
             error,
         };
-        // Looked at before it is opened: opening a device may do something.
+        // Checked before it is opened: opening a device may have side effects.
         let known = std::fs::metadata(path).map_err(failed)?.file_type();
         if !known.is_file() && !known.is_block_device() {
             let path = path.to_owned();
@@ -122,7 +122,7 @@ impl RawDisk {
         }
         let file = OpenOptions::new().read(true).write(write).open(path);
         let mut file = file.map_err(failed)?;
-        // A device's length is where its end is.
+        // The length of a device is the position of its end.
         let file_bytes = file.seek(SeekFrom::End(0)).map_err(failed)?;
         let (kind, size_bytes) = match size {
             ExportSize::OfFile if known.is_block_device() => (Kind::Device, file_bytes),
@@ -149,12 +149,12 @@ impl RawDisk {
         })
     }
 
-    /// The open file, for the locks on it.
+    /// Returns the open file, for the locks on it.
     pub fn file(&self) -> &File {
         &self.file
     }
 
-    /// How long the file is now: of an image that grows that is not the disk's size.
+    /// Returns the current length of the file, which for a growing image is not the disk's size.
     pub fn file_bytes(&self) -> io::Result<u64> {
         match self.kind {
             Kind::Whole | Kind::Device => Ok(self.size_bytes),
@@ -162,7 +162,7 @@ impl RawDisk {
         }
     }
 
-    /// Gives the file of an image that grows this length, durably. What lay behind is gone.
+    /// Sets the length of a growing image's file, durably. Content behind that is lost.
     pub fn set_file_bytes(&self, bytes: u64) -> io::Result<()> {
         if self.kind != Kind::Grows || bytes > self.size_bytes {
             return Err(Errno::EINVAL.into());
@@ -178,7 +178,7 @@ impl RawDisk {
         Err(Errno::EINVAL.into())
     }
 
-    /// The range of a buffer.
+    /// Returns the range of a buffer.
     fn range(&self, offset: u64, length: usize) -> io::Result<Range<u64>> {
         let end = u64::try_from(length)
             .ok()
@@ -188,7 +188,7 @@ impl RawDisk {
         Ok(range)
     }
 
-    /// `false` where the file system cannot do that.
+    /// Returns `false` if the file system does not support the operation.
     fn allocate(&self, range: &Range<u64>, mode: FallocateFlags) -> io::Result<bool> {
         let offset = signed(range.start)?;
         let length = signed(range.end - range.start)?;
@@ -209,8 +209,8 @@ impl RawDisk {
         self.allocate(range, mode)
     }
 
-    /// Makes a file that grows reach to the end of a range that is about to be zeroed, as zeros that QEMU
-    /// itself writes would. Never makes it shorter, whatever other threads write behind it.
+    /// Extends a growing file to the end of a range that is about to be zeroed, as QEMU's own
+    /// writes of zeros would. Never shortens it, even if other threads write behind the range.
     fn reach(&self, range: &Range<u64>) -> io::Result<()> {
         if self.kind == Kind::Grows && range.end > self.file.metadata()?.len() {
             self.put(&[0], range.end - 1)?;
@@ -233,7 +233,7 @@ impl RawDisk {
         Ok(())
     }
 
-    /// Where the next data or hole begins; `None` when there is no data any more.
+    /// Returns where the next data or hole begins; `None` when no more data follows.
     fn seek(&self, offset: u64, whence: Whence) -> io::Result<Option<u64>> {
         let offset = signed(offset)?;
         match elsewhere(|| lseek(&self.file, offset, whence)) {
@@ -262,7 +262,8 @@ impl RawDisk {
         let hole = self
             .seek(offset, Whence::SeekHole)?
             .map_or(end, |place| place.min(end));
-        // It became a hole between the two questions: to call a block of it data is never wrong.
+        // It became a hole between the two queries: reporting a block of it as data is always
+        // correct.
         let hole = hole.max(end.min(offset + BLOCK_BYTES));
         Ok(Extent {
             length_bytes: hole - offset,
@@ -290,7 +291,7 @@ impl Disk for RawDisk {
                     buffer[done..].fill(0);
                     break;
                 }
-                // Somebody made the image shorter: what was there is lost, and not zeros.
+                // The image was shortened: its content there is lost, and not zeros.
                 Ok(0) => return Err(Errno::EIO.into()),
                 Ok(length) => done += length,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -311,7 +312,7 @@ impl Disk for RawDisk {
         }
         elsewhere(|| self.file.sync_data()).inspect_err(|error| {
             let errno = error.raw_os_error().unwrap_or(Errno::EIO as i32);
-            // Another thread's flush may have failed first: then its error stays.
+            // Another thread's flush may have failed first: its error stays.
             let _ = self.flush_failed.set(errno);
         })
     }
@@ -389,7 +390,7 @@ mod tests {
         let extents = disk.extents(0..8 * MIB, 10).unwrap();
         assert_eq!(extents.iter().map(|e| e.length_bytes).sum::<u64>(), 8 * MIB);
         assert!(extents[0].hole && !extents[1].hole && extents[2].hole);
-        // Asked for less, it says less, and nothing beyond the end of the range.
+        // With a smaller limit it returns fewer extents, and none beyond the end of the range.
         assert_eq!(disk.extents(0..8 * MIB, 1).unwrap().len(), 1);
         let part = disk.extents(MIB + 7..2 * MIB, 10).unwrap();
         let hole = Extent {

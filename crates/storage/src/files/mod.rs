@@ -1,5 +1,5 @@
-//! The file layer: what journals, rights and masks ask of a file system, and no more, so that tests can
-//! put one beneath them whose power is cut.
+//! The file layer: the file system operations that journals, rights and masks use, so that tests
+//! can replace them by a simulation of power cuts.
 
 mod real;
 
@@ -13,30 +13,29 @@ use std::path::Path;
 /// How a file is opened.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Access {
-    /// For reading; it must be there.
+    /// For reading; it must exist.
     Read,
-    /// For reading and writing; it must be there.
+    /// For reading and writing; it must exist.
     Write,
-    /// For reading and writing; it is made where it is missing.
+    /// For reading and writing; it is created where it is missing.
     Create,
 }
 
 /// A file system.
 ///
-/// Nothing is durable before it is synced: what a file holds and how long it is by its own
-/// [`OpenFile::sync`], names by the [`Files::sync_folder`] of the folder that they are in. A sync
-/// is told what it makes durable, in the words of an error; tests leave out one sync at a time by
-/// these words.
+/// Nothing is durable before it is synced: a file's content and length by [`OpenFile::sync`], names
+/// by the [`Files::sync_folder`] of their folder. A sync gets a description of what it makes
+/// durable, for errors; tests suppress single syncs by it.
 pub trait Files: Debug + Send + Sync {
     /// Opens a file.
     fn open(&self, path: &Path, access: Access) -> io::Result<Box<dyn OpenFile>>;
-    /// Makes a folder whose parent is there; only its owner may use it.
+    /// Creates a folder in an existing one; only its owner may use it.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
-    /// The names in a folder.
+    /// Returns the names in a folder.
     fn names(&self, folder: &Path) -> io::Result<Vec<OsString>>;
-    /// Gives a file another name in its folder, in place of the file that had it.
+    /// Renames a file within its folder, in place of a file with the new name.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Removes a file. It may be there again after a power cut.
+    /// Removes a file. It may exist again after a power cut.
     fn remove(&self, path: &Path) -> io::Result<()>;
     /// Makes the names in a folder durable.
     fn sync_folder(&self, folder: &Path, what: &'static str) -> io::Result<()>;
@@ -44,26 +43,26 @@ pub trait Files: Debug + Send + Sync {
 
 /// An open file.
 pub trait OpenFile: Debug + Send + Sync {
-    /// Its length in bytes.
+    /// Returns its length in bytes.
     fn length(&self) -> io::Result<u64>;
     /// Reads until the buffer is full.
     fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()>;
     /// Writes all of the bytes.
     fn write_at(&self, offset: u64, bytes: &[u8]) -> io::Result<()>;
-    /// Cuts it off, or fills it up with zeros.
+    /// Truncates it, or extends it with zeros.
     fn set_length(&self, length: u64) -> io::Result<()>;
-    /// Sets space aside for the first so many bytes, so that writing them cannot fail for want of
-    /// it. File systems that cannot do this are taken as they are.
+    /// Reserves space for the first `length` bytes, so that writing them cannot fail for want of
+    /// it. File systems that do not support this are used without it.
     fn reserve(&self, length: u64) -> io::Result<()>;
-    /// Makes what it holds durable.
+    /// Makes its content durable.
     fn sync(&self, what: &'static str) -> io::Result<()>;
-    /// The same of a file whose length and space have not changed.
+    /// Makes its content durable if neither its length nor its space has changed.
     fn sync_content(&self, what: &'static str) -> io::Result<()> {
         self.sync(what)
     }
 }
 
-/// Reads a whole file; `None` when it is longer than that.
+/// Reads a whole file; `None` when it is longer than the limit.
 pub(crate) fn read_whole(file: &dyn OpenFile, length_max: u64) -> io::Result<Option<Vec<u8>>> {
     let length = file.length()?;
     if length > length_max {
@@ -74,7 +73,7 @@ pub(crate) fn read_whole(file: &dyn OpenFile, length_max: u64) -> io::Result<Opt
     Ok(Some(bytes))
 }
 
-/// Makes a file, durably, or replaces it as a whole.
+/// Creates or replaces a whole file, durably.
 pub(crate) fn replace(
     files: &dyn Files,
     path: &Path,
@@ -92,7 +91,7 @@ pub(crate) fn replace(
     files.sync_folder(parent(path), name)
 }
 
-/// The folder that a name is in.
+/// Returns the folder of a name.
 pub(crate) fn parent(path: &Path) -> &Path {
     match path.parent() {
         Some(parent) if !parent.as_os_str().is_empty() => parent,
@@ -100,8 +99,7 @@ pub(crate) fn parent(path: &Path) -> &Path {
     }
 }
 
-/// Makes a folder and those above it where they are missing: when this returns, it is there after
-/// a power cut.
+/// Creates a folder and its missing parents: when this returns, it exists even after a power cut.
 pub fn create_folder(files: &dyn Files, folder: &Path) -> io::Result<()> {
     let missing = match files.names(folder) {
         Ok(_) => false,
@@ -112,13 +110,13 @@ pub fn create_folder(files: &dyn Files, folder: &Path) -> io::Result<()> {
         return Ok(());
     }
     if missing {
-        // The one above first: a folder that is there is in one that is there for good.
+        // The parent first: an existing folder must be in a durable one.
         create_folder(files, parent(folder))?;
         files.create_folder(folder)?;
     }
-    // One that is there may have been made just before an agent was ended.
+    // An existing folder may have been created just before an agent ended.
     match files.sync_folder(parent(folder), "the folder's name") {
-        // Whoever may write to the folder above made this one.
+        // This folder was created by an account that may write to the parent.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied && !missing => Ok(()),
         other => other,
     }

@@ -96,7 +96,7 @@ mod tests {
         file.reserve(64 << 10).unwrap();
         assert_eq!(file.length().unwrap(), 3);
         let blocks = fs::metadata(&path).unwrap().blocks();
-        // Nothing is set aside where the file system cannot.
+        // No space is reserved where the file system does not support it.
         assert!(blocks * 512 >= 64 << 10 || blocks <= 8, "{blocks} blocks");
     }
 

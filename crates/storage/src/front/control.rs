@@ -1,5 +1,5 @@
-//! What an owner asks of a supervisor, which may have outlived the one that started it: one command
-//! and one answer a connection, as JSON.
+//! The control protocol between an owner and a supervisor, which may have outlived the owner that
+//! started it: one command and one answer per connection, as JSON.
 
 use super::folder::FrontFolder;
 use serde::{Deserialize, Serialize};
@@ -10,9 +10,9 @@ use std::time::Duration;
 
 /// Longest command or answer, in bytes.
 const MESSAGE_BYTES_MAX: u64 = 4096;
-/// Time for an owner to say its command, and to take the answer: all else waits.
+/// Time for an owner to send its command and to take the answer: everything else waits.
 const OWNER_PATIENCE: Duration = Duration::from_millis(200);
-/// Time for a supervisor to answer; to stop, a server may have to wait for a slow disk.
+/// Time for a supervisor to answer; stopping a server may have to wait for a slow disk.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -24,15 +24,15 @@ pub(super) enum Command {
     Stop,
 }
 
-/// How a front end is.
+/// The state of a disk export.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Status {
-    /// The server that answers or begins to; none while the one before is ending.
+    /// The server that answers or is starting; `None` while the one before is ending.
     pub server_pid: Option<u32>,
     /// Servers that died or hung.
     pub failures: u64,
-    /// Whether it is the fallback that answers.
+    /// Whether the fallback answers.
     pub fell_back: bool,
     /// Whether the image's locks are held.
     pub locked: bool,
@@ -45,33 +45,33 @@ pub(super) enum Answer {
     Failed(String),
 }
 
-/// Why a supervisor did not do what it was asked.
+/// A reason why a supervisor did not carry out a command.
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
-    /// Nobody supervises there, or it does not answer.
+    /// No supervisor runs there, or it does not answer.
     #[error("the supervisor of a disk's front end does not answer: {0}")]
     Io(#[from] io::Error),
-    /// It could not do it.
+    /// The command failed.
     #[error("{0}")]
     Failed(String),
 }
 
-/// An owner's hold on a supervisor.
+/// An owner's handle on a supervisor.
 #[derive(Debug, Clone)]
 pub struct Control(FrontFolder);
 
 impl Control {
-    /// The supervisor of a folder.
+    /// Returns a handle on the supervisor of a folder.
     pub fn new(folder: FrontFolder) -> Self {
         Self(folder)
     }
 
-    /// How it is.
+    /// Returns its state.
     pub fn status(&self) -> Result<Status, ControlError> {
         self.ask(Command::Status)
     }
 
-    /// Gives the image's locks back, which QEMU asks for when it is to have the file again.
+    /// Releases the image's locks, which QEMU checks when it is to open the file again.
     pub fn give_locks(&self) -> Result<Status, ControlError> {
         self.ask(Command::GiveLocks)
     }
@@ -81,7 +81,8 @@ impl Control {
         self.ask(Command::TakeLocks)
     }
 
-    /// Ends it, and the server. When this has returned, both do nothing any more to the image.
+    /// Ends the supervisor and the server. When this has returned, neither touches the image any
+    /// more.
     pub fn stop(&self) -> Result<Status, ControlError> {
         self.ask(Command::Stop)
     }
@@ -108,7 +109,7 @@ pub(super) struct Asked {
 }
 
 impl Asked {
-    /// Reads it; an owner that does not say one within its time is turned away.
+    /// Reads it; an owner that does not send one in time is disconnected.
     pub(super) fn read(stream: UnixStream) -> io::Result<Self> {
         stream.set_nonblocking(false)?;
         stream.set_read_timeout(Some(OWNER_PATIENCE))?;

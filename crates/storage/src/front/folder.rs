@@ -1,4 +1,4 @@
-//! The folder of one disk's front end: its sockets, its locks, and what is to be shown.
+//! The folder of one disk export: its sockets, its locks, and its description.
 
 use crate::disk::{ExportSize, ImageUse};
 use crate::nbd::ExportName;
@@ -11,38 +11,39 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 
-/// Longest description of a front end, in bytes.
+/// Longest description of a disk export, in bytes.
 const SPEC_BYTES_MAX: u64 = 64 << 10;
 
-/// What a front end shows, and to whom.
+/// The description of a disk export: what it exports, and to whom.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct FrontSpec {
     /// The image.
     pub image: PathBuf,
-    /// The size of the disk that it is shown as.
+    /// The size of the exported disk.
     pub size: ExportSize,
-    /// The locks that QEMU would hold on it; none for an image that QEMU does not lock.
+    /// The locks that QEMU would hold on it; `None` for an image that QEMU does not lock.
     pub locks: Option<ImageUse>,
     /// The name of the export: a secret.
     pub name: ExportName,
-    /// The account of the QEMU that may connect; without one, those of this process's account may.
+    /// The account of the QEMU that may connect; `None` permits this process's account.
     pub qemu_uid: Option<u32>,
-    /// Whether a part of the disk may still be at another host ([`super::arriving`]).
+    /// Whether blocks of the disk may be missing ([`super::arriving`]).
     #[serde(default)]
     pub arriving: bool,
-    /// Where what is missing of a base image comes from; none of any other disk.
+    /// Where the missing content of a base image is fetched from; `None` for any other disk.
     #[serde(default)]
     pub fetched: Option<Fetched>,
 }
 
-/// Where a base image comes from while a guest uses it. This crate only keeps it.
+/// The repository that a base image is fetched from while a guest uses it. This crate only stores
+/// it.
 #[derive(Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Fetched {
-    /// Its repository, as a configuration names it.
+    /// The repository, as a configuration names it.
     pub repository: String,
-    /// What of the environment the repository needs: secrets, too.
+    /// The environment variables that the repository needs, secrets included.
     pub environment: BTreeMap<String, String>,
 }
 
@@ -54,7 +55,7 @@ impl fmt::Debug for Fetched {
     }
 }
 
-/// Why a front end's folder cannot be used.
+/// A reason why the folder of a disk export is unusable.
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
     /// The system refused.
@@ -62,32 +63,33 @@ pub enum FolderError {
     Io {
         /// The file or folder.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// What is to be shown is not understood.
+    /// The description is invalid.
     #[error("{} does not describe a disk's front end: {why}", path.display())]
     Spec {
         /// The file.
         path: PathBuf,
-        /// What is wrong.
+        /// The fault.
         why: String,
     },
 }
 
-/// The folder of one disk's front end, which is new for every time that a disk is shown.
+/// The folder of one disk export, created anew for each export.
 #[derive(Debug, Clone)]
 pub struct FrontFolder(PathBuf);
 
 impl FrontFolder {
-    /// Makes the folder, which must not exist. Those above it decide, too, who reaches it.
+    /// Creates the folder, which must not exist. Access to it also depends on the folders above it.
     pub fn create(path: &Path, spec: &FrontSpec) -> Result<Self, FolderError> {
         let folder = Self(path.to_owned());
         let make = |path: &Path, mode| {
             let made = DirBuilder::new().mode(mode).create(path);
             made.map_err(|error| failed(path, error))
         };
-        // QEMU's account goes through the outer one to its socket, and sees nothing of the inner.
+        // QEMU's account passes through the outer folder to its socket, and sees nothing of the
+        // inner one.
         make(path, 0o711)?;
         make(&folder.own(), 0o700)?;
         let path = folder.spec_file();
@@ -99,17 +101,17 @@ impl FrontFolder {
         Ok(folder)
     }
 
-    /// A folder that was made before.
+    /// Opens an existing folder.
     pub fn open(path: &Path) -> Self {
         Self(path.to_owned())
     }
 
-    /// Whether all of it was made: what is to be shown can be read.
+    /// Returns whether the folder is complete: its description can be read.
     pub fn is_made(&self) -> bool {
         self.spec().is_ok()
     }
 
-    /// What is to be shown.
+    /// Reads the description.
     pub fn spec(&self) -> Result<FrontSpec, FolderError> {
         let path = self.spec_file();
         let file = File::open(&path).map_err(|error| failed(&path, error))?;
@@ -122,17 +124,18 @@ impl FrontFolder {
         })
     }
 
-    /// The socket that QEMU connects to.
+    /// Returns the socket that QEMU connects to.
     pub fn socket(&self) -> PathBuf {
         self.0.join("nbd")
     }
 
-    /// Whether the fallback has answered since the owner last said that it knows.
+    /// Returns whether the fallback has answered since the owner last acknowledged it.
     pub fn fell_back(&self) -> bool {
         self.fallback_mark().exists()
     }
 
-    /// The owner knows what the guest wrote while the fallback answered, or that it knows nothing of it.
+    /// Acknowledges the fallback: the owner knows which writes the guest made meanwhile, or that it
+    /// does not know them.
     pub fn forgive_fallback(&self) -> Result<(), FolderError> {
         let path = self.fallback_mark();
         match fs::remove_file(&path) {
@@ -141,19 +144,20 @@ impl FrontFolder {
         }
     }
 
-    /// Before the fallback answers. It need not outlive the machine: neither does the guest.
+    /// Records the fallback before it answers. The record need not outlive the machine: neither
+    /// does the guest.
     pub(super) fn note_fallback(&self) -> Result<(), FolderError> {
         let path = self.fallback_mark();
         let made = File::create(&path).map(drop);
         made.map_err(|error| failed(&path, error))
     }
 
-    /// Who may answer ([`super::Turn`]).
+    /// Returns the lock of the process that may answer ([`super::Turn`]).
     pub fn turn(&self) -> PathBuf {
         self.own().join("turn")
     }
 
-    /// Who supervises ([`super::Turn`]).
+    /// Returns the lock of the supervising process ([`super::Turn`]).
     pub(super) fn supervision(&self) -> PathBuf {
         self.own().join("supervision")
     }
@@ -162,48 +166,51 @@ impl FrontFolder {
         self.own().join("control")
     }
 
-    /// Where an owner listens that wants to be told of writes ([`super::telling`]).
+    /// Returns the socket of an owner that wants write reporting ([`super::telling`]).
     pub fn owner(&self) -> PathBuf {
         self.own().join("owner")
     }
 
-    /// Where the server of an arriving disk listens for whoever brings what is missing of it.
+    /// Returns the socket of the server of an arriving disk for its pump.
     pub fn pump(&self) -> PathBuf {
         self.own().join("pump")
     }
 
-    /// What of an arriving disk is missing, as far as that is durable ([`super::arriving::masks`]).
+    /// Returns the file of an arriving disk's missing blocks that is durable
+    /// ([`super::arriving::masks`]).
     pub fn stored_masks(&self) -> PathBuf {
         self.own().join("masks")
     }
 
-    /// What of an arriving disk is missing, as long as the host runs.
+    /// Returns the file of an arriving disk's missing blocks that is valid as long as the host
+    /// runs.
     pub fn noted_masks(&self) -> PathBuf {
         self.own().join("noted")
     }
 
-    /// What of an arriving disk its guest has not written since it runs here, where that is to be compared
-    /// ([`super::arriving::unwritten`]).
+    /// Returns the file of the parts of an arriving disk that its guest has not written here, where
+    /// they are to be compared ([`super::arriving::unwritten`]).
     pub fn unwritten_masks(&self) -> PathBuf {
         self.own().join("unwritten")
     }
 
-    /// That an arriving disk could not be made durable, and in which boot of the host.
+    /// Returns the file that marks an arriving disk that could not be made durable, with the boot
+    /// of the host.
     pub fn failed_mark(&self) -> PathBuf {
         self.own().join("failed")
     }
 
-    /// In which order what is missing of a base image is to come.
+    /// Returns the file with the order in which missing content of a base image is fetched.
     pub fn order(&self) -> PathBuf {
         self.own().join("order")
     }
 
-    /// What the server of a base image says of how far that has come.
+    /// Returns the file in which the server of a base image reports its progress.
     pub fn told(&self) -> PathBuf {
         self.own().join("told")
     }
 
-    /// Removes the folder, once nobody supervises.
+    /// Removes the folder, once no supervisor runs.
     pub fn remove(&self) -> Result<(), FolderError> {
         match fs::remove_dir_all(&self.0) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(failed(&self.0, error)),
@@ -223,7 +230,7 @@ impl FrontFolder {
         self.own().join("fell-back")
     }
 
-    /// Listens in place of whoever did before: clients find the one or the other at every moment.
+    /// Listens in place of an earlier listener: at every moment clients find one of them.
     pub(super) fn listen(&self, at: &Path, uid: Option<u32>) -> Result<UnixListener, FolderError> {
         let new = self.own().join("new");
         let listen = || {
@@ -277,7 +284,7 @@ mod tests {
         assert_eq!(mode(&folder.spec_file()), 0o600);
         let _listener = folder.listen(&folder.socket(), None).unwrap();
         assert_eq!(mode(&folder.socket()), 0o600);
-        // Again, in its place.
+        // A second time, in its place.
         let _next = folder.listen(&folder.socket(), None).unwrap();
 
         assert!(!folder.fell_back());

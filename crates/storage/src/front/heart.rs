@@ -1,5 +1,5 @@
-//! The beats of a server's heart: how long its oldest request has been with its own code
-//! ([`pulse`]), to whoever supervises it.
+//! The heartbeat of a server: it reports to the supervisor how long the oldest request has been in
+//! the server's own code ([`pulse`]).
 
 use crate::pulse;
 use std::io;
@@ -12,14 +12,14 @@ use std::time::Duration;
 
 /// Time between two beats.
 pub const INTERVAL: Duration = Duration::from_millis(200);
-/// The name of the thread that beats.
+/// The name of the heartbeat thread.
 pub(super) const HEART: &str = "heart";
-/// What a beat begins with, so that nothing else is taken for one.
+/// The first bytes of a beat, which distinguish it from anything else.
 const MAGIC: &[u8; 8] = b"lh-beat\n";
 /// Bytes of a beat: the magic, and a time in milliseconds, little-endian.
 pub(super) const BEAT_BYTES: usize = 16;
 
-/// What a beat says, if it is one.
+/// Parses a beat.
 pub(super) fn read_beat(bytes: &[u8]) -> Option<Duration> {
     let oldest_ms = bytes.strip_prefix(MAGIC)?.try_into().ok()?;
     Some(Duration::from_millis(u64::from_le_bytes(oldest_ms)))
@@ -33,7 +33,7 @@ fn beat(oldest: Duration) -> [u8; BEAT_BYTES] {
     beat
 }
 
-/// A thread that beats. It does nothing else, and touches no disk.
+/// A thread that sends beats. It does nothing else, and accesses no disk.
 #[derive(Debug)]
 pub(super) struct Heart(Arc<Beats>);
 
@@ -44,7 +44,8 @@ struct Beats {
 }
 
 impl Heart {
-    /// Beats on a datagram socket for as long as the process runs and somebody hears it.
+    /// Sends beats on a datagram socket for as long as the process runs and the socket has a
+    /// receiver.
     pub(super) fn start(socket: OwnedFd) -> io::Result<Self> {
         let socket = UnixDatagram::from(socket);
         socket.set_nonblocking(true)?;
@@ -63,12 +64,12 @@ impl Heart {
         Ok(Self(beats))
     }
 
-    /// Whether somebody was there to hear the last beat.
+    /// Returns whether the last beat had a receiver.
     pub(super) fn is_heard(&self) -> bool {
         self.0.heard.load(Ordering::Relaxed)
     }
 
-    /// Beats now; whether somebody is there to hear it.
+    /// Sends a beat now. Returns whether it had a receiver.
     pub(super) fn beat(&self) -> bool {
         self.0.beat()
     }
@@ -78,7 +79,7 @@ impl Beats {
     fn beat(&self) -> bool {
         let heard = match self.socket.send(&beat(pulse::oldest())) {
             Ok(_) => true,
-            // Who does not take them now has heard enough.
+            // A receiver whose queue is full has had enough beats.
             Err(error) => matches!(
                 error.kind(),
                 io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted

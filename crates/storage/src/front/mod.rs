@@ -1,16 +1,16 @@
-//! The front end of a disk as processes of their own: a server that answers QEMU ([`serve`]), and a
-//! supervisor that keeps one answering until the disk is taken back ([`Supervisor`]).
+//! The disk export as processes of its own: a server that answers QEMU ([`serve`]), and a
+//! supervisor that keeps one server answering until the disk is taken back ([`Supervisor`]).
 //!
 //! ```text
 //! owner ──control──▶ supervisor: holds the listening socket, and the image's locks
-//!                       │ starts, listens to its heart, kills
+//!                       │ starts, receives heartbeats, kills
 //!                       ▼
 //!                    server: has the turn ──▶ image          QEMU ──nbd──▶ server
 //! ```
 //!
-//! Of all processes only one has the [`Turn`] to answer: QEMU repeats to the next server what it had
-//! no answer to, and must not be overtaken by the first try. Each of them may be killed at any time.
-//! Why it is so: docs/decisions/0014-a-supervisor-below-the-disk.md.
+//! Only one of all processes has the [`Turn`] to answer: QEMU repeats unanswered requests at the
+//! next server, and the first attempt must not overtake the repetition. Any of them may be killed
+//! at any time. docs/decisions/0014-a-supervisor-below-the-disk.md has the reasons.
 
 pub mod arriving;
 mod control;

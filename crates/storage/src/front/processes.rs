@@ -1,19 +1,19 @@
-//! What the system says of a process's threads.
+//! The state of a process's threads, as the system reports it.
 
 use super::heart::HEART;
 use std::fs;
 
-/// Threads of a process that are looked at.
+/// Limit on the inspected threads of a process.
 const THREADS_MAX: usize = 4096;
 
-/// Whether the system holds one of a process's threads in something that cannot be interrupted, as
-/// the file system of a slow disk does. To kill such a process changes nothing until that has ended.
+/// Returns whether the system holds one of a process's threads in an uninterruptible operation, as
+/// the file system of a slow disk does. Killing such a process has no effect until that has ended.
 pub(super) fn is_held(pid: u32) -> bool {
     threads(pid).iter().any(|thread| thread.state == 'D')
 }
 
-/// Whether a process would beat if it were given a processor: its heart waits for one, or it has not
-/// come to start its heart.
+/// Returns whether a process lacks processor time to send beats: its heartbeat thread waits for a
+/// processor, or has not been started yet.
 pub(super) fn is_starved(pid: u32) -> bool {
     let threads = threads(pid);
     match threads.iter().find(|thread| thread.name == HEART) {
@@ -35,7 +35,8 @@ fn threads(pid: u32) -> Vec<Thread> {
 }
 
 impl Thread {
-    /// The second field is its name in brackets, which may hold anything, and the third its state.
+    /// Parses a thread's `stat` file. The second field is the name in brackets, which may hold
+    /// anything, and the third is the state.
     fn parse(stat: &str) -> Option<Self> {
         let (name, rest) = stat.rsplit_once(") ")?;
         let (_, name) = name.split_once(" (")?;

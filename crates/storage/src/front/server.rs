@@ -1,5 +1,5 @@
-//! A supervised server's own side: it beats, takes the turn, and answers on the socket that it was
-//! given, until it is killed.
+//! The server's side of supervision: it sends heartbeats, takes the turn, and answers on the socket
+//! that it was given, until it is killed.
 
 use super::folder::{FolderError, FrontFolder};
 use super::heart::Heart;
@@ -13,17 +13,17 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// Time for a server from before, which is dead or being killed, to end.
+/// Time for an earlier server, which is dead or being killed, to end.
 const TURN_PATIENCE: Duration = Duration::from_secs(10);
-/// How often a server looks whether it is of use to anybody.
+/// How often a server checks whether it is still in use.
 const LOOK: Duration = Duration::from_millis(500);
-/// After so long without a supervisor and without clients, a server ends.
+/// The time without a supervisor and without clients after which a server ends.
 const LINGER: Duration = Duration::from_secs(60);
 
-/// Why a server does not answer.
+/// A reason why a server does not answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ServeError {
-    /// It was not started as a supervisor starts it.
+    /// It was not started by a supervisor.
     #[error(
         "this is for a supervisor to start, with a listening socket as its standard input: {0}"
     )]
@@ -31,13 +31,13 @@ pub enum ServeError {
     /// Another server answers.
     #[error("another server answers for this disk: {0}")]
     Turn(#[from] TurnError),
-    /// What it is to show is not known.
+    /// Its description cannot be read.
     #[error(transparent)]
     Folder(#[from] FolderError),
-    /// The image cannot be shown.
+    /// The image cannot be exported.
     #[error(transparent)]
     Open(#[from] OpenError),
-    /// What is to be shown is not a file alone, and cannot be shown.
+    /// The disk consists of more than a file, and cannot be exported.
     #[error("{0}")]
     Disk(Box<dyn std::error::Error + Send + Sync>),
     /// The server cannot be started.
@@ -45,11 +45,11 @@ pub enum ServeError {
     Server(#[from] ServerError),
 }
 
-/// Answers, in a process that a supervisor has started, until it is killed. Returns when it has
-/// been without a supervisor and without clients for a minute.
+/// Answers, in a process that a supervisor has started, until it is killed. Returns after a minute
+/// without a supervisor and without clients.
 ///
-/// The disk is opened when nobody else uses it. To open it may take its time: only what is done in
-/// requests counts as hanging.
+/// The disk is opened once no other process uses it. Opening may take long: only time in requests
+/// counts as hanging.
 pub fn serve(
     folder: &FrontFolder,
     open: impl FnOnce() -> Result<Export, ServeError>,
@@ -61,8 +61,8 @@ pub fn serve(
     let beats = io::stdout().as_fd().try_clone_to_owned().map_err(given)?;
     let heart = Heart::start(beats).map_err(given)?;
     let _turn = Turn::take(&folder.turn(), TURN_PATIENCE)?;
-    // With the turn taken, and only then, the answer is good: the supervisor that is next looks for
-    // whoever has the turn when this one's is dead.
+    // The answer is reliable only with the turn taken: once this server's supervisor is dead, the
+    // next one looks for the holder of the turn.
     if !heart.beat() {
         return Ok(());
     }
@@ -78,7 +78,7 @@ pub fn serve(
     Ok(())
 }
 
-/// The dumb server: it shows the image's file as it is, and nothing else.
+/// The minimal server: it exports the image's file as it is, and does nothing else.
 pub fn pass_through(
     folder: &FrontFolder,
     notify: impl Fn(Notice) + Send + Sync + 'static,

@@ -1,9 +1,9 @@
-//! The supervisor: it holds the listening socket and the image's locks, and sees to it that one
-//! server answers, and never two.
+//! The supervisor: it holds the listening socket and the image's locks, and ensures that one server
+//! answers, and never two.
 //!
 //! ```text
-//!   ┌▶ nobody has the turn ─▶ a server is started ─▶ it dies, or hangs and is killed ─┐
-//!   └── (too often: the fallback is next) ◀── it is dead: waited for ────────────────┘
+//!   ┌▶ the turn is free ─▶ a server is started ─▶ it dies, or hangs and is killed ─┐
+//!   └── (too often: the fallback is next) ◀── it is dead: waited for ─────────────┘
 //! ```
 
 use super::control::{Answer, Asked, Command as Asks, Status};
@@ -23,47 +23,50 @@ use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// How often a supervisor looks around when nothing happens.
+/// How often an idle supervisor checks its server.
 const TICK: Duration = Duration::from_millis(100);
-/// How often it is looked whether a process that was killed has ended.
+/// How often a killed process is checked for its end.
 const SOON: Duration = Duration::from_millis(5);
 /// Time for an earlier supervisor, which was killed, to end.
 const TAKE_OVER_PATIENCE: Duration = Duration::from_secs(2);
 
-/// How a server is started: its standard input and output are the supervisor's to set.
+/// A program that starts a server; the supervisor sets its standard input and output.
 type Program = dyn Fn() -> Command;
 
-/// What answers.
+/// The programs that answer.
 ///
 /// A program calls [`super::serve`] or [`super::pass_through`] on the folder. It may be killed at
-/// any time, and be started again: what it must not forget is not in its memory when it answers.
+/// any time, and started again: when it answers, it must not depend on its memory for anything that
+/// has to persist.
 pub struct Programs {
     /// The server.
     pub server: Box<Program>,
-    /// What answers for good when the server fails again and again, if anything may.
+    /// The fallback that answers permanently when the server fails repeatedly, if there is one.
     ///
-    /// The owner of the disk promises that whatever this shows is right for the guest, however far a
-    /// move has come, and that it is right again for the owner afterwards: before it is started
-    /// [`FrontFolder::fell_back`] becomes true and stays so, and whoever goes by what
-    /// the server knew of the disk must look there first. So [`super::pass_through`] is right where the image's file
-    /// holds all of the disk: at the source, whose owner gives up the move or compares the disk anew; at
-    /// the destination only before the guest runs, or when nothing is missing any more. Where chunks
-    /// are missing there is no fallback but one that knows which: then the server is started again and
-    /// again, and the guest waits.
+    /// The owner of the disk guarantees that the fallback's disk is correct for the guest at any
+    /// point of the move, and that it is correct for the owner again afterwards: before the
+    /// fallback starts, [`FrontFolder::fell_back`] becomes true and stays so, and every user of the
+    /// server's knowledge of the disk must check it first. So [`super::pass_through`] is correct
+    /// where the image's file holds the whole disk: at the source, whose owner abandons the move or
+    /// compares the disk again; at the destination only before the guest runs, or when no block is
+    /// missing any more. Where chunks are missing, only a fallback that knows them would be
+    /// correct: without one the server is started again and again, and the guest waits.
     pub fallback: Option<Box<Program>>,
 }
 
-/// When a server has failed.
+/// The conditions under which a server has failed.
 #[derive(Debug, Clone, Copy)]
 pub struct Policy {
-    /// A server that was silent for so long hangs, and one whose oldest request was with its own
-    /// code for so long, unless the system holds one of its threads or gives it no processor.
+    /// The time without a beat after which a server counts as hanging, and the time for which its
+    /// oldest request may be in the server's own code, unless the system holds one of its threads
+    /// or gives it no processor.
     pub hang: Duration,
-    /// So many failures...
+    /// This number of failures...
     pub failures: usize,
-    /// ...within such a time make the fallback answer.
+    /// ...within this time makes the fallback answer.
     pub within: Duration,
-    /// Time between a second failure in a row and the next start. There is none after a first one.
+    /// The time between a second consecutive failure and the next start. After the first failure
+    /// the next start is immediate.
     pub pause: Duration,
 }
 
@@ -78,14 +81,17 @@ impl Default for Policy {
     }
 }
 
-/// What happens to a front end.
+/// An event of a disk export.
 #[derive(Debug, thiserror::Error)]
 pub enum Event {
-    /// A server was there from an earlier supervisor; it is being killed.
+    /// A server of an earlier supervisor was running; it is being killed.
     #[error("ending the front end {0}, which an earlier supervisor has left")]
     TakenOver(i32),
     /// A server was started.
-    #[error("the front end {pid} was started{}", if *.fallback { ", which only passes through" } else { "" })]
+    #[error(
+        "the front end {pid} was started{}",
+        if *.fallback { ", which only passes through" } else { "" }
+    )]
     Started {
         /// The process.
         pid: u32,
@@ -103,7 +109,7 @@ pub enum Event {
     Hung {
         /// The process.
         pid: u32,
-        /// How that is seen.
+        /// The symptom.
         why: String,
     },
     /// It is late, or was killed, and the system holds it.
@@ -114,18 +120,18 @@ pub enum Event {
     /// The server failed too often.
     #[error("the front end failed too often: from now on requests only pass through")]
     FellBack,
-    /// It did, and the mark for that cannot be made.
+    /// The server failed too often, and the record of the fallback cannot be written.
     #[error("{0}; so the fallback cannot be used, and the front end is started again")]
     NoFallback(FolderError),
-    /// An owner said nothing that is understood.
+    /// An owner sent an invalid command.
     #[error("the supervisor was asked something that it does not understand: {0}")]
     Asked(io::Error),
 }
 
-/// Why there is no supervisor any more. Servers that answer go on without.
+/// A reason why a supervisor ended. Servers that answer continue without it.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
-    /// Another one supervises.
+    /// Another process supervises.
     #[error("another supervisor sees to this disk: {0}")]
     Turn(#[from] TurnError),
     /// Its folder cannot be used.
@@ -136,7 +142,7 @@ pub enum SupervisorError {
     Io(#[from] io::Error),
 }
 
-/// A supervisor. Nothing else may start processes in its process meanwhile.
+/// A supervisor. Its process must not start other processes meanwhile.
 pub struct Supervisor {
     folder: FrontFolder,
     spec: FrontSpec,
@@ -146,7 +152,7 @@ pub struct Supervisor {
     listener: OwnedFd,
     control: UnixListener,
     locks: Option<ImageLock>,
-    /// When servers failed, as far as it matters.
+    /// The times of recent failures.
     failed: VecDeque<Instant>,
     failures: u64,
     fell_back: bool,
@@ -155,7 +161,7 @@ pub struct Supervisor {
     _turn: Turn,
 }
 
-/// How a server's time ended.
+/// How a server ended.
 enum End {
     Failed,
     Stopped,
@@ -166,13 +172,13 @@ enum Hang {
     No,
     /// It is late, and the system holds it.
     Held,
-    /// How that is seen.
+    /// The symptom.
     Yes(String),
 }
 
 impl Supervisor {
-    /// Begins to supervise, in place of whoever did so before and is dead. From here on clients can
-    /// connect, and wait. The image's locks are taken beside QEMU's.
+    /// Begins to supervise, in place of an earlier supervisor that is dead. From here on clients
+    /// can connect, and wait. The image's locks are taken beside QEMU's.
     pub fn start(
         folder: FrontFolder,
         programs: Programs,
@@ -204,7 +210,7 @@ impl Supervisor {
         Ok(supervisor)
     }
 
-    /// Sees to it that one server answers, until an owner says stop.
+    /// Keeps one server answering until an owner stops it.
     pub fn run(mut self) -> Result<(), SupervisorError> {
         while self.stop.is_none() {
             self.end_others()?;
@@ -225,13 +231,13 @@ impl Supervisor {
         }
         let status = self.status();
         if let Some(asked) = self.stop.take() {
-            // It may have gone away; what it asked for is done.
+            // The owner may have disconnected; its command has been carried out.
             let _ = asked.answer(&Answer::Done(status));
         }
         Ok(())
     }
 
-    /// Kills servers of earlier supervisors. The next one is started when nobody has the turn.
+    /// Kills servers of earlier supervisors. The next server is started when the turn is free.
     fn end_others(&mut self) -> Result<(), SupervisorError> {
         let turn = self.folder.turn();
         let began = Instant::now();
@@ -248,7 +254,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// One server, until it is dead.
+    /// Runs one server until it is dead.
     fn serve(&mut self) -> Result<End, SupervisorError> {
         let (beats, theirs) = UnixDatagram::pair()?;
         beats.set_nonblocking(true)?;
@@ -312,16 +318,16 @@ impl Supervisor {
         if server.late(self.policy.hang).is_none() || is_starved(pid) {
             return Hang::No;
         }
-        // To kill it would change nothing, and it may go on.
+        // Killing it would have no effect, and it may continue.
         if is_held(pid) {
             return Hang::Held;
         }
-        // It may have been given a processor just before it was looked at.
+        // It may have been given a processor just before it was inspected.
         server.listen(Duration::ZERO);
         server.late(self.policy.hang).map_or(Hang::No, Hang::Yes)
     }
 
-    /// Returns when it is dead: all of its threads.
+    /// Kills a server. Returns when all of its threads have ended.
     fn kill(&mut self, server: &mut Watched) -> Result<(), SupervisorError> {
         server.child.kill()?;
         let killed = Instant::now();
@@ -335,7 +341,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Decides what is next after a failure.
+    /// Decides what follows a failure.
     fn failed(&mut self) -> Result<(), SupervisorError> {
         self.failures += 1;
         let now = Instant::now();
@@ -364,7 +370,7 @@ impl Supervisor {
         Ok(())
     }
 
-    /// Waits for something to happen, at most so long, and does what owners ask.
+    /// Waits for an event, at most this long, and carries out owners' commands.
     fn look(
         &mut self,
         within: Duration,
@@ -406,7 +412,7 @@ impl Supervisor {
                 Ok(())
             }
             Asks::Stop => {
-                // The first one to ask is answered when it is done.
+                // The first owner that asks for the stop is answered when it is done.
                 self.stop.get_or_insert(asked);
                 return;
             }
@@ -448,14 +454,14 @@ impl End {
     }
 }
 
-/// A server that is watched.
+/// A supervised server.
 struct Watched {
     child: Child,
     process: OwnedFd,
     beats: UnixDatagram,
-    /// Time without a beat, as far as this process was there to hear it.
+    /// The time without a beat, as far as this process was running to receive one.
     silent: Duration,
-    /// What the last beat said.
+    /// The content of the last beat.
     oldest: Duration,
 }
 
@@ -481,11 +487,11 @@ impl Watched {
         [self.process.as_fd(), self.beats.as_fd()]
     }
 
-    /// Takes the beats that came, after so long.
+    /// Receives pending beats after a wait of this length.
     fn listen(&mut self, waited: Duration) {
-        // A supervisor that was held up itself has not heard what was said.
+        // A supervisor that was itself held up has not received all beats.
         self.silent += waited.min(2 * TICK);
-        // A byte more than a beat has, so that nothing longer is taken for one.
+        // One byte more than a beat, so that a longer message is not taken for one.
         let mut bytes = [0; BEAT_BYTES + 1];
         while let Ok(length) = self.beats.recv(&mut bytes) {
             if let Some(oldest) = read_beat(&bytes[..length]) {
@@ -495,7 +501,7 @@ impl Watched {
         }
     }
 
-    /// Whether it hangs, and how that is seen.
+    /// Returns the symptom if the server hangs.
     fn late(&self, limit: Duration) -> Option<String> {
         if self.silent >= limit {
             let silent = self.silent.as_secs_f64();

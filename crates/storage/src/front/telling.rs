@@ -1,16 +1,17 @@
-//! What a server tells the owner of its disk: each write, once the image has it and before the guest
-//! hears so. For owners that keep a copy of the disk elsewhere.
+//! Write reporting: the server tells the owner of its disk of each write, once the image has it and
+//! before the guest's request completes. It serves owners that keep a copy of the disk elsewhere.
 //!
 //! ```text
-//! guest ──write──▶ server ──▶ image,  then ──Written──▶ owner        then the guest is answered
-//!                                           ──Waited───▶ owner       (now and then: how long that took)
-//!                                          ◀─Answered──              (only where the owner asks for that)
-//!                         ◀──Mark── owner,      ──Reached──▶         (all writes from before were told)
+//! guest ──write──▶ server ──▶ image, then ──Written──▶ owner   then the write completes
+//!                                         ──Waited───▶ owner   (periodically: the latencies)
+//!                                         ◀─Answered── owner   (only where Begin asks for that)
+//!                                         ◀───Mark──── owner
+//!                                         ──Reached──▶ owner   (all earlier writes are reported)
 //! ```
 //!
-//! An owner that is gone, or takes nothing for some time, holds nobody up: before a write is answered
-//! that it has not been told of, the mark of the fallback is made ([`FrontFolder::fell_back`]), and
-//! from then on nothing is told any more.
+//! An owner that has disconnected, or does not read for some time, does not delay the guest: before
+//! an unreported write completes, the record of the fallback is made ([`FrontFolder::fell_back`]),
+//! and from then on nothing is reported.
 
 use super::folder::FrontFolder;
 use super::message::{message, not_understood, words};
@@ -29,16 +30,16 @@ use std::time::{Duration, Instant};
 
 pub use super::message::MESSAGE_BYTES;
 
-/// Time for an owner to take what it is told, or to say how it wants to be told.
+/// Time for an owner to take a report, or to choose how writes are reported.
 const OWNER_PATIENCE: Duration = Duration::from_secs(5);
-/// A request that is quicker was answered from memory, and says nothing of the disk.
+/// A request below this latency was answered from memory, and says nothing about the disk.
 const FROM_MEMORY: Duration = Duration::from_micros(100);
-/// Time between two words on how long requests take.
+/// The time between two reports of latencies.
 const WAITED_EVERY: Duration = Duration::from_millis(50);
-/// Between two tries to make the mark without which no write is answered that was not told.
+/// The time between two attempts to make the record without which no unreported write completes.
 const MARK_AGAIN: Duration = Duration::from_millis(200);
 
-/// What a server says to its owner.
+/// A message of a server to its owner.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToOwner {
     /// These bytes of the image have changed, or may have.
@@ -48,33 +49,33 @@ pub enum ToOwner {
         /// The bytes.
         bytes: Range<u64>,
     },
-    /// Everything was told that was answered before this mark came.
+    /// All writes that completed before this mark arrived have been reported.
     Reached(u64),
-    /// So many reads and writes that the image did not have at once took so long together.
+    /// The latencies of reads and writes that were not answered from memory.
     Waited {
-        /// How many.
+        /// The number of requests.
         requests: u64,
-        /// Their time.
+        /// The sum of their latencies.
         together: Duration,
     },
 }
 
-/// What an owner says to a server.
+/// A message of an owner to a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToServer {
-    /// First of all: whether the guest is to wait until the owner has answered each write.
+    /// The first message: whether each write waits for the owner's answer.
     Begin {
-        /// Whether it is.
+        /// Whether it does.
         answers: bool,
     },
-    /// The guest may hear of this request's end.
+    /// This request may complete.
     Answered(u64),
-    /// Say when this was reached.
+    /// Answer with `Reached` when all earlier writes are reported.
     Mark(u64),
 }
 
 impl ToOwner {
-    /// As it travels.
+    /// Returns the message's bytes.
     pub fn to_bytes(&self) -> [u8; MESSAGE_BYTES] {
         match self {
             Self::Written { id, bytes } => message([1, *id, bytes.start, bytes.end]),
@@ -86,7 +87,7 @@ impl ToOwner {
         }
     }
 
-    /// What came.
+    /// Parses a message.
     pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
         match words(bytes) {
             [3, requests, us, 0] => Ok(Self::Waited {
@@ -104,7 +105,7 @@ impl ToOwner {
 }
 
 impl ToServer {
-    /// As it travels.
+    /// Returns the message's bytes.
     pub fn to_bytes(self) -> [u8; MESSAGE_BYTES] {
         match self {
             Self::Begin { answers } => message([1, u64::from(answers), 0, 0]),
@@ -113,7 +114,7 @@ impl ToServer {
         }
     }
 
-    /// What came.
+    /// Parses a message.
     pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
         match words(bytes) {
             [1, answers @ 0..=1, 0, 0] => Ok(Self::Begin {
@@ -126,8 +127,8 @@ impl ToServer {
     }
 }
 
-/// Shows the image, and tells the owner of every write; without an owner who takes that, it only
-/// passes through, and says so by the fallback's mark.
+/// Exports the image, and reports every write to the owner; without an owner that accepts reports
+/// it only passes requests through, and makes the record of the fallback.
 pub fn telling(
     folder: &FrontFolder,
     notify: impl Fn(Notice) + Send + Sync + 'static,
@@ -143,7 +144,7 @@ pub fn telling(
     serve(folder, open, notify)
 }
 
-/// A disk whose owner is told.
+/// A disk whose writes are reported.
 #[derive(Debug)]
 struct ToldDisk {
     disk: RawDisk,
@@ -151,7 +152,7 @@ struct ToldDisk {
 }
 
 impl ToldDisk {
-    /// Does a request, and notes how long that takes.
+    /// Carries out a request, and measures its latency.
     fn timed<T>(&self, request: impl FnOnce() -> T) -> T {
         let began = Instant::now();
         let done = request();
@@ -159,7 +160,7 @@ impl ToldDisk {
         done
     }
 
-    /// Tells of a request that was done, or has failed in the middle.
+    /// Reports a request that was carried out, or failed halfway.
     fn told(&self, range: Range<u64>, done: io::Result<()>) -> io::Result<()> {
         self.owner.written(range);
         done
@@ -199,17 +200,17 @@ impl Disk for ToldDisk {
     }
 }
 
-/// The owner, as long as it is there.
+/// The owner, while it is connected.
 #[derive(Debug)]
 struct Owner {
     folder: FrontFolder,
     line: Option<Arc<Line>>,
-    /// The mark is made: nothing needs to be told any more.
+    /// Whether the record is made: nothing has to be reported any more.
     marked: Mutex<bool>,
     waits: Mutex<Waits>,
 }
 
-/// Requests that the image did not have at once, since they were told of.
+/// Requests not answered from memory, since the last report.
 #[derive(Debug)]
 struct Waits {
     requests: u64,
@@ -221,7 +222,7 @@ struct Waits {
 struct Line {
     stream: UnixStream,
     answers: bool,
-    /// One message after the other.
+    /// Serializes messages.
     writing: Mutex<u64>,
     state: Mutex<LineState>,
     changed: Condvar,
@@ -230,13 +231,13 @@ struct Line {
 #[derive(Debug, Default)]
 struct LineState {
     gone: bool,
-    /// Requests that wait to be answered.
+    /// Requests that wait for an answer.
     waiting: BTreeSet<u64>,
 }
 
 impl Owner {
     fn connect(folder: FrontFolder) -> Self {
-        // What was missed once is missed for good.
+        // A missed write stays missed.
         let marked = folder.fell_back();
         let line = match marked {
             true => None,
@@ -254,7 +255,7 @@ impl Owner {
         }
     }
 
-    /// A request took so long.
+    /// Records the latency of a request.
     fn waited(&self, took: Duration) {
         let Some(line) = self.line.as_ref().filter(|_| took >= FROM_MEMORY) else {
             return;
@@ -277,7 +278,7 @@ impl Owner {
         line.waited(requests, together);
     }
 
-    /// Returns when the guest may hear of it.
+    /// Reports a write. Returns when it may complete.
     fn written(&self, bytes: Range<u64>) {
         let told = self.line.as_ref().is_some_and(|line| line.written(bytes));
         if !told {
@@ -285,7 +286,7 @@ impl Owner {
         }
     }
 
-    /// Nothing that was not told is answered before the mark is made.
+    /// Makes the record; no unreported write completes before that.
     fn mark(&self) {
         let mut marked = lock(&self.marked);
         while !*marked {
@@ -319,7 +320,7 @@ impl Line {
         thread::Builder::new()
             .name("owner".to_owned())
             .spawn(move || {
-                // However it ends, nobody is told any more.
+                // However it ends, no more reports are sent.
                 let _ = reading.read();
                 reading.end();
             })?;
@@ -344,7 +345,7 @@ impl Line {
         }
     }
 
-    /// Says how long requests took; an owner that is gone need not know.
+    /// Reports latencies; a disconnected owner need not know them.
     fn waited(&self, requests: u64, together: Duration) {
         let message = ToOwner::Waited { requests, together }.to_bytes();
         let sent = elsewhere(|| {
@@ -353,12 +354,12 @@ impl Line {
             gone || (&self.stream).write_all(&message).is_ok()
         });
         if !sent {
-            // A part of the message may be there: nothing can follow it.
+            // A part of the message may have been sent: nothing can follow it.
             self.end();
         }
     }
 
-    /// Whether the owner knows.
+    /// Reports a write. Returns whether the owner knows of it.
     fn written(&self, bytes: Range<u64>) -> bool {
         elsewhere(|| {
             let mut last = lock(&self.writing);
@@ -377,7 +378,7 @@ impl Line {
             let sent = (&self.stream).write_all(&message);
             drop(last);
             if sent.is_err() {
-                // A part of the message may be there: nothing can follow it.
+                // A part of the message may have been sent: nothing can follow it.
                 self.end();
                 return false;
             }
@@ -385,7 +386,7 @@ impl Line {
         })
     }
 
-    /// Waits for the owner's answer; false when none will come.
+    /// Waits for the owner's answer; `false` when none will arrive.
     fn is_answered(&self, id: u64) -> bool {
         let waits = |state: &mut LineState| !state.gone && state.waiting.contains(&id);
         let waited = self.changed.wait_while(lock(&self.state), waits);
@@ -402,7 +403,7 @@ impl Line {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing is done under one that could leave it half changed.
+    // No operation under such a lock leaves its state half changed.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -470,7 +471,7 @@ mod tests {
         ToOwner::from_bytes(&bytes).unwrap()
     }
 
-    /// What is heard next, but for how long requests take.
+    /// Returns the next message other than latencies.
     fn heard(owner: &mut UnixStream) -> ToOwner {
         loop {
             match any_heard(owner) {
@@ -602,7 +603,7 @@ mod tests {
         assert!(!fixture.front.fell_back());
         disk.write(0, &[1; 512]).unwrap();
         assert!(fixture.front.fell_back());
-        // It stays so for those that come after it.
+        // It stays so for later servers.
         assert!(Owner::connect(fixture.front.clone()).line.is_none());
     }
 }

@@ -1,9 +1,9 @@
-//! A turn that one process of a host has at a time, and that ends with it for certain.
+//! The turn: a lock that one process of a host holds at a time, and that provably ends with it.
 //!
-//! It is a lock of POSIX on a file. The system takes it from a process when the last of its threads
-//! is about to end, which none does in the middle of a read or a write: so whoever gets the turn
-//! knows that nothing of the one before goes on, whether that ended, was killed, or is not its
-//! child. And the system says whose it is.
+//! It is a POSIX lock on a file. The system takes it from a process when the last of its threads is
+//! about to end, which no thread does in the middle of a read or a write: so the next holder knows
+//! that no operation of the previous one continues, whether that process ended, was killed, or is
+//! not its child. The system also reports which process holds the lock.
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
@@ -16,18 +16,18 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often it is tried again.
+/// The time between two attempts.
 const AGAIN: Duration = Duration::from_millis(2);
 
-/// Why a process has no turn.
+/// A reason why a process does not have the turn.
 #[derive(Debug, thiserror::Error)]
 pub enum TurnError {
-    /// Another has it.
+    /// Another process has it.
     #[error("process {pid} has {} and does not end", path.display())]
     Taken {
         /// The lock.
         path: PathBuf,
-        /// Who has it; 0 where that is not seen from here.
+        /// The process that has it; 0 where that cannot be seen from here.
         pid: i32,
     },
     /// The system refused.
@@ -35,20 +35,20 @@ pub enum TurnError {
     Io {
         /// The lock.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
 }
 
-/// The turn. It is lost, too, when this process closes the same file elsewhere: nothing else
-/// may open it.
+/// The turn. It is also lost when this process closes the same file elsewhere: no other code may
+/// open it.
 #[derive(Debug)]
 pub struct Turn {
     _file: File,
 }
 
 impl Turn {
-    /// Takes the turn, waiting at most so long for another to end.
+    /// Takes the turn, waiting at most this long for another process to end.
     pub fn take(path: &Path, within: Duration) -> Result<Self, TurnError> {
         let failed = |error| TurnError::Io {
             path: path.to_owned(),
@@ -73,8 +73,8 @@ impl Turn {
     }
 }
 
-/// Kills whoever else has the turn; `None` when nobody has it. To be asked again until then: somebody
-/// whom the system holds ends later.
+/// Kills another process that has the turn; `None` when the turn is free. To be repeated until
+/// then: a process that the system holds ends later.
 pub(super) fn end_holder(path: &Path) -> io::Result<Option<i32>> {
     let file = open(path)?;
     let Some(pid) = holder_of(&file)? else {
@@ -88,7 +88,7 @@ pub(super) fn end_holder(path: &Path) -> io::Result<Option<i32>> {
         // It has ended since.
         Err(rustix::io::Errno::SRCH) => {}
         Err(error) => return Err(error.into()),
-        // Asked again, so that nobody is killed who was given its number meanwhile.
+        // Checked again, so that no process is killed that got the same number meanwhile.
         Ok(process) if holder_of(&file)? == Some(pid) => {
             match pidfd_send_signal(&process, Signal::KILL) {
                 Ok(()) | Err(rustix::io::Errno::SRCH) => {}
@@ -106,7 +106,7 @@ fn open(path: &Path) -> io::Result<File> {
     options.mode(0o600).open(path)
 }
 
-/// Which other process has the turn.
+/// Returns the other process that has the turn.
 fn holder_of(file: &File) -> io::Result<Option<i32>> {
     let mut lock = whole();
     fcntl(file, FcntlArg::F_GETLK(&mut lock))?;
@@ -115,7 +115,7 @@ fn holder_of(file: &File) -> io::Result<Option<i32>> {
 
 fn whole() -> libc::flock {
     libc::flock {
-        // Both are small numbers of the system's.
+        // Both are small constants of the system.
         l_type: libc::F_WRLCK as i16,
         l_whence: libc::SEEK_SET as i16,
         l_start: 0,
@@ -132,7 +132,7 @@ mod tests {
 
     const PATH: &str = "LONGHAUL_TEST_TURN";
 
-    /// No test, but what the next one runs: it has the turn until it is killed.
+    /// Not a test, but the process that the next test runs: it has the turn until it is killed.
     #[test]
     fn a_process_with_a_turn() {
         let Some(path) = std::env::var_os(PATH) else {
@@ -162,7 +162,7 @@ mod tests {
         let refusal = Turn::take(&path, Duration::ZERO).unwrap_err();
         let pid = child.id() as i32;
         assert!(matches!(refusal, TurnError::Taken { pid: found, .. } if found == pid));
-        // It is killed whether it is stopped or not, and not only by whom it is a child of.
+        // It is killed whether it is stopped or not, and also by a process other than its parent.
         nix::sys::signal::kill(
             nix::unistd::Pid::from_raw(pid),
             nix::sys::signal::Signal::SIGSTOP,

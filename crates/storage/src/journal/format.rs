@@ -1,8 +1,8 @@
-//! The bytes of a journal (`docs/journal.md` is normative), without any file.
+//! The bytes of a journal (`docs/journal.md` is normative), independent of files.
 
 use longhaul_engine::handover::Record;
 
-/// First bytes of every journal: a name and the format's version.
+/// The first bytes of every journal: a name and the format's version.
 pub const MAGIC: [u8; 8] = *b"LHJRNL\x00\x02";
 /// Longest record, in bytes.
 pub(super) const RECORD_BYTES_MAX: usize = 4096;
@@ -11,53 +11,53 @@ const HEADER_BYTES: usize = 20;
 /// Most bytes that one append writes.
 const WRITE_BYTES_MAX: usize = MAGIC.len() + HEADER_BYTES + RECORD_BYTES_MAX;
 
-/// One record where it stands.
+/// A record at its place.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Where it begins, in bytes.
     pub offset: u64,
     /// When it was written, by the host's clock, in milliseconds since 1970.
     pub unix_ms: u64,
-    /// What it says.
+    /// Its content.
     pub record: Record,
 }
 
-/// What comes after the last record that can be read.
+/// What follows the last readable record.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ending {
     /// Nothing.
     Whole,
-    /// So many bytes of a record whose writing did not come to an end. It was never acted upon.
+    /// The bytes of a record whose write did not finish, and that was never acted upon.
     CutOff(u64),
     /// Bytes that have changed since they were written.
     Damaged,
-    /// A record that this version does not know, by its number.
+    /// A record of a number that this version does not know.
     Unknown(u32),
 }
 
-/// What a journal holds.
+/// The content of a journal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Reading {
     /// Its records, oldest first.
     pub entries: Vec<Entry>,
-    /// Where the last of them ends and what comes next begins, in bytes. It is 0 where there is
-    /// none, since the first record brings the journal's name with it.
+    /// The end of the last record in bytes, where the next one begins. It is 0 where there is no
+    /// record, since the first record brings the journal's name with it.
     pub end: u64,
-    /// What comes next.
+    /// What follows.
     pub ending: Ending,
 }
 
-/// Why bytes are no journal of this version.
+/// A reason why bytes are not a journal of this version.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NotRead {
-    /// They are no journal at all.
+    /// They are not a journal.
     Foreign,
     /// They are a journal of another version of the format.
     Version(u8),
 }
 
-/// A record's bytes, for that place in the file; `None` when it is too long. The first record
-/// brings the journal's name with it.
+/// Returns a record's bytes for a place in the file; `None` when the record is too long. The first
+/// record brings the journal's name with it.
 pub(super) fn encode(end: u64, unix_ms: u64, record: &Record) -> Option<Vec<u8>> {
     let payload = postcard::to_stdvec(record).ok()?;
     if payload.len() > RECORD_BYTES_MAX {
@@ -76,7 +76,7 @@ pub(super) fn encode(end: u64, unix_ms: u64, record: &Record) -> Option<Vec<u8>>
     Some(bytes)
 }
 
-/// The checksum covers the record's place, so that no record can pass for another.
+/// Returns the checksum, which covers the record's place, so that no record is taken for another.
 fn checksum(place: u64, time: [u8; 8], payload: &[u8]) -> [u8; 8] {
     let mut hasher = blake3::Hasher::new();
     hasher.update(&place.to_le_bytes());
@@ -87,7 +87,7 @@ fn checksum(place: u64, time: [u8; 8], payload: &[u8]) -> [u8; 8] {
     sum
 }
 
-/// Reads a journal's bytes as far as they can be read.
+/// Parses a journal's bytes as far as they are readable.
 pub fn read(bytes: &[u8]) -> Result<Reading, NotRead> {
     let mut reading = Reading {
         entries: Vec::new(),
@@ -106,7 +106,7 @@ pub fn read(bytes: &[u8]) -> Result<Reading, NotRead> {
                 unix_ms,
                 record,
             }),
-            // The checksum is right: these are the bytes that somebody wrote.
+            // The checksum is correct: these bytes were written on purpose.
             Ok(_) | Err(_) => {
                 let number = postcard::take_from_bytes(payload).map_or(0, |(number, _)| number);
                 reading.ending = Ending::Unknown(number);
@@ -125,7 +125,7 @@ pub fn read(bytes: &[u8]) -> Result<Reading, NotRead> {
     Ok(reading)
 }
 
-/// The record at a place, if its checksum is right: its time and payload.
+/// Returns the time and payload of the record at a place, if its checksum is correct.
 fn framed(bytes: &[u8], place: usize) -> Option<(u64, &[u8])> {
     let (header, rest) = bytes.get(place..)?.split_first_chunk::<HEADER_BYTES>()?;
     let (length, header) = header.split_first_chunk::<4>()?;
@@ -140,8 +140,8 @@ fn framed(bytes: &[u8], place: usize) -> Option<(u64, &[u8])> {
     right.then_some((u64::from_le_bytes(time), payload))
 }
 
-/// A power cut during the first append leaves any mixture of its sectors and zeros, the first of
-/// which may be missing.
+/// Parses a journal without a record. A power cut during the first append leaves any mixture of its
+/// sectors and zeros, and the first sector may be missing.
 fn before_the_first(bytes: &[u8]) -> Result<Ending, NotRead> {
     let head = &bytes[..bytes.len().min(MAGIC.len())];
     let missing = |(byte, good): (&u8, &u8)| byte == good || *byte == 0;
@@ -155,8 +155,8 @@ fn before_the_first(bytes: &[u8]) -> Result<Ending, NotRead> {
     }
 }
 
-/// Tells a record that was being written when the power went from damage: it is the last, so it is
-/// no longer than a record can be, and no record follows it.
+/// Distinguishes a record interrupted by a power cut from damage: it is the last one, so it is no
+/// longer than a record can be, and no record follows it.
 fn after_the_last(bytes: &[u8], place: usize) -> Ending {
     let rest = &bytes[place..];
     let length = rest

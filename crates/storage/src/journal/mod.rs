@@ -1,9 +1,9 @@
-//! The journal of one migration: an append-only file whose records are durable before the next
-//! step is taken.
+//! The journal of one migration: an append-only file whose records are durable before the next step
+//! is taken.
 //!
-//! `docs/journal.md` is the normative description of its bytes, and says which sync does what. A
-//! record that was cut off by a crash is left out when the journal is read, and overwritten by the
-//! next one; any other damage is an error that names the file and the place.
+//! `docs/journal.md` is the normative description of its bytes and of each sync. A record that was
+//! cut off by a crash is omitted when the journal is read, and overwritten by the next one; any
+//! other damage is an error that names the file and the offset.
 
 mod format;
 #[cfg(test)]
@@ -20,10 +20,10 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// Longest journal, in bytes: an attempt takes half a dozen records.
+/// Longest journal, in bytes: an attempt takes about six records.
 const JOURNAL_BYTES_MAX: u64 = 16 << 20;
-/// Space that a journal has from its first record on, in bytes: an attempt, and many more, can end
-/// on a disk that is full by then.
+/// Space reserved with a journal's first record, in bytes: this attempt and many more can end on a
+/// disk that is full by then.
 pub const RESERVED_BYTES: u64 = 64 << 10;
 
 /// A journal that cannot be read or written.
@@ -32,15 +32,15 @@ pub enum JournalError {
     /// The file system refused.
     #[error("cannot {what} {}: {source}", path.display())]
     Io {
-        /// What was tried.
+        /// The operation.
         what: &'static str,
         /// The file.
         path: PathBuf,
-        /// Why not.
+        /// The cause.
         #[source]
         source: io::Error,
     },
-    /// The file is no journal.
+    /// The file is not a journal.
     #[error("{} is not a journal", .0.display())]
     Foreign(PathBuf),
     /// The file is a journal in another format.
@@ -51,7 +51,7 @@ pub enum JournalError {
     Version {
         /// The file.
         path: PathBuf,
-        /// The version that it is of.
+        /// Its version.
         version: u8,
     },
     /// A newer agent wrote it.
@@ -62,7 +62,7 @@ pub enum JournalError {
     Unknown {
         /// The file.
         path: PathBuf,
-        /// Where the record is, in bytes.
+        /// The offset of the record, in bytes.
         offset: u64,
         /// Its number.
         number: u32,
@@ -75,13 +75,13 @@ pub enum JournalError {
     Damaged {
         /// The file.
         path: PathBuf,
-        /// Where the damage is, in bytes.
+        /// The offset of the damage, in bytes.
         offset: u64,
     },
-    /// A record or journal that is larger than it can be.
+    /// A record or journal exceeds its limit.
     #[error("{} would be larger than a journal can be", .0.display())]
     TooLarge(PathBuf),
-    /// Somebody else in this agent has it open.
+    /// This agent has it open already.
     #[error("{} is being written by another task of this agent", .0.display())]
     Busy(PathBuf),
 }
@@ -91,17 +91,17 @@ pub enum JournalError {
 pub struct Journals {
     files: Arc<dyn Files>,
     folder: PathBuf,
-    /// A journal has one writer at a time.
+    /// Enforces one writer per journal.
     open: Arc<Mutex<HashSet<MigrationId>>>,
 }
 
 impl Journals {
-    /// Uses a folder, and makes it where it is missing.
+    /// Opens a folder, and creates it where it is missing.
     pub fn open(folder: &Path) -> Result<Self, JournalError> {
         Self::open_in(Arc::new(RealFiles), folder)
     }
 
-    /// The same on a file system of the caller's.
+    /// Opens a folder in a given file system.
     pub fn open_in(files: Arc<dyn Files>, folder: &Path) -> Result<Self, JournalError> {
         create_folder(&*files, folder).map_err(io_error("make", folder))?;
         Ok(Self {
@@ -116,7 +116,7 @@ impl Journals {
     }
 }
 
-/// Keeps others from opening a journal for as long as it is there.
+/// Keeps a journal from being opened twice, until it is dropped.
 #[derive(Debug)]
 struct Opened {
     journals: Journals,
@@ -134,18 +134,18 @@ impl Drop for Opened {
 pub struct Journal {
     opened: Opened,
     path: PathBuf,
-    /// None before the first record: a journal that says nothing is not there at all.
+    /// `None` before the first record: a journal without records has no file.
     file: Option<Box<dyn OpenFile>>,
     records: Vec<Record>,
-    /// Where the next record goes.
+    /// The place of the next record.
     end: u64,
-    /// How long the file may be, by all that was tried.
+    /// Upper bound of the file's length, over all attempted writes.
     length: u64,
 }
 
 impl Journal {
-    /// Opens the journal of a migration. What it says is durable when this returns, even if the
-    /// agent that wrote it was ended in between.
+    /// Opens the journal of a migration. Its records are durable when this returns, even if the
+    /// agent that wrote it was killed in between.
     pub fn open(journals: &Journals, migration: MigrationId) -> Result<Self, JournalError> {
         let path = journals.folder.join(file_name(migration));
         if !journals.now_open().insert(migration) {
@@ -166,7 +166,7 @@ impl Journal {
         Ok(journal)
     }
 
-    /// The migrations that have a journal.
+    /// Returns the migrations that have a journal.
     pub fn list(journals: &Journals) -> Result<Vec<MigrationId>, JournalError> {
         list(&*journals.files, &journals.folder)
     }
@@ -186,9 +186,9 @@ impl Journal {
         self.length = bytes.len() as u64;
         self.records = reading.entries.into_iter().map(|e| e.record).collect();
         if !bytes.is_empty() {
-            // Read is not durable: the agent that wrote it may have been ended before its sync, or
-            // have seen the sync fail, after which a sync alone would write nothing. A record that
-            // is left out must not come back either.
+            // Readable does not mean durable: the agent that wrote the journal may have been killed
+            // before its sync, or have seen the sync fail, after which another sync alone would
+            // write nothing. Nor may an omitted record reappear.
             bytes[self.end as usize..].fill(0);
             file.write_at(0, &bytes).map_err(error("write"))?;
             file.sync("the records that were found")
@@ -199,20 +199,20 @@ impl Journal {
         Ok(())
     }
 
-    /// What has been recorded, oldest first.
+    /// Returns the records, oldest first.
     pub fn records(&self) -> &[Record] {
         &self.records
     }
 
-    /// Makes a record durable: when this returns, it survives a power cut. After an error it may
-    /// or may not have been written; the next record takes its place.
+    /// Makes a record durable: when this returns, it survives a power cut. After an error it may or
+    /// may not have been written; the next record takes its place.
     pub fn append(&mut self, record: &Record) -> Result<(), JournalError> {
         let since = SystemTime::now().duration_since(UNIX_EPOCH);
         let unix_ms = since.map_or(0, |since| since.as_millis() as u64);
         self.append_at(unix_ms, record)
     }
 
-    /// The same for a record of a time that the caller knows.
+    /// Makes a record with a given time durable.
     pub fn append_at(&mut self, unix_ms: u64, record: &Record) -> Result<(), JournalError> {
         let too_large = || JournalError::TooLarge(self.path.clone());
         let mut bytes = format::encode(self.end, unix_ms, record).ok_or_else(too_large)?;
@@ -220,8 +220,8 @@ impl Journal {
         if end > JOURNAL_BYTES_MAX {
             return Err(too_large());
         }
-        // Over what a failed record left, so that nothing of it comes after this one. The file is
-        // not shortened instead, since that gives away its reserved space.
+        // Overwrites the remains of a failed record, so that none of it follows this one. The file
+        // is not truncated instead, since that would release its reserved space.
         self.length = self.length.max(end);
         bytes.resize((self.length - self.end) as usize, 0);
         let first = self.end == 0;
@@ -255,8 +255,8 @@ impl Journal {
         synced.map_err(io_error("sync", folder))
     }
 
-    /// Removes it: nothing of the migration will be asked any more. It may be there again after a
-    /// power cut, as it was.
+    /// Removes the journal once the migration needs it no more. It may exist again after a power
+    /// cut, unchanged.
     pub fn remove(self) -> Result<(), JournalError> {
         match self.opened.journals.files.remove(&self.path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -266,13 +266,13 @@ impl Journal {
         }
     }
 
-    /// The file; it is there from the first record on.
+    /// Returns the path of the file, which exists from the first record on.
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Reads a journal's file and changes nothing, for people. What it says need not be durable.
+/// Reads a journal's file for display, without changing anything. Its records need not be durable.
 pub fn read_journal(path: &Path) -> Result<Reading, JournalError> {
     let error = |what| io_error(what, path);
     let file = RealFiles.open(path, Access::Read).map_err(error("open"))?;
@@ -281,12 +281,12 @@ pub fn read_journal(path: &Path) -> Result<Reading, JournalError> {
     read(&bytes).map_err(|not_read| refused(not_read, path))
 }
 
-/// The migrations that have a journal in a folder, which may be missing.
+/// Returns the migrations that have a journal in a folder, which may be missing.
 pub fn list_journals(folder: &Path) -> Result<Vec<MigrationId>, JournalError> {
     list(&RealFiles, folder)
 }
 
-/// The name of a migration's file in the folder of journals.
+/// Returns the name of a migration's file in the folder of journals.
 pub fn file_name(migration: MigrationId) -> String {
     format!("{migration}.journal")
 }
@@ -306,7 +306,7 @@ fn list(files: &dyn Files, folder: &Path) -> Result<Vec<MigrationId>, JournalErr
     Ok(ids)
 }
 
-/// Only a journal without damage may be acted upon.
+/// Returns the records if the journal is undamaged: only then may they be acted upon.
 fn checked(read: Result<Reading, NotRead>, path: &Path) -> Result<Reading, JournalError> {
     let reading = read.map_err(|not_read| refused(not_read, path))?;
     let (path, offset) = (path.to_owned(), reading.end);

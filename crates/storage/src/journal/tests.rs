@@ -32,7 +32,7 @@ fn written(folder: &Path) -> PathBuf {
     journal.path().to_owned()
 }
 
-/// A record as a journal holds it, made by hand.
+/// Returns a record as in a journal, encoded by hand.
 fn frame(place: usize, payload: &[u8]) -> Vec<u8> {
     let mut summed = (place as u64).to_le_bytes().to_vec();
     summed.extend_from_slice(&TIME.to_le_bytes());
@@ -98,7 +98,7 @@ fn a_record_that_was_cut_off_is_left_out_and_overwritten() {
     let path = written(folder.path());
     let whole = fs::read(&path).unwrap();
     for length in 0..whole.len() {
-        // What is missing is missing, or zeros.
+        // The missing bytes are absent, or zeros.
         for zeros in [0, whole.len() - length] {
             let mut bytes = whole[..length].to_vec();
             bytes.resize(length + zeros, 0);
@@ -106,7 +106,7 @@ fn a_record_that_was_cut_off_is_left_out_and_overwritten() {
             let kept = reading.entries.into_iter().map(|entry| entry.record);
             let kept: Vec<_> = kept.collect();
             assert_eq!(kept, records()[..kept.len()]);
-            // Each sync takes its time.
+            // Each sync takes time.
             if length % 16 != 0 {
                 continue;
             }

@@ -1,6 +1,6 @@
-//! One client's connection from its handshake to its end, over anything that can be read and
-//! written. Requests are done one after the other as they come, except that those go on which come
-//! behind one that waits ([`super::others_go_on`]).
+//! One client's connection from its handshake to its end, over any stream. Requests are carried out
+//! one after the other in their order, except that those behind a waiting one proceed
+//! ([`super::others_go_on`]).
 
 use super::handshake::{
     self, CLIENT_FLAGS_BYTES, Handshake, HandshakeError, OPTION_HEADER_BYTES, Offer, OptionHeader,
@@ -18,25 +18,25 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, Scope};
 
-/// Bytes of a connection's buffer that are kept for the next request; a longer one is given back.
+/// Bytes of a connection's buffer that are kept for the next request; a longer buffer is freed.
 const BUFFER_KEPT_BYTES: usize = 1 << 20;
 
-/// Why a connection ended otherwise than by a goodbye. What was answered is done; of what was not,
-/// a write whose payload did not come whole has changed nothing.
+/// A reason why a connection ended without a disconnect request. Answered requests are done; of the
+/// unanswered ones, a write whose payload did not arrive completely has changed nothing.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectionError {
-    /// Its handshake was none.
+    /// Its handshake was invalid.
     #[error("an NBD client was turned away: {0}")]
     Handshake(#[from] HandshakeError),
-    /// Its requests were none.
+    /// A request was invalid.
     #[error("an NBD client was cut off: {0}")]
     Request(#[from] RequestError),
-    /// It went away, or the system failed.
+    /// The client disconnected, or the system failed.
     #[error("an NBD client went away in the middle: {0}")]
     Io(#[from] io::Error),
 }
 
-/// What a disk was asked to do.
+/// An operation of a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
     /// To read.
@@ -49,7 +49,7 @@ pub enum Operation {
     Zero,
     /// To discard.
     Discard,
-    /// To say what is allocated.
+    /// Query of allocation.
     Extents,
 }
 
@@ -66,19 +66,19 @@ impl fmt::Display for Operation {
     }
 }
 
-/// Something that a disk could not do. The client was told so.
+/// A failed operation of a disk. The client got an error.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot {operation} {} bytes at {}: {error}", range.end - range.start, range.start)]
 pub struct Failure {
-    /// What it was asked to do.
+    /// The operation.
     pub operation: Operation,
-    /// Of these bytes.
+    /// Its bytes.
     pub range: Range<u64>,
-    /// What the disk said.
+    /// The cause.
     pub error: io::Error,
 }
 
-/// Leads a handshake; `None` when the client went away before it chose an export.
+/// Conducts a handshake; `None` when the client disconnected before it chose an export.
 pub fn negotiate(
     reader: &mut impl Read,
     writer: &mut impl Write,
@@ -103,7 +103,7 @@ pub fn negotiate(
         let step = handshake.option(header, &data, &mut replies)?;
         let written = writer.write_all(&replies);
         match step {
-            // It need not wait for the answer to its goodbye.
+            // It need not wait for the reply to its goodbye.
             Step::End => return Ok(None),
             Step::Next => written?,
             Step::Go(session) => {
@@ -114,8 +114,8 @@ pub fn negotiate(
     }
 }
 
-/// Answers requests until the client goes away, or its connection is hung up. What the disk cannot do is
-/// reported, and answered with an error.
+/// Answers requests until the client disconnects or its connection is hung up. Failures of the disk
+/// are reported, and answered with an error.
 pub fn transmit(
     reader: &mut (impl Read + Send),
     writer: &mut (impl Write + Send),
@@ -142,7 +142,7 @@ pub fn transmit(
     }
 }
 
-/// What the threads of a connection share.
+/// The state that the threads of a connection share.
 struct Conversation<'a, R, W> {
     reader: Mutex<&'a mut R>,
     writer: Mutex<&'a mut W>,
@@ -150,12 +150,12 @@ struct Conversation<'a, R, W> {
     session: Session,
     report: &'a (dyn Fn(Failure) + Sync),
     turns: Arc<Turns>,
-    /// What has ended it.
+    /// The error that has ended the connection.
     error: Mutex<Option<ConnectionError>>,
 }
 
 impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
-    /// Does requests as long as any come, in turn with other threads.
+    /// Carries out requests until there are no more, taking turns with other threads.
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
         let mut worker = Worker {
             disk: self.disk,
@@ -177,7 +177,7 @@ impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
             }
             let mut turn = Some(turn);
             while let Some(mine) = turn.take().filter(|_| !self.turns.is_over()) {
-                // Whatever ends the connection does so before another thread has the turn.
+                // An event that ends the connection does so before another thread has the turn.
                 let request = match self.read(&mut worker) {
                     Ok(Some(request)) => request,
                     Ok(None) => return self.turns.end(),
@@ -188,7 +188,7 @@ impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
                 let Some((answered, back)) = done else {
                     return;
                 };
-                // A client that has said goodbye hears no more answers.
+                // A client that has disconnected gets no more replies.
                 if let Err(error) = answered
                     && !self.turns.is_over()
                 {
@@ -225,7 +225,7 @@ impl<R: Read + Send, W: Write + Send> Conversation<'_, R, W> {
         }))
     }
 
-    /// Does a request, and answers it.
+    /// Carries out a request, and answers it.
     fn answer(&self, worker: &mut Worker<'_>, asked: Asked) -> io::Result<()> {
         let Asked {
             cookie,
@@ -259,7 +259,7 @@ struct Asked {
 }
 
 impl Asked {
-    /// What it has in memory.
+    /// Returns the bytes that it holds in memory.
     fn bytes(&self) -> usize {
         match &self.task {
             Ok(Task::Read(range)) => usize::try_from(range.end - range.start).unwrap_or(usize::MAX),
@@ -269,23 +269,23 @@ impl Asked {
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Whoever panics under one ends its connection with it.
+    // A panic under such a lock ends the connection.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Does what requests ask for.
+/// Carries out requests.
 struct Worker<'a> {
     disk: &'a dyn Disk,
     report: &'a (dyn Fn(Failure) + Sync),
     replies: Replies,
     /// The payload of a write, or the reply to a read.
     buffer: Vec<u8>,
-    /// The reply to anything else.
+    /// The reply to any other request.
     reply: Vec<u8>,
 }
 
 impl Worker<'_> {
-    /// So many bytes of the buffer; what they hold is of no meaning.
+    /// Returns this many bytes of the buffer, with arbitrary content.
     fn room(&mut self, length: usize) -> &mut [u8] {
         if self.buffer.len() < length {
             self.buffer.resize(length, 0);
@@ -300,7 +300,7 @@ impl Worker<'_> {
         }
     }
 
-    /// Reads, and gives the whole reply: its header stands just before the data.
+    /// Reads from the disk, and returns the whole reply: its header directly precedes the data.
     fn read(&mut self, cookie: u64, range: Range<u64>) -> io::Result<&[u8]> {
         let length = usize::try_from(range.end - range.start).map_err(io::Error::other)?;
         if length == 0 {
@@ -321,7 +321,7 @@ impl Worker<'_> {
         Ok(&self.buffer[start..end])
     }
 
-    /// Does everything else, and leaves the reply.
+    /// Carries out any other request, and leaves the reply in its buffer.
     fn run(&mut self, cookie: u64, task: Task, payload: usize) -> io::Result<()> {
         let disk = self.disk;
         let (operation, range, done, durable) = match task {
@@ -376,7 +376,7 @@ impl Worker<'_> {
     }
 }
 
-/// Fills the buffer; `false` when there is nothing any more, which is an end only here.
+/// Fills the buffer; `false` at the end of the stream, which is valid only here.
 fn read_or_end(reader: &mut impl Read, buffer: &mut [u8]) -> io::Result<bool> {
     loop {
         match reader.read(buffer) {

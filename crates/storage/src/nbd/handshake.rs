@@ -1,45 +1,46 @@
-//! The handshake ("Fixed newstyle negotiation"), without a socket: options in, replies out.
+//! The handshake ("Fixed newstyle negotiation"), independent of sockets: it turns options into
+//! replies.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// What the server says first ("Newstyle negotiation").
+/// The server's first bytes ("Newstyle negotiation").
 const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
-/// What stands before its flags, and before each option.
+/// The magic number before the server's flags, and before each option.
 pub const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
-/// What stands before each reply to an option.
+/// The magic number before each reply to an option.
 pub const REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 
 /// Fixed newstyle: in the server's flags and in the client's.
 pub const FIXED_NEWSTYLE: u32 = 1 << 0;
-/// No zeros behind the answer to `EXPORT_NAME`, which is not offered.
+/// No zeros after the reply to `EXPORT_NAME`, which is not offered.
 pub const NO_ZEROES: u32 = 1 << 1;
 
-/// Bytes of what the client says first: its flags.
+/// Length of the client's flags, its first bytes.
 pub const CLIENT_FLAGS_BYTES: usize = 4;
 /// Bytes in front of each option's data.
 pub const OPTION_HEADER_BYTES: usize = 16;
-/// Most bytes of an option's data. The longest sensible one is a name and a few queries.
+/// Longest data of an option. The longest sensible one is a name and a few queries.
 pub const OPTION_BYTES_MAX: usize = 16 << 10;
-/// Most options that a client gets an answer to.
+/// Limit on a client's options.
 pub const OPTIONS_MAX: usize = 64;
-/// Most queries in one option.
+/// Limit on the queries in one option.
 const QUERIES_MAX: u32 = 32;
 /// Longest text ("Conventions").
 const TEXT_BYTES_MAX: usize = 4096;
-/// Longest payload of a request: what every client may count on ("Size constraints").
+/// Longest payload of a request: the one that every client may rely on ("Size constraints").
 pub const PAYLOAD_BYTES_MAX: u32 = 32 << 20;
 /// Any byte can be read and written by itself.
 const BLOCK_BYTES_MIN: u32 = 1;
-/// What file systems do best with.
+/// The size that suits file systems best.
 const BLOCK_BYTES_PREFERRED: u32 = 4096;
 
 /// The one metadata context ("Metadata querying").
 const ALLOCATION: &str = "base:allocation";
-/// Its number once it is selected.
+/// The context's number once it is selected.
 pub const ALLOCATION_ID: u32 = 1;
 
-/// What every export can do ("Transmission flags"): has flags, flush, FUA, trim, write zeroes,
+/// The abilities of every export ("Transmission flags"): has flags, flush, FUA, trim, write zeroes,
 /// several connections.
 pub const TRANSMISSION_FLAGS: u16 = 1 << 0 | 1 << 2 | 1 << 3 | 1 << 5 | 1 << 6 | 1 << 8;
 
@@ -70,26 +71,26 @@ mod reply {
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
 
-/// The name of an export. Whoever knows it, and can reach the socket, may use the disk: so it is
-/// made of random bytes, anew for each guest, disk and time that a disk is shown. A QEMU that was
-/// left over from an earlier move knows another one.
+/// The name of an export. Every client that knows it and can reach the socket may use the disk: so
+/// it consists of random bytes, new for each guest, disk and export. A QEMU that was left over from
+/// an earlier move knows another one.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct ExportName(String);
 
 impl ExportName {
-    /// Bytes of a name: at least as many as 128 random bits have in hexadecimal.
+    /// Valid lengths of a name in bytes: at least that of 128 random bits in hexadecimal.
     pub const BYTES: std::ops::RangeInclusive<usize> = 32..=256;
 
-    /// A name; `None` when it is too short to be unguessable, or is not made of ASCII letters,
-    /// digits, `-`, `_` and `.`.
+    /// Returns a name; `None` when it is too short to be unguessable, or does not consist of ASCII
+    /// letters, digits, `-`, `_` and `.`.
     pub fn new(name: String) -> Option<Self> {
         let fits = Self::BYTES.contains(&name.len());
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
         (fits && name.bytes().all(plain)).then_some(Self(name))
     }
 
-    /// The name.
+    /// Returns the name.
     pub fn as_str(&self) -> &str {
         &self.0
     }
@@ -110,13 +111,13 @@ impl From<ExportName> for String {
 }
 
 impl fmt::Debug for ExportName {
-    /// Names are not for logs.
+    /// Omits the name, which must not appear in logs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("ExportName(..)")
     }
 }
 
-/// What the handshake needs to know of an export.
+/// An export as the handshake knows it.
 #[derive(Debug, Clone)]
 pub struct Offer {
     /// Its name.
@@ -125,14 +126,14 @@ pub struct Offer {
     pub size_bytes: u64,
 }
 
-/// What was agreed on.
+/// The result of a handshake.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Session {
-    /// Which of the offers.
+    /// The index of the chosen export.
     pub export: usize,
-    /// Whether replies have structure.
+    /// Whether structured replies were agreed on.
     pub structured: bool,
-    /// Whether the client may ask what is allocated.
+    /// Whether the client may query allocation.
     pub allocation: bool,
 }
 
@@ -141,34 +142,34 @@ pub struct Session {
 pub enum Step {
     /// The next option.
     Next,
-    /// Requests.
+    /// Transmission.
     Go(Session),
-    /// Nothing: the client has said goodbye.
+    /// The end: the client has disconnected.
     End,
 }
 
-/// What a client did that ends its handshake at once ("Termination of the session during option
+/// A fault of the client that ends its handshake at once ("Termination of the session during option
 /// haggling").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum HandshakeError {
-    /// Its flags are not what this server offers.
+    /// The client's flags are not offered by this server.
     #[error("a client that does not know the fixed newstyle handshake (flags {0:#x})")]
     Flags(u32),
-    /// No option where one belongs.
+    /// The magic number of an option is missing.
     #[error("no NBD option ({0:#x})")]
     Magic(u64),
-    /// An option that is too long.
+    /// An option is too long.
     #[error("an option of {0} bytes")]
     TooLong(u32),
-    /// The option that cannot be refused otherwise.
+    /// The option that can only be refused by disconnecting.
     #[error("a client that cannot take an answer to the export that it chose (EXPORT_NAME)")]
     ExportName,
-    /// It goes on haggling.
+    /// The client sends too many options.
     #[error("a client that sends options and never begins")]
     TooMany,
 }
 
-/// The server's first words.
+/// Returns the server's first bytes.
 pub fn greeting() -> [u8; 18] {
     let mut bytes = [0; 18];
     bytes[..8].copy_from_slice(&NBDMAGIC.to_be_bytes());
@@ -178,7 +179,7 @@ pub fn greeting() -> [u8; 18] {
     bytes
 }
 
-/// Judges the client's first words ("Client flags").
+/// Checks the client's first bytes ("Client flags").
 pub fn check_flags(bytes: [u8; CLIENT_FLAGS_BYTES]) -> Result<(), HandshakeError> {
     let flags = u32::from_be_bytes(bytes);
     let known = flags & !(FIXED_NEWSTYLE | NO_ZEROES) == 0;
@@ -188,7 +189,7 @@ pub fn check_flags(bytes: [u8; CLIENT_FLAGS_BYTES]) -> Result<(), HandshakeError
     Err(HandshakeError::Flags(flags))
 }
 
-/// The front of an option.
+/// The header of an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OptionHeader {
     kind: u32,
@@ -197,7 +198,7 @@ pub struct OptionHeader {
 }
 
 impl OptionHeader {
-    /// Reads one.
+    /// Parses a header.
     pub fn parse(bytes: &[u8; OPTION_HEADER_BYTES]) -> Result<Self, HandshakeError> {
         let mut fields = Fields(bytes);
         let magic = fields.u64().unwrap_or_default();
@@ -213,7 +214,7 @@ impl OptionHeader {
     }
 }
 
-/// Reads fields off the front; `None` when there are not enough bytes.
+/// Parses fields off the front; `None` when there are not enough bytes.
 struct Fields<'a>(&'a [u8]);
 
 impl<'a> Fields<'a> {
@@ -239,7 +240,7 @@ impl<'a> Fields<'a> {
         self.array().map(u64::from_be_bytes)
     }
 
-    /// A text behind its length.
+    /// Parses a text behind its length.
     fn text(&mut self) -> Option<&'a str> {
         let length = usize::try_from(self.u32()?).ok()?;
         if length > TEXT_BYTES_MAX {
@@ -250,7 +251,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// Why an option is answered with an error.
+/// A reason why an option is answered with an error.
 struct Refusal {
     reply: u32,
     why: &'static str,
@@ -270,13 +271,13 @@ const UNKNOWN_EXPORT: Refusal = Refusal {
 pub struct Handshake<'a> {
     offers: &'a [Offer],
     structured: bool,
-    /// The export whose allocation was asked for last.
+    /// The export of the last option that selected contexts.
     allocation_of: Option<usize>,
     options: usize,
 }
 
 impl<'a> Handshake<'a> {
-    /// Begins one, about these exports.
+    /// Creates a handshake for these exports.
     pub fn new(offers: &'a [Offer]) -> Self {
         Self {
             offers,
@@ -329,7 +330,7 @@ impl<'a> Handshake<'a> {
         position.ok_or(UNKNOWN_EXPORT)
     }
 
-    /// Whoever may use an export was told its name.
+    /// Refuses `LIST`: a client that may use an export knows its name.
     fn list(data: &[u8]) -> Result<Step, Refusal> {
         if !data.is_empty() {
             return Err(MALFORMED);
@@ -377,11 +378,11 @@ impl<'a> Handshake<'a> {
         Ok(export)
     }
 
-    /// Lists or selects metadata contexts; of which there is one.
+    /// Lists or selects metadata contexts, of which there is one.
     fn contexts(&mut self, kind: u32, data: &[u8], replies: &mut Vec<u8>) -> Result<Step, Refusal> {
         let select = kind == option::SET_META_CONTEXT;
         if select {
-            // What was selected before is no longer, also when this fails.
+            // An earlier selection is void, even if this one fails.
             self.allocation_of = None;
         }
         if !self.structured {
@@ -409,7 +410,7 @@ impl<'a> Handshake<'a> {
     }
 }
 
-/// The export and the information that `INFO` and `GO` ask for.
+/// Parses the export and the information that `INFO` and `GO` ask for.
 fn parse_info(data: &[u8]) -> Option<(&str, Vec<u16>)> {
     let mut fields = Fields(data);
     let name = fields.text()?;
@@ -421,7 +422,7 @@ fn parse_info(data: &[u8]) -> Option<(&str, Vec<u16>)> {
     Some((name, wanted))
 }
 
-/// The export and the queries of an option about metadata contexts.
+/// Parses the export and the queries of an option about metadata contexts.
 fn parse_contexts(data: &[u8]) -> Result<(&str, Vec<&str>), Refusal> {
     let mut fields = Fields(data);
     let name = fields.text().ok_or(MALFORMED)?;
@@ -451,7 +452,7 @@ fn append(replies: &mut Vec<u8>, option: u32, reply: u32, parts: &[&[u8]]) {
     replies.extend(REPLY_MAGIC.to_be_bytes());
     replies.extend(option.to_be_bytes());
     replies.extend(reply.to_be_bytes());
-    // Parts are names and texts of ours: far shorter than 4 GiB.
+    // The parts are names and texts of this server: far shorter than 4 GiB.
     replies.extend((length as u32).to_be_bytes());
     parts.iter().for_each(|part| replies.extend(*part));
 }

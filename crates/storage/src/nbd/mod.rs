@@ -1,9 +1,9 @@
-//! Our own NBD server: disks shown to QEMU on a Unix socket while they move.
+//! The NBD server that exports disks to QEMU on a Unix socket while they move.
 //!
 //! The protocol is that of <https://github.com/NetworkBlockDevice/nbd/blob/master/doc/proto.md>,
 //! whose sections the comments name. [`handshake`] and [`request`] are pure; [`connection`] moves
-//! bytes between them and a [`crate::disk::Disk`], over anything that can be read and written; the
-//! [`Server`] owns the sockets and threads. What is offered, and what is not, is in docs/disks.md.
+//! bytes between them and a [`crate::disk::Disk`], over any stream; the [`Server`] owns the sockets
+//! and threads. docs/disks.md lists the features that are offered and those that are not.
 
 pub mod connection;
 pub mod handshake;

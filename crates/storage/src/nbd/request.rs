@@ -1,4 +1,4 @@
-//! Requests and replies ("Transmission"), without a socket and without a disk.
+//! Requests and replies ("Transmission"), independent of sockets and disks.
 
 use super::handshake::{ALLOCATION_ID, PAYLOAD_BYTES_MAX};
 use crate::disk::{Extent, Zeros};
@@ -6,18 +6,18 @@ use nix::errno::Errno;
 use std::io;
 use std::ops::Range;
 
-/// What stands before each request ("Request message").
+/// The magic number of a request ("Request message").
 pub const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// What stands before a simple reply.
+/// The magic number of a simple reply.
 pub const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// What stands before a part of a structured reply.
+/// The magic number of a part of a structured reply.
 pub const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 
-/// Bytes of a request in front of its payload.
+/// Length of a request before its payload.
 pub const REQUEST_BYTES: usize = 28;
-/// Bytes in front of the data of a read, in either kind of reply.
+/// Longest header before the data of a read, in either kind of reply.
 pub const READ_HEADER_BYTES_MAX: usize = 28;
-/// Most extents in one reply; the client asks again for what is left.
+/// Limit on the extents in one reply; the client queries the rest again.
 pub const EXTENTS_MAX: usize = 1024;
 
 /// Commands ("Request types").
@@ -50,30 +50,31 @@ mod chunk {
 /// A hole, which reads as zeros ("`base:allocation` metadata context").
 const STATE_HOLE_AND_ZERO: u32 = 1 << 0 | 1 << 1;
 
-/// What a client did that ends its connection at once ("Terminating the transmission phase").
+/// A fault of the client that ends its connection at once ("Terminating the transmission phase").
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum RequestError {
-    /// No request where one belongs: the two no longer agree on where they are.
+    /// The magic number of a request is missing: client and server disagree on their position in
+    /// the stream.
     #[error("no NBD request ({0:#x})")]
     Magic(u32),
-    /// A write so long that taking it in is out of question.
+    /// A write is too long to be read and discarded.
     #[error("a write of {0} bytes")]
     TooLong(u32),
 }
 
-/// An error, as the client is told it ("Error values").
+/// An error code of the protocol ("Error values").
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NbdErrno(u32);
 
 impl NbdErrno {
-    /// The request is wrong.
+    /// The request is invalid.
     pub const EINVAL: Self = Self(22);
     /// There is no such space.
     pub const ENOSPC: Self = Self(28);
-    /// The request asks for too much at once.
+    /// The request is too large.
     pub const EOVERFLOW: Self = Self(75);
 
-    /// What an error of the disk is called: its own errno, where the protocol has a word for it.
+    /// Returns the code of a disk's error: its own errno where the protocol has it.
     pub fn of(error: &io::Error) -> Self {
         let errno = error.raw_os_error().map(Errno::from_raw);
         Self(match errno {
@@ -85,66 +86,66 @@ impl NbdErrno {
         })
     }
 
-    /// Its number on the wire.
+    /// Returns its number on the wire.
     pub fn number(self) -> u32 {
         self.0
     }
 }
 
-/// A request, as it stands on the wire.
+/// A request as on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
     flags: u16,
     command: u16,
-    /// What its replies are known by.
+    /// The value that identifies its replies.
     pub cookie: u64,
     offset: u64,
     length: u32,
 }
 
-/// What a request asks for; its range lies within the disk.
+/// The operation of a request; its range lies within the disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Task {
-    /// To read.
+    /// Read.
     Read(Range<u64>),
-    /// To write the payload from here on.
+    /// Write the payload from this offset on.
     Write {
         /// The first byte.
         offset: u64,
         /// Whether it must be durable before the reply.
         durable: bool,
     },
-    /// To make durable what was answered before.
+    /// Make durable what was answered before.
     Flush,
-    /// To forget the content.
+    /// Discard the content.
     Discard {
-        /// Of these bytes.
+        /// The bytes.
         range: Range<u64>,
         /// Whether that must be durable before the reply.
         durable: bool,
     },
-    /// To zero.
+    /// Zero a range.
     Zero {
-        /// These bytes.
+        /// The bytes.
         range: Range<u64>,
-        /// What may become of their space.
+        /// How their space may be treated.
         zeros: Zeros,
         /// Whether it must be durable before the reply.
         durable: bool,
     },
-    /// To say what is allocated.
+    /// Query allocation.
     Status {
-        /// Of these bytes.
+        /// The bytes.
         range: Range<u64>,
-        /// By so many extents at most.
+        /// Limit on the extents.
         count_max: usize,
     },
-    /// To say goodbye.
+    /// Disconnect.
     Disconnect,
 }
 
 impl Request {
-    /// Reads one.
+    /// Parses a request.
     pub fn parse(bytes: &[u8; REQUEST_BYTES]) -> Result<Self, RequestError> {
         let magic = u32::from_be_bytes(field(bytes, 0));
         if magic != REQUEST_MAGIC {
@@ -159,7 +160,7 @@ impl Request {
         })
     }
 
-    /// Bytes that follow it, and must be taken in whatever the answer is.
+    /// Returns the length of its payload, which must be read whatever the answer is.
     pub fn payload_bytes(&self) -> Result<usize, RequestError> {
         if self.command != command::WRITE {
             return Ok(0);
@@ -170,7 +171,7 @@ impl Request {
         }
     }
 
-    /// What it asks for, of a disk of this size, or the error that it is answered with.
+    /// Returns its operation on a disk of this size, or the error for the reply.
     pub fn task(&self, size_bytes: u64, allocation: bool) -> Result<Task, NbdErrno> {
         let durable = self.flags & flag::FUA != 0;
         Ok(match self.command {
@@ -230,7 +231,7 @@ impl Request {
         })
     }
 
-    /// Refuses flags that the command does not have. FUA belongs to all of them.
+    /// Refuses flags that the command does not have. FUA is valid for all of them.
     fn only(&self, flags: u16) -> Result<(), NbdErrno> {
         match self.flags & !(flags | flag::FUA) {
             0 => Ok(()),
@@ -267,7 +268,7 @@ fn simple(reply: &mut Vec<u8>, error: u32, cookie: u64) {
     reply.extend(cookie.to_be_bytes());
 }
 
-/// How a client is answered.
+/// The replies to a client.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Replies {
     /// Whether structured replies were agreed on.
@@ -275,7 +276,7 @@ pub struct Replies {
 }
 
 impl Replies {
-    /// Appends: it is done.
+    /// Appends a reply of success.
     pub fn done(self, reply: &mut Vec<u8>, cookie: u64) {
         if self.structured {
             structured(reply, chunk::NONE, cookie, 0);
@@ -284,12 +285,12 @@ impl Replies {
         }
     }
 
-    /// Appends: it failed; with the reason in words, where the client takes them.
+    /// Appends a reply of failure, with a text where the client accepts one.
     pub fn failed(self, reply: &mut Vec<u8>, cookie: u64, errno: NbdErrno, why: &str) {
         if !self.structured {
             return simple(reply, errno.0, cookie);
         }
-        // Reasons are an error's words; a text has at most 4096 bytes.
+        // The text is an error's message; a text has at most 4096 bytes.
         let why = why.get(..why.len().min(1024)).unwrap_or_default();
         structured(reply, chunk::ERROR, cookie, 6 + why.len());
         reply.extend(errno.0.to_be_bytes());
@@ -297,7 +298,7 @@ impl Replies {
         reply.extend(why.as_bytes());
     }
 
-    /// Appends what stands in front of the data of a read, of which there is at least one byte.
+    /// Appends the header before the data of a read, which has at least one byte.
     pub fn data(self, reply: &mut Vec<u8>, cookie: u64, offset: u64, length: usize) {
         if self.structured {
             structured(reply, chunk::OFFSET_DATA, cookie, 8 + length);
@@ -307,7 +308,7 @@ impl Replies {
         }
     }
 
-    /// Appends what is allocated, of which there is at least one extent.
+    /// Appends the allocation, which has at least one extent.
     pub fn status(self, reply: &mut Vec<u8>, cookie: u64, extents: &[Extent]) {
         structured(reply, chunk::BLOCK_STATUS, cookie, 4 + 8 * extents.len());
         reply.extend(ALLOCATION_ID.to_be_bytes());

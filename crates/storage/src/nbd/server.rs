@@ -15,19 +15,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
-/// What is read from a socket at once: small requests come several at a time.
+/// Bytes read from a socket at once: small requests arrive several at a time.
 const READ_BYTES: usize = 64 << 10;
-/// Time until it is tried again, when the system cannot accept a connection.
+/// The time until the next attempt, in milliseconds, when the system cannot accept a connection.
 const ACCEPT_AGAIN: u16 = 100;
 
-/// Time for connections that are cut to end.
+/// Time for disconnected connections to end.
 const CUT_PATIENCE: Duration = Duration::from_secs(5);
 
-/// Time without a request or an answer, after which a connection is hung up whose client may keep an answer
-/// back: longer than most waits for something from another host, and shorter than people notice.
+/// The time without a request or a reply after which a connection is hung up whose client may
+/// withhold a reply: longer than most waits for another host, and shorter than people notice.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// A disk that is shown under a name.
+/// A disk that is exported under a name.
 #[derive(Debug, Clone)]
 pub struct Export {
     /// Its name.
@@ -36,10 +36,10 @@ pub struct Export {
     pub disk: Arc<dyn Disk>,
 }
 
-/// What clients may take.
+/// Limits on clients.
 #[derive(Debug, Clone, Copy)]
 pub struct Limits {
-    /// Connections at a time. Each may hold one request of 32 MiB in memory.
+    /// Concurrent connections. Each may hold one request of 32 MiB in memory.
     pub connections: usize,
     /// Time for a handshake.
     pub handshake: Duration,
@@ -54,40 +54,40 @@ impl Default for Limits {
     }
 }
 
-/// Something that whoever runs the server may want to tell somebody. The server goes on.
+/// An event that the server's owner may want to report. The server continues.
 #[derive(Debug, thiserror::Error)]
 pub enum Notice {
-    /// A disk could not do something; its client was told.
+    /// An operation of a disk failed; its client got an error.
     #[error("disk {export}: {failure}")]
     Disk {
-        /// Which of the exports.
+        /// The index of the export.
         export: usize,
         /// What failed.
         failure: Failure,
     },
-    /// A connection ended otherwise than by a goodbye.
+    /// A connection ended without a disconnect request.
     #[error("{0}")]
     Connection(#[from] ConnectionError),
-    /// A connection was closed at once: there are as many as there may be.
+    /// A connection was closed at once: the limit is reached.
     #[error("an NBD client was turned away: {0} are connected, which is the limit")]
     Full(usize),
-    /// What has to be noted before clients are answered cannot be; it is tried again.
+    /// A record that must precede replies cannot be written; the write is repeated.
     #[error("cannot write {}: {error}; requests wait until it can be written", path.display())]
     NotNoted {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The cause.
         error: io::Error,
     },
-    /// The system could not give us a connection.
+    /// The system could not accept a connection.
     #[error("cannot take a connection of an NBD client: {0}; it may try again")]
     System(io::Error),
 }
 
-/// Why a server was not started.
+/// A reason why a server was not started.
 #[derive(Debug, thiserror::Error)]
 pub enum ServerError {
-    /// Two exports have one name.
+    /// Two exports have the same name.
     #[error("two disks would be shown under one name")]
     SameName,
     /// The system refused.
@@ -97,8 +97,8 @@ pub enum ServerError {
 
 type Notify = dyn Fn(Notice) + Send + Sync;
 
-/// A running server. Dropped, it stops, and waits for nobody: then a request that was under way may
-/// still be done, after what its client said to the next server.
+/// A running server. When it is dropped, it stops without waiting: then a pending request may still
+/// be carried out after its client has repeated it at the next server.
 pub struct Server {
     shared: Arc<Shared>,
     acceptor: Option<JoinHandle<()>>,
@@ -123,8 +123,8 @@ struct Connections {
 }
 
 impl Server {
-    /// Starts to answer on a socket, of which the caller keeps the path and the access rights.
-    /// Notices come from the server's threads: taking one must not take long.
+    /// Starts to answer on a socket, whose path and access rights stay with the caller. Notices
+    /// come from the server's threads: the callback must not take long.
     pub fn start(
         listener: UnixListener,
         exports: Vec<Export>,
@@ -141,7 +141,7 @@ impl Server {
                 size_bytes: disk.size_bytes(),
             });
         }
-        // A client that goes away between `poll` and `accept` must not block the acceptor.
+        // A client that disconnects between `poll` and `accept` must not block the acceptor.
         listener.set_nonblocking(true)?;
         let (wake, woken) = UnixStream::pair()?;
         let shared = Arc::new(Shared {
@@ -163,23 +163,23 @@ impl Server {
         })
     }
 
-    /// Stops: nobody is let in any more, requests that came are answered, connections are closed.
-    /// After the time given, connections are cut; the number of those that even then go on is
-    /// returned: their disk does not answer. Only when that is none may another server show the
-    /// same disks: a client repeats there what it had no answer to, and must not be overtaken by
-    /// the first try.
+    /// Stops: no client is accepted any more, received requests are answered, connections are
+    /// closed. After the given time, the remaining connections are cut; the number of those that do
+    /// not end even then is returned: their disk does not answer. Only when that number is 0 may
+    /// another server export the same disks: a client repeats unanswered requests there, and the
+    /// first attempt must not overtake the repetition.
     pub fn stop(mut self, within: Duration) -> usize {
         self.close(Shutdown::Read);
         let left = self.shared.wait_until_none(within);
         if left == 0 {
             return 0;
         }
-        // They wait for clients that do not take their answers.
+        // They wait for clients that do not read their replies.
         self.close(Shutdown::Both);
         self.shared.wait_until_none(CUT_PATIENCE)
     }
 
-    /// How many clients are connected.
+    /// Returns the number of connected clients.
     pub fn connections(&self) -> usize {
         self.shared.lock().open.len()
     }
@@ -187,13 +187,13 @@ impl Server {
     fn close(&mut self, how: Shutdown) {
         self.wake = None;
         if let Some(acceptor) = self.acceptor.take() {
-            // It ends as soon as it is woken, and a panic of its is not passed on.
+            // It ends as soon as it is woken; a panic of the thread is not passed on.
             let _ = acceptor.join();
         }
         let mut connections = self.shared.lock();
         connections.stopping = true;
         for stream in connections.open.values() {
-            // One that is closed already needs no closing.
+            // A closed connection needs no closing.
             let _ = stream.shutdown(how);
         }
     }
@@ -212,7 +212,7 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener, woken: &UnixStream) {
             PollFd::new(woken.as_fd(), PollFlags::POLLIN),
             PollFd::new(listener.as_fd(), PollFlags::POLLIN),
         ];
-        // After an error of the system only the wake is waited for, until it is tried again.
+        // After an error of the system only the wake-up is polled, until the next attempt.
         let asked = if timeout == PollTimeout::NONE { 2 } else { 1 };
         match poll(&mut ready[..asked], timeout) {
             Ok(_) | Err(Errno::EINTR) => {}
@@ -235,14 +235,14 @@ fn accept(shared: &Arc<Shared>, listener: &UnixListener, woken: &UnixStream) {
     }
 }
 
-/// A connection's place among those that are open.
+/// A connection's place among the open ones.
 struct Place {
     shared: Arc<Shared>,
     number: u64,
 }
 
 impl Drop for Place {
-    /// Gives it up, also when the connection's thread panics.
+    /// Releases it, even when the connection's thread panics.
     fn drop(&mut self) {
         self.shared.lock().open.remove(&self.number);
         self.shared.one_ended.notify_all();
@@ -251,7 +251,7 @@ impl Drop for Place {
 
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Connections> {
-        // Nothing is done under it that could leave it half changed.
+        // No operation under the lock leaves the state half changed.
         self.connections
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
@@ -307,7 +307,7 @@ impl Shared {
         let Some(session) = negotiate(&mut reader, &mut writer, &self.offers)? else {
             return Ok(());
         };
-        // A guest may be silent, or stopped, for as long as it likes.
+        // A guest may be silent, or stopped, for any time.
         reader.get_mut().until = None;
         stream.set_read_timeout(None)?;
         stream.set_write_timeout(None)?;
@@ -319,14 +319,14 @@ impl Shared {
         let closing = stream.clone();
         let hang_up = HangUp {
             after: QUIET,
-            // One that is closed already needs no closing.
+            // A closed connection needs no closing.
             close: Box::new(move || drop(closing.shutdown(Shutdown::Both))),
         };
         transmit(&mut reader, &mut writer, disk, session, &report, hang_up)
     }
 }
 
-/// A socket that is read until a moment.
+/// A socket that is read until a deadline.
 struct Socket<'a> {
     stream: &'a UnixStream,
     until: Option<Instant>,

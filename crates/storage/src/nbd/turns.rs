@@ -1,36 +1,40 @@
-//! Which of a connection's threads reads its requests. One reads and does them, one after the other:
-//! to hand each to another thread costs more than most of them take. Only a request that waits for
-//! somebody else ([`others_go_on`]) lets another thread read what comes behind it.
+//! Decides which of a connection's threads reads its requests. One thread reads and carries them
+//! out in order: handing each to another thread would cost more than most of them take. Only a
+//! request that waits for another party ([`others_go_on`]) lets another thread read the requests
+//! behind it.
 //!
-//! QEMU (10.0 at least) may not pass on an answer while another request waits, until the next answer
-//! comes (docs/decisions/0030). So a connection on which something waits, something else was answered,
-//! and nothing happens any more is hung up: its client comes again, and repeats what was not answered.
+//! QEMU (10.0 at least) may withhold a reply from the guest while another request waits, until the
+//! next reply arrives (docs/decisions/0030). So a connection is hung up on which a request waits,
+//! another was answered, and nothing happens any more: its client reconnects, and repeats the
+//! unanswered requests.
 
 use std::cell::RefCell;
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Requests of a connection that may wait while others go on, and the bytes of their payloads.
+/// Limits on the requests of a connection that wait while others proceed, and on the bytes of their
+/// payloads.
 const WAITING_MAX: usize = 16;
 const WAITING_BYTES_MAX: usize = 32 << 20;
 
 thread_local! {
-    /// The turn of this thread, in the middle of a request of so many bytes.
+    /// The turn of this thread, in the middle of a request with a payload of this length.
     static OWN: RefCell<Option<(Turn, usize)>> = const { RefCell::new(None) };
-    /// The connection whose request this thread does.
+    /// The connection whose request this thread carries out.
     static CONNECTION: RefCell<Option<Arc<Turns>>> = const { RefCell::new(None) };
 }
 
-/// Whether nobody waits any more for the request that this thread does: of its connection nothing more is
-/// read. Only seen while others go on, and to be asked there from time to time, and once more when the
-/// wait has ended: a request whose client is gone must not be done then, since the client repeats it.
+/// Returns whether the client of the request that this thread carries out is gone: nothing more of
+/// its connection is read. It is detected only while others proceed, and is to be checked
+/// periodically there, and once more when the wait has ended: such a request must not be carried
+/// out, since the client repeats it.
 pub(crate) fn client_is_gone() -> bool {
     CONNECTION.with_borrow(|of| of.as_ref().is_some_and(|turns| turns.is_over_by_now()))
 }
 
 /// Waits for something that may take long. Meanwhile another thread reads the requests behind this
-/// one, if this is in the middle of one, and not too many wait already.
+/// one, if this thread carries out a request and not too many wait already.
 pub fn others_go_on<T>(wait: impl FnOnce() -> T) -> T {
     let own = OWN.take();
     let (turn, bytes) = match own {
@@ -55,11 +59,11 @@ pub(super) struct Turns {
     hang_up: HangUp,
 }
 
-/// How a connection is hung up whose client may keep an answer back.
+/// How a connection is hung up whose client may withhold a reply.
 pub struct HangUp {
-    /// After this time without a request or an answer.
+    /// The time without a request or a reply.
     pub after: Duration,
-    /// Closes it at once, for both sides.
+    /// Closes the connection at once, in both directions.
     pub close: Box<dyn Fn() + Send + Sync>,
 }
 
@@ -75,27 +79,27 @@ impl fmt::Debug for HangUp {
 struct State {
     taken: bool,
     ended: bool,
-    /// Threads, and those of them that wait in the middle of a request or have the turn.
+    /// The threads, and those of them that wait in the middle of a request or have the turn.
     threads: usize,
     busy: usize,
     waiting: usize,
     waiting_bytes: usize,
-    /// Requests that are being done, and do not wait.
+    /// Requests that are being carried out, and do not wait.
     doing: usize,
-    /// One was answered while another waited.
+    /// Whether a request was answered while another waited.
     answered_beside: bool,
-    /// When the last one came or was answered.
+    /// The time of the last request or reply.
     at: Instant,
 }
 
 impl State {
-    /// Whether the client may have an answer that it keeps back.
+    /// Returns whether the client may be withholding a reply.
     fn may_be_kept_back(&self, quiet: Duration) -> bool {
         self.waiting > 0 && self.doing == 0 && self.answered_beside && self.at.elapsed() >= quiet
     }
 }
 
-/// The turn to read requests, until it is dropped.
+/// The turn to read requests, held until it is dropped.
 #[derive(Debug)]
 pub(super) struct Turn(Arc<Turns>);
 
@@ -119,11 +123,11 @@ impl Turns {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is done under it that could leave it half changed.
+        // No operation under the lock leaves the state half changed.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One more thread, if there is need of one: another can go on should the one that reads wait.
+    /// Counts one more thread if one is needed, which can continue should the reading one wait.
     pub(super) fn needs_another(&self) -> bool {
         let mut state = self.lock();
         let needs = state.threads == state.busy && !state.ended && state.threads < WAITING_MAX + 2;
@@ -131,7 +135,7 @@ impl Turns {
         needs
     }
 
-    /// A thread that was counted is not there.
+    /// Corrects the count for a thread that could not be started.
     pub(super) fn is_missing(&self) {
         self.lock().threads -= 1;
     }
@@ -149,19 +153,20 @@ impl Turns {
         Some(Turn(self.clone()))
     }
 
-    /// Nothing more is read.
+    /// Ends the reading of requests.
     pub(super) fn end(&self) {
         self.lock().ended = true;
         self.changed.notify_all();
     }
 
-    /// Whether nothing more is read.
+    /// Returns whether nothing more is read.
     pub(super) fn is_over(&self) -> bool {
         self.lock().ended
     }
 
-    /// The same; a connection whose client may keep an answer back is hung up. Nothing of it is done at that
-    /// moment, and nothing afterwards, so what the client repeats is not overtaken by the first try.
+    /// Returns whether nothing more is read, and hangs up a connection whose client may withhold a
+    /// reply. None of its requests is being carried out at that moment or afterwards, so the
+    /// client's repetitions are not overtaken by the first attempts.
     fn is_over_by_now(&self) -> bool {
         let mut state = self.lock();
         if !state.ended && state.may_be_kept_back(self.hang_up.after) {
@@ -172,7 +177,7 @@ impl Turns {
         state.ended
     }
 
-    /// Ends the connection should this thread panic: nobody would answer its request.
+    /// Ends the connection should this thread panic, which would leave its request unanswered.
     pub(super) fn end_in_panic(&self) -> impl Drop {
         struct Ending<'a>(&'a Turns);
         impl Drop for Ending<'_> {
@@ -202,8 +207,9 @@ impl Turns {
 }
 
 impl Turn {
-    /// Does a request with a payload of so many bytes, and answers it; the turn is back unless it was given up.
-    /// `None` when the connection has ended since the request was read: its client repeats it.
+    /// Carries out and answers a request with a payload of this length; the turn is kept unless it
+    /// was given up. `None` when the connection has ended since the request was read: its client
+    /// repeats it.
     pub(super) fn during<T>(
         self,
         bytes: usize,
@@ -236,7 +242,7 @@ impl Drop for Turn {
         let mut state = self.0.lock();
         state.taken = false;
         state.busy -= 1;
-        // Nobody would answer the request of a thread that panics.
+        // The request of a panicking thread would stay unanswered.
         state.ended |= std::thread::panicking();
         drop(state);
         self.0.changed.notify_one();

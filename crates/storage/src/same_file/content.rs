@@ -1,5 +1,5 @@
-//! What a file holds that nobody writes to, by its length and a hash of all of it; remembered for
-//! as long as it is the same file and unchanged.
+//! The content of files that are not written, as their length and a hash of all of it, cached while
+//! the file is the same and unchanged.
 
 use longhaul_protocol::files::FileContent;
 use std::collections::HashMap;
@@ -9,14 +9,14 @@ use std::os::unix::fs::{FileExt, MetadataExt};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// The most files that are remembered.
+/// Limit on cached files.
 const REMEMBERED_MAX: usize = 256;
 /// Read at once.
 const PIECE_BYTES: usize = 1 << 20;
-/// A file that was changed so lately could be changed again without its times telling.
+/// A file changed more recently than this could be changed again without a change of its times.
 const SETTLED: Duration = Duration::from_secs(2);
 
-/// Which file it is, and as of when.
+/// The identity of a file, with the time of its last change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Which {
     device: u64,
@@ -27,7 +27,7 @@ pub struct Which {
 }
 
 impl Which {
-    /// The file that this is about.
+    /// Returns the identity from a file's metadata.
     pub fn of(file: &Metadata) -> Self {
         Self {
             device: file.dev(),
@@ -38,7 +38,7 @@ impl Which {
         }
     }
 
-    /// Whether its times would tell of the next change.
+    /// Returns whether its times would show the next change.
     fn has_settled(&self) -> bool {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let latest = self.changed.max(self.modified).0;
@@ -47,15 +47,15 @@ impl Which {
     }
 }
 
-/// What files hold, as far as it was found out.
+/// The known contents of files.
 #[derive(Debug, Default)]
 pub struct Contents {
     known: Mutex<HashMap<Which, [u8; 32]>>,
 }
 
 impl Contents {
-    /// What a plain file holds; the whole file is read where that is not known yet. An error where
-    /// it changes meanwhile.
+    /// Returns the content of a regular file, and reads the whole file where it is not known yet.
+    /// Returns an error if the file changes meanwhile.
     pub fn of(&self, file: &File) -> io::Result<FileContent> {
         let which = Which::of(&file.metadata()?);
         let bytes = which.bytes;
@@ -145,7 +145,7 @@ mod tests {
         let which = Which::of(&file.metadata().unwrap());
         contents.with(|all| all.insert(which, [9; 32]));
         assert_eq!(contents.of(&file).unwrap().digest, [9; 32]);
-        // Whatever changes of the file, its old content is not believed.
+        // After any change of the file, its old content is not used.
         age(&File::options().write(true).open(&path).unwrap());
         assert_eq!(contents.of(&file).unwrap(), first);
         fs::write(&path, "CONTENT").unwrap();
@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn what_has_settled_is_remembered() {
-        // Nothing sets the time of a file's last change but the clock.
+        // Only the clock sets the time of a file's last change.
         let file = File::open("/bin/sh").unwrap();
         let contents = Contents::default();
         assert!(Which::of(&file.metadata().unwrap()).has_settled());

@@ -1,10 +1,10 @@
-//! A pattern of locked bytes, by which a host that sees it knows the file: locks are on the file
-//! itself, whatever it is called, and change nothing of it.
+//! A pattern of locked bytes by which another host recognizes the file: locks belong to the file
+//! itself, under any name, and do not change it.
 //!
-//! They are shared locks of the open file (`F_OFD_SETLK`), far behind all data and all bytes that
-//! QEMU locks (100 to 203). Linux keeps them per file and machine; NFS from version 4 on, CephFS
-//! and cluster file systems tell all their hosts of them. Those of a block device's node stay on
-//! the machine.
+//! They are shared locks of the open file description (`F_OFD_SETLK`), far behind all data and all
+//! bytes that QEMU locks (100 to 203). Linux keeps them per file and machine; NFS from version 4
+//! on, CephFS and cluster file systems share them among their hosts. Those of a block device's node
+//! stay on the machine.
 
 use longhaul_protocol::files::{LOCK_BYTES, LOCKED_BYTES, LOCKS_FROM, LOCKS_TO, LockPattern};
 use nix::errno::Errno;
@@ -14,17 +14,17 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 
-/// Locks on a file, until they are dropped or the process ends.
+/// Locks on a file, held until they are dropped or the process ends.
 #[derive(Debug)]
 pub struct HeldLocks {
-    // Nobody else has this open file: its locks go with it.
+    // This open file is not shared: its locks end with it.
     _file: File,
     pattern: LockPattern,
 }
 
 impl HeldLocks {
-    /// Locks bytes of a file that nobody else has opened as this one, at random: a pattern that was
-    /// never there.
+    /// Locks random bytes of a file whose open file description is not shared: a pattern that never
+    /// existed before.
     pub fn take(file: File) -> io::Result<Self> {
         let pattern = random()?;
         for run in pattern.runs() {
@@ -36,13 +36,13 @@ impl HeldLocks {
         })
     }
 
-    /// What is locked.
+    /// Returns the pattern of the locks.
     pub fn pattern(&self) -> LockPattern {
         self.pattern
     }
 }
 
-/// Whether somebody else holds just these locks on a file.
+/// Returns whether another process holds exactly these locks on a file.
 pub fn are_on(pattern: &LockPattern, file: &File) -> io::Result<bool> {
     for byte in 0..LOCK_BYTES {
         if is_taken(file, pattern.first + byte)? != pattern.is_locked(byte) {
@@ -52,13 +52,13 @@ pub fn are_on(pattern: &LockPattern, file: &File) -> io::Result<bool> {
     Ok(true)
 }
 
-/// A pattern that nobody can guess, at a place of its own: other proofs of the same file are
+/// Returns an unpredictable pattern at a place of its own: other proofs of the same file are
 /// elsewhere.
 fn random() -> io::Result<LockPattern> {
     let mut noise = Noise::default();
     let rows = (LOCKS_TO - LOCKS_FROM) / LOCK_BYTES;
     let row = noise.below(rows)?;
-    // A shuffle, as far as it decides which bytes are among the first.
+    // A partial shuffle, which decides the first bytes.
     let mut bytes: Vec<u64> = (0..LOCK_BYTES).collect();
     let mut mask = [0; (LOCK_BYTES / 8) as usize];
     for at in 0..u64::from(LOCKED_BYTES) {
@@ -80,7 +80,7 @@ struct Noise {
 }
 
 impl Noise {
-    /// One that is less than this.
+    /// Returns a number below `end`.
     fn below(&mut self, end: u64) -> io::Result<u64> {
         if self.words.is_empty() {
             let mut bytes = [0; 1024];
@@ -93,7 +93,7 @@ impl Noise {
             self.words = words.map(word).collect();
         }
         let word = self.words.pop().unwrap_or_default();
-        // Of 64 bits, so that none is more likely than another by as much as one in 2^56.
+        // Of 64 bits, so that the bias is below one in 2^56.
         Ok(((u128::from(word) * u128::from(end)) >> 64) as u64)
     }
 }
@@ -147,7 +147,7 @@ mod tests {
         let masks: HashSet<[u8; 16]> = patterns.iter().map(|it| it.mask).collect();
         let firsts: HashSet<u64> = patterns.iter().map(|it| it.first).collect();
         assert_eq!((masks.len(), firsts.len()), (200, 200));
-        // Each byte is locked as often as not.
+        // Each byte is locked with a probability of one half.
         for byte in 0..LOCK_BYTES {
             let often = patterns.iter().filter(|it| it.is_locked(byte)).count();
             assert!((50..150).contains(&often), "byte {byte}: {often}");
@@ -166,14 +166,14 @@ mod tests {
         let is_it = |path| are_on(&pattern, &File::open(path).unwrap()).unwrap();
         assert!(is_it(&file) && is_it(&link));
         assert!(!is_it(&copy), "another file with the same content");
-        // Another one has its own, at another place, and neither is in the other's way.
+        // Another proof has a pattern of its own, at another place, and they do not conflict.
         let other = HeldLocks::take(File::open(&link).unwrap()).unwrap();
         assert!(is_it(&file));
         assert!(are_on(&other.pattern(), &File::open(&file).unwrap()).unwrap());
         let mut wrong = pattern;
         wrong.mask.reverse();
         assert!(!are_on(&wrong, &File::open(&file).unwrap()).unwrap());
-        // A byte more is another pattern, and one less.
+        // One byte more, or one less, is another pattern.
         let more = File::open(&file).unwrap();
         let free = (0..LOCK_BYTES).find(|byte| !pattern.is_locked(*byte));
         let free = pattern.first + free.unwrap();

@@ -1,8 +1,7 @@
-//! Whether two hosts see one file: [`locks`] that one of them holds on it and the other one looks
-//! for, and [`content`] where nobody writes to it.
+//! Proofs that two hosts see the same file: [`locks`] that one host holds on it and the other one
+//! finds, and [`content`] for files that are not written.
 //!
-//! That a file system is of a kind that hosts share proves nothing, and that it is not does not
-//! disprove it.
+//! Whether the type of a file system is one that hosts can share neither proves nor disproves it.
 
 pub mod content;
 pub mod locks;

@@ -1,4 +1,4 @@
-//! A client that says what a test tells it to, right or wrong.
+//! A client that sends whatever a test wants, valid or not.
 
 use crate::common::{NAME, PATIENCE, Served};
 use std::io::{Read, Write};
@@ -45,7 +45,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Connects, and says nothing.
+    /// Connects, and sends nothing.
     pub(crate) fn silent(served: &Served) -> Self {
         Self::at(&served.socket())
     }
@@ -56,7 +56,7 @@ impl Client {
         Self { stream }
     }
 
-    /// Connects, and begins to haggle.
+    /// Connects, and begins the handshake.
     pub(crate) fn haggling(served: &Served) -> Self {
         Self::silent(served).greeted()
     }
@@ -104,7 +104,7 @@ impl Client {
         bytes
     }
 
-    /// Whether the server has hung up, after whatever else it said.
+    /// Returns whether the server has hung up, ignoring what it sent before.
     pub(crate) fn is_cut_off(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.stream.read_to_end(&mut rest) {
@@ -123,7 +123,7 @@ impl Client {
         self.send(&header.concat());
     }
 
-    /// One reply to an option: its kind and data.
+    /// Returns one reply to an option: its kind and data.
     pub(crate) fn reply(&mut self, option: u32) -> (u32, Vec<u8>) {
         assert_eq!(u64::from_be_bytes(self.take()), 0x3_e889_0455_65a9);
         assert_eq!(u32::from_be_bytes(self.take()), option);
@@ -132,7 +132,7 @@ impl Client {
         (kind, self.take_many(length as usize))
     }
 
-    /// All replies to an option.
+    /// Returns all replies to an option.
     pub(crate) fn replies(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.send_option(option, data.len() as u32, data);
         let mut replies = Vec::new();
@@ -146,7 +146,7 @@ impl Client {
         }
     }
 
-    /// The final reply to an option.
+    /// Returns the final reply to an option.
     pub(crate) fn option(&mut self, option: u32, data: &[u8]) -> u32 {
         self.replies(option, data).pop().unwrap().0
     }
@@ -155,7 +155,7 @@ impl Client {
         self.send(&request(command, flags, offset, length));
     }
 
-    /// A request with a simple reply: its error.
+    /// Sends a request with a simple reply. Returns its error.
     pub(crate) fn ask(&mut self, command: u16, flags: u16, offset: u64, length: u32) -> u32 {
         self.request(command, flags, offset, length);
         self.error()
@@ -174,7 +174,7 @@ impl Client {
         }
     }
 
-    /// A simple reply's error.
+    /// Returns a simple reply's error.
     pub(crate) fn error(&mut self) -> u32 {
         assert_eq!(u32::from_be_bytes(self.take()), 0x6744_6698);
         let error = u32::from_be_bytes(self.take());
@@ -182,7 +182,7 @@ impl Client {
         error
     }
 
-    /// A structured reply, of one part: its kind and payload.
+    /// Returns the kind and payload of a structured reply with one part.
     pub(crate) fn part(&mut self) -> (u16, Vec<u8>) {
         assert_eq!(u32::from_be_bytes(self.take()), 0x668e_33ef);
         assert_eq!(u16::from_be_bytes(self.take()), 1, "not the last part");

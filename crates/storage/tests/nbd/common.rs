@@ -1,4 +1,4 @@
-//! Servers of a test's own, and the disks beneath them.
+//! Servers for tests, and the disks below them.
 
 use longhaul_storage::disk::{Disk, ExportSize, Extent, RawDisk, Zeros};
 use longhaul_storage::nbd::{Export, ExportName, Limits, Notice, Server};
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const NAME: &str = "5d41402abc4b2a76b9719d911017c592";
-/// Generous: a test never waits so long on a machine that works.
+/// Generous: no test waits this long on a working machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A server of one disk.
@@ -44,7 +44,7 @@ impl Served {
         }
     }
 
-    /// Over an image of so many bytes, all hole.
+    /// Serves an image of this size that is one hole.
     pub(crate) fn image(size_bytes: u64) -> (Self, PathBuf) {
         Self::image_as(size_bytes, ExportSize::OfFile)
     }
@@ -73,7 +73,7 @@ impl Served {
         wait_until(|| self.server.connections() == count);
     }
 
-    /// The words of what went wrong so far.
+    /// Returns the texts of all failures so far.
     pub(crate) fn notices(&self) -> Vec<String> {
         let notices = self.notices.lock().unwrap();
         notices.iter().map(ToString::to_string).collect()
@@ -92,7 +92,7 @@ pub(crate) fn allocated(path: &Path) -> u64 {
     std::fs::metadata(path).unwrap().blocks() * 512
 }
 
-/// A program of others; `None` (which is said) where it is missing and may be.
+/// Returns a foreign program; `None` (with a message) where it is missing and may be.
 pub(crate) fn program(name: &str) -> Option<Command> {
     if Command::new(name).arg("--version").output().is_ok() {
         return Some(Command::new(name));
@@ -103,7 +103,7 @@ pub(crate) fn program(name: &str) -> Option<Command> {
     None
 }
 
-/// Runs it to its end; what it printed to stdout and stderr.
+/// Runs a program to its end. Returns its output on stdout and stderr.
 pub(crate) fn output(command: &mut Command) -> (bool, String) {
     let output = command.output().unwrap();
     let text = [output.stdout, output.stderr].concat();
@@ -119,7 +119,7 @@ pub(crate) fn succeed(command: &mut Command) -> String {
     text
 }
 
-/// A disk that can fail and stand still, and counts flushes.
+/// A disk that can fail and block, and counts flushes.
 #[derive(Debug)]
 pub(crate) struct Moody {
     pub(crate) size_bytes: u64,
@@ -129,9 +129,9 @@ pub(crate) struct Moody {
 
 #[derive(Debug, Default)]
 pub(crate) struct Mood {
-    /// What everything fails with.
+    /// The error of all operations.
     pub(crate) errno: Option<i32>,
-    /// Whether flushes alone do.
+    /// The error of flushes only.
     pub(crate) flush_errno: Option<i32>,
     pub(crate) held: bool,
     /// Writes that wait or are done.

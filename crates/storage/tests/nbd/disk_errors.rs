@@ -1,4 +1,4 @@
-//! A disk that fails: its client is told, and nobody else is bothered.
+//! Tests a failing disk: its client gets an error, and no other client is affected.
 
 use crate::client::*;
 use crate::common::{Moody, Served};
@@ -28,7 +28,7 @@ fn errors_of_the_disk_reach_the_client_with_their_errno() {
     }
     disk.set(|mood| mood.errno = None);
     assert_eq!(client.write(0, 0, b"well again"), 0);
-    // Whoever runs the server learns which bytes it was.
+    // The owner of the server learns which bytes failed.
     let notices = served.notices();
     assert_eq!(notices.len(), 8 * 5);
     assert!(

@@ -1,4 +1,5 @@
-//! Front ends as processes: servers that die, hang or only seem to, and supervisors that die.
+//! Tests disk exports as processes: servers that die, hang or only seem to, and supervisors that
+//! die.
 
 use crate::client::Client;
 use crate::common::{MIB, NAME, wait_until};
@@ -26,7 +27,7 @@ const FOLDER: &str = "LONGHAUL_TEST_FRONT_FOLDER";
 const ROLE: &str = "LONGHAUL_TEST_FRONT_ROLE";
 const HANG: Duration = Duration::from_secs(1);
 
-/// No test, but what the others run as processes.
+/// Not a test, but the processes that the other tests run.
 #[test]
 fn a_process_of_a_front_end() {
     let (Some(folder), Some(role)) = (std::env::var_os(FOLDER), std::env::var_os(ROLE)) else {
@@ -68,7 +69,7 @@ fn supervise(folder: FrontFolder, server: String) {
         .unwrap();
 }
 
-/// This program as another process of the same front end.
+/// Returns this program as another process of the same export.
 fn process(role: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", "front::a_process_of_a_front_end", "--nocapture"]);
@@ -76,7 +77,7 @@ fn process(role: &str) -> Command {
     command
 }
 
-/// A disk whose writes take their time: in the file system, or for ever with itself.
+/// A disk with slow writes: in the file system, or for ever in its own code.
 #[derive(Debug)]
 struct Odd {
     disk: RawDisk,
@@ -113,7 +114,7 @@ impl Disk for Odd {
     }
 }
 
-/// An image, and a front end for it.
+/// An image, and a disk export of it.
 struct Setting {
     _above: TempDir,
     image: PathBuf,
@@ -127,7 +128,7 @@ impl Setting {
         Self::made(|above| above.join("image"))
     }
 
-    /// With an image of that name.
+    /// Exports an image of that name.
     fn on(image: &Path) -> Self {
         Self::made(|_| image.to_owned())
     }
@@ -162,7 +163,7 @@ impl Setting {
         Killed(child.spawn().unwrap())
     }
 
-    /// The server, when there is another one than that.
+    /// Returns the server, once it is another one than the given one.
     fn server_after(&self, before: Option<u32>) -> u32 {
         let mut found = None;
         wait_until(|| {
@@ -181,13 +182,13 @@ impl Setting {
         Client::ready_at(&self.folder.socket())
     }
 
-    /// Whether nobody has the image's locks.
+    /// Returns whether the image's locks are free.
     fn is_unlocked(&self) -> bool {
         let image = File::open(&self.image).unwrap();
         ImageLock::alone(&image, ImageUse::Raw).is_ok()
     }
 
-    /// Ends the front end, and whatever a test that fails would leave.
+    /// Ends the export, and all processes that a failing test would leave.
     fn stop(&self, supervisor: &mut Killed) {
         let last = self.control.stop().unwrap();
         assert_eq!((last.server_pid, last.locked), (None, false));
@@ -220,7 +221,7 @@ fn servers_and_supervisors_that_end_are_replaced() {
     let first = setting.server_after(None);
     signal(first, Signal::SIGKILL);
     assert!(client.is_cut_off());
-    // Nobody is turned away meanwhile.
+    // No client is refused meanwhile.
     let mut client = setting.client();
     assert_eq!(client.read(0, 5).unwrap(), b"first");
     let second = setting.server_after(Some(first));
@@ -231,14 +232,14 @@ fn servers_and_supervisors_that_end_are_replaced() {
     assert!(failures >= 2, "{failures}");
     assert!(!setting.status().fell_back);
 
-    // Without a supervisor the server goes on, also when it could be heard by nobody.
+    // Without a supervisor the server continues, even if its heartbeat has no receiver.
     let mut client = setting.client();
     supervisor.0.kill().unwrap();
     supervisor.0.wait().unwrap();
     thread::sleep(2 * BEAT_INTERVAL);
     assert_eq!(client.write(0, 5, b" and second"), 0);
     setting.control.status().unwrap_err();
-    // The next supervisor's server answers when that one is dead, hanging or not.
+    // The next supervisor's server answers when that one is dead, whether it hung or not.
     signal(third, Signal::SIGSTOP);
     let mut supervisor = setting.supervisor("pass-through");
     assert!(client.is_cut_off());
@@ -294,7 +295,7 @@ fn a_server_that_hangs_again_and_again_is_given_up_for_the_fallback() {
     let mut client = setting.client();
     assert_eq!(client.write(0, 0, b"done"), 0);
     assert!(setting.status().fell_back && setting.folder.fell_back());
-    // The next supervisor goes on with the fallback, until the owner knows.
+    // The next supervisor continues with the fallback, until the owner acknowledges it.
     setting.stop(&mut supervisor);
     let mut supervisor = setting.supervisor("server stuck");
     assert_eq!(setting.client().write(0, 4, b" again"), 0);
@@ -313,14 +314,14 @@ fn a_server_that_nobody_supervises_does_not_begin() {
     let setting = Setting::new();
     let mut program = process("pass-through");
     program.env(FOLDER, &setting.path);
-    // Not started as a supervisor does it: it says so, and ends.
+    // Not started by a supervisor: it prints an error, and ends.
     let output = program.stdin(Stdio::null()).output().unwrap();
     assert!(!output.status.success());
     let said = String::from_utf8(output.stderr).unwrap();
     assert!(said.contains("NotStarted"), "{said}");
 }
 
-/// A file system that can be made to wait.
+/// A file system that can be frozen.
 struct Frozen {
     folder: PathBuf,
 }
@@ -331,7 +332,7 @@ fn done(program: &str, arguments: &[&str]) -> bool {
 }
 
 impl Frozen {
-    /// `None` where nobody may mount one.
+    /// Mounts one; `None` where that is not permitted.
     fn mount(above: &Path) -> Option<Self> {
         let (image, folder) = (above.join("file-system"), above.join("mounted"));
         File::create(&image).unwrap().set_len(32 * MIB).unwrap();
@@ -377,18 +378,18 @@ fn a_server_that_the_system_holds_is_not_killed_before_it_is_let_go() {
     client.request(crate::client::WRITE, 0, 0, 4);
     client.send(b"late");
     wait_until(|| has_a_thread_that_is_held(server));
-    // A slow disk, and nothing wrong with the server.
+    // A slow disk, with a healthy server.
     thread::sleep(2 * HANG);
     assert_eq!(setting.status().failures, 0);
-    // Now it hangs, too; and it is left alone while what it began may still be done.
+    // Now it hangs as well; it is left alone while its operation may still be carried out.
     signal(server, Signal::SIGSTOP);
     thread::sleep(2 * HANG);
     assert_eq!(setting.status().server_pid, Some(server));
     assert!(frozen.freeze("--unfreeze"));
     setting.server_after(Some(server));
     assert!(client.is_cut_off());
-    // Nobody was told that the write was done: its server's end may have broken it off. What matters is that
-    // it is not done over what comes after it.
+    // The write was never acknowledged: the end of its server may have interrupted it. It only must
+    // not be carried out over later writes.
     let mut client = setting.client();
     assert_eq!(client.write(0, 0, b"next"), 0);
     thread::sleep(HANG);

@@ -1,4 +1,4 @@
-//! What is agreed on, and what is not.
+//! Tests the handshake: what is agreed on and what is refused.
 
 use crate::client::*;
 use crate::common::{MIB, NAME, Served};
@@ -19,7 +19,7 @@ fn an_export_is_described_as_it_is() {
     blocks.extend([1u32, 4096, 32 << 20].map(u32::to_be_bytes).concat());
     assert_eq!(replies[1], (REP_INFO, blocks));
     assert_eq!(replies[2], (ACK, Vec::new()));
-    // Asked for nothing, it says the least.
+    // Without a request for information, it sends the minimum.
     let replies = client.replies(GO, &info(NAME, &[]));
     assert_eq!(replies, [(REP_INFO, export), (ACK, Vec::new())]);
     assert_eq!(client.read(5 * MIB, 3).unwrap(), [0; 3]);
@@ -35,7 +35,7 @@ fn names_are_neither_listed_nor_guessed() {
         assert_eq!(client.option(GO, &info(name, &[])), UNKNOWN);
         assert_eq!(client.option(INFO, &info(name, &[3])), UNKNOWN);
     }
-    // It may still do it right.
+    // The client may still send a valid option.
     assert_eq!(client.option(GO, &info(NAME, &[])), ACK);
 
     for name in [
@@ -88,7 +88,7 @@ fn allocation_is_told_to_those_who_asked_for_it() {
         client.option(SET_META, &contexts("other", &["base:allocation"])),
         UNKNOWN
     );
-    // The failed choice has replaced the one before.
+    // The failed choice has replaced the previous one.
     assert_eq!(client.option(GO, &info(NAME, &[])), ACK);
     client.request(STATUS, 0, 0, 4096);
     assert_eq!(client.part().0, 0x8001);
@@ -98,13 +98,13 @@ fn allocation_is_told_to_those_who_asked_for_it() {
 fn options_that_are_not_offered_are_refused_and_skipped() {
     let (served, _path) = Served::image(MIB);
     let mut client = Client::haggling(&served);
-    // STARTTLS, EXTENDED_HEADERS, and one that nobody knows.
+    // STARTTLS, EXTENDED_HEADERS, and an unknown one.
     for option in [5, 11, 0xffff_fff0] {
         assert_eq!(client.option(option, b"something"), UNSUP);
     }
     assert_eq!(client.option(ABORT, b"ignored"), ACK);
     assert!(client.is_cut_off());
-    // A goodbye without waiting for the answer is one too.
+    // Disconnecting without waiting for the reply is valid too.
     let mut client = Client::haggling(&served);
     client.send_option(ABORT, 0, b"");
     drop(client);

@@ -1,4 +1,4 @@
-//! Clients that mean it ill, and clients that are killed: they end alone.
+//! Tests hostile and killed clients: only their own connections end.
 
 use crate::client::*;
 use crate::common::{MIB, Moody, NAME, Served, allocated, wait_until};
@@ -23,11 +23,11 @@ fn what_is_no_handshake_is_cut_off() {
     let mut client = Client::haggling(&served);
     client.send(b"GET / HTTP/1.1\r\n\r\n");
     assert!(client.is_cut_off());
-    // The option that has no way to be refused.
+    // The option that cannot be refused.
     let mut client = Client::haggling(&served);
     client.send_option(1, NAME.len() as u32, NAME.as_bytes());
     assert!(client.is_cut_off());
-    // More data than any option needs: it is not even waited for.
+    // More data than any option needs: the server does not even wait for it.
     let mut client = Client::haggling(&served);
     client.send_option(GO, (16 << 10) + 1, b"");
     assert!(client.is_cut_off());
@@ -81,7 +81,7 @@ fn options_with_lengths_that_lie_are_refused() {
     let mut counting = contexts(NAME, &[]);
     counting[39] = 1;
     assert_eq!(client.option(LIST_META, &counting), INVALID);
-    // And it may still do it right.
+    // The client may still send a valid option.
     assert_eq!(client.option(GO, &good), ACK);
 }
 
@@ -109,7 +109,7 @@ fn those_who_never_begin_lose_their_place() {
     let mut dribbling = Client::haggling(&served);
     let mut third = Client::silent(&served);
     assert!(third.is_cut_off(), "there were two places");
-    // A byte of its option now and then does not keep the place.
+    // Sending a byte of an option occasionally does not keep the connection.
     dribbling.send_option(LIST, 16 << 10, b"");
     wait_until(|| {
         std::thread::sleep(Duration::from_millis(20));
@@ -118,7 +118,7 @@ fn those_who_never_begin_lose_their_place() {
     served.wait_for_connections(1);
     let notices = served.notices();
     assert!(notices[1].contains("timed out"), "{notices:?}");
-    // Whoever has begun may be silent for as long as it likes.
+    // A client in transmission may be silent for any time.
     assert_eq!(ready.write(0, 0, b"still here"), 0);
     Client::ready(&served, true);
 }

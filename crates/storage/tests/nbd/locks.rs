@@ -1,4 +1,4 @@
-//! Our locks on images, and QEMU's.
+//! Tests this crate's locks on images against QEMU's.
 
 use crate::common::{output, program, succeed, wait_until};
 use longhaul_storage::disk::{ExportSize, ImageLock, ImageUse, RawDisk};
@@ -6,7 +6,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
-/// A `qemu-io` that has the image open until it is ended.
+/// A `qemu-io` that keeps the image open until it is ended.
 struct Holder(Child);
 
 impl Holder {
@@ -16,7 +16,7 @@ impl Holder {
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
-        // Its answer to a command says that the image is open.
+        // Its answer to a command shows that the image is open.
         child
             .stdin
             .as_mut()
@@ -68,9 +68,9 @@ fn a_qemu_does_not_open_an_image_that_we_have_locked() {
             !opened && why.contains("Failed to get \"write\" lock"),
             "{why}"
         );
-        // Not even one that shares what it can.
+        // Not even one that shares all permissions it can.
         assert!(!write(true).0);
-        // The lock is ours to give back, though the file stays open.
+        // The lock can be released although the file stays open.
         drop(lock);
         let (opened, why) = write(false);
         assert!(opened, "{why}");
@@ -92,7 +92,7 @@ fn an_image_that_a_qemu_has_open_is_not_taken() {
                 .to_string()
                 .contains("somebody else uses this disk image")
         );
-        // Beside the guest's own QEMU it can be taken; and from then on no other one gets it.
+        // It can be taken beside the guest's own QEMU; from then on no other QEMU gets it.
         let lock = ImageLock::beside(disk.file(), image_use).unwrap();
         lock.check().unwrap_err();
         drop(holder);

@@ -1,4 +1,4 @@
-//! The NBD server under clients that others wrote, and under clients that mean it ill.
+//! Tests the NBD server with foreign clients and with hostile ones.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -1,4 +1,4 @@
-//! What requests do, and what they are answered.
+//! Tests the effects of requests and their replies.
 
 use crate::client::*;
 use crate::common::{MIB, Moody, NAME, Served, allocated};
@@ -20,13 +20,13 @@ fn bytes_come_back_as_they_were_written_aligned_or_not() {
     assert!(file[12_345..12_345 + bytes.len()] == bytes);
     assert!(client.read(12_345, bytes.len() as u32).unwrap() == bytes);
     assert_eq!(client.read(12_344, 3).unwrap(), [0, bytes[0], bytes[1]]);
-    // Nothing is a request too.
+    // An empty request is valid too.
     assert!(client.read(7, 0).unwrap().is_empty());
     assert_eq!(client.write(0, 4 * MIB, b""), 0);
     for command in [TRIM, ZEROES] {
         assert_eq!(client.ask(command, 0, 4 * MIB, 0), 0);
     }
-    // What one connection wrote, another one reads.
+    // A write over one connection is read over another.
     let mut other = Client::ready(&served, true);
     other.request(READ, 0, 12_345, 4);
     let data = [&12_345u64.to_be_bytes()[..], &bytes[..4]].concat();
@@ -63,9 +63,9 @@ fn the_largest_request_is_taken_and_one_byte_more_is_not() {
     assert_eq!(client.write(FUA, 5, &bytes), 0);
     assert!(client.read(5, most).unwrap() == bytes);
     assert_eq!(client.read(0, most + 1), Err(EOVERFLOW));
-    // Without a payload, length is no matter.
+    // Without a payload, the length is not limited.
     assert_eq!(client.ask(ZEROES, 0, 0, most + 10), 0);
-    // The last block, which the file ends in, may stay.
+    // The last block, which contains the end of the file, may stay.
     assert!(allocated(&path) <= 4096);
     client.request(WRITE, 0, 0, most + 1);
     assert!(client.is_cut_off());
@@ -101,7 +101,7 @@ fn what_lies_beyond_the_end_is_an_error_and_the_connection_goes_on() {
             assert_eq!(error(WRITE, offset, length), ENOSPC);
             assert_eq!(error(ZEROES, offset, length), ENOSPC);
         }
-        // Unknown commands, CACHE among them, and nothing asked about nothing.
+        // Unknown commands, CACHE among them, and a query of nothing.
         for command in [5, 8, 77, 0xffff] {
             assert_eq!(error(command, 0, 1), EINVAL);
         }
@@ -131,10 +131,10 @@ fn flags_are_taken_where_they_belong() {
             "{command} {flags}"
         );
     }
-    // The payload of a write is taken in, whatever its flags are.
+    // The payload of a write is read, whatever its flags are.
     assert_eq!(client.write(NO_HOLE, 0, &[1; 5000]), EINVAL);
     assert_eq!(allocated(&path), 0);
-    // FUA belongs to every command.
+    // FUA is valid for every command.
     for command in [READ, FLUSH, TRIM, ZEROES] {
         assert_eq!(client.ask(command, FUA, 0, 0), 0);
     }

@@ -1,4 +1,4 @@
-//! Clients that others wrote: libnbd's tools, and QEMU's.
+//! Tests foreign clients: libnbd's tools, and QEMU's.
 
 use crate::client::Client;
 use crate::common::{MIB, Moody, Served, allocated, output, program, succeed, wait_until};
@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Stdio;
 
-/// An image with islands of data in it; the bytes that they take.
+/// Creates an image with islands of data. Returns their total length.
 fn islands(path: &Path, size_bytes: u64) -> u64 {
     let file = File::create(path).unwrap();
     file.set_len(size_bytes).unwrap();
@@ -60,7 +60,7 @@ fn nbdinfo_sees_the_disk_and_what_it_can_do() {
     assert_eq!(export["contexts"], serde_json::json!(["base:allocation"]));
     assert_eq!(export["block_size_minimum"], 1);
     assert_eq!(export["block_size_maximum"], 32 * MIB);
-    // Nobody learns names by asking.
+    // Names cannot be listed.
     let socket = format!("nbd+unix:///?socket={}", served.socket().display());
     let (listed, _) = output(program("nbdinfo").unwrap().args(["--list", &socket]));
     assert!(!listed);
@@ -74,7 +74,7 @@ fn nbdcopy_copies_in_and_out_and_holes_stay_holes() {
     };
     let size = 64 * MIB;
     let (served, disk) = Served::image(size);
-    // What was there before is zeroed where the source has a hole.
+    // Existing content is zeroed where the source has a hole.
     let file = File::options().write(true).open(&disk).unwrap();
     file.write_all_at(&vec![0xee; 4 << 20], 40 * MIB).unwrap();
     let source = served.path("source");

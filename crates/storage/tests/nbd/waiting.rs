@@ -1,4 +1,4 @@
-//! Requests that wait for somebody else, and those behind them.
+//! Tests requests that wait for another party, and those behind them.
 
 use crate::client::*;
 use crate::common::{Moody, Served, wait_until};
@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-/// A disk that has each write at once, and returns when it is let go.
+/// A disk that stores each write at once, and returns when it is released.
 #[derive(Debug)]
 struct Held {
     disk: Arc<Moody>,
@@ -91,7 +91,7 @@ fn those_behind_one_that_waits_go_on() {
     assert_eq!(client.read(512, 1).unwrap(), [2]);
     held.let_go();
     (0..3).for_each(|_| assert_eq!(client.error(), 0));
-    // It goes on as any other.
+    // It proceeds like any other.
     assert_eq!(client.write(0, 0, &[9; 512]), 0);
     assert_eq!(client.read(0, 1).unwrap(), [9]);
     assert!(served.notices().is_empty());
@@ -99,7 +99,7 @@ fn those_behind_one_that_waits_go_on() {
 
 #[test]
 fn not_too_many_wait_and_all_are_answered() {
-    // As many as may wait, and one that keeps those behind it from going on.
+    // As many as may wait, and one that stops those behind it.
     for (count, length, go_on) in [(40, 512, 17), (8, 8 << 20, 5)] {
         let held = Held::new(64 << 20);
         let served = Served::new(held.clone());

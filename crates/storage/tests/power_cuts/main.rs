@@ -1,5 +1,6 @@
-//! Cuts the power beneath journals, rights and masks of arriving disks, 100000 times: what was acknowledged must be there
-//! afterwards. Then leaves out one sync after the other: each must be missed.
+//! Cuts the power below journals, rights and masks of arriving disks, 100000 times: everything that
+//! was acknowledged must be there afterwards. Then suppresses one sync after the other, which each
+//! time must be detected.
 //!
 //! `LONGHAUL_SEED=N` begins with the script of that seed.
 #![allow(
@@ -21,7 +22,7 @@ use std::time::Instant;
 
 const CUTS: u64 = 100_000;
 const SEED: u64 = 20_260_801;
-/// Every sync that the code asks for.
+/// Every sync that the code requests.
 const SYNCS: [&str; 11] = [
     "the folder's name",
     "the journal's name",
@@ -44,7 +45,7 @@ struct Run {
     wrong: Vec<(u64, String)>,
 }
 
-/// Runs scripts until there were enough cuts, or so many of them went wrong.
+/// Runs scripts until there were enough cuts, or the limit of failures is reached.
 fn run(seed: u64, suppressed: Option<&'static str>, wrong_max: usize) -> Run {
     let mut run = Run::default();
     while run.cuts < CUTS && run.wrong.len() < wrong_max {

@@ -1,4 +1,5 @@
-//! One script: what is missing of an arriving disk, as its front end keeps it, through several lives of the machine.
+//! One script: the missing blocks of an arriving disk, as its export records them, over several
+//! lives of the machine.
 
 use crate::random::Random;
 use crate::script::Outcome;
@@ -10,21 +11,21 @@ use longhaul_storage::front::arriving::masks::{MaskFile, Masks};
 use std::path::Path;
 
 const PATH: &str = "/masks";
-/// Three chunks, of which the last is a short one, or more than one sector of masks.
+/// Three chunks with a short last one, or more than one sector of masks.
 const BLOCKS: [u64; 2] = [64 * 2 + 5, 64 * 150];
 const LIFE_MAX: u64 = 30;
 const LIVES_MAX: u64 = 6;
 
-/// What is known of a block.
+/// The knowledge of a block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Block {
-    /// It is not here: whoever called it present would lose it.
+    /// It is missing: marking it as present would lose it.
     Missing,
-    /// It is here, and nobody has heard so: noting it has failed.
+    /// It is present, and that is not acknowledged: recording it has failed.
     Unsure,
-    /// It is here, and that is not durable: after a power cut it may be called missing.
+    /// It is present, and not durably: after a power cut it may be marked as missing.
     Noted,
-    /// It is here, durably: what the guest has flushed there must not be fetched again.
+    /// It is present, durably: content that the guest has flushed there must not be fetched again.
     Here,
 }
 
@@ -37,10 +38,10 @@ struct Script {
     files: Simulated,
     faults: Faults,
     blocks: u64,
-    /// What is in the file, once that is durable; what may be there before.
+    /// The content of the file once it is durable, and what may be there before.
     known: Option<Vec<Block>>,
     perhaps: bool,
-    /// Something could not be made durable, and the machine has not been started anew.
+    /// Whether something could not be made durable since the machine was started.
     broken: bool,
     log: Vec<String>,
 }
@@ -130,7 +131,7 @@ impl Script {
         }
     }
 
-    /// The source has said what it has left: READY waits until that is durable.
+    /// Writes the source's list: READY waits until it is durable.
     fn list(&mut self) -> Step {
         let chunks = self.blocks.div_ceil(64) as u32;
         let part = |chunk| Remaining {
@@ -156,7 +157,8 @@ impl Script {
         }
     }
 
-    /// Blocks of a chunk have come, or were written by the guest, and are on the disk.
+    /// Records blocks of a chunk that have arrived, or were written by the guest, and are on the
+    /// disk.
     fn note(&mut self, file: &MaskFile) -> Step {
         let Some(known) = &mut self.known else {
             return Ok(());
@@ -179,7 +181,7 @@ impl Script {
             missing,
         };
         self.log.push(format!("{mask:?}"));
-        // What failed is tried again before anybody hears of it: it may be there in part.
+        // A failed record is repeated before it is acknowledged: a part of it may be there.
         match file.set(&[mask]) {
             Ok(()) => {
                 let here = known[first as usize..end as usize].iter_mut();
@@ -192,7 +194,7 @@ impl Script {
     }
 
     fn store(&mut self, file: &MaskFile) -> Step {
-        // What was noted before the power went is set again, as by whoever is started anew.
+        // Masks recorded before the power cut are set again, as a restarted agent does.
         let Some(known) = &mut self.known else {
             return Ok(());
         };
@@ -232,14 +234,14 @@ impl Script {
         }
     }
 
-    /// Nothing counts but what the disk has.
+    /// Checks the masks after a cut, when only the disk's content counts.
     fn look_after_a_cut(&mut self) -> Step {
         self.files.power_on(u64::MAX, Faults::default());
         let masks = match Masks::read_in(&self.files, Path::new(PATH)) {
             Ok(Some(masks)) if self.known.is_some() || self.perhaps => masks,
             Ok(None) if self.known.is_none() => return Ok(()),
             Ok(_) => return Err("the masks are not there".to_owned()),
-            // Its list was never acknowledged: the guest never ran here.
+            // The list was never acknowledged: the guest never ran here.
             Err(_) if self.known.is_none() => return Ok(()),
             Err(error) => return Err(error.to_string()),
         };

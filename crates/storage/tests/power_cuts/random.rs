@@ -1,4 +1,4 @@
-//! Numbers that a seed gives again.
+//! Random numbers that a seed reproduces.
 
 /// A splitmix64 generator.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ impl Random {
         z ^ (z >> 31)
     }
 
-    /// A number below another one.
+    /// Returns a number below `limit`.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit.max(1)
     }
@@ -26,7 +26,7 @@ impl Random {
         self.below(100) < percent
     }
 
-    /// One of them, or none: each is as likely.
+    /// Returns one of the items or none, each with equal probability.
     pub fn pick_or_none<'a, T>(&mut self, items: &'a [T]) -> Option<&'a T> {
         let index = self.below(items.len() as u64 + 1) as usize;
         items.get(index)

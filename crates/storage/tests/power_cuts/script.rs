@@ -1,5 +1,5 @@
-//! One script: an agent's work on journals and rights, through several lives of the machine, and
-//! what must be there after each.
+//! One script: an agent's work on journals and rights over several lives of the machine, and the
+//! checks after each.
 
 use crate::random::Random;
 use crate::simulated::{Faults, Simulated};
@@ -11,33 +11,34 @@ use std::sync::Arc;
 
 const JOURNALS: usize = 2;
 const GUESTS: [&str; 2] = ["web", "db"];
-/// Operations of the file layer in one life, at most.
+/// Limit on operations of the file layer in one life.
 const LIFE_MAX: u64 = 40;
 const LIVES_MAX: u64 = 8;
-/// Space that a journal keeps for records to come, less than it reserves.
+/// Space that a journal surely keeps for further records, less than it reserves.
 const SURELY_RESERVED: usize = 32 << 10;
 
-/// What must be in a journal.
+/// The required content of a journal.
 #[derive(Debug, Default)]
 struct Written {
-    /// Acknowledged, or seen.
+    /// Acknowledged or observed records.
     surely: Vec<Record>,
-    /// One of these may come after them: neither acknowledged nor overwritten by one that was.
+    /// Records of which one may follow: neither acknowledged nor overwritten by an acknowledged
+    /// one.
     perhaps: Vec<Record>,
-    /// What a removed journal may be again.
+    /// States that a removed journal may have again.
     before: Vec<Vec<Record>>,
-    /// Bytes of records since its first one was acknowledged, if it was.
+    /// Bytes of records since the first one was acknowledged, if it was.
     since_reserved: Option<usize>,
 }
 
-/// What must be known of a guest.
+/// The required right of a guest.
 #[derive(Debug, Default)]
 struct Known {
     surely: Option<Right>,
     perhaps: Vec<Right>,
 }
 
-/// What a script came to.
+/// The result of a script.
 pub struct Outcome {
     pub cuts: u64,
     pub syncs: std::collections::BTreeSet<&'static str>,
@@ -54,7 +55,7 @@ struct Script {
     log: Vec<String>,
 }
 
-/// The agent's memory, which a life ends with.
+/// The agent's memory, which ends with a life.
 struct Agent {
     journals: Journals,
     rights: Rights,
@@ -106,7 +107,7 @@ impl Script {
             let operations = 1 + self.random.below(LIFE_MAX);
             self.power_on(operations, faults);
             self.live(u64::MAX)?;
-            // A process that ends leaves what it wrote, synced or not.
+            // A process that ends leaves its writes behind, synced or not.
             if self.random.percent(70) {
                 self.files.cut();
                 *cuts += 1;
@@ -115,7 +116,7 @@ impl Script {
                 self.log.push("-- the agent ends".to_owned());
             }
         }
-        // Whatever happened: the next agent can work.
+        // Whatever happened, the next agent can work.
         self.power_on(u64::MAX, Faults::default());
         let mut agent = self.agent()?.ok_or("the folders cannot be used")?;
         for index in 0..JOURNALS {
@@ -131,7 +132,7 @@ impl Script {
         self.files.power_on(operations, faults);
     }
 
-    /// Whether an error is one that the file system gave a reason for.
+    /// Returns whether an error has a cause in the file system.
     fn excused(&self) -> bool {
         let Faults {
             write_fails,
@@ -216,7 +217,7 @@ impl Script {
                 show(&written.perhaps)
             ));
         }
-        // That a removed one is not there is no promise.
+        // The absence of a removed journal is not guaranteed.
         if !found.is_empty() {
             written.before.clear();
         }
@@ -322,7 +323,7 @@ impl Script {
         let newest = known.surely.iter().chain(&known.perhaps);
         let newest = newest.map(|right| right.generation.0).max().unwrap_or(1);
         self.counter += 1;
-        // Different lengths and places: the host's name grows with it.
+        // Different lengths and places: records grow with the host's name.
         let host = "h".repeat(1 + self.random.below(900) as usize) + &self.counter.to_string();
         Right {
             guest: GUESTS[guest].to_owned(),
@@ -366,7 +367,7 @@ impl Script {
                 known.perhaps.clear();
                 Ok(())
             }
-            // One that failed before may have been noted all the same.
+            // A failed write may have been recorded nevertheless.
             Err(RightsError::Older { .. } | RightsError::NotGivenBack { .. }) => {
                 match known.perhaps.is_empty() {
                     true => Err("a right is refused".to_owned()),

@@ -1,7 +1,7 @@
-//! A file system whose power is cut. What was not synced is dropped, kept or mixed at a cut: each
-//! sector of 512 bytes by itself has one of the contents that were written to it since its last
-//! sync, or the one before; the length of a file by itself is one of those that it had; each name
-//! that was made, replaced or removed is, by itself, or is not.
+//! A simulated file system whose power is cut. Unsynced changes are dropped, kept or mixed at a
+//! cut: each sector of 512 bytes independently has one of the contents written to it since its last
+//! sync, or the one before; the length of a file independently is one of its lengths since then;
+//! each creation, replacement or removal of a name independently has happened or not.
 
 use crate::random::Random;
 use longhaul_storage::files::{Access, Files, OpenFile};
@@ -14,12 +14,12 @@ use std::sync::{Arc, Mutex, MutexGuard};
 const SECTOR: usize = 512;
 type Sector = [u8; SECTOR];
 
-/// How often something goes wrong, in percent.
+/// How often faults occur, in percent.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Faults {
     pub write_fails: u64,
     pub sync_fails: u64,
-    /// No space is left but what is reserved.
+    /// Whether only reserved space is left.
     pub full: bool,
 }
 
@@ -30,7 +30,7 @@ pub struct Simulated(Arc<Mutex<State>>);
 struct State {
     random: Random,
     nodes: Vec<Node>,
-    /// Operations until the power goes, or the process ends.
+    /// Operations until the power is cut, or the process ends.
     left: u64,
     faults: Faults,
     suppressed: Option<&'static str>,
@@ -43,13 +43,13 @@ enum Node {
     Folder(Names),
 }
 
-/// A file: what programs see, and what is on the disk.
+/// A file: its content as programs see it, and on the disk.
 #[derive(Debug, Default)]
 struct Data {
     seen: Vec<u8>,
     sectors: BTreeMap<usize, Sector>,
     length: usize,
-    /// What was written and not synced since, oldest first.
+    /// Contents written and not synced since, oldest first.
     new_sectors: BTreeMap<usize, Vec<Sector>>,
     new_lengths: Vec<usize>,
     reserved: usize,
@@ -63,7 +63,7 @@ struct Names {
     new: Vec<NewName>,
 }
 
-/// A name that was given, or taken away: a rename does both at the same time.
+/// A name that was created or removed: a rename does both at once.
 #[derive(Debug)]
 struct NewName {
     given: Option<(OsString, usize)>,
@@ -80,7 +80,7 @@ impl NewName {
 }
 
 impl Data {
-    /// Notes what the sectors of a range hold now, as something that may reach the disk.
+    /// Records the current sectors of a range as contents that may reach the disk.
     fn touch(&mut self, from: usize, to: usize) {
         for sector in from / SECTOR..to.div_ceil(SECTOR) {
             let mut content = [0; SECTOR];
@@ -123,7 +123,8 @@ impl Data {
         self.reserved_durably = self.reserved;
     }
 
-    /// Any of it reaches the disk; the rest is forgotten, though programs still see it.
+    /// Lets any of the changes reach the disk, and forgets the others, though programs still see
+    /// them.
     fn lose(&mut self, random: &mut Random) {
         for (sector, contents) in std::mem::take(&mut self.new_sectors) {
             let content = random.pick_or_none(&contents).copied();
@@ -146,7 +147,7 @@ impl Data {
             }
         }
         self.seen.truncate(self.length);
-        // What is beyond the end is never seen again.
+        // Content behind the end never becomes visible again.
         let kept = self.length.div_ceil(SECTOR);
         self.sectors.retain(|sector, _| *sector < kept);
         if let Some(last) = self.sectors.get_mut(&(self.length / SECTOR)) {
@@ -170,8 +171,8 @@ impl Names {
         new.drain(..).for_each(|new| new.give(durable));
     }
 
-    /// Some of what was first reaches the disk; the rest stays new, since a file system that lost a
-    /// change of its own goes on with nothing.
+    /// Lets some of the first changes reach the disk; the others stay pending, since a file system
+    /// that loses a change of its own stops working.
     fn lose(&mut self, random: &mut Random) {
         let Self { durable, new, .. } = self;
         let first = random.below(new.len() as u64 + 1) as usize;
@@ -190,7 +191,7 @@ fn off() -> io::Error {
 }
 
 impl State {
-    /// Counts an operation. With the last one the power goes, after it was done or before.
+    /// Counts an operation. At the last one the power is cut, before or after it is done.
     fn begin(&mut self) -> io::Result<bool> {
         match self.left {
             0 => Err(off()),
@@ -253,7 +254,7 @@ impl State {
         }
     }
 
-    /// Whether a sync does its work.
+    /// Returns whether a sync is effective.
     fn syncs(&mut self, what: &'static str) -> bool {
         self.syncs.insert(what);
         self.suppressed != Some(what)
@@ -265,13 +266,13 @@ fn split(path: &Path) -> io::Result<(&Path, &OsStr)> {
     parts.ok_or_else(|| io::ErrorKind::InvalidInput.into())
 }
 
-/// What an operation answers with whose power went: it was done, and nobody knows.
+/// Returns the answer of an operation; an error if the power was cut: it may have been done.
 fn answer<T>(on: bool, value: T) -> io::Result<T> {
     if on { Ok(value) } else { Err(off()) }
 }
 
 impl Simulated {
-    /// An empty file system, without the sync of that name.
+    /// Creates an empty file system in which the sync of that name is suppressed.
     pub fn new(seed: u64, suppressed: Option<&'static str>) -> Self {
         Self(Arc::new(Mutex::new(State {
             random: Random::new(seed),
@@ -287,7 +288,7 @@ impl Simulated {
         self.0.lock().unwrap()
     }
 
-    /// The power is on for so many operations.
+    /// Switches the power on for this number of operations.
     pub fn power_on(&self, operations: u64, faults: Faults) {
         let mut state = self.state();
         state.left = operations;
@@ -298,7 +299,7 @@ impl Simulated {
         self.state().left > 0
     }
 
-    /// The power is cut.
+    /// Cuts the power.
     pub fn cut(&self) {
         let mut state = self.state();
         let State { nodes, random, .. } = &mut *state;
@@ -310,7 +311,7 @@ impl Simulated {
         }
     }
 
-    /// The syncs that were asked for, by name.
+    /// Returns the names of the requested syncs.
     pub fn syncs(&self) -> BTreeSet<&'static str> {
         self.state().syncs.clone()
     }

@@ -1,4 +1,4 @@
-//! Tokens: which bulk connections are expected, from whom and for what; each once.
+//! Manages the tokens of expected bulk connections: from whom and for what; each is valid once.
 
 use super::{BulkBinding, BulkReceiver};
 use crate::error::BulkError;
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 
-/// Most bulk connections expected at once.
+/// The maximum number of bulk connections expected at once.
 pub(super) const BULK_OFFERS_MAX: usize = 256;
 
 /// A one-time secret that binds a bulk connection to a control connection.
@@ -18,25 +18,25 @@ pub(super) const BULK_OFFERS_MAX: usize = 256;
 pub struct BulkToken([u8; 32]);
 
 impl BulkToken {
-    /// The bytes, for a message on the control connection.
+    /// Returns the bytes, for a message on the control connection.
     pub fn to_bytes(&self) -> [u8; 32] {
         self.0
     }
 
-    /// A token from a message.
+    /// Creates a token from a message.
     pub fn from_bytes(bytes: [u8; 32]) -> Self {
         Self(bytes)
     }
 }
 
-/// Tokens are secrets, so only that there is one is shown.
+/// Tokens are secrets, so the output shows only that there is one.
 impl fmt::Debug for BulkToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("BulkToken")
     }
 }
 
-/// The bulk connections that are expected.
+/// The expected bulk connections.
 #[derive(Clone, Default)]
 pub(crate) struct BulkOffers(Arc<Mutex<HashMap<blake3::Hash, Expected>>>);
 
@@ -47,7 +47,7 @@ struct Expected {
     hand_over: oneshot::Sender<BulkReceiver>,
 }
 
-/// One bulk connection that is expected; dropping it withdraws the token.
+/// One expected bulk connection; dropping it withdraws the token.
 pub struct BulkOffer {
     token: BulkToken,
     until: Instant,
@@ -90,7 +90,7 @@ impl BulkOffers {
         })
     }
 
-    /// Takes the offer that a token names. A token tried by anybody is used up.
+    /// Takes the offer of a token. Every use of a token, by any peer, consumes it.
     pub(crate) fn redeem(
         &self,
         token: &BulkToken,
@@ -107,7 +107,7 @@ impl BulkOffers {
 }
 
 impl BulkOffer {
-    /// What the peer must present.
+    /// Returns the token that the peer must present.
     pub fn token(&self) -> &BulkToken {
         &self.token
     }

@@ -1,4 +1,5 @@
-//! The receiving side of a bulk connection: frames from all streams, acknowledgements back.
+//! Implements the receiving side of a bulk connection: frames from all streams, acknowledgements
+//! back.
 
 use super::wire::{OPENING_BYTES, STREAM_HEADER_BYTES};
 use super::{
@@ -14,7 +15,7 @@ use std::fmt;
 use std::time::Duration;
 use tokio::sync::{Mutex, mpsc};
 
-/// Frames that wait between the streams and the caller.
+/// The number of frames that wait between the streams and the caller.
 const FRAMES_WAITING: usize = 2;
 
 /// Receives the frames of a bulk connection. All methods may be called from several tasks.
@@ -56,13 +57,14 @@ impl BulkReceiver {
         })
     }
 
-    /// What the connection belongs to.
+    /// Returns the binding of the connection.
     pub fn binding(&self) -> BulkBinding {
         self.binding
     }
 
-    /// The next frame, or none when the sender finished and everything was given out. Frames of
-    /// one stream come in order, frames of different streams in any. Safe to cancel.
+    /// Returns the next frame, or `None` when the sender has finished and all frames were returned.
+    /// Frames of one stream arrive in order, frames of different streams in any order. Safe to
+    /// cancel.
     pub async fn recv(&self) -> Result<Option<Bytes>, BulkError> {
         match self.frames.lock().await.recv().await {
             Some(Ok(frame)) => Ok(Some(frame)),
@@ -79,36 +81,36 @@ impl BulkReceiver {
         }
     }
 
-    /// Sends an acknowledgement message of at most [`ACKNOWLEDGEMENT_BYTES_MAX`] bytes back.
-    /// When the future is dropped, the message goes out whole (with the next call) or not at all.
+    /// Sends an acknowledgement message of at most [`ACKNOWLEDGEMENT_BYTES_MAX`] bytes back. If the
+    /// future is dropped, the message is sent whole (with the next call) or not at all.
     pub async fn acknowledge(&self, message: &[u8]) -> Result<(), BulkError> {
         let message = Bytes::copy_from_slice(message);
         let sent = self.acknowledgements.lock().await.send(message).await;
         sent.map_err(|error| bulk_error(&self.link, error))
     }
 
-    /// Says that no more acknowledgements follow.
+    /// Ends the acknowledgements.
     pub async fn finish(&self) -> Result<(), BulkError> {
         let finished = self.acknowledgements.lock().await.finish().await;
         finished.map_err(|error| bulk_error(&self.link, error))
     }
 
-    /// Bytes of UDP payload received on this connection so far, lost copies included.
+    /// Returns the bytes of UDP payload received on this connection so far, duplicates included.
     pub fn bytes_received(&self) -> u64 {
         self.link.connection.stats().udp_rx.bytes
     }
 
-    /// The smoothed round-trip time.
+    /// Returns the smoothed round-trip time.
     pub fn rtt(&self) -> Duration {
         self.link.rtt()
     }
 
-    /// Closes the connection: the sender learns the reason.
+    /// Closes the connection with a reason for the sender.
     pub fn close(&self, code: CloseCode, reason: &str) {
         self.link.close(code, reason);
     }
 
-    /// Waits until the connection is no more, and says why.
+    /// Waits until the connection has ended, and returns the reason.
     pub async fn closed(&self) -> LinkError {
         self.link.closed().await
     }
@@ -152,7 +154,7 @@ pub(crate) async fn read_opening(
     Ok((opening, answer))
 }
 
-/// Accepts exactly the announced streams, and a task reads each.
+/// Accepts exactly the announced streams, and spawns a reader for each.
 async fn accept_streams(
     link: Link,
     binding: BulkBinding,
@@ -165,7 +167,7 @@ async fn accept_streams(
                 tokio::spawn(read_stream(link.clone(), binding, stream, sender.clone()));
             }
             Err(error) => {
-                // When the receiver was dropped nobody is left to tell.
+                // After the receiver was dropped there is no one to report to.
                 let _ = sender.send(Err(BulkError::Lost(link.error(error)))).await;
                 return;
             }
@@ -193,12 +195,12 @@ async fn read_stream(
         }
     };
     if let Err(error) = result.await {
-        // When the receiver was dropped nobody is left to tell.
+        // After the receiver was dropped there is no one to report to.
         let _ = sender.send(Err(error)).await;
     }
 }
 
-/// Reads a stream's header, and closes the connection when it is not the one expected.
+/// Reads a stream's header, and closes the connection if it is not the expected one.
 pub(super) async fn read_header(
     link: &Link,
     stream: &mut RecvStream,

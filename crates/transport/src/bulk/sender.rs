@@ -1,7 +1,8 @@
-//! The sending side of a bulk connection: frames out over many streams, acknowledgements in.
+//! Implements the sending side of a bulk connection: frames over many streams, acknowledgements
+//! back.
 //!
-//! What waits locally is kept short, so that a frame's content is fresh when it leaves: the
-//! library may hold the congestion window and [`QUEUE_MS`] more, and a few frames wait for that.
+//! The local queue is kept short, so that a frame's content is fresh when it leaves: the library
+//! may hold the congestion window and [`QUEUE_MS`] more, and a few frames wait for that.
 
 use super::receiver::{bulk_error, read_header};
 use super::wire::OPENING_ANSWER;
@@ -25,12 +26,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
-/// How much may wait in the library beyond the congestion window, in time at the current rate.
+/// The queue in the library beyond the congestion window, in time at the current rate.
 const QUEUE_MS: u64 = 20;
 const QUEUE_BYTES_MIN: u64 = 128 << 10;
 const SEND_WINDOW_BYTES_MAX: u64 = 64 << 20;
-/// Frames that wait to be written, each on a stream of its own: more than one so that a stream
-/// blocked by a loss doesn't hold up the others.
+/// The number of frames that wait to be written, each on a stream of its own: more than one, so
+/// that a stream blocked by a loss does not delay the others.
 const FRAMES_IN_HAND: u32 = 3;
 const ADJUST_EVERY: Duration = Duration::from_millis(10);
 const RATE_OVER: Duration = Duration::from_millis(500);
@@ -57,13 +58,13 @@ struct Core {
     recent: Mutex<Recent>,
 }
 
-/// The last second or so of what was sent, for the current rate.
+/// The transmissions of about the last second, for the current rate.
 struct Recent {
     samples: VecDeque<(Instant, u64)>,
     rate_bps: u64,
 }
 
-/// How a bulk connection does.
+/// Statistics of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BulkStats {
     /// The smoothed round-trip time.
@@ -78,13 +79,14 @@ pub struct BulkStats {
     pub packets_sent: u64,
     /// Packets found lost.
     pub packets_lost: u64,
-    /// What was sent and not lost over the last half second, in bits per second on the wire.
+    /// Bytes sent and not lost over the last half second, in bits per second on the wire.
     pub delivery_rate_bps: u64,
 }
 
 impl BulkStats {
-    /// What the path carries, in bits per second, as the congestion controller has found: its window is
-    /// twice what is under way then (BBR). `None` where there is no window, as when the path is gone.
+    /// Returns the capacity of the path, in bits per second, as the congestion controller estimates
+    /// it: its window is then twice the data in flight (BBR). `None` where there is no window, for
+    /// example when the path is gone.
     pub fn path_rate_bps(&self) -> Option<f64> {
         let window_bits = self.congestion_window_bytes as f64 * 8.0;
         let rate = window_bits / 2.0 / self.rtt.as_secs_f64().max(1e-3);
@@ -98,7 +100,7 @@ pub struct BulkPermit {
     permit: OwnedSemaphorePermit,
 }
 
-/// Dials a bulk connection to a host with which there is a control connection.
+/// Dials a bulk connection to a host with an existing control connection.
 pub(crate) async fn connect(
     endpoint: &Arc<EndpointInner>,
     host: &TrustedHost,
@@ -123,7 +125,7 @@ pub(crate) async fn connect(
     open(endpoint, &dial, link, &opening).await
 }
 
-/// Says on a new connection what it is for, and opens its streams.
+/// Sends the opening on a new connection, and opens its streams.
 pub(crate) async fn open(
     endpoint: &Arc<EndpointInner>,
     dial: &Dial,
@@ -209,13 +211,13 @@ impl BulkSender {
         }))
     }
 
-    /// What the connection belongs to.
+    /// Returns the binding of the connection.
     pub fn binding(&self) -> BulkBinding {
         self.0.core.binding
     }
 
-    /// Waits for room for one frame. Read and encode the content after this returns, so that it
-    /// is fresh. Safe to cancel.
+    /// Waits for room for one frame. The caller should read and encode the content after this
+    /// returns, so that it is fresh. Safe to cancel.
     pub async fn reserve(&self) -> Result<BulkPermit, BulkError> {
         let core = &self.0.core;
         let permit = core.in_hand.clone().acquire_owned().await;
@@ -230,19 +232,21 @@ impl BulkSender {
         }
     }
 
-    /// Frames for which room is reserved, or that were given and have yet to go to the library whole.
+    /// Returns the number of frames for which room is reserved, or that are not yet completely with
+    /// the library.
     pub fn frames_in_hand(&self) -> usize {
         let core = &self.0.core;
         (core.permits as usize).saturating_sub(core.in_hand.available_permits())
     }
 
-    /// Waits for room and sends a frame; returns once it is on its way to the network. Nothing
-    /// is sent when the future is dropped before.
+    /// Waits for room and sends a frame; returns once it is on its way to the network. A future
+    /// dropped before that sends nothing.
     pub async fn send(&self, frame: Bytes) -> Result<(), BulkError> {
         self.reserve().await?.send(frame)
     }
 
-    /// The next acknowledgement message, or none when the receiver finished. Safe to cancel.
+    /// Returns the next acknowledgement message, or `None` when the receiver has finished. Safe to
+    /// cancel.
     pub async fn acknowledgement(&self) -> Result<Option<Bytes>, BulkError> {
         match self.0.acknowledgements.lock().await.recv().await {
             Some(result) => result.map(Some),
@@ -253,23 +257,24 @@ impl BulkSender {
         }
     }
 
-    /// Changes the limit in bits per second on the wire, headers included; none for none.
+    /// Changes the limit in bits per second on the wire, headers included; `None` for no limit.
     pub fn set_bandwidth(&self, limit_bps: Option<u64>) {
         self.0.core.limit.set(limit_bps);
         self.0.core.adjust();
     }
 
-    /// The limit in force.
+    /// Returns the limit in force.
     pub fn bandwidth(&self) -> Option<u64> {
         self.0.core.limit.get()
     }
 
-    /// How the connection does.
+    /// Returns statistics of the connection.
     pub fn stats(&self) -> BulkStats {
         self.0.core.stats()
     }
 
-    /// Sends what is left, ends all streams, and waits until the peer's transport has everything.
+    /// Sends all queued frames, ends all streams, and waits until the peer's transport has
+    /// everything.
     pub async fn finish(&self) -> Result<(), BulkError> {
         let core = &self.0.core;
         let all = core.in_hand.acquire_many(core.permits).await;
@@ -290,12 +295,12 @@ impl BulkSender {
         Ok(())
     }
 
-    /// Closes the connection: the receiver learns the reason.
+    /// Closes the connection with a reason for the receiver.
     pub fn close(&self, code: CloseCode, reason: &str) {
         self.0.core.link.close(code, reason);
     }
 
-    /// Waits until the connection is no more, and says why.
+    /// Waits until the connection has ended, and returns the reason.
     pub async fn closed(&self) -> LinkError {
         self.0.core.link.closed().await
     }
@@ -332,7 +337,7 @@ impl BulkPermit {
             debug_assert_eq!(prefix.len(), PREFIX_BYTES);
             match stream.write_all_chunks(&mut [prefix, frame]).await {
                 Ok(()) => core.idle().push_back(stream),
-                // The peer stopped a stream, which the format does not provide for.
+                // The peer stopped a stream, which the format does not allow.
                 Err(_) if core.link.lost().is_none() => {
                     core.link
                         .close(CloseCode::Violation, "a stream was stopped");
@@ -377,7 +382,7 @@ impl Core {
         }
     }
 
-    /// Lets the library hold what the path takes and a little more.
+    /// Adjusts the library's send window to the path's capacity and a little more.
     fn adjust(&self) {
         let Some(path) = self.link.connection.path_stats(PathId::ZERO) else {
             return;
@@ -449,7 +454,7 @@ async fn read_acknowledgements(core: Arc<Core>, sender: mpsc::Sender<Result<Byte
         }
     };
     if let Err(error) = result.await {
-        // When the sender was dropped nobody is left to tell.
+        // After the sender was dropped there is no one to report to.
         let _ = sender.send(Err(error)).await;
     }
 }

@@ -1,4 +1,4 @@
-//! The bytes that open a bulk connection and each of its streams.
+//! Encodes and decodes the bytes that open a bulk connection and each of its streams.
 
 use super::{BULK_STREAMS_MAX, BulkBinding, BulkToken};
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
@@ -10,15 +10,15 @@ const BINDING_BYTES: usize = 16;
 pub(crate) const OPENING_BYTES: usize = 7 + 32 + BINDING_BYTES;
 /// Length of a [`StreamHeader`] on the wire.
 pub(crate) const STREAM_HEADER_BYTES: usize = 2 + BINDING_BYTES;
-/// The answer to an opening that was accepted.
+/// The answer to an accepted opening.
 pub(crate) const OPENING_ANSWER: [u8; 4] = *b"LHOK";
 
-/// Bytes that open nothing.
+/// Why bytes are not a valid opening.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("not the opening of a bulk connection or stream: {0}")]
 pub struct BulkWireError(&'static str);
 
-/// What a bulk connection is for.
+/// The purpose of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BulkPurpose {
     /// Frames of a migration; needs a token.
@@ -30,17 +30,17 @@ pub enum BulkPurpose {
 /// The first bytes on a bulk connection, from the dialler, on a bidirectional stream.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BulkOpening {
-    /// What it is for.
+    /// The purpose of the connection.
     pub purpose: BulkPurpose,
-    /// How many streams of frames follow.
+    /// The number of frame streams that follow.
     pub streams: u8,
     /// The token given on the control connection.
     pub token: BulkToken,
-    /// What it belongs to.
+    /// The binding of the connection.
     pub binding: BulkBinding,
 }
 
-/// What a unidirectional stream of a bulk connection carries.
+/// The content of a unidirectional stream of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StreamKind {
     /// Frames, from the dialler.
@@ -52,14 +52,14 @@ pub enum StreamKind {
 /// The first bytes on a unidirectional stream of a bulk connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StreamHeader {
-    /// What follows.
+    /// The content of the stream.
     pub kind: StreamKind,
-    /// What the connection belongs to.
+    /// The binding of the connection.
     pub binding: BulkBinding,
 }
 
 impl BulkOpening {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> [u8; OPENING_BYTES] {
         let mut bytes = [0; OPENING_BYTES];
         bytes[..4].copy_from_slice(&OPENING_MAGIC);
@@ -74,7 +74,7 @@ impl BulkOpening {
         bytes
     }
 
-    /// Reads the bytes.
+    /// Decodes the bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, BulkWireError> {
         let bytes: &[u8; OPENING_BYTES] = bytes
             .try_into()
@@ -108,7 +108,7 @@ impl BulkOpening {
 }
 
 impl StreamHeader {
-    /// The bytes on the wire.
+    /// Returns the bytes on the wire.
     pub fn encode(&self) -> [u8; STREAM_HEADER_BYTES] {
         let mut bytes = [0; STREAM_HEADER_BYTES];
         bytes[0] = FORMAT;
@@ -120,7 +120,7 @@ impl StreamHeader {
         bytes
     }
 
-    /// Reads the bytes.
+    /// Decodes the bytes.
     pub fn decode(bytes: &[u8]) -> Result<Self, BulkWireError> {
         let bytes: &[u8; STREAM_HEADER_BYTES] = bytes
             .try_into()
@@ -214,7 +214,9 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_read_is_what_was_written(bytes in proptest::collection::vec(any::<u8>(), 0..60)) {
+        fn what_is_read_is_what_was_written(
+            bytes in proptest::collection::vec(any::<u8>(), 0..60)
+        ) {
             if let Ok(opening) = BulkOpening::decode(&bytes) {
                 prop_assert_eq!(&opening.encode()[..], &bytes[..]);
             }

@@ -1,4 +1,4 @@
-//! Connections from outside: handshake, who it is, what it wants; each within limits.
+//! Accepts incoming connections: handshake, admission, Hello; each within limits.
 //!
 //! ```text
 //! Incoming -- handshake --> key proven -- trust store --> trusted
@@ -23,10 +23,10 @@ use std::time::Duration;
 use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tracing::{debug, info, warn};
 
-/// How long a peer that cannot be talked to may take to say so itself.
+/// How long an incompatible peer may take to report that itself.
 const INCOMPATIBLE_LINGER: Duration = Duration::from_secs(2);
 
-/// A refusal: the code and the reason that the peer is told.
+/// A refusal: the code and the reason sent to the peer.
 type Refusal = (CloseCode, String);
 
 pub(super) async fn listen(endpoint: Arc<EndpointInner>, controls: mpsc::Sender<Control>) {
@@ -34,7 +34,7 @@ pub(super) async fn listen(endpoint: Arc<EndpointInner>, controls: mpsc::Sender<
         let address = incoming.remote_address();
         let Ok(permit) = endpoint.handshakes.clone().try_acquire_owned() else {
             debug!(%address, "too many handshakes at once");
-            // Whoever answers a Retry at least has the address it claims.
+            // An answer to a Retry proves the peer's address.
             if let Err(error) = incoming.retry() {
                 error.into_incoming().refuse();
             }
@@ -91,7 +91,7 @@ async fn receive(
     }
 }
 
-/// Asks the trust store about the key that the peer proved.
+/// Looks the peer's proved key up in the trust store.
 fn admit(endpoint: &Arc<EndpointInner>, link: &Link) -> Result<TrustedHost, Refusal> {
     let Some(id) = link.peer_id() else {
         return Err((CloseCode::IdentityUnknown, "no certificate".to_owned()));
@@ -126,7 +126,7 @@ fn unknown(endpoint: &EndpointInner, id: HostId) -> String {
     )
 }
 
-/// The listener's side of the Hello.
+/// Performs the listener's side of the Hello.
 async fn greet(
     endpoint: &Arc<EndpointInner>,
     link: &Link,
@@ -143,7 +143,7 @@ async fn greet(
     let version = match hello.agree(&theirs) {
         Ok(version) => version,
         Err(error) => {
-            // The peer needs this side's Hello to say the same, so it closes first.
+            // The peer needs this side's Hello to report the same, so it closes first.
             let _ = tokio::time::timeout(INCOMPATIBLE_LINGER, link.closed()).await;
             return Err((CloseCode::Incompatible, error.to_string()));
         }
@@ -174,7 +174,7 @@ async fn open_bulk(
             };
             accept_opening(answer).await?;
             let receiver = BulkReceiver::start(link.clone(), &opening).await;
-            // Whoever made the offer has given up when this fails; dropping closes.
+            // A failure means that the task with the offer has given up; dropping closes.
             let _ = hand_over.send(receiver.map_err(lost)?);
         }
         BulkPurpose::Probe => {

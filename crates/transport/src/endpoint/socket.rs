@@ -1,10 +1,10 @@
-//! The UDP socket, with buffers for the rates that a migration needs.
+//! Creates the UDP socket, with buffers for the rates of a migration.
 
 use nix::sys::socket::{setsockopt, sockopt};
 use std::io;
 use std::net::{SocketAddr, UdpSocket};
 
-/// What the socket may hold each way, in bytes.
+/// The buffer size in each direction, in bytes.
 const BUFFER_BYTES: usize = 8 << 20;
 
 pub(super) fn bind(address: SocketAddr) -> io::Result<UdpSocket> {

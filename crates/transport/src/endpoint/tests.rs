@@ -1,4 +1,4 @@
-//! Peers that misbehave: each is cut off with a reason, and the endpoint goes on.
+//! Tests misbehaving peers: each is cut off with a reason, and the endpoint goes on.
 
 use super::*;
 use crate::bulk::{BulkBinding, BulkOpening, BulkPurpose, BulkToken, StreamHeader, StreamKind};
@@ -53,7 +53,7 @@ fn pair(handshake_timeout: Duration) -> (Host, Host) {
     (bad, good)
 }
 
-/// A connection on which nothing was said yet.
+/// Returns a connection before its first message.
 async fn dial(bad: &Host, good: &Host, alpn: &'static [u8]) -> Link {
     let dial = Dial {
         expected: Some(good.endpoint.host_id()),
@@ -88,7 +88,7 @@ fn binding() -> BulkBinding {
     }
 }
 
-/// A bulk connection whose opening was accepted and that has no streams yet.
+/// Returns a bulk connection with an accepted opening and without streams.
 async fn open_bulk(bad: &Host, good: &Host, streams: u8) -> (Link, BulkReceiver) {
     let offers = &good.endpoint.inner.bulk_offers;
     let offer = offers.offer(bad.endpoint.host_id(), binding(), LONG);
@@ -143,7 +143,7 @@ async fn before_the_hello_a_peer_gets_one_stream_and_a_small_window() {
     let (bad, good) = pair(Duration::from_secs(2));
     let link = dial(&bad, &good, ALPN_CONTROL).await;
     let (mut send, _receive) = link.connection.open_bi().await.unwrap();
-    // Not a second stream, no one-way stream, and no more than the window.
+    // Neither a second stream, nor a one-way stream, nor more than the window.
     tokio::select! {
         opened = link.connection.open_bi() => assert!(opened.is_err()),
         opened = link.connection.open_uni() => assert!(opened.is_err()),
@@ -192,7 +192,7 @@ async fn channels_are_limited() {
         held.push(channel);
     }
     let more = async {
-        // One more may be left over from the stream of the Hello.
+        // One more may be available from the stream of the Hello.
         for _ in 0..2 {
             held.push(here.open().await.unwrap());
         }
@@ -215,7 +215,7 @@ async fn unfinished_messages_of_a_peer_share_one_budget() {
             .unwrap();
         let mut channel = there.accept().await.unwrap();
         let reader = tokio::spawn(async move { channel.recv().await });
-        // All but the last byte, as far as the other side takes it.
+        // All but the last byte, as far as flow control allows.
         let mut left = CONTROL_MESSAGE_BYTES_MAX - 1;
         let zeros = vec![0; 64 << 10];
         let quiet = Duration::from_millis(300);
@@ -229,11 +229,11 @@ async fn unfinished_messages_of_a_peer_share_one_budget() {
         }
         held.push((send, receive, reader));
     }
-    // Two fit; of each other one waits what its stream may be ahead.
+    // Two fit; of the others each is limited by its stream's window.
     let most = MESSAGES_BYTES_PER_PEER_MAX + 3 * STREAM_WINDOW_BYTES as usize + 5 * (128 << 10);
     assert!(taken >= MESSAGES_BYTES_PER_PEER_MAX - 2, "{taken}");
     assert!(taken < most, "{taken} bytes of unfinished messages");
-    // The first comes to its end all the same, and lets others go on.
+    // The first completes nevertheless, and lets the others go on.
     let (mut send, _, reader) = held.swap_remove(0);
     send.write_all(&[0]).await.unwrap();
     let message = tokio::time::timeout(LONG, reader).await.unwrap().unwrap();

@@ -1,4 +1,4 @@
-//! Two hosts on the loopback interface, and a bad road between them.
+//! Provides two hosts on the loopback interface, and a lossy path between them.
 #![allow(dead_code, unreachable_pub)]
 
 use longhaul_transport::*;
@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::net::UdpSocket;
 
-/// Long enough for the slowest machine; nothing that works waits for it.
+/// A time limit long enough for the slowest machine; successful tests do not wait for it.
 pub const LONG: Duration = Duration::from_secs(120);
 
 pub const ALL: Scope = Scope {
@@ -73,7 +73,7 @@ impl Host {
     }
 }
 
-/// `alpha` and `beta`, who trust each other.
+/// Returns `alpha` and `beta`, which trust each other.
 pub fn pair(config: EndpointConfig) -> (Host, Host) {
     let (alpha, beta) = (Host::new(config.clone()), Host::new(config));
     alpha.trust("beta", &beta, ALL);
@@ -81,7 +81,7 @@ pub fn pair(config: EndpointConfig) -> (Host, Host) {
     (alpha, beta)
 }
 
-/// Both ends of a control connection from `alpha` to `beta`.
+/// Returns both ends of a control connection from `alpha` to `beta`.
 pub async fn connected(alpha: &Host, beta: &Host) -> (Control, Control) {
     let (here, there) = tokio::join!(alpha.endpoint.connect("beta"), beta.endpoint.accept());
     (here.unwrap(), there.unwrap())
@@ -95,7 +95,7 @@ pub fn binding(epoch: u32) -> BulkBinding {
     }
 }
 
-/// Both ends of a bulk connection beside a control connection.
+/// Returns both ends of a bulk connection beside a control connection.
 pub async fn bulk(
     here: &Control,
     there: &Control,
@@ -110,7 +110,7 @@ pub async fn bulk(
     (sender.unwrap(), receiver.unwrap())
 }
 
-/// Passes datagrams between one client and a server; can lose some or all.
+/// Forwards datagrams between one client and a server; can drop some or all.
 pub struct Road {
     pub address: SocketAddr,
     pub cut: Arc<AtomicBool>,
@@ -119,7 +119,7 @@ pub struct Road {
 }
 
 impl Road {
-    /// Loses every `lose_every`-th datagram each way (0: none).
+    /// Drops every `lose_every`-th datagram in each direction (0: none).
     pub async fn new(server: SocketAddr, lose_every: u64) -> Self {
         let outside = UdpSocket::bind("127.0.0.1:0").await.unwrap();
         let inside = UdpSocket::bind("127.0.0.1:0").await.unwrap();

@@ -1,4 +1,4 @@
-//! Stopping a guest so that nothing of it is lost and nothing can wake it by surprise.
+//! Stops a guest without losing any of its writes, in a state from which no event can wake it.
 
 use super::guard::{ANSWER_PATIENCE, is_completing, is_stop};
 use super::pace::{blocking, wait_for_end};
@@ -14,17 +14,17 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// The longest downtime that QEMU can be told to accept, in milliseconds.
+/// The longest downtime that QEMU accepts, in milliseconds.
 const DOWNTIME_LIMIT_MAX: u64 = 2_000_000;
-/// Bytes in the socket from which on QEMU is believed to wait for room.
+/// The number of bytes in the socket from which QEMU is assumed to wait for room.
 const QUEUED_BYTES_MIN: u64 = 100_000;
-/// How long QEMU may take to stop before its stream is read on.
+/// How long `stop` may take before QEMU's stream is read on.
 const STOP_PATIENCE: Duration = Duration::from_secs(1);
-/// How long QEMU may take to learn that it need not hold back, before its stream is read.
+/// How long QEMU may take to process its new limits before its stream is read.
 const LET_GO_PATIENCE: Duration = Duration::from_millis(20);
 
 impl Migration {
-    /// The order that `stop`, SHUT and `postmigrate` must have.
+    /// Freezes the guest, in the order that `stop`, SHUT and `postmigrate` must have.
     pub(super) async fn freeze(&self) -> Result<Frozen, OutgoingError> {
         let shared = self.shared();
         shared.rest();
@@ -59,7 +59,7 @@ impl Migration {
             }
         }
         let stop_time = stopped_at.elapsed();
-        // All at once: the guest stands still.
+        // Concurrently, since the guest is stopped.
         let (state, set, changed) =
             tokio::join!(wait_for_end(&shared), self.let_go(), self.changed());
         let (state, changed) = (state?, changed?);
@@ -85,13 +85,14 @@ impl Migration {
         Ok(())
     }
 
-    /// Waits for an answer of QEMU. One that began to complete by itself at this very moment waits in a
-    /// write with its big lock held, and hears nothing until that is read: then it has stopped the
-    /// guest. It may still have heard `stop` on its way there, and then hears no question after it.
+    /// Waits for an answer of QEMU. A QEMU that has just begun to complete by itself blocks in a
+    /// write with its big lock held, and processes no command until that is read: then it has
+    /// stopped the guest. It may still have processed `stop` on its way there, and then answers no
+    /// later query.
     async fn patiently<T>(&self, answer: impl Future<Output = T>) -> T {
         let mut events = self.qmp().events();
         let stopped = async {
-            // An end of the events says nothing of the guest.
+            // The end of the events means nothing for the guest.
             while events.recv().await.is_ok_and(|event| !is_stop(&event)) {}
             tokio::time::sleep(ANSWER_PATIENCE).await;
         };
@@ -106,7 +107,7 @@ impl Migration {
         answer.await
     }
 
-    /// Gives QEMU all that it needs to complete, and waits until it has.
+    /// Gives QEMU everything that it needs to complete, and waits until it has.
     pub(super) async fn complete_early(&self) -> Result<(), OutgoingError> {
         set_parameters(self.qmp(), 0, DOWNTIME_LIMIT_MAX).await?;
         if !self.may_complete() {
@@ -126,7 +127,8 @@ impl Migration {
         Ok(())
     }
 
-    /// Whether QEMU waits for its socket to be read: much is in it, and nothing comes.
+    /// Returns whether QEMU waits for its socket to be read: much is in it, and nothing more
+    /// arrives.
     async fn waits(&self) -> bool {
         let before = self.queued_bytes();
         tokio::time::sleep(STILLNESS).await;
@@ -134,7 +136,7 @@ impl Migration {
         before == after && after >= QUEUED_BYTES_MIN
     }
 
-    /// Bytes that QEMU wrote and nobody read.
+    /// Returns the number of bytes that QEMU wrote and that are unread.
     fn queued_bytes(&self) -> u64 {
         let inner = self.inner();
         rustix::io::ioctl_fionread(&inner.socket).unwrap_or(0)
@@ -144,7 +146,7 @@ impl Migration {
     async fn let_go(&self) -> Result<(), OutgoingError> {
         let set = set_parameters(self.qmp(), 0, DOWNTIME_LIMIT_MAX);
         tokio::pin!(set);
-        // A QEMU that waits in a write learns it before it looks at its limits again and sleeps.
+        // A QEMU that blocks in a write gets these before it checks its limits again and sleeps.
         let early = tokio::time::timeout(LET_GO_PATIENCE, &mut set).await;
         self.shared().flush();
         match early {
@@ -154,7 +156,7 @@ impl Migration {
         Ok(())
     }
 
-    /// What the guest wrote, where QEMU does not see all of it.
+    /// Returns the guest's writes, where QEMU does not see all of them.
     async fn changed(&self) -> Result<Vec<Written>, OutgoingError> {
         if !self.before.misses_writes {
             return Ok(Vec::new());
@@ -189,20 +191,20 @@ impl Migration {
         }
     }
 
-    /// The kept blocks in a section of their own.
+    /// Returns the kept blocks in a section of their own.
     pub(super) fn kept_section(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>) -> Vec<u8> {
         let mut out = Vec::new();
         let mut writer = Writer::new(&self.prelude);
         writer.section_start(false, &mut out);
         for ((block, page), content) in kept {
-            // These came out of this stream, so there are such pages.
+            // These are from this stream, so the pages exist.
             writer.page(*block, *page, content.as_deref(), &mut out);
         }
         writer.section_end(&mut out);
         out
     }
 
-    /// The kept blocks, the last section, the devices.
+    /// Returns the kept blocks, the last section and the devices.
     fn tail(&self, kept: &BTreeMap<(usize, u64), Option<Box<Page>>>, state: &[u8]) -> Vec<u8> {
         let mut out = self.kept_section(kept);
         let writer = Writer::new(&self.prelude);

@@ -1,9 +1,9 @@
-//! Notices a QEMU that stops the guest by itself, and reads its stream on at once.
+//! Detects a QEMU that stops the guest by itself, and reads its stream on at once.
 //!
-//! A QEMU that converges stops the guest and writes its devices with its big lock held. It waits
-//! for a reader and answers nothing meanwhile, and the guest does not run. Whatever the pacing task
-//! is doing, a STOP that was not ordered here is looked into at once, and while an answer is
-//! overdue the stream is read on.
+//! A QEMU that converges stops the guest and writes its devices with its big lock held. It blocks
+//! until a reader reads, answers nothing in the meantime, and the guest does not run. Whatever the
+//! pacing task is doing, a STOP that was not ordered here is investigated at once, and while an
+//! answer is overdue the stream is read on.
 
 use super::Migration;
 use crate::memory::source::run_state;
@@ -13,7 +13,7 @@ use std::time::Duration;
 use tokio::sync::broadcast;
 use tokio::sync::broadcast::error::RecvError;
 
-/// How long QEMU may take to say why the guest has stopped, before its stream is read on.
+/// How long QEMU may take to report why the guest has stopped, before its stream is read on.
 const STOP_PATIENCE: Duration = Duration::from_millis(30);
 /// How long QEMU may take for another answer while its stream is not read, before it is read on.
 pub(super) const ANSWER_PATIENCE: Duration = Duration::from_millis(150);
@@ -31,20 +31,20 @@ impl Migration {
         }
     }
 
-    /// Reads to the end where QEMU has stopped the guest in order to complete.
+    /// Reads to the end if QEMU has stopped the guest in order to complete.
     async fn look_into_stop(&self) {
         if self.inner().stop_ordered {
             return;
         }
         let asked = self.answered(run_state(&self.qmp), STOP_PATIENCE).await;
-        // Without a connection the move fails, and the pacing task says so.
+        // Without a connection the move fails, and the pacing task reports that.
         if asked.is_ok_and(|state| is_completing(&state)) {
             self.shared().flush();
         }
     }
 
-    /// Waits for QEMU's answer, and reads its stream on where that takes longer than `patience`: a
-    /// QEMU that waits for its reader with its big lock held answers only when it is read.
+    /// Waits for QEMU's answer, and reads its stream on if that takes longer than `patience`: a
+    /// QEMU that blocks with its big lock held answers only when its stream is read.
     pub(super) async fn answered<T>(
         &self,
         answer: impl Future<Output = T>,
@@ -64,7 +64,7 @@ pub(super) fn is_stop(event: &qmp::Event) -> bool {
     event.name == "STOP"
 }
 
-/// Whether a QEMU in this state has stopped the guest by itself.
+/// Returns whether a QEMU in this state has stopped the guest by itself.
 pub(super) fn is_completing(state: &str) -> bool {
     matches!(state, "finish-migrate" | "postmigrate")
 }

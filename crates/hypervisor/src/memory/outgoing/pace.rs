@@ -1,4 +1,4 @@
-//! The task that reads pass after pass, and never lets QEMU complete by itself.
+//! Implements the task that reads pass after pass and never lets QEMU complete by itself.
 
 use super::guard::{ANSWER_PATIENCE, is_completing, is_stop};
 use super::{
@@ -16,10 +16,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use tokio::sync::{broadcast, watch};
 
-/// How long a QEMU that seems to complete may take to write its devices.
+/// The time limit for a QEMU that seems to complete to write its devices.
 const STATE_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// A QEMU that is held by its rate sleeps for most of each 100 ms.
+/// The period in which a QEMU that is held by its rate sleeps for most of the time: 100 ms.
 const SLEEPS_WITHIN: Duration = Duration::from_millis(20);
 
 /// Why the reader rests.
@@ -29,13 +29,13 @@ enum Stop {
     Goal,
     /// QEMU has begun a new pass.
     Pass,
-    /// The owner wants the task to end.
+    /// The owner ordered the task to end.
     Told,
     /// QEMU completes by itself.
     Completes,
 }
 
-/// What QEMU says of its pass.
+/// QEMU's report of its pass.
 #[derive(Debug, Clone, Copy)]
 struct Pass {
     syncs: u64,
@@ -43,7 +43,7 @@ struct Pass {
 }
 
 impl Migration {
-    /// Paces until it is told to end or something fails.
+    /// Paces until it is ordered to end or an operation fails.
     pub(super) async fn pace(self: Arc<Self>, mut wishes: watch::Receiver<Wish>) {
         loop {
             let paced = match self.before.running {
@@ -61,7 +61,7 @@ impl Migration {
         }
     }
 
-    /// From the first pass on, until told to end or QEMU completes.
+    /// Paces one migration from the first pass on, until ordered to end or QEMU completes.
     async fn pace_one_life(
         &self,
         wishes: &mut watch::Receiver<Wish>,
@@ -103,8 +103,8 @@ impl Migration {
                 Stop::Goal => {}
                 stop => return Ok(stop),
             }
-            // QEMU may have looked for dirty pages since, more than once, before it came to wait:
-            // only a look from now on is a pass.
+            // QEMU may have queried dirty pages since, more than once, before it blocked: only a
+            // query from now on is a pass.
             let Some(now) = self.ask().await? else {
                 return Ok(Stop::Completes);
             };
@@ -127,8 +127,8 @@ impl Migration {
         }
     }
 
-    /// Reads everything of a guest that does not run: QEMU completes whenever it likes, and with
-    /// its big lock held, but there is nothing that it could miss.
+    /// Reads the whole stream of a guest that does not run: QEMU completes at any time, and with
+    /// its big lock held, but there are no writes that it could miss.
     async fn read_paused(&self, wishes: &mut watch::Receiver<Wish>) -> Result<Stop, OutgoingError> {
         self.begin_pass(1);
         let shared = self.shared();
@@ -155,12 +155,12 @@ impl Migration {
         }
     }
 
-    /// Halts at the beginning of a pass, and finds out how much of it can be read; none when QEMU
-    /// completes.
+    /// Halts at the beginning of a pass, and determines how much of it can be read; returns `None`
+    /// when QEMU completes.
     async fn look_at_pass(&self) -> Result<Option<(Pass, Option<Goal>, u64)>, OutgoingError> {
         let shared = self.shared();
-        // The reader goes on meanwhile if it has not reached the pass: should QEMU complete, it
-        // answers only when it is read.
+        // The reader goes on meanwhile if it has not reached the pass: if QEMU completes, it
+        // answers only when its stream is read.
         if self.may_complete() && !self.is_still().await? {
             return Ok(None);
         }
@@ -182,14 +182,14 @@ impl Migration {
         Ok(Some((pass, Some(Goal::Pages(readable)), MARGIN_PAGES)))
     }
 
-    /// Lets QEMU write next to nothing, and reads that.
+    /// Limits QEMU's rate to almost nothing, and reads that.
     async fn hold_by_rate(&self) -> Result<(), OutgoingError> {
         self.shared().run_aside();
         set_bandwidth(&self.qmp, BANDWIDTH_NONE).await?;
         Ok(())
     }
 
-    /// Waits until QEMU sleeps because of its rate, with no lock held, wherever in a pass it was.
+    /// Waits until QEMU sleeps because of its rate, with no lock held, at any place in a pass.
     pub(super) async fn settle(&self) -> Result<(), OutgoingError> {
         self.hold_by_rate().await?;
         let start = Instant::now();
@@ -205,14 +205,15 @@ impl Migration {
         Ok(())
     }
 
-    /// Keeps QEMU from writing pages, and so from completing; false when it does so already.
+    /// Prevents QEMU from writing pages, and so from completing; returns false when it completes
+    /// already.
     pub(super) async fn is_still(&self) -> Result<bool, OutgoingError> {
         let set = set_bandwidth(&self.qmp, BANDWIDTH_NONE);
         self.answered(set, ANSWER_PATIENCE).await?;
         Ok(!self.completes().await)
     }
 
-    /// Reads until the goal is reached or something else happens; then the reader rests.
+    /// Reads until the goal is reached or another stop condition occurs; then the reader rests.
     async fn run(
         &self,
         goal: Goal,
@@ -221,13 +222,15 @@ impl Migration {
         events: &mut broadcast::Receiver<qmp::Event>,
     ) -> Result<Stop, OutgoingError> {
         let shared = self.shared();
-        // What QEMU finds dirty in the middle of a pass only adds to what it has: the goal is right.
+        // Pages that QEMU finds dirty in the middle of a pass only add to its number: the goal
+        // stays right.
         let looks_are_passes = !self.before.looks_within_passes || goal == Goal::NextPass;
         shared.run(goal);
         loop {
-            // Asked for anew in each round: a wish may have come while the end of a pass was read.
+            // Queried again in each round: a wish may have arrived while the end of a pass was
+            // read.
             let told = wishes.has_changed().is_err() || wishes.borrow_and_update().end;
-            // The end of a pass is no place to stay at.
+            // The reader cannot rest at the end of a pass.
             if told && goal != Goal::NextPass {
                 shared.rest();
                 shared.rests().await;
@@ -255,7 +258,7 @@ impl Migration {
         }
     }
 
-    /// Waits, held, until the next pass is wanted and can be had; keeps the estimate current.
+    /// Waits, held, until the next pass is wanted and possible; keeps the estimate current.
     async fn wait_for_wish(
         &self,
         pass: u64,
@@ -286,19 +289,19 @@ impl Migration {
                 event = events.recv() => Happened::of(event),
                 () = tokio::time::sleep(ESTIMATE_EVERY) => Happened::Time,
             };
-            // The events may have been lost, so time asks as well.
+            // The events may have been lost, so it also asks periodically.
             let ask = self.may_complete() && happened == Happened::Time;
             if (ask || happened == Happened::Stop) && self.completes().await {
                 return Ok(Stop::Completes);
             }
             if self.qmp.is_closed() {
-                // The next command says why.
+                // The next command reports the reason.
                 run_state(&self.qmp).await?;
             }
         }
     }
 
-    /// How many pages were dirtied since the sample was taken; counted anew every now and then.
+    /// Returns how many pages were dirtied since the sample was taken; counted again periodically.
     async fn estimate(&self, sample: &Arc<Sample>) -> Result<u64, OutgoingError> {
         let known = self.inner().dirty;
         if let Some((pages, at)) = known
@@ -320,7 +323,7 @@ impl Migration {
         }
     }
 
-    /// Whether QEMU has stopped the guest in order to complete.
+    /// Returns whether QEMU has stopped the guest in order to complete.
     pub(super) async fn completes(&self) -> bool {
         let state = self.answered(run_state(&self.qmp), ANSWER_PATIENCE).await;
         state.is_ok_and(|state| is_completing(&state))
@@ -339,7 +342,7 @@ impl Migration {
         Ok(Arc::new(blocking(move || Sample::take(&memory)).await?))
     }
 
-    /// How many pages the first pass has from this place on.
+    /// Returns the number of pages of the first pass from this place on.
     fn pages_from(&self, goal: Option<Goal>) -> u64 {
         let (block, page) = match goal {
             Some(Goal::Place { block, page }) => (block, page),
@@ -350,7 +353,7 @@ impl Migration {
         pages.saturating_sub(page)
     }
 
-    /// Asks QEMU for its pass; none when it is completing.
+    /// Queries QEMU's pass; `None` when it is completing.
     async fn ask(&self) -> Result<Option<Pass>, OutgoingError> {
         let start = Instant::now();
         loop {
@@ -390,8 +393,8 @@ impl Migration {
         }
     }
 
-    /// After QEMU has completed by itself: begins another migration where that was to be expected,
-    /// and gives up where it was not.
+    /// Handles a QEMU that has completed by itself: begins another migration where that was to be
+    /// expected, and gives up elsewhere.
     async fn completed_by_itself(&self) -> Result<(), OutgoingError> {
         if self.may_complete() {
             return self.restart().await;
@@ -433,7 +436,7 @@ impl Migration {
         if let Ok(Ok(_)) = tokio::time::timeout(STATE_TIMEOUT, wait_for_end(&shared)).await {
             self.send(&Message::Shut(1))?;
         }
-        // Otherwise it did not complete after all; the end of the socket is the same to it.
+        // Otherwise it did not complete; the end of the socket has the same effect.
         shared.quit();
         self.close();
         source::resume(&self.qmp, self.before.running).await?;
@@ -470,7 +473,7 @@ pub(super) async fn wait_for_end(shared: &Shared) -> Result<Vec<u8>, OutgoingErr
 enum Happened {
     Rest,
     Wish,
-    /// QEMU has looked for dirty pages.
+    /// QEMU has queried its dirty pages.
     Pass,
     /// The guest was stopped.
     Stop,
@@ -489,7 +492,7 @@ impl Happened {
     }
 }
 
-/// Runs something that reads much of the guest's RAM.
+/// Runs a function that reads much of the guest's RAM.
 pub(super) async fn blocking<T: Send + 'static, E: Into<OutgoingError> + Send + 'static>(
     work: impl FnOnce() -> Result<T, E> + Send + 'static,
 ) -> Result<T, OutgoingError> {

@@ -1,5 +1,5 @@
-//! A guest that writes and checks its disk all the time: a boot sector (`load.S`), and what its
-//! memory says of it.
+//! Runs a guest that writes and checks its disk continuously: a boot sector (`load.S`), whose state
+//! is in its memory.
 
 use crate::payload::{Qemu, main_block};
 use longhaul_hypervisor::memory::GuestMemory;
@@ -8,15 +8,15 @@ use std::time::{Duration, Instant};
 
 /// `load.S`, assembled.
 const BOOT_SECTOR: &[u8; 512] = include_bytes!("load.bin");
-/// The guest's blocks of 4 KiB, and the sector that they begin at.
+/// The number of the guest's blocks of 4 KiB, and their first sector.
 const BLOCKS: usize = 4096;
 const FIRST_SECTOR: usize = 61;
-/// Room for them all.
+/// The size of a disk with room for them all.
 const DISK_BYTES: usize = 17 << 20;
 
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// A disk that a guest boots the load from.
+/// Returns a disk that boots the load.
 pub(crate) fn boot_disk() -> Vec<u8> {
     let mut disk = vec![0; DISK_BYTES];
     disk[..512].copy_from_slice(BOOT_SECTOR);
@@ -30,7 +30,7 @@ pub(crate) struct Load {
 }
 
 impl Load {
-    /// Finds it in a guest, and waits until it writes.
+    /// Finds the load in a guest, and waits until it writes.
     pub(crate) async fn find(qemu: &Qemu) -> Self {
         let memory = qemu.memory().await;
         let load = Self {
@@ -54,7 +54,8 @@ impl Load {
         numbers.map(number).collect()
     }
 
-    /// Rounds of writing and checking so far, none of which saw anything wrong.
+    /// Returns the number of rounds of writing and checking so far, after asserting that none found
+    /// an error.
     pub(crate) fn rounds(&self) -> u32 {
         let page = self.numbers(0, 4096);
         let wrong = page[0x504 / 4];
@@ -63,7 +64,7 @@ impl Load {
         page[0x500 / 4]
     }
 
-    /// Waits until so many rounds more are done.
+    /// Waits for this number of further rounds.
     pub(crate) async fn goes_on(&self, rounds: u32) {
         let goal = self.rounds() + rounds;
         let until = Instant::now() + PATIENCE;
@@ -73,11 +74,11 @@ impl Load {
         }
     }
 
-    /// Compares a disk with what the guest, which is stopped, has written to it.
+    /// Compares a disk with the writes of the guest, which is stopped.
     pub(crate) fn check(&self, disk: &[u8]) {
         let rounds = self.rounds();
         let last = self.numbers(16, BLOCKS * 4);
-        // The write of the round that was under way may be there or not.
+        // The write of the unfinished round may be present or not.
         let under_way = (rounds.wrapping_mul(0x9e37_79b1) >> 20) as usize;
         for (block, number) in last.iter().enumerate() {
             let start = (FIRST_SECTOR + 8 * block) * 512;

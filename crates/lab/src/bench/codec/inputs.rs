@@ -1,9 +1,9 @@
-//! What is encoded: samples of real guests' memory that are part of the laboratory, memory of a
-//! guest of the user's own, or memory filled as the arena's.
+//! Provides the inputs of the codec bench: samples of real guests' memory in the repository, memory
+//! of a guest of the user's own, or memory filled like the arena's.
 //!
-//! A sample holds pages as they were first, and pages that were dirty later with what they held
-//! before. Runs of 64 neighbours are drawn at random, of all pages and of the dirty ones, so that a
-//! frame made of them is like one of the whole guest.
+//! A sample holds pages of a first pass, and dirty pages in an old and a new version. Runs of 64
+//! neighbours are drawn at random, from all pages and from the dirty ones, so that a frame of them
+//! resembles one of the whole guest.
 
 use std::fs::File;
 use std::io::Read;
@@ -17,22 +17,22 @@ use super::content::{Content as Filling, Kind, Random};
 use super::{Block, wrong};
 use crate::error::{During, LabError};
 
-/// Pages that are drawn together.
+/// The number of pages drawn together.
 const RUN: usize = 64;
-/// Runs of a sample: of all pages, and of the dirty ones.
+/// The number of runs of a sample: of all pages, and of the dirty ones.
 const RUNS: usize = 16;
 const DIRTY_RUNS: usize = 8;
-/// Most bytes of a sample, unpacked.
+/// The maximum size of a sample in bytes, unpacked.
 const SAMPLE_BYTES_MAX: usize = 64 << 20;
-/// Pages of memory that is filled as the arena's.
+/// Pages of memory filled like the arena's.
 const FILLED_PAGES: usize = 2048;
-/// Bytes of a page that a rewrite changes, as the arena does by default.
+/// Bytes of a page that a rewrite changes: the arena's default.
 const WRITE_BYTES: usize = 512;
 
-/// The samples of the laboratory's own, as they lie in the checkout.
+/// The folder of the laboratory's own samples in the checkout.
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/inputs");
 
-/// What `inputs.toml` says of the samples.
+/// The samples in `inputs.toml`.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Manifest {
@@ -47,11 +47,11 @@ struct Committed {
     file: String,
     /// BLAKE3 of the pages.
     digest: String,
-    /// Those of a first pass; the rest are dirty ones in two versions.
+    /// The number of pages of a first pass; the others are dirty ones in two versions.
     pages: usize,
 }
 
-/// Names of what is filled as the arena's memory.
+/// Names of inputs filled like the arena's memory.
 pub(super) const FILLED: [&str; 3] = ["mix", "text", "random"];
 
 /// Memory to encode.
@@ -63,9 +63,9 @@ pub(in crate::bench) struct Input {
     pub(in crate::bench) digest: String,
     /// Pages of a first pass.
     pub(in crate::bench) first: Vec<Block>,
-    /// What the dirty pages held.
+    /// The old content of the dirty pages.
     pub(in crate::bench) before: Vec<Block>,
-    /// What they hold now.
+    /// Their new content.
     pub(in crate::bench) after: Vec<Block>,
 }
 
@@ -116,7 +116,7 @@ impl FromStr for OwnInput {
 }
 
 impl OwnInput {
-    /// All of it.
+    /// Reads all of it.
     pub(in crate::bench) fn whole(&self) -> Result<Input, LabError> {
         let (first, before, after) = match &self.files {
             Files::Pages(pages, before, after) => (read(pages)?, read(before)?, read(after)?),
@@ -140,7 +140,7 @@ impl OwnInput {
         Ok(Input::new(&self.name, first, before, after))
     }
 
-    /// A sample of it.
+    /// Draws a sample from it.
     pub(super) fn sample(&self, seed: u64) -> Result<Input, LabError> {
         let whole = self.whole()?;
         let mut random = Random::new(seed);
@@ -174,7 +174,8 @@ fn dirty(first: &[Block], later: &[Block]) -> Vec<usize> {
         .collect()
 }
 
-/// Runs of neighbours of so many pages, drawn at random, in their order; all if there are no more.
+/// Draws runs of `RUN` neighbours at random from this many pages, in their order; all if there are
+/// no more.
 fn drawn(pages: usize, runs: usize, random: &mut Random) -> Vec<usize> {
     let mut order: Vec<usize> = (0..pages.div_ceil(RUN)).collect();
     let runs = runs.min(order.len());
@@ -188,13 +189,13 @@ fn drawn(pages: usize, runs: usize, random: &mut Random) -> Vec<usize> {
     order.into_iter().flat_map(run).collect()
 }
 
-/// The names of the laboratory's own samples.
+/// Returns the names of the laboratory's own samples.
 pub(super) fn names() -> Result<Vec<String>, LabError> {
     let named = manifest()?.input.into_iter().map(|sample| sample.name);
     Ok(named.collect())
 }
 
-/// One of the laboratory's own samples, checked.
+/// Returns one of the laboratory's own samples, checked.
 pub(super) fn committed(name: &str) -> Result<Option<Input>, LabError> {
     let samples = manifest()?.input;
     let Some(sample) = samples.iter().find(|sample| sample.name == name) else {
@@ -219,7 +220,7 @@ fn manifest() -> Result<Manifest, LabError> {
     })
 }
 
-/// Pages of a first pass are followed by what the dirty ones held, and then hold.
+/// Splits a sample: pages of a first pass, then the old and the new content of the dirty ones.
 fn unpacked(name: &str, digest: &str, pages: usize, packed: &[u8]) -> Result<Input, LabError> {
     let bytes = zstd::bulk::decompress(packed, SAMPLE_BYTES_MAX)
         .during(|| format!("unpack the input {name}"))?;
@@ -238,7 +239,8 @@ fn unpacked(name: &str, digest: &str, pages: usize, packed: &[u8]) -> Result<Inp
     }
 }
 
-/// Memory as the arena fills it, and its pages of their own content after a part was rewritten.
+/// Returns memory filled like the arena's, and its pages with content of their own after a part was
+/// rewritten.
 pub(super) fn filled(name: &str, seed: u64) -> Option<Input> {
     let filling = Filling::named(name)?;
     let mut random = Random::new(seed);
@@ -269,7 +271,7 @@ pub(super) fn filled(name: &str, seed: u64) -> Option<Input> {
 }
 
 /// Writes a sample of two snapshots of a guest's memory into a folder, packed and named by its
-/// digest; its entry for `inputs.toml`.
+/// digest; returns its entry for `inputs.toml`.
 ///
 /// # Errors
 /// When a file cannot be read or written.

@@ -1,4 +1,4 @@
-//! Longhaul's own pipelines: staging, digests, decisions, frames; and back.
+//! Runs Longhaul's own pipelines: staging, digests, decisions, frames; and decoding.
 
 use std::collections::HashMap;
 use std::convert::Infallible;
@@ -15,18 +15,18 @@ use super::{Block, Pipeline, wrong};
 use crate::error::LabError;
 
 const FRAME_BLOCKS: usize = 64;
-/// What the source may remember of earlier versions, as an agent does by default for a guest of 2 GiB.
+/// The source's memory for earlier versions: an agent's default for a guest of 2 GiB.
 const VERSIONS_BYTES: usize = 28 << 20;
 const GUEST_BLOCKS: usize = (2 << 30) / BLOCK_SIZE;
 
-/// A source and what it knows of its destination.
+/// A source and its knowledge of the destination.
 pub(super) struct Longhaul {
     compression: Compression,
     hasher: Hasher,
     encoder: Encoder,
     decoder: Decoder,
     index: Index,
-    /// Number of this migration's first block: one after another has other blocks.
+    /// Number of this migration's first block: consecutive migrations have different blocks.
     base: usize,
     seq: u64,
     staging: Vec<Block>,
@@ -35,11 +35,11 @@ pub(super) struct Longhaul {
 }
 
 impl Longhaul {
-    /// A migration of a memory of so many blocks.
+    /// Creates a migration of a memory of `blocks` blocks.
     pub(super) fn new(compression: Compression, blocks: usize) -> Self {
         let key = DigestKey([7; 32]);
         let mut encoder = Encoder::for_guest(GUEST_BLOCKS, VERSIONS_BYTES);
-        // Other blocks, so that its memory is there before anything is measured.
+        // Other blocks, so that their memory is allocated before anything is measured.
         for index in (GUEST_BLOCKS..2 * GUEST_BLOCKS).step_by(4) {
             encoder.keep_version(block(index), &Digest([1; 16]), &[0; BLOCK_SIZE]);
         }
@@ -130,7 +130,7 @@ impl Pipeline for Longhaul {
     }
 }
 
-/// Bytes of a block's delta before it is compressed; nothing where the block itself is sent.
+/// Returns the size of a block's delta before compression; `None` where the block itself is sent.
 pub(in crate::bench) fn delta_bytes(
     before: &Block,
     after: &Block,
@@ -146,7 +146,7 @@ pub(in crate::bench) fn delta_bytes(
     Ok((frame.deltas == 1).then_some(frame.delta_bytes))
 }
 
-/// What copying blocks into frames and out of them costs, and nothing else.
+/// The cost of copying blocks into frames and out of them, and nothing else.
 pub(super) struct Raw {
     staging: Vec<Block>,
     frame: Vec<Block>,
@@ -201,7 +201,7 @@ fn block(index: usize) -> BlockId {
     }
 }
 
-/// Digests are random already: their first half finds their place.
+/// Digests are random already: their first half is used as the hash.
 #[derive(Default)]
 struct FirstHalf(u64);
 
@@ -217,11 +217,11 @@ impl std::hash::Hasher for FirstHalf {
     }
 }
 
-/// What the destination holds: the digest of each block, and where a content can be found.
+/// The destination's content: the digest of each block, and the place of each content.
 struct Index {
     held: Vec<Option<Digest>>,
     found: HashMap<u128, usize, BuildHasherDefault<FirstHalf>>,
-    /// What the frame in the making brings; it can be referred to from the next one on.
+    /// The content of the frame being built; it can be referred to from the next one on.
     coming: Vec<(usize, Option<Digest>)>,
 }
 
@@ -265,10 +265,10 @@ impl Index {
     }
 }
 
-/// Memory at the other end.
+/// The destination's memory.
 struct Memory<'a> {
     blocks: &'a mut [Block],
-    /// The number of the first.
+    /// The number of the first block.
     base: usize,
 }
 

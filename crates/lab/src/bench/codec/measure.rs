@@ -1,4 +1,4 @@
-//! The clock of these benches, and what a pass cost.
+//! Measures processor time in these benches, and the cost of a pass.
 
 use std::time::Duration;
 
@@ -7,25 +7,25 @@ use serde::Serialize;
 
 use crate::error::{During, LabError};
 
-/// How the time of encoding divides.
+/// The shares of the time of encoding.
 #[derive(Debug, Default, Clone, Copy, Serialize)]
 pub(super) struct Share {
     /// Copying into the staging buffer.
     copy: f64,
     /// Zero test and digests.
     stage: f64,
-    /// Looking up what the destination holds.
+    /// Looking up the destination's content.
     decide: f64,
-    /// Gathering, deltas, compressing, and making frames.
+    /// Gathering, deltas, compression, and building frames.
     frame: f64,
 }
 
-/// What a pass took.
+/// The cost of a pass.
 #[derive(Debug, Default, Clone, Copy)]
 pub(super) struct Cost {
     /// Guest bytes.
     pub(super) bytes: usize,
-    /// What was made of them.
+    /// Bytes after encoding.
     pub(super) sent: usize,
     pub(super) copy: Duration,
     pub(super) stage: Duration,
@@ -51,12 +51,12 @@ impl Cost {
         self.copy + self.stage + self.decide + self.frame
     }
 
-    /// Guest bytes a second.
+    /// Returns guest bytes per second.
     pub(super) fn rate(&self, time: Duration) -> f64 {
         self.bytes as f64 / time.as_secs_f64()
     }
 
-    /// Out / in.
+    /// Returns the ratio of output to input.
     pub(super) fn ratio(&self) -> f64 {
         self.sent as f64 / self.bytes as f64
     }

@@ -1,8 +1,10 @@
-//! `lab bench codec`: what each way of encoding guest memory costs and saves, on one core.
+//! Implements `lab bench codec`: the costs and savings of each encoding of guest memory, on one
+//! core.
 //!
 //! The first pass sends pages to a destination that knows nothing. The dirty pass sends pages of
-//! which the destination has an earlier version. Several copies of an input lie in memory, more than
-//! caches hold, and each is sent to a destination of its own; what arrives is compared.
+//! which the destination has an earlier version. Several copies of an input are in memory, more
+//! than the processor's caches hold, and each is sent to a destination of its own; the received
+//! content is compared.
 
 mod inputs;
 mod longhaul;
@@ -33,7 +35,8 @@ mod content;
 
 pub(super) const BENCH: Bench = Bench {
     name: "codec",
-    about: "encoding guest memory: rates and ratios of Longhaul's pipelines and CloudNet's, beside memcpy",
+    about: "encoding guest memory: rates and ratios of Longhaul's pipelines and CloudNet's, \
+         beside memcpy",
     minutes: (2, 1),
     run,
 };
@@ -42,15 +45,15 @@ type Block = [u8; BLOCK_SIZE];
 
 /// Bytes of all copies of an input: more than caches hold.
 const COPIES_BYTES: usize = 96 << 20;
-/// More than caches hold, again.
+/// Bytes of other memory: more than caches hold, too.
 const OTHER_BYTES: usize = 48 << 20;
 const MEMCPY_ROUNDS: usize = 3;
 const REPEATS: u32 = 5;
 
-/// What `auto` uses on a link that is as fast as one core encodes.
+/// The pipeline of `auto` on a link as fast as the encoding of one core.
 const FAST: &str = "longhaul-lz4-fast";
 const NO_ENTROPY: &str = "longhaul-raw";
-/// CloudNet's two ways. The first is what its paper uses in its experiments: four blocks a page, and
+/// CloudNet's two variants. The first is that of its paper's experiments: four blocks a page, and
 /// deltas.
 const REFERENCES: [(&str, &str); 2] = [("blocks", "cloudnet-1k"), ("rabin", "cloudnet-rabin-4")];
 
@@ -59,7 +62,7 @@ const FIRST_NO_ENTROPY_LIMIT: f64 = 0.3;
 const DIRTY_LIMIT: f64 = 0.1;
 const CLOUDNET_LIMIT: f64 = 5.0;
 
-/// The pipelines, in the order in which they are run.
+/// The pipelines, in the order of their runs.
 const PIPELINES: [(&str, Kind); 11] = [
     ("raw", Kind::Raw),
     (NO_ENTROPY, Kind::Longhaul(Compression::Raw)),
@@ -82,9 +85,9 @@ enum Kind {
     /// Copying the blocks into frames, and nothing else.
     Raw,
     Longhaul(Compression),
-    /// CloudNet's blocks, of so many bytes.
+    /// CloudNet's blocks, of this many bytes.
     Blocks(usize),
-    /// CloudNet's strings, by so many fingerprints a page.
+    /// CloudNet's strings, by this many fingerprints a page.
     Strings(usize),
 }
 
@@ -104,7 +107,7 @@ trait Pipeline {
     /// Begins a new migration.
     fn clear(&mut self);
 
-    /// Brings blocks, the first of which is number `first`, into the destination's memory.
+    /// Transfers blocks, the first of which is number `first`, to the destination's memory.
     fn send(
         &mut self,
         first: usize,
@@ -124,11 +127,11 @@ struct Row {
     repeat: u32,
     encode_bytes_per_s: f64,
     decode_bytes_per_s: f64,
-    /// Out / in.
+    /// The ratio of output to input.
     ratio: f64,
     /// Measured just before.
     memcpy_bytes_per_s: f64,
-    /// Of the time that encoding took.
+    /// Shares of the time of encoding.
     share: Share,
 }
 
@@ -172,7 +175,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     Ok(())
 }
 
-/// What is to be encoded: the user's own, what was named, or the laboratory's samples.
+/// Returns the inputs: the user's own, the named ones, or the laboratory's samples.
 fn inputs(options: &Options) -> Result<Vec<Input>, LabError> {
     let own = options.input.iter().map(|own| own.sample(options.seed));
     let mut inputs = own.collect::<Result<Vec<_>, _>>()?;
@@ -180,7 +183,8 @@ fn inputs(options: &Options) -> Result<Vec<Input>, LabError> {
     Ok(inputs)
 }
 
-/// Inputs that were named; if none were, nor files of the user's own, the laboratory's samples.
+/// Returns the named inputs; if there are none, nor files of the user's own, the laboratory's
+/// samples.
 pub(super) fn known(options: &Options) -> Result<Vec<Input>, LabError> {
     let names = match options.workload.is_empty() {
         true if options.input.is_empty() => inputs::names()?,
@@ -217,14 +221,14 @@ fn show(row: &Row) -> String {
 /// Copies of an input, and as many destinations.
 struct TestBed {
     first: usize,
-    /// What takes the place of all that caches hold: in a move the last pass is long ago.
+    /// Memory that displaces the content of all caches: in a move the last pass is long ago.
     other: Vec<u8>,
     sources: Vec<Vec<Block>>,
     destinations: Vec<Vec<Block>>,
 }
 
 impl TestBed {
-    /// As many as it takes to fill more than caches hold.
+    /// Creates enough copies to exceed the caches.
     fn new(input: &Input) -> Self {
         let pages = input.first.len() + input.before.len() + input.after.len();
         Self::of(input, COPIES_BYTES.div_ceil((pages * BLOCK_SIZE).max(1)))
@@ -237,17 +241,17 @@ impl TestBed {
             first: input.first.len(),
             other: vec![1; OTHER_BYTES],
             sources: vec![source; copies],
-            // Not zero, so that their memory is there before anything is measured.
+            // Not zero, so that their memory is allocated before anything is measured.
             destinations: vec![vec![[1; BLOCK_SIZE]; pages]; copies],
         }
     }
 
-    /// Pages of the memory that is moved.
+    /// Returns the number of pages of the moved memory.
     fn pages(&self) -> usize {
         self.destinations.first().map_or(0, Vec::len)
     }
 
-    /// A plain copy of what is encoded to where it is decoded, one after another.
+    /// Measures a plain copy of all inputs to the destinations, one after another.
     fn memcpy(&mut self) -> Result<f64, LabError> {
         let pages = self.pages();
         let mut rates = Vec::new();
@@ -264,7 +268,8 @@ impl TestBed {
         Ok(median(rates).unwrap_or(f64::NAN))
     }
 
-    /// Sends every copy, and compares what arrived: the cost of the first and the dirty pass.
+    /// Sends every copy, and compares the received content; returns the cost of the first and the
+    /// dirty pass.
     fn run(&mut self, pipeline: &mut dyn Pipeline) -> Result<[Cost; 2], LabError> {
         let mut costs = [Cost::default(); 2];
         let pages = self.pages();
@@ -273,7 +278,7 @@ impl TestBed {
             let (first, before) = held.split_at(self.first);
             pipeline.clear();
             costs[0] += pipeline.send(0, first, destination)?;
-            // What the dirty pages held is there before their pass.
+            // The old content of the dirty pages is there before their pass.
             pipeline.send(self.first, before, destination)?;
             same(held, destination)?;
             black_box(&mut self.other).fill(0);
@@ -299,13 +304,13 @@ pub(super) fn wrong(message: &impl ToString) -> LabError {
     }
 }
 
-/// Out / in of both passes.
+/// The ratio of output to input of both passes.
 pub(super) struct Ratios {
     pub(super) first: f64,
     pub(super) dirty: f64,
 }
 
-/// What a pipeline makes of an input; what arrives is compared.
+/// Returns a pipeline's ratios for an input; the received content is compared.
 pub(super) fn ratios(input: &Input, pipeline: &str) -> Result<Ratios, LabError> {
     let kind = PIPELINES.iter().find(|(name, _)| *name == pipeline);
     let (_, kind) = kind.ok_or_else(|| wrong(&format!("there is no pipeline {pipeline}")))?;
@@ -365,7 +370,7 @@ fn judge(input: &str, rows: &[Row], document: &mut Document) {
 mod tests {
     use super::*;
 
-    /// One copy of a part of an input.
+    /// Returns one copy of a part of an input.
     fn bed(name: &str) -> TestBed {
         let mut input = inputs::filled(name, 5).expect("a known input");
         input.first.truncate(500);
@@ -374,7 +379,7 @@ mod tests {
         TestBed::of(&input, 1)
     }
 
-    /// The ratios of the first and the dirty pass.
+    /// Returns the ratios of the first and the dirty pass.
     fn ratios(input: &str, kind: Kind) -> [f64; 2] {
         let mut bed = bed(input);
         let mut pipeline = kind.make(bed.pages()).unwrap();

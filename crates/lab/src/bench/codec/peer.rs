@@ -1,4 +1,4 @@
-//! CloudNet's pipelines, by the encoder and decoder of `longhaul-cloudnet`.
+//! Runs CloudNet's pipelines as a baseline, by the encoder and decoder of `longhaul-cloudnet`.
 
 use longhaul_cloudnet::{CACHE_BYTES, blocks, strings};
 
@@ -6,7 +6,7 @@ use super::measure::{Clock, Cost};
 use super::{Block, Pipeline, wrong};
 use crate::error::LabError;
 
-/// Pages that are encoded, sent and decoded at a time, as Longhaul's frames are.
+/// The number of pages encoded, sent and decoded at a time, as in Longhaul's frames.
 const BATCH: usize = 64;
 
 /// An encoder, its decoder, and the bytes between them.
@@ -15,14 +15,14 @@ pub(super) struct CloudNet {
     bytes: Vec<u8>,
 }
 
-/// The two ends; their caches are prepared before anything is measured.
+/// The two ends; their caches are allocated before anything is measured.
 enum Ends {
     Blocks(Box<(blocks::Encoder, blocks::Decoder)>),
     Strings(Box<(strings::Encoder, strings::Decoder)>),
 }
 
 impl CloudNet {
-    /// Fixed blocks and deltas.
+    /// Creates fixed blocks and deltas.
     pub(super) fn blocks(block_bytes: usize, pages: usize) -> Result<Self, LabError> {
         let config = blocks::Config {
             block_bytes,
@@ -41,7 +41,7 @@ impl CloudNet {
         Ok(Self::of(Ends::Blocks(Box::new(ends))))
     }
 
-    /// Strings found by Rabin fingerprints.
+    /// Creates strings found by Rabin fingerprints.
     pub(super) fn strings(fingerprints: usize, pages: usize) -> Result<Self, LabError> {
         let config = strings::Config {
             fingerprints,

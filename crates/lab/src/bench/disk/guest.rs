@@ -1,4 +1,4 @@
-//! One guest of the bench: made, set to work, moved or left alone, and judged.
+//! Runs one guest of the bench: created, put to work, moved or left alone, and judged.
 
 use super::longhaul::{image, image_path};
 use super::progress::Progress;
@@ -29,22 +29,22 @@ use std::time::{Duration, Instant};
 const GUEST_MEMORY_MIB: u64 = 256;
 const ARENA_BYTES: u64 = 32 << 20;
 const PAGES_PER_S: u64 = 50;
-/// How the disk is opened: as images whose guests move are.
+/// The cache mode of the disk: that of images of guests that move.
 const KIND: DiskKind = DiskKind {
     format: Format::Raw,
     cache: Cache::None,
     iothread: false,
 };
-/// The disk is larger than the file on it by so much: that stays a hole.
+/// The size of the disk relative to the file on it: the rest stays a hole.
 const DISK_OF_FILE: u64 = 2;
-/// As many as a guest's page cache has under way.
+/// The queue depth: that of a guest's page cache.
 const DEPTH: u32 = 8;
 pub(super) const ASKED_DOWNTIME_MS: u64 = 300;
 const COMMAND_LIMIT: Duration = Duration::from_secs(120);
-/// How long a guest is watched that nobody moves, where its work has no end.
+/// How long a guest that is not moved is observed, where its work has no end.
 const UNDISTURBED: Duration = Duration::from_secs(45);
 
-/// Where guests of the bench run.
+/// The environment of the bench's guests.
 pub(super) struct Ground<'a> {
     /// Two hosts.
     pub(super) lab: &'a Lab,
@@ -56,7 +56,7 @@ pub(super) struct Ground<'a> {
     pub(super) accelerator: &'static str,
     /// Longhaul on both hosts.
     pub(super) product: Option<Product>,
-    /// How many images of Longhaul's guests were used.
+    /// The number of images used by Longhaul's guests.
     pub(super) images: usize,
 }
 
@@ -68,18 +68,18 @@ pub(super) struct Subject {
     work: Work,
 }
 
-/// What a move came to.
+/// The result of a move.
 pub(super) struct Moved {
     /// When it began and ended.
     pub(super) times: [Instant; 2],
     /// The arena's channel, where the guest is now.
     pub(super) channel: PathBuf,
-    /// Where its disk is now.
+    /// The folder of its disk now.
     pub(super) folder: PathBuf,
 }
 
 impl Case {
-    /// What the guest does.
+    /// Returns the guest's work.
     fn work(&self) -> Result<Work, LabError> {
         let none = || LabError::Which(format!("{} has no file", self.workload.name()));
         self.workload
@@ -87,7 +87,8 @@ impl Case {
             .ok_or_else(none)
     }
 
-    /// The operation at which the move begins: another part of IOR's first pass in each repeat.
+    /// Returns the operation at which the move begins: another part of IOR's first pass in each
+    /// repeat.
     fn begins_at(&self, work: &Work) -> u64 {
         work.paced_from
             + match self.workload {
@@ -102,7 +103,7 @@ impl Case {
 }
 
 impl Ground<'_> {
-    /// Lets a guest work, and has it moved.
+    /// Lets a guest work, and moves it.
     pub(super) fn run(&mut self, case: &Case, system: System) -> Result<(Row, Progress), LabError> {
         let work = case.work()?;
         let disks = match system {
@@ -145,13 +146,13 @@ impl Ground<'_> {
         }
     }
 
-    /// A disk of a host's own for a peer, which holds nothing yet.
+    /// Returns an empty disk of a host's own for a baseline.
     fn disk(&self, host: usize, work: &Work) -> Result<Vec<LocalDisk>, LabError> {
         let folder = self.lab.host(host)?.folder();
         Self::made(local_disks(folder, disk_bytes(work), &[KIND]))
     }
 
-    /// A disk for a guest of Longhaul's, in the next of the images that the agents know.
+    /// Returns a disk for a guest of Longhaul's, in the next of the agents' configured images.
     fn disk_of_longhaul(
         &mut self,
         strategy: DiskChoice,
@@ -197,7 +198,7 @@ impl Ground<'_> {
         PeerQemu::start(&host, guest, begin)
     }
 
-    /// Nobody moves it.
+    /// Leaves the guest where it is.
     fn leave(&self, mut subject: Subject, task: &Task<'_>) -> Result<(Row, Progress), LabError> {
         let source = self.start(0, &subject.guest, task.disks, Begin::Boot)?;
         self.listen(&subject, 0)?;
@@ -219,7 +220,7 @@ impl Ground<'_> {
         })
     }
 
-    /// QEMU moves it.
+    /// Moves the guest by QEMU's mirror.
     fn mirror(
         &self,
         mut subject: Subject,
@@ -232,7 +233,7 @@ impl Ground<'_> {
         self.listen(&subject, 0)?;
         subject.begin(task)?;
         subject.work()?;
-        // What is told to the guest goes to whoever is there: the one that runs comes first.
+        // Commands go to the guest that answers: the running one comes first.
         self.listen(&subject, 1)?;
         let disks = subject.guest.disks.iter();
         let names: Vec<String> = disks.map(|disk| disk.name.clone()).collect();
@@ -285,7 +286,7 @@ impl Ground<'_> {
 }
 
 impl Subject {
-    /// Lets it begin, as soon as it is up.
+    /// Starts the guest's work as soon as it is up.
     pub(super) fn begin(&mut self, task: &Task<'_>) -> Result<(), LabError> {
         self.history.begin(task)?;
         let pages = arena::Workload {
@@ -311,14 +312,14 @@ impl Subject {
         self.history.wait_for(begins_at, COMMAND_LIMIT)
     }
 
-    /// Lets the guest look at all that it did, ends it, and looks at its disk from outside.
+    /// Lets the guest verify all its work, ends it, and checks its disk from outside.
     pub(super) fn judge(
         mut self,
         moved: &Moved,
         end: impl FnOnce() -> Result<(), LabError>,
     ) -> Result<(Row, Progress), LabError> {
         let row = &mut self.row.moved;
-        // What it is told goes to where it was heard last.
+        // Commands go to the socket of its last heartbeat.
         let arena = self.history.arena();
         wait_until(COMMAND_LIMIT, || {
             arena.heard_on().as_ref() == Some(&moved.channel)

@@ -1,4 +1,4 @@
-//! The bars, computed from the rows of one run.
+//! Computes the checks from the rows of one run.
 
 use super::row::Row;
 use crate::bench::document::{Document, Sense, median};
@@ -6,7 +6,7 @@ use crate::history::workload::Workload;
 use crate::link::spec::LinkSpec;
 use crate::peer::mirror::CopyMode;
 
-/// The strategy that the bars are set for, and the one that does what QEMU's write-blocking mirror does.
+/// The strategy of the checks, and the one that corresponds to QEMU's write-blocking mirror.
 const STRATEGY: &str = "hybrid";
 const MIRROR: &str = "mirror";
 const OF_BACKGROUND: f64 = 0.2;
@@ -42,7 +42,7 @@ pub(super) fn judge(rows: &[Row], link: LinkSpec, document: &mut Document) {
 
 fn compare(own: &[&Row], mirrors: &[Vec<&Row>; 2], document: &mut Document) {
     let ours = |value: fn(&Row) -> Option<f64>| {
-        // Of ours, only a move that went through says anything.
+        // Of our own rows, only completed moves count.
         let done = own.iter().filter(|row| row.moved.is_completed());
         median(done.filter_map(|row| value(row)))
     };
@@ -80,7 +80,7 @@ fn compare(own: &[&Row], mirrors: &[Vec<&Row>; 2], document: &mut Document) {
     }
 }
 
-/// A mirror is at least as good as QEMU's that does the same, for the move and for the guest.
+/// Compares Longhaul's mirror with QEMU's write-blocking one, for the move and for the guest.
 fn compare_mirrors(ours: &[&Row], theirs: &[&Row], document: &mut Document) {
     let ratio = |value: fn(&Row) -> Option<f64>| {
         let done = ours.iter().filter(|row| row.moved.is_completed());
@@ -104,13 +104,14 @@ fn throughput(row: &Row) -> Option<f64> {
     row.throughput_vs_none
 }
 
-/// A peer's value. What it did until it was given up counts; what its guest found wrong does not.
+/// Returns a baseline's value. Its performance until the move was given up counts; errors in its
+/// guest do not.
 fn of_peer(rows: &[&Row], value: fn(&Row) -> Option<f64>) -> Option<f64> {
     let sound = rows.iter().filter(|row| row.moved.verify_errors == Some(0));
     median(sound.filter_map(|row| value(row)))
 }
 
-/// What every run has to show of Longhaul's own rows: nothing damaged, nothing that failed, disks as they were.
+/// Checks all of Longhaul's own rows: nothing damaged, nothing failed, disks unchanged.
 fn judge_own(rows: &[Row], document: &mut Document) {
     let own: Vec<&Row> = rows
         .iter()
@@ -119,7 +120,7 @@ fn judge_own(rows: &[Row], document: &mut Document) {
     if own.is_empty() {
         return;
     }
-    // What could not be asked is as bad as one that is wrong.
+    // An unknown value is as bad as a wrong one.
     let sum = |value: fn(&Row) -> Option<u64>| {
         let values = own.iter().map(|row| value(row));
         values

@@ -1,4 +1,4 @@
-//! Longhaul moves a guest of the bench.
+//! Moves a guest of the bench with Longhaul.
 
 use super::LIMIT;
 use super::guest::{ASKED_DOWNTIME_MS, Ground, Moved, Subject};
@@ -18,15 +18,16 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// What a command may take beyond the move itself.
+/// The allowance of a command beyond the move itself.
 const FINISH_LIMIT: Duration = Duration::from_secs(60);
 
-/// The image of a guest's disk, which has a name of its own: a guest that was moved away is not started anew.
+/// Returns the image of a guest's disk, with a name of its own: a guest that was moved away is not
+/// started again.
 pub(super) fn image(number: usize) -> String {
     format!("disk-{number}")
 }
 
-/// Where it lies on a host.
+/// Returns its path on a host.
 pub(super) fn image_path(
     lab: &Lab,
     host: usize,
@@ -40,7 +41,7 @@ pub(super) fn image_path(
     Ok(folder.join(format!("{}.raw", image(number))))
 }
 
-/// Starts agents that know an image for each guest, whose disk moves by this strategy.
+/// Starts agents with a configured image for each guest, whose disk moves by this strategy.
 pub(super) fn start(
     lab: &mut Lab,
     files: &KernelFiles,
@@ -59,7 +60,7 @@ pub(super) fn start(
     })
 }
 
-/// How a host's configuration names the images of guests; of some both hosts see the same.
+/// Returns a host's configuration for the images of guests; some of them are shared by both hosts.
 fn images(lab: &Lab, host: usize, strategies: &[DiskChoice]) -> Result<toml::Table, LabError> {
     let mut images = toml::Table::new();
     for (number, strategy) in strategies.iter().enumerate() {
@@ -76,7 +77,7 @@ fn images(lab: &Lab, host: usize, strategies: &[DiskChoice]) -> Result<toml::Tab
 }
 
 impl Ground<'_> {
-    /// Has a guest moved whose disk moves by this strategy.
+    /// Moves a guest whose disk moves by this strategy.
     pub(super) fn longhaul(
         &mut self,
         mut subject: Subject,
@@ -135,8 +136,8 @@ impl Ground<'_> {
         subject.history.listen(socket)
     }
 
-    /// Looks at a guest's QEMU from outside. QEMU talks to one at a time on its control socket: the agent, which
-    /// the guest does not need, is ended for a moment.
+    /// Inspects a guest's QEMU from outside. QEMU's control socket serves one client at a time: the
+    /// agent, which the guest does not need, is ended for a moment.
     fn picture(&mut self, host: usize, name: &str) -> Result<Picture, LabError> {
         let place: &Host = self.lab.host(host)?;
         let gone = || LabError::Which(format!("{} does not know {name}", place.name()));
@@ -150,7 +151,7 @@ impl Ground<'_> {
         picture
     }
 
-    /// Removes what a guest leaves: the next one has an image of its own.
+    /// Removes a guest's images: the next one has an image of its own.
     fn remove_images(&self, disks: &[LocalDisk]) -> Result<(), LabError> {
         for name in disks.iter().filter_map(|disk| disk.path.file_name()) {
             for folder in [

@@ -1,5 +1,5 @@
-//! `lab bench disk`: a guest with a disk that only its host has, moved under the workloads of the paper on
-//! hybrid storage transfer (a guest that nobody moves shows what it gets done).
+//! Implements `lab bench disk`: moves a guest with a local disk under the workloads of the paper on
+//! hybrid storage transfer; a guest that is not moved is the reference for its throughput.
 
 mod guest;
 mod judge;
@@ -23,7 +23,7 @@ use progress::Progress;
 use row::{Row, show};
 use std::time::Duration;
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "disk",
     about: "a guest with a disk of its host's own under IOR, AsyncWR and CM1, moved by Longhaul's \
@@ -32,7 +32,7 @@ pub(super) const BENCH: Bench = Bench {
     run,
 };
 
-/// What a short run compares; of Longhaul's strategies that one.
+/// The systems of a short run, with one of Longhaul's strategies.
 const QUICK: [&str; 4] = [
     "none",
     "qemu-mirror",
@@ -40,13 +40,13 @@ const QUICK: [&str; 4] = [
     "hybrid",
 ];
 const LINKS: [&str; 2] = ["200mbit,1ms", "100mbit,20ms"];
-/// When a move is given up.
+/// The time limit of a move.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Who moves the guest.
+/// The system that moves the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum System {
-    /// Nobody.
+    /// None: the guest is not moved.
     None,
     /// QEMU's mirror.
     Mirror(CopyMode),
@@ -55,13 +55,13 @@ enum System {
 }
 
 impl System {
-    /// Every one.
+    /// Returns all systems.
     fn all() -> Vec<Self> {
         let strategies = DiskChoice::ALL
             .into_iter()
             .filter(|choice| *choice != DiskChoice::Auto);
         let mirrors = [CopyMode::Background, CopyMode::WriteBlocking];
-        // What a guest gets done that nobody moves is what all others are compared with: it comes first.
+        // The reference guest, which is not moved, comes first: all others are compared with it.
         [Self::None]
             .into_iter()
             .chain(mirrors.map(Self::Mirror))
@@ -69,7 +69,7 @@ impl System {
             .collect()
     }
 
-    /// Whether people mean it by a name.
+    /// Returns whether a name on the command line means it.
     fn is_named(self, name: &str) -> bool {
         self.name() == name || self.is_longhaul() && self.strategy() == name
     }
@@ -78,7 +78,7 @@ impl System {
         matches!(self, Self::Longhaul(_))
     }
 
-    /// Its name in rows.
+    /// Returns its name in rows.
     fn name(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -87,7 +87,7 @@ impl System {
         }
     }
 
-    /// The strategy that its rows are of.
+    /// Returns the strategy in its rows.
     fn strategy(self) -> &'static str {
         match self {
             Self::None => "none",
@@ -97,18 +97,18 @@ impl System {
     }
 }
 
-/// What is moved, and when.
+/// The guest and the beginning of the move.
 #[derive(Debug, Clone, Copy)]
 struct Case {
     link: LinkSpec,
     workload: Workload,
-    /// From 1.
+    /// The repeat, from 1.
     repeat: u32,
     repeats: u32,
     seed: u64,
 }
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let systems = systems(options)?;
     let links = links(options)?;
@@ -138,7 +138,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
         true => None,
         false => Some(longhaul::start(&mut lab, &files, options, &strategies)?),
     };
-    // Peers run as Longhaul's guests do.
+    // Baselines run with the same accelerator as Longhaul's guests.
     let kvm = product.as_ref().map_or(Ok(false), |it| it.has_kvm(0))?;
     let accelerator = if kvm { "kvm" } else { "tcg" };
     document.machine_mut().accel = Some(accelerator.to_owned());
@@ -188,7 +188,7 @@ fn measure(
     Ok(rows)
 }
 
-/// What is moved over a link. What bars are set for is repeated, the rest is only where that is asked for.
+/// Returns the cases of a link. Those with checks are repeated, the others run only on request.
 fn cases(options: &Options, link: LinkSpec) -> Vec<Case> {
     let is_first = LINKS[0].parse() == Ok(link);
     let mut cases = Vec::new();

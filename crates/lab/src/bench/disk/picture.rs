@@ -1,4 +1,4 @@
-//! All that a QEMU has to do with disks: what must be the same before a move and after it.
+//! Captures the whole disk state of a QEMU, which must be the same before a move and after it.
 
 use crate::error::{During, LabError};
 use crate::peer::qmp::Qmp;
@@ -6,18 +6,19 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// A sorted list of lines, without numbers that QEMU gives by itself and without what changes by itself.
+/// A sorted list of lines, without numbers assigned by QEMU and without values that change by
+/// themselves.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Picture(Vec<String>);
 
 impl Picture {
-    /// Takes it of the QEMU of a process, whose control socket is free. What lies in its host's folder
-    /// is named without that.
+    /// Captures the QEMU of a process, whose control socket is free. Paths in its host's folder are
+    /// shortened.
     pub(super) fn take(socket: &Path, pid: u32, folder: &Path) -> Result<Self, LabError> {
         let mut qmp = Qmp::connect(socket)?;
         let mut lines = open_files(pid).during(|| format!("look at process {pid}"))?;
         if lines.is_empty() {
-            // A picture of nothing would be the same before and after.
+            // An empty picture would be the same before and after.
             return Err(LabError::Answer {
                 what: format!("process {pid}"),
                 message: "it has no image open".to_owned(),
@@ -39,7 +40,7 @@ impl Picture {
         Ok(Self(lines))
     }
 
-    /// The lines of one that are not in the other.
+    /// Returns the lines that are in only one of the two.
     pub(super) fn changes(&self, after: &Self) -> Vec<String> {
         let only = |these: &[String], those: &[String], mark: char| -> Vec<String> {
             let these = these.iter().filter(|line| !those.contains(line));
@@ -51,7 +52,7 @@ impl Picture {
     }
 }
 
-/// Which node stands on which, and how.
+/// Returns the edges between nodes, with their kind.
 fn edges(graph: &Value) -> Vec<String> {
     let list = |key: &str| graph[key].as_array().cloned().unwrap_or_default();
     let nodes = list("nodes");
@@ -68,7 +69,7 @@ fn edges(graph: &Value) -> Vec<String> {
     edges.iter().map(Value::to_string).collect()
 }
 
-/// Nodes without a name get one at random.
+/// Nodes without a name get a random one.
 fn unnumbered(line: &str) -> String {
     let mut parts = line.split("#block");
     let mut out = parts.next().unwrap_or_default().to_owned();
@@ -79,12 +80,12 @@ fn unnumbered(line: &str) -> String {
     out
 }
 
-/// The images that a process has open, with their flags and locks.
+/// Returns the open images of a process, with their flags and locks.
 fn open_files(pid: u32) -> std::io::Result<Vec<String>> {
     let mut lines = Vec::new();
     for entry in fs::read_dir(format!("/proc/{pid}/fd"))? {
         let entry = entry?;
-        // What was closed meanwhile is not open.
+        // The file was closed meanwhile.
         let Ok(file) = fs::read_link(entry.path()) else {
             continue;
         };

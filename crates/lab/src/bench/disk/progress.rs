@@ -1,29 +1,30 @@
-//! What a guest got done, operation by operation, and how that compares with a guest that nobody moved.
+//! Records a guest's progress, operation by operation, and compares it with a guest that was not
+//! moved.
 
 use crate::arena::Beat;
 use std::time::Instant;
 
-/// How many operations had been done when.
+/// The number of completed operations over time.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Progress {
-    /// In the order of time; those moments at which it became more.
+    /// The moments at which the number grew, in the order of time.
     steps: Vec<(Instant, u64)>,
-    /// What is looked at.
+    /// The period under comparison.
     began: Instant,
     ended: Instant,
 }
 
-/// How a guest fared beside one that did the same undisturbed.
+/// A guest's performance relative to one with the same work and no move.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Relative {
-    /// How fast it was.
+    /// The relative throughput.
     pub(super) throughput: f64,
-    /// How much longer it took, in seconds.
+    /// The additional time, in seconds.
     pub(super) lost_s: f64,
 }
 
 impl Progress {
-    /// What heartbeats tell, and which time is looked at.
+    /// Returns the progress from heartbeats, for a period.
     pub(super) fn of(beats: &[Beat], [began, ended]: [Instant; 2]) -> Self {
         let mut steps: Vec<(Instant, u64)> = Vec::new();
         for beat in beats {
@@ -39,15 +40,15 @@ impl Progress {
         }
     }
 
-    /// How fast this guest did what it did in the time that is looked at, relative to one that did the same
-    /// undisturbed. Both do the same operations in the same order, some faster than others: so it is not
-    /// rates that are compared, but the times that the same operations took. `None` where it did too little.
+    /// Returns how fast this guest did its operations of the period, relative to an undisturbed
+    /// one. Both do the same operations in the same order, some faster than others: so the times
+    /// for the same operations are compared, and not rates. `None` where it did too few.
     pub(super) fn relative_to(&self, undisturbed: &Self) -> Option<Relative> {
         let (first, last) = (self.done_at(self.began)?, self.done_at(self.ended)?);
         if last <= first {
             return None;
         }
-        // A guest that has done all that there was does nothing for the rest of the time.
+        // A guest that has finished does nothing for the rest of the period.
         let took = (self.reached(last)? - self.began).as_secs_f64();
         let undisturbed_s = undisturbed.took(first, last)?;
         (took > 0.0).then(|| Relative {
@@ -56,8 +57,8 @@ impl Progress {
         })
     }
 
-    /// How long it took from one operation to a later one. What comes after its end it would have done as
-    /// fast as what came before.
+    /// Returns the time from one operation to a later one. Operations after the end of the data are
+    /// assumed to be as fast as those before.
     fn took(&self, first: u64, last: u64) -> Option<f64> {
         let from = self.reached(first)?;
         if let Some(to) = self.reached(last) {
@@ -70,13 +71,13 @@ impl Progress {
         Some(known + (last - end) as f64 * per_operation)
     }
 
-    /// What was done at a time.
+    /// Returns the number of operations completed at a time.
     fn done_at(&self, at: Instant) -> Option<u64> {
         let next = self.steps.partition_point(|(when, _)| *when <= at);
         Some(self.steps.get(next.checked_sub(1)?)?.1)
     }
 
-    /// When so much was done.
+    /// Returns when this number was reached.
     fn reached(&self, operations: u64) -> Option<Instant> {
         let step = self.steps.partition_point(|(_, done)| *done < operations);
         self.steps.get(step).map(|(when, _)| *when)
@@ -88,7 +89,8 @@ mod tests {
     use super::*;
     use std::time::Duration;
 
-    /// A guest that does the next operation at each of these times, in ms; looked at between two.
+    /// Returns a guest that completes the next operation at each of these times, in ms; the period
+    /// is between two of them.
     fn progress(start: Instant, times: impl Iterator<Item = u64>, between: [u64; 2]) -> Progress {
         let at = |ms| start + Duration::from_millis(ms);
         let beat = |(number, ms): (u64, u64)| Beat {
@@ -107,7 +109,7 @@ mod tests {
     #[test]
     fn the_same_operations_are_compared() {
         let start = Instant::now();
-        // 100 slow ones, then 100 quick ones.
+        // 100 slow operations, then 100 fast ones.
         let usual = |slow: u64, quick: u64| {
             let first = (0..100).map(move |number| number * slow);
             let last = (0..100).map(move |number| 100 * slow + number * quick);
@@ -118,11 +120,11 @@ mod tests {
         let relative = halved.relative_to(&undisturbed).unwrap();
         assert!((relative.throughput - 0.5).abs() < 0.01, "{relative:?}");
         assert!((relative.lost_s - 1.0).abs() < 0.02, "{relative:?}");
-        // The rate of the quick ones alone says nothing.
+        // The rate of the fast ones alone would mislead.
         let quick = progress(start, usual(10, 2), [1000, 1200]);
         let relative = quick.relative_to(&undisturbed).unwrap().throughput;
         assert!((relative - 1.0).abs() < 0.02, "{relative}");
-        // All was done long before the end.
+        // Everything was done long before the end.
         let idle = progress(start, usual(10, 2), [0, 90_000]);
         let relative = idle.relative_to(&undisturbed).unwrap().throughput;
         assert!((relative - 1.0).abs() < 0.01);

@@ -1,4 +1,4 @@
-//! A row of the bench.
+//! Defines a row of the bench.
 
 use super::progress::Progress;
 use super::{Case, LIMIT, System};
@@ -7,49 +7,50 @@ use crate::moves::MoveRow;
 use longhaul_history::plan::SECTOR_BYTES;
 use serde::Serialize;
 
-/// What all benches of moves say, and what this one does besides.
+/// The common fields of all benches of moves, and those of this one.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Row {
     #[serde(flatten)]
     pub(super) moved: MoveRow<Parameters>,
-    /// How fast the guest did its work from the beginning of the move to its end, relative to a guest that did
-    /// the same without being moved.
+    /// The guest's rate of work from the beginning of the move to its end, relative to a guest with
+    /// the same work that was not moved.
     pub(super) throughput_vs_none: Option<f64>,
     /// How much longer it took for that work than the other, in seconds.
     pub(super) lost_s: Option<f64>,
-    /// What is different of the disk's nodes, their options and the open files, before and after the move.
+    /// Differences in the disk's nodes, their options and the open files, before and after the
+    /// move.
     pub(super) disk_changes: Option<u64>,
 }
 
-/// What the guest is and does.
+/// The parameters of the guest.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub(super) struct Parameters {
-    /// The file that is written over and over.
+    /// Size of the file that is written repeatedly.
     pub(super) file_bytes: u64,
-    /// The disk that it lies on.
+    /// Size of its disk.
     pub(super) disk_size_bytes: u64,
-    /// What is written at most, outside of bursts.
+    /// The maximum write rate, outside of bursts.
     pub(super) write_bytes_per_s: Option<u64>,
-    /// What is read at most.
+    /// The maximum read rate.
     pub(super) read_bytes_per_s: Option<u64>,
-    /// What is written at once, and how often.
+    /// The size of a burst of writes, and the interval of bursts.
     pub(super) burst_bytes: Option<u64>,
     pub(super) burst_every_ms: Option<u64>,
-    /// How many requests are under way at a time.
+    /// The number of requests under way at a time.
     pub(super) depth: u32,
-    /// Bytes of pages beside it, and how many are rewritten per second.
+    /// Bytes of pages beside it, and the number rewritten per second.
     pub(super) arena_bytes: u64,
     pub(super) pages_per_s: u64,
-    /// The operation at which the move is asked for.
+    /// The operation at which the move is requested.
     pub(super) began_at_operation: u64,
-    /// When a move is given up.
+    /// The time limit of a move.
     pub(super) limit_ms: u64,
     pub(super) machine: String,
     pub(super) guest_memory_bytes: u64,
 }
 
 impl Parameters {
-    /// What the workload says of itself.
+    /// Returns the parameters of a workload.
     pub(super) fn of(work: &Work) -> Self {
         let block = work.file.map_or(0, |file| file.block) * SECTOR_BYTES as u64;
         let limited = |per_s: u64| (per_s > 0).then_some(per_s * block);
@@ -82,7 +83,7 @@ impl Row {
         }
     }
 
-    /// Notes how the guest fared beside one that was not moved.
+    /// Compares the guest's progress with that of one that was not moved.
     pub(super) fn compare(&mut self, progress: &Progress, undisturbed: Option<&Progress>) {
         let relative = undisturbed.and_then(|it| progress.relative_to(it));
         self.throughput_vs_none = relative.map(|it| it.throughput);
@@ -90,7 +91,7 @@ impl Row {
     }
 }
 
-/// A row in one line.
+/// Returns a row as one line.
 pub(super) fn show(row: &Row) -> String {
     let moved = &row.moved;
     let number = |value: Option<f64>, unit: &str| {
@@ -98,7 +99,8 @@ pub(super) fn show(row: &Row) -> String {
     };
     let megabytes = |bytes: Option<u64>| number(bytes.map(|bytes| bytes as f64 / 1e6), "MB");
     format!(
-        "{:<26} {:<8} {:<7} repeat {}: {} over the link, disk {}, {}, downtime {}, throughput {}, lost {}, errors {}, {}",
+        "{:<26} {:<8} {:<7} repeat {}: {} over the link, disk {}, {}, downtime {}, throughput {}, \
+         lost {}, errors {}, {}",
         moved.system,
         moved.strategy,
         moved.workload,

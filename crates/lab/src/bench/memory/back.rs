@@ -1,4 +1,5 @@
-//! `lab bench return`: a guest moves with its disk, works, and comes back to the host that it left.
+//! Implements `lab bench return`: a guest moves with its disk, works, and returns to the host that
+//! it left.
 
 use super::super::document::{Document, Sense, median};
 use super::super::{Bench, Options};
@@ -9,26 +10,27 @@ use crate::moves::{Case, Load, MoveRow};
 use std::rc::Rc;
 use std::time::Duration;
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(in crate::bench) const BENCH: Bench = Bench {
     name: "return",
-    about: "the guest debian moves with its disk, works for a minute, and moves back to the host that it left",
+    about: "the guest debian moves with its disk, works for a minute, and moves back to the host \
+         that it left",
     minutes: (15, 5),
     run,
 };
 
-/// What the way back is called, where what the memory held is kept, and where only the disk is.
+/// The names of the way back: with the memory cache, and with the disk alone.
 const BACK: [&str; 2] = ["longhaul-back", "longhaul-back-disk-alone"];
 const WORKLOADS: [&str; 1] = ["compile"];
-/// How long the guest works where it has come.
+/// How long the guest works at its destination.
 const WORKS_FOR: Duration = Duration::from_secs(60);
-/// When a move that does not converge is given up.
+/// The time limit of a move that does not converge.
 const LIMIT: Duration = Duration::from_secs(240);
-/// What the way back takes of the link, of the way there.
+/// The bytes of the way back relative to the way there.
 const BYTES_OF_THERE: f64 = 0.3;
 
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
-    // A guest without a disk has left nothing to come back to.
+    // A guest without a disk leaves nothing behind to return to.
     let guest = match systems::guest(options)? {
         Some(guest) => guest,
         None => SystemGuest::debian()?,
@@ -41,7 +43,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     on_ground(options, LINK, Some(&guest), &ours, more, document, measure)
 }
 
-/// The one that was asked for.
+/// Returns the selected way back.
 fn way_back(options: &Options) -> Result<&'static str, LabError> {
     let one = || {
         let ways = BACK.join(" or ");
@@ -94,7 +96,7 @@ fn measure(
     Ok(())
 }
 
-/// What the guest does.
+/// Returns the guest's workloads.
 pub(super) fn workloads(options: &Options) -> Vec<String> {
     match options.workload.is_empty() {
         true => WORKLOADS.map(str::to_owned).to_vec(),
@@ -117,7 +119,7 @@ fn judge(rows: &[MoveRow], back: &str, document: &mut Document) {
         let name = format!("bytes_back_vs_there.{workload}");
         document.add_check(&name, value, Sense::AtMost, BYTES_OF_THERE);
     }
-    // The guest looks at all it has when it is back.
+    // The guest verifies all its data after its return.
     let errors = rows.iter().filter(|row| row.system == back);
     let errors = errors
         .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))

@@ -1,5 +1,5 @@
-//! `lab bench group`: guests of one base image move at once with their disks, beside what QEMU by itself needs
-//! for each of them.
+//! Implements `lab bench group`: guests of one base image move at once with their disks, compared
+//! with QEMU's own migration of each of them.
 
 use super::super::document::{Document, Sense, median};
 use super::super::{Bench, Options};
@@ -26,7 +26,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(in crate::bench) const BENCH: Bench = Bench {
     name: "group",
     about: "four guests of one base image move at once with their disks, beside QEMU's default and \
@@ -37,39 +37,39 @@ pub(in crate::bench) const BENCH: Bench = Bench {
 
 const LINK: &str = "200mbit,1ms";
 const GUESTS: usize = 4;
-/// What the guests do, in turns.
+/// The guests' workloads, in turns.
 const PROGRAMS: [&str; GUESTS] = ["compile", "database", "churn", warm::IDLE];
-/// How long they do it before they move.
+/// How long they work before they move.
 const WORK_FOR: Duration = Duration::from_secs(60);
 const QUICK_WORK_FOR: Duration = Duration::from_secs(10);
-/// When a move is given up.
+/// The time limit of a move.
 const LIMIT: Duration = Duration::from_secs(900);
-/// When QEMU's of one guest is.
+/// The time limit of QEMU's move of one guest.
 const PEER_LIMIT: Duration = Duration::from_secs(300);
 const BOOT_LIMIT: Duration = Duration::from_secs(600);
 const CHECK_LIMIT: Duration = Duration::from_secs(1200);
 const BYTES_OF_QEMU: f64 = 0.2;
 const OURS: &str = "longhaul";
-/// How peers open disks: as agents do.
+/// The cache mode of the baselines' disks: that of agents.
 const KIND: DiskKind = DiskKind {
     format: Format::Raw,
     cache: Cache::None,
     iothread: false,
 };
 
-/// What all benches of moves say, summed over the guests; times are from the first command to the last guest's
-/// running at the destination, downtimes the longest.
+/// The common fields of all benches of moves, summed over the guests; times are from the first
+/// command until the last guest runs at the destination, downtimes the longest.
 #[derive(Debug, Serialize)]
 struct Row {
     #[serde(flatten)]
     moved: MoveRow<Parameters>,
-    /// What other guests had brought, of memory and disks.
+    /// Bytes that other guests had brought, of memory and disks.
     shared_bytes: Option<u64>,
     of_guests: Vec<OfGuest>,
 }
 
 impl Row {
-    /// Adds up what is known of every guest.
+    /// Sums up the known values of all guests.
     fn sum_up(&mut self) {
         let sum = |value: fn(&OfGuest) -> Option<u64>| self.of_guests.iter().map(value).sum();
         self.moved.memory_bytes = sum(|guest| guest.memory_bytes);
@@ -78,16 +78,16 @@ impl Row {
     }
 }
 
-/// What the move of one of them took.
+/// The results of one guest's move.
 #[derive(Debug, Serialize)]
 struct OfGuest {
     workload: &'static str,
     outcome: String,
-    /// Unknown where several share the link.
+    /// Unknown where several guests share the link.
     link_bytes: Option<u64>,
     memory_bytes: Option<u64>,
     disk_bytes: Option<u64>,
-    /// What other guests had brought of it.
+    /// Bytes of it that other guests had brought.
     shared_bytes: Option<u64>,
     total_ms: f64,
 }
@@ -95,10 +95,10 @@ struct OfGuest {
 #[derive(Debug, Default, Clone, PartialEq, Serialize)]
 struct Parameters {
     guests: usize,
-    /// Of each.
+    /// Memory of each guest.
     guest_memory_bytes: u64,
     disk_size_bytes: u64,
-    /// What the base image takes.
+    /// Allocated size of the base image.
     disk_allocated_bytes: u64,
     works_for_ms: u64,
     machine: String,
@@ -183,7 +183,7 @@ struct Member {
 }
 
 impl Member {
-    /// Lets it begin when it is up.
+    /// Starts its work when it is up.
     fn begin(&mut self, guest: &SystemGuest) -> Result<(), LabError> {
         let name = self.name.clone();
         let silent = |error: crate::arena::ArenaError| LabError::Answer {
@@ -200,7 +200,7 @@ impl Member {
         Ok(())
     }
 
-    /// Has it look at all it has, and adds what it found and how it fared to the row.
+    /// Lets it verify all its data, and adds the result and its performance to the row.
     fn judge(&mut self, [began, ended]: [Instant; 2], row: &mut Row) -> Result<(), LabError> {
         let mut verified = moves::verify(&mut self.arena)?;
         if self.program != warm::IDLE {
@@ -245,7 +245,7 @@ impl Group<'_> {
         })
     }
 
-    /// A guest with a disk that one host has.
+    /// Returns a guest with a disk that only one host has.
     fn description(&self, name: &str) -> GuestDescription {
         let mut description = self.guest.description(name, &self.machine, warm::IDLE);
         description
@@ -255,7 +255,7 @@ impl Group<'_> {
         description
     }
 
-    /// Has Longhaul move them.
+    /// Moves them with Longhaul.
     fn at_once(&self, repeat: u32, images: &[String]) -> Result<Row, LabError> {
         let mut row = self.row([OURS, "precopy"], repeat)?;
         let of_repeat = images.iter().skip(GUESTS * (repeat as usize - 1));
@@ -289,7 +289,7 @@ impl Group<'_> {
         interrupt::sleep(self.work_for)?;
         self.move_all(&mut members, &mut row)?;
         for member in members {
-            // Where it is depends on how the move went.
+            // Its host depends on how the move went.
             let [here, there] = [0, 1].map(|host| self.product.stop_guest(host, &member.name));
             here.or(there)?;
         }
@@ -344,8 +344,8 @@ impl Group<'_> {
         Ok(())
     }
 
-    /// Has QEMU move them, one after the other: so each has the whole link, and what it writes meanwhile is sent
-    /// again as seldom as can be.
+    /// Moves them with QEMU, one after the other: so each has the whole link, and its writes during
+    /// the move are sent again as rarely as possible.
     fn one_by_one(&self, repeat: u32, copy_mode: CopyMode) -> Result<Row, LabError> {
         let mut row = self.row([copy_mode.system(), "mirror"], repeat)?;
         let [mut total_ms, mut bytes, mut back] = [0.0, 0.0, 0.0];
@@ -396,7 +396,7 @@ impl Group<'_> {
             arena: attached(source.channel())?,
         };
         member.begin(&self.guest)?;
-        // What is told to the guest goes to whoever is there: the one that runs comes first.
+        // Commands go to the guest that answers: the running one comes first.
         attach(&member.arena, destination.channel())?;
         interrupt::sleep(self.work_for)?;
         let names: Vec<String> = guest.disks.iter().map(|disk| disk.name.clone()).collect();
@@ -464,7 +464,7 @@ fn remove(path: &Path) -> Result<(), LabError> {
 fn judge(rows: &[Row], options: &Options, document: &mut Document) {
     let sound = |row: &&Row| match row.moved.system == OURS {
         true => counts(&row.moved),
-        // What QEMU sent until it was given up counts; what its guest found wrong does not.
+        // The bytes that QEMU sent until the move was given up count; errors in its guest do not.
         false => row.moved.verify_errors == Some(0),
     };
     let bytes = |system: &str| {
@@ -492,8 +492,8 @@ fn show(row: &Row) -> String {
     };
     let mb = |bytes: Option<u64>| number(bytes.map(|bytes| bytes as f64 / 1e6), "MB");
     format!(
-        "{:<12} repeat {}: {} guests, {} over the link, memory {}, disks {}, {} in other guests, {}, downtime at \
-         most {}, errors {}, {}",
+        "{:<12} repeat {}: {} guests, {} over the link, memory {}, disks {}, {} in other guests, \
+         {}, downtime at most {}, errors {}, {}",
         moved.system,
         moved.repeat,
         moved.parameters.guests,

@@ -1,4 +1,5 @@
-//! `lab bench memory`: Longhaul and QEMU's own ways move the same guest over the same link.
+//! Implements `lab bench memory`: Longhaul and QEMU's own migration move the same guest over the
+//! same link.
 
 pub(super) mod back;
 pub(super) mod group;
@@ -21,7 +22,7 @@ use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// The bench as `lab bench --list` shows it.
+/// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "memory",
     about: "a guest's memory moved by Longhaul and by QEMU's own ways, at five dirty rates; with \
@@ -33,7 +34,7 @@ pub(super) const BENCH: Bench = Bench {
 const LINK: &str = "100mbit,20ms";
 const ASKED_DOWNTIME_MS: u64 = 300;
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     let guest = systems::guest(options)?;
     let version = installed::qemu_version(&installed::qemu(&options.qemu)?)?;
@@ -52,7 +53,7 @@ fn run(options: &Options, document: &mut Document) -> Result<(), LabError> {
     )
 }
 
-/// Prepares everything that these systems need to move a guest, and measures.
+/// Prepares everything that these systems need to move a guest, and runs the bench.
 fn on_ground(
     options: &Options,
     link: &str,
@@ -93,7 +94,7 @@ fn on_ground(
         )?),
         false => None,
     };
-    // Peers run as Longhaul's guests do.
+    // Baselines run with the same accelerator as Longhaul's guests.
     let kvm = product
         .as_ref()
         .map_or(Ok(false), |product| product.has_kvm(0))?;
@@ -132,7 +133,7 @@ fn on_ground(
     measure(&asked, &movers, document)
 }
 
-/// What a run of the bench was asked for.
+/// The parameters of a run of the bench.
 struct Asked<'a> {
     options: &'a Options,
     link: LinkSpec,
@@ -140,7 +141,7 @@ struct Asked<'a> {
     guest: Option<&'a SystemGuest>,
 }
 
-/// The images of disks that one host has, by their names in both hosts' configuration.
+/// Returns the images of local disks, by their names in both hosts' configuration.
 fn local_images(guests: usize) -> Vec<String> {
     (0..guests)
         .map(|number| format!("local-{number}"))
@@ -203,16 +204,16 @@ fn product(
     })
 }
 
-/// Everybody who can move a guest.
+/// All systems that can move a guest.
 struct Movers<'a> {
     longhaul: Option<LonghaulMover<'a>>,
     launcher: &'a Launcher<'a>,
-    /// Starts guests with a disk of the first host's own.
+    /// Starts guests with a local disk of the first host.
     of_host: &'a Launcher<'a>,
 }
 
 impl Movers<'_> {
-    /// Lets one of them move a case's guest, and notes how it went.
+    /// Moves a case's guest with one of them, and adds the row.
     fn add_row(
         &self,
         case: &Case,
@@ -247,7 +248,8 @@ impl Movers<'_> {
         Ok(row)
     }
 
-    /// Lets Longhaul move a case's guest with its disk, there and back; the way back is called so.
+    /// Moves a case's guest with its disk by Longhaul, there and back; `back` is the system's name
+    /// of the way back.
     fn there_and_back(
         &self,
         case: &Case,
@@ -266,7 +268,7 @@ impl Movers<'_> {
         Ok(rows)
     }
 
-    /// Removes what a guest with a disk of its own leaves.
+    /// Removes the disk of a guest.
     fn remove_disk(&self, case: &Case) -> Result<(), LabError> {
         for disk in &case.guest.disks {
             for host in self.launcher.lab.hosts() {
@@ -288,11 +290,11 @@ impl Movers<'_> {
     }
 }
 
-/// Who moves the guest.
+/// The system that moves the guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum System {
     Longhaul,
-    /// Longhaul, and the disk moves too; whether its blocks may be what pages are found in.
+    /// Longhaul with the disk; whether pages may refer to the disk's blocks.
     WithDisk {
         index: bool,
     },
@@ -305,7 +307,7 @@ impl System {
         Self::WithDisk { index: false },
     ];
 
-    /// Its name in rows.
+    /// Returns its name in rows.
     fn name(self) -> &'static str {
         match self {
             Self::Longhaul => "longhaul",
@@ -320,7 +322,8 @@ impl System {
     }
 }
 
-/// Those that were asked for by name, or else the usual ones of this kind of guest that QEMU has.
+/// Returns the systems selected by name, or else the usual ones of this kind of guest that QEMU
+/// supports.
 fn systems(options: &Options, has_system: bool, qemu: &str) -> Result<Vec<System>, LabError> {
     let peers: &[PeerSystem] = match (has_system, options.quick) {
         (false, _) => &[PeerSystem::Default, PeerSystem::MultifdZstdPostcopy],
@@ -394,7 +397,8 @@ fn show(row: &MoveRow) -> String {
         )
     });
     format!(
-        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, {clients}errors {}, {}",
+        "{:<18} {}, repeat {}: {} over the link, {}, downtime {}, work {} of before, \
+         {clients}errors {}, {}",
         row.system,
         kind,
         row.repeat,
@@ -408,7 +412,7 @@ fn show(row: &MoveRow) -> String {
     )
 }
 
-/// Only moves that went through, of guests that found nothing wrong, are compared.
+/// Returns whether a row counts: the move completed, and its guest found no errors.
 fn counts<P>(row: &MoveRow<P>) -> bool {
     row.is_completed() && row.verify_errors == Some(0)
 }
@@ -422,10 +426,10 @@ fn ratio(
     Some(middle(ours)? / middle(theirs)?)
 }
 
-/// What every run has to show of Longhaul's own rows: nothing damaged, nothing that failed.
+/// Checks all of Longhaul's own rows: nothing damaged, nothing failed.
 fn judge_own(rows: &[MoveRow], document: &mut Document) {
     let own = || rows.iter().filter(|row| row.system.starts_with("longhaul"));
-    // A row whose guest could not be asked is as bad as one with an error.
+    // A row whose guest did not answer is as bad as one with an error.
     let errors = own()
         .map(|row| row.verify_errors.map_or(f64::NAN, |errors| errors as f64))
         .sum();

@@ -1,4 +1,4 @@
-//! The guest `tiny` at five dirty rates.
+//! Measures the guest `tiny` at five dirty rates.
 
 use super::super::document::{Document, Sense, median};
 use super::{ASKED_DOWNTIME_MS, Asked, Movers, System, counts, judge_own, ratio};
@@ -9,23 +9,23 @@ use crate::moves::{Case, Load, MoveRow};
 use crate::peer::PeerSystem;
 use std::time::Duration;
 
-/// The dirty rates at which the bars are set, as shares of the link's rate.
+/// The dirty rates of the checks, as shares of the link's rate.
 const BAR_SHARES: [f64; 4] = [0.0, 0.1, 0.3, 0.6];
-/// The dirty rate that no link can follow by sending whole pages.
+/// A dirty rate with which sending whole pages cannot converge on any link.
 const FASTER_THAN_LINK: f64 = 1.5;
 const QUICK_SHARES: [f64; 2] = [0.0, 0.3];
 const GUEST_MEMORY_MIB: u64 = 256;
 const ARENA_BYTES: u64 = 96 << 20;
 const WORKING_SET_BYTES: u64 = 32 << 20;
 const LIMIT: Duration = Duration::from_secs(120);
-/// How long a move that cannot converge is watched.
+/// How long a move that cannot converge is observed.
 const HOPELESS_LIMIT: Duration = Duration::from_secs(60);
 
 const BYTES_LIMIT: f64 = 0.6;
 const RANDOM_BYTES_LIMIT: f64 = 1.02;
 const DOWNTIME_OF_QEMU: f64 = 1.1;
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 pub(super) fn measure(
     asked: &Asked<'_>,
     systems: &[System],
@@ -35,7 +35,7 @@ pub(super) fn measure(
     let mut rows = Vec::new();
     for case in cases(asked) {
         for system in systems {
-            // Sending whole pages can never catch up: to see it once is enough.
+            // Sending whole pages can never catch up: one run shows it.
             let hopeless = case.load.dirty_share().is_some_and(|share| share > 1.0);
             if hopeless && case.repeat > 1 && *system != System::Longhaul {
                 continue;
@@ -68,7 +68,7 @@ fn cases(asked: &Asked<'_>) -> Vec<Case> {
     let mut cases = Vec::new();
     for repeat in 1..=options.repeats() {
         for (content, share) in &kinds {
-            // A guest that was moved away cannot be started anew under its name.
+            // A guest that was moved away cannot be started again under its name.
             let mut guest = Tiny::new(&format!("bench-{}", cases.len() + 1));
             guest.memory_mib = GUEST_MEMORY_MIB;
             let mut guest = guest.description();
@@ -144,7 +144,7 @@ fn judge(rows: &[MoveRow], document: &mut Document) {
     judge_own(rows, document);
 }
 
-/// The downtime as a share of the longest that was announced or asked for.
+/// Returns the downtime as a share of the longest announced or requested one.
 fn of_announced(row: &MoveRow) -> Option<f64> {
     let predicted = row
         .predicted

@@ -1,4 +1,4 @@
-//! Guests with a whole system on a disk, under workloads of real programs.
+//! Measures guests with a whole system on a disk, under workloads of real programs.
 
 use super::super::Options;
 use super::super::document::{Document, Sense, median};
@@ -13,23 +13,24 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-/// The workloads of the bars.
+/// The workloads of the checks.
 const WORKLOADS: [&str; 2] = ["compile", "database"];
 const QUICK_WORKLOADS: [&str; 1] = ["compile"];
-/// When a move that does not converge is given up.
+/// The time limit of a move that does not converge.
 const LIMIT: Duration = Duration::from_secs(240);
 
 const BYTES_OF_DEFAULT: f64 = 0.25;
 const BYTES_OF_MULTIFD: f64 = 0.8;
 const BYTES_OF_MULTIFD_DATABASE: f64 = 0.75;
-/// Of memory, where the disk moves too; and what knowing the disk's blocks saves of what memory costs without.
+/// The bytes of memory where the disk moves too, relative to those without knowledge of the disk's
+/// blocks.
 const BYTES_WITH_DISK: f64 = 0.6;
 const SAVED_BY_INDEX: f64 = 0.4;
 const TIME_OF_BEST: f64 = 0.85;
-/// On a link as fast as this, time is what is judged, and bytes are not.
+/// From this link rate on time is judged, and bytes are not.
 const FAST_LINK_BPS: u64 = 500_000_000;
 
-/// Measures, adding rows and then checks to the document.
+/// Runs the bench, adding rows and then checks to the document.
 pub(super) fn measure(
     asked: &Asked<'_>,
     guest: &SystemGuest,
@@ -52,7 +53,7 @@ pub(super) fn measure(
     for repeat in 1..=asked.options.repeats() {
         for warm in &warm {
             for system in systems {
-                // A guest that was moved away cannot be started anew under its name.
+                // A guest that was moved away cannot be started again under its name.
                 let name = format!("bench-{}", rows.len() + 1);
                 let mut description = guest.description(&name, &asked.machine, &warm.workload);
                 let image = match system {
@@ -86,7 +87,7 @@ pub(super) fn measure(
     Ok(())
 }
 
-/// The guest with a whole system that was asked for, if one was.
+/// Returns the selected guest with a whole system, if there is one.
 pub(super) fn guest(options: &Options) -> Result<Option<SystemGuest>, LabError> {
     match options.guest.as_str() {
         "tiny" => Ok(None),
@@ -98,7 +99,7 @@ pub(super) fn guest(options: &Options) -> Result<Option<SystemGuest>, LabError> 
     }
 }
 
-/// Those that were asked for, or else those of the bars that the guest has, or else all.
+/// Returns the selected workloads, or else those of the checks that the guest has, or else all.
 pub(super) fn workloads(options: &Options, guest: &SystemGuest) -> Vec<String> {
     let names = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
     if !options.workload.is_empty() {
@@ -149,7 +150,7 @@ impl Judged<'_> {
         }
     }
 
-    /// What the disk that moves too spares memory.
+    /// Judges what a moved disk saves of memory's bytes.
     fn judge_with_disk(&self, document: &mut Document) {
         let workload = self.workload;
         let [on, off] = System::WITH_DISK;
@@ -230,13 +231,13 @@ impl Judged<'_> {
             .collect()
     }
 
-    /// A peer's rows that count, where the peer was asked to move anything.
+    /// Returns a baseline's rows that count, where the baseline was run.
     fn peer(&self, peer: PeerSystem) -> Option<Vec<&MoveRow>> {
         let asked = self.systems.contains(&System::Peer(peer));
         asked.then(|| self.of(peer.name()))
     }
 
-    /// The shortest median time of QEMU's ways that stop the guest at the end.
+    /// Returns the shortest median time of QEMU's pre-copy variants.
     fn best_precopy_ms(&self) -> Option<f64> {
         let precopy = PeerSystem::ALL
             .into_iter()
@@ -246,7 +247,7 @@ impl Judged<'_> {
             .min_by(f64::total_cmp)
     }
 
-    /// Whether the guest got less done than under a peer, as far as pairs of moves can tell.
+    /// Judges whether the guest got less done than under a baseline, as far as pairs of moves show.
     fn judge_work(&self, name: &str, own: &[&MoveRow], peer: &[&MoveRow], document: &mut Document) {
         let ratios: Vec<f64> = own
             .iter()
@@ -270,7 +271,7 @@ fn bytes(row: &MoveRow) -> Option<f64> {
     row.link_bytes.map(|bytes| bytes as f64)
 }
 
-/// What memory took of the link: all of it, or where a disk moved too, its part.
+/// Returns memory's bytes on the link: all of them, or where a disk moved too, memory's part.
 fn bytes_of_memory(row: &MoveRow) -> Option<f64> {
     let Some(disk) = row.disk_bytes.filter(|bytes| *bytes > 0) else {
         return bytes(row);
@@ -279,7 +280,8 @@ fn bytes_of_memory(row: &MoveRow) -> Option<f64> {
     Some(bytes(row)? * memory / (memory + disk as f64))
 }
 
-/// Where the true ratio lies with 95 % confidence: Student's interval of the ratios' logarithms.
+/// Returns the 95 % confidence interval of the true ratio: Student's interval of the ratios'
+/// logarithms.
 fn interval(ratios: &[f64]) -> Option<[f64; 2]> {
     /// For 2, 3, ... ratios.
     const STUDENT: [f64; 9] = [
@@ -355,7 +357,7 @@ mod tests {
             rows.push(row("longhaul", repeat, 20, 10, 50.0 + noise));
             rows.push(row("qemu-multifd-zstd", repeat, 40, 20, 50.0));
             rows.push(row("qemu-default", repeat, 100, 50, 60.0));
-            // Fast, but no pre-copy.
+            // Fast, but not pre-copy.
             rows.push(row("qemu-postcopy", repeat, 100, 5, 10.0));
         }
         rows
@@ -458,7 +460,7 @@ mod tests {
         once.retain(|row| row.repeat == 1);
         let checks = judged(&once, &SYSTEMS, "100mbit,20ms");
         assert_eq!(checks.as_array().unwrap().len(), 6, "{checks}");
-        // Who was not asked is not judged against.
+        // A system that did not run is not judged against.
         let own = judged(&some, &SYSTEMS[..1], "100mbit,20ms");
         assert_eq!(own.as_array().unwrap().len(), 2, "{own}");
     }
@@ -470,7 +472,8 @@ mod tests {
         let [low, high] = interval(&[2.0, 2.0, 2.0]).unwrap();
         assert!((low - 2.0).abs() < 1e-9 && (high - 2.0).abs() < 1e-9);
         let [low, high] = interval(&[0.9, 1.0, 1.0 / 0.9]).unwrap();
-        // The logarithms' deviation is 0.10536; 4.303 of it over the root of 3 are 0.26175.
+        // The standard deviation of the logarithms is 0.10536; 4.303 times it over the root of 3 is
+        // 0.26175.
         assert!((high.ln() - 0.26175).abs() < 1e-4, "{high}");
         assert!((low * high - 1.0).abs() < 1e-9);
     }

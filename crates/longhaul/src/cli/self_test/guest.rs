@@ -1,4 +1,4 @@
-//! The guest of the self-test: a firmware that checks its own memory, and what it says of it.
+//! Implements the guest of the self-test: a firmware that checks its own memory, and its findings.
 
 use longhaul_hypervisor::Qmp;
 use longhaul_hypervisor::qmp::COMMAND_TIMEOUT;
@@ -8,27 +8,27 @@ use std::time::Duration;
 /// `guest.S`, assembled.
 const CODE: &[u8] = include_bytes!("guest.bin");
 const IMAGE_BYTES: usize = 0x10000;
-/// Where in the image the code begins, and where the processor does.
+/// The offset of the code in the image, and that of the reset vector.
 const CODE_PLACE: usize = 0xf000;
 const RESET_PLACE: usize = 0xfff0;
-/// What stands at the place of its findings once it checks.
+/// The magic number at the place of its findings once it checks.
 const NAME: u32 = 0x5453_484c;
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// What the guest has found so far.
+/// The guest's findings so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Findings {
-    /// Whether it has come to checking.
+    /// Whether it has begun to check.
     pub(super) checks: bool,
-    /// How often it went over its memory.
+    /// The number of passes over its memory.
     pub(super) passes: u32,
-    /// Words that were not what it wrote there last.
+    /// The number of words that differed from the last write.
     pub(super) errors: u32,
-    /// The first of them: where, what was to be there, and what was.
+    /// The first of them: address, expected value, found value.
     pub(super) first: (u32, u32, u32),
 }
 
-/// The firmware.
+/// Returns the firmware.
 pub(super) fn image() -> Vec<u8> {
     let mut image = vec![0; IMAGE_BYTES];
     image[CODE_PLACE..CODE_PLACE + CODE.len()].copy_from_slice(CODE);
@@ -39,7 +39,7 @@ pub(super) fn image() -> Vec<u8> {
     image
 }
 
-/// Asks the guest's QEMU for them.
+/// Reads the findings through the guest's QEMU.
 pub(super) async fn findings(socket: &Path) -> Result<Findings, String> {
     let qmp = Qmp::connect(socket, CONNECT_TIMEOUT)
         .await

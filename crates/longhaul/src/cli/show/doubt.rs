@@ -1,14 +1,14 @@
-//! A migration in doubt as people see it: what each side knows, what comes by itself, the ways out
-//! and what is at stake in them.
+//! Formats a migration in doubt: the records of each side, the events that may resolve it, the
+//! operator's options and their risks.
 
 use super::figure;
 use crate::cli::paint::{Line, Tone, wrap};
 use longhaul_api::{Doubt, HandoverRecord, Migration, OtherSide, Side, WayOut};
 
-/// Where texts begin that have a title before them.
+/// The indent of texts with a title before them.
 const INDENT: usize = 10;
 
-/// What is known, below the list of migrations.
+/// Returns the known facts, for display below the list of migrations.
 pub(crate) fn block(
     migration: &Migration,
     doubt: &Doubt,
@@ -44,7 +44,7 @@ pub(crate) fn block(
     lines
 }
 
-/// Where a command is to be typed, if that is not here.
+/// Returns the host on which a command must be typed, if that is not this one.
 fn on_host(migration: &Migration, way: &WayOut) -> String {
     match way.tell == host(migration, migration.side) {
         true => String::new(),
@@ -67,7 +67,7 @@ fn name(side: Side) -> &'static str {
     }
 }
 
-/// What each side has written down.
+/// Returns the records of each side.
 fn known(migration: &Migration, doubt: &Doubt, now_unix_ms: u64, width: usize) -> Vec<Line> {
     let this = host(migration, migration.side);
     let here = format!(
@@ -123,7 +123,7 @@ fn titled(title: &str, text: &str, width: usize) -> Vec<Line> {
     lines
 }
 
-/// What a person should know who is about to end a doubt.
+/// Returns the warning for an operator who is about to end a doubt.
 pub(crate) fn stakes(
     migration: &Migration,
     doubt: &Doubt,
@@ -149,7 +149,7 @@ pub(crate) fn stakes(
     lines
 }
 
-/// The host of a side.
+/// Returns the host of a side.
 pub(crate) fn host(migration: &Migration, side: Side) -> &str {
     match side {
         Side::Source => &migration.source,
@@ -169,7 +169,7 @@ mod tests {
         let doubt = migration.doubt.clone().unwrap();
         let now = 1_800_000_300_000;
         golden::check_lines("doubt", &block(&migration, &doubt, "7f3a", now, 120), 120);
-        // Commands are not broken.
+        // Commands are not wrapped.
         golden::check_lines(
             "doubt_narrow",
             &block(&migration, &doubt, "7f3a", now, 72),

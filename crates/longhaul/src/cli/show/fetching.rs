@@ -1,4 +1,5 @@
-//! A guest that runs at the destination while the rest of its disks is fetched, as people see it at either end.
+//! Formats a guest that runs at the destination while the missing blocks of its disks are fetched,
+//! for both ends.
 
 use super::figure;
 use crate::cli::paint::{Line, Tone, wrap};
@@ -12,7 +13,7 @@ fn disks(progress: &Progress) -> impl Iterator<Item = &RegionProgress> {
     progress.regions.iter().filter(|region| region.disk)
 }
 
-/// Whether the rest of a guest's disks is being fetched.
+/// Returns whether missing blocks of a guest's disks are being fetched.
 fn is_under_way(migration: &Migration, progress: &Progress) -> bool {
     let left =
         disks(progress).any(|disk| disk.blocks_pending > 0 || disk.unreadable_byte.is_some());
@@ -20,7 +21,7 @@ fn is_under_way(migration: &Migration, progress: &Progress) -> bool {
     migration.outcome.is_none() && migration.phase == Phase::Finishing && something
 }
 
-/// What is yet to come, where something is, below the list of migrations.
+/// Returns the missing blocks, if there are any, for display below the list of migrations.
 pub(crate) fn block(migration: &Migration, width: usize) -> Vec<Line> {
     let Some(progress) = &migration.progress else {
         return Vec::new();
@@ -81,7 +82,7 @@ pub(crate) fn block(migration: &Migration, width: usize) -> Vec<Line> {
     lines
 }
 
-/// Each disk of which something is left.
+/// Returns each disk with missing blocks.
 fn left(progress: &Progress) -> String {
     let left = disks(progress).filter(|disk| disk.blocks_pending > 0);
     let parts: Vec<String> = left
@@ -99,14 +100,15 @@ fn left(progress: &Progress) -> String {
     }
 }
 
-/// What of the disks the source cannot read.
+/// Returns the parts of the disks that the source cannot read.
 pub(crate) fn unreadable(migration: &Migration, progress: &Progress) -> Vec<String> {
     let Migration { guest, source, .. } = migration;
     let text = |disk: &RegionProgress| {
         let byte = disk.unreadable_byte?;
         Some(format!(
-            "{source} cannot read its disk {} at byte {byte}: what needs that fails in {guest}, until it writes over it; \
-             the move ends when it has, or when {source} can read it again",
+            "{source} cannot read its disk {} at byte {byte}: what needs that fails in {guest}, \
+             until it writes over it; the move ends when it has, or when {source} can read it \
+             again",
             disk.name
         ))
     };

@@ -1,28 +1,28 @@
-//! Figures with their units; one that was not measured is a dash.
+//! Formats figures with their units; an unmeasured one is a dash.
 
 use longhaul_api::{Outcome, Phase, Strategy};
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
 
-/// Stands for what was not measured.
+/// The text for an unmeasured figure.
 pub(crate) const UNKNOWN: &str = "-";
 
-/// A number of bytes.
+/// Formats a number of bytes.
 pub(crate) fn bytes(bytes: Option<u64>) -> String {
     bytes.map_or_else(|| UNKNOWN.to_owned(), show_bytes)
 }
 
-/// A rate in bits per second.
+/// Formats a rate in bits per second.
 pub(crate) fn bit_rate(rate_bps: Option<u64>) -> String {
     rate_bps.map_or_else(|| UNKNOWN.to_owned(), show_bit_rate)
 }
 
-/// A rate of bytes.
+/// Formats a rate in bytes per second.
 pub(crate) fn byte_rate(bytes_per_s: u64) -> String {
     format!("{}/s", show_bytes(bytes_per_s))
 }
 
-/// A time in milliseconds.
+/// Formats a time in milliseconds.
 pub(crate) fn ms(time_ms: Option<u64>) -> String {
     time_ms.map_or_else(
         || UNKNOWN.to_owned(),
@@ -30,7 +30,7 @@ pub(crate) fn ms(time_ms: Option<u64>) -> String {
     )
 }
 
-/// A time in milliseconds and parts of them.
+/// Formats a time in fractional milliseconds.
 pub(crate) fn precise_ms(time_ms: Option<f64>) -> String {
     time_ms.map_or_else(
         || UNKNOWN.to_owned(),
@@ -38,7 +38,7 @@ pub(crate) fn precise_ms(time_ms: Option<f64>) -> String {
     )
 }
 
-/// The number of milliseconds alone, for lists of which only the last has its unit.
+/// Formats a number of milliseconds without a unit, for lists of which only the last has its unit.
 pub(crate) fn bare_ms(time_ms: f64) -> String {
     if time_ms < 9.95 {
         format!("{time_ms:.1}")
@@ -51,7 +51,7 @@ fn time(time_ms: f64) -> Duration {
     Duration::try_from_secs_f64(time_ms / 1e3).unwrap_or_default()
 }
 
-/// A part of a whole of bytes, in the whole's unit: `2.9 of 4.0 GiB`.
+/// Formats a part of a number of bytes, in the unit of the whole: `2.9 of 4.0 GiB`.
 pub(crate) fn part_of(part: u64, whole: u64) -> String {
     let (factor, unit) = [(1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB")]
         .into_iter()
@@ -68,7 +68,7 @@ pub(crate) fn part_of(part: u64, whole: u64) -> String {
     format!("{} of {} {unit}", show(part), show(whole))
 }
 
-/// The share in whole percents; 100 only for all.
+/// Returns the share in whole percents; 100 only for all.
 pub(crate) fn percent(part: u64, whole: u64) -> u64 {
     match whole {
         0 => 100,
@@ -76,7 +76,7 @@ pub(crate) fn percent(part: u64, whole: u64) -> u64 {
     }
 }
 
-/// The two parts of a bar of so many columns: what is done, and what is not.
+/// Returns the two parts of a bar of `columns` columns: the completed and the remaining one.
 pub(crate) fn bar(part: u64, whole: u64, columns: usize) -> (String, String) {
     let halves = u128::from(part.min(whole)) * columns as u128 * 2 / u128::from(whole.max(1));
     let halves = usize::try_from(halves).unwrap_or(0);
@@ -87,7 +87,7 @@ pub(crate) fn bar(part: u64, whole: u64, columns: usize) -> (String, String) {
     (done, "─".repeat(columns - halves.div_ceil(2)))
 }
 
-/// How long ago a moment was.
+/// Returns the age of a moment.
 pub(crate) fn age(then_unix_ms: u64, now_unix_ms: u64) -> String {
     let s = now_unix_ms.saturating_sub(then_unix_ms) / 1000;
     match s {
@@ -98,7 +98,7 @@ pub(crate) fn age(then_unix_ms: u64, now_unix_ms: u64) -> String {
     }
 }
 
-/// A moment, in UTC.
+/// Formats a moment, in UTC.
 pub(crate) fn utc(unix_ms: u64) -> String {
     let (days, ms) = (unix_ms / 86_400_000, unix_ms % 86_400_000);
     let (year, month, day) = date(days);
@@ -107,8 +107,8 @@ pub(crate) fn utc(unix_ms: u64) -> String {
     format!("{year:04}-{month:02}-{day:02} {hours:02}:{minutes:02}:{s:02}.{ms:03} UTC")
 }
 
-/// The date of a day since 1970. Counted from March on, a leap day is the last of its year, and
-/// 400 years have the same number of days each time.
+/// Returns the date of a day since 1970. Years are counted from March on: a leap day is then the
+/// last of its year, and every 400 years have the same number of days.
 fn date(days: u64) -> (u64, u64, u64) {
     let days = days + 719_468;
     let (era, day) = (days / 146_097, days % 146_097);
@@ -123,14 +123,14 @@ fn date(days: u64) -> (u64, u64, u64) {
     (era * 400 + year, month, day)
 }
 
-/// A strategy's name for people.
+/// Returns the display name of a strategy.
 pub(crate) fn strategy(strategy: Strategy) -> &'static str {
     match strategy {
         Strategy::Precopy => "pre-copy",
     }
 }
 
-/// A phase's name for people.
+/// Returns the display name of a phase.
 pub(crate) fn phase(phase: Phase) -> &'static str {
     match phase {
         Phase::Preparing => "preparing",
@@ -143,7 +143,7 @@ pub(crate) fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// An outcome's name for people.
+/// Returns the display name of an outcome.
 pub(crate) fn outcome(outcome: Outcome) -> &'static str {
     match outcome {
         Outcome::Completed => "completed",

@@ -1,4 +1,4 @@
-//! Several guests that moved as a group: a line of each, and the sums.
+//! Formats several guests that moved as a group: a line for each, and the sums.
 
 use super::figure;
 use super::live;
@@ -7,14 +7,14 @@ use longhaul_api::{ApiError, Migration, Outcome, Progress, Report};
 use longhaul_protocol::units::show_bytes;
 use serde_json::{Value, json};
 
-/// Where the values of a row begin.
+/// The indent of the values of a row.
 const INDENT: usize = 11;
 
 /// A guest whose move has ended, or was refused.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) guest: String,
-    /// Its migration, if one began.
+    /// Its migration, if it began.
     pub(crate) migration: Option<Migration>,
     pub(crate) outcome: Outcome,
     pub(crate) exit_code: u8,
@@ -22,24 +22,24 @@ pub(crate) struct Ended {
     pub(crate) report: Option<Report>,
 }
 
-/// What became of a group.
+/// The results of a group.
 #[derive(Debug)]
 pub(crate) struct Summary {
     pub(crate) name: String,
     pub(crate) to: String,
     pub(crate) total_ms: u64,
     pub(crate) ended: Vec<Ended>,
-    /// Guests whose turn never came.
+    /// Guests whose move did not begin.
     pub(crate) not_begun: Vec<String>,
 }
 
-/// The sums over all reports that there are.
+/// The sums over all reports.
 #[derive(Debug, Default, serde::Serialize)]
 struct Sums {
     link_bytes: u64,
     memory_bytes: u64,
     disk_bytes: u64,
-    /// What other guests had brought.
+    /// Bytes that other guests had brought.
     shared_bytes: u64,
     downtime_ms_max: Option<f64>,
 }
@@ -63,7 +63,7 @@ impl Summary {
         self.ended.iter().filter(moved).count()
     }
 
-    /// As JSON.
+    /// Returns the JSON form.
     pub(crate) fn json(&self) -> Value {
         let of_one = |one: &Ended| {
             json!({
@@ -78,7 +78,7 @@ impl Summary {
         })
     }
 
-    /// 0 when all guests run at the destination; otherwise that of the guest that is worst off.
+    /// Returns 0 when all guests run at the destination; otherwise the worst exit code.
     pub(crate) fn exit_code(&self) -> u8 {
         let codes = self.ended.iter().map(|one| one.exit_code);
         let codes: Vec<u8> = codes
@@ -90,7 +90,7 @@ impl Summary {
     }
 }
 
-/// One of them, under way.
+/// Formats a move under way.
 pub(crate) fn under_way(migration: &Migration, progress: &Progress) -> Line {
     let line = live::plain(migration, progress);
     Line::default()
@@ -98,7 +98,7 @@ pub(crate) fn under_way(migration: &Migration, progress: &Progress) -> Line {
         .plain(format!("  {}", line.render(usize::MAX, false)))
 }
 
-/// What became of one.
+/// Formats the result of a move.
 pub(crate) fn ended(one: &Ended) -> Line {
     let guest = &one.guest;
     let report = one.report.as_ref();
@@ -138,7 +138,7 @@ pub(crate) fn ended(one: &Ended) -> Line {
     }
 }
 
-/// One account of all.
+/// Formats the summary of all moves.
 pub(crate) fn summary(summary: &Summary) -> Vec<Line> {
     let sums = summary.sums();
     let row = |name: &str, text: String| {

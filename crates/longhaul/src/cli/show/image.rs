@@ -1,4 +1,4 @@
-//! Base images as people see them.
+//! Formats base images.
 
 use super::figure::{self, bar, part_of, percent};
 use crate::cli::image::{
@@ -8,9 +8,9 @@ use crate::cli::paint::{Line, Tone, head, table};
 use longhaul_image::ImportProgress;
 use longhaul_protocol::units::show_bytes;
 
-/// Digits of an id that are enough for people.
+/// The number of digits of a displayed id.
 const SHORT_DIGITS: usize = 12;
-/// Columns that the figures beside a bar take.
+/// The width of the figures beside a bar.
 const FIGURES: usize = 58;
 
 pub(super) fn short(id: &str) -> &str {
@@ -27,7 +27,7 @@ fn under_way(what: String, done: u64, all: u64, figures: String, width: usize) -
         .plain(format!("  {:>3} %   {figures}", percent(done, all)))
 }
 
-/// How far an import is.
+/// Formats the progress of an import.
 pub(crate) fn importing(called: &str, progress: &ImportProgress, width: usize) -> Line {
     if progress.waits {
         return Line::text(format!("importing {called}  waits for a removal to end"));
@@ -41,13 +41,13 @@ pub(crate) fn importing(called: &str, progress: &ImportProgress, width: usize) -
     under_way(format!("importing {called}"), done, all, figures, width)
 }
 
-/// How far an image has come.
+/// Formats the progress of a fetch.
 pub(crate) fn fetching(called: &str, here: u64, all: u64, width: usize) -> Line {
     let figures = part_of(here, all);
     under_way(format!("fetching {called}"), here, all, figures, width)
 }
 
-/// An image that was brought.
+/// Formats a fetched image.
 pub(crate) fn fetched(called: &str, image: &FetchDocument) -> Vec<Line> {
     let what = match image.read_bytes {
         0 => "it was here already".to_owned(),
@@ -63,13 +63,13 @@ pub(crate) fn fetched(called: &str, image: &FetchDocument) -> Vec<Line> {
     lines
 }
 
-/// How far a verification is.
+/// Formats the progress of a verification.
 pub(crate) fn verifying(called: &str, done: u64, all: u64, width: usize) -> Line {
     let figures = format!("{done} of {all} stripes");
     under_way(format!("verifying {called}"), done, all, figures, width)
 }
 
-/// An image that was imported.
+/// Formats an imported image.
 pub(crate) fn imported(image: &ImportDocument) -> Vec<Line> {
     let id = short(&image.id);
     let called = match &image.name {
@@ -93,7 +93,7 @@ pub(crate) fn imported(image: &ImportDocument) -> Vec<Line> {
     super::super::done(format!("{called} · {size}, {content} · {stored}"))
 }
 
-/// The images of a repository.
+/// Formats the images of a repository.
 pub(crate) fn list(document: &ListDocument) -> Vec<Line> {
     if document.images.is_empty() {
         return vec![
@@ -126,7 +126,7 @@ fn row(image: &Listed) -> Vec<Line> {
     ]
 }
 
-/// What was found of images.
+/// Formats the results of a verification.
 pub(crate) fn verified(document: &VerifyDocument) -> Vec<Line> {
     let mut lines = Vec::new();
     for image in &document.images {
@@ -157,7 +157,7 @@ pub(crate) fn verified(document: &VerifyDocument) -> Vec<Line> {
     lines
 }
 
-/// Images that were removed.
+/// Formats removed images.
 pub(crate) fn removed(called: &[String], document: &RemoveDocument) -> Vec<Line> {
     let freed = match document.freed_bytes {
         0 => "all of their content is in other images".to_owned(),

@@ -1,4 +1,4 @@
-//! Journals as people see them: what each record means, and who may run the guest.
+//! Formats journals: the meaning of each record, and the host that may run the guest.
 
 use super::figure;
 use crate::cli::journal::{Beginning, End, Journal, Journals, MayRun};
@@ -13,7 +13,7 @@ pub(crate) struct Words {
     pub(crate) text: String,
 }
 
-/// What a record means, in the journal of an attempt that began like that.
+/// Returns the meaning of a record, in the journal of an attempt with this beginning.
 pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
     let other = attempt.map_or("the other host", |attempt| &attempt.other_host);
     let plain = |name, text: String| Words {
@@ -88,8 +88,8 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
     }
 }
 
-/// Who may run the guest once a record is written, in the journal of that side; none where it
-/// changes nothing.
+/// Returns the host that may run the guest after a record, in the journal of that side; `None`
+/// where the record changes nothing.
 pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
     let of = |holder| match holder == side {
         true => MayRun::Here,
@@ -118,7 +118,7 @@ fn other(journal: &Journal) -> &str {
     attempt.map_or("the other host", |attempt| &attempt.other_host)
 }
 
-/// Who may run the guest, in few words.
+/// Returns the same in a few words.
 fn short(journal: &Journal) -> Line {
     match journal.may_run {
         MayRun::Here => Line::default().tone(Tone::Good, "this host"),
@@ -186,7 +186,7 @@ fn ending(journal: &Journal) -> Option<Line> {
     }
 }
 
-/// One journal, oldest record first.
+/// Formats one journal, oldest record first.
 pub(crate) fn journal(journal: &Journal) -> Vec<Line> {
     let id = journal.migration.as_deref().unwrap_or("unknown");
     let title = match &journal.attempt {
@@ -220,7 +220,7 @@ pub(crate) fn journal(journal: &Journal) -> Vec<Line> {
     lines
 }
 
-/// The journals of a host.
+/// Formats the journals of a host.
 pub(crate) fn list(journals: &Journals) -> Vec<Line> {
     let folder = journals.folder.display();
     if journals.journals.is_empty() && journals.unread.is_empty() {

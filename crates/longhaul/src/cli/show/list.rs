@@ -1,4 +1,4 @@
-//! Hosts, guests and migrations as people see them.
+//! Formats hosts, guests and migrations.
 
 use super::doubt;
 use super::fetching;
@@ -9,7 +9,7 @@ use longhaul_api::{
 };
 use longhaul_protocol::units::show_bytes;
 
-/// This host.
+/// Formats this host.
 pub(crate) fn host(host: &Host) -> Vec<Line> {
     let mut lines = vec![Line::default().tone(Tone::Strong, host.name.clone())];
     let mut line = |name: &str, text: String| {
@@ -80,7 +80,7 @@ fn qemu(qemu: &Qemu) -> String {
     format!("{version} ({})", qemu.path)
 }
 
-/// The trusted hosts.
+/// Formats the trusted hosts.
 pub(crate) fn hosts(hosts: &[TrustedHost]) -> Vec<Line> {
     if hosts.is_empty() {
         return vec![
@@ -100,7 +100,7 @@ pub(crate) fn hosts(hosts: &[TrustedHost]) -> Vec<Line> {
     table(rows)
 }
 
-/// What a host may ask, in words.
+/// Returns a host's permissions in words.
 pub(crate) fn may(scopes: &[Scope]) -> String {
     if scopes.is_empty() {
         return "nothing".to_owned();
@@ -112,7 +112,7 @@ pub(crate) fn may(scopes: &[Scope]) -> String {
     names.collect::<Vec<_>>().join(", ")
 }
 
-/// The guests.
+/// Formats the guests.
 pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
     if guests.is_empty() {
         return vec![
@@ -155,7 +155,7 @@ pub(crate) fn guests(guests: &[Guest]) -> Vec<Line> {
     lines
 }
 
-/// What a guest is doing.
+/// Formats a guest's state.
 pub(crate) fn guest_state(guest: &Guest) -> Line {
     let (tone, name) = match guest.state {
         GuestState::Stopped => (Tone::Plain, "stopped"),
@@ -174,7 +174,7 @@ pub(crate) fn guest_state(guest: &Guest) -> Line {
     }
 }
 
-/// The migrations, what is known of those in doubt, and what is yet to come.
+/// Formats the migrations, with details of those in doubt and those with missing blocks.
 pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usize) -> Vec<Line> {
     if migrations.is_empty() {
         return vec![Line::text("No guest was moved from or to this host.")];
@@ -229,7 +229,7 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
     lines
 }
 
-/// As much of an id as tells it from the others, and at least four digits.
+/// Returns the shortest prefix of an id that is unique, and at least four digits.
 pub(crate) fn short_id<'a>(id: &'a str, all: &[&str]) -> &'a str {
     let unique = |prefix: &str| {
         let mut others = all.iter().filter(|other| **other != id);
@@ -241,7 +241,7 @@ pub(crate) fn short_id<'a>(id: &'a str, all: &[&str]) -> &'a str {
         .unwrap_or(id)
 }
 
-/// What a probe measured.
+/// Formats the results of a probe.
 pub(crate) fn probe(probe: &ProbeResult) -> Vec<Line> {
     let mut text = format!(
         "{}: {} round trip, {} from here to there",

@@ -1,4 +1,4 @@
-//! A migration under way as people see it, and the lines that are said when it has ended.
+//! Formats a migration under way, and the lines at its end.
 
 use super::fetching;
 use super::figure::{self, byte_rate, part_of, percent};
@@ -8,21 +8,21 @@ use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::units::{show_bit_rate, show_bytes, show_duration};
 use std::time::Duration;
 
-/// Where the values of a row begin.
+/// The indent of the values of a row.
 const INDENT: usize = 11;
 
-/// What the person at the terminal has done about it.
+/// The user's action at the terminal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mood {
-    /// Watches.
+    /// The user watches.
     Watching,
-    /// Was asked whether to stop.
+    /// The user is asked whether to stop.
     Asked,
-    /// Asked for it to be stopped.
+    /// The user asked for a stop.
     Stopping,
 }
 
-/// The display, one line below the other.
+/// Returns the display, one line below the other.
 pub(crate) fn frame(
     migration: &Migration,
     progress: &Progress,
@@ -89,7 +89,7 @@ fn memory(progress: &Progress, total: u64, settled: u64, width: usize) -> Line {
     bar("memory", total, settled, &more, width)
 }
 
-/// A disk is shown by the name that the guest's description has for it.
+/// Formats a disk, by its name in the guest's description.
 fn disk(disk: &RegionProgress, width: usize) -> Vec<Line> {
     let (name, strategy) = (&disk.name, disk.strategy);
     let how = strategy.map_or_else(String::new, |strategy| format!(" · {strategy}"));
@@ -136,7 +136,7 @@ fn link(migration: &Migration, progress: &Progress) -> Line {
             "nothing heard from {} for {silent}; waits {}",
             migration.destination,
             match progress.phase {
-                // The guest is there: nothing can be given up any more.
+                // The guest is at the destination: the move cannot be aborted any more.
                 Phase::Finishing => "as long as it takes".to_owned(),
                 _ => format!("up to {}", figure::ms(Some(migration.asked.patience_ms))),
             }
@@ -162,7 +162,7 @@ fn link(migration: &Migration, progress: &Progress) -> Line {
     row("link").plain(text)
 }
 
-/// What the person should know of a guest that writes faster than the link carries.
+/// Returns the warning about a guest that writes faster than the link carries.
 fn too_fast(migration: &Migration, outpaced: &Outpaced, width: usize) -> Vec<Line> {
     let slowed = outpaced.slowed_percent;
     let slowed = slowed.map_or(String::new(), |percent| format!(", slowed by {percent} %"));
@@ -238,7 +238,7 @@ fn doing(migration: &Migration, progress: &Progress) -> String {
     }
 }
 
-/// What of its disks is still at the source of a guest that runs at the destination.
+/// Returns the missing bytes of a guest's disks, while it runs at the destination.
 fn left_bytes(progress: &Progress) -> u64 {
     let disks = progress.regions.iter().filter(|region| region.disk);
     let blocks = disks.map(|disk| disk.blocks_pending);
@@ -266,7 +266,7 @@ fn precopy(progress: &Progress) -> String {
     parts.join(" · ")
 }
 
-/// The same as one plain line, for where nothing can stay in place.
+/// Returns the same as one plain line, for outputs that cannot be redrawn in place.
 pub(crate) fn plain(migration: &Migration, progress: &Progress) -> Line {
     let mut parts = vec![format!("{:>3} s", progress.elapsed_ms / 1000)];
     let (total, settled) = blocks(progress);
@@ -291,7 +291,7 @@ pub(crate) fn plain(migration: &Migration, progress: &Progress) -> Line {
     Line::text(parts.join(" · "))
 }
 
-/// What is said when the guest runs at the destination.
+/// Formats the end of a completed migration.
 pub(crate) fn completed(
     migration: &Migration,
     progress: &Progress,
@@ -335,7 +335,7 @@ pub(crate) fn completed(
     ]
 }
 
-/// What is said when the migration was stopped by somebody.
+/// Formats the end of a migration that was stopped on request.
 pub(crate) fn stopped(migration: &Migration, progress: &Progress, short_id: &str) -> Vec<Line> {
     let time = figure::ms(Some(progress.elapsed_ms));
     let sent = show_bytes(progress.link.sent_bytes);
@@ -354,7 +354,7 @@ pub(crate) fn stopped(migration: &Migration, progress: &Progress, short_id: &str
     vec![Line::text(text), report_line(short_id)]
 }
 
-/// What is said when nobody can tell yet who may run the guest.
+/// Formats the end of a migration in doubt.
 pub(crate) fn in_doubt(migration: &Migration, progress: &Progress) -> Vec<Line> {
     let Migration {
         guest,
@@ -390,8 +390,8 @@ fn report_line(short_id: &str) -> Line {
     Line::text("  report: ").tone(Tone::Strong, format!("longhaul report {short_id}"))
 }
 
-/// How a migration ended, as an exit code: 0 the guest runs at the destination, 130 it was
-/// stopped, 3 it was refused before anything moved, 4 in doubt, 1 everything else.
+/// Returns the exit code of a migration: 0 the guest runs at the destination, 130 it was stopped, 3
+/// it was refused before anything moved, 4 in doubt, 1 everything else.
 pub(crate) fn exit_code(progress: &Progress) -> u8 {
     match progress.outcome {
         Some(Outcome::Completed) => 0,

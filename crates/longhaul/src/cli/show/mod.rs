@@ -1,4 +1,4 @@
-//! What people see: pure functions from the API's types to lines.
+//! Formats the output of commands: pure functions from the API's types to lines.
 
 pub(crate) mod doubt;
 pub(crate) mod fetching;

@@ -1,16 +1,16 @@
-//! A plan as people see it.
+//! Formats a plan.
 
 use super::figure::{self, byte_rate};
 use crate::cli::paint::{Line, Tone, columns, head, table, wrap};
 use longhaul_api::{Check, Plan, Prediction, Verdict};
 use longhaul_protocol::units::show_bytes;
 
-/// Where texts begin that have a title before them.
+/// The indent of texts with a title before them.
 const INDENT: usize = 9;
-/// In a terminal at least this wide, what may happen stands in the table.
+/// The width from which warnings are inside the table.
 const WIDE: usize = 100;
 
-/// The whole plan.
+/// Formats the whole plan.
 pub(crate) fn plan(plan: &Plan, width: usize) -> Vec<Line> {
     let mut lines = vec![headline(plan), Line::default()];
     lines.extend(checks(&plan.checks, width));
@@ -108,7 +108,7 @@ fn checks(checks: &[Check], width: usize) -> Vec<Line> {
     title("checks", lines)
 }
 
-/// Writes a title into the empty beginning of the first line.
+/// Writes a title into the indent of the first line.
 fn title(title: &str, mut lines: Vec<Line>) -> Vec<Line> {
     if let Some(first) = lines.first_mut() {
         *first = first.clone().titled(title);

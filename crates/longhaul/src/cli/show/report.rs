@@ -1,4 +1,4 @@
-//! A report as people see it: what was predicted beside what was.
+//! Formats a report: the predictions beside the results.
 
 use super::figure::{self, bare_ms, byte_rate};
 use super::image;
@@ -13,7 +13,7 @@ const PREDICTED: usize = 14;
 const WAS: usize = 31;
 const DETAIL: usize = 44;
 
-/// The whole report.
+/// Formats the whole report.
 pub(crate) fn report(report: &Report, width: usize) -> Vec<Line> {
     let mut lines = vec![headline(report)];
     if let Some(reason) = &report.reason {
@@ -79,7 +79,7 @@ fn headline(report: &Report) -> Line {
     line.tone(Tone::Faint, format!("  {}", report.id))
 }
 
-/// One row, its details broken between them where the terminal is too narrow.
+/// Formats one row, its details wrapped where the terminal is too narrow.
 fn row(name: &str, predicted: &str, was: &str, detail: &[String], width: usize) -> Vec<Line> {
     let mut line = Line::text(name).column(PREDICTED).plain(predicted);
     line = line.column(WAS).tone(Tone::Strong, was);
@@ -225,7 +225,7 @@ fn below(report: &Report, width: usize) -> Vec<Line> {
     }
     if let Some(verify) = &report.verify {
         let mut what = match verify.regions {
-            // By an agent that was started since.
+            // The agent was restarted since.
             0 => "memory as it went".to_owned(),
             1 => format!("{} in 1 RAM block", show_bytes(verify.bytes)),
             count => format!("{} in {count} RAM blocks", show_bytes(verify.bytes)),

@@ -1,4 +1,4 @@
-//! Made-up answers of an agent, for looking at what people see.
+//! Provides sample answers of an agent, for tests of the output.
 
 use longhaul_api::*;
 
@@ -153,7 +153,7 @@ pub(crate) fn in_doubt() -> Migration {
     }
 }
 
-/// A guest that runs at its destination, which fetches the rest of a disk.
+/// Returns a guest that runs at its destination, which fetches the missing blocks of a disk.
 pub(crate) fn fetching() -> Migration {
     let mut progress = progress();
     progress.phase = Phase::Finishing;
@@ -162,7 +162,11 @@ pub(crate) fn fetching() -> Migration {
     disk.blocks_pending = 18 * MIB / 4096;
     disk.blocks_settled = disk.blocks_total - disk.blocks_pending;
     (disk.strategy, disk.why, disk.waiting) = (Some(DiskChoice::Hybrid), None, Some(2));
-    progress.trouble = Some("what comes cannot be taken, and is tried again every 2 s: disk vda: No space left on device".into());
+    progress.trouble = Some(
+        "what comes cannot be taken, and is tried again every 2 s: disk vda: \
+         No space left on device"
+            .into(),
+    );
     Migration {
         side: Side::Destination,
         phase: Phase::Finishing,
@@ -171,8 +175,8 @@ pub(crate) fn fetching() -> Migration {
     }
 }
 
-const WHY: &str = "the guest's writes take 4 % of the link, so all of the disk can be there before the guest \
-                   is stopped";
+const WHY: &str = "the guest's writes take 4 % of the link, so all of the disk can be there \
+                   before the guest is stopped";
 
 const BASE: &str = "4f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a91c2d0b74f3a";
 
@@ -408,8 +412,8 @@ pub(crate) fn guests() -> Vec<Guest> {
     arrived.name = "ci-3".into();
     (arrived.state, arrived.state_detail) = (GuestState::Running, None);
     arrived.migration = None;
-    let coming = "its base image 3fa4c2900d17 comes: 310 MiB of 1002 MiB, 2 reads wait (the image repository \
-                  s3://images cannot be reached: no route to host)";
+    let coming = "its base image 3fa4c2900d17 comes: 310 MiB of 1002 MiB, 2 reads wait (the image \
+                  repository s3://images cannot be reached: no route to host)";
     arrived.coming = Some(coming.into());
     vec![running, stopped, arrived]
 }

@@ -1,5 +1,6 @@
-//! What the header of a qcow2 image says, as far as a move has to know it, and a header without an
-//! image behind it, and [what QEMU reads when it opens one](opened_with). The format is that of QEMU's docs/interop/qcow2.txt.
+//! The header of qcow2 images: the properties that a move depends on, a header without content
+//! behind it, and [the ranges that QEMU reads on opening](opened_with). The format is that of
+//! QEMU's docs/interop/qcow2.txt.
 
 mod opening;
 
@@ -7,53 +8,53 @@ pub use opening::opened_with;
 
 use longhaul_protocol::disk::Qcow2;
 
-/// The header of an image, without what versions after 3 may add.
+/// The length of an image's header, without the additions of versions after 3.
 pub const HEADER_BYTES: usize = 104;
-/// What is read of an image at most: its header, and what QEMU writes right behind it.
+/// The part of an image that is parsed: its header, and what QEMU writes directly behind it.
 pub const HEAD_BYTES: usize = 4096;
 
 const MAGIC: [u8; 4] = *b"QFI\xfb";
-/// QEMU opens no image whose first table is longer.
+/// QEMU opens no image with a longer first table.
 const L1_BYTES_MAX: u64 = 32 << 20;
-/// What is asked of whoever opens an image (*incompatible features*).
+/// Features that every reader of an image has to support (*incompatible features*).
 const DIRTY: u64 = 1;
 const CORRUPT: u64 = 1 << 1;
 const DATA_FILE: u64 = 1 << 2;
 const COMPRESSION_TYPE: u64 = 1 << 3;
 const EXTENDED_L2: u64 = 1 << 4;
-/// The format of the image that one stands on (*backing file format name*), among what follows the header.
+/// The format of the backing file (*backing file format name*), among the header extensions.
 const BACKING_FORMAT: u32 = 0xE279_2ACA;
-/// QEMU takes no longer name of an image that one stands on.
+/// QEMU accepts no longer name of a backing file.
 const NAME_BYTES_MAX: usize = 1023;
-/// Smallest cluster whose parts may be allocated by themselves.
+/// The smallest cluster that may be allocated in parts.
 const EXTENDED_CLUSTER_BITS_MIN: u8 = 14;
-/// What is expected beside what follows from the size of a disk.
+/// Expected growth besides the part that depends on the size of the disk.
 const GROWTH_BESIDE_BYTES: u64 = 64 << 20;
-/// Most that an image is expected to grow: what is not there yet costs memory in a move.
+/// Limit on the expected growth of an image: space for it costs memory in a move.
 const GROWTH_BYTES_MAX: u64 = 1 << 40;
 
-/// Why an image cannot be moved as it is.
+/// A reason why an image cannot be moved as it is.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Qcow2Error {
     /// It has another format.
     #[error("its image is not in qcow2, though the configuration says so")]
     Other,
-    /// It is not all of the disk.
+    /// It does not hold the whole disk.
     #[error("its content stands in a second file (an external data file), which would stay behind")]
     DataFile,
-    /// It needs a secret to be opened.
+    /// It is encrypted and needs a secret.
     #[error("its image is encrypted, and the destination has no key to it")]
     Encrypted,
-    /// QEMU has found it to be damaged.
+    /// QEMU has marked it as corrupt.
     #[error("its image is marked as corrupt")]
     Corrupt,
-    /// It is of a kind that came later, or its header is damaged.
+    /// It is of a later version, or its header is damaged.
     #[error("its image is a qcow2 that is not understood: {0}")]
     Unknown(String),
 }
 
 impl Qcow2Error {
-    /// What to do about it.
+    /// Returns the remedy.
     pub fn hint(&self) -> &'static str {
         match self {
             Self::Other => "give the image its real `format` in the agent's configuration",
@@ -67,21 +68,21 @@ impl Qcow2Error {
     }
 }
 
-/// What an image says of itself.
+/// The properties of an image from its header.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Head {
     /// The image.
     pub image: Qcow2,
-    /// The image that it stands on (*backing file*).
+    /// The image that it is an overlay of (*backing file*).
     pub backing: Option<Backing>,
 }
 
-/// The image that another one stands on.
+/// A backing file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Backing {
-    /// Its name, mostly a path: any file of any host.
+    /// Its name, mostly a path, to any file of any host.
     pub name: String,
-    /// Its format; where it does not say so, QEMU guesses it by the content.
+    /// Its format; where the image does not name it, QEMU guesses it from the content.
     pub format: Option<String>,
 }
 
@@ -94,8 +95,8 @@ fn word_at(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_be_bytes(*bytes))
 }
 
-/// Reads the beginning of an image, [`HEAD_BYTES`] of it or all that it has: an image that is in use says
-/// this of itself as well.
+/// Parses the beginning of an image, [`HEAD_BYTES`] of it or all of a shorter one. It is valid for
+/// an image in use as well.
 pub fn read(head: &[u8]) -> Result<Head, Qcow2Error> {
     let Some((header, _)) = head.split_first_chunk::<HEADER_BYTES>() else {
         return Err(Qcow2Error::Other);
@@ -122,7 +123,7 @@ pub fn read(head: &[u8]) -> Result<Head, Qcow2Error> {
     if incompatible & CORRUPT != 0 {
         return Err(Qcow2Error::Corrupt);
     }
-    // A dirty one is written with lazy refcounts: QEMU puts them right when it lets go of it.
+    // A dirty image is written with lazy refcounts, which QEMU repairs when it closes the image.
     let known = DIRTY | COMPRESSION_TYPE | EXTENDED_L2;
     if incompatible & !known != 0 {
         return unknown(format!("it needs features {:#x}", incompatible & !known));
@@ -141,7 +142,7 @@ pub fn read(head: &[u8]) -> Result<Head, Qcow2Error> {
     Ok(Head { image, backing })
 }
 
-/// What an image says of the one that it stands on.
+/// Parses the name and format of an image's backing file.
 fn backing(
     head: &[u8],
     image: &Qcow2,
@@ -196,7 +197,7 @@ fn text(bytes: &[u8]) -> Option<String> {
     (!text.contains(char::is_control)).then(|| text.to_owned())
 }
 
-/// How many entries the first table of an image has, at least.
+/// Returns the least number of entries in an image's first table.
 fn l1_entries(image: &Qcow2) -> Result<u32, Qcow2Error> {
     let bits = image.cluster_bits;
     let extended = image.extended_l2;
@@ -215,8 +216,8 @@ fn l1_entries(image: &Qcow2) -> Result<u32, Qcow2Error> {
     Ok(entries as u32)
 }
 
-/// The beginning of a file that QEMU opens as such an image, though all else of it is zeros: less than
-/// 4 KiB. It is fit for nothing but to be opened, until its content has come.
+/// Returns the beginning of a file that QEMU opens as such an image although the rest of it is
+/// zeros: less than 4 KiB. The file can only be opened until its content has arrived.
 pub fn header_alone(image: &Qcow2) -> Result<Vec<u8>, Qcow2Error> {
     let entries = l1_entries(image)?;
     let cluster_bytes = 1_u64 << image.cluster_bits;
@@ -231,7 +232,7 @@ pub fn header_alone(image: &Qcow2) -> Result<Vec<u8>, Qcow2Error> {
     // No backing file.
     words(&[u32::from(image.version), 0, 0, 0]);
     words(&[u32::from(image.cluster_bits), size_high, size_low]);
-    // Not encrypted; the first table; one cluster for refcounts; no snapshots.
+    // Not encrypted; the first table; one cluster of refcounts; no snapshots.
     words(&[0, entries, 0, l1, 0, refcounts, 1, 0, 0, 0]);
     if image.version == 3 {
         let features = if image.extended_l2 { EXTENDED_L2 } else { 0 };
@@ -243,9 +244,9 @@ pub fn header_alone(image: &Qcow2) -> Result<Vec<u8>, Qcow2Error> {
     Ok(bytes)
 }
 
-/// By how much the file of an image may yet grow while it moves. All of the disk may be written
-/// once more, where what is there belongs to a snapshot, or is packed; and an eighth of that is enough for
-/// tables and bitmaps also where clusters are smallest.
+/// Returns by how much an image's file may grow while it moves. The whole disk may be written once
+/// more if its present clusters belong to a snapshot or are compressed; an eighth of that is enough
+/// for tables and bitmaps even with the smallest clusters.
 pub fn growth_bytes(image: &Qcow2) -> u64 {
     let disk_bytes = image.disk_bytes;
     let growth = disk_bytes.saturating_add(disk_bytes / 8);
@@ -344,7 +345,7 @@ mod tests {
             assert!(matches!(refusal, Qcow2Error::Unknown(_)), "{refusal}");
         }
         assert_eq!(read(&header[..103]), Err(Qcow2Error::Other));
-        // The features of version 3 are no part of version 2.
+        // The features of version 3 do not exist in version 2.
         let mut second = header.clone();
         (second[7], second[79]) = (2, 4);
         assert_eq!(read(&second).map(|head| head.image.version), Ok(2));
@@ -398,7 +399,7 @@ mod tests {
                 format: Some("raw".to_owned()),
             };
             assert_eq!(read(&head).unwrap().backing, Some(expected), "{options}");
-            // Whatever bytes are wrong, it is refused, or says something else.
+            // With any byte changed, the header is refused or has another meaning.
             for at in 0..256 {
                 for byte in [0, 0x0a, 0xff] {
                     let mut wrong = head.clone();
@@ -426,7 +427,7 @@ mod tests {
             let at = word_at(&head, 12).unwrap() as usize;
             unsafe_name[at] = b'\n';
             read(&unsafe_name).unwrap_err();
-            // Cut off in the middle of the name.
+            // Truncated in the middle of the name.
             read(&head[..at + 3]).unwrap_err();
         }
     }

@@ -1,5 +1,5 @@
-//! What QEMU reads of an image when it opens it: all that has to be there before a guest runs on it. What else
-//! it reads, it reads for the guest.
+//! The parts of an image that QEMU reads when it opens it: all of them have to be present before a
+//! guest runs on it. All other reads are on behalf of the guest.
 
 use super::{HEAD_BYTES, L1_BYTES_MAX, Qcow2Error, read, unknown, word_at};
 use crate::disk::Disk;
@@ -7,36 +7,37 @@ use longhaul_protocol::disk::Qcow2;
 use std::io;
 use std::ops::Range;
 
-/// QEMU opens no image whose table of refcounts is longer.
+/// QEMU opens no image with a longer table of refcounts.
 const REFCOUNTS_BYTES_MAX: u64 = 8 << 20;
-/// QEMU opens no image with more snapshots, or a longer table of them.
+/// QEMU opens no image with more snapshots or a longer table of them.
 const SNAPSHOTS_MAX: u32 = 65536;
 const SNAPSHOTS_BYTES_MAX: u64 = 64 << 20;
-/// QEMU opens no image with more bitmaps, or a longer directory of them.
+/// QEMU opens no image with more bitmaps or a longer directory of them.
 const BITMAPS_MAX: u32 = 65535;
 const DIRECTORY_BYTES_MAX: u64 = 64 << 20;
-/// As much of tables and bitmaps as is followed, in all: what they take is sent while the guest stands still.
+/// Limit on the total of tables and bitmaps that is followed: they are sent while the guest is
+/// stopped.
 const BITMAPS_BYTES_MAX: u64 = 1 << 30;
-/// What follows the header of an image with bitmaps (*bitmaps extension*).
+/// The header extension of an image with bitmaps (*bitmaps extension*).
 const BITMAPS: u32 = 0x2385_2875;
-/// Without this flag they are not up to date, and nobody reads them (*autoclear features*).
+/// Without this flag the bitmaps are out of date and not read (*autoclear features*).
 const BITMAPS_ARE_VALID: u64 = 1;
-/// The offset of a cluster in an entry of a bitmap's table.
+/// The bits of a bitmap table entry that hold a cluster's offset.
 const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
 
-/// The fixed part of an entry of the table of snapshots, and of the directory of bitmaps.
+/// The fixed part of an entry in the table of snapshots and in the directory of bitmaps.
 const SNAPSHOT_BYTES: u64 = 40;
 const BITMAP_BYTES: u64 = 24;
 
-/// An image as it is followed.
+/// An image whose references are followed.
 struct Following<'a> {
     disk: &'a dyn Disk,
     cluster_bytes: u64,
     visit: &'a mut dyn FnMut(Range<u64>) -> io::Result<()>,
 }
 
-/// Goes through all that QEMU reads of an image when it opens it, as ranges of the file. Each is visited before what
-/// stands there is read to find the next ones; an error of the visitor ends it.
+/// Visits all ranges of the file that QEMU reads when it opens an image. Each range is visited
+/// before its content is read to find the next ones; an error of the visitor ends the walk.
 pub fn opened_with(
     disk: &dyn Disk,
     visit: &mut dyn FnMut(Range<u64>) -> io::Result<()>,
@@ -62,7 +63,7 @@ fn long_at(bytes: &[u8], at: usize) -> u64 {
 impl Following<'_> {
     fn follow(&mut self, head: &[u8], image: &Qcow2) -> io::Result<()> {
         let word = |at: usize| word_at(head, at).unwrap_or(0);
-        // The header, what follows it, and the name of the image below.
+        // The header, its extensions, and the name of the backing file.
         self.visit(0, self.cluster_bytes)?;
         self.table(
             "first table",
@@ -110,7 +111,7 @@ impl Following<'_> {
         Ok(read)
     }
 
-    /// The table of snapshots: what belongs to them is read when one is asked for.
+    /// The table of snapshots; their content is read only on request.
     fn snapshots(&mut self, begins: u64, count: u32) -> io::Result<()> {
         let wrong = || damaged("its table of snapshots is damaged");
         if count > SNAPSHOTS_MAX {
@@ -137,7 +138,7 @@ impl Following<'_> {
         Ok(())
     }
 
-    /// Bitmaps are read as a whole.
+    /// Bitmaps are read completely.
     fn bitmaps(&mut self, about: &[u8]) -> io::Result<()> {
         let wrong = || damaged("its directory of bitmaps is damaged");
         let count = word_at(about, 0).unwrap_or(0);
@@ -188,7 +189,7 @@ fn damaged(why: impl Into<String>) -> io::Result<()> {
     unknown(why).map_err(|error: Qcow2Error| io::Error::other(error))
 }
 
-/// The content of what follows the header, of one kind.
+/// Returns the content of one kind of header extension.
 fn extension(head: &[u8], wanted: u32) -> Option<&[u8]> {
     let mut at = word_at(head, 100)? as usize;
     loop {
@@ -290,7 +291,7 @@ mod tests {
             }
             assert!(there < bytes.len(), "{options}: {there} of {}", bytes.len());
             assert_eq!(about(&part), expected, "{options}");
-            // Open to be written to as well, as a guest's is: so bitmaps are read.
+            // Opened for writing as well, as a guest's image is, so that bitmaps are read.
             run("qemu-io", &["-f", "qcow2", "-c", "quit"], &part);
             if !options.contains("compat=0.10") {
                 let bitmaps = &expected.1["bitmaps"];
@@ -332,7 +333,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let image = made(folder.path(), "compat=1.1");
         let file = File::options().read(true).write(true).open(&image).unwrap();
-        // Sizes and places of all tables, and of what the bitmaps' extension says.
+        // Sizes and offsets of all tables, and of the bitmaps extension.
         for at in 36..320 {
             let mut right = [0];
             file.read_exact_at(&mut right, at).unwrap();

@@ -1,4 +1,5 @@
-//! The disk itself: the guest's requests, what arrives, and what becomes durable when.
+//! The arriving disk: the guest's requests, the arriving blocks, and the order in which both become
+//! durable.
 
 use super::line::ToPump;
 use super::masks::{MaskFile, Masks, is_marked_failed, mark_failed, this_boot};
@@ -21,15 +22,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// How often it is looked whether something is to be made durable, and whether a client is gone.
+/// How often durability and disconnected clients are checked.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Between two tries to note what must be noted before anything is answered.
+/// The time between two attempts to record what must precede an answer.
 const NOTE_AGAIN: Duration = Duration::from_millis(200);
-/// A frame of the source's last connection has some number: all that comes counts as what is left.
+/// Frames of the source's last connection have some number: all arriving blocks count as missing
+/// ones.
 const SEQ: u64 = 1;
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// What becomes of a request that waited.
+/// The outcome of a request that waited.
 #[derive(Debug)]
 enum Verdict {
     Go(Range<u64>),
@@ -40,7 +42,7 @@ enum Verdict {
 
 #[derive(Debug, Default)]
 struct State {
-    /// None before the source has said what is left.
+    /// Unset until the source has listed the missing blocks.
     known: Option<Known>,
     next: u64,
     verdicts: BTreeMap<RequestId, Verdict>,
@@ -49,7 +51,7 @@ struct State {
     pump: Option<Arc<Pump>>,
     epoch: u32,
     told_whole: bool,
-    /// Something could not be made durable since the host was started.
+    /// Whether something could not be made durable since the host was started.
     broken: Option<i32>,
 }
 
@@ -58,15 +60,15 @@ struct Known {
     presence: Presence,
     noted: MaskFile,
     stored: Arc<MaskFile>,
-    /// Where what the guest has not written is to be compared with the source.
+    /// Set where the parts that the guest has not written are to be compared with the source.
     unwritten: Option<Noting>,
 }
 
-/// A disk of which a part may still be at the source.
+/// A disk of which some blocks may still be missing.
 #[derive(Debug)]
 pub(super) struct ArrivingDisk {
     disk: RawDisk,
-    /// Its image grows: behind what its source has is room.
+    /// Whether its image grows: then there is space behind the source's content.
     grows: bool,
     folder: FrontFolder,
     state: Mutex<State>,
@@ -74,7 +76,7 @@ pub(super) struct ArrivingDisk {
     notify: Notify,
 }
 
-/// Who hears of what no client is told.
+/// Receives notices that no client is sent.
 struct Notify(Box<dyn Fn(Notice) + Send + Sync>);
 
 impl fmt::Debug for Notify {
@@ -101,13 +103,13 @@ impl ArrivingDisk {
         Ok(arriving)
     }
 
-    /// To wait for it is not this code's own time: it may be held while the disk takes its own.
+    /// Waiting for the lock is not the server's own time: it may be held during disk operations.
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Nothing is done under it that could leave it half changed.
+        // No operation under the lock leaves the state half changed.
         elsewhere(|| self.state.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Takes the masks into use, if they are there.
+    /// Begins to use the masks, if they exist.
     pub(super) fn listed(&self) -> Result<bool, FolderError> {
         let mut state = self.lock();
         if state.known.is_some() {
@@ -118,8 +120,8 @@ impl ArrivingDisk {
             return Ok(false);
         };
         let boot = this_boot().map_err(|error| failed(&noted_at, error))?;
-        // One of another boot, or that was not written to its end, says nothing: the guest has
-        // not run by it.
+        // A file of another boot, or an incomplete one, is meaningless: the guest has not run by
+        // it.
         let noted = Masks::read(&noted_at).ok().flatten();
         let noted = noted.filter(|noted| {
             (noted.boot, noted.region, noted.blocks) == (boot, stored.region, stored.blocks)
@@ -157,7 +159,7 @@ impl ArrivingDisk {
             presence.give_up_durability();
             state.broken = Some(Errno::EIO as i32);
         }
-        // There may be a pump: it says so.
+        // If there is a pump, it introduces itself.
         presence.connected(Epoch(state.epoch));
         state.known = Some(Known {
             presence,
@@ -171,7 +173,7 @@ impl ArrivingDisk {
 
     // The pump.
 
-    /// Somebody else brings what is missing from now on.
+    /// Makes this pump the one that brings missing blocks from now on.
     pub(super) fn connected(&self, pump: &Arc<Pump>) {
         let mut state = self.lock();
         if let Some(before) = state.pump.replace(pump.clone()) {
@@ -189,7 +191,7 @@ impl ArrivingDisk {
         self.changed.notify_all();
     }
 
-    /// A pump is gone.
+    /// Handles the end of a pump's connection.
     pub(super) fn disconnected(&self, pump: &Arc<Pump>) {
         let mut state = self.lock();
         if state
@@ -201,7 +203,7 @@ impl ArrivingDisk {
         }
     }
 
-    /// Blocks have come, or are zero (none).
+    /// Takes blocks that have arrived, or that are zero (`None`).
     pub(super) fn came(&self, range: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
         let mut held = self.lock();
         let state = &mut *held;
@@ -227,7 +229,7 @@ impl ArrivingDisk {
         Ok(())
     }
 
-    /// Writes a run of what came, as far as the disk has it.
+    /// Writes a run of arrived blocks, as far as the disk reaches.
     fn put(&self, came_at: u64, run: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
         let size = self.disk.size_bytes();
         let bytes = run.start * BLOCK..(run.end() * BLOCK).min(size);
@@ -241,7 +243,7 @@ impl ArrivingDisk {
         self.disk.write(bytes.start, content)
     }
 
-    /// The source cannot read these.
+    /// Records that the source cannot read these blocks.
     pub(super) fn unreadable(&self, range: BlockRange) {
         let mut state = self.lock();
         if let Some(known) = &mut state.known {
@@ -252,7 +254,8 @@ impl ArrivingDisk {
 
     // The guest.
 
-    /// Does a request, once all that it needs is here: that which its source may have, and what is behind it.
+    /// Carries out a request once all blocks that it needs are here: those that the source may
+    /// have, and the range behind them.
     fn request(
         &self,
         operation: Operation,
@@ -333,7 +336,7 @@ impl ArrivingDisk {
         waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Waits until the source has said what it still has.
+    /// Waits until the source has listed the missing blocks.
     fn until_known<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -347,7 +350,7 @@ impl ArrivingDisk {
         Ok(state)
     }
 
-    /// Waits until it is known what becomes of a request.
+    /// Waits for the outcome of a request.
     fn verdict<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
@@ -365,7 +368,7 @@ impl ArrivingDisk {
         }
     }
 
-    /// Nobody waits for a request any more: its client says it to another server, or to this one again.
+    /// Drops a request: its client repeats it at another server, or at this one.
     fn forget(
         &self,
         mut state: MutexGuard<'_, State>,
@@ -382,7 +385,7 @@ impl ArrivingDisk {
         Errno::ECANCELED.into()
     }
 
-    /// Does what the presence says, or has it done.
+    /// Carries out the outputs of the presence, or has them carried out.
     fn outputs(&self, state: &mut State) {
         let mut changed = false;
         while let Some(output) = state.known.as_mut().and_then(|known| known.presence.poll()) {
@@ -403,7 +406,7 @@ impl ArrivingDisk {
         }
     }
 
-    /// Does one step of what makes things durable, if one is to be done.
+    /// Carries out one step of durability, if there is one.
     fn durable_step(&self, state: &mut Option<MutexGuard<'_, State>>) -> bool {
         let Some(held) = state else { return false };
         if std::mem::take(&mut held.sync) {
@@ -432,7 +435,8 @@ impl ArrivingDisk {
         true
     }
 
-    /// The pump hears of what could not be made durable whatever becomes of the mark, and no client before it is there.
+    /// The pump is told of the failure even if the mark cannot be made; clients are told only after
+    /// that.
     fn note_broken(&self, done: &io::Result<()>) {
         if let Err(error) = done {
             let mut state = self.lock();
@@ -443,18 +447,20 @@ impl ArrivingDisk {
         }
     }
 
-    /// The system tells of lost data once, and the next server must know: what it was told then is not told again.
+    /// The system reports lost data once, so the next server must know of it: the error is not
+    /// reported to it again.
     pub(super) fn mark_failed(&self) {
         let path = self.folder.failed_mark();
         self.until_noted(&path, || mark_failed(&path));
     }
 
-    /// Notes what is here before anybody hears of it: until then nobody else is answered either.
+    /// Records present blocks before any request completes: until then no other request completes
+    /// either.
     fn note(&self, noted: &MaskFile, masks: &[ChunkMask]) {
         self.until_noted(&self.folder.noted_masks(), || noted.set(masks));
     }
 
-    /// The guest is about to write: nobody compares that any more.
+    /// Records a write that is about to begin: its range is no longer compared.
     fn note_write(&self, state: &mut State, bytes: &Range<u64>) {
         let known = state.known.as_mut();
         if let Some(unwritten) = known.and_then(|known| known.unwritten.as_mut()) {
@@ -464,7 +470,7 @@ impl ArrivingDisk {
         }
     }
 
-    /// Tries until it is noted. That it cannot be is told once.
+    /// Repeats an operation until it succeeds. A failure is reported once.
     fn until_noted(&self, path: &Path, write: impl Fn() -> io::Result<()>) {
         let mut told = false;
         while let Err(error) = write() {
@@ -476,7 +482,7 @@ impl ArrivingDisk {
         }
     }
 
-    /// Looks whether something is to be made durable, or all of it is here.
+    /// Checks whether something is to be made durable, or whether all of it is here.
     fn look(&self, state: &mut State, now: Duration) {
         let Some(known) = &mut state.known else {
             return;
@@ -519,7 +525,7 @@ impl State {
     }
 }
 
-/// Makes durable what is to be made so, as long as there is such a disk.
+/// Runs the steps of durability for as long as the disk exists.
 pub(super) fn keep_durable(disk: &Arc<ArrivingDisk>) -> io::Result<()> {
     let disk = Arc::downgrade(disk);
     let keep = move || {
@@ -594,7 +600,7 @@ impl Disk for ArrivingDisk {
     fn discard(&self, range: Range<u64>) -> io::Result<()> {
         let length = range.end.saturating_sub(range.start);
         let range = within(self.size_bytes(), range.start, length)?;
-        // Files read as zeros afterwards, to the byte: so parts of blocks are not left as they are.
+        // Files read as zeros afterwards, to the byte: so parts of blocks are not left unchanged.
         self.request(Operation::Write, range, |range| self.disk.discard(range))
     }
 
@@ -606,7 +612,7 @@ impl Disk for ArrivingDisk {
         if all_here || range.is_empty() {
             return self.disk.extents(range, count_max);
         }
-        // What is missing is no hole.
+        // Missing blocks are not holes.
         let length = range.end.saturating_sub(range.start);
         let range = within(self.size_bytes(), range.start, length)?;
         Ok(vec![Extent {

@@ -1,10 +1,10 @@
-//! What a server of an arriving disk and its pump say to each other, on a Unix socket: 32 bytes each, four
-//! little-endian numbers, with the content of blocks behind those that bring some.
+//! The messages between the server of an arriving disk and its pump on a Unix socket: 32 bytes
+//! each, four little-endian numbers, followed by the content of blocks where a message brings some.
 //!
 //! ```text
-//! pump ──Listed──▶ server            the masks are there: requests are done as they say
-//!      ──Blocks, Zeros──▶            what was missing
-//!      ──Barrier──▶ ... ◀──Reached── all that came before is on the disk, and noted
+//! pump ──Listed──▶ server            the masks exist: requests follow them
+//!      ──Blocks, Zeros──▶            missing blocks
+//!      ──Barrier──▶ ... ◀──Reached── all earlier blocks are on the disk, and recorded
 //!      ──Unreadable──▶               the source cannot read these
 //!      ◀──State, Want, Superseded, Failed, Whole, Broken──
 //! ```
@@ -16,48 +16,48 @@ use std::io;
 
 pub use crate::front::message::MESSAGE_BYTES;
 
-/// Blocks that one message brings, at most.
+/// Limit on the blocks that one message brings.
 pub const BLOCKS_MAX: u64 = CHUNK_BLOCKS;
-/// Blocks that one message names, at most: as many as an engine counts.
+/// Limit on the blocks that one message names: as many as an engine counts.
 const NAMED_MAX: u64 = u32::MAX as u64;
 
-/// What a pump says.
+/// A message of a pump.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToServer {
-    /// What is missing stands in the file of masks.
+    /// The missing blocks are in the file of masks.
     Listed,
     /// The content of these blocks follows.
     Blocks(BlockRange),
     /// These blocks are zero.
     Zeros(BlockRange),
-    /// Say when all of this was done.
+    /// Answer when all earlier messages have been carried out.
     Barrier(u64),
     /// The source cannot read these blocks now.
     Unreadable(BlockRange),
 }
 
-/// What a server says.
+/// A message of a server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ToPump {
-    /// How it is; said first, and when it has changed.
+    /// The server's state; sent first, and after each change.
     State {
-        /// Blocks that are missing.
+        /// Number of missing blocks.
         missing_blocks: u64,
-        /// Requests of the guest that wait for some.
+        /// Number of the guest's requests that wait for some.
         waiting: u64,
     },
-    /// Everything from before this barrier was done.
+    /// All messages before this barrier have been carried out.
     Reached(u64),
     /// The guest waits for these blocks.
     Want(BlockRange),
-    /// These blocks need not come any more.
+    /// These blocks need not arrive any more.
     Superseded(BlockRange),
-    /// What came cannot be written: an error of the system, by its number.
+    /// Arrived blocks cannot be written, with the system's error number.
     Failed(i32),
-    /// Nothing is missing any more, durably.
+    /// No block is missing any more, durably.
     Whole,
-    /// Something could not be made durable, for this error of the system: nothing will be whole until the host is
-    /// started anew.
+    /// Something could not be made durable, with the system's error number: the disk does not count
+    /// as complete until the host is restarted.
     Broken(i32),
 }
 
@@ -72,7 +72,7 @@ fn errno_of(word: u64) -> io::Result<i32> {
 }
 
 impl ToServer {
-    /// As it travels.
+    /// Returns the message's bytes.
     pub fn to_bytes(self) -> [u8; MESSAGE_BYTES] {
         match self {
             Self::Listed => message([1, 0, 0, 0]),
@@ -83,7 +83,7 @@ impl ToServer {
         }
     }
 
-    /// What came.
+    /// Parses a message.
     pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
         match words(bytes) {
             [1, 0, 0, 0] => Ok(Self::Listed),
@@ -95,7 +95,7 @@ impl ToServer {
         }
     }
 
-    /// Bytes of content that follow it.
+    /// Returns the number of content bytes that follow it.
     pub fn content_bytes(self) -> usize {
         match self {
             Self::Blocks(range) => range.count as usize * BLOCK_SIZE,
@@ -105,7 +105,7 @@ impl ToServer {
 }
 
 impl ToPump {
-    /// As it travels.
+    /// Returns the message's bytes.
     pub fn to_bytes(self) -> [u8; MESSAGE_BYTES] {
         match self {
             Self::State {
@@ -121,7 +121,7 @@ impl ToPump {
         }
     }
 
-    /// What came.
+    /// Parses a message.
     pub fn from_bytes(bytes: &[u8; MESSAGE_BYTES]) -> io::Result<Self> {
         match words(bytes) {
             [1, missing_blocks, waiting, 0] => Ok(Self::State {

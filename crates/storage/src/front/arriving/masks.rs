@@ -1,14 +1,15 @@
-//! What of an arriving disk is missing, in a file: one that is durable, and one that only has to
-//! outlive processes.
+//! The dirty bitmap of an arriving disk's missing blocks in a file: one copy is durable, and one
+//! only has to outlive processes.
 //!
 //! ```text
 //! "LHMASKS1" | region: u64 | blocks: u64 | boot: 16 bytes | 24 bytes of 0
-//! mask: u64 for each chunk of 64 blocks    which blocks are missing, the first in the lowest bit
+//! mask: u64 for each chunk of 64 blocks    the missing blocks, the first in the lowest bit
 //! written: u16 for each chunk              how much was written to it, in blocks
 //! ```
 //!
-//! All numbers are little-endian. Bits are only ever cleared, after what they stand for: so whatever a
-//! power cut makes of a word that was being written, no block is called present that is not.
+//! All numbers are little-endian. Bits are only ever cleared, after their blocks were written: so
+//! whatever a power cut leaves of a word that was being written, no missing block is marked as
+//! present.
 
 use super::super::folder::{FolderError, failed};
 use crate::files::{Access, Files, OpenFile, RealFiles, read_whole, replace};
@@ -25,22 +26,22 @@ const MAGIC: &[u8; 8] = b"LHMASKS1";
 const HEADER_BYTES: usize = 64;
 const MASK_BYTES: usize = 8;
 const WRITTEN_BYTES: usize = 2;
-/// As many blocks as an engine counts.
+/// Limit on blocks: as many as an engine counts.
 const BLOCKS_MAX: u64 = u32::MAX as u64;
 
-/// Which boot of the machine this is.
+/// Identifies a boot of the machine.
 pub type Boot = [u8; 16];
 
-/// What is missing of a disk.
+/// The missing blocks of a disk.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Masks {
     /// Its region.
     pub region: RegionId,
     /// Its length in blocks.
     pub blocks: u64,
-    /// The boot in which this is true; all zero where a power cut changes nothing.
+    /// The boot in which this is valid; all zero where power cuts do not matter.
     pub boot: Boot,
-    /// What is missing, in ascending order.
+    /// The missing blocks, in ascending order.
     pub missing: Vec<Remaining>,
 }
 
@@ -60,7 +61,7 @@ fn wrong(why: &str) -> io::Error {
 }
 
 impl Masks {
-    /// As they stand in a file.
+    /// Returns the file's bytes.
     pub fn to_bytes(&self) -> Vec<u8> {
         let chunks = chunks(self.blocks);
         let mut bytes = Vec::with_capacity(length(chunks));
@@ -86,7 +87,7 @@ impl Masks {
         bytes
     }
 
-    /// What stands in a file.
+    /// Parses a file's bytes.
     pub fn parse(bytes: &[u8]) -> io::Result<Self> {
         let header = bytes.get(..HEADER_BYTES).ok_or(wrong("it is too short"))?;
         let number = |at: usize| {
@@ -143,7 +144,7 @@ impl Masks {
         })
     }
 
-    /// Whether a block is missing.
+    /// Returns whether a block is missing.
     pub fn is_missing(&self, block: u64) -> bool {
         let Ok(chunk) = u32::try_from(block / CHUNK_BLOCKS) else {
             return false;
@@ -153,18 +154,18 @@ impl Masks {
         part.is_some_and(|part| part.mask & 1 << (block % CHUNK_BLOCKS) != 0)
     }
 
-    /// How many blocks are missing.
+    /// Returns how many blocks are missing.
     pub fn missing_blocks(&self) -> u64 {
         let blocks = |part: &Remaining| u64::from(part.mask.count_ones()) * u64::from(part.chunks);
         self.missing.iter().map(blocks).sum()
     }
 
-    /// Reads a file; none where there is no such file.
+    /// Reads a file; `None` where it does not exist.
     pub fn read(path: &Path) -> Result<Option<Self>, FolderError> {
         Self::read_in(&RealFiles, path)
     }
 
-    /// The same of a file system.
+    /// Reads a file of a given file system.
     pub fn read_in(files: &dyn Files, path: &Path) -> Result<Option<Self>, FolderError> {
         let file = match files.open(path, Access::Read) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -178,12 +179,12 @@ impl Masks {
         read().map_err(|error| failed(path, error))
     }
 
-    /// Makes the file, durably, or replaces it.
+    /// Creates or replaces the file, durably.
     pub fn write(&self, path: &Path) -> Result<(), FolderError> {
         self.write_in(&RealFiles, path)
     }
 
-    /// The same in a file system.
+    /// Creates or replaces the file in a given file system.
     pub fn write_in(&self, files: &dyn Files, path: &Path) -> Result<(), FolderError> {
         let what = ["the masks", "the masks' name"];
         let written = replace(files, path, &self.to_bytes(), what);
@@ -191,7 +192,7 @@ impl Masks {
     }
 }
 
-/// Masks as they stand in a file.
+/// Returns the masks in a file's bytes.
 fn words(bytes: &[u8]) -> impl Iterator<Item = u64> {
     bytes.chunks_exact(MASK_BYTES).map(|mask| {
         let mut word = [0; MASK_BYTES];
@@ -204,7 +205,7 @@ fn length(chunks: usize) -> usize {
     HEADER_BYTES + chunks * (MASK_BYTES + WRITTEN_BYTES)
 }
 
-/// The boot that the machine is in.
+/// Returns the current boot of the machine.
 pub(super) fn this_boot() -> io::Result<Boot> {
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
@@ -212,13 +213,14 @@ pub(super) fn this_boot() -> io::Result<Boot> {
     Ok(number.to_le_bytes())
 }
 
-/// Notes that something of a disk could not be made durable: all of the note is there, or none.
+/// Records that something of a disk could not be made durable. The record is written completely or
+/// not at all.
 pub(super) fn mark_failed(path: &Path) -> io::Result<()> {
     let what = ["the mark", "the mark's name"];
     replace(&RealFiles, path, &this_boot()?, what)
 }
 
-/// Whether it was noted since the host was started.
+/// Returns whether that was recorded since the host was started.
 pub(super) fn is_marked_failed(path: &Path) -> io::Result<bool> {
     match fs::read(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
@@ -227,17 +229,17 @@ pub(super) fn is_marked_failed(path: &Path) -> io::Result<bool> {
     }
 }
 
-/// A file of masks that is changed in its place.
+/// A file of masks that is changed in place.
 #[derive(Debug)]
 pub struct MaskFile(Box<dyn OpenFile>);
 
 impl MaskFile {
-    /// One that is there.
+    /// Opens an existing file.
     pub fn open(path: &Path) -> Result<Self, FolderError> {
         Self::open_in(&RealFiles, path)
     }
 
-    /// The same in a file system.
+    /// Opens an existing file of a given file system.
     pub fn open_in(files: &dyn Files, path: &Path) -> Result<Self, FolderError> {
         let opened = files.open(path, Access::Write);
         opened.map(Self).map_err(|error| failed(path, error))
@@ -251,7 +253,7 @@ impl MaskFile {
         })
     }
 
-    /// The masks of these chunks.
+    /// Returns the masks of these chunks.
     pub fn get(&self, chunks: Range<u32>) -> io::Result<Vec<u64>> {
         let mut bytes = vec![0; chunks.len() * MASK_BYTES];
         let at = HEADER_BYTES as u64 + u64::from(chunks.start) * MASK_BYTES as u64;
@@ -259,7 +261,7 @@ impl MaskFile {
         Ok(words(&bytes).collect())
     }
 
-    /// Makes durable what was set.
+    /// Makes the set masks durable.
     pub fn sync(&self) -> io::Result<()> {
         self.0.sync_content("the masks that changed")
     }
@@ -321,7 +323,7 @@ mod tests {
             bytes[at] = byte;
             Masks::parse(&bytes).unwrap_err();
         };
-        // Another version, no region, no disk, too long a disk, a block beyond the end.
+        // Another version, no region, no disk, a too long disk, a block beyond the end.
         for (at, byte) in [
             (7, b'2'),
             (10, 1),

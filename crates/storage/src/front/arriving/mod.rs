@@ -1,16 +1,16 @@
-//! The server of a disk that is not all here yet: the guest runs on it, and what it needs that is
-//! missing is asked for, from whoever brings the rest (the *pump*, on a socket of its own).
+//! The lazy disk: the export of a disk on which the guest runs while blocks of it are missing.
+//! Missing blocks are requested from a *pump*, which brings the rest on a socket of its own.
 //!
 //! ```text
-//! guest ──read, write──▶ server: what is here? ──▶ image
+//! guest ──read, write──▶ server: what is present? ──▶ image
 //!                          ▲ blocks  │ wants
 //!                          └─ pump ◀─┘        (the agent, which has the connection to the source)
 //! ```
 //!
-//! What is here is said by [`Presence`], under one lock. Two files outlive the server: what was noted
-//! last, which counts as long as the machine runs, and what is stored, durably ([`masks`]). So a
-//! server, and a pump, may be killed at any time; without a pump the guest waits for nothing but what
-//! is missing. Before the file of masks is there, nobody writes: the guest does not run here.
+//! [`Presence`] decides what is present, under one lock. Two files outlive the server: the last
+//! recorded masks, which are valid while the machine runs, and the durable ones ([`masks`]). So
+//! server and pump may be killed at any time; without a pump the guest waits only for missing
+//! blocks. Before the file of masks exists, no write is accepted: the guest does not run here.
 
 mod disk;
 pub mod line;
@@ -26,7 +26,7 @@ use crate::nbd::{Export, Notice};
 use disk::ArrivingDisk;
 use std::sync::Arc;
 
-/// Shows an arriving disk.
+/// Exports an arriving disk.
 pub fn arriving(
     folder: &FrontFolder,
     notify: impl Fn(Notice) + Send + Sync + 'static,

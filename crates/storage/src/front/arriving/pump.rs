@@ -1,5 +1,5 @@
-//! A pump's connection: what it brings is done in its order, by a thread of its own; what it is told
-//! waits for it in a queue, since nobody waits for a pump.
+//! A pump's connection: one thread carries out its messages in their order, and replies wait in a
+//! queue, so that no request waits for a pump.
 
 use super::disk::ArrivingDisk;
 use super::line::{MESSAGE_BYTES, ToPump, ToServer};
@@ -12,10 +12,11 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Messages that wait for a pump, at most: one that takes none is cut off, and told anew when it is back.
+/// Limit on messages queued for a pump: one that does not read them is disconnected, and gets the
+/// state again when it reconnects.
 const QUEUE_MAX: usize = 1 << 16;
 
-/// The pump that is connected.
+/// The connected pump.
 #[derive(Debug)]
 pub(super) struct Pump {
     stream: UnixStream,
@@ -26,7 +27,7 @@ pub(super) struct Pump {
 #[derive(Debug, Default)]
 struct Queue {
     messages: VecDeque<ToPump>,
-    /// What was said of the state last.
+    /// The last state that was sent.
     state: Option<ToPump>,
     ended: bool,
 }
@@ -47,7 +48,7 @@ impl Pump {
         }
     }
 
-    /// The same of a state, if it is another one than before.
+    /// Sends a state if it differs from the last one.
     pub(super) fn tell_state(&self, message: ToPump) {
         let before = self.lock().state.replace(message);
         if before != Some(message) {
@@ -84,7 +85,7 @@ impl Pump {
 
     fn hear(&self, disk: &ArrivingDisk) -> io::Result<()> {
         let mut content = Vec::new();
-        // What could not be written ends a connection: what follows is brought again.
+        // A failed write ends a connection: later blocks are brought again.
         let mut failed = None;
         let errno = |error: io::Error| error.raw_os_error().unwrap_or(nix::libc::EIO);
         loop {
@@ -114,7 +115,7 @@ impl Pump {
     }
 }
 
-/// Takes pumps' connections, one after the other: the last one counts.
+/// Accepts pumps' connections; each replaces the one before.
 pub(super) fn listen(folder: &FrontFolder, disk: &Arc<ArrivingDisk>) -> io::Result<()> {
     let path = folder.pump();
     match fs::remove_file(&path) {
@@ -125,7 +126,7 @@ pub(super) fn listen(folder: &FrontFolder, disk: &Arc<ArrivingDisk>) -> io::Resu
     let disk = disk.clone();
     let accept = move || {
         for stream in listener.incoming() {
-            // One that cannot be taken comes again.
+            // A pump that cannot be accepted reconnects.
             let Ok(stream) = stream else { continue };
             let pump = Arc::new(Pump {
                 stream,
@@ -145,7 +146,7 @@ pub(super) fn listen(folder: &FrontFolder, disk: &Arc<ArrivingDisk>) -> io::Resu
             let heard = thread::Builder::new()
                 .name("pump-in".to_owned())
                 .spawn(move || {
-                    // Whatever was wrong with it, it comes again and is told anew.
+                    // Whatever the error was, the pump reconnects and gets the state again.
                     let _ = hearing.hear(&disk);
                     disk.disconnected(&hearing);
                     hearing.end();

@@ -1,4 +1,4 @@
-//! An arriving disk, with a guest and a pump of the test's own.
+//! Tests an arriving disk with a guest and a pump of the test's own.
 
 use super::disk::{ArrivingDisk, keep_durable};
 use super::line::{MESSAGE_BYTES, ToPump, ToServer};
@@ -35,7 +35,7 @@ struct Fixture {
 struct TestPump(UnixStream);
 
 impl Fixture {
-    /// Of the first chunk the first 8 blocks are missing.
+    /// The first 8 blocks of the first chunk are missing.
     fn new() -> Self {
         Self::shown(ExportSize::OfFile)
     }
@@ -74,7 +74,7 @@ impl Fixture {
         disk
     }
 
-    /// Another server in the place of this one.
+    /// Replaces the server by another one.
     fn restart(&mut self) {
         self.disk = Self::start(&self.folder, &self.spec);
     }
@@ -122,7 +122,7 @@ impl TestPump {
         ToPump::from_bytes(&bytes).unwrap()
     }
 
-    /// Waits for a message, whatever else is said.
+    /// Waits for a message, ignoring all others.
     fn wait_for(&mut self, message: ToPump) {
         while self.heard() != message {}
     }
@@ -138,7 +138,7 @@ impl TestPump {
     }
 }
 
-/// The machine has been started anew.
+/// Simulates a restart of the machine.
 fn forget_boot(fixture: &Fixture) {
     let noted = fixture.folder.noted_masks();
     let mut bytes = fs::read(&noted).unwrap();
@@ -160,7 +160,7 @@ fn who_needs_what_is_missing_waits_for_it_and_nobody_else() {
     thread::scope(|scope| {
         let reading = scope.spawn(|| read(disk, 3));
         pump.wait_for(ToPump::Want(BlockRange::new(3, 1)));
-        // What is here is read, and what is written as a whole needs nothing.
+        // Present blocks are read, and a write of a whole block needs nothing.
         assert_eq!(read(disk, 100), 0);
         disk.write(0, &[5; BLOCK_SIZE]).unwrap();
         pump.wait_for(ToPump::Superseded(BlockRange::new(0, 1)));
@@ -204,7 +204,7 @@ fn the_next_server_knows_what_the_last_one_answered_and_after_a_power_cut_what_i
         waiting: 0,
     };
     assert_eq!(pump.heard(), state);
-    // What was written here is not written over.
+    // Locally written blocks are not overwritten.
     pump.bring(BlockRange::new(0, 2), 7);
     pump.barrier();
     assert_eq!([0, 1].map(|block| read(&fixture.disk, block)), [5, 9]);
@@ -231,7 +231,7 @@ fn a_disk_that_could_not_be_made_durable_is_whole_only_after_the_host_was_starte
     let mut fixture = Fixture::new();
     drop(fixture.list());
     mark_failed(&fixture.folder.failed_mark()).unwrap();
-    // The system tells of lost data once: the next server has not heard it.
+    // The system reports lost data once: the next server has not received that report.
     fixture.restart();
     let mut pump = fixture.pump();
     pump.wait_for(ToPump::Broken(nix::libc::EIO));
@@ -242,7 +242,7 @@ fn a_disk_that_could_not_be_made_durable_is_whole_only_after_the_host_was_starte
     assert_eq!(error.raw_os_error(), Some(nix::libc::EIO));
     let stored = Masks::read(&fixture.folder.stored_masks());
     assert_eq!(stored.unwrap().unwrap().missing_blocks(), 8);
-    // What is of another boot says nothing, and only what is durable counts.
+    // A record of another boot is meaningless, and only durable masks count.
     fs::write(fixture.folder.failed_mark(), [0; 16]).unwrap();
     forget_boot(&fixture);
     fixture.restart();
@@ -256,7 +256,7 @@ fn a_disk_that_could_not_be_made_durable_is_whole_only_after_the_host_was_starte
 fn that_a_disk_failed_is_noted_as_soon_as_it_can_be_and_told_once_before() {
     let fixture = Fixture::new();
     let mark = fixture.folder.failed_mark();
-    // The mark is written under this name first.
+    // The mark is first written under this name.
     let in_the_way = mark.with_extension("new");
     fs::create_dir(&in_the_way).unwrap();
     let (notify, notices) = channel();
@@ -266,7 +266,7 @@ fn that_a_disk_failed_is_noted_as_soon_as_it_can_be_and_told_once_before() {
         let marks = scope.spawn(|| disk.mark_failed());
         let told = notices.recv_timeout(PATIENCE).unwrap();
         assert!(told.contains(mark.to_str().unwrap()), "{told}");
-        // It is tried again several times.
+        // It is repeated several times.
         let again = notices.recv_timeout(Duration::from_secs(1));
         assert!(again.is_err(), "{again:?}");
         assert!(!marks.is_finished() && !is_marked_failed(&mark).unwrap());
@@ -316,14 +316,14 @@ fn nobody_writes_before_the_list_and_what_breaks_the_line_changes_nothing() {
     pump.wait_for(ToPump::Whole);
 }
 
-/// A client of the disk that speaks NBD, without a handshake.
+/// A client of the disk that speaks NBD without a handshake.
 struct Client {
     stream: UnixStream,
     serving: thread::JoinHandle<Result<(), ConnectionError>>,
 }
 
 impl Client {
-    /// Its connection is hung up after so long, if it may keep an answer back.
+    /// Connects; its connection is hung up after this time if it may withhold a reply.
     fn new(fixture: &Fixture, after: Duration) -> Self {
         let (stream, server) = UnixStream::pair().unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -364,7 +364,7 @@ impl Client {
         self.ask(1, cookie, block * BLOCK, &[1; 512]);
     }
 
-    /// Which write was done.
+    /// Returns which write was done.
     fn written(&mut self) -> u8 {
         let mut reply = [0; 16];
         self.stream.read_exact(&mut reply).unwrap();
@@ -372,7 +372,7 @@ impl Client {
         reply[15]
     }
 
-    /// Which read was done, and what begins the content.
+    /// Returns which read was done, and the first byte of the content.
     fn content(&mut self) -> (u8, u8) {
         let cookie = self.written();
         let mut payload = [0; 512];
@@ -391,7 +391,7 @@ fn a_request_that_waits_does_not_hold_up_those_behind_it_nor_outlives_its_client
     assert_eq!(client.content(), (2, 0));
     pump.bring(BlockRange::new(5, 1), 4);
     assert_eq!(client.content(), (1, 4));
-    // A part of a block, which waits; then its client goes away.
+    // A write of a part of a block, which waits; then its client disconnects.
     client.write(3, 6);
     pump.wait_for(ToPump::Want(BlockRange::new(6, 1)));
     drop(client.stream);
@@ -406,14 +406,14 @@ fn a_client_that_may_keep_an_answer_back_is_hung_up_and_says_again_what_waited()
     let fixture = Fixture::new();
     let mut pump = fixture.list();
     let mut client = Client::new(&fixture, Duration::ZERO);
-    // Nothing can be kept back: nothing was answered while something waited.
+    // No reply can be withheld: none was sent while a request waited.
     client.read(1, 99);
     assert_eq!(client.content(), (1, 0));
     client.write(2, 5);
     pump.wait_for(ToPump::Want(BlockRange::new(5, 1)));
     pump.bring(BlockRange::new(5, 1), 4);
     assert_eq!(client.written(), 2);
-    // Now there is.
+    // Now one can.
     client.write(3, 6);
     pump.wait_for(ToPump::Want(BlockRange::new(6, 1)));
     client.read(4, 99);
@@ -446,7 +446,7 @@ fn what_the_guest_has_not_written_is_known_as_long_as_the_host_runs() {
             .filter_map(|(n, unwritten)| (!unwritten).then_some(n))
             .collect::<Vec<_>>()
     };
-    // What comes and what is read is not written; what is zeroed or discarded is.
+    // Arriving and read blocks do not count as written; zeroed and discarded ones do.
     pump.bring(BlockRange::new(0, 4), 9);
     pump.barrier();
     assert_eq!(read(&fixture.disk, 3), 9);
@@ -467,7 +467,7 @@ fn what_the_guest_has_not_written_is_known_as_long_as_the_host_runs() {
     assert_eq!(end.unwrap(), [true, false, true, true]);
     let beyond = open().unwrap().pieces(BlockRange::new(BLOCKS - 1, 2), 1);
     assert_eq!(beyond.unwrap(), [false, false]);
-    // After that nobody knows.
+    // After that it is unknown.
     let path = folder.unwritten_masks();
     let mut bytes = fs::read(&path).unwrap();
     bytes[24] ^= 1;
@@ -484,11 +484,12 @@ fn what_the_guest_has_not_written_is_known_as_long_as_the_host_runs() {
 fn behind_what_the_source_has_of_an_image_that_grows_there_is_room() {
     let fixture = Fixture::shown(ExportSize::Bytes(1 << 60));
     let end = BLOCKS * BLOCK;
-    // Before the list it is opened by what is there, and behind that there is nothing.
+    // Before the list the image can be opened from its present blocks, and nothing lies behind
+    // them.
     let mut read = vec![1; 2 * BLOCK_SIZE];
     fixture.disk.read(end - BLOCK, &mut read).unwrap();
     assert!(read.iter().all(|byte| *byte == 0));
-    // Its last block is missing.
+    // The disk's last block is missing.
     let mut pump = fixture.lacks(3, 1 << 63);
     let disk = fixture.disk.clone();
     let reader = thread::spawn(move || {
@@ -497,7 +498,7 @@ fn behind_what_the_source_has_of_an_image_that_grows_there_is_room() {
     });
     let last = BlockRange::new(BLOCKS - 1, 1);
     pump.wait_for(ToPump::Want(last));
-    // Nobody waits for what is written behind it.
+    // A write behind it waits for nothing.
     fixture.disk.write(end + 5, &[9; 100]).unwrap();
     pump.bring(last, 7);
     let read = reader.join().unwrap().unwrap();

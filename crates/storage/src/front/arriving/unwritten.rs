@@ -1,8 +1,10 @@
-//! What the guest has not written since it runs here: kept where what came is compared with the source in the end.
+//! The record of the parts of a disk that the guest has not written since it runs here, kept where
+//! arrived content is compared with the source in the end.
 //!
-//! It is a file of [`masks`](super::masks). A bit is cleared *before* the write that it stands for is done: what
-//! is still called unwritten after its content was read has never held anything but what came. The file counts as
-//! long as the host runs; after that all counts as written. Whoever compares removes it, when that is done.
+//! It is a file of [`masks`](super::masks). A bit is cleared *before* its write begins: a block
+//! still marked as unwritten after its content was read has never held anything but arrived
+//! content. The file is valid as long as the host runs; after that everything counts as written.
+//! The process that compares removes it afterwards.
 
 use super::masks::{MaskFile, Masks, this_boot};
 use crate::files::{Files, RealFiles, parent};
@@ -16,8 +18,7 @@ use std::ops::Range;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The guest has written nothing yet: what it writes is noted from now on. That comes before the masks of what is
-/// missing are there.
+/// Begins the record: the guest has written nothing yet. It precedes the masks of missing blocks.
 pub fn begin(folder: &FrontFolder, region: RegionId, blocks: u64) -> Result<(), FolderError> {
     let path = folder.unwritten_masks();
     let boot = this_boot().map_err(|error| failed(&path, error))?;
@@ -36,7 +37,7 @@ pub fn begin(folder: &FrontFolder, region: RegionId, blocks: u64) -> Result<(), 
     masks.write(&path)
 }
 
-/// It was compared, and that holds after a power cut as well.
+/// Ends the record after the comparison, durably.
 pub fn end(folder: &FrontFolder) -> Result<(), FolderError> {
     let path = folder.unwritten_masks();
     let removed = match RealFiles.remove(&path) {
@@ -46,16 +47,17 @@ pub fn end(folder: &FrontFolder) -> Result<(), FolderError> {
     removed.map_err(|error| failed(&path, error))
 }
 
-/// For whoever compares.
+/// The record as the comparing process uses it.
 #[derive(Debug)]
 pub struct Unwritten {
-    /// None where it was of another boot of the host.
+    /// `None` if the file is of another boot of the host.
     file: Option<MaskFile>,
     blocks: u64,
 }
 
 impl Unwritten {
-    /// Of a disk with so many blocks; none where nothing is to be compared.
+    /// Opens the record of a disk with this number of blocks; `None` where nothing is to be
+    /// compared.
     pub fn open(folder: &FrontFolder, blocks: u64) -> Result<Option<Self>, FolderError> {
         let path = folder.unwritten_masks();
         let Some(masks) = Masks::read(&path)? else {
@@ -69,7 +71,8 @@ impl Unwritten {
         Ok(Some(Self { file, blocks }))
     }
 
-    /// Which of these pieces of so many blocks the guest has not written to, one after the other.
+    /// Returns for each piece of a range, of `blocks_per_piece` blocks, whether the guest has not
+    /// written to it.
     pub fn pieces(&self, range: BlockRange, blocks_per_piece: u64) -> io::Result<Vec<bool>> {
         let starts = (range.start..range.end()).step_by(blocks_per_piece.max(1) as usize);
         let within = range.end() <= self.blocks;
@@ -89,7 +92,7 @@ impl Unwritten {
     }
 }
 
-/// For the server, which notes what the guest writes.
+/// The record as the server uses it, which records the guest's writes.
 #[derive(Debug)]
 pub(super) struct Noting {
     file: MaskFile,
@@ -97,7 +100,7 @@ pub(super) struct Noting {
 }
 
 impl Noting {
-    /// Of a disk with so many blocks, where that is to be noted.
+    /// Opens the record of a disk with this number of blocks, where there is one.
     pub(super) fn open(folder: &FrontFolder, blocks: u64) -> Result<Option<Self>, FolderError> {
         let opened = Unwritten::open(folder, blocks)?;
         let Some(file) = opened.and_then(|unwritten| unwritten.file) else {
@@ -109,7 +112,7 @@ impl Noting {
         Ok(Some(Self { file, masks }))
     }
 
-    /// The guest is about to write these bytes: what is to be noted of that.
+    /// Returns the masks to record for a write of these bytes that is about to begin.
     pub(super) fn writes(&mut self, bytes: &Range<u64>) -> Vec<ChunkMask> {
         let first = bytes.start / BLOCK;
         let blocks = BlockRange::new(first, bytes.end.div_ceil(BLOCK).saturating_sub(first));
