@@ -78,6 +78,48 @@ pub fn target(file: &Path, link: &Link) -> Option<PathBuf> {
     Some(path)
 }
 
+/// Returns the numbers of the lines that are too wide, in columns. In Markdown texts, tables, code
+/// and single words cannot be wrapped, and may be wider.
+pub fn wide_lines(path: &str, text: &str) -> Vec<usize> {
+    let is_document = path.ends_with(".md");
+    let mut in_code = false;
+    let mut found = Vec::new();
+    for (index, line) in text.lines().enumerate() {
+        let fence = is_document && line.trim_start().starts_with("```");
+        in_code ^= fence;
+        let is_table = line.trim_start().starts_with('|');
+        let is_one_word = !line.trim().contains(' ');
+        let may_be_wide = is_document && (in_code || is_table || is_one_word);
+        if !may_be_wide && line.chars().count() > policy::COLUMNS_MAX {
+            found.push(index + 1);
+        }
+    }
+    found
+}
+
+/// Returns the phrases of a Markdown text that the glossary does not allow.
+pub fn refused_phrases(text: &str) -> Vec<String> {
+    let mut found = Vec::new();
+    for line in prose(text) {
+        // Text in backquotes is code, or a name.
+        let plain: String = line.split('`').step_by(2).collect::<Vec<_>>().join(" ");
+        let plain = plain.to_lowercase();
+        let phrases = policy::PHRASES.iter().filter(|(phrase, _)| {
+            let mut places = plain.match_indices(phrase);
+            places.any(|(at, _)| {
+                let letter = |c: Option<char>| c.is_some_and(char::is_alphabetic);
+                let after = plain[at + phrase.len()..].chars().next();
+                !letter(plain[..at].chars().next_back()) && !letter(after)
+            })
+        });
+        let say = |(phrase, instead): &(&str, &str)| {
+            format!("\"{phrase}\" (say {instead}): {}", line.trim())
+        };
+        found.extend(phrases.map(say));
+    }
+    found
+}
+
 /// Returns folders that exist only on the author's machine.
 pub fn machine_paths(text: &str) -> Vec<String> {
     // Assembled here, so that the check does not report this file.
@@ -144,6 +186,23 @@ mod tests {
             machine_paths("https://example.org/work/x and docs/home/x"),
             [""; 0]
         );
+    }
+
+    #[test]
+    fn wide_lines_are_found() {
+        let wide = "x ".repeat(policy::COLUMNS_MAX / 2 + 1);
+        let text = format!("a\n{wide}\n| {wide} |\n```\n{wide}\n```\n{wide}\n");
+        assert_eq!(wide_lines("a.md", &text), [2, 7]);
+        assert_eq!(wide_lines("a.rs", &text), [2, 3, 5, 7]);
+        assert_eq!(wide_lines("a.rs", &"é".repeat(policy::COLUMNS_MAX)), [0; 0]);
+    }
+
+    #[test]
+    fn phrases_are_found() {
+        let text = "Whoever sends, and what is left.\n`whoever` and anewly\n```\nwhoever\n```\n";
+        let found = refused_phrases(text);
+        assert_eq!(found.len(), 2, "{found:?}");
+        assert!(found[0].starts_with("\"whoever\""));
     }
 
     #[test]

@@ -166,3 +166,27 @@ pub const LINES_MAX: usize = 800;
 
 /// Files that may be longer, and the reasons.
 pub const LONG_FILES: [(&str, &str); 0] = [];
+
+/// Most columns of a line in sources and documents.
+pub const COLUMNS_MAX: usize = 100;
+
+/// Documents with wider lines, and why.
+pub const WIDE_DOCUMENTS: [(&str, &str); 2] = [
+    ("docs/benchmarks/README.md", "written by `lab results`"),
+    ("docs/benchmarks/notes.md", "a part of that page"),
+];
+
+/// Phrases that documents do not use, and what they say instead (docs/words.md).
+pub const PHRASES: [(&str, &str); 11] = [
+    ("whoever", "who it is"),
+    ("what is left", "the rest, pending or missing blocks"),
+    ("so many", "a number"),
+    ("where nothing is said", "by default"),
+    ("stands still", "is stopped"),
+    ("anew", "again"),
+    ("mend", "fix"),
+    ("to and fro", "back and forth"),
+    ("all the same", "nevertheless"),
+    ("hand-over", "handover"),
+    ("front end", "disk export"),
+];

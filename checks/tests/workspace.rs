@@ -191,6 +191,37 @@ fn files_are_not_too_long() {
 }
 
 #[test]
+fn lines_are_not_too_wide() {
+    let mut findings = Vec::new();
+    let texts = FILES
+        .iter()
+        .filter(|(path, _)| path.ends_with(".rs") || path.ends_with(".md"));
+    let excused = |path: &str| policy::WIDE_DOCUMENTS.iter().any(|(wide, _)| *wide == path);
+    for (path, text) in texts.filter(|(path, _)| !excused(path)) {
+        let lines = documents::wide_lines(path, text).into_iter();
+        findings.extend(lines.map(|line| format!("{path}:{line}")));
+    }
+    none(findings, "lines of more than 100 columns");
+}
+
+#[test]
+fn documents_speak_as_the_glossary_says() {
+    let mut findings = Vec::new();
+    // The glossary itself names what is not used.
+    let texts = FILES
+        .iter()
+        .filter(|(path, _)| path.ends_with(".md") && *path != "docs/words.md");
+    for (path, text) in texts {
+        let found = documents::refused_phrases(text);
+        findings.extend(found.iter().map(|finding| format!("{path}: {finding}")));
+    }
+    none(
+        findings,
+        "see docs/words.md, and PHRASES in checks/src/policy.rs",
+    );
+}
+
+#[test]
 fn links_lead_somewhere() {
     let mut findings = Vec::new();
     for (path, text) in FILES.iter().filter(|(path, _)| path.ends_with(".md")) {

@@ -31,7 +31,8 @@ enum Order {
 use Order::{Any, Kept};
 
 /// The guest, attempts, messages at a time, order; then the numbers of: crashes at A and B, failed
-/// writes, duplicated messages, surprises of QEMU, lost hosts, starts by an operator, lost journals.
+/// writes, duplicated messages, surprises of QEMU, lost hosts, starts by an operator, lost
+/// journals.
 type Row = (Guest, usize, u32, Order, [u8; 8]);
 
 /// Every row is explored with a late release and with an early one.

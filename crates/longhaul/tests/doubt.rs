@@ -242,7 +242,8 @@ fn the_destination_may_always_give_up() {
     lyon.wait_for("back", |lyon| lyon.guest_state() == "running");
 }
 
-/// The destination has committed, and died before it could say so. What answers in its place must not
+/// The destination has committed, and died before it could say so. What answers in its place must
+/// not
 /// be believed when it says that it does not know the attempt: the guest runs there.
 fn committed_and_dead() -> (Host, Host) {
     let (lyon, mut paris) = two("", "destination:after-record:committed=kill");
@@ -326,5 +327,41 @@ fn another_host_of_the_same_name_is_not_believed() {
     lyon.0.restart();
     paris.0.restart();
     lyon.wait_for("elsewhere", |lyon| lyon.guest_state() == "elsewhere");
+    assert_eq!(paris.guest_state(), "running");
+}
+
+/// QEMU does not answer when the guest is to go on at the source: that is tried until it does.
+#[test]
+fn a_guest_whose_qemu_is_silent_goes_on_when_it_answers_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let held = folder.path().join("held");
+    let points = format!(
+        "source:after-receipt:ready=hold:{},source:before-record:released=fail",
+        held.display()
+    );
+    let (lyon, paris) = two(&points, "");
+    let pid = lyon.json(&["guests"])["guests"][0]["pid"].as_i64().unwrap();
+    let qemu = nix::unistd::Pid::from_raw(i32::try_from(pid).unwrap());
+    std::thread::scope(|scope| {
+        let moving = scope.spawn(|| migrate(&lyon));
+        lyon.wait_for("held", |_| held.exists());
+        nix::sys::signal::kill(qemu, Signal::SIGSTOP).unwrap();
+        std::fs::remove_file(&held).unwrap();
+        lyon.wait_for("not resumed", |lyon| {
+            lyon.0.log().contains("could not be resumed")
+        });
+        moving.join().unwrap();
+    });
+    // Nothing else may begin with a guest that is in the middle of this.
+    lyon.fail(
+        &["migrate", "web-7", "--to", "paris-2"],
+        3,
+        "is being moved",
+    );
+    nix::sys::signal::kill(qemu, Signal::SIGCONT).unwrap();
+    lyon.wait_for("running", |lyon| {
+        lyon.guest_state() == "running" && lyon.is_free()
+    });
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
     assert_eq!(paris.guest_state(), "running");
 }

@@ -1,5 +1,6 @@
-//! The files of a guest that do not move with it. Both hosts must have the same ones: the source holds
-//! locks on its files and names their digests, and the destination looks for the locks and compares.
+//! The files of a guest that do not move with it. Both hosts must have the same ones: the source
+//! holds locks on its files and names their digests, and the destination looks for the locks and
+//! compares.
 
 use crate::host::base_images;
 use longhaul_hypervisor::config::{HostConfig, ImageFormat};

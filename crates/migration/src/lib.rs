@@ -1,4 +1,5 @@
-//! Migrations of this host's guests: the attempts in progress, the right to run a guest, and outcomes.
+//! Migrations of this host's guests: the attempts in progress, the right to run a guest, and
+//! outcomes.
 //!
 //! [`Manager`] is what the API asks. The modules `source` and `destination` are the two ends of a
 //! migration. They do not import each other, and no other module but `recovery`, which takes up the
@@ -252,8 +253,8 @@ impl Manager {
         Ok(self.context.registry.get(id)?.migration())
     }
 
-    /// The migrations that need a host: guests that leave for it, and guests from it that run here and
-    /// are not complete.
+    /// The migrations that need a host: guests that leave for it, and guests from it that run here
+    /// and are not complete.
     pub fn that_need(&self, host: &str) -> Vec<Migration> {
         let entries = self.context.registry.list().into_iter();
         let open = entries.filter(|entry| matches!(entry.outcome(), None | Some(Outcome::InDoubt)));
@@ -312,8 +313,8 @@ impl Manager {
         self.context.may_use_disks(guest)
     }
 
-    /// Makes room for a guest that is to be started, where it could not be beside what is kept of others
-    /// that left.
+    /// Makes room for a guest that is to be started, where it could not be beside what is kept of
+    /// others that left.
     pub async fn make_way_for(&self, guest: &GuestDescription) {
         let Parts { prober, config, .. } = &self.context.parts;
         // Whoever starts it is told what is wrong with the host.

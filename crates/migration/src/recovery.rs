@@ -51,8 +51,8 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             .any(|(guest, generation)| *guest == left.guest && *generation > left.terms.generation);
         let overruled = matches!(left.records().last(), Some(Record::Overruled { .. }));
         match left.side {
-            // By a person's word the guest went on here, and then to a later attempt, which may have
-            // released it: that one decides, also when its journal is gone.
+            // By a person's word the guest went on here, and then to a later attempt, which may
+            // have released it: that one decides, also when its journal is gone.
             Side::Source if by_another || overruled && (went_on || is_older(context, &left)) => {
                 Settling::pass_on(context, left).await.go_on();
             }
@@ -68,7 +68,8 @@ fn has_released(left: &Left) -> bool {
     records.any(|record| matches!(record, Record::Released { .. }))
 }
 
-/// Whether the right to run the guest has left this host since an attempt that never released it began.
+/// Whether the right to run the guest has left this host since an attempt that never released it
+/// began.
 fn has_left(context: &Context, left: &Left) -> bool {
     match context.rights.get(&left.guest) {
         Ok(right) => right.is_some_and(|right| {

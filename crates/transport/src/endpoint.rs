@@ -195,7 +195,8 @@ impl Endpoint {
         self.connect_to(host).await
     }
 
-    /// Connects to the trusted host with this identity, under whatever name it is trusted now; `name`
+    /// Connects to the trusted host with this identity, under whatever name it is trusted now;
+    /// `name`
     /// is for errors.
     pub async fn connect_id(&self, id: HostId, name: &str) -> Result<Control, ConnectError> {
         let host = self.inner.trust.by_id(id)?;

@@ -21,7 +21,7 @@
 //! Both sides are pure transition functions: an event goes in, the next state and the actions come
 //! out, and an action that has to be durable is a [`Record`] whose arrival on disk is the next
 //! event. `restore` says where a restarted agent continues. The agents run these functions
-//! unchanged, and so does the model checker in `model/`; `docs/hand-over.md` has the proof.
+//! unchanged, and so does the model checker in `model/`; `docs/handover.md` has the proof.
 
 mod destination;
 mod record;

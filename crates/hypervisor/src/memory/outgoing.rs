@@ -556,7 +556,8 @@ fn listen(path: &Path, pid: i32) -> std::io::Result<tokio::net::UnixListener> {
     Ok(listener)
 }
 
-/// Gives a socket to QEMU's account. That account owns the folder, which is closed to others, and may
+/// Gives a socket to QEMU's account. That account owns the folder, which is closed to others, and
+/// may
 /// have replaced the socket by a link: the link is not followed.
 fn give(path: &Path, uid: u32) -> std::io::Result<()> {
     std::os::unix::fs::lchown(path, Some(uid), None)

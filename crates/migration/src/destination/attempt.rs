@@ -257,7 +257,8 @@ impl Task {
         }
     }
 
-    /// Answers a source that is back with a token, and takes the connection that brings it into use.
+    /// Answers a source that is back with a token, and takes the connection that brings it into
+    /// use.
     async fn reconnect(&mut self, mut call: Call, epoch: Epoch) {
         self.disconnect();
         let state = attempt_state(self.state());

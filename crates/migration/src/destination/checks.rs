@@ -62,7 +62,8 @@ impl Context {
                     disk.name, guest.name
                 ),
                 Some(
-                    "let it move with the guest (--disks auto), or put it on shared storage and write \
+                    "let it move with the guest (--disks auto), or put it on shared storage and \
+                     write \
                      `shared = true` in its description"
                         .into(),
                 ),

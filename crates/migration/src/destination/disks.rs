@@ -1,4 +1,5 @@
-//! The disks of a guest that arrives: what of them is here. Their images are [made](crate::disks::images) before.
+//! The disks of a guest that arrives: what of them is here. Their images are
+//! [made](crate::disks::images) before.
 
 use crate::destination::fetch_client::Puller;
 use crate::disks::base_images::id_of;
@@ -102,8 +103,9 @@ struct Growing {
 }
 
 impl Growing {
-    /// Cuts the image at its end, durably, and looks whether it is what was offered, and whether all is here that QEMU
-    /// opens it with. QEMU goes by what it says of itself, and would open any file of this host that it names.
+    /// Cuts the image at its end, durably, and looks whether it is what was offered, and whether
+    /// all is here that QEMU opens it with. QEMU goes by what it says of itself, and would open any
+    /// file of this host that it names.
     fn end(&self, disk: &RawDisk, presence: &Presence) -> Result<(), String> {
         let bytes = self.bytes.ok_or("its length is not known")?;
         let cut = disk.set_file_bytes(bytes);
@@ -196,8 +198,8 @@ impl Disks {
         }
     }
 
-    /// Has those who will answer the guest know what is left at the source, durably, and whether what the guest does
-    /// not write is to be compared. All else is here.
+    /// Has those who will answer the guest know what is left at the source, durably, and whether
+    /// what the guest does not write is to be compared. All else is here.
     pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
         for disk in &self.disks {
             let Some(folder) = &disk.folder else { continue };

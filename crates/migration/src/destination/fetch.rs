@@ -1,14 +1,17 @@
-//! A guest that runs here while a part of its disks is still at its source: from the commit, or from
+//! A guest that runs here while a part of its disks is still at its source: from the commit, or
+//! from
 //! the start of an agent, until all of it is here.
 //!
 //! ```text
-//! source comes (Resume) -> Resumed -> Committed, Missing for each disk -> frames, to whoever answers the guest
+//! source comes (Resume) -> Resumed -> Committed, Missing for each disk -> frames, to whoever
+//! answers the guest
 //!    its words: Want, Superseded ->                    <- Unreadable
 //! [everything is here: compared with the source's, but for what the guest has written]
 //! everything is here, durably: journal ALL-PRESENT -> AllPresent -> the front ends go
 //! ```
 //!
-//! A connection that is lost, a server that dies, a disk without room: the source is let go, comes again,
+//! A connection that is lost, a server that dies, a disk without room: the source is let go, comes
+//! again,
 //! and is told anew what is missing. The guest waits for nothing but that.
 
 mod progress;
@@ -499,7 +502,8 @@ impl Pulling {
             Some(ToPump::Broken(errno)) => {
                 let error = io::Error::from_raw_os_error(errno);
                 let why = format!(
-                    "disk {} cannot be made durable: {error}; what is here of it counts only once its host was \
+                    "disk {} cannot be made durable: {error}; what is here of it counts only \
+                     once its host was \
                      started anew, and the source's image is needed until then",
                     fetched.disk.name
                 );
@@ -521,7 +525,8 @@ impl Pulling {
         }
     }
 
-    /// Tells a source that knows what is missing. One that only asks is told when it comes with frames.
+    /// Tells a source that knows what is missing. One that only asks is told when it comes with
+    /// frames.
     async fn tell(&mut self, message: &ToSource) {
         if self.bulk.is_some() {
             send(&mut self.begun.call, message).await;

@@ -1,5 +1,5 @@
-//! What is still missing of an arrived guest's disk goes from here to the server that answers the guest, and
-//! the server's words come back.
+//! What is still missing of an arrived guest's disk goes from here to the server that answers the
+//! guest, and the server's words come back.
 
 use longhaul_protocol::{BlockRange, RegionId};
 use longhaul_storage::front::FrontFolder;

@@ -1,6 +1,7 @@
-//! What this host has already of a guest that comes: its memory and disks as they were when it left, and what any file
-//! holds that the [content index](Held) knows. Blocks are taken from there only where they have the digest that the
-//! source names, so it does not matter whose they were, or who has changed them since.
+//! What this host has already of a guest that comes: its memory and disks as they were when it
+//! left, and what any file holds that the [content index](Held) knows. Blocks are taken from there
+//! only where they have the digest that the source names, so it does not matter whose they were, or
+//! who has changed them since.
 
 use crate::disks::images::Place;
 use crate::host::content_index::Held;
@@ -18,7 +19,8 @@ use std::sync::Arc;
 #[derive(Default)]
 pub(crate) struct Kept {
     regions: Vec<RegionId>,
-    /// Files that have what blocks of regions may have had, in the same order, and the block that is the region's first.
+    /// Files that have what blocks of regions may have had, in the same order, and the block that
+    /// is the region's first.
     files: BTreeMap<RegionId, (Arc<File>, u64)>,
     held: Option<Arc<Held>>,
 }
@@ -66,8 +68,8 @@ impl Kept {
         }
     }
 
-    /// Reads what a block was, or one with that digest from anywhere; false where neither is known. What was
-    /// read has yet to be compared.
+    /// Reads what a block was, or one with that digest from anywhere; false where neither is known.
+    /// What was read has yet to be compared.
     pub(crate) fn read(&self, id: BlockId, digest: &Digest, into: &mut [u8; BLOCK_SIZE]) -> bool {
         let in_place = self.read_in_place(id, into);
         match &self.held {

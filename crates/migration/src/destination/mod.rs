@@ -1,4 +1,5 @@
-//! The destination side of a migration: admission, receiving, and an attempt until the guest is whole.
+//! The destination side of a migration: admission, receiving, and an attempt until the guest is
+//! whole.
 
 pub(crate) mod admission;
 pub(crate) mod attempt;

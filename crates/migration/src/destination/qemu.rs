@@ -240,8 +240,8 @@ impl Inbound {
         Ok((machine, memory, places, receiving, shown))
     }
 
-    /// Puts front ends below those of its disks of which a part may come when it runs. After an error
-    /// it has to be quit.
+    /// Puts front ends below those of its disks of which a part may come when it runs. After an
+    /// error it has to be quit.
     pub(crate) async fn put_below(
         &self,
         context: &Context,

@@ -23,8 +23,8 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::task::block_in_place;
 use tokio::time::{Instant, timeout_at};
 
-/// Acknowledgements follow each other no faster than this; the first one goes at once, since a write
-/// may wait for it.
+/// Acknowledgements follow each other no faster than this; the first one goes at once, since a
+/// write may wait for it.
 const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
 /// How long a source does not hear how long disks take here, where that has changed.
 const TELL_EVERY: Duration = Duration::from_millis(100);
@@ -176,8 +176,8 @@ impl Receiving {
         self.lock().disks.below(folders);
     }
 
-    /// Has those who will answer the guest know what is left at the source, and whether what it does not write is to
-    /// be compared.
+    /// Has those who will answer the guest know what is left at the source, and whether what it
+    /// does not write is to be compared.
     pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
         self.lock().disks.hand_on(verify)
     }

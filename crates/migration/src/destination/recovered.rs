@@ -52,9 +52,9 @@ const CLOSED_MAX: usize = 256;
 #[derive(Default)]
 pub(crate) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, Remembered>>,
-    /// Lately closed. A question about one of them that was overtaken on its way is not one about an
-    /// attempt that never began, which would need a record that nobody removes; and an offer that was is
-    /// not accepted, since its source would not come for what it leaves.
+    /// Lately closed. A question about one of them that was overtaken on its way is not one about
+    /// an attempt that never began, which would need a record that nobody removes; and an offer
+    /// that was is not accepted, since its source would not come for what it leaves.
     closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
@@ -336,8 +336,8 @@ impl Remembered {
         }
     }
 
-    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not is
-    /// left to its owner: whether it ran before is not known, so it is not given back.
+    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not
+    /// is left to its owner: whether it ran before is not known, so it is not given back.
     async fn resume(&mut self) -> DestinationEvent {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());

@@ -1,6 +1,7 @@
-//! Base images below disks that move. The source names them by their ids, and what of them is used, and sends only
-//! what its guest wrote; the destination has them from its own repository. All of one is there before the guest is stopped,
-//! unless it is to come while that runs there ([`crate::disks::lazy_base_images`]).
+//! Base images below disks that move. The source names them by their ids, and what of them is used,
+//! and sends only what its guest wrote; the destination has them from its own repository. All of
+//! one is there before the guest is stopped, unless it is to come while that runs there
+//! ([`crate::disks::lazy_base_images`]).
 
 use crate::context::Context;
 use crate::disks::exports::FrontError;
@@ -60,7 +61,8 @@ pub(crate) fn look(
     };
     let other = |has: String| {
         refused(format!("{has}: what it reads there cannot be told")).hint(
-            "have its QEMU started anew with what the image says, or rebase the image with its guest \
+            "have its QEMU started anew with what the image says, or rebase the image with its \
+             guest \
              shut down",
         )
     };
@@ -127,8 +129,8 @@ fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
     hot.collect()
 }
 
-/// The orders in which base images come, each as long as somebody needs it: of guests that come at the same time
-/// the one's word counts for the other.
+/// The orders in which base images come, each as long as somebody needs it: of guests that come at
+/// the same time the one's word counts for the other.
 #[derive(Debug, Default)]
 pub(crate) struct Orders(Mutex<HashMap<ImageId, Weak<Order>>>);
 
@@ -146,7 +148,8 @@ impl Orders {
     }
 }
 
-/// The base images that are coming for a guest. Those that are waited for stop coming when this goes.
+/// The base images that are coming for a guest. Those that are waited for stop coming when this
+/// goes.
 pub(crate) struct ComingBases {
     /// Those that are here before the guest is stopped.
     coming: Vec<(Arc<Bringing>, Arc<Order>)>,
@@ -168,8 +171,8 @@ fn hint(here: &str, id: ImageId) -> String {
 }
 
 impl ComingBases {
-    /// Looks for the base images of disks, and begins to bring what is not here. Their files are there
-    /// then, for QEMU to open.
+    /// Looks for the base images of disks, and begins to bring what is not here. Their files are
+    /// there then, for QEMU to open.
     pub(crate) fn begin(context: &Context, places: &[Place]) -> Result<Self, Refusal> {
         let config = &context.parts.config;
         let here = &config.name;
@@ -241,7 +244,8 @@ impl ComingBases {
         })
     }
 
-    /// What each disk's QEMU is to have below it. What comes while the guest runs is shown from here on, and begins to come.
+    /// What each disk's QEMU is to have below it. What comes while the guest runs is shown from
+    /// here on, and begins to come.
     pub(crate) async fn below(
         &self,
         context: &Arc<Context>,
@@ -273,7 +277,8 @@ impl ComingBases {
         self.task = Some(spawn_blocking(move || {
             for (one, order) in coming {
                 let hot = order.hottest().len();
-                tracing::info!(image = %one.id(), hot, "a base image comes, first what is hot of it");
+                tracing::info!(image = %one.id(), hot, "a base image comes, first what is hot of \
+                    it");
                 one.finish(&order).map_err(|error| {
                     tracing::error!(%error, "a base image does not come");
                     Lacking(one.id())
@@ -309,8 +314,8 @@ impl ComingBases {
         }
     }
 
-    /// What was read from the repository for them, in bytes: of what comes behind the guest as far as it has come. Guests that
-    /// come together count each byte once.
+    /// What was read from the repository for them, in bytes: of what comes behind the guest as far
+    /// as it has come. Guests that come together count each byte once.
     pub(crate) fn read_bytes(&self, context: &Context) -> u64 {
         let state = &context.parts.config.state;
         let behind = self.behind.iter();

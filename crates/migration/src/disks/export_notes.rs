@@ -1,4 +1,5 @@
-//! The front ends that an agent has made, each with a note of what it was made for: durable before anything is put
+//! The front ends that an agent has made, each with a note of what it was made for: durable before
+//! anything is put
 //! in, so that whoever comes after this agent takes it out.
 //!
 //! ```text
@@ -170,8 +171,8 @@ impl<N: Note> Noted<N> {
         Ok(())
     }
 
-    /// Removes what was made for them: the note first, as it is what counts. A folder without a note is
-    /// removed when its place is needed.
+    /// Removes what was made for them: the note first, as it is what counts. A folder without a
+    /// note is removed when its place is needed.
     pub(crate) fn remove(&self) -> Result<(), FrontError> {
         let removed = remove_if_there(&note_of(&self.folder));
         removed.map_err(|error| self.error(&error))?;

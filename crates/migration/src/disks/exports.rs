@@ -1,5 +1,5 @@
-//! The front ends below the disks of a guest that leaves: put in when its move begins, taken out when
-//! it ends, whichever way, also by an agent that was started since.
+//! The front ends below the disks of a guest that leaves: put in when its move begins, taken out
+//! when it ends, whichever way, also by an agent that was started since.
 //!
 //! What is noted of them is in STATE/fronts, by guest and number ([`crate::disks::export_notes`]).
 
@@ -61,7 +61,8 @@ pub(crate) struct Note {
     /// How it comes: a part of it may still be at the source.
     #[serde(default)]
     arriving: Option<Coming>,
-    /// What whoever goes on after this agent needs to send what may be left when the guest has gone.
+    /// What whoever goes on after this agent needs to send what may be left when the guest has
+    /// gone.
     #[serde(default)]
     left: Option<LeftDisk>,
 }
@@ -150,7 +151,8 @@ impl Noted {
         }
     }
 
-    /// Ends supervisor and server with their guest, and sets the image aside where that has moved away.
+    /// Ends supervisor and server with their guest, and sets the image aside where that has moved
+    /// away.
     async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
         self.stop().await?;
         if moved && self.note.arriving.is_none() {
@@ -355,7 +357,8 @@ pub(crate) struct Incomplete {
     pub(crate) digest_key: [u8; 32],
 }
 
-/// The disks of a guest that a migration has brought, as far as their source has said what it had left.
+/// The disks of a guest that a migration has brought, as far as their source has said what it had
+/// left.
 pub(crate) fn incomplete(
     state: &Path,
     guest: &str,
@@ -408,8 +411,8 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
     Ok(())
 }
 
-/// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what is
-/// left of its disks is set aside.
+/// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what
+/// is left of its disks is set aside.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
     let noted = match notes(state, Some(guest)) {
         Ok(noted) => noted,
@@ -431,8 +434,8 @@ pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
 }
 
 impl Context {
-    /// Takes out what still stands below the disks of guests that no migration is busy with: what an
-    /// earlier agent has left, or could not be taken out.
+    /// Takes out what still stands below the disks of guests that no migration is busy with: what
+    /// an earlier agent has left, or could not be taken out.
     pub(crate) async fn sweep_fronts(&self) -> bool {
         let state = &self.parts.config.state;
         let found = match notes(state, None) {

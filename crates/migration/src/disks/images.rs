@@ -343,7 +343,8 @@ pub(crate) fn sweep(context: &Context) {
         if path.extension().is_some_and(|end| end == "note")
             && let Err(error) = sweep_one(context, &path)
         {
-            tracing::error!(path = %path.display(), %error, "what was made for a disk is left over");
+            tracing::error!(path = %path.display(), %error, "what was made for a disk is left \
+                over");
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Base images that come while guests on them run. A front end of each shows what is there, brings the rest, and outlives
-//! the agent; when all of it is there, each QEMU is given the file.
+//! Base images that come while guests on them run. A front end of each shows what is there, brings
+//! the rest, and outlives the agent; when all of it is there, each QEMU is given the file.
 //!
-//! Which ones they are, and whose disks stand on them, is noted in STATE/coming, by the beginning of their ids
-//! ([`crate::disks::export_notes`]).
+//! Which ones they are, and whose disks stand on them, is noted in STATE/coming, by the beginning
+//! of their ids ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, FrontError};
@@ -235,8 +235,8 @@ impl Context {
         })
     }
 
-    /// Gives QEMUs the files of base images that have come, and ends what nobody needs any more, again and again until
-    /// none is left.
+    /// Gives QEMUs the files of base images that have come, and ends what nobody needs any more,
+    /// again and again until none is left.
     pub(crate) fn keep_sweeping_coming(self: &Arc<Self>) {
         if self.coming.is_swept.swap(true, Ordering::AcqRel) {
             return;
@@ -291,7 +291,8 @@ impl Context {
         }
     }
 
-    /// Whether a disk still needs its base image shown. Where all of that is here, its QEMU is given the file.
+    /// Whether a disk still needs its base image shown. Where all of that is here, its QEMU is
+    /// given the file.
     async fn needs(&self, noted: &Noted, user: &User, whole: bool) -> Result<bool, FrontError> {
         let failed = |error: &dyn std::fmt::Display| noted.error(error);
         // Who has the guest sees to it, or will be done.
@@ -334,7 +335,8 @@ impl Context {
                 Ok(true) => {}
                 Ok(false) => done.push(user.clone()),
                 Err(error) => {
-                    tracing::error!(guest = user.guest, %error, "its base image is still read as it comes");
+                    tracing::error!(guest = user.guest, %error, "its base image is still read as \
+                        it comes");
                 }
             }
         }

@@ -1,5 +1,5 @@
-//! What a guest's disks need on a host during a move: exports below them, images that are created for
-//! them, and the base images below those.
+//! What a guest's disks need on a host during a move: exports below them, images that are created
+//! for them, and the base images below those.
 
 pub(crate) mod base_images;
 pub(crate) mod export_notes;

@@ -1,10 +1,13 @@
-//! Disks in images that grow (qcow2). What moves is the image's file, byte for byte: snapshots, bitmaps and
+//! Disks in images that grow (qcow2). What moves is the image's file, byte for byte: snapshots,
+//! bitmaps and
 //! packed clusters come along by themselves. Four things differ from other disks:
 //!
 //! - Their region is as long as the file may become. When it becomes longer the move is given up.
 //! - What is shown to QEMU is larger still, so that its guest never comes to the end.
-//! - How long the file is in the end is said beside what is left of it, and the destination cuts its own there.
-//! - What QEMU reads when it opens the image is there before the guest runs, whatever else is left: QEMU asks for
+//! - How long the file is in the end is said beside what is left of it, and the destination cuts
+//!   its own there.
+//! - What QEMU reads when it opens the image is there before the guest runs, whatever else is
+//!   left: QEMU asks for
 //!   that in the middle of `cont`, when nobody would bring it.
 
 use crate::host::base_images;

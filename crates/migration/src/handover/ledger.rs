@@ -66,7 +66,8 @@ impl Ledger {
         }
     }
 
-    /// The incarnation of the destination's journals that this attempt was offered to, if it is known.
+    /// The incarnation of the destination's journals that this attempt was offered to, if it is
+    /// known.
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {
         let attempt = self.terms.attempt;
         let records = self.journal.records().iter().rev();
@@ -142,8 +143,8 @@ impl Ledger {
         }
     }
 
-    /// A person has given the guest to the other host. That is noted whatever is here: a copy may be
-    /// on its way back already, and one that runs is not to be started again.
+    /// A person has given the guest to the other host. That is noted whatever is here: a copy may
+    /// be on its way back already, and one that runs is not to be started again.
     fn concede(&mut self, generation: Generation) {
         self.note(generation, self.elsewhere());
         match crate::host::qemu::find(&self.context.parts.config.state, &self.guest) {

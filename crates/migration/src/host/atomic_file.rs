@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 /// What a file is called that is being written.
 const UNFINISHED: &str = "new";
 
-/// Writes a file, for its owner alone, so that after a crash either the old one is there or the new one.
+/// Writes a file, for its owner alone, so that after a crash either the old one is there or the new
+/// one.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut new = path.as_os_str().to_owned();
     new.push(".");

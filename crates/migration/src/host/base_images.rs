@@ -40,7 +40,8 @@ impl Unfit {
         match self {
             Self::Other(_) => {
                 "with the guest shut down: longhaul image import, longhaul image fetch, and \
-                 qemu-img rebase -u -F raw -b with the path that fetch tells; or make one plain image \
+                 qemu-img rebase -u -F raw -b with the path that fetch tells; or make one plain \
+                 image \
                  of it: qemu-img convert -O qcow2 OLD NEW"
             }
             Self::Format(_) | Self::NoFormat => {
@@ -50,8 +51,8 @@ impl Unfit {
     }
 }
 
-/// The base image that an image says it stands on. What it says decides which one is meant, and never
-/// which file is opened.
+/// The base image that an image says it stands on. What it says decides which one is meant, and
+/// never which file is opened.
 pub(crate) fn named(backing: &Backing) -> Result<ImageId, Unfit> {
     let path = Path::new(&backing.name);
     let id = Bases::named(path).filter(|_| path.is_absolute());
@@ -72,8 +73,8 @@ pub(crate) fn head(image: &Path) -> io::Result<Vec<u8>> {
     Ok(head)
 }
 
-/// The files of the base images that the disks of a guest stand on, by the disks' names: an image that came
-/// from another host names a file of that host's.
+/// The files of the base images that the disks of a guest stand on, by the disks' names: an image
+/// that came from another host names a file of that host's.
 pub fn for_launch(
     config: &HostConfig,
     guest: &GuestDescription,
@@ -109,7 +110,8 @@ pub fn for_launch(
 pub(crate) fn not_here(disk: &str, id: ImageId) -> ApiError {
     let short = id.short();
     let text = format!(
-        "disk {disk}: its image stands on base image {short}, which this host does not have as a whole"
+        "disk {disk}: its image stands on base image {short}, which this host does not have as a \
+         whole"
     );
     ApiError::new(ErrorCode::Refused, text).hint(format!("longhaul image fetch {short}"))
 }

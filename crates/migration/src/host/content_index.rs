@@ -1,5 +1,5 @@
-//! What the files of this host hold, for guests that come here: the content index, which a thread of its own
-//! keeps up to date for a small share of the time.
+//! What the files of this host hold, for guests that come here: the content index, which a thread
+//! of its own keeps up to date for a small share of the time.
 
 use crate::host::base_images;
 use crate::host::config::Config;

@@ -41,7 +41,10 @@ pub(crate) trait Named {
 }
 
 macro_rules! named {
-    ($kind:ident in $list:ident by $function:ident: $($variant:ident $name:literal [$($side:ident)*],)+) => {
+    (
+        $kind:ident in $list:ident by $function:ident:
+        $($variant:ident $name:literal [$($side:ident)*],)+
+    ) => {
         const $list: &[(&str, &[Side])] = &[$(($name, &[$(Side::$side),*])),+];
 
         fn $function(of: &$kind) -> &'static str {

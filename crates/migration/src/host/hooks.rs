@@ -498,8 +498,8 @@ impl Output {
         std::future::pending().await
     }
 
-    /// Takes in what is there already; processes that left the group may go on writing. The pipe itself is asked:
-    /// the runtime may not have heard of what the last of them wrote.
+    /// Takes in what is there already; processes that left the group may go on writing. The pipe
+    /// itself is asked: the runtime may not have heard of what the last of them wrote.
     fn rest(&mut self, pipe: &pipe::Receiver) {
         let mut piece = [0; 4096];
         for _ in 0..16 {
@@ -737,7 +737,8 @@ mod tests {
 
     #[tokio::test]
     async fn only_the_end_of_much_output_is_kept_and_printable() {
-        let script = "i=0; while [ $i -lt 4000 ]; do echo line-$i; i=$((i+1)); done; printf '\\033[2Jend\\n'";
+        let script = "i=0; while [ $i -lt 4000 ]; do echo line-$i; i=$((i+1)); done; printf \
+            '\\033[2Jend\\n'";
         let said = run(script, "60s").await.unwrap();
         assert!(
             said.0.starts_with("[…] ") && said.0.ends_with(" [2Jend"),

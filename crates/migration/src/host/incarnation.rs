@@ -1,9 +1,9 @@
 //! The incarnation of this host's journals: what other agents recognise them by.
 //!
-//! A source that has released a guest believes "I do not know this attempt" only of the journals that
-//! it offered the attempt to. So an incarnation must be lost with them. It is a file in their folder,
-//! and it names the folder's inode: a copy of the folder, or one restored from a backup, may lack
-//! records, and gets a new incarnation.
+//! A source that has released a guest believes "I do not know this attempt" only of the journals
+//! that it offered the attempt to. So an incarnation must be lost with them. It is a file in their
+//! folder, and it names the folder's inode: a copy of the folder, or one restored from a backup,
+//! may lack records, and gets a new incarnation.
 
 use crate::host::atomic_file;
 use crate::host::start_error::StartError;
@@ -32,7 +32,8 @@ fn read_or_create(folder: &Path) -> io::Result<Incarnation> {
             Some(incarnation) => return Ok(incarnation),
             None => tracing::warn!(
                 path = %path.display(),
-                "these journals are a copy, or damaged: migrations in doubt at other hosts stay so, \
+                "these journals are a copy, or damaged: migrations in doubt at other hosts stay \
+                 so, \
                  until a person decides"
             ),
         },

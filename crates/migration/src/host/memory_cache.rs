@@ -1,8 +1,8 @@
-//! What the memory of guests that left held, in files, for when they come back: one sparse file for each
-//! guest, its RAM blocks one after the other.
+//! What the memory of guests that left held, in files, for when they come back: one sparse file for
+//! each guest, its RAM blocks one after the other.
 //!
-//! Nothing depends on these files, and nothing is believed of them: who reads one compares digests. So they
-//! have no header, are not made durable, and may be torn, changed or removed at any time.
+//! Nothing depends on these files, and nothing is believed of them: who reads one compares digests.
+//! So they have no header, are not made durable, and may be torn, changed or removed at any time.
 
 use crate::host::config::Config;
 use crate::host::start_error::StartError;
@@ -63,7 +63,8 @@ impl KeptMemoryConfig {
         match bytes >= LIMIT_MIN {
             true => Ok(bytes),
             false => Err(format!(
-                "`kept_memory.limit = {text:?}`: 1MiB at least; without [kept_memory] nothing is kept"
+                "`kept_memory.limit = {text:?}`: 1MiB at least; without [kept_memory] nothing is \
+                 kept"
             )),
         }
     }
@@ -77,7 +78,8 @@ impl KeptMemoryConfig {
         match age >= AGE_MIN {
             true => Ok(age),
             false => Err(format!(
-                "`kept_memory.max_age = {text:?}`: 1min at least; without [kept_memory] nothing is kept"
+                "`kept_memory.max_age = {text:?}`: 1min at least; without [kept_memory] nothing \
+                 is kept"
             )),
         }
     }
@@ -166,11 +168,13 @@ impl KeptMemory {
         });
         if let Err(error) = done {
             let folder = self.folder.display();
-            tracing::warn!(%error, %folder, "what is kept of guests' memory cannot be looked through");
+            tracing::warn!(%error, %folder, "what is kept of guests' memory cannot be looked \
+                through");
         }
     }
 
-    /// Writes what a guest's memory holds in place of what was kept of it. Where there is no room nothing stays.
+    /// Writes what a guest's memory holds in place of what was kept of it. Where there is no room
+    /// nothing stays.
     pub(crate) fn write(&self, guest: &str, memory: &dyn Memory) -> io::Result<Written> {
         let path = self.path(guest);
         remove(&path)?;
@@ -223,8 +227,8 @@ impl KeptMemory {
         Ok(written)
     }
 
-    /// Removes the oldest files of others until all take no more than the limit; false where those of one guest
-    /// alone take as much. An error where the file system has too little room.
+    /// Removes the oldest files of others until all take no more than the limit; false where those
+    /// of one guest alone take as much. An error where the file system has too little room.
     fn make_room(&self, guest: Option<&str>) -> io::Result<bool> {
         let mut files = self.files()?;
         files.sort_by_key(|file| std::cmp::Reverse(file.written));

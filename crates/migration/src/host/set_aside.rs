@@ -1,4 +1,5 @@
-//! Images whose guest has moved away: they get another name, so that the guest is not started from them.
+//! Images whose guest has moved away: they get another name, so that the guest is not started from
+//! them.
 
 use std::fs::{self, File};
 use std::io;

@@ -1,9 +1,9 @@
 //! Tasks that own an attempt: a panic in one ends the agent.
 //!
-//! Such a task holds a guest's reservation and its journal. If it just ended, the guest's name would be
-//! free while its QEMU and its journal are in the middle of a handover. The agent that is started next
-//! takes the attempt up from the journal, which is the best-tested way on; guests do not depend on the
-//! agent.
+//! Such a task holds a guest's reservation and its journal. If it just ended, the guest's name
+//! would be free while its QEMU and its journal are in the middle of a handover. The agent that is
+//! started next takes the attempt up from the journal, which is the best-tested way on; guests do
+//! not depend on the agent.
 
 use std::future::Future;
 use std::process::abort;

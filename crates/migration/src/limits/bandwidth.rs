@@ -1,5 +1,5 @@
-//! How fast this host may send: moves that are under way share one limit equally, those of a group another
-//! one, beside the limits of their own.
+//! How fast this host may send: moves that are under way share one limit equally, those of a group
+//! another one, beside the limits of their own.
 
 use crate::host::lock::lock;
 use std::collections::HashMap;

@@ -1,5 +1,5 @@
-//! Hears what the destination acknowledges, beside everything else that the owner of a migration does:
-//! a guest may wait for it, and its QEMU for the guest.
+//! Hears what the destination acknowledges, beside everything else that the owner of a migration
+//! does: a guest may wait for it, and its QEMU for the guest.
 
 use crate::source::sender::{Line, Sending};
 use longhaul_engine::source::SourceError;

@@ -7,7 +7,8 @@
 //!
 //! One loop owns everything: it waits for what happens, tells the engine and the hand-over, and
 //! does what they say. A lost connection is made again beside it, within patience. Blocks are sent
-//! while the destination still launches its QEMU; the guest is not stopped before that waits for it.
+//! while the destination still launches its QEMU; the guest is not stopped before that waits for
+//! it.
 
 mod drain;
 mod handover;
@@ -326,8 +327,8 @@ impl Departure {
             let stats = line.bulk.stats();
             let queued_bytes = self.task.sending.queued_bytes();
             let (host, context) = (&self.task.host, &self.task.context);
-            // What is delivered would be what the slowest makes of it: the encoder, the link, or the
-            // destination.
+            // What is delivered would be what the slowest makes of it: the encoder, the link, or
+            // the destination.
             let possible = stats.path_rate_bps().map(|rate| rate / 8.0);
             if let Some(possible) = possible
                 && queued_bytes > stats.congestion_window_bytes / 2

@@ -1,5 +1,5 @@
-//! What of a guest's disks keeps it from being moved now, whether or not they move along: a job that
-//! runs on them, and an image that is not the one that the guest is described with.
+//! What of a guest's disks keeps it from being moved now, whether or not they move along: a job
+//! that runs on them, and an image that is not the one that the guest is described with.
 
 use crate::context::Context;
 use crate::disks::exports;
@@ -66,7 +66,8 @@ fn file_of<'a>(files: &'a BTreeMap<String, PathBuf>, device: &str) -> Option<&'a
         .or_else(|| by_id.and_then(|id| files.get(id)))
 }
 
-/// Whether both are there, and are not one file or device. One that is gone is dealt with elsewhere.
+/// Whether both are there, and are not one file or device. One that is gone is dealt with
+/// elsewhere.
 fn are_two(one: &Path, other: &Path) -> bool {
     let identity = |path: &Path| {
         let found = fs::metadata(path).ok()?;

@@ -59,7 +59,8 @@ pub(crate) enum SessionError {
     Left(#[from] std::io::Error),
     /// The host that answers has lost the journals that the attempt was offered to.
     #[error(
-        "its journals are not those that this migration was offered to (lost, replaced or restored), \
+        "its journals are not those that this migration was offered to (lost, replaced or \
+         restored), \
          so it cannot tell whether the guest runs there"
     )]
     OtherJournals,
@@ -107,8 +108,8 @@ impl Attempted {
     }
 }
 
-/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already; it says
-/// what it has of the guest already.
+/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already;
+/// it says what it has of the guest already.
 pub(crate) async fn offer(
     control: Control,
     message: ToDestination,
@@ -159,8 +160,8 @@ async fn bulk(
     Ok(Line::new(bulk, binding.epoch))
 }
 
-/// Connects again beside whatever else is done, for as long as this is there: who came back to an attempt that is
-/// over would have the destination record it anew.
+/// Connects again beside whatever else is done, for as long as this is there: who came back to an
+/// attempt that is over would have the destination record it anew.
 pub(crate) struct Redial(JoinHandle<Result<(Session, AttemptState), SessionError>>);
 
 impl Redial {

@@ -1,5 +1,5 @@
-//! When a departing guest is stopped, and what people are told of one that writes too fast: from the
-//! API's words to the engine's and back.
+//! When a departing guest is stopped, and what people are told of one that writes too fast: from
+//! the API's words to the engine's and back.
 
 use longhaul_api::{
     ApiError, Convergence, ErrorCode, Outpaced, StopChoice, StopReason, StopRule, TooFast,

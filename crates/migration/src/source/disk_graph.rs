@@ -4,8 +4,8 @@
 //! mirror takes over, a medium is changed. What the guest writes then is not where the move looks
 //! for it. QEMU refuses to plug devices in and out while it migrates, and nothing of the above. So
 //! the block graph is looked at every second, when QEMU tells of a job or a tray, and for the last
-//! time when QEMU has let go of the disks: with the guest stopped, nothing it wrote can go elsewhere
-//! any more.
+//! time when QEMU has let go of the disks: with the guest stopped, nothing it wrote can go
+//! elsewhere any more.
 
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::{DiskNodes, Front, Layout};

@@ -1,5 +1,5 @@
-//! What of a departed guest's disks is still here: sent as the destination asks for it, until it has
-//! everything.
+//! What of a departed guest's disks is still here: sent as the destination asks for it, until it
+//! has everything.
 
 use crate::disks::{blocks_of, exports};
 use crate::source::convergence;
@@ -61,7 +61,8 @@ impl Content for Images {
     }
 }
 
-/// What sends what is left of a guest's disks that an earlier agent has let go; none where nothing is.
+/// What sends what is left of a guest's disks that an earlier agent has let go; none where nothing
+/// is.
 pub(crate) fn left(
     state: &Path,
     guest: &str,

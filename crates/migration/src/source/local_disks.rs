@@ -25,7 +25,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Holes are looked for in pieces of so many bytes: meanwhile the guest's writes wait to be reported.
+/// Holes are looked for in pieces of so many bytes: meanwhile the guest's writes wait to be
+/// reported.
 const HOLES_BYTES: u64 = 1 << 30;
 /// Blocks that are looked at to guess what a disk costs.
 const SAMPLES: u64 = 128;
@@ -49,7 +50,8 @@ pub(crate) struct LocalDisk {
 /// The file of an image has become longer than its region.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error(
-    "its image has grown by more than was to be expected while it moves: was a snapshot made of it, or did \
+    "its image has grown by more than was to be expected while it moves: was a snapshot made of \
+     it, or did \
      it get larger? The next move begins with its new size"
 )]
 pub(crate) struct Outgrown;
@@ -69,8 +71,8 @@ pub(crate) struct Known {
 }
 
 impl Known {
-    /// Looks at what a guest's disks stand on, and at what it writes, where anything depends on it. What
-    /// it writes is nothing where that cannot be told.
+    /// Looks at what a guest's disks stand on, and at what it writes, where anything depends on it.
+    /// What it writes is nothing where that cannot be told.
     pub(crate) async fn of(running: &Guest, choice: DiskChoice, qmp: &Qmp) -> Self {
         let guest = running.description();
         let mut known = Self {
@@ -127,7 +129,8 @@ impl Known {
     }
 }
 
-/// What a guest has written to each of its disks in a second, since its QEMU started; nothing of one that has ended.
+/// What a guest has written to each of its disks in a second, since its QEMU started; nothing of
+/// one that has ended.
 async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
     match &running.record().process {
         Some(process) => disk_rate::average(qmp, process.age()).await,
@@ -181,8 +184,8 @@ fn strategy(choice: DiskChoice) -> Option<Strategy> {
     }
 }
 
-/// The strategies that agents choose from. With all others the guest needs both hosts for a while after it
-/// has moved: who wants that says so.
+/// The strategies that agents choose from. With all others the guest needs both hosts for a while
+/// after it has moved: who wants that says so.
 fn can() -> Vec<Strategy> {
     let all = DiskChoice::ALL.into_iter().filter_map(strategy);
     all.filter(|it| it.promise == Promise::Everything).collect()
@@ -228,7 +231,8 @@ fn open(
     })?;
     if !used {
         let text = format!(
-            "disk {name}: {} is not the file that its QEMU uses: it was replaced since, or is another one",
+            "disk {name}: {} is not the file that its QEMU uses: it was replaced since, or is \
+             another one",
             image.path.display()
         );
         let hint = "give the file that QEMU uses its name back, or shut the guest down: what it \
@@ -287,8 +291,9 @@ impl LocalDisk {
         matches!(self.offered.format, DiskFormat::Qcow2(_))
     }
 
-    /// What of it must be at the destination before the guest runs there, though all else may be left: in an image that grows
-    /// what QEMU opens it with. To be asked when QEMU has let go of it.
+    /// What of it must be at the destination before the guest runs there, though all else may be
+    /// left: in an image that grows what QEMU opens it with. To be asked when QEMU has let go of
+    /// it.
     pub(crate) fn promised(&self) -> io::Result<Vec<BlockRange>> {
         match self.grows() && self.strategy.promise == Promise::List {
             true => qcow2::opened_with(&*self.disk),
@@ -370,8 +375,8 @@ impl LocalDisk {
         self.image_bytes().unwrap_or(self.offered.image_bytes)
     }
 
-    /// Tells the engine of holes, which need not travel. Writes must be reported by now: what is a hole
-    /// while the engine is held, and is written after that, is reported after that.
+    /// Tells the engine of holes, which need not travel. Writes must be reported by now: what is a
+    /// hole while the engine is held, and is written after that, is reported after that.
     pub(crate) fn tell_holes(&self, sending: &Sending) -> io::Result<()> {
         let size = self.disk.size_bytes();
         let mut at = 0;

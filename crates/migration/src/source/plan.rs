@@ -246,8 +246,8 @@ pub(crate) struct Look {
     dirty_bytes_per_s: Option<u64>,
 }
 
-/// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at how
-/// fast it writes. What was seen is whole when the sender is gone.
+/// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at
+/// how fast it writes. What was seen is whole when the sender is gone.
 pub(crate) fn look(outbound: &Outbound) -> watch::Receiver<Look> {
     let (memory, places) = outbound.memory();
     let regions = outbound.regions().to_vec();

@@ -122,8 +122,8 @@ impl Outbound {
         })
     }
 
-    /// Takes these disks along. What all disks of the guest stand on was noted before anything else was
-    /// found out about them.
+    /// Takes these disks along. What all disks of the guest stand on was noted before anything else
+    /// was found out about them.
     pub(crate) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>, graph: GraphWatch) {
         self.state = state.to_owned();
         self.disks = disks;
@@ -135,8 +135,8 @@ impl Outbound {
         &self.disks
     }
 
-    /// Reports every write to its disks from here on, and changes that others make below them. What is
-    /// left of them when it goes may have to be compared.
+    /// Reports every write to its disks from here on, and changes that others make below them. What
+    /// is left of them when it goes may have to be compared.
     pub(crate) async fn watch_disks(
         &mut self,
         sending: &Arc<Sending>,
@@ -171,8 +171,8 @@ impl Outbound {
         Ok(())
     }
 
-    /// Waits until every write to its disks was reported, with the guest stopped for good, and looks for
-    /// the last time whether they are what they were.
+    /// Waits until every write to its disks was reported, with the guest stopped for good, and
+    /// looks for the last time whether they are what they were.
     pub(crate) async fn disks_caught_up(&mut self) -> Result<(), ApiError> {
         let look = async {
             match &mut self.graph {
@@ -401,7 +401,8 @@ impl Outbound {
         self.outgoing = None;
     }
 
-    /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs elsewhere.
+    /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs
+    /// elsewhere.
     pub(crate) async fn quit(&mut self, context: &Context) -> Option<Departed> {
         let was_gone = std::mem::replace(&mut self.gone, true);
         self.outgoing = None;

@@ -2,8 +2,8 @@
 //! guest's place is decided and the destination has yet to hear of it.
 //!
 //! It asks and tells the destination until both journals are at their ends. It sends no blocks to a
-//! destination that has yet to say READY, which is told to give up; what is left of the disks of a guest
-//! that runs there already it sends, from their images.
+//! destination that has yet to say READY, which is told to give up; what is left of the disks of a
+//! guest that runs there already it sends, from their images.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
@@ -160,8 +160,8 @@ impl Settling {
         settling
     }
 
-    /// Takes up an attempt whose guest has gone on since by a person's word: the destination has yet
-    /// to hear of that, and the guest is left alone.
+    /// Takes up an attempt whose guest has gone on since by a person's word: the destination has
+    /// yet to hear of that, and the guest is left alone.
     pub(crate) async fn pass_on(context: &Arc<Context>, left: Left) -> Self {
         let (state, mut actions) = SourceState::restore(&left.records(), &left.terms);
         actions.retain(|action| !action.lets_go_on());
@@ -264,7 +264,8 @@ impl Settling {
                 feed_source(&mut self, SourceEvent::Overrule(because)).await;
                 self.show();
             }
-            // A guest in doubt has somebody waiting for it, and one of whose disks something is left may wait itself.
+            // A guest in doubt has somebody waiting for it, and one of whose disks something is
+            // left may wait itself.
             if !self.handover.state.in_doubt() && !self.is_needed() {
                 pause = (pause * 2).min(ASK_EVERY_MAX);
             }
@@ -273,8 +274,8 @@ impl Settling {
         self.handover.ledger.remove_journal();
     }
 
-    /// Resumes the guest that stays here, and closes the journal, before anything else: neither needs the
-    /// destination.
+    /// Resumes the guest that stays here, and closes the journal, before anything else: neither
+    /// needs the destination.
     async fn settle_here(&mut self) {
         while self.handover.ledger.unresumed {
             retry_source(self).await;
@@ -631,15 +632,16 @@ async fn next_of_rest(left: &mut Option<LeftHere>) -> ToDestination {
     }
 }
 
-/// Whether something of a guest's disks may be left here when it has gone: its front ends stay until all is there.
+/// Whether something of a guest's disks may be left here when it has gone: its front ends stay
+/// until all is there.
 fn leaves(context: &Context, guest: &str, migration: MigrationId) -> bool {
     let left = block_in_place(|| exports::left(&context.parts.config.state, guest, migration));
     // What cannot be read is looked for again, where it is sent from.
     left.map_or(true, |left| !left.is_empty())
 }
 
-/// The destination may have seen any number of connections of an earlier agent: later ones count on from the
-/// time, and one that does not suffice is followed by others.
+/// The destination may have seen any number of connections of an earlier agent: later ones count on
+/// from the time, and one that does not suffice is followed by others.
 fn first_epoch() -> Epoch {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     Epoch(now.map_or(1, |now| now.as_secs() as u32))

@@ -1,5 +1,6 @@
 //! QEMUs of guests that have left, which stand until what their guests' memory held is in a file
-//! ([`KeptMemory`](crate::host::memory_cache::KeptMemory)): after the move, and as long as nobody needs the room.
+//! ([`KeptMemory`](crate::host::memory_cache::KeptMemory)): after the move, and as long as nobody
+//! needs the room.
 
 use crate::context::Context;
 use crate::disks::exports;

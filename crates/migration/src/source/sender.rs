@@ -2,8 +2,8 @@
 //! to the bulk connection.
 //!
 //! Room on the connection comes first, then blocks are chosen, then their content is read: so what
-//! is sent is as fresh as it can be. A [`Line`] is one bulk connection; when it is lost it is marked
-//! dead *before* the engine is told, so that no block can be taken for it afterwards.
+//! is sent is as fresh as it can be. A [`Line`] is one bulk connection; when it is lost it is
+//! marked dead *before* the engine is told, so that no block can be taken for it afterwards.
 
 use crate::source::verify::Checked;
 use crate::source::write_tracker::Reply;
@@ -28,11 +28,12 @@ use tokio::sync::{Notify, watch};
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's memory.
+/// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's
+/// memory.
 const DELTA_CACHE_BYTES: u64 = 16 << 20;
 const DELTA_CACHE_SHARE: u64 = 512;
-/// Bytes of frames under way up to which frames may go on from each other: half of what a destination
-/// keeps of those that come early.
+/// Bytes of frames under way up to which frames may go on from each other: half of what a
+/// destination keeps of those that come early.
 const IN_ORDER_BYTES_MAX: u64 = FRAMES_EARLY_BYTES_MAX as u64 / 2;
 /// How long a worker that found nothing to send waits at most before it looks again.
 const IDLE_WAIT: Duration = Duration::from_millis(50);
@@ -279,8 +280,8 @@ impl Sending {
         }
     }
 
-    /// The guest has written these blocks of a disk. It is answered as soon as the engine says so, if
-    /// somebody waits for that.
+    /// The guest has written these blocks of a disk. It is answered as soon as the engine says so,
+    /// if somebody waits for that.
     pub(crate) fn written(
         &self,
         region: RegionId,
@@ -336,7 +337,8 @@ impl Sending {
         Ok(())
     }
 
-    /// Reads blocks. Those of disks that cannot be read are left out when the guest has gone, by their places.
+    /// Reads blocks. Those of disks that cannot be read are left out when the guest has gone, by
+    /// their places.
     fn read(
         &self,
         blocks: &[BlockId],
@@ -391,8 +393,8 @@ impl Sending {
         &self.checked
     }
 
-    /// What of a disk is to be compared next, from this block on, while the guest runs; and where that
-    /// goes on.
+    /// What of a disk is to be compared next, from this block on, while the guest runs; and where
+    /// that goes on.
     pub(crate) fn ask_ahead(
         &self,
         region: RegionId,
@@ -475,8 +477,8 @@ impl Sending {
         }
     }
 
-    /// The compression for the next frame, while so many bytes of earlier ones are under way, and so
-    /// many of those have yet to begin their way.
+    /// The compression for the next frame, while so many bytes of earlier ones are under way, and
+    /// so many of those have yet to begin their way.
     fn compression(
         &self,
         link: Option<Link>,

@@ -1,6 +1,6 @@
-//! Compares a guest's RAM and disks at both ends. RAM is compared while the guest is stopped. Blocks of
-//! disks that no longer change are compared while the guest runs, and the others after the stop. A
-//! disk that is drained is compared when the drain is complete.
+//! Compares a guest's RAM and disks at both ends. RAM is compared while the guest is stopped.
+//! Blocks of disks that no longer change are compared while the guest runs, and the others after
+//! the stop. A disk that is drained is compared when the drain is complete.
 
 mod after_switchover;
 mod verified_ranges;
@@ -112,8 +112,8 @@ pub(crate) enum Next {
 }
 
 impl Comparison {
-    /// Compares everything that is not known to be equal, but for disks of which something may be left here when the
-    /// guest goes; it must be stopped at the source.
+    /// Compares everything that is not known to be equal, but for disks of which something may be
+    /// left here when the guest goes; it must be stopped at the source.
     pub(crate) fn begin(outbound: &Outbound, sending: &Arc<Sending>) -> Self {
         let (memory, places) = outbound.memory();
         let regions = outbound.regions().iter().cloned();

@@ -1,4 +1,5 @@
-//! Hears of the guest's writes to a disk that moves, from whoever answers for it, and tells the engine.
+//! Hears of the guest's writes to a disk that moves, from whoever answers for it, and tells the
+//! engine.
 
 use crate::source::local_disks::LocalDisk;
 use crate::source::sender::Sending;
@@ -243,8 +244,8 @@ impl Shared {
     ) -> Result<(), String> {
         match ToOwner::from_bytes(bytes).map_err(|error| error.to_string())? {
             ToOwner::Written { id, bytes } => {
-                // A write beyond the end has changed nothing, and was refused; or the image has outgrown
-                // its region, and the move will be given up.
+                // A write beyond the end has changed nothing, and was refused; or the image has
+                // outgrown its region, and the move will be given up.
                 let (first, end) = (bytes.start / BLOCK, bytes.end.div_ceil(BLOCK));
                 let (first, end) = (first.min(self.blocks), end.min(self.blocks));
                 let range = BlockRange::new(first, end - first);

@@ -5,7 +5,7 @@
 //! has, and on byte `200 + p` for each that it denies others. Before it starts it checks whether
 //! another process holds a conflicting byte. The locks belong to open file descriptions
 //! (`F_OFD_SETLK`): they last until the file is closed everywhere, and processes of one host see
-//! them. They are never part of the proof that a guest runs once (docs/hand-over.md).
+//! them. They are never part of the proof that a guest runs once (docs/handover.md).
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};

@@ -1,4 +1,5 @@
-//! Answers the source's questions about the memory that arrived, within what it may have worked out.
+//! Answers the source's questions about the memory that arrived, within what it may have worked
+//! out.
 
 use crate::destination::attempt::Task;
 use longhaul_protocol::message::ToSource;

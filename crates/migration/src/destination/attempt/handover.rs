@@ -238,7 +238,8 @@ impl DestinationOwner for Task {
             }
             DestinationAction::Quit => {
                 self.inbound.quit().await;
-                // Before it is noted that nothing is left: whoever comes after this agent looks no further then.
+                // Before it is noted that nothing is left: whoever comes after this agent looks no
+                // further then.
                 let state = &self.context.parts.config.state;
                 exports::ended(state, &self.offer.guest.name, false).await;
                 return Some(DestinationEvent::QemuGone);

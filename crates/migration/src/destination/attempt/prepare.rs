@@ -1,5 +1,5 @@
-//! What an offer meets before anything moves: the rules, the checks, the images and the QEMU that wait for
-//! the guest. Whatever fails here leaves nothing behind.
+//! What an offer meets before anything moves: the rules, the checks, the images and the QEMU that
+//! wait for the guest. Whatever fails here leaves nothing behind.
 
 use crate::context::Context;
 use crate::destination::Destination;
@@ -173,8 +173,8 @@ pub(crate) async fn prepare(
     context.arriving(&entry, next).await?;
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    // The offer may have waited while the source gave the attempt up over another connection, and while what was
-    // recorded of that was removed.
+    // The offer may have waited while the source gave the attempt up over another connection, and
+    // while what was recorded of that was removed.
     let of = (offer.migration, offer.attempt);
     let closed = context.attempts.is_closed(peer.id, of);
     let later = |record: &Record| record.attempt() >= offer.attempt;
@@ -228,8 +228,8 @@ pub(crate) async fn prepare(
             };
             if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
-                // Until it is noted the guest's name is taken: read by a later agent, the journal would
-                // have a QEMU of that name ended.
+                // Until it is noted the guest's name is taken: read by a later agent, the journal
+                // would have a QEMU of that name ended.
                 tokio::spawn(note_aborted(journal, aborted, reservation));
             }
             block_in_place(|| images::sweep(context));

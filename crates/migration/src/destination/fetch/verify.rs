@@ -1,5 +1,5 @@
-//! Comparing what has come with the source, which asks: answered when all has come, but for what the guest has written
-//! here, and before the source may let go of what it has.
+//! Comparing what has come with the source, which asks: answered when all has come, but for what
+//! the guest has written here, and before the source may let go of what it has.
 
 use crate::destination::fetch::{Fetched, Pulling, send};
 use crate::verify::{Content, WRITTEN};

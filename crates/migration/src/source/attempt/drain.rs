@@ -9,7 +9,8 @@ use longhaul_protocol::message::{ToDestination, ToSource};
 use std::time::Duration;
 
 impl Departure {
-    /// The guest runs at the destination: what is left of its disks here is the destination's to ask for.
+    /// The guest runs at the destination: what is left of its disks here is the destination's to
+    /// ask for.
     pub(crate) fn begin_draining(&mut self) {
         let left = self.task.outbound.disks().iter();
         let left: Vec<_> = left

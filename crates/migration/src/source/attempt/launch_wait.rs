@@ -24,7 +24,8 @@ impl Departure {
         }
     }
 
-    /// Whether the guest's disks stand on base images that the destination may have to get before it is stopped.
+    /// Whether the guest's disks stand on base images that the destination may have to get before
+    /// it is stopped.
     pub(crate) fn awaits_bases(&self) -> bool {
         let mut disks = self.task.outbound.disks().iter();
         disks.any(LocalDisk::awaits_base)
@@ -39,8 +40,8 @@ impl Departure {
         self.step(SourceEvent::PeerAborted(attempt)).await;
     }
 
-    /// A destination that does not get its QEMU launched is not waited for without end. Base images take the
-    /// time that they take: it says when one does not come.
+    /// A destination that does not get its QEMU launched is not waited for without end. Base images
+    /// take the time that they take: it says when one does not come.
     pub(crate) async fn watch_launch(&mut self) {
         if self.awaits_bases() {
             return;

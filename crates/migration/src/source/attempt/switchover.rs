@@ -21,7 +21,8 @@ use tokio::time::Instant;
 
 /// The guest's disks are flushed once what is left would travel in so much time.
 const FLUSH_WITHIN: Duration = Duration::from_secs(3);
-/// Between two flushes of the guest's disks; or so many times what the last one took, if that is more.
+/// Between two flushes of the guest's disks; or so many times what the last one took, if that is
+/// more.
 const FLUSH_EVERY: Duration = Duration::from_millis(250);
 const FLUSH_REST: u32 = 3;
 
@@ -33,9 +34,9 @@ pub(crate) struct Disks {
 }
 
 impl Departure {
-    /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which flushes
-    /// them while the guest stands still, finds little to do. Not before: it is in the way of the
-    /// guest's own flushes.
+    /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which
+    /// flushes them while the guest stands still, finds little to do. Not before: it is in the way
+    /// of the guest's own flushes.
     pub(crate) fn flush_disks(&mut self) {
         let now = self.now();
         let Disks { flushing, next_at } = &mut self.disks;
@@ -92,8 +93,8 @@ impl Departure {
         }
     }
 
-    /// Whether disks are still to be compared before the guest is stopped. That begins when they are there
-    /// but for what the guest has written lately.
+    /// Whether disks are still to be compared before the guest is stopped. That begins when they
+    /// are there but for what the guest has written lately.
     fn compares_disks(&mut self) -> bool {
         if self.compares_ahead && self.comparing.is_none() {
             let Task {
@@ -118,7 +119,8 @@ impl Departure {
         };
         let progress = self.task.outbound.progress();
         self.note_stop(reason, predicted);
-        tracing::info!(migration = %self.task.offer.migration, ?reason, ?predicted, ?left, ?progress, "stopping");
+        let migration = self.task.offer.migration;
+        tracing::info!(%migration, ?reason, ?predicted, ?left, ?progress, "stopping");
         let stopped = self.task.outbound.freeze(&self.task.sending, now).await;
         let what = match stopped {
             Ok(Some(what)) => what,

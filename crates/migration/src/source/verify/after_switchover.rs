@@ -1,8 +1,9 @@
-//! Of a disk of which something was left when its guest went on elsewhere: what came then, and what was not compared
-//! before, is compared when all of it is there, and before its image here is let go.
+//! Of a disk of which something was left when its guest went on elsewhere: what came then, and what
+//! was not compared before, is compared when all of it is there, and before its image here is let
+//! go.
 //!
-//! What the guest has written there meanwhile is not: the destination says of what. What differs is tried again until
-//! the guest has written over it.
+//! What the guest has written there meanwhile is not: the destination says of what. What differs is
+//! tried again until the guest has written over it.
 
 use crate::source::sender::Sending;
 use crate::source::verify::{
@@ -124,7 +125,8 @@ impl Rest {
     pub(crate) fn trouble(&self) -> Option<String> {
         let trouble = self.trouble.as_ref()?;
         Some(format!(
-            "{trouble}; the images here stay, and it is compared again every 10 s: what the guest writes over counts no more"
+            "{trouble}; the images here stay, and it is compared again every 10 s: what the \
+             guest writes over counts no more"
         ))
     }
 
@@ -155,7 +157,8 @@ impl Worker {
     async fn run_rest(mut self) -> Result<Compared, String> {
         let mut compared = Compared::default();
         if let Some(disk) = self.disks.first().cloned() {
-            // The destination answers when all is there: only then it is known what was sent since it was compared.
+            // The destination answers when all is there: only then it is known what was sent since
+            // it was compared.
             let nothing = BlockRange::new(0, 0);
             self.digests(&disk.spec, &disk.content(), nothing, 1)
                 .await?;

@@ -6,8 +6,10 @@
 //!    +------------- some of it is taken to be sent ---------------------+---------------+
 //! ```
 //!
-//! Whatever changes at the source is reported, and taken to be sent before the destination may be ready; and
-//! nothing changes at the destination but by what is sent. So what stays equal need not be read again while
+//! Whatever changes at the source is reported, and taken to be sent before the destination may be
+//! ready; and
+//! nothing changes at the destination but by what is sent. So what stays equal need not be read
+//! again while
 //! the guest stands still.
 
 use longhaul_codec::BlockId;
@@ -73,8 +75,8 @@ impl Checked {
         }
     }
 
-    /// The next pieces from this block on that have settled, at most so many blocks, which will be asked
-    /// for; and where the search goes on. The engine must be held.
+    /// The next pieces from this block on that have settled, at most so many blocks, which will be
+    /// asked for; and where the search goes on. The engine must be held.
     pub(crate) fn ask(
         &self,
         region: RegionId,
