@@ -356,7 +356,7 @@ fn a_guest_whose_qemu_is_silent_goes_on_when_it_answers_again() {
     lyon.fail(
         &["migrate", "web-7", "--to", "paris-2"],
         3,
-        "is being moved",
+        "is moving already",
     );
     nix::sys::signal::kill(qemu, Signal::SIGCONT).unwrap();
     lyon.wait_for("running", |lyon| {
