@@ -35,9 +35,9 @@
 //! last [`MARGIN_PAGES`] pages that are not zero), in later ones it is a count from QEMU's own
 //! number. An idle guest stays in its first pass until the freeze.
 //!
-//! - - Where withholding the switchover acknowledgement holds QEMU, it never gets one: from 8.1 on,
+//! - Where withholding the switchover acknowledgement holds QEMU, it never gets one: from 8.1 on,
 //!   and on 11.1 and newer with machine types up to 11.0.
-//! - - Elsewhere a pass is ended only when samples of the RAM show that enough was dirtied, and
+//! - Elsewhere a pass is ended only when samples of the RAM show that enough was dirtied, and
 //!   slowly (`max-bandwidth`), so that QEMU is caught at the beginning of the next one. If it
 //!   completes nevertheless, the completion is refused (SHUT(1)), the guest goes on, and the
 //!   migration starts again: event [`Event::Restarted`], and every page is reported once more. The

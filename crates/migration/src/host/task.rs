@@ -50,7 +50,7 @@ mod tests {
             .build()
             .unwrap();
         // The harness would only count a panic.
-        let _ = runtime.block_on(spawn(async { panic!("on purpose") }));
+        let _ = runtime.block_on(async { spawn(async { panic!("on purpose") }).await });
     }
 
     #[test]
@@ -67,6 +67,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .build()
             .unwrap();
-        assert_eq!(runtime.block_on(spawn(async { 7 })).unwrap(), 7);
+        let returned = runtime.block_on(async { spawn(async { 7 }).await });
+        assert_eq!(returned.unwrap(), 7);
     }
 }
