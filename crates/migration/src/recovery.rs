@@ -35,7 +35,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         .collect();
     let released: Vec<_> = all
         .iter()
-        .filter(|left| left.side == Side::Source && has_released(left))
+        .filter(|left| left.side == Side::Source && has_released(left) && !is_back(left))
         .map(|left| (left.migration, left.guest.clone()))
         .collect();
     for left in all {
@@ -61,6 +61,15 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         }
     }
     Ok(())
+}
+
+/// Whether the guest came back to the source that had released it.
+fn is_back(left: &Left) -> bool {
+    left.records().iter().any(|record| match record {
+        Record::Aborted { .. } => true,
+        Record::Overruled { run_on, .. } => *run_on == Side::Source,
+        _ => false,
+    })
 }
 
 fn has_released(left: &Left) -> bool {

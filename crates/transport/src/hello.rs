@@ -20,8 +20,8 @@ pub struct Hello {
     pub version_max: u16,
     /// Name and version of the program, such as `longhaul 0.1.0`.
     pub software: String,
-    /// The incarnation of the host's journals: a host that lost them has another one. Agents
-    /// before protocol version 3 send none.
+    /// The incarnation of the host's journals: a host that lost them has another one. Older
+    /// agents send none.
     pub incarnation: Option<Incarnation>,
 }
 
