@@ -8,7 +8,7 @@ use longhaul_codec::{
 };
 use longhaul_engine::destination::Destination;
 use longhaul_engine::gang::{Gang, GangIndex, Member};
-use longhaul_engine::source::{Advice, Link, Source, Unseen};
+use longhaul_engine::source::{Advice, Link, Source, SourceError, Unseen};
 use longhaul_engine::stop::{StopReason, Wish};
 use longhaul_engine::strategy::Strategy as Row;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, Epoch, MigrationId, RegionId, RegionSpec};
@@ -518,6 +518,20 @@ fn what_a_reference_means_is_not_overwritten_before_it_has_arrived() {
     bench.finish();
     assert_eq!(bench.source.sent().rejected_blocks, 0);
     assert!(bench.guest == bench.receiver.memory);
+}
+
+#[test]
+fn no_more_is_rejected_at_once_than_there_is() {
+    let mut bench = referring();
+    let first = BlockRange::new(0, 1);
+    let more = bench.source.all_blocks() as usize + 1;
+    let hostile = longhaul_protocol::message::Acknowledgement {
+        applied: Vec::new(),
+        rejected: vec![(RegionId(0), first); more],
+        sync_us: 0,
+    };
+    let refused = bench.source.acknowledged(&hostile);
+    assert!(matches!(refused, Err(SourceError::Rejected { .. })));
 }
 
 #[test]

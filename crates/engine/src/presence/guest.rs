@@ -78,6 +78,15 @@ impl Guest {
     pub(super) fn wanted(&self) -> Vec<BlockRange> {
         ranges(self.wanted.iter().copied())
     }
+
+    /// Forgets that these blocks are wanted. A peer may name far more blocks than are.
+    fn want_no_more(&mut self, range: BlockRange) {
+        let wanted = self.wanted.range(range.start..range.end());
+        let wanted: Vec<u64> = wanted.copied().collect();
+        for block in wanted {
+            self.wanted.remove(&block);
+        }
+    }
 }
 
 impl Request {
@@ -224,12 +233,7 @@ impl Presence {
 
     /// Records that these blocks are here: requests that waited for nothing else proceed.
     pub(super) fn wake(&mut self, range: BlockRange) {
-        // A peer may name far more blocks than the guest waits for.
-        let wanted = self.guest.wanted.range(range.start..range.end());
-        let wanted: Vec<u64> = wanted.copied().collect();
-        for block in wanted {
-            self.guest.wanted.remove(&block);
-        }
+        self.guest.want_no_more(range);
         let mut ready = Vec::new();
         for (id, request) in &mut self.guest.requests {
             if request.going {
@@ -259,9 +263,7 @@ impl Presence {
     /// Records that the source cannot read these blocks: requests that wait for one of them fail,
     /// and a later request makes the source try again.
     pub fn unreadable(&mut self, range: BlockRange) {
-        for block in range.blocks() {
-            self.guest.wanted.remove(&block);
-        }
+        self.guest.want_no_more(range);
         let waits = |request: &Request| {
             let mut needs = request.needs.iter();
             !request.going && needs.any(|block| (range.start..range.end()).contains(block))

@@ -64,6 +64,12 @@ pub enum SourceError {
         /// Its sequence number.
         seq: u64,
     },
+    /// An acknowledgement that rejects more than there is.
+    #[error("{blocks} blocks were rejected at once, more than the guest has")]
+    Rejected {
+        /// How many.
+        blocks: u64,
+    },
     /// A write to a region that QEMU has closed.
     #[error("blocks {range:?} of region {region:?} were written after QEMU had let go of it")]
     Closed {
@@ -385,8 +391,13 @@ impl Source {
     /// Takes an acknowledgement: frames that the destination has applied, and blocks that it could
     /// not use.
     pub fn acknowledged(&mut self, message: &Acknowledgement) -> Result<(), SourceError> {
+        let mut rejected = 0;
         for (region, range) in &message.rejected {
             self.region(*region, *range)?;
+            rejected += range.count;
+        }
+        if rejected > self.all_blocks() {
+            return Err(SourceError::Rejected { blocks: rejected });
         }
         let mut named = Vec::new();
         for (first, count) in &message.applied {
