@@ -1,19 +1,24 @@
 //! Holds the lists that the checks use. Each exception has its reason beside it.
 
 /// The cores: packages without sockets, files, clocks, threads and async.
-pub const CORES: [&str; 4] = [
+pub const CORES: [&str; 5] = [
     "longhaul-protocol",
     "longhaul-codec",
     "longhaul-qemu-stream",
     "longhaul-engine",
+    "longhaul-attempt",
 ];
 
 /// The dependencies allowed for each package of the workspace (without those of its tests).
-pub const DIRECTION: [(&str, &[&str]); 17] = [
+pub const DIRECTION: [(&str, &[&str]); 18] = [
     ("longhaul-protocol", &[]),
     ("longhaul-codec", &["longhaul-protocol"]),
     ("longhaul-qemu-stream", &["longhaul-protocol"]),
     ("longhaul-engine", &CORES),
+    (
+        "longhaul-attempt",
+        &["longhaul-protocol", "longhaul-engine"],
+    ),
     ("longhaul-hypervisor", &CORES),
     ("longhaul-storage", &CORES),
     ("longhaul-image", &["longhaul-storage"]),
@@ -25,6 +30,7 @@ pub const DIRECTION: [(&str, &[&str]); 17] = [
             "longhaul-protocol",
             "longhaul-codec",
             "longhaul-engine",
+            "longhaul-attempt",
             "longhaul-hypervisor",
             "longhaul-storage",
             "longhaul-image",

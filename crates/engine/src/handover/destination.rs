@@ -320,7 +320,11 @@ impl DestinationState {
             ) => (Self::Committed, vec![Do::Own(terms.next()), Do::Resume]),
             // QEMU has loaded everything, and outlives its agent.
             Some(Record::Ready { .. }) => (Self::Ready, vec![]),
-            Some(Record::AllPresent { .. }) => (Self::Running { all_present: true }, vec![]),
+            // Where the right is may not have been noted yet.
+            Some(Record::AllPresent { .. }) => {
+                let actions = vec![Do::Own(terms.next())];
+                (Self::Running { all_present: true }, actions)
+            }
             Some(Record::Aborted { .. }) => (Self::Aborted, vec![]),
             Some(Record::Returned { reason, .. }) => {
                 let reason = reason.clone();

@@ -1,0 +1,799 @@
+//! The source's end of an attempt.
+//!
+//! ```text
+//! Up(blocks) --lost--> Waiting --time--> Dialling --> Up(blocks) | Up(questions)
+//! ```
+//!
+//! A source that can still send blocks comes back with a connection for them (Resume). One that
+//! has none to send only asks (Ask): after a restart, until the destination is known to run the
+//! guest, and once the guest is known to stay here.
+
+use crate::durable::{Durable, Order};
+use longhaul_engine::handover::{
+    Record, SourceAction as Step, SourceEvent, SourceState, Terms, step_source,
+};
+use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
+use longhaul_protocol::{Attempt, Epoch, Generation};
+use std::collections::VecDeque;
+use std::time::Duration;
+
+/// Between two tries to connect again, while blocks wait.
+const REDIAL_EVERY: Duration = Duration::from_millis(250);
+/// Between two tries to ask, at first.
+const ASK_EVERY: Duration = Duration::from_secs(1);
+/// The limit that this time grows to when no guest waits for the answer.
+const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
+/// A destination that only answers questions is asked again after this silence.
+const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// A guest is shown as in doubt when the destination has been gone for this time.
+const DOUBT_AFTER: Duration = Duration::from_secs(3);
+
+/// A message about the attempt itself. All other messages are about its content.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum FromDestination {
+    /// Its QEMU waits for the guest.
+    Accepted,
+    /// It could not launch its QEMU, and has ended the attempt.
+    Refused(String),
+    /// It has all data.
+    Ready(Attempt),
+    /// It has committed.
+    Committed(Attempt),
+    /// It has committed, and needs no more data.
+    AllPresent(Attempt),
+    /// It has aborted, durably.
+    Aborted(Attempt, String),
+    /// It has done neither.
+    Status(AttemptState),
+    /// Its journal is complete.
+    Closed,
+}
+
+impl FromDestination {
+    /// Returns the message about the attempt, unless this one is about content.
+    pub fn of(message: &ToSource) -> Option<Self> {
+        Some(match message {
+            ToSource::Accepted { .. } => Self::Accepted,
+            ToSource::Refused(refusal) => Self::Refused(refusal.text.clone()),
+            ToSource::Ready { attempt } => Self::Ready(*attempt),
+            ToSource::Committed { attempt } => Self::Committed(*attempt),
+            ToSource::AllPresent { attempt } => Self::AllPresent(*attempt),
+            ToSource::Aborted { attempt, reason } => Self::Aborted(*attempt, reason.clone()),
+            ToSource::Status { state, .. } => Self::Status(*state),
+            ToSource::Closed => Self::Closed,
+            _ => return None,
+        })
+    }
+}
+
+/// Why no connection was made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DialError {
+    /// The host cannot be reached, or did not answer.
+    Unreachable,
+    /// Another try ends in the same way until an operator changes something.
+    Refused(String),
+    /// The host has other journals than those that the attempt was offered to.
+    OtherJournals,
+    /// It answered that the attempt is aborted there, durably.
+    Aborted(String),
+    /// It answered that the guest is committed there.
+    Committed {
+        /// Whether it needs no more data.
+        all_present: bool,
+    },
+    /// Something here keeps the data from being sent.
+    Local,
+}
+
+/// An input of the source's end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Event {
+    /// A message of the destination.
+    Message(FromDestination),
+    /// The connection of [`Action::Dial`] exists, and this is the destination's answer to Resume.
+    /// A destination that has all data takes no connection for blocks.
+    Connected {
+        /// The connection for blocks, if there is one.
+        epoch: Option<Epoch>,
+        /// How far the destination is, if it has said so.
+        state: Option<AttemptState>,
+    },
+    /// The connection of [`Action::Dial`] could not be made.
+    DialFailed(DialError),
+    /// The connection is gone.
+    Lost,
+    /// The connection is not usable for the data that follows.
+    Reconnect,
+    /// QEMU has stopped the guest; the rest of its state has been given to the sender.
+    Stopped,
+    /// The answer to [`Action::AskRelease`].
+    MayRelease(Result<(), String>),
+    /// Both copies have been compared and are equal.
+    Verified,
+    /// The record is on disk.
+    Written(Record),
+    /// The record could not be written; it may be on disk nevertheless.
+    WriteFailed(Record),
+    /// The note is made, or has become wrong.
+    Noted(Note),
+    /// The note could not be made.
+    NoteFailed(Note),
+    /// The guest runs here again, is paused on purpose, or is no longer here.
+    Resumed,
+    /// The guest could not be resumed.
+    ResumeFailed,
+    /// Something failed here, an operator cancels, or a limit is reached.
+    GiveUp(String),
+    /// An operator declares the destination dead or fenced, and wants the guest to run here.
+    Overrule(String),
+}
+
+/// A durable note of who may run the guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Note {
+    /// Nobody here: the guest may run at the destination.
+    InDoubt(Generation),
+    /// The destination.
+    There(Generation),
+    /// The destination, by an operator's decision.
+    Conceded(Generation),
+    /// This host, as before the attempt.
+    BackHere,
+    /// This host, in a new generation.
+    Here(Generation),
+}
+
+/// An action of the source's end.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Action {
+    /// Connect, then report [`Event::Connected`] or [`Event::DialFailed`].
+    Dial {
+        /// Come back with a connection for blocks of this epoch; otherwise only ask.
+        epoch: Option<Epoch>,
+        /// Whether other journals than those of the offer may answer.
+        any_journals: bool,
+    },
+    /// End the connection, or the try to make one.
+    Hangup,
+    /// Send this.
+    Send(ToDestination),
+    /// Send blocks over the connection, after all that a destination must know before them.
+    SendBlocks,
+    /// The guest runs at the destination: send the rest of its disks as the destination asks for
+    /// it, over a connection for blocks, if it is one.
+    Drain,
+    /// Send no more blocks: no write of the guest waits for the destination.
+    StopBlocks,
+    /// Run the hook that may forbid the release, then report [`Event::MayRelease`].
+    AskRelease,
+    /// Make this record durable, then report [`Event::Written`] or [`Event::WriteFailed`].
+    Write(Record),
+    /// Note this durably, then report [`Event::Noted`] or [`Event::NoteFailed`].
+    Note(Note),
+    /// Resume the guest, then report [`Event::Resumed`] or [`Event::ResumeFailed`].
+    Resume,
+    /// Quit QEMU: the guest runs at the destination, which has all data.
+    Quit,
+    /// Remember why the attempt fails, unless an earlier reason is known.
+    Because(Cause),
+    /// Show that only the destination knows where the guest runs.
+    ShowDoubt,
+    /// Both journals are complete: remove this one. It is the last action.
+    Finish,
+}
+
+/// Why an attempt fails, as far as this type knows it first.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Cause {
+    /// The destination gave up.
+    Peer(String),
+    /// The destination could not launch its QEMU.
+    Refused(String),
+    /// The destination broke the protocol.
+    Protocol(&'static str),
+    /// The connection did not come back in time.
+    LinkCut {
+        /// How long it was gone.
+        silent: Duration,
+        /// Whether the guest was stopped.
+        stopped: bool,
+    },
+    /// There is no coming back.
+    Dial(DialError),
+    /// A hook or an operator.
+    Told(String),
+    /// The agent was restarted when the destination still waited for blocks.
+    Restarted,
+}
+
+/// What the source's end is told when it begins.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// The terms of the attempt.
+    pub terms: Terms,
+    /// How long a connection may be gone while the guest runs.
+    pub patience: Duration,
+    /// How long the guest may be stopped without a connection.
+    pub downtime: Duration,
+    /// How long the destination gets to launch its QEMU; none where it may wait for base images.
+    pub launch_within: Option<Duration>,
+    /// Whether READY must come after [`Event::Verified`].
+    pub verify: bool,
+    /// Whether some of the disks' content may be needed from here after the commit.
+    pub drains: bool,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Connection {
+    Up { blocks: bool, heard_at: Duration },
+    Dialling,
+    Waiting { until: Duration },
+}
+
+/// The source's end of an attempt.
+#[derive(Debug, Clone)]
+pub struct Source {
+    config: Config,
+    state: SourceState,
+    durable: Durable<Note>,
+    connection: Connection,
+    /// The last epoch that was used or tried.
+    epoch: Epoch,
+    lost_at: Option<Duration>,
+    pause: Duration,
+    /// Whether memory and disks can be sent: not after a restart.
+    live: bool,
+    launching: Option<Duration>,
+    stopped_at: Option<Duration>,
+    verified: bool,
+    /// The hook decides about the release that this READY asks for.
+    asked_release: Option<Attempt>,
+    gave_up: bool,
+    draining: bool,
+    doubt_shown: bool,
+    /// The guest stays here, and does not run yet.
+    unresumed: bool,
+    finished: bool,
+    actions: VecDeque<Action>,
+}
+
+impl Source {
+    /// Begins with a connection of epoch 1, over which the destination has said that it launches
+    /// its QEMU.
+    pub fn new(config: Config, now: Duration) -> Self {
+        let state = SourceState::Here { postmigrate: false };
+        let mut source = Self::with(config, state, true, Epoch(1), now);
+        source.launching = Some(now);
+        source.connection = Connection::Up {
+            blocks: true,
+            heard_at: now,
+        };
+        source.push(Action::SendBlocks);
+        source
+    }
+
+    /// Goes on from the records of an attempt. `epoch` is the last one that may have been used.
+    pub fn restore(config: Config, records: &[Record], epoch: Epoch, now: Duration) -> Self {
+        let (state, steps) = SourceState::restore(records, &config.terms);
+        let mut source = Self::with(config, state, false, epoch, now);
+        source.carry_out(steps, None, now);
+        source
+    }
+
+    /// The same for an attempt whose guest has changed hands since: the destination is told of the
+    /// outcome, and the guest is left alone.
+    pub fn pass_on(config: Config, records: &[Record], epoch: Epoch, now: Duration) -> Self {
+        let (state, mut steps) = SourceState::restore(records, &config.terms);
+        steps.retain(|step| !step.lets_go_on());
+        let mut source = Self::with(config, state, false, epoch, now);
+        source.carry_out(steps, None, now);
+        source
+    }
+
+    fn with(config: Config, state: SourceState, live: bool, epoch: Epoch, now: Duration) -> Self {
+        Self {
+            config,
+            state,
+            durable: Durable::new(Order::Closed),
+            connection: Connection::Waiting { until: now },
+            epoch,
+            lost_at: None,
+            pause: ASK_EVERY,
+            live,
+            launching: None,
+            stopped_at: None,
+            verified: false,
+            asked_release: None,
+            gave_up: false,
+            draining: false,
+            doubt_shown: false,
+            unresumed: false,
+            finished: false,
+            actions: VecDeque::new(),
+        }
+    }
+
+    /// Returns where the right to run the guest is, as this host knows it.
+    pub fn state(&self) -> &SourceState {
+        &self.state
+    }
+
+    /// Returns the terms of the attempt.
+    pub fn terms(&self) -> &Terms {
+        &self.config.terms
+    }
+
+    /// Returns whether the guest may be stopped now: the destination waits for it.
+    pub fn may_stop(&self) -> bool {
+        let up = matches!(self.connection, Connection::Up { .. });
+        up && self.launching.is_none() && self.state.may_abort() && !self.gave_up
+    }
+
+    /// Returns whether the guest stays here and does not run yet.
+    pub fn is_unresumed(&self) -> bool {
+        self.unresumed
+    }
+
+    /// Returns whether the attempt was given up.
+    pub fn has_given_up(&self) -> bool {
+        self.gave_up
+    }
+
+    /// Returns since when the destination is gone.
+    pub fn lost_at(&self) -> Option<Duration> {
+        self.lost_at
+    }
+
+    /// Returns whether the rest of the disks may still be needed from here.
+    pub fn is_draining(&self) -> bool {
+        self.draining
+    }
+
+    /// Returns whether the guest's name is free here: nothing more is done for it.
+    pub fn is_over(&self) -> bool {
+        self.state.is_over()
+    }
+
+    /// Takes the next action.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    /// Returns when [`Self::handle_timeout`] is due.
+    pub fn poll_timeout(&self) -> Option<Duration> {
+        if self.finished {
+            return None;
+        }
+        let dial = match self.connection {
+            Connection::Waiting { until } => Some(until),
+            Connection::Up { blocks, heard_at } if !blocks => Some(heard_at + ANSWER_WITHIN),
+            Connection::Up { .. } | Connection::Dialling => None,
+        };
+        let times = [
+            dial,
+            self.durable.retry_at(),
+            self.deadline(),
+            self.launch_deadline(),
+            self.doubt_at(),
+        ];
+        times.into_iter().flatten().min()
+    }
+
+    /// Does what is due.
+    pub fn handle_timeout(&mut self, now: Duration) {
+        if self.finished {
+            return;
+        }
+        let (due, note) = self.durable.due(now);
+        if let Some(note) = note {
+            self.push(Action::Note(note));
+        }
+        if due && self.unresumed {
+            self.push(Action::Resume);
+        }
+        if due {
+            self.write_waiting(now);
+        }
+        if let (Some(deadline), Some(lost_at)) = (self.deadline(), self.lost_at)
+            && deadline <= now
+        {
+            let cause = Cause::LinkCut {
+                silent: now.saturating_sub(lost_at),
+                stopped: self.stopped_at.is_some(),
+            };
+            self.give_up(cause, "the connection did not come back in time", now);
+        }
+        if self.launch_deadline().is_some_and(|at| at <= now) {
+            let error = DialError::Unreachable;
+            self.give_up(Cause::Dial(error), "its QEMU was not launched in time", now);
+        }
+        if self.doubt_at().is_some_and(|at| at <= now) {
+            self.doubt_shown = true;
+            self.push(Action::ShowDoubt);
+        }
+        match self.connection {
+            Connection::Waiting { until } if until <= now => self.dial(),
+            Connection::Up { blocks, heard_at } if !blocks && heard_at + ANSWER_WITHIN <= now => {
+                self.hang_up(now);
+            }
+            _ => {}
+        }
+    }
+
+    /// Takes an input.
+    pub fn handle(&mut self, event: Event, now: Duration) {
+        if self.finished {
+            return;
+        }
+        match event {
+            Event::Message(message) => {
+                if let Connection::Up { heard_at, .. } = &mut self.connection {
+                    *heard_at = now;
+                }
+                self.message(message, now);
+            }
+            Event::Connected { epoch, state } => self.connected(epoch, state, now),
+            Event::DialFailed(error) => self.dial_failed(error, now),
+            Event::Lost => self.lost(now),
+            Event::Reconnect => self.hang_up(now),
+            Event::Stopped => {
+                self.stopped_at.get_or_insert(now);
+                self.step(SourceEvent::Postmigrate, now);
+            }
+            Event::MayRelease(answer) => {
+                let Some(attempt) = self.asked_release.take() else {
+                    return;
+                };
+                match answer {
+                    Ok(()) => self.step(SourceEvent::Ready(attempt), now),
+                    Err(reason) => self.give_up(Cause::Told(reason.clone()), &reason, now),
+                }
+            }
+            Event::Verified => self.verified = true,
+            Event::Written(record) => self.step(SourceEvent::Written(record), now),
+            Event::WriteFailed(record) => self.step(SourceEvent::WriteFailed(record), now),
+            Event::Noted(note) => {
+                self.durable.noted(&note);
+                self.write_waiting(now);
+            }
+            Event::NoteFailed(note) => self.durable.note_failed(&note, now),
+            Event::Resumed => {
+                self.unresumed = false;
+                self.write_waiting(now);
+            }
+            Event::ResumeFailed => self.durable.retry(now),
+            Event::GiveUp(reason) => self.give_up(Cause::Told(reason.clone()), &reason, now),
+            Event::Overrule(because) => self.step(SourceEvent::Overrule(because), now),
+        }
+    }
+
+    // The destination.
+
+    fn message(&mut self, message: FromDestination, now: Duration) {
+        match message {
+            FromDestination::Accepted => self.launching = None,
+            FromDestination::Refused(reason) => {
+                if self.launching.is_some() {
+                    self.because(Cause::Refused(reason));
+                    let attempt = self.config.terms.attempt;
+                    self.step(SourceEvent::PeerAborted(attempt), now);
+                }
+            }
+            FromDestination::Ready(attempt) => self.ready(attempt, now),
+            FromDestination::Committed(attempt) => self.committed(attempt, now),
+            FromDestination::AllPresent(attempt) => {
+                self.step(SourceEvent::Committed(attempt), now);
+                self.step(SourceEvent::AllPresent(attempt), now);
+            }
+            FromDestination::Aborted(attempt, reason) => {
+                if attempt == self.config.terms.attempt {
+                    self.because(Cause::Peer(reason));
+                }
+                self.step(SourceEvent::PeerAborted(attempt), now);
+            }
+            FromDestination::Status(AttemptState::Receiving | AttemptState::Loading)
+                if self.state.in_doubt() && !self.live =>
+            {
+                // It waits for blocks, which nobody can send any more.
+                self.because(Cause::Restarted);
+                let reason = "the source's agent was restarted".to_owned();
+                self.step(SourceEvent::Abort(reason), now);
+            }
+            FromDestination::Status(_) => {}
+            FromDestination::Closed => {
+                if self.state.is_over() {
+                    self.finished = true;
+                    self.actions.extend([Action::Hangup, Action::Finish]);
+                }
+            }
+        }
+    }
+
+    /// The destination has everything: the guest is released, unless a hook forbids it.
+    fn ready(&mut self, attempt: Attempt, now: Duration) {
+        if self.live && self.config.verify && !self.verified && self.state.may_abort() {
+            let error = "Ready before both copies were compared";
+            return self.give_up(Cause::Protocol(error), error, now);
+        }
+        let releases = matches!(self.state, SourceState::Here { postmigrate: true });
+        if !releases || self.gave_up {
+            return self.step(SourceEvent::Ready(attempt), now);
+        }
+        if attempt == self.config.terms.attempt && self.asked_release.is_none() {
+            self.asked_release = Some(attempt);
+            self.push(Action::AskRelease);
+        }
+    }
+
+    fn committed(&mut self, attempt: Attempt, now: Duration) {
+        self.step(SourceEvent::Committed(attempt), now);
+        if attempt == self.config.terms.attempt {
+            self.begin_draining();
+        }
+    }
+
+    /// The destination runs the guest and fetches the rest of its disks over a connection that
+    /// begins with what is missing.
+    fn begin_draining(&mut self) {
+        let gone = matches!(self.state, SourceState::Finishing | SourceState::Done);
+        if gone && self.config.drains && !self.draining {
+            self.draining = true;
+            self.push(Action::Drain);
+        }
+    }
+
+    // The connection.
+
+    /// Whether a connection for blocks is wanted.
+    fn wants_blocks(&self) -> bool {
+        use SourceState as Is;
+        match self.state {
+            Is::Here { .. } | Is::Releasing | Is::Released | Is::Overruling => self.live,
+            Is::Finishing | Is::Done => self.config.drains,
+            _ => false,
+        }
+    }
+
+    fn dial(&mut self) {
+        let epoch = self.wants_blocks().then(|| {
+            // The destination may have taken an epoch into use of which this side never heard.
+            self.epoch = Epoch(self.epoch.0.saturating_add(1));
+            self.epoch
+        });
+        self.connection = Connection::Dialling;
+        // Once the guest is known to stay here, the answer of other journals is as good.
+        let any_journals = self.state.keeps_guest();
+        self.push(Action::Dial {
+            epoch,
+            any_journals,
+        });
+    }
+
+    fn connected(&mut self, epoch: Option<Epoch>, state: Option<AttemptState>, now: Duration) {
+        if self.connection != Connection::Dialling {
+            return;
+        }
+        if epoch.is_some() && epoch != Some(self.epoch) {
+            return;
+        }
+        self.lost_at = None;
+        self.doubt_shown = false;
+        self.pause = ASK_EVERY;
+        self.connection = Connection::Up {
+            blocks: epoch.is_some(),
+            heard_at: now,
+        };
+        let receives = epoch.is_some() && state == Some(AttemptState::Receiving);
+        if receives && self.live && !self.state.is_settled() {
+            self.push(Action::SendBlocks);
+        }
+        if state == Some(AttemptState::Committed) {
+            let attempt = self.config.terms.attempt;
+            self.step(SourceEvent::Committed(attempt), now);
+            self.draining = false;
+            self.begin_draining();
+        }
+        self.step(SourceEvent::Connected, now);
+        if epoch.is_none() && state == Some(AttemptState::Ready) {
+            self.ready(self.config.terms.attempt, now);
+        }
+    }
+
+    fn dial_failed(&mut self, error: DialError, now: Duration) {
+        if self.connection != Connection::Dialling {
+            return;
+        }
+        self.wait_to_dial(now);
+        let attempt = self.config.terms.attempt;
+        match error {
+            DialError::Aborted(reason) => {
+                self.because(Cause::Peer(reason));
+                self.step(SourceEvent::PeerAborted(attempt), now);
+            }
+            DialError::Committed { all_present } => {
+                self.step(SourceEvent::Committed(attempt), now);
+                if all_present {
+                    self.step(SourceEvent::AllPresent(attempt), now);
+                }
+                self.lost_at = None;
+            }
+            DialError::Unreachable => {
+                self.lost_at.get_or_insert(now);
+            }
+            DialError::Local => {}
+            DialError::Refused(_) | DialError::OtherJournals => {
+                self.lost_at.get_or_insert(now);
+                if self.state.may_abort() && self.live {
+                    let reason = "the destination cannot be connected to again";
+                    self.give_up(Cause::Dial(error), reason, now);
+                }
+            }
+        }
+    }
+
+    fn lost(&mut self, now: Duration) {
+        if !matches!(self.connection, Connection::Up { .. }) {
+            return;
+        }
+        self.lost_at.get_or_insert(now);
+        self.push(Action::StopBlocks);
+        // Gone after a while: the first try is made at once.
+        self.connection = Connection::Waiting { until: now };
+        if self.state.is_over() {
+            self.wait_to_dial(now);
+        }
+    }
+
+    fn hang_up(&mut self, now: Duration) {
+        if self.connection == Connection::Dialling
+            || matches!(self.connection, Connection::Up { .. })
+        {
+            self.actions.extend([Action::Hangup, Action::StopBlocks]);
+            self.connection = Connection::Waiting { until: now };
+        }
+    }
+
+    fn wait_to_dial(&mut self, now: Duration) {
+        let needed = self.state.in_doubt() || self.draining || self.state == SourceState::Done;
+        let wait = match self.live && self.wants_blocks() {
+            true => REDIAL_EVERY,
+            false => self.pause,
+        };
+        if !needed && !self.wants_blocks() {
+            self.pause = (self.pause * 2).min(ASK_EVERY_MAX);
+        }
+        self.connection = Connection::Waiting { until: now + wait };
+    }
+
+    // Time limits.
+
+    /// When a lost connection ends the attempt.
+    fn deadline(&self) -> Option<Duration> {
+        let lost_at = self.lost_at?;
+        if self.gave_up || !self.live || !self.state.may_abort() {
+            return None;
+        }
+        Some(match self.stopped_at {
+            // The guest is stopped: no longer than was asked for.
+            Some(stopped_at) => lost_at.max(stopped_at + self.config.downtime),
+            None => lost_at + self.config.patience,
+        })
+    }
+
+    fn launch_deadline(&self) -> Option<Duration> {
+        let up = matches!(self.connection, Connection::Up { .. });
+        let since = self.launching.filter(|_| up && !self.gave_up)?;
+        Some(since + self.config.launch_within?)
+    }
+
+    fn doubt_at(&self) -> Option<Duration> {
+        let lost_at = self.lost_at.filter(|_| self.state.in_doubt())?;
+        (!self.doubt_shown).then_some(lost_at + DOUBT_AFTER)
+    }
+
+    // The handover.
+
+    /// Ends the attempt, where that is still this side's decision, or worth asking for.
+    fn give_up(&mut self, cause: Cause, reason: &str, now: Duration) {
+        if self.gave_up {
+            return;
+        }
+        // What was released late is all at the destination: only it can go on.
+        if self.state.may_abort() || self.state.in_doubt() && self.config.terms.early {
+            self.because(cause);
+            self.gave_up = true;
+            self.step(SourceEvent::Abort(reason.to_owned()), now);
+        }
+    }
+
+    fn because(&mut self, cause: Cause) {
+        if !self.gave_up {
+            self.push(Action::Because(cause));
+        }
+    }
+
+    fn step(&mut self, event: SourceEvent, now: Duration) {
+        let (state, steps) = step_source(&self.state, &event, &self.config.terms);
+        let kept = self.state.keeps_guest();
+        self.state = state;
+        if self.state.keeps_guest() && !kept {
+            self.live = false;
+            if self.connection == Connection::Dialling {
+                // Coming back to an attempt that is over would have the destination record it.
+                self.hang_up(now);
+            }
+        }
+        let failed = match event {
+            SourceEvent::WriteFailed(record) => Some(record),
+            _ => None,
+        };
+        self.carry_out(steps, failed.as_ref(), now);
+    }
+
+    fn carry_out(&mut self, steps: Vec<Step>, failed: Option<&Record>, now: Duration) {
+        for step in steps {
+            match step {
+                Step::Write(record) if failed == Some(&record) => self.durable.keep(record, now),
+                Step::Write(record) => {
+                    if self.durable.may_write(&record, !self.unresumed) {
+                        self.push(Action::Write(record));
+                    }
+                }
+                Step::Fence(generation) => self.note(Note::InDoubt(generation)),
+                Step::Cede(generation) => self.note(Note::There(generation)),
+                Step::Concede(generation) => self.note(Note::Conceded(generation)),
+                Step::Unfence(generation) if generation == self.config.terms.generation => {
+                    self.note(Note::BackHere);
+                }
+                Step::Unfence(generation) => self.note(Note::Here(generation)),
+                Step::SendCommit(generation) => {
+                    let attempt = self.config.terms.attempt;
+                    self.send(ToDestination::Commit {
+                        attempt,
+                        generation,
+                    });
+                }
+                Step::SendCancel(reason) => self.send(ToDestination::Cancel { reason }),
+                Step::SendOverruled(generation) => {
+                    self.send(ToDestination::Overruled { generation });
+                }
+                Step::SendDone => self.send(ToDestination::Done),
+                // Every connection begins with the question.
+                Step::Ask => {}
+                Step::Resume => {
+                    self.unresumed = true;
+                    self.actions.extend([Action::StopBlocks, Action::Resume]);
+                }
+                Step::Quit => {
+                    self.draining = false;
+                    self.push(Action::Quit);
+                }
+            }
+        }
+    }
+
+    fn write_waiting(&mut self, now: Duration) {
+        if let Some(record) = self.durable.take_unwritten(!self.unresumed) {
+            // A retry that fails is kept again by the answer to its failure.
+            self.push(Action::Write(record));
+        } else if self.unresumed {
+            self.durable.retry(now);
+        }
+    }
+
+    fn note(&mut self, note: Note) {
+        self.durable.note(note.clone());
+        self.push(Action::Note(note));
+    }
+
+    fn send(&mut self, message: ToDestination) {
+        if matches!(self.connection, Connection::Up { .. }) {
+            self.push(Action::Send(message));
+        }
+    }
+
+    fn push(&mut self, action: Action) {
+        self.actions.push_back(action);
+    }
+}
