@@ -7,12 +7,16 @@
 //!
 //! Fetching is a state of this type, and so is waiting for the source after a restart.
 
+mod messages;
+
+pub use messages::{Action, Config, Event, FromSource, Note};
+
 use crate::durable::{Durable, Order};
 use longhaul_engine::handover::{
     DestinationAction as Step, DestinationEvent, DestinationState, Record, Terms, step_destination,
 };
-use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation};
+use longhaul_protocol::Epoch;
+use longhaul_protocol::message::{AttemptState, ToSource};
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -20,151 +24,6 @@ use std::time::Duration;
 const PAUSE: Duration = Duration::from_secs(2);
 /// How long an aborted or complete attempt waits for its source's last message.
 const GOODBYE_WITHIN: Duration = Duration::from_secs(30);
-
-/// A message about the attempt itself. All other messages are about its content.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum FromSource {
-    /// The source has released the guest.
-    Commit(Attempt, Generation),
-    /// The source gives up.
-    Cancel(String),
-    /// The source's journal is complete.
-    Done,
-    /// An operator has given the guest to the source.
-    Overruled(Generation),
-    /// Both copies are equal.
-    Verified,
-}
-
-impl FromSource {
-    /// Returns the message about the attempt, unless this one is about content.
-    pub fn of(message: &ToDestination) -> Option<Self> {
-        Some(match message {
-            ToDestination::Commit {
-                attempt,
-                generation,
-            } => Self::Commit(*attempt, *generation),
-            ToDestination::Cancel { reason } => Self::Cancel(reason.clone()),
-            ToDestination::Done => Self::Done,
-            ToDestination::Overruled { generation } => Self::Overruled(*generation),
-            ToDestination::Verified => Self::Verified,
-            _ => return None,
-        })
-    }
-}
-
-/// An input of the destination's end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
-    /// A message of the source.
-    Message(FromSource),
-    /// The source is back over a new connection, with blocks of this epoch if it has some.
-    Called(Option<Epoch>),
-    /// The result of [`Action::Accept`].
-    Accepted(bool),
-    /// The connection is gone.
-    Lost {
-        /// Whether the source ended it on purpose.
-        meant: bool,
-    },
-    /// All frames of the last pass are applied.
-    Everything,
-    /// The result of [`Action::Load`].
-    Loaded(Result<(), String>),
-    /// What was received of the disks is durable, or cannot be made so.
-    Settled(Result<(), String>),
-    /// The base images of the disks are here, or cannot be had.
-    BasesHere(Result<(), String>),
-    /// The answer to [`Action::AskReady`].
-    MayBeReady(Result<(), String>),
-    /// The record is on disk.
-    Written(Record),
-    /// The record could not be written; it may be on disk nevertheless.
-    WriteFailed(Record),
-    /// The note is made, or has become wrong.
-    Noted(Note),
-    /// The note could not be made.
-    NoteFailed(Note),
-    /// QEMU was told to resume, and did or may have.
-    Resumed,
-    /// QEMU refused to resume, and the guest has not run.
-    ResumeFailed(String),
-    /// QEMU has ended and was reaped.
-    QemuGone,
-    /// All blocks are here, durably.
-    AllPresent,
-    /// Something here keeps blocks from being taken.
-    FetchTrouble,
-    /// Something failed here, an operator cancels, or a limit is reached.
-    GiveUp(String),
-    /// An operator declares the source dead or fenced, and wants the guest to run here.
-    Overrule(String),
-}
-
-/// A durable note of who may run the guest.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Note {
-    /// This host.
-    Here(Generation),
-    /// The source, as before the attempt.
-    BackThere,
-    /// The source, by an operator's decision.
-    Conceded(Generation),
-}
-
-/// An action of the destination's end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Action {
-    /// Use the caller's connection for messages, instead of the one before.
-    Take,
-    /// Use the caller's connection for messages, and offer it one for blocks of this epoch, instead
-    /// of those before; then report [`Event::Accepted`].
-    Accept(Epoch),
-    /// Tell the caller how far the attempt is, and end its connection.
-    Decline,
-    /// End the connection.
-    Hangup,
-    /// Send this.
-    Send(ToSource),
-    /// Tell the source that QEMU waits for the guest.
-    SendAccepted,
-    /// Tell the source which blocks are missing.
-    SendMissing,
-    /// Let QEMU load the rest of its state, then report [`Event::Loaded`].
-    Load,
-    /// Run the hook that may forbid READY, then report [`Event::MayBeReady`].
-    AskReady,
-    /// Make this record durable, then report [`Event::Written`] or [`Event::WriteFailed`].
-    Write(Record),
-    /// Note this durably, then report [`Event::Noted`] or [`Event::NoteFailed`].
-    Note(Note),
-    /// Resume the guest, then report [`Event::Resumed`] or [`Event::ResumeFailed`].
-    Resume,
-    /// Quit QEMU if it runs, remove what belongs to it, then report [`Event::QemuGone`].
-    Quit,
-    /// The guest runs here, and blocks of its disks are missing: fetch them, then report
-    /// [`Event::AllPresent`].
-    Fetch,
-    /// Show that only the source knows where the guest runs.
-    ShowDoubt,
-    /// Both journals are complete: remove this one and tell the source so. It is the last action.
-    Finish,
-}
-
-/// What the destination's end is told when it begins.
-#[derive(Debug, Clone)]
-pub struct Config {
-    /// The terms of the attempt.
-    pub terms: Terms,
-    /// How long the source may be gone.
-    pub patience: Duration,
-    /// Whether READY must come after [`FromSource::Verified`].
-    pub verify: bool,
-    /// Whether blocks of the disks may be missing when the guest runs here.
-    pub fetches: bool,
-    /// Whether base images have to arrive before the guest can be accepted.
-    pub awaits_bases: bool,
-}
 
 /// The destination's end of an attempt.
 #[derive(Debug, Clone)]
@@ -270,6 +129,16 @@ impl Destination {
         )
     }
 
+    /// Returns whether a source whose data cannot be taken is not let in yet.
+    pub fn is_paused(&self, now: Duration) -> bool {
+        now < self.paused_until
+    }
+
+    /// Takes a source as connected that has asked before: its messages follow.
+    pub fn attend(&mut self) {
+        self.is_back();
+    }
+
     /// Returns whether missing blocks are being fetched.
     pub fn is_fetching(&self) -> bool {
         self.fetching && self.state == DestinationState::Running { all_present: false }
@@ -343,7 +212,7 @@ impl Destination {
             Event::Message(message) => self.message(message, now),
             Event::Called(epoch) => self.called(epoch, now),
             Event::Accepted(true) => self.accepted(now),
-            Event::Accepted(false) => self.lost(false, now),
+            Event::Accepted(false) => self.lost(None, now),
             Event::Lost { meant } => self.lost(meant, now),
             Event::Everything => {
                 if self.live && !self.loading && self.may_receive() {
@@ -458,22 +327,21 @@ impl Destination {
         self.doubt_shown = false;
     }
 
-    fn lost(&mut self, meant: bool, now: Duration) {
+    fn lost(&mut self, meant: Option<String>, now: Duration) {
         if !self.connected {
             return;
         }
         self.connected = false;
         self.lost_at.get_or_insert(now);
-        if meant && self.is_waiting() {
-            let reason = "the source ended the connection";
-            self.step(DestinationEvent::Abort(reason.to_owned()), now);
+        if let Some(reason) = meant.filter(|_| self.is_waiting()) {
+            self.step(DestinationEvent::Abort(reason), now);
         }
     }
 
     fn hang_up(&mut self, now: Duration) {
         if self.connected {
             self.push(Action::Hangup);
-            self.lost(false, now);
+            self.lost(None, now);
         }
     }
 

@@ -457,7 +457,7 @@ impl World {
         let Some(n) = self.in_of(attempt) else { return };
         if self.inn[n].conn == Some(conn) {
             self.inn[n].conn = None;
-            self.tell_b(attempt, Event::Lost { meant: false });
+            self.tell_b(attempt, Event::Lost { meant: None });
         }
     }
 }

@@ -14,19 +14,19 @@ mod prepare;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::dispatch::{Call, attempt_state};
+use crate::destination::dispatch::Call;
 use crate::destination::qemu::{Inbound, InboundError};
 use crate::destination::receiver::{ReceiveError, Receiving};
 use crate::disks::base_images::ComingBases;
-use crate::handover::ledger::{DestinationHandover, retry_destination};
-use crate::host::hooks::Step;
+use crate::handover::ledger::{DestinationHandover, time_destination};
 use crate::host::task::owning;
 use crate::limits::peer_quota::{Admission, Pace};
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve};
+use longhaul_attempt::destination::{Event, FromSource, attempt_state};
 use longhaul_codec::unpack;
-use longhaul_engine::handover::{DestinationEvent, DestinationState};
+use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::disk::OfferedDisk;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::limits::DEVICE_STATE_BYTES_MAX;
@@ -42,10 +42,8 @@ use tokio::time::{Instant, sleep_until};
 
 /// The epoch of the connection that brought the offer.
 const FIRST_EPOCH: Epoch = Epoch(1);
-/// How long a source gets to say that its journal is at its end, after an abort.
-const CLOSE_WITHIN: Duration = Duration::from_secs(30);
-/// Between two tries to write a record.
-const RETRY_EVERY: Duration = Duration::from_secs(1);
+/// A source that waits for base images makes no progress meanwhile: it is not given up.
+const STEP_EVERY: Duration = Duration::from_secs(1);
 
 /// What others see of an arrival.
 pub(crate) struct Arrival {
@@ -159,27 +157,24 @@ struct Task {
     bases: ComingBases,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
     resolutions: watch::Receiver<Option<Resolve>>,
-    retry_at: Instant,
-    /// When it was aborted.
-    settled_at: Option<Instant>,
+    stepped_at: Instant,
     call: Option<Call>,
+    /// The source's new connection, which the core has yet to decide about.
+    caller: Option<Call>,
     bulk: Option<JoinHandle<BulkEnd>>,
     /// A connection over which nothing more is taken.
     _broken: Option<Box<BulkReceiver>>,
-    epoch: Epoch,
-    patience: Duration,
-    lost_at: Option<Instant>,
     /// How many bytes were sent early, and of how many bytes in all, as Complete says.
     tail_bytes: Option<(u32, u32)>,
     loading: Option<JoinHandle<Result<(), InboundError>>>,
-    loaded: bool,
     /// Everything is here, and no frame changes anything any more.
     sealed: bool,
     /// ... and of disks it is durable.
     settled: bool,
-    /// A part of the guest's disks may come when it runs here.
-    pulls: bool,
-    verified: bool,
+    /// The core has said that the guest runs here, and that blocks are missing.
+    fetches: bool,
+    /// Both journals are complete.
+    finished: bool,
     complete_at: Option<Instant>,
     load_time: Duration,
     commit_at: Option<Instant>,
@@ -211,7 +206,8 @@ enum Happened {
     Bases(Result<(), String>),
     QemuEnded,
     PatienceOver,
-    Retry,
+    Timeout,
+    BasesTakeTime,
     Cancelled,
     Resolved(Option<Resolve>),
 }
@@ -219,63 +215,49 @@ enum Happened {
 impl Task {
     async fn run(mut self, call: Call, bulk: BulkOffer) {
         self.connected(call, FIRST_EPOCH, bulk);
-        self.accept_if_so().await;
+        self.drive().await;
         while !self.over() {
             let happened = self.wait().await;
             self.handle(happened).await;
         }
-        let runs = matches!(
-            self.state(),
-            DestinationState::Running { all_present: false }
-        );
-        match runs && self.pulls {
-            true => self.pull().await,
+        match self.fetches {
+            true => self.fetch().await,
             false => self.end().await,
         }
     }
 
-    /// Says that the guest's QEMU waits, once it has all that it needs for that.
-    async fn accept_if_so(&mut self) {
-        let receiving = matches!(self.state(), DestinationState::Receiving { .. });
-        if !receiving || !self.bases.are_here() {
-            return;
-        }
-        let machine = Box::new(self.inbound.machine().clone());
-        self.send(ToSource::Accepted { machine }).await;
-    }
-
+    /// Nothing is done here until the source calls: the journal answers it, or what fetches.
     fn over(&self) -> bool {
-        match self.state() {
-            DestinationState::Running { all_present: false } if self.pulls => true,
-            DestinationState::Closed { .. } => true,
-            // The source's DONE is waited for as long as it is there; it is answered from the
-            // journal afterwards.
-            DestinationState::Aborted | DestinationState::Running { all_present: true } => {
-                self.call.is_none()
-            }
-            _ => false,
-        }
+        self.fetches || self.finished || self.handover.core.is_idle()
     }
 
     /// Answers a source that is back with a token, and takes the connection that brings it into
     /// use.
-    async fn reconnect(&mut self, mut call: Call, epoch: Epoch) {
+    async fn reconnect(&mut self, epoch: Epoch) -> bool {
         self.disconnect();
-        let state = attempt_state(self.state());
+        let Some(mut call) = self.caller.take() else {
+            return false;
+        };
+        let state = self.handover.core.attempt_state();
         let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
         let attempt = (self.offer.migration, self.offer.attempt);
         match call.expect_bulk(attempt, epoch, resumed).await {
-            Ok(bulk) => self.connected(call, epoch, bulk),
+            Ok(bulk) => {
+                if let Some(away) = self.handover.lost_for() {
+                    self.pace.was_away(away);
+                }
+                self.connected(call, epoch, bulk);
+                true
+            }
             Err(error) => {
                 tracing::info!(%error, "the source cannot come back");
-                self.lost_at.get_or_insert_with(Instant::now);
+                false
             }
         }
     }
 
     /// Takes a connection into use, and waits for the bulk connection that belongs to it.
     fn connected(&mut self, call: Call, epoch: Epoch, bulk: BulkOffer) {
-        self.epoch = epoch;
         let receiving = self.inbound.receiving().clone();
         receiving.connected(epoch);
         self.bulk = Some(tokio::spawn(async move {
@@ -285,9 +267,6 @@ impl Task {
             }
         }));
         self.call = Some(call);
-        if let Some(at) = self.lost_at.take() {
-            self.pace.was_away(at.elapsed());
-        }
     }
 
     fn disconnect(&mut self) {
@@ -299,8 +278,10 @@ impl Task {
 
     async fn wait(&mut self) -> Happened {
         let deadline = self.deadline();
+        let timeout = self.handover.timeout();
         let receiving = self.inbound.receiving().clone();
-        let ready_to_load = !self.loaded && self.loading.is_none() && self.complete_at.is_some();
+        let receives = matches!(self.state(), DestinationState::Receiving { .. });
+        let ready_to_load = receives && !self.sealed && self.complete_at.is_some();
         let mut cancelled = self.entry.cancelled();
         let may_abort = self.state().may_abort();
         let resolutions = &mut self.resolutions;
@@ -324,8 +305,11 @@ impl Task {
             }
             brought = self.bases.brought(here) => Happened::Bases(brought),
             () = self.inbound.ended() => Happened::QemuEnded,
-            () = sleep_until(deadline) => Happened::PatienceOver,
-            () = sleep_until(self.retry_at + RETRY_EVERY) => Happened::Retry,
+            () = until(deadline) => Happened::PatienceOver,
+            () = until(timeout) => Happened::Timeout,
+            () = sleep_until(self.stepped_at + STEP_EVERY), if !self.bases.are_here() => {
+                Happened::BasesTakeTime
+            }
             Ok(()) = resolutions.changed() => {
                 Happened::Resolved(resolutions.borrow_and_update().clone())
             }
@@ -335,25 +319,15 @@ impl Task {
         }
     }
 
-    fn deadline(&self) -> Instant {
-        let far = || Instant::now() + Duration::from_secs(86_400);
-        match (self.state(), self.lost_at) {
-            // After READY only the source decides, or a person.
-            (DestinationState::Ready, Some(at)) if self.entry.outcome().is_none() => {
-                at + self.patience
+    /// When a source that is there has made too little progress.
+    fn deadline(&self) -> Option<Instant> {
+        self.call.as_ref()?;
+        match self.state() {
+            DestinationState::Running { .. } => Some(self.pace.goodbye()),
+            DestinationState::Receiving { .. } | DestinationState::Readying => {
+                Some(self.pace.deadline())
             }
-            (DestinationState::Receiving { .. } | DestinationState::Readying, Some(at)) => {
-                at + self.patience
-            }
-            (DestinationState::Running { .. }, Some(at)) => at,
-            (DestinationState::Aborted, _) => {
-                self.settled_at.map_or_else(far, |at| at + CLOSE_WITHIN)
-            }
-            (DestinationState::Running { .. }, None) if self.call.is_some() => self.pace.goodbye(),
-            (DestinationState::Receiving { .. } | DestinationState::Readying, None) => {
-                self.pace.deadline()
-            }
-            _ => far(),
+            _ => None,
         }
     }
 
@@ -363,68 +337,55 @@ impl Task {
             Happened::Message(Err(error)) => {
                 tracing::info!(migration = %self.offer.migration, %error, "the source is gone");
                 self.disconnect();
-                self.lost_at.get_or_insert_with(Instant::now);
-                if error.is_meant() && self.is_waiting() {
-                    self.abort(error.to_string()).await;
-                }
+                let reason = || crate::channel::short(&error.to_string());
+                let meant = error.is_meant().then(reason);
+                self.tell(Event::Lost { meant }).await;
             }
-            Happened::Call(Some(call)) => self.resumed(call.0, call.1).await,
+            Happened::Call(Some(call)) => self.called(call.0, call.1).await,
             Happened::Call(None) => {}
             Happened::Bulk(BulkEnd::Lost(error)) => {
                 tracing::info!(migration = %self.offer.migration, %error, "bulk is gone");
-                if self.call.is_none() {
-                    self.lost_at.get_or_insert_with(Instant::now);
-                }
             }
             Happened::Bulk(BulkEnd::Broken(reason, bulk)) => {
                 self._broken = bulk;
                 self.abort(reason).await;
             }
-            Happened::Everything => self.load().await,
-            Happened::Loaded(Ok(())) => self.loaded().await,
-            Happened::Loaded(Err(error)) => self.abort(error.to_string()).await,
-            Happened::Settled(Ok(())) => {
+            Happened::Everything => self.tell(Event::Everything).await,
+            Happened::Loaded(loaded) => self.loaded(loaded).await,
+            Happened::Settled(settled) => {
+                self.settled = true;
                 let receiving = self.inbound.receiving();
                 // READY promises that whoever answers the guest knows what is missing, durably.
-                let handed_on = block_in_place(|| receiving.hand_on(self.offer.verify));
-                self.settled = true;
-                match handed_on {
-                    Ok(()) => self.ready_if_so().await,
-                    Err(reason) => self.abort(reason).await,
-                }
+                let hand_on = || block_in_place(|| receiving.hand_on(self.offer.verify));
+                let settled = settled.and_then(|()| hand_on());
+                let settled = settled.map_err(|why| crate::channel::short(&why));
+                self.tell(Event::Settled(settled)).await;
             }
-            Happened::Settled(Err(reason)) => {
-                // It will not get better, and is not to be asked again.
-                self.settled = true;
-                self.abort(reason).await;
+            Happened::Bases(here) => {
+                let here = here.map_err(|why| crate::channel::short(&why));
+                self.tell(Event::BasesHere(here)).await;
             }
-            Happened::Bases(Ok(())) => {
-                self.accept_if_so().await;
-                self.ready_if_so().await;
-            }
-            Happened::Bases(Err(reason)) => self.abort(reason).await,
             Happened::QemuEnded => self.qemu_ended().await,
             Happened::Resolved(resolve) => self.resolved(resolve).await,
-            Happened::Retry => {
-                self.retry_at = Instant::now();
-                if !self.bases.are_here() {
-                    // The source can only wait.
-                    self.pace.stepped(Instant::now());
-                }
-                retry_destination(self).await;
-                self.arrival.set_state(&self.handover.state);
+            Happened::Timeout => {
+                let before = self.state().clone();
+                time_destination(self).await;
+                self.stepped(&before);
+            }
+            Happened::BasesTakeTime => {
+                // The source can only wait.
+                self.stepped_at = Instant::now();
+                self.pace.stepped(Instant::now());
             }
             Happened::PatienceOver => match self.state() {
-                DestinationState::Running { .. } | DestinationState::Aborted => self.disconnect(),
-                DestinationState::Ready => self.show_doubt(),
-                _ if self.lost_at.is_none() => {
+                DestinationState::Running { .. } => {
+                    self.disconnect();
+                    self.tell(Event::Lost { meant: None }).await;
+                }
+                _ => {
                     let stall = "the source is there and hardly sends anything (`stall` and \
                                  `move_time` under [limits] of the destination)";
                     self.abort(stall.to_owned()).await;
-                }
-                _ => {
-                    self.abort("the source did not come back in time".to_owned())
-                        .await
                 }
             },
             Happened::Cancelled => {
@@ -434,33 +395,17 @@ impl Task {
         }
     }
 
-    async fn resumed(&mut self, mut call: Call, epoch: Option<Epoch>) {
+    /// The source is back over another connection, with an epoch if it has blocks to send.
+    async fn called(&mut self, call: Call, epoch: Option<Epoch>) {
         self.entry.heard(None);
-        let Some(epoch) = epoch else {
-            // It has nothing to send, only to ask.
-            self.disconnect();
-            self.call = Some(call);
-            self.lost_at = None;
-            return self.step(DestinationEvent::Asked).await;
-        };
-        if epoch <= self.epoch {
-            // The source tries again with a newer one. ABORTED is said only when it is durable.
-            let (attempt, state) = (self.offer.attempt, attempt_state(self.state()));
-            let message = ToSource::Status { attempt, state };
-            if let Err(error) = call.sender.send(&message).await {
-                tracing::debug!(%error, "a source that came too late went again");
-            }
-            return;
-        }
-        self.reconnect(call, epoch).await;
-        self.accept_if_so().await;
-        if self.loaded && self.is_waiting() {
-            self.send(ToSource::Loaded).await;
-        }
-        self.step(DestinationEvent::Asked).await;
+        self.caller = Some(call);
+        self.tell(Event::Called(epoch)).await;
     }
 
     async fn message(&mut self, message: ToDestination) {
+        if let Some(message) = FromSource::of(&message) {
+            return self.decided(message).await;
+        }
         match message {
             ToDestination::Start { prelude } => {
                 if let Err(error) = self.inbound.begin(&prelude).await {
@@ -475,7 +420,7 @@ impl Task {
                 early_bytes,
                 device_state_bytes,
             } => {
-                if epoch != self.epoch {
+                if epoch != self.handover.core.epoch() {
                     return;
                 }
                 self.tail_bytes = Some((early_bytes, device_state_bytes));
@@ -493,27 +438,6 @@ impl Task {
             } => {
                 self.compare(region, range, blocks_per_digest).await;
             }
-            ToDestination::Verified => {
-                self.verified = true;
-                self.ready_if_so().await;
-            }
-            ToDestination::Commit {
-                attempt,
-                generation,
-            } => {
-                self.commit_at.get_or_insert_with(Instant::now);
-                if generation != self.handover.ledger.terms.next() {
-                    tracing::warn!(?generation, "a commit for another generation is ignored");
-                    return;
-                }
-                self.step(DestinationEvent::Commit(attempt, generation))
-                    .await;
-            }
-            ToDestination::Cancel { reason } => self.abort(reason).await,
-            ToDestination::Done => self.step(DestinationEvent::Done).await,
-            ToDestination::Overruled { generation } => {
-                self.step(DestinationEvent::PeerOverruled(generation)).await;
-            }
             ToDestination::List(list) => {
                 let listed = self.inbound.receiving().listed(&list);
                 self.keeps_to_the_protocol(listed).await;
@@ -529,11 +453,34 @@ impl Task {
             | ToDestination::OfferFiles(_)
             | ToDestination::Resume { .. }
             | ToDestination::Unreadable { .. }
+            | ToDestination::Verified
+            | ToDestination::Commit { .. }
+            | ToDestination::Cancel { .. }
+            | ToDestination::Done
+            | ToDestination::Overruled { .. }
             | ToDestination::Ask { .. } => {
                 self.abort("the source breaks the protocol: a second beginning".to_owned())
                     .await;
             }
         }
+    }
+
+    /// The source says something of the attempt itself.
+    async fn decided(&mut self, message: FromSource) {
+        let next = self.handover.ledger.terms.next();
+        let message = match message {
+            FromSource::Commit(_, generation) if generation != next => {
+                tracing::warn!(?generation, "a commit for another generation is ignored");
+                return;
+            }
+            FromSource::Commit(..) => {
+                self.commit_at.get_or_insert_with(Instant::now);
+                message
+            }
+            FromSource::Cancel(reason) => FromSource::Cancel(crate::channel::short(&reason)),
+            message => message,
+        };
+        self.tell(Event::Message(message)).await;
     }
 
     /// Gives the attempt up if the source does not.
@@ -564,57 +511,36 @@ impl Task {
         Ok(tail)
     }
 
-    async fn load(&mut self) {
+    /// Lets QEMU load; the error is that of a source that did not send what it said.
+    fn load(&mut self) -> Result<(), String> {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
         self.sealed = true;
         let receiving = self.inbound.receiving();
         block_in_place(|| receiving.seal());
-        match self.tail() {
-            Ok(tail) => self.loading = Some(tokio::spawn(self.inbound.load(tail))),
-            Err(reason) => {
-                self.abort(format!("the source breaks the protocol: {reason}"))
-                    .await;
-            }
-        }
+        let tail = self.tail();
+        let tail = tail.map_err(|reason| format!("the source breaks the protocol: {reason}"))?;
+        self.loading = Some(tokio::spawn(self.inbound.load(tail)));
+        Ok(())
     }
 
-    async fn loaded(&mut self) {
-        self.loaded = true;
-        self.pace.stepped(Instant::now());
-        self.load_time = self.complete_at.map_or(Duration::ZERO, |at| at.elapsed());
-        if self.offer.verify && !self.verified {
-            self.entry.enter(Phase::Verifying);
-        }
-        self.send(ToSource::Loaded).await;
-        self.ready_if_so().await;
-    }
-
-    async fn ready_if_so(&mut self) {
-        let compared = self.verified || !self.offer.verify;
-        let here = self.loaded && self.settled && self.bases.are_here();
-        if here && compared && matches!(self.state(), DestinationState::Receiving { .. }) {
-            self.entry.enter(Phase::HandingOver);
-            match self.hook(Step::Ready).await {
-                Ok(()) => self.step(DestinationEvent::Loaded).await,
-                Err(error) => self.abort(error.message).await,
+    async fn loaded(&mut self, loaded: Result<(), InboundError>) {
+        if loaded.is_ok() {
+            self.pace.stepped(Instant::now());
+            self.load_time = self.complete_at.map_or(Duration::ZERO, |at| at.elapsed());
+            if self.offer.verify {
+                self.entry.enter(Phase::Verifying);
             }
         }
+        let loaded = loaded.map_err(|error| crate::channel::short(&error.to_string()));
+        self.tell(Event::Loaded(loaded)).await;
     }
 
     async fn qemu_ended(&mut self) {
         let log = self.inbound.last_words();
         tracing::error!(migration = %self.offer.migration, "QEMU ended: {log}");
         self.inbound.forget_process();
-        self.step(DestinationEvent::QemuGone).await;
-    }
-
-    /// Whether more has to come before the source may decide.
-    fn is_waiting(&self) -> bool {
-        matches!(
-            self.state(),
-            DestinationState::Receiving { commit: None } | DestinationState::Readying
-        )
+        self.tell(Event::QemuGone).await;
     }
 
     /// Says that only the source knows where the guest runs.
@@ -629,17 +555,33 @@ impl Task {
     }
 
     async fn abort(&mut self, reason: String) {
-        self.step(DestinationEvent::Abort(crate::channel::short(&reason)))
-            .await;
+        let reason = crate::channel::short(&reason);
+        self.tell(Event::GiveUp(reason)).await;
     }
 
-    async fn send(&mut self, message: ToSource) {
-        let Some(call) = &mut self.call else { return };
+    /// Sends; the event is that of a source that is gone.
+    async fn post(&mut self, message: ToSource) -> Option<Event> {
+        let call = self.call.as_mut()?;
         if let Err(error) = call.sender.send(&message).await {
             tracing::info!(%error, "the source is gone");
             self.disconnect();
-            self.lost_at.get_or_insert_with(Instant::now);
+            return Some(Event::Lost { meant: None });
         }
+        None
+    }
+
+    async fn send(&mut self, message: ToSource) {
+        if let Some(lost) = self.post(message).await {
+            self.tell(lost).await;
+        }
+    }
+}
+
+/// Waits until then, or for ever.
+pub(crate) async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
     }
 }
 

@@ -3,10 +3,9 @@
 use crate::channel::{self, Receiver, Sender, TalkError};
 use crate::destination::recovered::AnswerError;
 use crate::destination::{Destination, admission, attempt, files};
-use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::files::FileClaim;
 use longhaul_protocol::message::{
-    AttemptState, DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
+    DisksOffer, FilesOffer, FilesQuery, Query, ToDestination, ToSource,
 };
 use longhaul_protocol::{Attempt, Epoch, MigrationId};
 use longhaul_storage::JournalError;
@@ -244,28 +243,6 @@ async fn converse(
             Err(TalkError::Closed | TalkError::Silent(_)) => return Ok(()),
             Err(error) => return Err(error),
         };
-    }
-}
-
-/// How far an arrival is, for its source.
-pub(crate) fn attempt_state(state: &DestinationState) -> AttemptState {
-    use DestinationState as Is;
-    match state {
-        Is::Unknown | Is::Beginning | Is::Receiving { .. } => AttemptState::Receiving,
-        Is::Readying => AttemptState::Loading,
-        Is::Ready | Is::Committing => AttemptState::Ready,
-        Is::Committed
-        | Is::Running { .. }
-        | Is::Yielding
-        | Is::Closing { here: true }
-        | Is::Closed { here: true } => AttemptState::Committed,
-        // It is told that it is over when that is written.
-        Is::Aborting { .. } | Is::Recording | Is::Returning { .. } | Is::GivingBack { .. } => {
-            AttemptState::Ready
-        }
-        Is::Aborted | Is::Closing { here: false } | Is::Closed { here: false } => {
-            AttemptState::Aborted
-        }
     }
 }
 

@@ -14,40 +14,37 @@
 //! again,
 //! and is told anew what is missing. The guest waits for nothing but that.
 
+mod connection;
 mod progress;
 mod verify;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::attempt::{Arrival, BulkEnd, Present, join, next_message, receive_from};
+use crate::destination::attempt::{Arrival, BulkEnd, Present, join, next_message, until};
 use crate::destination::disks::{self, Disks, NEWS_MAX};
-use crate::destination::dispatch::{Call, attempt_state};
+use crate::destination::dispatch::Call;
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{News, Puller};
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, FrontError, Incomplete};
 use crate::disks::images;
-use crate::handover::attempt_record;
 use crate::handover::ledger::{
-    DestinationHandover, DestinationOwner, feed_destination, retry_destination,
+    DestinationHandover, drive_destination, tell_destination, time_destination,
 };
 use crate::limits::peer_quota::Means;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
 use longhaul_api::{Outcome, Phase};
+use longhaul_attempt::destination::{Event, FromSource};
 use longhaul_codec::{BlockId, BlockWrite, DigestKey};
-use longhaul_engine::chunk::CHUNK_BLOCKS;
-use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
-use longhaul_engine::remaining::Remaining;
-use longhaul_protocol::disk::Missing;
-use longhaul_protocol::limits::REMAINING_MAX;
+use longhaul_engine::handover::DestinationState;
 use longhaul_protocol::message::{GuestClock, ToDestination, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, Epoch, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use longhaul_storage::front::arriving::line::ToPump;
-use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::arriving::unwritten::Unwritten;
+use longhaul_transport::BulkOffer;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
@@ -73,7 +70,6 @@ pub(crate) struct Begun {
     pub(crate) present: Present,
     /// The connection that the source has yet.
     pub(crate) call: Option<Call>,
-    pub(crate) epoch: Epoch,
     pub(crate) clock: Option<JoinHandle<Option<GuestClock>>>,
     pub(crate) running: Option<JoinHandle<()>>,
 }
@@ -87,8 +83,14 @@ pub(crate) struct Pulling {
     /// The connections to those who answer the guest, as many as there were.
     connections: u64,
     bulk: Option<JoinHandle<BulkEnd>>,
-    /// Nobody is let in before.
-    paused_until: Instant,
+    /// The source's new connection, which the core has yet to decide about.
+    caller: Option<Call>,
+    /// What the source's blocks will come over, once it has heard what is missing.
+    offered: Option<(Arc<Receiving>, BulkOffer, Epoch)>,
+    /// Something here keeps blocks from being taken; the core has yet to hear of it.
+    troubled: bool,
+    /// Both journals are complete.
+    finished: bool,
     retry_at: Instant,
     taken_out: bool,
     whole_at: Option<Instant>,
@@ -119,6 +121,7 @@ enum Happened {
     Message(Result<ToDestination, TalkError>),
     Bulk(BulkEnd),
     News(Option<News>),
+    Timeout,
     Retry,
 }
 
@@ -132,7 +135,10 @@ impl Pulling {
             news: mpsc::channel(NEWS_MAX),
             connections: 0,
             bulk: None,
-            paused_until: now,
+            caller: None,
+            offered: None,
+            troubled: false,
+            finished: false,
             retry_at: now,
             taken_out: false,
             whole_at: None,
@@ -147,7 +153,7 @@ impl Pulling {
     }
 
     fn state(&self) -> &DestinationState {
-        &self.begun.handover.state
+        self.begun.handover.state()
     }
 
     /// Fetches everything, to the very end.
@@ -160,6 +166,7 @@ impl Pulling {
             sleep(RETRY_EVERY).await;
         }
         self.listen().await;
+        drive_destination(&mut self).await;
         while !self.over() {
             match self.wait().await {
                 Happened::Call(Some(call)) => self.called(call.0, call.1).await,
@@ -167,25 +174,29 @@ impl Pulling {
                 Happened::Message(Ok(message)) => self.message(message).await,
                 Happened::Message(Err(error)) => {
                     tracing::info!(guest = self.guest(), %error, "the source is gone");
-                    self.disconnect();
+                    self.lose().await;
                 }
                 Happened::Bulk(BulkEnd::Lost(error)) => {
                     tracing::info!(guest = self.guest(), %error, "bulk is gone");
-                    self.disconnect();
+                    self.lose().await;
                 }
                 Happened::Bulk(BulkEnd::Broken(why, _)) => self.pause(&why),
                 Happened::News(Some(news)) => self.told(news).await,
                 Happened::News(None) => {}
+                Happened::Timeout => time_destination(&mut self).await,
                 Happened::Retry => self.retry().await,
             }
-            self.begun.arrival.set_state(&self.begun.handover.state);
+            if std::mem::take(&mut self.troubled) {
+                self.tell_core(Event::FetchTrouble).await;
+            }
+            self.begun.arrival.set_state(self.begun.handover.state());
         }
         self.end().await;
     }
 
     fn over(&self) -> bool {
         match self.state() {
-            DestinationState::Closed { .. } => self.taken_out,
+            DestinationState::Closed { .. } => self.taken_out && self.finished,
             DestinationState::Running { all_present: true } => {
                 let waits = self.whole_at.is_none_or(|at| at.elapsed() < GOODBYE);
                 self.taken_out && !(self.begun.call.is_some() && waits)
@@ -198,6 +209,7 @@ impl Pulling {
 
     async fn wait(&mut self) -> Happened {
         let again = self.retry_at + RETRY_EVERY;
+        let timeout = self.begun.handover.timeout();
         tokio::select! {
             call = self.begun.called.recv() => Happened::Call(call.map(Box::new)),
             message = next_message(&mut self.begun.call) => Happened::Message(message),
@@ -206,7 +218,8 @@ impl Pulling {
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
             news = self.news.1.recv() => Happened::News(news),
-            () = tokio::time::sleep_until(again) => Happened::Retry,
+            () = until(timeout) => Happened::Timeout,
+            () = until(Some(again)) => Happened::Retry,
         }
     }
 
@@ -263,7 +276,18 @@ impl Pulling {
             bulk.abort();
         }
         self.question = None;
+        self.offered = None;
         self.begun.call = None;
+    }
+
+    /// The connection is of no more use; the source comes back.
+    async fn lose(&mut self) {
+        self.disconnect();
+        self.tell_core(Event::Lost { meant: None }).await;
+    }
+
+    async fn tell_core(&mut self, event: Event) {
+        tell_destination(self, event).await;
     }
 
     /// Something here keeps blocks from being taken: the source comes again.
@@ -277,7 +301,7 @@ impl Pulling {
         self.disks
             .values_mut()
             .for_each(|fetched| fetched.puller = None);
-        self.paused_until = Instant::now() + PAUSE;
+        self.troubled = true;
         self.trouble = Some(format!(
             "what comes cannot be taken, and is tried again every 2 s: {why}"
         ));
@@ -285,65 +309,6 @@ impl Pulling {
     }
 
     // The source.
-
-    async fn called(&mut self, mut call: Call, epoch: Option<Epoch>) {
-        let attempt = self.begun.handover.ledger.terms.attempt;
-        let Some(epoch) = epoch else {
-            // It has nothing to send yet, only to ask.
-            self.disconnect();
-            self.begun.call = Some(call);
-            return self.step(DestinationEvent::Asked).await;
-        };
-        let late = epoch <= self.begun.epoch || Instant::now() < self.paused_until;
-        if !late {
-            self.disconnect();
-            self.listen().await;
-        }
-        let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
-        if late || !listens {
-            let state = attempt_state(self.state());
-            let message = ToSource::Status { attempt, state };
-            if let Err(error) = call.sender.send(&message).await {
-                tracing::debug!(%error, "a source that is let in later went again");
-            }
-            return;
-        }
-        if let Err(error) = self.take_in(call, epoch).await {
-            tracing::info!(guest = self.guest(), error, "the source cannot come back");
-            self.disconnect();
-        }
-    }
-
-    /// Takes a connection into use, and says what is missing.
-    async fn take_in(&mut self, mut call: Call, epoch: Epoch) -> Result<(), String> {
-        let receiving = self.receiving()?;
-        receiving.connected(epoch);
-        self.begun.epoch = epoch;
-        let terms = &self.begun.handover.ledger.terms;
-        let attempt = (self.begun.handover.ledger.migration, terms.attempt);
-        let state = attempt_state(self.state());
-        let resumed = |bulk_token| ToSource::Resumed { bulk_token, state };
-        let bulk = call.expect_bulk(attempt, epoch, resumed).await;
-        let bulk = bulk.map_err(|error| error.to_string())?;
-        self.begun.call = Some(call);
-        self.step(DestinationEvent::Asked).await;
-        for fetched in self.disks.values_mut() {
-            let noted = Masks::read(&fetched.disk.folder.noted_masks());
-            let noted = noted.map_err(|error| error.to_string())?;
-            fetched.unreadable.clear();
-            let masks = noted.as_ref().unwrap_or(&fetched.disk.masks);
-            for missing in missing(masks) {
-                send(&mut self.begun.call, &ToSource::Missing(missing)).await;
-            }
-        }
-        self.bulk = Some(tokio::spawn(async move {
-            match bulk.accept().await {
-                Ok(bulk) => receive_from(&receiving, epoch, bulk).await,
-                Err(error) => BulkEnd::Lost(error),
-            }
-        }));
-        Ok(())
-    }
 
     /// Where frames go.
     fn receiving(&self) -> Result<Arc<Receiving>, String> {
@@ -396,19 +361,18 @@ impl Pulling {
     }
 
     async fn message(&mut self, message: ToDestination) {
+        match FromSource::of(&message) {
+            // Here it is about the blocks that were fetched.
+            None | Some(FromSource::Verified) => {}
+            Some(FromSource::Cancel(reason)) => {
+                let reason = crate::channel::short(&reason);
+                return self
+                    .tell_core(Event::Message(FromSource::Cancel(reason)))
+                    .await;
+            }
+            Some(message) => return self.tell_core(Event::Message(message)).await,
+        }
         match message {
-            ToDestination::Commit {
-                attempt,
-                generation,
-            } => {
-                self.step(DestinationEvent::Commit(attempt, generation))
-                    .await
-            }
-            ToDestination::Cancel { reason } => self.step(DestinationEvent::Abort(reason)).await,
-            ToDestination::Done => self.step(DestinationEvent::Done).await,
-            ToDestination::Overruled { generation } => {
-                self.step(DestinationEvent::PeerOverruled(generation)).await;
-            }
             ToDestination::Unreadable { region, ranges } => {
                 let Some(fetched) = self.disks.get_mut(&region) else {
                     return;
@@ -448,6 +412,10 @@ impl Pulling {
             ToDestination::Verified => {}
             // What a source says that has not heard yet that the guest runs here.
             ToDestination::Start { .. }
+            | ToDestination::Commit { .. }
+            | ToDestination::Cancel { .. }
+            | ToDestination::Done
+            | ToDestination::Overruled { .. }
             | ToDestination::Complete { .. }
             | ToDestination::List(_)
             | ToDestination::Length { .. } => {}
@@ -457,12 +425,8 @@ impl Pulling {
             | ToDestination::QueryFiles(_)
             | ToDestination::OfferFiles(_)
             | ToDestination::Resume { .. }
-            | ToDestination::Ask { .. } => self.disconnect(),
+            | ToDestination::Ask { .. } => self.lose().await,
         }
-    }
-
-    async fn step(&mut self, event: DestinationEvent) {
-        feed_destination(self, event).await;
     }
 
     // Those who answer the guest.
@@ -546,7 +510,7 @@ impl Pulling {
                 guest = self.guest(),
                 "nothing of its disks is left at the source"
             );
-            self.step(DestinationEvent::AllPresent).await;
+            self.tell_core(Event::AllPresent).await;
             // The front ends can go now.
             self.retry_at -= RETRY_EVERY;
         }
@@ -555,11 +519,10 @@ impl Pulling {
     async fn retry(&mut self) {
         self.retry_at = Instant::now();
         self.look_and_show();
-        retry_destination(self).await;
         self.whole().await;
         if self.disks.is_empty() {
             // They were taken out before an earlier agent could write that they were whole.
-            self.step(DestinationEvent::AllPresent).await;
+            self.tell_core(Event::AllPresent).await;
         }
         let whole = matches!(
             self.state(),
@@ -578,7 +541,7 @@ impl Pulling {
             return;
         }
         let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
-        if !listens && Instant::now() >= self.paused_until {
+        if !listens && !self.begun.handover.is_paused() {
             // The guest's words are heard, and whether all is here, also without the source.
             self.listen().await;
         }
@@ -596,7 +559,12 @@ impl Pulling {
     }
 
     async fn end(self) {
-        let Self { context, begun, .. } = self;
+        let Self {
+            context,
+            begun,
+            finished: closed,
+            ..
+        } = self;
         let Begun {
             entry,
             handover,
@@ -624,7 +592,6 @@ impl Pulling {
             context.archive.keep(entry);
         }
         block_in_place(|| images::sweep(&context));
-        let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);
         }
@@ -650,64 +617,6 @@ async fn send(call: &mut Option<Call>, message: &ToSource) {
     }
 }
 
-/// What is missing of a disk, in messages.
-fn missing(masks: &Masks) -> Vec<Missing> {
-    let chunks = masks.blocks.div_ceil(CHUNK_BLOCKS) as u32;
-    let mut messages = Vec::new();
-    let mut from_chunk = 0;
-    let mut left = masks.missing.as_slice();
-    loop {
-        let (now, later) = left.split_at(left.len().min(REMAINING_MAX));
-        let to_chunk = later.first().map_or(chunks, |part: &Remaining| part.chunk);
-        messages.push(Missing {
-            region: masks.region,
-            from_chunk,
-            to_chunk,
-            lacks: now.to_vec(),
-        });
-        if later.is_empty() {
-            return messages;
-        }
-        (from_chunk, left) = (to_chunk, later);
-    }
-}
-
-impl DestinationOwner for Pulling {
-    fn handover(&mut self) -> &mut DestinationHandover {
-        &mut self.begun.handover
-    }
-
-    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
-        let attempt = self.begun.handover.ledger.terms.attempt;
-        let message = match action {
-            DestinationAction::SendCommitted => ToSource::Committed { attempt },
-            DestinationAction::SendAllPresent => ToSource::AllPresent { attempt },
-            DestinationAction::SendReady => ToSource::Ready { attempt },
-            DestinationAction::SendAborted => ToSource::Aborted {
-                attempt,
-                reason: attempt_record::abort_reason(self.begun.handover.ledger.journal.records()),
-            },
-            DestinationAction::SendStatus => ToSource::Status {
-                attempt,
-                state: attempt_state(self.state()),
-            },
-            // Sent when the guest is nobody's business here any more.
-            DestinationAction::SendClosed => return None,
-            // It runs, or has run.
-            DestinationAction::Resume => return Some(DestinationEvent::Resumed),
-            // A guest that runs here is not ended by its source.
-            DestinationAction::Quit => return None,
-            // These are the ledger's.
-            DestinationAction::Write(_)
-            | DestinationAction::Own(_)
-            | DestinationAction::Yield(_)
-            | DestinationAction::Concede(_) => return None,
-        };
-        send(&mut self.begun.call, &message).await;
-        None
-    }
-}
-
 /// What a guest's memory is when only its disks come.
 struct NoMemory;
 
@@ -721,39 +630,5 @@ impl Store for NoMemory {
             Some(write) => Err(format!("region {} is no disk", write.region.0)),
             None => Ok(()),
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn what_is_missing_is_said_of_every_chunk_once() {
-        let part = |chunk: u32| Remaining {
-            chunk,
-            chunks: 1,
-            mask: 1,
-            written_blocks: 0,
-        };
-        let count = REMAINING_MAX as u32 + 2;
-        let masks = Masks {
-            region: RegionId(1),
-            blocks: u64::from(2 * count) * CHUNK_BLOCKS + 1,
-            boot: [0; 16],
-            missing: (0..count).map(|n| part(2 * n)).collect(),
-        };
-        let said = missing(&masks);
-        let ranges: Vec<_> = said
-            .iter()
-            .map(|one| (one.from_chunk, one.to_chunk))
-            .collect();
-        let cut = 2 * REMAINING_MAX as u32;
-        assert_eq!(ranges, [(0, cut), (cut, 2 * count + 1)]);
-        let none = Masks {
-            missing: Vec::new(),
-            ..masks
-        };
-        assert_eq!(missing(&none).len(), 1);
     }
 }

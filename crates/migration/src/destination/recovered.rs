@@ -7,28 +7,28 @@
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::attempt::{Arrival, Present};
-use crate::destination::dispatch::attempt_state;
 use crate::destination::fetch::{Begun, Pulling};
 use crate::disks::{exports, images};
 use crate::handover::attempt_record::{self, Left, abort_reason};
 use crate::handover::ledger::{
-    DestinationHandover, DestinationOwner, Ledger, begin_destination, feed_destination,
-    retry_destination,
+    DestinationHandover, DestinationOwner, Ledger, drive_destination, tell_destination,
+    time_destination,
 };
 use crate::host::hooks::Step;
 use crate::status::in_doubt;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
-use longhaul_engine::handover::{
-    DestinationAction, DestinationEvent, DestinationState, Record, Terms,
-};
+use longhaul_attempt::Destination as Core;
+use longhaul_attempt::destination::{Action, Config, Event, FromSource};
+use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::memory;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
+use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
 use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, MutexGuard, PoisonError};
+use std::time::Duration;
 use tokio::sync::Mutex;
 
 /// Why a source is not answered.
@@ -67,6 +67,10 @@ struct Remembered {
     entry: Option<Arc<Entry>>,
     _reservation: Option<Reservation>,
     outbox: Vec<ToSource>,
+    /// Blocks of its disks may be missing here.
+    fetches: bool,
+    /// Both journals are complete.
+    finished: bool,
     /// The guest is ours, and would not go on.
     trouble: Option<ApiError>,
 }
@@ -74,22 +78,20 @@ struct Remembered {
 impl Attempts {
     /// Takes up what an earlier agent left: what has to be done here is done when this returns.
     pub(crate) async fn take_up(&self, context: &Arc<Destination>, left: Left) {
-        let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
-        if matches!(state, DestinationState::Closed { .. }) {
-            // The source was told, or asks once more, and needs no record for the answer.
-            return left.into_ledger(&context.context).remove_journal();
-        }
         let migration = left.migration;
-        let mut remembered = Remembered::of(context, left, state);
+        let mut remembered = Remembered::of(context, left);
+        if matches!(remembered.state(), DestinationState::Closed { .. }) {
+            // The source was told, or asks once more, and needs no record for the answer.
+            return remembered.handover.ledger.remove_journal();
+        }
         if remembered.is_open() {
             remembered.keep(context);
         }
-        begin_destination(&mut remembered, actions).await;
+        drive_destination(&mut remembered).await;
         remembered.look().await;
-        if remembered.pulls() {
-            return remembered.pull(context);
+        if remembered.fetches {
+            return remembered.fetch(context);
         }
-        remembered.present().await;
         remembered.show();
         if remembered.is_open() {
             self.waiting.lock().await.insert(migration, remembered);
@@ -124,26 +126,22 @@ impl Attempts {
         (migration, attempt): (MigrationId, Attempt),
         message: ToDestination,
     ) -> Result<Vec<ToSource>, AnswerError> {
-        let event = match message {
-            ToDestination::Ask { .. } | ToDestination::Resume { .. } => DestinationEvent::Asked,
-            ToDestination::Commit {
-                attempt,
-                generation,
-            } => DestinationEvent::Commit(attempt, generation),
-            ToDestination::Cancel { reason } => {
-                DestinationEvent::Abort(crate::channel::short(&reason))
+        let event = match (&message, FromSource::of(&message)) {
+            // It is only answered: no block is taken.
+            (ToDestination::Ask { .. } | ToDestination::Resume { .. }, _) => Event::Called(None),
+            (_, Some(FromSource::Cancel(reason))) => {
+                Event::Message(FromSource::Cancel(crate::channel::short(&reason)))
             }
-            ToDestination::Overruled { generation } => DestinationEvent::PeerOverruled(generation),
-            ToDestination::Done => DestinationEvent::Done,
-            _ => return Err(AnswerError::OutOfPlace),
+            (_, Some(FromSource::Verified) | None) => return Err(AnswerError::OutOfPlace),
+            (_, Some(message)) => Event::Message(message),
         };
         // One at a time: two conversations about one attempt must not write one journal.
         let mut waiting = self.waiting.lock().await;
         if self.is_closed(peer, (migration, attempt)) {
             return Ok(vec![ToSource::Closed]);
         }
-        let (mut remembered, actions) = match waiting.remove(&migration) {
-            Some(remembered) => (remembered, Vec::new()),
+        let mut remembered = match waiting.remove(&migration) {
+            Some(remembered) => remembered,
             None => Remembered::from_journal(context, migration, attempt)?,
         };
         if remembered.peer.is_some_and(|of| of != peer)
@@ -155,20 +153,22 @@ impl Attempts {
             return Err(AnswerError::NotYours);
         }
         // What the journal says and could not be finished when it was taken up.
-        begin_destination(&mut remembered, actions).await;
+        remembered.handover.core.attend();
+        drive_destination(&mut remembered).await;
         remembered.look().await;
-        retry_destination(&mut remembered).await;
-        feed_destination(&mut remembered, event).await;
-        if remembered.pulls() {
+        time_destination(&mut remembered).await;
+        remembered.outbox.clear();
+        tell_destination(&mut remembered, event).await;
+        if remembered.fetches {
             let answers = std::mem::take(&mut remembered.outbox);
-            remembered.pull(context);
+            remembered.fetch(context);
             return Ok(answers);
         }
-        remembered.present().await;
         remembered.show();
-        let answers = std::mem::take(&mut remembered.outbox);
-        if matches!(remembered.handover.state, DestinationState::Closed { .. }) {
+        let mut answers = std::mem::take(&mut remembered.outbox);
+        if remembered.finished {
             self.close(peer, remembered.handover.ledger);
+            answers.push(ToSource::Closed);
         } else if remembered.is_open() {
             waiting.insert(migration, remembered);
         }
@@ -189,15 +189,14 @@ impl Attempts {
         let because = in_doubt::because(&remembered.handover.ledger.host, resolve);
         remembered.look().await;
         let event = match resolve.run_on {
-            Side::Destination => DestinationEvent::Overrule(because),
-            Side::Source => DestinationEvent::Abort(crate::channel::short(&because)),
+            Side::Destination => Event::Overrule(because),
+            Side::Source => Event::GiveUp(crate::channel::short(&because)),
         };
-        feed_destination(&mut remembered, event).await;
-        if remembered.pulls() {
-            remembered.pull(context);
+        tell_destination(&mut remembered, event).await;
+        if remembered.fetches {
+            remembered.fetch(context);
             return true;
         }
-        remembered.present().await;
         remembered.show();
         remembered.outbox.clear();
         if remembered.is_open() {
@@ -208,17 +207,17 @@ impl Attempts {
 }
 
 impl Remembered {
-    fn of(context: &Arc<Destination>, left: Left, state: DestinationState) -> Self {
+    fn of(context: &Arc<Destination>, left: Left) -> Self {
+        let core = core(left.terms, true, &left.records());
         Self {
             peer: Some(left.peer),
             paused: left.paused,
-            entry: (!state.is_settled()).then(|| left.entry(context, Phase::HandingOver)),
-            handover: DestinationHandover {
-                state,
-                ledger: left.into_ledger(&context.context),
-            },
+            entry: (!core.state().is_settled()).then(|| left.entry(context, Phase::HandingOver)),
+            handover: DestinationHandover::new(core, left.into_ledger(&context.context)),
             _reservation: None,
             outbox: Vec::new(),
+            fetches: false,
+            finished: false,
             trouble: None,
         }
     }
@@ -228,13 +227,10 @@ impl Remembered {
         context: &Arc<Destination>,
         migration: MigrationId,
         attempt: Attempt,
-    ) -> Result<(Self, Vec<DestinationAction>), JournalError> {
+    ) -> Result<Self, JournalError> {
         let journal = Journal::open(&context.journals, migration)?;
         let journal = match Left::of(migration, journal) {
-            Ok(left) => {
-                let (state, actions) = DestinationState::restore(&left.records(), &left.terms);
-                return Ok((Self::of(context, left, state), actions));
-            }
+            Ok(left) => return Ok(Self::of(context, left)),
             Err(journal) => *journal,
         };
         let terms = Terms {
@@ -243,7 +239,7 @@ impl Remembered {
             early: false,
         };
         let records = attempt_record::of_attempt(&journal, terms);
-        let (state, actions) = DestinationState::restore(&records, &terms);
+        let core = core(terms, false, &records);
         let ledger = Ledger::new(
             context.context.clone(),
             migration,
@@ -252,21 +248,26 @@ impl Remembered {
             terms,
             journal,
         );
-        let remembered = Self {
+        Ok(Self {
             peer: None,
             paused: false,
             entry: None,
-            handover: DestinationHandover { state, ledger },
+            handover: DestinationHandover::new(core, ledger),
             _reservation: None,
             outbox: Vec::new(),
+            fetches: false,
+            finished: false,
             trouble: None,
-        };
-        Ok((remembered, actions))
+        })
+    }
+
+    fn state(&self) -> &DestinationState {
+        self.handover.state()
     }
 
     /// Whether it waits for its source.
     fn is_open(&self) -> bool {
-        self.entry.is_some() && !self.handover.state.is_settled()
+        self.entry.is_some() && !self.handover.state().is_settled()
     }
 
     fn keep(&mut self, context: &Context) {
@@ -280,40 +281,37 @@ impl Remembered {
 
     /// A copy that waits for a decision may have ended meanwhile.
     async fn look(&mut self) {
-        if self.handover.state != DestinationState::Ready {
+        if *self.state() != DestinationState::Ready {
             return;
         }
         let ledger = &self.handover.ledger;
         match crate::host::qemu::find(&ledger.context.parts.config.state, &ledger.guest) {
             Ok(Some(_)) => {}
-            Ok(None) => feed_destination(self, DestinationEvent::QemuGone).await,
+            Ok(None) => tell_destination(self, Event::QemuGone).await,
             Err(error) => tracing::error!(guest = ledger.guest, %error, "cannot look for it"),
         }
     }
 
-    /// Whether the guest runs here, and something of its disks may be at its source.
-    fn pulls(&self) -> bool {
-        if self.handover.state != (DestinationState::Running { all_present: false }) {
-            return false;
-        }
+    /// Whether blocks of the disks of a guest that runs here are missing.
+    fn lacks_blocks(&self) -> bool {
         let ledger = &self.handover.ledger;
         let state = &ledger.context.parts.config.state;
         match exports::incomplete(state, &ledger.guest, ledger.migration) {
             Ok(disks) => !disks.is_empty(),
             Err(error) => {
-                // Whoever fetches looks again.
+                // What fetches looks again.
                 tracing::error!(guest = ledger.guest, %error, "cannot look for its disks");
                 true
             }
         }
     }
 
-    /// Fetches that, in a task of its own.
-    fn pull(self, context: &Arc<Destination>) {
+    /// Fetches them, in a task of its own.
+    fn fetch(self, context: &Arc<Destination>) {
         let ledger = &self.handover.ledger;
         let attempt = (ledger.migration, ledger.terms.attempt);
         let Some(peer) = self.peer else { return };
-        let (arrival, called) = Arrival::again(attempt, peer, &self.handover.state);
+        let (arrival, called) = Arrival::again(attempt, peer, self.handover.state());
         let begun = Begun {
             present: Present::new(context, arrival.clone()),
             entry: self.entry,
@@ -322,27 +320,19 @@ impl Remembered {
             arrival,
             called,
             call: None,
-            epoch: Epoch(0),
             clock: None,
             running: None,
         };
         crate::host::task::spawn(Pulling::new(context.clone(), begun).run());
     }
 
-    async fn present(&mut self) {
-        // Nothing of a guest that is all here is left at the source.
-        if self.handover.state == (DestinationState::Running { all_present: false }) {
-            feed_destination(self, DestinationEvent::AllPresent).await;
-        }
-    }
-
     /// Tells the guest to run, unless it was told, or has changed hands since. One that would not
     /// is left to its owner: whether it ran before is not known, so it is not given back.
-    async fn resume(&mut self) -> DestinationEvent {
+    async fn resume(&mut self) -> Event {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());
         match ledger.context.rights.get(guest) {
-            Ok(Some(right)) if right.generation > generation => return DestinationEvent::Resumed,
+            Ok(Some(right)) if right.generation > generation => return Event::Resumed,
             Ok(_) => {}
             Err(error) => tracing::error!(guest, %error, "cannot read who may run it"),
         }
@@ -355,11 +345,11 @@ impl Remembered {
         };
         // One that is not there may have run, and ended here.
         let Some(mut found) = found else {
-            return DestinationEvent::Resumed;
+            return Event::Resumed;
         };
         if found.record().generation == generation.0 {
             // It was told to run, and has been its owner's since.
-            return DestinationEvent::Resumed;
+            return Event::Resumed;
         }
         if let Some(entry) = &self.entry {
             ledger
@@ -391,7 +381,7 @@ impl Remembered {
         {
             ledger.context.running(entry, generation);
         }
-        DestinationEvent::Resumed
+        Event::Resumed
     }
 
     /// Whether this host has had the right to run the guest since this attempt, which was not
@@ -420,7 +410,7 @@ impl Remembered {
         let Some(entry) = &self.entry else { return };
         let ledger = &self.handover.ledger;
         let guest = &ledger.guest;
-        match &self.handover.state {
+        match self.handover.state() {
             DestinationState::Ready => {
                 if entry.outcome().is_none() {
                     let text = format!(
@@ -443,7 +433,7 @@ impl Remembered {
             }
             _ => return,
         }
-        if self.handover.state.is_settled() {
+        if self.handover.state().is_settled() {
             tokio::task::block_in_place(|| images::sweep(&ledger.context));
             ledger.context.archive.keep(entry);
             self.entry = None;
@@ -456,19 +446,18 @@ impl DestinationOwner for Remembered {
         &mut self.handover
     }
 
-    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
-        let attempt = self.handover.ledger.terms.attempt;
-        let answer = match action {
-            DestinationAction::Resume => return Some(self.resume().await),
-            DestinationAction::Quit if self.is_anothers() => {
+    async fn act(&mut self, action: Action) -> Option<Event> {
+        match action {
+            Action::Resume => return Some(self.resume().await),
+            Action::Quit if self.is_anothers() => {
                 let guest = &self.handover.ledger.guest;
                 tracing::info!(
                     guest,
                     "its QEMU here is not of this attempt, and is left alone"
                 );
-                return Some(DestinationEvent::QemuGone);
+                return Some(Event::QemuGone);
             }
-            DestinationAction::Quit => {
+            Action::Quit => {
                 let ledger = &self.handover.ledger;
                 if let Err(error) =
                     crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
@@ -482,27 +471,39 @@ impl DestinationOwner for Remembered {
                     let next = ledger.terms.next();
                     ledger.context.last_hook(entry, Step::NotComing, next).await;
                 }
-                return Some(DestinationEvent::QemuGone);
+                return Some(Event::QemuGone);
             }
-            DestinationAction::SendReady => ToSource::Ready { attempt },
-            DestinationAction::SendCommitted => ToSource::Committed { attempt },
-            DestinationAction::SendAllPresent => ToSource::AllPresent { attempt },
-            DestinationAction::SendAborted => ToSource::Aborted {
-                attempt,
-                reason: abort_reason(self.handover.ledger.journal.records()),
-            },
-            DestinationAction::SendStatus => ToSource::Status {
-                attempt,
-                state: attempt_state(&self.handover.state),
-            },
-            DestinationAction::SendClosed => ToSource::Closed,
-            // These are the ledger's.
-            DestinationAction::Write(_)
-            | DestinationAction::Own(_)
-            | DestinationAction::Yield(_)
-            | DestinationAction::Concede(_) => return None,
-        };
-        self.outbox.push(answer);
+            Action::Fetch if self.lacks_blocks() => self.fetches = true,
+            // All of the guest is here.
+            Action::Fetch => return Some(Event::AllPresent),
+            Action::Send(message) => self.outbox.push(message),
+            Action::Finish => self.finished = true,
+            // It has a conversation, and nothing is received; the doubt is shown by its state, and
+            // the rest is the ledger's.
+            Action::Take
+            | Action::Accept(_)
+            | Action::Decline
+            | Action::Hangup
+            | Action::SendAccepted
+            | Action::SendMissing
+            | Action::Load
+            | Action::AskReady
+            | Action::ShowDoubt
+            | Action::Write(_)
+            | Action::Note(_) => {}
+        }
         None
     }
+}
+
+/// The core of an attempt that goes on from its records.
+fn core(terms: Terms, fetches: bool, records: &[Record]) -> Core {
+    let config = Config {
+        terms,
+        patience: Duration::ZERO,
+        verify: false,
+        fetches,
+        awaits_bases: false,
+    };
+    Core::restore(config, records, Duration::ZERO)
 }

@@ -1,22 +1,21 @@
-//! A hand-over as it runs: what its transition functions decide is made durable here, in this order
-//! and before anything else; what is left is done by whoever has the guest and the connection.
+//! Carries out what the core of an attempt decides: records and notes of who may run the guest are
+//! made here, everything else by the attempt's owner.
 //!
 //! ```text
-//! event -> transition function -> actions -> durable: journal, rights (here) -> Written, an event
-//!                                         -> the guest, messages (the owner's `act`)
+//! event -> core -> actions -> record, note (here)              -> event
+//!                          -> the guest, connections (`act`)   -> event
 //! ```
 
 use crate::context::Context;
 use crate::host::fail_point;
-use longhaul_engine::handover::{
-    DestinationAction, DestinationEvent, DestinationState, Record, SourceAction, SourceEvent,
-    SourceState, Terms, step_destination, step_source,
-};
+use longhaul_attempt::{Destination, Source, destination, source};
+use longhaul_engine::handover::{DestinationState, Record, SourceState, Terms};
 use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId};
 use longhaul_storage::{Holder, Journal, Right, RightsError};
-use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 use tokio::task::block_in_place;
+use tokio::time::Instant;
 
 /// Where an attempt's records and the right to run its guest are kept.
 pub(crate) struct Ledger {
@@ -29,12 +28,6 @@ pub(crate) struct Ledger {
     pub(crate) peer: Option<HostId>,
     pub(crate) terms: Terms,
     pub(crate) journal: Journal,
-    /// A record that was decided on and could not be written yet.
-    unwritten: Option<Record>,
-    /// What is known of the right and could not be noted yet.
-    unnoted: Option<Noting>,
-    /// The guest stays here and could not be resumed yet: the journal is not closed before it is.
-    pub(crate) unresumed: bool,
 }
 
 /// A change of who may run the guest.
@@ -60,9 +53,6 @@ impl Ledger {
             peer,
             terms,
             journal,
-            unwritten: None,
-            unnoted: None,
-            unresumed: false,
         }
     }
 
@@ -80,15 +70,6 @@ impl Ledger {
     }
 
     fn append(&mut self, record: &Record) -> bool {
-        // A closed journal is removed: from then on only the right says who may run the guest.
-        if matches!(record, Record::Closed { .. })
-            && let Some(noting) = self.unnoted.take()
-        {
-            self.try_to_note(noting);
-            if self.unnoted.is_some() {
-                return false;
-            }
-        }
         let written = block_in_place(|| fail_point::append(&mut self.journal, record));
         if let Err(error) = &written {
             tracing::error!(migration = %self.migration, %error, "a record cannot be written");
@@ -96,21 +77,45 @@ impl Ledger {
         written.is_ok()
     }
 
-    /// Notes who may run the guest.
-    fn note(&mut self, generation: Generation, holder: Holder) {
-        let here = holder == Holder::Here;
-        let right = self.right(generation, holder);
-        self.try_to_note(Noting::Set(right));
-        if here {
-            self.context.unmark(&self.guest);
+    /// Notes what the source's end knows; false where that has to be tried again.
+    fn note_of_source(&self, note: &source::Note) -> bool {
+        let in_doubt = || Holder::InDoubt {
+            host: self.host.clone(),
+        };
+        match note {
+            source::Note::InDoubt(generation) => self.note(*generation, in_doubt()),
+            source::Note::There(generation) => self.note(*generation, self.elsewhere()),
+            source::Note::Conceded(generation) => self.concede(*generation),
+            source::Note::BackHere => self.give_back(in_doubt(), Holder::Here),
+            source::Note::Here(generation) => self.note(*generation, Holder::Here),
         }
     }
 
+    /// Notes what the destination's end knows; false where that has to be tried again.
+    fn note_of_destination(&self, note: &destination::Note) -> bool {
+        match note {
+            destination::Note::Here(generation) => self.note(*generation, Holder::Here),
+            destination::Note::BackThere => self.give_back(Holder::Here, self.elsewhere()),
+            destination::Note::Conceded(generation) => self.concede(*generation),
+        }
+    }
+
+    /// Notes who may run the guest.
+    fn note(&self, generation: Generation, holder: Holder) -> bool {
+        let here = holder == Holder::Here;
+        let right = self.right(generation, holder);
+        let noted = self.try_to_note(&Noting::Set(right));
+        if here {
+            self.context.unmark(&self.guest);
+        }
+        noted
+    }
+
     /// Goes back to the generation that the source had, from one that never ran the guest.
-    fn give_back(&mut self, taken: Holder, holder: Holder) {
+    fn give_back(&self, taken: Holder, holder: Holder) -> bool {
         let taken = self.right(self.terms.next(), taken);
         let back = self.right(self.terms.generation, holder);
-        self.try_to_note(Noting::GiveBack { taken, back });
+        self.try_to_note(&Noting::GiveBack { taken, back })
     }
 
     fn right(&self, generation: Generation, holder: Holder) -> Right {
@@ -121,18 +126,18 @@ impl Ledger {
         }
     }
 
-    fn try_to_note(&mut self, noting: Noting) {
+    fn try_to_note(&self, noting: &Noting) -> bool {
         let rights = &self.context.rights;
-        let noted = block_in_place(|| match &noting {
+        let noted = block_in_place(|| match noting {
             Noting::Set(right) => rights.set(right),
             Noting::GiveBack { taken, back } => rights.give_back(taken, back),
         });
-        self.unnoted = None;
-        if let Err(error) = noted {
-            // The journal says it too, and is read first, for as long as it is there.
-            tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
-            if matches!(error, RightsError::Io { .. }) {
-                self.unnoted = Some(noting);
+        match noted {
+            Ok(()) => true,
+            Err(error) => {
+                // The journal says it too, and is read first, for as long as it is there.
+                tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
+                !matches!(error, RightsError::Io { .. })
             }
         }
     }
@@ -145,8 +150,8 @@ impl Ledger {
 
     /// A person has given the guest to the other host. That is noted whatever is here: a copy may
     /// be on its way back already, and one that runs is not to be started again.
-    fn concede(&mut self, generation: Generation) {
-        self.note(generation, self.elsewhere());
+    fn concede(&self, generation: Generation) -> bool {
+        let noted = self.note(generation, self.elsewhere());
         match crate::host::qemu::find(&self.context.parts.config.state, &self.guest) {
             Ok(Some(_)) => tracing::error!(
                 guest = self.guest,
@@ -157,6 +162,7 @@ impl Ledger {
             Ok(None) => {}
             Err(error) => tracing::error!(guest = self.guest, %error, "cannot look for the guest"),
         }
+        noted
     }
 
     /// The journal is not needed any more: both sides have closed theirs.
@@ -168,185 +174,208 @@ impl Ledger {
     }
 }
 
-/// The source's side.
+/// The source's end of an attempt, and what it makes durable.
 pub(crate) struct SourceHandover {
-    pub(crate) state: SourceState,
+    pub(crate) core: Source,
     pub(crate) ledger: Ledger,
+    began: Instant,
 }
 
-/// Whoever has the guest at the source, and perhaps a connection.
+impl SourceHandover {
+    /// A core that was made at time zero.
+    pub(crate) fn new(core: Source, ledger: Ledger) -> Self {
+        Self {
+            core,
+            ledger,
+            began: Instant::now(),
+        }
+    }
+
+    pub(crate) fn state(&self) -> &SourceState {
+        self.core.state()
+    }
+
+    /// When the core has something to do by itself.
+    pub(crate) fn timeout(&self) -> Option<Instant> {
+        self.core.poll_timeout().map(|at| self.began + at)
+    }
+
+    /// How long the destination has been gone.
+    pub(crate) fn lost_for(&self) -> Option<Duration> {
+        let now = self.began.elapsed();
+        self.core.lost_at().map(|at| now.saturating_sub(at))
+    }
+
+    fn handle(&mut self, event: source::Event) {
+        let before = self.core.state().clone();
+        self.core.handle(event, self.began.elapsed());
+        self.log(&before);
+    }
+
+    fn handle_timeout(&mut self) {
+        let before = self.core.state().clone();
+        self.core.handle_timeout(self.began.elapsed());
+        self.log(&before);
+    }
+
+    fn log(&self, before: &SourceState) {
+        let state = self.core.state();
+        if state != before {
+            tracing::info!(migration = %self.ledger.migration, ?state, "handover");
+        }
+    }
+}
+
+/// The owner of a source's end: it has the guest, and perhaps a connection.
 pub(crate) trait SourceOwner: Send {
-    /// The hand-over.
+    /// The handover.
     fn handover(&mut self) -> &mut SourceHandover;
-    /// Does what is not a matter of the ledger.
-    fn act(&mut self, action: SourceAction) -> impl Future<Output = ()> + Send;
+    /// Carries out an action that is not the ledger's, and says what came of it.
+    fn act(&mut self, action: source::Action)
+    -> impl Future<Output = Option<source::Event>> + Send;
 }
 
-/// Feeds the source's hand-over, and does what it says until it asks for nothing more.
-pub(crate) async fn feed_source<O: SourceOwner>(owner: &mut O, event: SourceEvent) {
-    let mut events = VecDeque::from([event]);
-    while let Some(event) = events.pop_front() {
-        let handover = owner.handover();
-        let (state, actions) = step_source(&handover.state, &event, &handover.ledger.terms);
-        if state != handover.state {
-            tracing::info!(migration = %handover.ledger.migration, ?state, "hand-over");
-        }
-        handover.state = state;
-        let again = matches!(event, SourceEvent::WriteFailed(_));
-        run_source(owner, actions, again, &mut events).await;
-    }
+/// Tells the core what happened, and carries out what it decides.
+pub(crate) async fn tell_source<O: SourceOwner>(owner: &mut O, event: source::Event) {
+    owner.handover().handle(event);
+    drive_source(owner).await;
 }
 
-/// Does what a restored hand-over begins with.
-pub(crate) async fn begin_source<O: SourceOwner>(owner: &mut O, actions: Vec<SourceAction>) {
-    let mut events = VecDeque::new();
-    run_source(owner, actions, false, &mut events).await;
-    while let Some(event) = events.pop_front() {
-        feed_source(owner, event).await;
+/// Lets the core do what is due, and carries out what it decides.
+pub(crate) async fn time_source<O: SourceOwner>(owner: &mut O) {
+    let handover = owner.handover();
+    if handover.timeout().is_some_and(|at| at <= Instant::now()) {
+        handover.handle_timeout();
     }
+    drive_source(owner).await;
 }
 
-/// Tries again to resume the guest, and to write what could not be written.
-pub(crate) async fn retry_source<O: SourceOwner>(owner: &mut O) {
-    if owner.handover().ledger.unresumed {
-        owner.act(SourceAction::Resume).await;
-        if owner.handover().ledger.unresumed {
-            return;
-        }
-    }
-    if let Some(record) = owner.handover().ledger.unwritten.take() {
-        let mut events = VecDeque::new();
-        run_source(owner, vec![SourceAction::Write(record)], true, &mut events).await;
-        while let Some(event) = events.pop_front() {
-            feed_source(owner, event).await;
-        }
-    }
-}
-
-async fn run_source<O: SourceOwner>(
-    owner: &mut O,
-    actions: Vec<SourceAction>,
-    again: bool,
-    events: &mut VecDeque<SourceEvent>,
-) {
-    use SourceAction as Do;
-    for action in actions {
+/// Carries out what the core has decided.
+pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
+    use source::{Action, Event};
+    while let Some(action) = owner.handover().core.poll_action() {
         let ledger = &mut owner.handover().ledger;
-        match action {
-            Do::Write(record @ Record::Closed { .. }) if ledger.unresumed => {
-                ledger.unwritten = Some(record);
-            }
-            Do::Write(record) => match ledger.append(&record) {
-                true => events.push_back(SourceEvent::Written(record)),
-                // Its time comes with the owner's next retry.
-                false if again => ledger.unwritten = Some(record),
-                false => events.push_back(SourceEvent::WriteFailed(record)),
-            },
-            Do::Fence(generation) => {
-                let host = ledger.host.clone();
-                ledger.note(generation, Holder::InDoubt { host });
-            }
-            Do::Cede(generation) => ledger.note(generation, ledger.elsewhere()),
-            Do::Unfence(generation) if generation == ledger.terms.generation => {
-                let host = ledger.host.clone();
-                ledger.give_back(Holder::InDoubt { host }, Holder::Here);
-            }
-            Do::Unfence(generation) => ledger.note(generation, Holder::Here),
-            Do::Concede(generation) => ledger.concede(generation),
-            Do::SendCommit(_)
-            | Do::SendCancel(_)
-            | Do::SendOverruled(_)
-            | Do::SendDone
-            | Do::Ask
-            | Do::Resume
-            | Do::Quit => owner.act(action).await,
+        let event = match action {
+            Action::Write(record) => Some(match ledger.append(&record) {
+                true => Event::Written(record),
+                false => Event::WriteFailed(record),
+            }),
+            Action::Note(note) => Some(match ledger.note_of_source(&note) {
+                true => Event::Noted(note),
+                false => Event::NoteFailed(note),
+            }),
+            action => owner.act(action).await,
+        };
+        if let Some(event) = event {
+            owner.handover().handle(event);
         }
     }
 }
 
-/// The destination's side.
+/// The destination's end of an attempt, and what it makes durable.
 pub(crate) struct DestinationHandover {
-    pub(crate) state: DestinationState,
+    pub(crate) core: Destination,
     pub(crate) ledger: Ledger,
+    began: Instant,
 }
 
-/// Whoever has the guest at the destination, and perhaps a connection.
+impl DestinationHandover {
+    /// A core that was made at time zero.
+    pub(crate) fn new(core: Destination, ledger: Ledger) -> Self {
+        Self {
+            core,
+            ledger,
+            began: Instant::now(),
+        }
+    }
+
+    pub(crate) fn state(&self) -> &DestinationState {
+        self.core.state()
+    }
+
+    /// When the core has something to do by itself.
+    pub(crate) fn timeout(&self) -> Option<Instant> {
+        self.core.poll_timeout().map(|at| self.began + at)
+    }
+
+    /// Whether a source whose data cannot be taken is not let in yet.
+    pub(crate) fn is_paused(&self) -> bool {
+        self.core.is_paused(self.began.elapsed())
+    }
+
+    /// How long the source has been gone.
+    pub(crate) fn lost_for(&self) -> Option<Duration> {
+        let now = self.began.elapsed();
+        self.core.lost_at().map(|at| now.saturating_sub(at))
+    }
+
+    fn handle(&mut self, event: destination::Event) {
+        let before = self.core.state().clone();
+        self.core.handle(event, self.began.elapsed());
+        self.log(&before);
+    }
+
+    fn handle_timeout(&mut self) {
+        let before = self.core.state().clone();
+        self.core.handle_timeout(self.began.elapsed());
+        self.log(&before);
+    }
+
+    fn log(&self, before: &DestinationState) {
+        let state = self.core.state();
+        if state != before {
+            tracing::info!(migration = %self.ledger.migration, ?state, "handover");
+        }
+    }
+}
+
+/// The owner of a destination's end: it has the guest, and perhaps a connection.
 pub(crate) trait DestinationOwner: Send {
-    /// The hand-over.
+    /// The handover.
     fn handover(&mut self) -> &mut DestinationHandover;
-    /// Does what is not a matter of the ledger, and says what came of it.
+    /// Carries out an action that is not the ledger's, and says what came of it.
     fn act(
         &mut self,
-        action: DestinationAction,
-    ) -> impl Future<Output = Option<DestinationEvent>> + Send;
+        action: destination::Action,
+    ) -> impl Future<Output = Option<destination::Event>> + Send;
 }
 
-/// Feeds the destination's hand-over, and does what it says until it asks for nothing more.
-pub(crate) async fn feed_destination<O: DestinationOwner>(owner: &mut O, event: DestinationEvent) {
-    let mut events = VecDeque::from([event]);
-    while let Some(event) = events.pop_front() {
-        let handover = owner.handover();
-        let (state, actions) = step_destination(&handover.state, &event, &handover.ledger.terms);
-        if state != handover.state {
-            tracing::info!(migration = %handover.ledger.migration, ?state, "hand-over");
-        }
-        handover.state = state;
-        let again = matches!(event, DestinationEvent::WriteFailed(_));
-        run_destination(owner, actions, again, &mut events).await;
-    }
-}
-
-/// Does what a restored hand-over begins with.
-pub(crate) async fn begin_destination<O: DestinationOwner>(
+/// Tells the core what happened, and carries out what it decides.
+pub(crate) async fn tell_destination<O: DestinationOwner>(
     owner: &mut O,
-    actions: Vec<DestinationAction>,
+    event: destination::Event,
 ) {
-    let mut events = VecDeque::new();
-    run_destination(owner, actions, false, &mut events).await;
-    while let Some(event) = events.pop_front() {
-        feed_destination(owner, event).await;
-    }
+    owner.handover().handle(event);
+    drive_destination(owner).await;
 }
 
-/// Tries again to write what could not be written.
-pub(crate) async fn retry_destination<O: DestinationOwner>(owner: &mut O) {
-    if let Some(record) = owner.handover().ledger.unwritten.take() {
-        let mut events = VecDeque::new();
-        let actions = vec![DestinationAction::Write(record)];
-        run_destination(owner, actions, true, &mut events).await;
-        while let Some(event) = events.pop_front() {
-            feed_destination(owner, event).await;
-        }
+/// Lets the core do what is due, and carries out what it decides.
+pub(crate) async fn time_destination<O: DestinationOwner>(owner: &mut O) {
+    let handover = owner.handover();
+    if handover.timeout().is_some_and(|at| at <= Instant::now()) {
+        handover.handle_timeout();
     }
+    drive_destination(owner).await;
 }
 
-async fn run_destination<O: DestinationOwner>(
-    owner: &mut O,
-    actions: Vec<DestinationAction>,
-    again: bool,
-    events: &mut VecDeque<DestinationEvent>,
-) {
-    use DestinationAction as Do;
-    for action in actions {
+/// Carries out what the core has decided.
+pub(crate) async fn drive_destination<O: DestinationOwner>(owner: &mut O) {
+    use destination::{Action, Event};
+    while let Some(action) = owner.handover().core.poll_action() {
         let ledger = &mut owner.handover().ledger;
-        match action {
-            Do::Write(record) => match ledger.append(&record) {
-                true => events.push_back(DestinationEvent::Written(record)),
-                // Its time comes with the owner's next retry.
-                false if again => ledger.unwritten = Some(record),
-                false => events.push_back(DestinationEvent::WriteFailed(record)),
-            },
-            Do::Own(generation) => ledger.note(generation, Holder::Here),
-            Do::Yield(_) => ledger.give_back(Holder::Here, ledger.elsewhere()),
-            Do::Concede(generation) => ledger.concede(generation),
-            Do::Resume
-            | Do::Quit
-            | Do::SendReady
-            | Do::SendCommitted
-            | Do::SendAllPresent
-            | Do::SendAborted
-            | Do::SendStatus
-            | Do::SendClosed => events.extend(owner.act(action).await),
+        let event = match action {
+            Action::Write(record) => Some(match ledger.append(&record) {
+                true => Event::Written(record),
+                false => Event::WriteFailed(record),
+            }),
+            Action::Note(note) => Some(match ledger.note_of_destination(&note) {
+                true => Event::Noted(note),
+                false => Event::NoteFailed(note),
+            }),
+            action => owner.act(action).await,
+        };
+        if let Some(event) = event {
+            owner.handover().handle(event);
         }
     }
 }

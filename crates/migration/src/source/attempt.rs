@@ -18,12 +18,12 @@ mod switchover;
 
 use crate::channel::TalkError;
 use crate::context::{Context, Holder};
-use crate::handover::ledger::{SourceHandover, retry_source};
+use crate::handover::ledger::{SourceHandover, drive_source, time_source};
 use crate::limits::bandwidth::Share;
 use crate::source::acks::{AcknowledgeError, Acknowledging};
 use crate::source::attempt::drain::next_of_rest;
 use crate::source::attempt::switchover::Disks;
-use crate::source::connect::{Attempted, Redial, Session, SessionError};
+use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
 use crate::source::drain::Draining;
 use crate::source::plan::Look;
 use crate::source::qemu::{Outbound, Stopped};
@@ -35,7 +35,8 @@ use crate::status::in_doubt::record_of;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
 use longhaul_api::{ApiError, HandoverRecord, Outcome, Phase, Resolve};
-use longhaul_engine::handover::{SourceEvent, SourceState, Terms};
+use longhaul_attempt::source::{Event as CoreEvent, FromDestination};
+use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_engine::source::{Advice, Link};
 use longhaul_engine::stop::StopReason;
 use longhaul_hypervisor::memory::Event;
@@ -53,15 +54,11 @@ const TICK: Duration = Duration::from_millis(5);
 const SHOW_EVERY: Duration = Duration::from_millis(200);
 /// How long a pass may take to begin.
 const PASS_WITHIN: Duration = Duration::from_secs(3);
-/// How long the destination gets to say that its journal is at its end.
+/// How long the report waits for the destination's last messages.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
-/// Between two tries to ask a destination that does not know yet, or cannot be asked.
-const ASK_EVERY: Duration = Duration::from_secs(2);
-/// A guest is shown as in doubt when the destination has been silent for so long.
-const DOUBT_AFTER: Duration = Duration::from_secs(3);
 /// How long the destination's figures are waited for when everything else is done.
 const SUMMARY_WITHIN: Duration = Duration::from_secs(2);
-/// Between two tries to write a record.
+/// A sender that broke is started again after this time.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// Everything that preparing has made.
@@ -73,7 +70,6 @@ pub(crate) struct Task {
     pub(crate) outbound: Outbound,
     pub(crate) sending: Arc<Sending>,
     pub(crate) handover: SourceHandover,
-    pub(crate) patience: Duration,
     pub(crate) downtime: Duration,
     /// What the guest's memory looks like; it is whole when nothing more comes.
     pub(crate) look: watch::Receiver<Look>,
@@ -90,9 +86,9 @@ pub(crate) struct Task {
 pub(crate) struct Departure {
     task: Task,
     session: Option<Session>,
-    epoch: Epoch,
-    redial: Option<Redial>,
-    lost_at: Option<Instant>,
+    dial: Option<Dial>,
+    /// The session begins with what is missing: the rest of the disks goes over it.
+    begins_with_missing: bool,
     ticks: Interval,
     interruptions: u32,
     worker: JoinHandle<SendError>,
@@ -102,12 +98,9 @@ pub(crate) struct Departure {
     resolutions: watch::Receiver<Option<Resolve>>,
     began: Instant,
     shown_at: Instant,
-    retry_at: Instant,
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
-    /// Since when the destination launches its QEMU; none once it has accepted the guest.
-    launching: Option<Instant>,
     /// The pass after which another was asked for, and when.
     asked_pass: Option<(u32, Instant)>,
     disks: Disks,
@@ -116,6 +109,8 @@ pub(crate) struct Departure {
     /// Whether disks are still to be compared while the guest runs.
     compares_ahead: bool,
     verified: bool,
+    /// The error that the core is being told of.
+    failing: Option<ApiError>,
     failure: Option<ApiError>,
     summary: Option<Summary>,
     predicted: bool,
@@ -124,7 +119,10 @@ pub(crate) struct Departure {
     committed_at: Option<Instant>,
     /// Its QEMU, where that stands for what its memory held.
     departed: Option<Departed>,
-    finished: bool,
+    /// The guest could not be resumed, which is tried again without this task.
+    unresumed: bool,
+    /// Both journals are complete.
+    closed: bool,
 }
 
 struct StoppedAt {
@@ -139,7 +137,7 @@ enum Happened {
     Acknowledging(AcknowledgeError),
     Message(Result<ToSource, TalkError>),
     Worker(SendError),
-    Redialled(Box<Result<(Session, AttemptState), SessionError>>),
+    Dialled(Box<Dialled>),
     Compared(Next),
     Rest(ToDestination),
     Cancelled(String),
@@ -153,19 +151,17 @@ impl Departure {
     /// Takes over from preparing: the destination launches its QEMU, the source's tracks writes.
     pub(crate) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();
-        let acknowledging = session.line.clone().map(|line| {
-            task.sending.connect(line.clone());
-            Acknowledging::begin(task.sending.clone(), line)
-        });
+        let sending = &task.sending;
+        let acknowledging = session.line.clone();
+        let acknowledging = acknowledging.map(|line| Acknowledging::begin(sending.clone(), line));
         let worker = tokio::spawn(task.sending.clone().work());
         let (cancelled, limits) = (task.entry.cancelled(), task.entry.limits());
         let mut ticks = interval(TICK);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         Self {
-            epoch: session.line.as_ref().map_or(Epoch(1), |line| line.epoch),
             session: Some(session),
-            redial: None,
-            lost_at: None,
+            dial: None,
+            begins_with_missing: false,
             ticks,
             interruptions: 0,
             worker,
@@ -175,24 +171,24 @@ impl Departure {
             resolutions: task.entry.resolutions(),
             began: now,
             shown_at: now,
-            retry_at: now,
             wire_bytes: (0, 0),
             stopped: None,
             announced: None,
-            launching: Some(now),
             asked_pass: None,
             disks: Disks::default(),
             early: None,
             comparing: None,
             compares_ahead: task.offer.verify && !task.outbound.disks().is_empty(),
             verified: false,
+            failing: None,
             failure: None,
             summary: None,
             predicted: false,
             draining: None,
             committed_at: None,
             departed: None,
-            finished: false,
+            unresumed: false,
+            closed: false,
             task,
         }
     }
@@ -213,17 +209,20 @@ impl Departure {
     /// Moves the guest, or brings everything back to where it was.
     pub(crate) async fn run(mut self) {
         self.entry().enter(Phase::Precopy);
-        let prelude = self.task.outbound.prelude().to_vec();
-        self.send(ToDestination::Start { prelude }).await;
-        while !self.finished {
+        drive_source(&mut self).await;
+        while !self.is_decided() {
             let happened = self.wait().await;
             self.handle(happened).await;
         }
         self.worker.abort();
-        // Whoever settles the attempt asks for himself.
-        self.redial = None;
         self.last_hook().await;
         self.close().await;
+    }
+
+    /// Whether the guest's place is decided, and nothing more is done with its QEMU here.
+    fn is_decided(&self) -> bool {
+        let overruled = *self.state() == SourceState::Overruled;
+        self.task.handover.core.is_over() || overruled || self.unresumed
     }
 
     // Waiting.
@@ -253,10 +252,7 @@ impl Departure {
             message = next_message(&mut self.session) => Happened::Message(message),
             error = ended(&mut self.acknowledging) => Happened::Acknowledging(error),
             event = self.task.outbound.event() => Happened::Guest(event),
-            done = redialled(&mut self.redial) => {
-                self.redial = None;
-                Happened::Redialled(Box::new(done))
-            }
+            done = dialled(&mut self.dial) => Happened::Dialled(Box::new(done)),
             next = next_comparison(&mut self.comparing), if self.may_compare() => {
                 Happened::Compared(next)
             }
@@ -272,7 +268,7 @@ impl Departure {
             Happened::Tick => self.tick().await,
             Happened::Guest(event) => self.guest(event).await,
             Happened::Acknowledging(AcknowledgeError::Lost(error)) => {
-                self.lost(&error.to_string());
+                self.lost(&error.to_string()).await;
             }
             Happened::Acknowledging(error) => {
                 self.fail(failure::protocol(&self.task.host, &error)).await;
@@ -281,7 +277,7 @@ impl Departure {
             Happened::Message(Err(TalkError::Wire(error))) => {
                 self.fail(failure::protocol(&self.task.host, &error)).await;
             }
-            Happened::Message(Err(error)) => self.lost(&error.to_string()),
+            Happened::Message(Err(error)) => self.lost(&error.to_string()).await,
             Happened::Worker(error) if self.draining.is_some() => {
                 // Nothing can be given up any more: it is tried again.
                 tracing::error!(migration = %self.task.offer.migration, %error, "sending broke");
@@ -290,12 +286,12 @@ impl Departure {
                     tokio::time::sleep(RETRY_EVERY).await;
                     sending.work().await
                 });
-                self.come_again();
+                self.tell(CoreEvent::Reconnect).await;
             }
             Happened::Worker(error) => {
                 self.fail(failure::internal(&error.to_string())).await;
             }
-            Happened::Redialled(result) => self.redialled(*result).await,
+            Happened::Dialled(done) => self.dialled(*done).await,
             Happened::Compared(next) => self.compare(next).await,
             Happened::Rest(message) => self.tell_of_rest(message).await,
             Happened::Cancelled(why) => self.fail(failure::cancelled(&why)).await,
@@ -312,14 +308,8 @@ impl Departure {
     // The engine.
 
     async fn tick(&mut self) {
-        self.watch_patience().await;
-        self.watch_launch().await;
-        if self.retry_at.elapsed() >= RETRY_EVERY {
-            self.retry_at = Instant::now();
-            retry_source(self).await;
-            self.finished |= self.state().is_over();
-        }
-        if self.finished || self.failure.is_some() {
+        time_source(self).await;
+        if self.is_decided() || self.failure.is_some() {
             return;
         }
         let now = self.now();
@@ -411,12 +401,16 @@ impl Departure {
     // The destination.
 
     async fn message(&mut self, message: ToSource) {
-        let attempt = self.task.offer.attempt;
+        if let Some(decided) = FromDestination::of(&message) {
+            return self.decided(decided, message).await;
+        }
         match message {
             ToSource::Missing(_) | ToSource::Want { .. } | ToSource::Superseded { .. } => {
-                self.hear_of_left(&message);
+                self.hear_of_left(&message).await;
             }
-            ToSource::Digests { .. } if self.draining.is_some() => self.hear_of_left(&message),
+            ToSource::Digests { .. } if self.draining.is_some() => {
+                self.hear_of_left(&message).await;
+            }
             ToSource::Loaded => {
                 if let Some(stopped) = &mut self.stopped {
                     stopped.loaded_at.get_or_insert_with(Instant::now);
@@ -431,55 +425,43 @@ impl Departure {
                     comparing.answered(region, range, digests);
                 }
             }
-            ToSource::Ready { attempt: of } => {
-                if let Some(stopped) = &mut self.stopped {
-                    stopped.ready_at.get_or_insert_with(Instant::now);
-                }
-                if self.task.offer.verify && !self.verified {
-                    let error = "Ready before both copies were compared";
-                    return self.fail(failure::protocol(&self.task.host, &error)).await;
-                }
-                self.entry().enter(Phase::HandingOver);
-                self.ready(of).await;
-            }
-            ToSource::Committed { attempt: of } => {
-                self.committed_at.get_or_insert_with(Instant::now);
-                self.step(SourceEvent::Committed(of)).await;
-                self.begin_draining();
-            }
-            ToSource::Aborted {
-                attempt: of,
-                reason,
-            } => {
-                if of == attempt && self.failure.is_none() {
-                    self.failure = Some(failure::peer_gave_up(&self.task.host, &reason));
-                }
-                self.step(SourceEvent::PeerAborted(of)).await;
-            }
-            ToSource::AllPresent { attempt: of } => {
-                self.committed_at.get_or_insert_with(Instant::now);
-                self.step(SourceEvent::Committed(of)).await;
-                self.step(SourceEvent::AllPresent(of)).await;
-            }
             ToSource::Summary(summary) => {
                 self.summary = Some(summary);
                 if self.draining.is_some() {
-                    self.come_again();
+                    self.tell(CoreEvent::Reconnect).await;
                 }
             }
             ToSource::Clock(clock) => self.tell_clock(clock),
-            ToSource::Accepted { machine } => self.accepted(&machine).await,
-            ToSource::Refused(refusal) if self.launching.is_some() => self.refused(refusal).await,
-            ToSource::Status { .. } | ToSource::Closed => {}
-            ToSource::Answer(_)
-            | ToSource::WantContent { .. }
-            | ToSource::Launching { .. }
-            | ToSource::Refused(_)
-            | ToSource::Resumed { .. } => {
+            _ => {
                 let error = "an answer that nothing was asked for";
                 self.fail(failure::protocol(&self.task.host, &error)).await;
             }
         }
+    }
+
+    /// The destination says something of the attempt itself.
+    async fn decided(&mut self, decided: FromDestination, message: ToSource) {
+        match message {
+            ToSource::Ready { .. } => {
+                if let Some(stopped) = &mut self.stopped {
+                    stopped.ready_at.get_or_insert_with(Instant::now);
+                }
+            }
+            ToSource::Committed { .. } | ToSource::AllPresent { .. } => {
+                self.committed_at.get_or_insert_with(Instant::now);
+            }
+            ToSource::Accepted { machine } if self.is_launching() => {
+                self.tell(CoreEvent::Message(decided)).await;
+                return self.accepted(&machine).await;
+            }
+            ToSource::Refused(refusal) if self.is_launching() => self.refused(refusal),
+            ToSource::Refused(_) => {
+                let error = "an answer that nothing was asked for";
+                return self.fail(failure::protocol(&self.task.host, &error)).await;
+            }
+            _ => {}
+        }
+        self.tell(CoreEvent::Message(decided)).await;
     }
 
     /// While the guest runs, or once the destination has loaded, and as long as it can be asked.
@@ -508,6 +490,7 @@ impl Departure {
                     .report_with(|report| report.verify = Some(result.clone()));
                 if result.different_blocks == 0 {
                     self.verified = true;
+                    self.tell(CoreEvent::Verified).await;
                     self.send(ToDestination::Verified).await;
                 } else {
                     self.fail(failure::different(&result)).await;
@@ -522,138 +505,71 @@ impl Departure {
 
     // The connection.
 
-    fn lost(&mut self, why: &str) {
+    async fn lost(&mut self, why: &str) {
+        if self.let_go(why) {
+            self.tell(CoreEvent::Lost).await;
+        }
+    }
+
+    /// Lets a connection go that is gone; false where there was none.
+    fn let_go(&mut self, why: &str) -> bool {
         let Some(session) = self.session.take() else {
-            return;
+            return false;
         };
         self.keep_wire_bytes(&session);
         self.acknowledging = None;
-        self.task.sending.disconnect();
-        if self.finished || self.state().is_over() {
-            return;
+        if !self.is_decided() {
+            tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
+            self.interruptions += 1;
         }
-        tracing::warn!(migration = %self.task.offer.migration, why, "the connection is lost");
-        self.interruptions += 1;
-        self.lost_at.get_or_insert_with(Instant::now);
-        self.redial(Duration::ZERO, self.limit_bps());
+        true
     }
 
-    fn redial(&mut self, after: Duration, limit_bps: Option<u64>) {
-        let (context, attempted) = (&self.task.context, self.attempted());
-        self.redial = Some(Redial::begin(
-            context,
-            attempted,
-            self.epoch,
-            (after, limit_bps),
-        ));
+    /// Ends the connection.
+    fn hang_up(&mut self) {
+        if let Some(session) = self.session.take() {
+            self.keep_wire_bytes(&session);
+        }
+        self.acknowledging = None;
+        self.dial = None;
     }
 
-    fn attempted(&self) -> Attempted {
-        Attempted::of(&self.task.handover.ledger, self.state())
-    }
-
-    async fn watch_patience(&mut self) {
-        let Some(at) = self.lost_at else {
-            return;
-        };
-        if self.state().in_doubt() {
-            return self.show_doubt(at);
-        }
-        if !self.state().may_abort() {
-            return;
-        }
-        let patience = match &self.stopped {
-            // The guest stands still: no longer than was asked for.
-            Some(stopped) => self
-                .task
-                .downtime
-                .saturating_sub(at.saturating_duration_since(stopped.at)),
-            None => self.task.patience,
-        };
-        if at.elapsed() > patience && self.failure.is_none() {
-            self.fail(failure::link_cut(
-                &self.task.host,
-                at.elapsed(),
-                self.stopped.is_some(),
-            ))
-            .await;
-        }
-    }
-
-    async fn redialled(&mut self, result: Result<(Session, AttemptState), SessionError>) {
-        let attempt = self.task.offer.attempt;
-        match result {
+    async fn dialled(&mut self, done: Dialled) {
+        match done {
             Ok((session, state)) => {
-                tracing::info!(migration = %self.task.offer.migration, ?state, "connected again");
-                self.entry().heard(Some(record_of(state)));
-                self.lost_at = None;
-                // A destination that has everything is sent nothing again: its guest may run before
-                // that comes.
-                let receives = state == AttemptState::Receiving;
-                if state == AttemptState::Committed {
-                    self.begin_draining();
-                }
-                if let Some(line) = &session.line {
-                    self.epoch = line.epoch;
-                    if let Some(draining) = &mut self.draining {
-                        draining.connected(line.clone());
-                    }
-                    if receives {
-                        self.task.sending.connect(line.clone());
-                    }
+                let migration = self.task.offer.migration;
+                tracing::info!(%migration, ?state, "connected again");
+                self.entry().heard(state.map(record_of));
+                let line = session.line.clone();
+                let epoch = line.as_ref().map(|line| line.epoch);
+                self.begins_with_missing = line.is_some() && state == Some(AttemptState::Committed);
+                if let Some(line) = line {
                     let sending = self.task.sending.clone();
-                    self.acknowledging = Some(Acknowledging::begin(sending, line.clone()));
+                    self.acknowledging = Some(Acknowledging::begin(sending, line));
                 }
-                let bulk = session.line.is_some();
+                if state == Some(AttemptState::Committed) {
+                    self.committed_at.get_or_insert_with(Instant::now);
+                }
                 self.session = Some(session);
-                if receives {
-                    self.announced = None;
-                    let prelude = self.task.outbound.prelude().to_vec();
-                    self.send(ToDestination::Start { prelude }).await;
-                    if let Some(question) = self.comparing.as_ref().and_then(Comparison::unanswered)
-                    {
-                        self.send(question).await;
-                    }
-                    if self.verified {
-                        self.send(ToDestination::Verified).await;
-                    }
-                }
+                self.tell(CoreEvent::Connected { epoch, state }).await;
                 self.task.sending.wake();
-                self.step(SourceEvent::Connected).await;
-                if !bulk && state == AttemptState::Ready {
-                    self.ready(attempt).await;
-                }
-            }
-            Err(SessionError::Aborted(reason)) => {
-                if self.failure.is_none() {
-                    self.failure = Some(failure::peer_gave_up(&self.task.host, &reason));
-                }
-                self.step(SourceEvent::PeerAborted(attempt)).await;
-            }
-            Err(SessionError::Committed { all_present }) => {
-                self.committed_at.get_or_insert_with(Instant::now);
-                self.step(SourceEvent::Committed(attempt)).await;
-                if all_present {
-                    self.step(SourceEvent::AllPresent(attempt)).await;
-                } else {
-                    self.redial(ASK_EVERY, None);
-                }
-            }
-            Err(error) if self.state().may_abort() => {
-                self.fail(crate::source::connect::failure(&self.task.host, &error))
-                    .await;
             }
             Err(error) => {
-                // Released: there is no other way than to go on trying.
-                tracing::error!(%error, "cannot ask the destination");
-                self.entry().silent(&error.to_string());
-                self.redial(ASK_EVERY, None);
+                if matches!(error, connect::SessionError::Committed { .. }) {
+                    self.committed_at.get_or_insert_with(Instant::now);
+                } else {
+                    tracing::debug!(migration = %self.task.offer.migration, %error, "not back yet");
+                    self.entry().silent(&error.to_string());
+                }
+                self.failing = Some(connect::failure(&self.task.host, &error));
+                self.tell(CoreEvent::DialFailed(error.to_core())).await;
+                self.failing = None;
             }
         }
     }
 
     fn state(&self) -> &SourceState {
-        &self.task.handover.state
+        self.task.handover.state()
     }
 
     fn terms(&self) -> &Terms {
@@ -666,9 +582,13 @@ impl Departure {
             .and_then(|session| session.line.clone())
     }
 
-    /// Says that only the destination knows where the guest runs, once that has lasted.
-    fn show_doubt(&self, since: Instant) {
-        if since.elapsed() > DOUBT_AFTER && self.entry().outcome().is_none() {
+    fn is_launching(&self) -> bool {
+        self.task.handover.core.is_launching()
+    }
+
+    /// Says that only the destination knows where the guest runs.
+    fn show_doubt(&self) {
+        if self.entry().outcome().is_none() {
             let next = self.terms().next();
             self.entry().in_doubt(HandoverRecord::Released, next);
             let guest = &self.task.offer.guest.name;
@@ -678,46 +598,38 @@ impl Departure {
         }
     }
 
-    async fn send(&mut self, message: ToDestination) {
-        let Some(session) = &mut self.session else {
-            return;
-        };
+    /// Sends; the event is that of a destination that is gone.
+    async fn post(&mut self, message: ToDestination) -> Option<CoreEvent> {
+        let session = self.session.as_mut()?;
         if let Err(error) = session.sender.send(&message).await {
-            self.lost(&error.to_string());
+            return self.let_go(&error.to_string()).then_some(CoreEvent::Lost);
+        }
+        None
+    }
+
+    async fn send(&mut self, message: ToDestination) {
+        if let Some(lost) = self.post(message).await {
+            self.tell(lost).await;
         }
     }
 
-    /// Waits until the destination has closed its journal too; false where it does not say so.
-    async fn both_closed(&mut self) -> bool {
+    /// Waits for the destination's last messages, until it has closed its journal too.
+    async fn hear_last_messages(&mut self) {
         let until = Instant::now() + CLOSE_WITHIN;
-        while self.session.is_some() {
+        while self.session.is_some() && !self.closed && self.task.handover.core.is_over() {
             let message = tokio::time::timeout_at(until, next_message(&mut self.session)).await;
             match message {
-                Ok(Ok(ToSource::Closed)) => return true,
                 Ok(Ok(ToSource::Summary(summary))) => self.summary = Some(summary),
                 Ok(Ok(ToSource::Clock(clock))) => self.tell_clock(clock),
-                // What it says of the attempt decides whether it may forget it.
-                Ok(Ok(ToSource::Aborted { attempt, .. })) => {
-                    self.step(SourceEvent::PeerAborted(attempt)).await;
+                Ok(Ok(message)) => {
+                    if let Some(decided) = FromDestination::of(&message) {
+                        self.tell(CoreEvent::Message(decided)).await;
+                    }
                 }
-                Ok(Ok(ToSource::Committed { attempt })) => {
-                    self.step(SourceEvent::Committed(attempt)).await;
-                }
-                Ok(Ok(ToSource::AllPresent { attempt })) => {
-                    self.step(SourceEvent::AllPresent(attempt)).await;
-                }
-                Ok(Ok(_)) => {}
-                Ok(Err(_)) | Err(_) => return false,
+                Ok(Err(error)) => self.lost(&error.to_string()).await,
+                Err(_) => return,
             }
         }
-        false
-    }
-}
-
-async fn next_message(session: &mut Option<Session>) -> Result<ToSource, TalkError> {
-    match session {
-        Some(session) => session.receiver.recv().await,
-        None => std::future::pending().await,
     }
 }
 
@@ -736,11 +648,4 @@ async fn ended(acknowledging: &mut Option<Acknowledging>) -> AcknowledgeError {
     };
     *acknowledging = None;
     error
-}
-
-async fn redialled(redial: &mut Option<Redial>) -> Result<(Session, AttemptState), SessionError> {
-    match redial {
-        Some(redial) => redial.done().await,
-        None => std::future::pending().await,
-    }
 }

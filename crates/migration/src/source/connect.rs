@@ -5,21 +5,18 @@ use crate::context::Context;
 use crate::handover::ledger::Ledger;
 use crate::source::sender::Line;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_engine::handover::SourceState;
+use longhaul_attempt::source::DialError;
 use longhaul_protocol::message::{AttemptState, Keeps, Offer, Refusal, ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, HostId, Incarnation, MigrationId};
 use longhaul_transport::{BulkBinding, BulkConfig, BulkToken, ConnectError, Control, LinkError};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
-use tokio::time::sleep;
 
 /// The destination runs hooks before it answers an offer, and launches a QEMU before it accepts it.
 pub(crate) const OFFER_WITHIN: Duration = Duration::from_secs(120);
 /// Any other answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
-/// Between two tries to connect again.
-const REDIAL_PAUSE: Duration = Duration::from_millis(250);
 
 /// An open connection: control, the migration's channel, and bulk.
 pub(crate) struct Session {
@@ -82,15 +79,14 @@ pub(crate) struct Attempted {
 }
 
 impl Attempted {
-    /// What a source in this state needs. Once the guest is known to stay here, the answer of other
-    /// journals is as good.
-    pub(crate) fn of(ledger: &Ledger, state: &SourceState) -> Self {
+    /// What a source needs. `any_journals`: those of another incarnation may answer too.
+    pub(crate) fn of(ledger: &Ledger, any_journals: bool) -> Self {
         Self {
             migration: ledger.migration,
             attempt: ledger.terms.attempt,
             host: ledger.host.clone(),
             peer: ledger.peer,
-            incarnation: ledger.incarnation().filter(|_| !state.keeps_guest()),
+            incarnation: ledger.incarnation().filter(|_| !any_journals),
         }
     }
 
@@ -160,79 +156,87 @@ async fn bulk(
     Ok(Line::new(bulk, binding.epoch))
 }
 
-/// Connects again beside whatever else is done, for as long as this is there: who came back to an
-/// attempt that is over would have the destination record it anew.
-pub(crate) struct Redial(JoinHandle<Result<(Session, AttemptState), SessionError>>);
+/// A connection that was made again, and how far the destination is, if it has said so.
+pub(crate) type Dialled = Result<(Session, Option<AttemptState>), SessionError>;
 
-impl Redial {
-    /// Begins to, after a while.
+/// A try to connect, beside everything else that is done, for as long as this exists: a source that
+/// comes back to an attempt that is over would have the destination record it again.
+pub(crate) struct Dial(JoinHandle<Dialled>);
+
+impl Dial {
+    /// Begins to: with a connection for blocks of this epoch, or with a question.
     pub(crate) fn begin(
         context: &Arc<Context>,
         attempted: Attempted,
-        last: Epoch,
-        (after, bandwidth_bps): (Duration, Option<u64>),
+        epoch: Option<Epoch>,
+        bandwidth_bps: Option<u64>,
     ) -> Self {
         let context = context.clone();
         Self(tokio::spawn(async move {
-            sleep(after).await;
-            resume(context, attempted, last, bandwidth_bps).await
+            match epoch {
+                Some(epoch) => {
+                    let resumed = try_resume(&context, &attempted, epoch, bandwidth_bps).await?;
+                    Ok((resumed.0, Some(resumed.1)))
+                }
+                None => Ok((ask(&context, &attempted).await?, None)),
+            }
         }))
     }
 
-    /// Waits until it is connected, or never will be.
-    pub(crate) async fn done(&mut self) -> Result<(Session, AttemptState), SessionError> {
+    /// Waits for the result.
+    async fn done(&mut self) -> Dialled {
         let interrupted = SessionError::Protocol("connecting again was interrupted");
         (&mut self.0).await.unwrap_or(Err(interrupted))
     }
 }
 
-impl Drop for Redial {
+impl Drop for Dial {
     fn drop(&mut self) {
         self.0.abort();
     }
 }
 
-/// Connects again until it succeeds or the destination says that there is nothing to come back to.
-/// Whoever waits for this sets the limit.
-async fn resume(
-    context: Arc<Context>,
-    attempted: Attempted,
-    last: Epoch,
-    bandwidth_bps: Option<u64>,
-) -> Result<(Session, AttemptState), SessionError> {
-    let mut epoch = last;
-    loop {
-        // The destination may have taken an epoch into use of which this side never heard.
-        epoch = Epoch(epoch.0 + 1);
-        match try_resume(&context, &attempted, epoch, bandwidth_bps).await {
-            Err(SessionError::Connect(error)) if !is_final(&error) => {
-                context.not_back(attempted.migration, &error);
-            }
-            Err(SessionError::Link(error)) => context.not_back(attempted.migration, &error),
-            Err(SessionError::Talk(TalkError::Channel(error))) => {
-                context.not_back(attempted.migration, &error);
-            }
-            Err(SessionError::Talk(TalkError::Silent(_))) => {}
-            other => return other,
-        }
-        sleep(REDIAL_PAUSE).await;
-    }
+/// Waits for the result of a try to connect, if there is one, and forgets it.
+pub(crate) async fn dialled(dial: &mut Option<Dial>) -> Dialled {
+    let done = match dial {
+        Some(dial) => dial.done().await,
+        None => std::future::pending().await,
+    };
+    *dial = None;
+    done
 }
 
-impl Context {
-    /// The destination could not be asked.
-    fn not_back(&self, migration: MigrationId, error: &dyn std::fmt::Display) {
-        tracing::debug!(%migration, %error, "not back yet");
-        if let Ok(entry) = self.registry.get(migration) {
-            entry.silent(&error.to_string());
-        }
+/// Waits for the next message, if there is a connection.
+pub(crate) async fn next_message(session: &mut Option<Session>) -> Result<ToSource, TalkError> {
+    match session {
+        Some(session) => session.receiver.recv().await,
+        None => std::future::pending().await,
     }
 }
 
 impl SessionError {
-    /// Whether another try would end in the same way, until somebody changes something.
+    /// Whether another try would end in the same way, until an operator changes something.
     pub(crate) fn is_final(&self) -> bool {
         matches!(self, Self::Connect(error) if is_final(error))
+    }
+
+    /// What the core of the attempt is told.
+    pub(crate) fn to_core(&self) -> DialError {
+        match self {
+            Self::Aborted(reason) => DialError::Aborted(reason.clone()),
+            Self::Committed { all_present } => DialError::Committed {
+                all_present: *all_present,
+            },
+            Self::OtherJournals => DialError::OtherJournals,
+            Self::Left(_) => DialError::Local,
+            Self::Connect(error) if !is_final(error) => DialError::Unreachable,
+            Self::Link(_) | Self::Talk(TalkError::Channel(_) | TalkError::Silent(_)) => {
+                DialError::Unreachable
+            }
+            Self::Connect(_) | Self::Talk(_) | Self::Refused(_) | Self::Protocol(_) => {
+                DialError::Refused(self.to_string())
+            }
+        }
     }
 }
 
@@ -246,7 +250,7 @@ fn is_final(error: &ConnectError) -> bool {
     )
 }
 
-pub(crate) async fn try_resume(
+async fn try_resume(
     context: &Context,
     attempted: &Attempted,
     epoch: Epoch,
@@ -303,17 +307,8 @@ pub(crate) async fn try_resume(
     ))
 }
 
-/// A channel about an attempt, without the bulk connection that blocks would need.
-pub(crate) struct Conversation {
-    pub(crate) sender: Sender<ToDestination>,
-    pub(crate) receiver: Receiver<ToSource>,
-}
-
 /// Asks what became of an attempt; the answers follow on the channel.
-pub(crate) async fn ask(
-    context: &Context,
-    attempted: &Attempted,
-) -> Result<Conversation, SessionError> {
+async fn ask(context: &Context, attempted: &Attempted) -> Result<Session, SessionError> {
     let control = attempted.connect(context).await?;
     let (mut sender, receiver) = channel::as_source(control.open().await?);
     let Attempted {
@@ -322,7 +317,12 @@ pub(crate) async fn ask(
     sender
         .send(&ToDestination::Ask { migration, attempt })
         .await?;
-    Ok(Conversation { sender, receiver })
+    Ok(Session {
+        control,
+        sender,
+        receiver,
+        line: None,
+    })
 }
 
 /// A failed session, as it is answered.

@@ -9,11 +9,11 @@ use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
 use crate::source::attempt::{Departure, Task};
-use crate::source::connect::{self, Session};
+use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::disk_graph::GraphWatch;
 use crate::source::files::{self, AskError, Held};
-use crate::source::local_disks::{self, Known, LocalDisk};
+use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
 use crate::source::qemu::Outbound;
 use crate::source::recovered::Settling;
@@ -23,8 +23,10 @@ use crate::status::failure;
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{ApiError, Asked, BaseChoice, ErrorCode, Side, StartMigration};
+use longhaul_attempt::Source as Core;
+use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
-use longhaul_engine::handover::{self, Record, SourceState, Terms};
+use longhaul_engine::handover::{self, Record, Terms};
 use longhaul_engine::source::{Source, SourceError};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
@@ -325,17 +327,30 @@ impl Preparing {
             generation: offer.generation,
             early: offer.early_release,
         };
-        let handover = SourceHandover {
-            state: SourceState::Here { postmigrate: false },
-            ledger: Ledger::new(
-                self.context.clone(),
-                offer.migration,
-                &offer.guest.name,
-                (&host.name, Some(host.id)),
+        let ledger = Ledger::new(
+            self.context.clone(),
+            offer.migration,
+            &offer.guest.name,
+            (&host.name, Some(host.id)),
+            terms,
+            journal,
+        );
+        let disks = outbound.disks();
+        let downtime = Duration::from_millis(self.request.downtime_ms);
+        let core = Core::new(
+            Config {
                 terms,
-                journal,
-            ),
-        };
+                patience: Duration::from_millis(self.request.patience_ms),
+                downtime,
+                // Base images take the time that they take: the destination says when one does not
+                // come.
+                launch_within: (!disks.iter().any(LocalDisk::awaits_base)).then_some(OFFER_WITHIN),
+                verify: offer.verify,
+                drains: disks.iter().any(may_be_left),
+            },
+            Duration::ZERO,
+        );
+        let handover = SourceHandover::new(core, ledger);
         let task = Task {
             context: self.context,
             entry: self.entry,
@@ -344,8 +359,7 @@ impl Preparing {
             outbound,
             sending,
             handover,
-            patience: Duration::from_millis(self.request.patience_ms),
-            downtime: Duration::from_millis(self.request.downtime_ms),
+            downtime,
             look,
             disk_bytes,
             known_rate,

@@ -1,29 +1,33 @@
-//! The source's side of an attempt whose task is gone: after a restart of the agent, or once the
-//! guest's place is decided and the destination has yet to hear of it.
+//! The source's end of an attempt that has no task of its own: after a restart of the agent, or once
+//! the guest's place is decided and the destination has yet to hear of it.
 //!
-//! It asks and tells the destination until both journals are at their ends. It sends no blocks to a
-//! destination that has yet to say READY, which is told to give up; what is left of the disks of a
-//! guest that runs there already it sends, from their images.
+//! The core asks and tells the destination until both journals are complete. No blocks are sent to a
+//! destination that has yet to say READY, which is told to give up; the missing blocks of the disks
+//! of a guest that runs there are sent from their images.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
 use crate::handover::attempt_record::Left;
 use crate::handover::ledger::{
-    SourceHandover, SourceOwner, begin_source, feed_source, retry_source,
+    SourceHandover, SourceOwner, drive_source, tell_source, time_source,
 };
 use crate::host::hooks::Step;
 use crate::source::acks::Acknowledging;
-use crate::source::connect::{self, Conversation, Session, SessionError};
+use crate::source::connect::{
+    Attempted, Dial, Dialled, Session, SessionError, dialled, next_message,
+};
 use crate::source::drain::{self, Draining};
 use crate::source::sender::SendError;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use crate::status::{failure, in_doubt};
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve, Side};
-use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
+use longhaul_attempt::Source as Core;
+use longhaul_attempt::source::{Action, Cause, Config, DialError, Event, FromDestination};
+use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::memory;
-use longhaul_protocol::message::{AttemptState, ToDestination, ToSource};
+use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId};
 use longhaul_storage::Journal;
 use std::io;
@@ -31,47 +35,48 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 
-/// Between two tries to reach the other host, at first.
-const ASK_EVERY: Duration = Duration::from_secs(1);
-/// ... and when it has been gone for long and nobody waits for the answer.
-const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
-/// Between two tries to resume a guest.
-const RESUME_EVERY: Duration = Duration::from_secs(1);
-/// A destination that says nothing for so long is asked again.
-const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 /// How often it is looked whether something of the disks could not be read.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The source's side without its task.
+/// The source's end without its task.
 pub(crate) struct Settling {
     handover: SourceHandover,
     paused: bool,
     entry: Option<Arc<Entry>>,
     reservation: Option<Reservation>,
-    conversation: Option<Conversation>,
-    /// The destination has closed its journal too.
-    closed: bool,
+    session: Option<Session>,
+    dial: Option<Dial>,
+    /// The session begins with what is missing: the rest of the disks goes over it.
+    begins_with_missing: bool,
+    acknowledging: Option<Acknowledging>,
+    /// The destination has closed its journal too, or cannot be told until an operator acts.
+    ends: Option<End>,
     reason: Option<ApiError>,
     resolutions: Option<watch::Receiver<Option<Resolve>>>,
     /// It has ended, and the hook for that has yet to run.
     ended: Option<Arc<Entry>>,
-    /// What is left here of the guest's disks, once it runs at the destination.
+    /// The images that the missing blocks are sent from, once the guest runs at the destination.
     left: Option<LeftHere>,
-    /// Whether something of them may be left then.
+    /// Whether blocks may be missing there.
     leaves: bool,
-    /// Since when the destination cannot be asked.
-    lost_at: Option<Instant>,
-    /// Why what is left cannot be sent from here.
+    /// Why the missing blocks cannot be sent from here.
     trouble: Option<String>,
 }
 
-/// What sends the rest of a guest's disks.
+/// How the task ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    BothClosed,
+    /// The next agent tries again.
+    CannotTell,
+}
+
+/// What sends the missing blocks of a guest's disks.
 struct LeftHere {
     draining: Draining,
     worker: JoinHandle<SendError>,
-    epoch: Epoch,
 }
 
 impl Drop for LeftHere {
@@ -80,28 +85,42 @@ impl Drop for LeftHere {
     }
 }
 
+enum Happened {
+    Message(Box<Result<ToSource, crate::channel::TalkError>>),
+    Dialled(Box<Dialled>),
+    Rest(ToDestination),
+    BulkGone(String),
+    Resolved(Option<Resolve>),
+    Timeout,
+    Look,
+}
+
 impl SourceOwner for Settling {
     fn handover(&mut self) -> &mut SourceHandover {
         &mut self.handover
     }
 
-    async fn act(&mut self, action: SourceAction) {
-        let attempt = self.handover.ledger.terms.attempt;
+    async fn act(&mut self, action: Action) -> Option<Event> {
         match action {
-            SourceAction::SendCommit(generation) => {
-                self.send(ToDestination::Commit {
-                    attempt,
-                    generation,
-                })
-                .await;
+            Action::Dial {
+                epoch,
+                any_journals,
+            } => return self.dial(epoch, any_journals).await,
+            Action::Hangup => {
+                self.session = None;
+                self.dial = None;
+                self.stop_sending();
             }
-            SourceAction::SendCancel(reason) => self.send(ToDestination::Cancel { reason }).await,
-            SourceAction::SendOverruled(generation) => {
-                self.send(ToDestination::Overruled { generation }).await;
+            Action::Send(message) => return self.post(message).await,
+            Action::StopBlocks => self.stop_sending(),
+            Action::Drain => self.drain_over_session(),
+            Action::Resume => {
+                return Some(match self.resume().await {
+                    true => Event::Resumed,
+                    false => Event::ResumeFailed,
+                });
             }
-            SourceAction::SendDone => self.send(ToDestination::Done).await,
-            SourceAction::Resume => self.resume().await,
-            SourceAction::Quit => {
+            Action::Quit => {
                 let ledger = &self.handover.ledger;
                 if let Err(error) =
                     crate::host::qemu::remove(&ledger.context.parts.config.state, &ledger.guest)
@@ -112,23 +131,34 @@ impl SourceOwner for Settling {
                 let state = &ledger.context.parts.config.state;
                 exports::ended(state, &ledger.guest, true).await;
             }
-            // Every conversation begins with the question; the rest is the ledger's.
-            SourceAction::Ask
-            | SourceAction::Write(_)
-            | SourceAction::Fence(_)
-            | SourceAction::Cede(_)
-            | SourceAction::Concede(_)
-            | SourceAction::Unfence(_) => {}
+            Action::Because(Cause::Peer(reason)) => {
+                let host = &self.handover.ledger.host;
+                let error = failure::peer_gave_up(host, &reason);
+                self.reason.get_or_insert(error);
+            }
+            // A guest that is released without its task is not asked about.
+            Action::AskRelease => return Some(Event::MayRelease(Ok(()))),
+            Action::Finish => self.ends = Some(End::BothClosed),
+            // No memory is sent from here, and the doubt is shown by the state; the rest is the
+            // ledger's.
+            Action::Because(_)
+            | Action::SendBlocks
+            | Action::ShowDoubt
+            | Action::Write(_)
+            | Action::Note(_) => {}
         }
+        None
     }
 }
 
 impl Settling {
     /// Takes up what an earlier agent left: what has to be done here is done when this returns.
     pub(crate) async fn take_up(context: &Arc<Context>, left: Left) -> Self {
-        let records = left.records();
-        let (state, actions) = SourceState::restore(&records, &left.terms);
-        let entry = (!state.is_over()).then(|| left.entry(context, phase(&state)));
+        let leaves = leaves(context, &left.guest, left.migration);
+        let config = config(left.terms, leaves);
+        let core = Core::restore(config, &left.records(), first_epoch(), Duration::ZERO);
+        let state = core.state();
+        let entry = (!state.is_over()).then(|| left.entry(context, phase(state)));
         let reservation = entry.as_ref().and_then(|entry| {
             let taken = Taken::Moving(left.migration, Side::Source);
             let reservation = context.registry.take(&left.guest, taken);
@@ -136,26 +166,12 @@ impl Settling {
                 .inspect_err(|error| tracing::error!(migration = %entry.id(), %error, "not kept"))
                 .ok()
         });
-        let leaves = leaves(context, &left.guest, left.migration);
-        let mut settling = Self {
-            paused: left.paused,
-            handover: SourceHandover {
-                state,
-                ledger: left.into_ledger(context),
-            },
-            resolutions: entry.as_ref().map(|entry| entry.resolutions()),
-            entry,
-            reservation,
-            conversation: None,
-            closed: false,
-            reason: None,
-            ended: None,
-            left: None,
-            leaves,
-            lost_at: None,
-            trouble: None,
-        };
-        begin_source(&mut settling, actions).await;
+        let paused = left.paused;
+        let handover = SourceHandover::new(core, left.into_ledger(context));
+        let mut settling = Self::of(handover, paused, reservation, leaves);
+        settling.resolutions = entry.as_ref().map(|entry| entry.resolutions());
+        settling.entry = entry;
+        drive_source(&mut settling).await;
         settling.show();
         settling
     }
@@ -163,12 +179,12 @@ impl Settling {
     /// Takes up an attempt whose guest has gone on since by a person's word: the destination has
     /// yet to hear of that, and the guest is left alone.
     pub(crate) async fn pass_on(context: &Arc<Context>, left: Left) -> Self {
-        let (state, mut actions) = SourceState::restore(&left.records(), &left.terms);
-        actions.retain(|action| !action.lets_go_on());
+        let config = config(left.terms, false);
+        let core = Core::pass_on(config, &left.records(), first_epoch(), Duration::ZERO);
         let paused = left.paused;
-        let ledger = left.into_ledger(context);
-        let mut settling = Self::hand_on(SourceHandover { state, ledger }, paused, None);
-        begin_source(&mut settling, actions).await;
+        let handover = SourceHandover::new(core, left.into_ledger(context));
+        let mut settling = Self::of(handover, paused, None, false);
+        drive_source(&mut settling).await;
         settling
     }
 
@@ -177,24 +193,13 @@ impl Settling {
         handover: SourceHandover,
         paused: bool,
         reservation: Option<Reservation>,
+        session: Option<Session>,
     ) -> Self {
         let ledger = &handover.ledger;
         let leaves = leaves(&ledger.context, &ledger.guest, ledger.migration);
-        Self {
-            handover,
-            paused,
-            leaves,
-            lost_at: None,
-            trouble: None,
-            entry: None,
-            reservation,
-            conversation: None,
-            closed: false,
-            reason: None,
-            resolutions: None,
-            ended: None,
-            left: None,
-        }
+        let mut settling = Self::of(handover, paused, reservation, leaves);
+        settling.session = session;
+        settling
     }
 
     /// The same for an attempt that never got a task. The guest cannot begin another one before the
@@ -208,14 +213,43 @@ impl Settling {
         let Ok(left) = Left::of(entry.id(), journal) else {
             return;
         };
-        let (state, actions) = SourceState::restore(&left.records(), &left.terms);
+        let core = Core::restore(
+            config(left.terms, false),
+            &left.records(),
+            first_epoch(),
+            Duration::ZERO,
+        );
         let paused = left.paused;
-        let ledger = left.into_ledger(context);
-        let handover = SourceHandover { state, ledger };
-        let mut settling = Self::hand_on(handover, paused, Some(reservation));
-        begin_source(&mut settling, actions).await;
+        let handover = SourceHandover::new(core, left.into_ledger(context));
+        let mut settling = Self::of(handover, paused, Some(reservation), false);
+        drive_source(&mut settling).await;
         settling.free_if_over();
         settling.go_on();
+    }
+
+    fn of(
+        handover: SourceHandover,
+        paused: bool,
+        reservation: Option<Reservation>,
+        leaves: bool,
+    ) -> Self {
+        Self {
+            handover,
+            paused,
+            leaves,
+            trouble: None,
+            entry: None,
+            reservation,
+            session: None,
+            dial: None,
+            begins_with_missing: false,
+            acknowledging: None,
+            ends: None,
+            reason: None,
+            resolutions: None,
+            ended: None,
+            left: None,
+        }
     }
 
     /// Goes on in a task of its own.
@@ -224,72 +258,81 @@ impl Settling {
     }
 
     async fn run(mut self) {
-        let mut pause = ASK_EVERY;
-        while !self.closed {
-            self.settle_here().await;
-            self.last_hook().await;
-            match self.meet().await {
-                Ok(()) => pause = ASK_EVERY,
-                Err(error) => {
-                    let guest = &self.handover.ledger.guest;
-                    let trouble = match &error {
-                        SessionError::Left(_) => Some(error.to_string()),
-                        _ => None,
-                    };
-                    match &trouble {
-                        Some(why) if self.trouble != trouble => tracing::error!(guest, "{why}"),
-                        _ => tracing::debug!(guest, %error, "the other host cannot be asked"),
-                    }
-                    if trouble.is_none() {
-                        self.lost_at.get_or_insert_with(Instant::now);
-                    }
-                    self.trouble = trouble;
-                    if let Some(entry) = &self.entry {
-                        entry.silent(&error.to_string());
-                    }
-                    if self.handover.state.is_over() && error.is_final() {
-                        return;
-                    }
-                }
-            }
-            retry_source(&mut self).await;
+        if self.session.is_none() && self.dial.is_none() {
+            // The task that handed on was connected, or about to be.
+            self.tell(Event::Lost).await;
+            self.tell(Event::DialFailed(DialError::Unreachable)).await;
+        }
+        while self.ends.is_none() {
             self.free_if_over();
             self.show();
-            if self.closed {
-                break;
-            }
-            let asked = self.resolution(pause).await;
-            if let Some(because) = asked {
-                self.reason.get_or_insert(failure::overruled(&because));
-                feed_source(&mut self, SourceEvent::Overrule(because)).await;
-                self.show();
-            }
-            // A guest in doubt has somebody waiting for it, and one of whose disks something is
-            // left may wait itself.
-            if !self.handover.state.in_doubt() && !self.is_needed() {
-                pause = (pause * 2).min(ASK_EVERY_MAX);
-            }
-        }
-        self.last_hook().await;
-        self.handover.ledger.remove_journal();
-    }
-
-    /// Resumes the guest that stays here, and closes the journal, before anything else: neither
-    /// needs the destination.
-    async fn settle_here(&mut self) {
-        while self.handover.ledger.unresumed {
-            retry_source(self).await;
-            self.show();
-            if self.handover.ledger.unresumed {
-                sleep(RESUME_EVERY).await;
-            }
+            self.last_hook().await;
+            let happened = self.wait().await;
+            self.handle(happened).await;
         }
         self.free_if_over();
+        self.show();
+        self.last_hook().await;
+        if self.ends == Some(End::BothClosed) {
+            self.handover.ledger.remove_journal();
+        }
+    }
+
+    async fn tell(&mut self, event: Event) {
+        tell_source(self, event).await;
+    }
+
+    async fn wait(&mut self) -> Happened {
+        let timeout = self.handover.timeout();
+        let drains = self.left.is_some() && self.session.is_some();
+        tokio::select! {
+            biased;
+            () = until(timeout) => Happened::Timeout,
+            resolve = resolution(&mut self.resolutions) => Happened::Resolved(resolve),
+            message = next_message(&mut self.session) => Happened::Message(Box::new(message)),
+            done = dialled(&mut self.dial) => Happened::Dialled(Box::new(done)),
+            error = bulk_gone(&mut self.acknowledging) => Happened::BulkGone(error),
+            message = next_of_rest(&mut self.left), if drains => Happened::Rest(message),
+            () = sleep(LOOK_EVERY), if drains => Happened::Look,
+        }
+    }
+
+    async fn handle(&mut self, happened: Happened) {
+        match happened {
+            Happened::Timeout => time_source(self).await,
+            Happened::Message(message) => match *message {
+                Ok(message) => self.heard(message).await,
+                Err(error) => {
+                    tracing::debug!(guest = self.handover.ledger.guest, %error, "it went");
+                    self.session = None;
+                    self.tell(Event::Lost).await;
+                }
+            },
+            Happened::Dialled(done) => self.dialled(*done).await,
+            Happened::BulkGone(error) => {
+                tracing::info!(error, "the missing blocks cannot be sent now");
+                self.tell(Event::Reconnect).await;
+            }
+            Happened::Rest(message) => {
+                self.report_rest();
+                self.send(message).await;
+            }
+            Happened::Resolved(Some(resolve)) => {
+                let because = in_doubt::because(&self.handover.ledger.host, &resolve);
+                self.reason.get_or_insert(failure::overruled(&because));
+                self.tell(Event::Overrule(because)).await;
+            }
+            Happened::Resolved(None) | Happened::Look => {}
+        }
+        let unreadable = self.left.as_mut().map(|left| left.draining.unreadable());
+        for message in unreadable.unwrap_or_default() {
+            self.send(message).await;
+        }
     }
 
     /// Frees the guest's name once the journal says that nothing more is done for it here.
     fn free_if_over(&mut self) {
-        if self.entry.is_none() && self.ended.is_none() && self.handover.state.is_over() {
+        if self.entry.is_none() && self.ended.is_none() && self.handover.core.is_over() {
             self.reservation = None;
         }
     }
@@ -300,7 +343,7 @@ impl Settling {
             return;
         };
         let ledger = &self.handover.ledger;
-        let step = match self.handover.state {
+        let step = match self.handover.state() {
             SourceState::Closed { here: false } => Step::Gone,
             _ => Step::Stays,
         };
@@ -310,159 +353,101 @@ impl Settling {
         self.reservation = None;
     }
 
-    /// Waits, unless a person decides meanwhile.
-    async fn resolution(&mut self, pause: Duration) -> Option<String> {
-        let host = &self.handover.ledger.host;
-        let Some(resolutions) = &mut self.resolutions else {
-            sleep(pause).await;
-            return None;
-        };
-        match timeout(pause, resolutions.changed()).await {
-            Ok(Ok(())) => {
-                let resolve = resolutions.borrow_and_update();
-                resolve
-                    .as_ref()
-                    .map(|resolve| in_doubt::because(host, resolve))
-            }
-            Ok(Err(_)) => {
-                sleep(pause).await;
-                None
-            }
-            Err(_) => None,
-        }
-    }
+    // The connection.
 
-    /// Talks with the destination until there is nothing to say.
-    async fn meet(&mut self) -> Result<(), SessionError> {
-        let ledger = &self.handover.ledger;
-        let attempted = connect::Attempted::of(ledger, &self.handover.state);
-        let conversation = connect::ask(&ledger.context, &attempted).await?;
-        self.conversation = Some(conversation);
-        self.lost_at = None;
-        feed_source(self, SourceEvent::Connected).await;
-        while let Some(conversation) = &mut self.conversation {
-            let message = conversation.receiver.recv_within(ANSWER_WITHIN).await;
-            let message = match message {
-                Ok(message) => message,
-                Err(error) => {
-                    self.conversation = None;
-                    return Err(error.into());
+    async fn dial(&mut self, epoch: Option<Epoch>, any_journals: bool) -> Option<Event> {
+        if epoch.is_some() {
+            let found = self.find_left().await;
+            if let Err(error) = found {
+                let guest = &self.handover.ledger.guest;
+                let why = error.to_string();
+                if self.trouble.as_ref() != Some(&why) {
+                    tracing::error!(guest, "{why}");
                 }
-            };
-            self.heard(message).await;
-            if self.closed {
-                self.conversation = None;
-            }
-            self.show();
-            self.last_hook().await;
-            if self.look_for_left().await? {
-                self.conversation = None;
-                return self.drain(attempted).await;
+                self.trouble = Some(why);
+                return Some(Event::DialFailed(error.to_core()));
             }
         }
-        Ok(())
+        let attempted = Attempted::of(&self.handover.ledger, any_journals);
+        let context = &self.handover.ledger.context;
+        self.dial = Some(Dial::begin(context, attempted, epoch, None));
+        None
     }
 
-    /// Whether the guest may need what is left here, where it runs.
-    fn is_needed(&self) -> bool {
-        self.leaves && self.handover.state == SourceState::Done
+    async fn dialled(&mut self, done: Dialled) {
+        match done {
+            Ok((session, state)) => {
+                let epoch = session.line.as_ref().map(|line| line.epoch);
+                self.begins_with_missing = epoch.is_some();
+                if let (Some(entry), Some(state)) = (&self.entry, state) {
+                    entry.heard(Some(in_doubt::record_of(state)));
+                }
+                self.session = Some(session);
+                self.tell(Event::Connected { epoch, state }).await;
+            }
+            Err(error) => {
+                let guest = &self.handover.ledger.guest;
+                tracing::debug!(guest, %error, "the other host cannot be asked");
+                if let Some(entry) = &self.entry {
+                    entry.silent(&error.to_string());
+                }
+                if self.handover.core.is_over() && error.is_final() {
+                    self.ends = Some(End::CannotTell);
+                }
+                self.tell(Event::DialFailed(error.to_core())).await;
+            }
+        }
     }
 
-    /// Whether something of the disks of a guest that runs at the destination may be left here.
-    async fn look_for_left(&mut self) -> Result<bool, SessionError> {
-        if self.handover.state != SourceState::Done {
-            return Ok(false);
+    /// Finds the images that missing blocks are sent from, where that has not been done.
+    async fn find_left(&mut self) -> Result<(), SessionError> {
+        if self.left.is_some() {
+            return Ok(());
         }
-        if !self.leaves {
-            return Ok(false);
-        }
-        if self.left.is_none() {
-            let ledger = &self.handover.ledger;
-            let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
-            let left = block_in_place(|| drain::left(state, guest, ledger.migration))?;
-            let Some(draining) = left else {
-                return Ok(false);
-            };
-            let answering = exports::keep_answering(state, guest).await;
-            answering.map_err(|error| SessionError::Left(io::Error::other(error)))?;
-            self.left = Some(LeftHere {
-                worker: tokio::spawn(draining.sending().clone().work()),
-                draining,
-                epoch: first_epoch(),
-            });
-        }
-        Ok(true)
-    }
-
-    /// Sends what is left as the destination asks for it, until the connection ends.
-    async fn drain(&mut self, attempted: connect::Attempted) -> Result<(), SessionError> {
-        let context = self.handover.ledger.context.clone();
-        let Some(left) = &mut self.left else {
+        let ledger = &self.handover.ledger;
+        let (state, guest) = (&ledger.context.parts.config.state, &ledger.guest);
+        let left = block_in_place(|| drain::left(state, guest, ledger.migration))?;
+        let Some(draining) = left else {
             return Ok(());
         };
-        if left.worker.is_finished() {
-            left.worker = tokio::spawn(left.draining.sending().clone().work());
-        }
-        left.epoch = Epoch(left.epoch.0.saturating_add(1));
-        let resumed = connect::try_resume(&context, &attempted, left.epoch, None).await;
-        let Session {
-            control: _control,
-            sender,
-            receiver,
-            line,
-        } = resumed?.0;
-        let line = line.ok_or(SessionError::Protocol("blocks need a connection"))?;
-        let sending = left.draining.sending().clone();
-        left.draining.connected(line.clone());
-        let mut acknowledging = Acknowledging::begin(sending.clone(), line);
-        self.conversation = Some(Conversation { sender, receiver });
-        self.trouble = None;
-        let done = self.send_left(&mut acknowledging).await;
-        sending.disconnect();
-        self.conversation = None;
-        done
+        let answering = exports::keep_answering(state, guest).await;
+        answering.map_err(|error| SessionError::Left(io::Error::other(error)))?;
+        self.left = Some(LeftHere {
+            worker: tokio::spawn(draining.sending().clone().work()),
+            draining,
+        });
+        Ok(())
     }
 
-    async fn send_left(&mut self, acknowledging: &mut Acknowledging) -> Result<(), SessionError> {
-        while let Some(conversation) = &mut self.conversation {
-            let message = tokio::select! {
-                message = conversation.receiver.recv() => Some(message?),
-                error = acknowledging.ended() => {
-                    tracing::info!(%error, "what is left cannot be sent now");
-                    return Ok(());
-                }
-                message = next_of_rest(&mut self.left) => {
-                    self.report_rest();
-                    self.send(message).await;
-                    None
-                }
-                () = sleep(LOOK_EVERY) => None,
-            };
-            if let Some(message) = message {
-                let about_left = match &mut self.left {
-                    Some(left) => left.draining.hear(&message),
-                    None => Ok(false),
-                };
-                match about_left {
-                    Ok(true) => {}
-                    Ok(false) => self.heard(message).await,
-                    Err(error) => {
-                        tracing::error!(%error, "what the destination lacks makes no sense");
-                        return Err(SessionError::Protocol("it lacks what is not left"));
-                    }
-                }
-            }
-            let unreadable = self.left.as_mut().map(|left| left.draining.unreadable());
-            for message in unreadable.unwrap_or_default() {
-                self.send(message).await;
-            }
-            if self.closed {
-                self.conversation = None;
-            }
-            self.show();
-            self.last_hook().await;
+    /// Sends the missing blocks over a session that begins with which they are.
+    fn drain_over_session(&mut self) {
+        let line = self
+            .session
+            .as_ref()
+            .and_then(|session| session.line.clone());
+        let Some(line) = line.filter(|_| self.begins_with_missing) else {
+            return;
+        };
+        let Some(left) = &mut self.left else { return };
+        let sending = left.draining.sending().clone();
+        if left.worker.is_finished() {
+            left.worker = tokio::spawn(sending.clone().work());
         }
-        Ok(())
+        left.draining.connected(line.clone());
+        self.acknowledging = Some(Acknowledging::begin(sending, line));
+        self.trouble = None;
+    }
+
+    fn stop_sending(&mut self) {
+        self.acknowledging = None;
+        if let Some(left) = &self.left {
+            left.draining.sending().disconnect();
+        }
+    }
+
+    /// Whether the guest may need blocks from here, where it runs.
+    fn is_needed(&self) -> bool {
+        self.leaves && *self.handover.state() == SourceState::Done
     }
 
     /// Reports what was found in what has come.
@@ -481,60 +466,35 @@ impl Settling {
             };
             entry.heard(record);
         }
-        match message {
-            ToSource::Ready { attempt } => {
-                feed_source(self, SourceEvent::Ready(attempt)).await;
-            }
-            ToSource::Committed { attempt } => {
-                feed_source(self, SourceEvent::Committed(attempt)).await;
-            }
-            ToSource::AllPresent { attempt } => {
-                feed_source(self, SourceEvent::Committed(attempt)).await;
-                feed_source(self, SourceEvent::AllPresent(attempt)).await;
-            }
-            ToSource::Aborted { attempt, reason } => {
-                let host = &self.handover.ledger.host;
-                let error = failure::peer_gave_up(host, &reason);
-                self.reason.get_or_insert(error);
-                feed_source(self, SourceEvent::PeerAborted(attempt)).await;
-            }
-            ToSource::Status {
-                state: AttemptState::Receiving | AttemptState::Loading,
-                ..
-            } if self.handover.state.in_doubt() => {
-                // It waits for blocks, which nobody can send any more.
-                let reason = "the source's agent was restarted".to_owned();
-                feed_source(self, SourceEvent::Abort(reason)).await;
-            }
-            ToSource::Closed => self.closed = self.handover.state.is_over(),
-            ToSource::Status { .. }
-            | ToSource::Summary(_)
-            | ToSource::Missing(_)
-            | ToSource::Want { .. }
-            | ToSource::Superseded { .. }
-            | ToSource::Clock(_)
-            | ToSource::Loaded
-            | ToSource::Digests { .. }
-            | ToSource::Resumed { .. }
-            | ToSource::Answer(_)
-            | ToSource::WantContent { .. }
-            | ToSource::Launching { .. }
-            | ToSource::Accepted { .. }
-            | ToSource::Refused(_) => {}
+        if let Some(decided) = FromDestination::of(&message) {
+            return self.tell(Event::Message(decided)).await;
+        }
+        let Some(left) = &mut self.left else { return };
+        if let Err(error) = left.draining.hear(&message) {
+            tracing::error!(%error, "what the destination lacks makes no sense");
+            self.tell(Event::Reconnect).await;
         }
     }
 
-    async fn send(&mut self, message: ToDestination) {
-        if let Some(conversation) = &mut self.conversation
-            && let Err(error) = conversation.sender.send(&message).await
-        {
+    /// Sends; the event is that of a destination that is gone.
+    async fn post(&mut self, message: ToDestination) -> Option<Event> {
+        let session = self.session.as_mut()?;
+        if let Err(error) = session.sender.send(&message).await {
             tracing::debug!(%error, "the destination went");
-            self.conversation = None;
+            self.session = None;
+            return Some(Event::Lost);
+        }
+        None
+    }
+
+    async fn send(&mut self, message: ToDestination) {
+        if let Some(lost) = self.post(message).await {
+            self.tell(lost).await;
         }
     }
 
     /// Lets the guest go on here, if it still is.
-    async fn resume(&mut self) {
+    async fn resume(&mut self) -> bool {
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
@@ -563,13 +523,13 @@ impl Settling {
             .take()
             .unwrap_or_else(|| ApiError::new(ErrorCode::Internal, reason));
         self.reason = Some(error.state_of_guest(state));
-        self.handover.ledger.unresumed = !resumed;
+        resumed
     }
 
     /// Tells people how it stands.
     fn show(&mut self) {
         let Some(entry) = &self.entry else { return };
-        let state = &self.handover.state;
+        let state = self.handover.state();
         let ledger = &self.handover.ledger;
         if state.in_doubt() {
             entry.in_doubt(HandoverRecord::Released, ledger.terms.next());
@@ -603,7 +563,8 @@ impl Settling {
             let regions = left.map_or_else(Vec::new, |left| left.draining.progress());
             let found = || left.and_then(|left| left.draining.trouble());
             let trouble = self.trouble.clone().or_else(found);
-            let silent = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+            let lost_for = self.handover.lost_for();
+            let silent = lost_for.map(|time| time.as_millis() as u64);
             entry.progress(|progress| {
                 progress.regions = regions;
                 progress.trouble = trouble;
@@ -629,6 +590,48 @@ async fn next_of_rest(left: &mut Option<LeftHere>) -> ToDestination {
     match left {
         Some(left) => left.draining.next().await,
         None => std::future::pending().await,
+    }
+}
+
+/// Waits until the connection for blocks is gone.
+async fn bulk_gone(acknowledging: &mut Option<Acknowledging>) -> String {
+    let error = match acknowledging {
+        Some(acknowledging) => acknowledging.ended().await.to_string(),
+        None => std::future::pending().await,
+    };
+    *acknowledging = None;
+    error
+}
+
+/// Waits until an operator decides.
+async fn resolution(resolutions: &mut Option<watch::Receiver<Option<Resolve>>>) -> Option<Resolve> {
+    let Some(changes) = resolutions else {
+        return std::future::pending().await;
+    };
+    if changes.changed().await.is_err() {
+        *resolutions = None;
+        return None;
+    }
+    changes.borrow_and_update().clone()
+}
+
+/// Waits until then, or for ever.
+async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}
+
+/// What the core is told of an attempt that goes on from its records.
+fn config(terms: Terms, drains: bool) -> Config {
+    Config {
+        terms,
+        patience: Duration::ZERO,
+        downtime: Duration::ZERO,
+        launch_within: None,
+        verify: false,
+        drains,
     }
 }
 

@@ -1,16 +1,18 @@
-//! Runs the destination's side of the hand-over: feeds it what happens, does what it says.
+//! Carries out what the core of a destination's end decides.
 
 use crate::destination::attempt::Task;
-use crate::destination::dispatch::attempt_state;
 use crate::destination::fetch::{Begun, Pulling};
 use crate::destination::qemu::InboundError;
 use crate::disks::{exports, images};
 use crate::handover::attempt_record::abort_reason;
-use crate::handover::ledger::{DestinationHandover, DestinationOwner, feed_destination};
+use crate::handover::ledger::{
+    DestinationHandover, DestinationOwner, drive_destination, tell_destination,
+};
 use crate::host::hooks::Step;
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
-use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
+use longhaul_attempt::destination::{Action, Event};
+use longhaul_engine::handover::DestinationState;
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
@@ -18,27 +20,32 @@ use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 impl Task {
-    /// Feeds the hand-over, and does what it says until it asks for nothing more.
-    pub(crate) async fn step(&mut self, event: DestinationEvent) {
+    /// Tells the core what happened, and carries out what it decides.
+    pub(crate) async fn tell(&mut self, event: Event) {
         let before = self.state().clone();
-        feed_destination(self, event).await;
-        // Nothing of a guest that is all here is left at the source.
-        let runs = *self.state() == (DestinationState::Running { all_present: false });
-        if runs && !self.pulls {
-            feed_destination(self, DestinationEvent::AllPresent).await;
-        }
-        if *self.state() != before {
+        tell_destination(self, event).await;
+        self.stepped(&before);
+    }
+
+    /// Carries out what the core has decided.
+    pub(crate) async fn drive(&mut self) {
+        let before = self.state().clone();
+        drive_destination(self).await;
+        self.stepped(&before);
+    }
+
+    pub(crate) fn stepped(&mut self, before: &DestinationState) {
+        if self.state() != before {
             self.pace.stepped(Instant::now());
         }
-        self.arrival.set_state(&self.handover.state);
+        self.arrival.set_state(self.handover.state());
         if self.state().is_settled() {
             self.entry.certain();
-            self.settled_at.get_or_insert_with(Instant::now);
         }
     }
 
     pub(crate) fn state(&self) -> &DestinationState {
-        &self.handover.state
+        self.handover.state()
     }
 
     /// Runs a step's hook.
@@ -78,8 +85,8 @@ impl Task {
         }
     }
 
-    /// Goes on with fetching what is left at the source.
-    pub(crate) async fn pull(mut self) {
+    /// Goes on with fetching the missing blocks.
+    pub(crate) async fn fetch(mut self) {
         self.disconnect_bulk();
         let Self {
             context,
@@ -89,7 +96,6 @@ impl Task {
             called,
             arrival,
             present,
-            epoch,
             reservation,
             clock,
             running,
@@ -108,7 +114,6 @@ impl Task {
             called,
             present,
             call,
-            epoch,
             clock,
             running,
         };
@@ -135,9 +140,10 @@ impl Task {
             arrival,
             present,
             reservation,
+            finished: closed,
             ..
         } = self;
-        if handover.state.owns_guest() {
+        if handover.state().owns_guest() {
             entry.end(Outcome::Completed, None);
         } else {
             let state = format!("{} stays at {}", offer.guest.name, entry.report().source);
@@ -147,7 +153,6 @@ impl Task {
         context.archive.keep(&entry);
         block_in_place(|| images::sweep(&context));
         context.context.forget_kept_memory();
-        let closed = matches!(handover.state, DestinationState::Closed { .. });
         if closed {
             context.attempts.close(arrival.source, handover.ledger);
         }
@@ -169,12 +174,12 @@ impl Task {
         let Some(resolve) = resolve else { return };
         let because = in_doubt::because(&self.handover.ledger.host, &resolve);
         match resolve.run_on {
-            Side::Destination => self.step(DestinationEvent::Overrule(because)).await,
+            Side::Destination => self.tell(Event::Overrule(because)).await,
             Side::Source => self.abort(because).await,
         }
     }
 
-    async fn resume_guest(&mut self) -> DestinationEvent {
+    async fn resume_guest(&mut self) -> Event {
         let generation = self.handover.ledger.terms.next();
         self.context
             .last_hook(&self.entry, Step::Taken, generation)
@@ -186,16 +191,16 @@ impl Task {
                 }
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
                 self.running = Some(self.context.context.running(&self.entry, generation));
-                DestinationEvent::Resumed
+                Event::Resumed
             }
             // QEMU says that it did not: so the guest has never run here.
             Err(InboundError::Qmp(error @ QmpError::Refused { .. })) => {
-                DestinationEvent::ResumeFailed(crate::channel::short(&error.to_string()))
+                Event::ResumeFailed(crate::channel::short(&error.to_string()))
             }
             // It may have run before QEMU fell silent: it is here, whatever became of it.
             Err(error) => {
                 tracing::error!(guest = self.offer.guest.name, %error, "told to run, no answer");
-                DestinationEvent::Resumed
+                Event::Resumed
             }
         }
     }
@@ -222,44 +227,73 @@ impl DestinationOwner for Task {
         &mut self.handover
     }
 
-    async fn act(&mut self, action: DestinationAction) -> Option<DestinationEvent> {
-        let attempt = self.offer.attempt;
+    async fn act(&mut self, action: Action) -> Option<Event> {
         match action {
-            DestinationAction::SendReady => self.send(ToSource::Ready { attempt }).await,
-            DestinationAction::Resume => return Some(self.resume_guest().await),
-            DestinationAction::SendCommitted => {
-                self.send(ToSource::Committed { attempt }).await;
+            Action::Take => {
+                self.disconnect();
+                self.call = self.caller.take();
+                None
+            }
+            Action::Accept(epoch) => Some(Event::Accepted(self.reconnect(epoch).await)),
+            Action::Decline => {
+                let attempt = self.offer.attempt;
+                let state = self.handover.core.attempt_state();
+                if let Some(mut call) = self.caller.take()
+                    && let Err(error) = call.sender.send(&ToSource::Status { attempt, state }).await
+                {
+                    tracing::debug!(%error, "a source that came too late went again");
+                }
+                None
+            }
+            Action::Hangup => {
+                self.disconnect();
+                None
+            }
+            Action::Send(message) => {
+                let committed = matches!(message, ToSource::Committed { .. });
+                let lost = self.post(message).await;
+                if !committed {
+                    return lost;
+                }
                 let summary = self.summary();
-                self.send(ToSource::Summary(summary)).await;
                 self.entry.enter(Phase::Finishing);
+                let also_lost = self.post(ToSource::Summary(summary)).await;
+                lost.or(also_lost)
             }
-            DestinationAction::SendAllPresent => {
-                self.send(ToSource::AllPresent { attempt }).await;
+            Action::SendAccepted => {
+                let machine = Box::new(self.inbound.machine().clone());
+                self.post(ToSource::Accepted { machine }).await
             }
-            DestinationAction::Quit => {
+            Action::Load => self.load().err().map(Event::GiveUp),
+            Action::AskReady => {
+                self.entry.enter(Phase::HandingOver);
+                let answer = self.hook(Step::Ready).await;
+                let answer = answer.map_err(|error| crate::channel::short(&error.message));
+                Some(Event::MayBeReady(answer))
+            }
+            Action::Resume => Some(self.resume_guest().await),
+            Action::Quit => {
                 self.inbound.quit().await;
                 // Before it is noted that nothing is left: whoever comes after this agent looks no
                 // further then.
                 let state = &self.context.parts.config.state;
                 exports::ended(state, &self.offer.guest.name, false).await;
-                return Some(DestinationEvent::QemuGone);
+                Some(Event::QemuGone)
             }
-            DestinationAction::SendAborted => {
-                let reason = self.abort_reason();
-                self.send(ToSource::Aborted { attempt, reason }).await;
+            Action::Fetch => {
+                self.fetches = true;
+                None
             }
-            DestinationAction::SendStatus => {
-                let state = attempt_state(self.state());
-                self.send(ToSource::Status { attempt, state }).await;
+            Action::ShowDoubt => {
+                self.show_doubt();
+                None
             }
-            // Sent when the guest is nobody's business here any more.
-            DestinationAction::SendClosed => {}
-            // These are the ledger's.
-            DestinationAction::Write(_)
-            | DestinationAction::Own(_)
-            | DestinationAction::Yield(_)
-            | DestinationAction::Concede(_) => {}
+            Action::Finish => {
+                self.finished = true;
+                None
+            }
+            // The first is for an owner that fetches, the others are the ledger's.
+            Action::SendMissing | Action::Write(_) | Action::Note(_) => None,
         }
-        None
     }
 }

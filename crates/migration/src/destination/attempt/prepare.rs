@@ -19,6 +19,8 @@ use crate::limits::peer_quota::{self, Admission};
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{Asked, Side};
+use longhaul_attempt::Destination as Core;
+use longhaul_attempt::destination::Config;
 use longhaul_engine::handover::{DestinationState, Record, Terms};
 use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
@@ -252,10 +254,17 @@ pub(crate) async fn prepare(
         terms,
         journal,
     );
-    let state = DestinationState::Receiving { commit: None };
-    arrival.set_state(&state);
     let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
     let pace = inbound.receiving().pace().clone();
+    let core = Core::new(Config {
+        terms,
+        patience: patience + PATIENCE_MARGIN,
+        verify: offer.verify,
+        fetches: disks.iter().any(|disk| disk.pulled != Pulled::Nothing),
+        awaits_bases: !bases.are_here(),
+    });
+    let handover = DestinationHandover::new(core, ledger);
+    arrival.set_state(handover.state());
     let task = Task {
         resolutions: entry.resolutions(),
         context: context.clone(),
@@ -263,25 +272,21 @@ pub(crate) async fn prepare(
         arrival,
         present,
         offer,
-        handover: DestinationHandover { state, ledger },
+        handover,
         inbound,
         bases,
         called,
-        retry_at: Instant::now(),
-        settled_at: None,
+        stepped_at: Instant::now(),
         call: None,
+        caller: None,
         bulk: None,
         _broken: None,
-        epoch: FIRST_EPOCH,
-        patience: patience + PATIENCE_MARGIN,
-        lost_at: None,
         tail_bytes: None,
         loading: None,
-        loaded: false,
         sealed: false,
         settled: false,
-        pulls: disks.iter().any(|disk| disk.pulled != Pulled::Nothing),
-        verified: false,
+        fetches: false,
+        finished: false,
         complete_at: None,
         load_time: Duration::ZERO,
         commit_at: None,

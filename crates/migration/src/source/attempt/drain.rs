@@ -6,12 +6,11 @@ use crate::source::local_disks::may_be_left;
 use crate::source::verify::Image;
 use longhaul_api::Phase;
 use longhaul_protocol::message::{ToDestination, ToSource};
-use std::time::Duration;
 
 impl Departure {
-    /// The guest runs at the destination: what is left of its disks here is the destination's to
-    /// ask for.
-    pub(crate) fn begin_draining(&mut self) {
+    /// The guest runs at the destination, which asks for the rest of its disks over a connection
+    /// that begins with what is missing.
+    pub(crate) fn drain_over_session(&mut self) {
         let left = self.task.outbound.disks().iter();
         let left: Vec<_> = left
             .filter(|disk| may_be_left(disk))
@@ -22,24 +21,19 @@ impl Departure {
             self.draining = Some(Draining::begin(&self.task.sending, left, verify));
             self.entry().enter(Phase::Finishing);
         }
-    }
-
-    /// Connects anew: what is left travels over a connection that begins with what is missing.
-    pub(crate) fn come_again(&mut self) {
-        if let Some(session) = self.session.take() {
-            self.keep_wire_bytes(&session);
+        let line = self.line().filter(|_| self.begins_with_missing);
+        if let (Some(draining), Some(line)) = (&mut self.draining, line) {
+            draining.connected(line);
         }
-        self.acknowledging = None;
-        self.task.sending.disconnect();
-        self.redial(Duration::ZERO, self.limit_bps());
     }
 
-    pub(crate) fn hear_of_left(&mut self, message: &ToSource) {
+    pub(crate) async fn hear_of_left(&mut self, message: &ToSource) {
         let Some(draining) = &mut self.draining else {
             return;
         };
         if let Err(error) = draining.hear(message) {
-            self.lost(&format!("what it lacks makes no sense: {error}"));
+            self.lost(&format!("what it lacks makes no sense: {error}"))
+                .await;
         }
     }
 

@@ -1,28 +1,45 @@
-//! Runs the source's side of the hand-over: feeds it what happens, does what it says.
+//! Carries out what the core of a source's end decides.
 
-use crate::handover::ledger::{SourceHandover, SourceOwner, feed_source};
+use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
 use crate::host::hooks::Step;
-use crate::source::attempt::{Departure, SUMMARY_WITHIN, Task, next_message};
+use crate::source::attempt::{Departure, SUMMARY_WITHIN, Task};
+use crate::source::connect::{Attempted, Dial, next_message};
+use crate::source::verify::Comparison;
 use crate::status::{failure, in_doubt};
 use longhaul_api::{ApiError, Phase, Resolve};
-use longhaul_engine::handover::{SourceAction, SourceEvent, SourceState};
-use longhaul_protocol::Attempt;
+use longhaul_attempt::source::{Action, Cause, Event};
+use longhaul_engine::handover::SourceState;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use tokio::time::Instant;
 
 impl Departure {
     /// Ends the attempt, where that is still this side's to decide, or worth asking for.
     pub(crate) async fn fail(&mut self, error: ApiError) {
-        if self.failure.is_some() {
+        if self.failure.is_some() || self.task.handover.core.has_given_up() {
             return;
         }
         tracing::warn!(migration = %self.task.offer.migration, %error, "giving up");
         let reason = crate::channel::short(&error.message);
-        // What was released late is all at the destination: only it can go on.
-        if self.state().may_abort() || (self.state().in_doubt() && self.terms().early) {
-            self.failure = Some(error);
-            self.step(SourceEvent::Abort(reason)).await;
-        }
+        self.failing = Some(error);
+        self.tell(Event::GiveUp(reason)).await;
+        self.failing = None;
+    }
+
+    /// Remembers why the attempt fails, where nothing else was the reason before.
+    fn because(&mut self, cause: Cause) {
+        let host = &self.task.host;
+        let failing = self.failing.take();
+        let failure = match cause {
+            Cause::Peer(reason) => failure::peer_gave_up(host, &reason),
+            Cause::LinkCut { silent, stopped } => failure::link_cut(host, silent, stopped),
+            Cause::Protocol(what) => failure::protocol(host, &what),
+            Cause::NotLaunched => self.not_launched(),
+            Cause::Dial(_) | Cause::Told(_) | Cause::Refused(_) | Cause::Restarted => {
+                let internal = || failure::internal("the attempt was given up");
+                failing.unwrap_or_else(internal)
+            }
+        };
+        self.failure.get_or_insert(failure);
     }
 
     pub(crate) async fn qemu_ended(&mut self) {
@@ -36,13 +53,11 @@ impl Departure {
             .await;
     }
 
-    pub(crate) async fn step(&mut self, event: SourceEvent) {
-        feed_source(self, event).await;
+    /// Tells the core what happened, and carries out what it decides.
+    pub(crate) async fn tell(&mut self, event: Event) {
+        tell_source(self, event).await;
         if !self.state().in_doubt() {
             self.entry().certain();
-        }
-        if self.state().is_over() {
-            self.finished = true;
         }
     }
 
@@ -71,17 +86,8 @@ impl Departure {
         if let Err(error) = hooks {
             return self.fail(error).await;
         }
-        self.step(SourceEvent::Postmigrate).await;
+        self.tell(Event::Stopped).await;
         self.announce().await;
-    }
-
-    /// The destination has everything: the guest is released, unless a hook forbids it.
-    pub(crate) async fn ready(&mut self, of: Attempt) {
-        let releases = self.state().may_abort() && of == self.terms().attempt;
-        if releases && let Err(error) = self.hook(Step::Released).await {
-            return self.fail(error).await;
-        }
-        self.step(SourceEvent::Ready(of)).await;
     }
 
     /// A person has decided.
@@ -89,9 +95,7 @@ impl Departure {
         if let Some(resolve) = resolve {
             let because = in_doubt::because(&self.task.host, &resolve);
             self.failure.get_or_insert(failure::overruled(&because));
-            self.step(SourceEvent::Overrule(because)).await;
-            // The destination, should it come back, hears of it from whoever goes on.
-            self.finished |= *self.state() == SourceState::Overruled;
+            self.tell(Event::Overrule(because)).await;
         }
     }
 
@@ -113,53 +117,87 @@ impl SourceOwner for Departure {
         &mut self.task.handover
     }
 
-    async fn act(&mut self, action: SourceAction) {
-        let attempt = self.task.offer.attempt;
+    async fn act(&mut self, action: Action) -> Option<Event> {
         match action {
-            SourceAction::SendCommit(generation) => {
-                self.send(ToDestination::Commit {
-                    attempt,
-                    generation,
-                })
-                .await;
+            Action::Dial {
+                epoch,
+                any_journals,
+            } => {
+                let attempted = Attempted::of(&self.task.handover.ledger, any_journals);
+                let context = &self.task.context;
+                let limit = self.limit_bps();
+                self.dial = Some(Dial::begin(context, attempted, epoch, limit));
             }
-            SourceAction::SendCancel(reason) => {
-                self.send(ToDestination::Cancel { reason }).await;
-            }
-            SourceAction::SendOverruled(generation) => {
-                self.send(ToDestination::Overruled { generation }).await;
-            }
-            SourceAction::SendDone => self.send(ToDestination::Done).await,
-            SourceAction::Resume => {
+            Action::Hangup => self.hang_up(),
+            Action::Send(message) => return self.post(message).await,
+            Action::SendBlocks => return self.send_blocks().await,
+            Action::StopBlocks => {
                 // No write waits for the destination while QEMU is set back.
+                self.acknowledging = None;
                 self.task.sending.disconnect();
-                if let Err(error) = self.task.outbound.abort().await {
-                    let error = error.into_api();
-                    tracing::error!(%error, "the guest could not be resumed here");
-                    let Task { context, offer, .. } = &self.task;
-                    let (guest, here) = (&offer.guest.name, &context.parts.config.name);
-                    let state = format!(
-                        "{guest} may be stopped on {here}: resuming it is tried again every second"
-                    );
-                    self.failure = Some(error.state_of_guest(state));
-                    // Whoever goes on has a connection of its own to QEMU.
-                    self.task.handover.ledger.unresumed = true;
-                    self.finished = true;
-                }
-                self.task.context.keep_sweeping_fronts();
             }
-            SourceAction::Quit => {
+            Action::Drain => self.drain_over_session(),
+            Action::AskRelease => {
+                self.entry().enter(Phase::HandingOver);
+                let answer = self.hook(Step::Released).await;
+                let answer = answer.map_err(|error| {
+                    let reason = crate::channel::short(&error.message);
+                    self.failing = Some(error);
+                    reason
+                });
+                return Some(Event::MayRelease(answer));
+            }
+            Action::Resume => return Some(self.resume().await),
+            Action::Quit => {
                 self.entry().enter(Phase::Finishing);
                 self.collect_summary().await;
                 self.departed = self.task.outbound.quit(&self.task.context).await;
             }
-            // A new session begins with the question; the rest is the ledger's.
-            SourceAction::Ask
-            | SourceAction::Write(_)
-            | SourceAction::Fence(_)
-            | SourceAction::Cede(_)
-            | SourceAction::Concede(_)
-            | SourceAction::Unfence(_) => {}
+            Action::Because(cause) => self.because(cause),
+            Action::ShowDoubt => self.show_doubt(),
+            Action::Finish => self.closed = true,
+            // These are the ledger's.
+            Action::Write(_) | Action::Note(_) => {}
         }
+        None
+    }
+}
+
+impl Departure {
+    /// Sends over a connection for blocks, after all that the destination must know before them.
+    async fn send_blocks(&mut self) -> Option<Event> {
+        self.announced = None;
+        let prelude = self.task.outbound.prelude().to_vec();
+        let unanswered = self.comparing.as_ref().and_then(Comparison::unanswered);
+        let verified = self.verified.then_some(ToDestination::Verified);
+        let start = [ToDestination::Start { prelude }];
+        for message in start.into_iter().chain(unanswered).chain(verified) {
+            if let Some(lost) = self.post(message).await {
+                return Some(lost);
+            }
+        }
+        if let Some(line) = self.line() {
+            self.task.sending.connect(line);
+            self.task.sending.wake();
+        }
+        None
+    }
+
+    async fn resume(&mut self) -> Event {
+        let resumed = self.task.outbound.abort().await;
+        self.task.context.keep_sweeping_fronts();
+        let Err(error) = resumed else {
+            return Event::Resumed;
+        };
+        let error = error.into_api();
+        tracing::error!(%error, "the guest could not be resumed here");
+        let Task { context, offer, .. } = &self.task;
+        let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+        let state =
+            format!("{guest} may be stopped on {here}: resuming it is tried again every second");
+        self.failure = Some(error.state_of_guest(state));
+        // The next tries have a connection of their own to QEMU.
+        self.unresumed = true;
+        Event::ResumeFailed
     }
 }

@@ -89,8 +89,9 @@ impl Departure {
             .map(|line| line.bulk.stats());
         let (sent_bytes, _) = self.wire_bytes_now();
         let blocks = sent.blocks();
-        let awaits_bases = self.launching.is_some() && self.awaits_bases();
-        let lost_ms = self.lost_at.map(|at| at.elapsed().as_millis() as u64);
+        let awaits_bases = self.is_launching() && self.awaits_bases();
+        let lost_for = self.task.handover.lost_for();
+        let lost_ms = lost_for.map(|time| time.as_millis() as u64);
         self.entry().progress(|progress| {
             progress.pass = Some(pass);
             progress.regions = regions;
@@ -166,7 +167,7 @@ impl Departure {
     pub(crate) async fn close(mut self) {
         self.show();
         let (sent_bytes, received_bytes) = self.wire_bytes_now();
-        let both_closed = self.both_closed().await;
+        self.hear_last_messages().await;
         let usage = self.task.outbound.usage();
         let engine = self.task.sending.engine();
         let (sent, pass, dirty) = (
@@ -254,11 +255,11 @@ impl Departure {
             }
             None => Some(reservation),
         };
-        if both_closed {
+        if self.closed {
             handover.ledger.remove_journal();
         } else {
-            let reservation = reservation.filter(|_| handover.ledger.unresumed);
-            Settling::hand_on(handover, offer.paused, reservation).go_on();
+            let reservation = reservation.filter(|_| handover.core.is_unresumed());
+            Settling::hand_on(handover, offer.paused, reservation, self.session).go_on();
         }
     }
 }

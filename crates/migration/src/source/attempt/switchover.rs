@@ -88,7 +88,7 @@ impl Departure {
 
     /// Stops the guest, if there is somebody who waits for it.
     pub(crate) async fn stop_if_it_may(&mut self, reason: StopReason) {
-        if self.session.is_some() && self.launching.is_none() && !self.compares_disks() {
+        if self.task.handover.core.may_stop() && !self.compares_disks() {
             self.stop(reason).await;
         }
     }
