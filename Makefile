@@ -17,13 +17,15 @@ demo: install build ## move a running guest between two emulated hosts, and back
 
 test: install format checks unit model e2e ## all tests: formatting, lints, checks, units, model, real moves (half an hour to an hour, by what is built already)
 
-quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model (5 minutes once built)
+quick: format checks ## what to run all day: formatting, lints, checks, unit tests, model, attempts by seed (5 minutes once built)
 	@echo "== building libraries and programs, with lints"
 	$(CARGO) build --profile tests --workspace --locked --bins
 	@echo "== unit tests"
 	$(CARGO) test --profile tests --workspace --locked --lib --bins
 	@echo "== model of the handover"
 	target/tests/model
+	@echo "== attempts by seed"
+	$(CARGO) test --profile tests --workspace --locked --test pair
 
 BENCH_OPTIONS :=
 
@@ -96,7 +98,7 @@ unit: tests ## unit and documentation tests
 	$(CARGO) test --profile tests --workspace --locked --lib --bins
 	$(CARGO) test --profile tests --workspace --locked --doc
 
-model: tests ## explore the hand-over in every order of events (half a minute; deeper: target/tests/model --deep)
+model: tests ## explore the handover in every order of events (half a minute; deeper: target/tests/model --deep)
 	@echo "== model of the handover"
 	target/tests/model
 

@@ -39,8 +39,8 @@ impl<N: Clone + PartialEq> Durable<N> {
         }
     }
 
-    /// Returns whether a record can be written now. One after which the note is not made again waits
-    /// for it, and until `settled` holds.
+    /// Returns whether a record can be written now. One after which the note is not made again
+    /// waits for it, and until `settled` holds.
     pub(crate) fn may_write(&mut self, record: &Record, settled: bool) -> bool {
         let last = match self.order {
             Order::Closed => matches!(record, Record::Closed { .. }),

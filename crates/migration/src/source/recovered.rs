@@ -1,9 +1,9 @@
-//! The source's end of an attempt that has no task of its own: after a restart of the agent, or once
-//! the guest's place is decided and the destination has yet to hear of it.
+//! The source's end of an attempt that has no task of its own: after a restart of the agent, or
+//! once the guest's place is decided and the destination has yet to hear of it.
 //!
-//! The core asks and tells the destination until both journals are complete. No blocks are sent to a
-//! destination that has yet to say READY, which is told to give up; the missing blocks of the disks
-//! of a guest that runs there are sent from their images.
+//! The core asks and tells the destination until both journals are complete. No blocks are sent to
+//! a destination that has yet to say READY, which is told to give up; the missing blocks of the
+//! disks of a guest that runs there are sent from their images.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
