@@ -93,8 +93,7 @@ async fn query(context: &Arc<Destination>, call: &mut Call) -> Result<bool, Talk
     };
     let checks = vec![check];
     call.sender
-        .send(&ToSource::Answer(Answer { host, checks }))
-        .await?;
+        .send(&ToSource::Answer(Answer { host, checks }))?;
     Ok(false)
 }
 
@@ -132,7 +131,7 @@ async fn inquiry(
         // Its QEMU is being started: there is nothing to connect to, and nothing is decided.
         let state = AttemptState::Receiving;
         let status = ToSource::Status { attempt, state };
-        call.sender.send(&status).await?;
+        call.sender.send(&status)?;
         return Ok(false);
     }
     if known.iter().any(|record| record.attempt() == attempt) {

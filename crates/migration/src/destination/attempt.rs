@@ -112,7 +112,7 @@ impl Arrival {
                 attempt: self.attempt,
                 state,
             };
-            if let Err(error) = call.sender.send(&message).await {
+            if let Err(error) = call.sender.send(&message) {
                 tracing::debug!(%error, "a source that came back went again");
             }
         }
@@ -135,7 +135,7 @@ pub(crate) async fn receive(
         Err(Refused { refusal, bulk }) => {
             tracing::warn!(migration = %span.0, guest = span.1, peer = peer.name,
                 "refused: {}", refusal.text);
-            if let Err(error) = call.sender.send(&ToSource::Refused(refusal)).await {
+            if let Err(error) = call.sender.send(&ToSource::Refused(refusal)) {
                 tracing::debug!(%error, "the source did not wait for the refusal");
             }
             drop(bulk);
@@ -560,9 +560,9 @@ impl Task {
     }
 
     /// Sends; the event is that of a source that is gone.
-    async fn post(&mut self, message: ToSource) -> Option<Event> {
+    fn post(&mut self, message: ToSource) -> Option<Event> {
         let call = self.call.as_mut()?;
-        if let Err(error) = call.sender.send(&message).await {
+        if let Err(error) = call.sender.send(&message) {
             tracing::info!(%error, "the source is gone");
             self.disconnect();
             return Some(Event::Lost { meant: None });
@@ -571,7 +571,7 @@ impl Task {
     }
 
     async fn send(&mut self, message: ToSource) {
-        if let Some(lost) = self.post(message).await {
+        if let Some(lost) = self.post(message) {
             self.tell(lost).await;
         }
     }

@@ -56,7 +56,7 @@ impl Call {
         };
         let bulk = self.control.offer_bulk(binding, BULK_WITHIN)?;
         let token = bulk.token().to_bytes().to_vec();
-        self.sender.send(&answer(token)).await?;
+        self.sender.send(&answer(token))?;
         Ok(bulk)
     }
 }
@@ -184,11 +184,11 @@ async fn answer_query(
     let proof = files::prove(context, &peer, guest, claims).await;
     if !proof.wanted.is_empty() {
         let files = proof.wanted;
-        return call.sender.send(&ToSource::WantContent { files }).await;
+        return call.sender.send(&ToSource::WantContent { files });
     }
     let mut answer = context.local_checks(guest, machine, false).await;
     answer.checks.extend(proof.checks);
-    call.sender.send(&ToSource::Answer(answer)).await
+    call.sender.send(&ToSource::Answer(answer))
 }
 
 /// A source is back, with a connection for blocks or without.
@@ -236,7 +236,7 @@ async fn converse(
             }
         };
         for answer in &answers {
-            call.sender.send(answer).await?;
+            call.sender.send(answer)?;
         }
         message = match call.receiver.recv_within(NEXT_MESSAGE).await {
             Ok(message) => message,

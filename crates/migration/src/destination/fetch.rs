@@ -493,7 +493,7 @@ impl Pulling {
     /// frames.
     async fn tell(&mut self, message: &ToSource) {
         if self.bulk.is_some() {
-            send(&mut self.begun.call, message).await;
+            send(&mut self.begun.call, message);
         }
     }
 
@@ -586,7 +586,7 @@ impl Pulling {
                 && let Ok(Some(clock)) = clock.await
             {
                 entry.report_with(|report| crate::status::guest_clock::report(clock, report));
-                send(&mut call, &ToSource::Clock(clock)).await;
+                send(&mut call, &ToSource::Clock(clock));
             }
             entry.end(Outcome::Completed, None);
             context.archive.keep(entry);
@@ -598,7 +598,7 @@ impl Pulling {
         drop(present);
         drop(reservation);
         if closed {
-            send(&mut call, &ToSource::Closed).await;
+            send(&mut call, &ToSource::Closed);
             if let Some(call) = &mut call {
                 // The source must have read the last message before the channel goes.
                 let last = tokio::time::timeout(PAUSE, call.receiver.recv()).await;
@@ -609,9 +609,9 @@ impl Pulling {
 }
 
 /// Sends, where somebody is there; one that is gone comes again, and is told anew.
-async fn send(call: &mut Option<Call>, message: &ToSource) {
+fn send(call: &mut Option<Call>, message: &ToSource) {
     let Some(there) = call else { return };
-    if let Err(error) = there.sender.send(message).await {
+    if let Err(error) = there.sender.send(message) {
         tracing::info!(%error, "the source is gone");
         *call = None;
     }

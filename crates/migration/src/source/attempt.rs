@@ -599,16 +599,16 @@ impl Departure {
     }
 
     /// Sends; the event is that of a destination that is gone.
-    async fn post(&mut self, message: ToDestination) -> Option<CoreEvent> {
+    fn post(&mut self, message: ToDestination) -> Option<CoreEvent> {
         let session = self.session.as_mut()?;
-        if let Err(error) = session.sender.send(&message).await {
+        if let Err(error) = session.sender.send(&message) {
             return self.let_go(&error.to_string()).then_some(CoreEvent::Lost);
         }
         None
     }
 
     async fn send(&mut self, message: ToDestination) {
-        if let Some(lost) = self.post(message).await {
+        if let Some(lost) = self.post(message) {
             self.tell(lost).await;
         }
     }

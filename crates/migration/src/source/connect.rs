@@ -113,7 +113,7 @@ pub(crate) async fn offer(
     (bandwidth_bps, more_time): (Option<u64>, Duration),
 ) -> Result<(Session, Keeps), SessionError> {
     let (mut sender, mut receiver) = channel::as_source(control.open().await?);
-    sender.send(&message).await?;
+    sender.send(&message)?;
     let (token, keeps) = match receiver.recv_within(OFFER_WITHIN + more_time).await? {
         ToSource::Launching { bulk_token, keeps } => (bulk_token, keeps),
         ToSource::Refused(refusal) => return Err(SessionError::Refused(refusal)),
@@ -261,13 +261,11 @@ async fn try_resume(
     let Attempted {
         migration, attempt, ..
     } = *attempted;
-    sender
-        .send(&ToDestination::Resume {
-            migration,
-            attempt,
-            epoch,
-        })
-        .await?;
+    sender.send(&ToDestination::Resume {
+        migration,
+        attempt,
+        epoch,
+    })?;
     let (token, state) = match receiver.recv_within(ANSWER_WITHIN).await? {
         ToSource::Resumed { bulk_token, state } => (bulk_token, state),
         ToSource::Aborted { reason, .. } => return Err(SessionError::Aborted(reason)),
@@ -314,9 +312,7 @@ async fn ask(context: &Context, attempted: &Attempted) -> Result<Session, Sessio
     let Attempted {
         migration, attempt, ..
     } = *attempted;
-    sender
-        .send(&ToDestination::Ask { migration, attempt })
-        .await?;
+    sender.send(&ToDestination::Ask { migration, attempt })?;
     Ok(Session {
         control,
         sender,

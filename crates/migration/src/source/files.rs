@@ -243,6 +243,6 @@ async fn answer(
 ) -> Result<ToSource, AskError> {
     let channel = control.open().await.map_err(ChannelError::from)?;
     let (mut sender, mut receiver) = channel::as_source(channel);
-    sender.send(question).await?;
+    sender.send(question)?;
     Ok(receiver.recv_within(limit).await?)
 }

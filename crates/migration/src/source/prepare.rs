@@ -560,7 +560,7 @@ async fn withdraw(session: &mut Session, reason: &str) {
         reason: crate::channel::short(reason),
     };
     let withdrawn = async {
-        session.sender.send(&cancel).await?;
+        session.sender.send(&cancel)?;
         loop {
             if let ToSource::Aborted { .. } = session.receiver.recv().await? {
                 return Ok::<(), crate::channel::TalkError>(());

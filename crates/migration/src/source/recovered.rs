@@ -111,7 +111,7 @@ impl SourceOwner for Settling {
                 self.dial = None;
                 self.stop_sending();
             }
-            Action::Send(message) => return self.post(message).await,
+            Action::Send(message) => return self.post(message),
             Action::StopBlocks => self.stop_sending(),
             Action::Drain => self.drain_over_session(),
             Action::Resume => {
@@ -477,9 +477,9 @@ impl Settling {
     }
 
     /// Sends; the event is that of a destination that is gone.
-    async fn post(&mut self, message: ToDestination) -> Option<Event> {
+    fn post(&mut self, message: ToDestination) -> Option<Event> {
         let session = self.session.as_mut()?;
-        if let Err(error) = session.sender.send(&message).await {
+        if let Err(error) = session.sender.send(&message) {
             tracing::debug!(%error, "the destination went");
             self.session = None;
             return Some(Event::Lost);
@@ -488,7 +488,7 @@ impl Settling {
     }
 
     async fn send(&mut self, message: ToDestination) {
-        if let Some(lost) = self.post(message).await {
+        if let Some(lost) = self.post(message) {
             self.tell(lost).await;
         }
     }

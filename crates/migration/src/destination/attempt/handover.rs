@@ -160,7 +160,7 @@ impl Task {
         drop(present);
         drop(reservation);
         if let Some(call) = &mut call {
-            if closed && let Err(error) = call.sender.send(&ToSource::Closed).await {
+            if closed && let Err(error) = call.sender.send(&ToSource::Closed) {
                 tracing::debug!(%error, "the source did not wait");
             }
             // The source must have read the last message before the channel goes.
@@ -239,7 +239,7 @@ impl DestinationOwner for Task {
                 let attempt = self.offer.attempt;
                 let state = self.handover.core.attempt_state();
                 if let Some(mut call) = self.caller.take()
-                    && let Err(error) = call.sender.send(&ToSource::Status { attempt, state }).await
+                    && let Err(error) = call.sender.send(&ToSource::Status { attempt, state })
                 {
                     tracing::debug!(%error, "a source that came too late went again");
                 }
@@ -251,18 +251,18 @@ impl DestinationOwner for Task {
             }
             Action::Send(message) => {
                 let committed = matches!(message, ToSource::Committed { .. });
-                let lost = self.post(message).await;
+                let lost = self.post(message);
                 if !committed {
                     return lost;
                 }
                 let summary = self.summary();
                 self.entry.enter(Phase::Finishing);
-                let also_lost = self.post(ToSource::Summary(summary)).await;
+                let also_lost = self.post(ToSource::Summary(summary));
                 lost.or(also_lost)
             }
             Action::SendAccepted => {
                 let machine = Box::new(self.inbound.machine().clone());
-                self.post(ToSource::Accepted { machine }).await
+                self.post(ToSource::Accepted { machine })
             }
             Action::Load => self.load().err().map(Event::GiveUp),
             Action::AskReady => {

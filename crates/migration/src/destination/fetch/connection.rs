@@ -20,7 +20,7 @@ impl Pulling {
     }
 
     /// Tells a caller how far the attempt is; it comes again.
-    async fn decline(&mut self) {
+    fn decline(&mut self) {
         let Some(mut call) = self.caller.take() else {
             return;
         };
@@ -28,7 +28,7 @@ impl Pulling {
         let attempt = handover.ledger.terms.attempt;
         let state = handover.core.attempt_state();
         let message = ToSource::Status { attempt, state };
-        if let Err(error) = call.sender.send(&message).await {
+        if let Err(error) = call.sender.send(&message) {
             tracing::debug!(%error, "a source that is let in later went again");
         }
     }
@@ -38,7 +38,7 @@ impl Pulling {
         self.disconnect();
         self.listen().await;
         if self.disks.values().any(|fetched| fetched.puller.is_none()) {
-            self.decline().await;
+            self.decline();
             return false;
         }
         let accepted = self.take_in(epoch).await;
@@ -75,7 +75,7 @@ impl Pulling {
             fetched.unreadable.clear();
             let masks = noted.as_ref().unwrap_or(&fetched.disk.masks);
             for missing in missing(masks) {
-                send(&mut self.begun.call, &ToSource::Missing(missing)).await;
+                send(&mut self.begun.call, &ToSource::Missing(missing));
             }
         }
         self.bulk = Some(tokio::spawn(async move {
@@ -122,10 +122,10 @@ impl DestinationOwner for Pulling {
                 self.begun.call = self.caller.take();
             }
             Action::Accept(epoch) => return Some(Event::Accepted(self.accept(epoch).await)),
-            Action::Decline => self.decline().await,
+            Action::Decline => self.decline(),
             Action::Hangup => self.disconnect(),
             Action::Send(message) => {
-                send(&mut self.begun.call, &message).await;
+                send(&mut self.begun.call, &message);
                 if self.begun.call.is_none() {
                     return Some(Event::Lost { meant: None });
                 }

@@ -46,7 +46,7 @@ impl Pulling {
                     range,
                     digests,
                 };
-                send(&mut self.begun.call, &answer).await;
+                send(&mut self.begun.call, &answer);
             }
             Err(why) => self.pause(&why),
         }

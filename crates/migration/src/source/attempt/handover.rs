@@ -129,8 +129,8 @@ impl SourceOwner for Departure {
                 self.dial = Some(Dial::begin(context, attempted, epoch, limit));
             }
             Action::Hangup => self.hang_up(),
-            Action::Send(message) => return self.post(message).await,
-            Action::SendBlocks => return self.send_blocks().await,
+            Action::Send(message) => return self.post(message),
+            Action::SendBlocks => return self.send_blocks(),
             Action::StopBlocks => {
                 // No write waits for the destination while QEMU is set back.
                 self.acknowledging = None;
@@ -165,14 +165,14 @@ impl SourceOwner for Departure {
 
 impl Departure {
     /// Sends over a connection for blocks, after all that the destination must know before them.
-    async fn send_blocks(&mut self) -> Option<Event> {
+    fn send_blocks(&mut self) -> Option<Event> {
         self.announced = None;
         let prelude = self.task.outbound.prelude().to_vec();
         let unanswered = self.comparing.as_ref().and_then(Comparison::unanswered);
         let verified = self.verified.then_some(ToDestination::Verified);
         let start = [ToDestination::Start { prelude }];
         for message in start.into_iter().chain(unanswered).chain(verified) {
-            if let Some(lost) = self.post(message).await {
+            if let Some(lost) = self.post(message) {
                 return Some(lost);
             }
         }
