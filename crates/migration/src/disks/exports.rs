@@ -4,7 +4,8 @@
 //! What is noted of them is in STATE/fronts, by guest and number ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
-use crate::disks::{export_notes, qcow2};
+use crate::disks::export_notes::{self, Notes, Unreadable};
+use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
 use longhaul_hypervisor::disk::{self, DiskNodes, Front};
@@ -20,6 +21,7 @@ use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs;
 use std::io;
@@ -135,11 +137,21 @@ pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join("fronts")
 }
 
-/// The notes of a guest, or of all guests.
-fn notes(state: &Path, guest: Option<&str>) -> io::Result<Vec<Noted>> {
-    let mut found = export_notes::notes::<Note>(&folder(state))?;
-    found.retain(|noted| guest.is_none_or(|guest| noted.note.guest == guest));
-    Ok(found)
+/// The notes of all guests.
+fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
+    export_notes::notes(&folder(state))
+}
+
+/// The notes of a guest: an error where one of them cannot be read.
+fn notes(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
+    let Notes { noted, unreadable } = all_notes(state)?;
+    let is_of = |name: &str| name.rsplit_once('.').is_some_and(|(of, _)| of == guest);
+    let mut unreadable = unreadable.into_iter();
+    if let Some(one) = unreadable.find(|one| is_of(&one.name())) {
+        return Err(one.into_error());
+    }
+    let of = |noted: &Noted| noted.note.guest == guest;
+    Ok(noted.into_iter().filter(of).collect())
 }
 
 impl Noted {
@@ -253,7 +265,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
 /// Takes out what stands below the disks of a guest that stays here, if anything does.
 pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(), FrontError> {
     let of_guest = |why: &dyn Display| FrontError::new("", why);
-    let mut noted = notes(state, Some(guest.name())).map_err(|error| of_guest(&error))?;
+    let mut noted = notes(state, guest.name()).map_err(|error| of_guest(&error))?;
     if noted.is_empty() {
         return Ok(());
     }
@@ -365,7 +377,7 @@ pub(crate) fn incomplete(
     migration: MigrationId,
 ) -> io::Result<Vec<Incomplete>> {
     let mut found = Vec::new();
-    for noted in notes(state, Some(guest))? {
+    for noted in notes(state, guest)? {
         let Some(coming) = noted.note.arriving.filter(|one| one.migration == migration) else {
             continue;
         };
@@ -395,16 +407,13 @@ pub(crate) fn left(
         let left = noted.note.left.filter(|left| left.migration == migration)?;
         Some((left, noted.note.disk, noted.note.image))
     };
-    Ok(notes(state, Some(guest))?
-        .into_iter()
-        .filter_map(of)
-        .collect())
+    Ok(notes(state, guest)?.into_iter().filter_map(of).collect())
 }
 
 /// Has somebody answer for a guest's disks, and hold their images' locks, also after the host was
 /// started anew.
 pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), FrontError> {
-    let noted = notes(state, Some(guest)).map_err(|error| FrontError::new("", &error))?;
+    let noted = notes(state, guest).map_err(|error| FrontError::new("", &error))?;
     for mut noted in noted {
         noted.keep_answering().await?;
     }
@@ -414,7 +423,7 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
 /// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what
 /// is left of its disks is set aside.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
-    let noted = match notes(state, Some(guest)) {
+    let noted = match notes(state, guest) {
         Ok(noted) => noted,
         Err(error) => {
             return tracing::error!(guest, %error, "cannot look for its front ends");
@@ -429,26 +438,33 @@ pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
 
 /// Whether a disk of a guest is still reached through a front end that uses this image.
 pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
-    let noted = notes(state, None)?;
-    Ok(noted.iter().any(|noted| noted.note.image == image))
+    let Notes { noted, unreadable } = all_notes(state)?;
+    let by_note = noted.iter().any(|noted| noted.note.image == image);
+    // An export without its description serves no image.
+    let described = |one: &Unreadable| one.folder().spec().is_ok_and(|spec| spec.image == image);
+    Ok(by_note || unreadable.iter().any(described))
 }
 
 impl Context {
     /// Takes out what still stands below the disks of guests that no migration is busy with: what
     /// an earlier agent has left, or could not be taken out.
-    pub(crate) async fn sweep_fronts(&self) -> bool {
+    async fn sweep_fronts(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
         let state = &self.parts.config.state;
-        let found = match notes(state, None) {
+        let found = match all_notes(state) {
             Ok(found) => found,
             Err(error) => {
                 tracing::error!(%error, "cannot look for front ends of disks");
                 return false;
             }
         };
-        let done = found.into_iter().filter(|noted| !self.comes_yet(noted));
+        found.log_unreadable(logged);
+        let mut clean = found.unreadable.is_empty();
+        let done = found
+            .noted
+            .into_iter()
+            .filter(|noted| !self.comes_yet(noted));
         let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
         guests.dedup();
-        let mut clean = true;
         for guest in guests {
             let Ok(_reservation) = self.registry.take(&guest, Taken::Locally) else {
                 clean = false;
@@ -482,7 +498,7 @@ impl Context {
     pub(crate) async fn sweep_fronts_of(&self, guest: &str) -> Result<(), FrontError> {
         let state = &self.parts.config.state;
         let of_guest = |why: &dyn Display| FrontError::new("", why);
-        let left = notes(state, Some(guest)).map_err(|error| of_guest(&error))?;
+        let left = notes(state, guest).map_err(|error| of_guest(&error))?;
         if left.is_empty() {
             return Ok(());
         }
@@ -513,12 +529,69 @@ impl Context {
     pub(crate) fn sweep_fronts_for_ever(self: &Arc<Self>) {
         let context = self.clone();
         tokio::spawn(async move {
+            let mut logged = BTreeSet::new();
             loop {
                 context.exports_left.notified().await;
-                while !context.sweep_fronts().await {
+                while !context.sweep_fronts(&mut logged).await {
                     sleep(AGAIN_EVERY).await;
                 }
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn note(guest: &str, image: &Path) -> Note {
+        Note {
+            guest: guest.to_owned(),
+            disk: "vda".to_owned(),
+            image: image.to_owned(),
+            device: "/machine/x".to_owned(),
+            nodes: None,
+            node: "lh-x".to_owned(),
+            export: "x".repeat(32),
+            helper: None,
+            runs: false,
+            arriving: None,
+            left: None,
+        }
+    }
+
+    fn write(state: &Path, n: usize, note: Note) -> Noted {
+        export_notes::create_above(&folder(state)).unwrap();
+        let folder = folder(state).join(format!("{}.{n}", note.guest));
+        let noted = Noted::new(folder, note);
+        noted.write().unwrap();
+        noted
+    }
+
+    #[test]
+    fn an_unreadable_note_costs_only_its_own_guest() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let (image, other) = (Path::new("/srv/web-7.raw"), Path::new("/srv/db.1.raw"));
+        write(state, 0, note("web-7", image));
+        let damaged = write(state, 0, note("db.1", other));
+        let spec = FrontSpec {
+            image: other.to_owned(),
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("x".repeat(32)).unwrap(),
+            qemu_uid: None,
+            arriving: false,
+            fetched: None,
+        };
+        FrontFolder::create(damaged.path(), &spec).unwrap();
+        fs::write(folder(state).join("db.1.0.note"), "{").unwrap();
+        assert_eq!(notes(state, "web-7").unwrap().len(), 1);
+        assert!(notes(state, "db").unwrap().is_empty());
+        let why = notes(state, "db.1").err().unwrap().to_string();
+        assert!(why.contains("db.1.0.note"), "{why}");
+        // Its export still uses its image, and no other one.
+        assert!(uses(state, other).unwrap() && uses(state, image).unwrap());
+        assert!(!uses(state, Path::new("/srv/free.raw")).unwrap());
     }
 }
