@@ -7,6 +7,8 @@ mod common;
 use common::{Agent, LIMIT, command, free_address};
 use nix::sys::signal::Signal;
 use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -364,4 +366,29 @@ fn a_guest_whose_qemu_is_silent_goes_on_when_it_answers_again() {
     });
     lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
     assert_eq!(paris.guest_state(), "running");
+}
+
+/// Sends a command to the guest's QEMU, as its owner does.
+fn qmp(host: &Host, command: &str) {
+    let socket = host.0.folder.path().join("s/guests/web-7/run/qmp");
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let mut answers = BufReader::new(stream.try_clone().unwrap()).lines();
+    for command in ["qmp_capabilities", command] {
+        writeln!(stream, "{{\"execute\": \"{command}\"}}").unwrap();
+        let answered = answers.find(|line| line.as_ref().unwrap().contains("\"return\""));
+        answered.unwrap().unwrap();
+    }
+}
+
+/// The owner pauses the guest while its agent is down. The next agent gives the move up, and must
+/// not take that for a stop of its own.
+#[test]
+fn a_guest_that_its_owner_has_paused_stays_paused() {
+    let (mut lyon, _paris) = two("source:after-record:began=kill", "");
+    migrate(&lyon);
+    lyon.wait_for_death();
+    qmp(&lyon, "stop");
+    lyon.0.restart();
+    lyon.wait_for("free", Host::is_free);
+    assert_eq!(lyon.guest_state(), "paused", "{}", lyon.0.log());
 }

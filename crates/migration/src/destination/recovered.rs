@@ -23,7 +23,7 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_engine::handover::{
     DestinationAction, DestinationEvent, DestinationState, Record, Terms,
 };
-use longhaul_hypervisor::memory;
+use longhaul_hypervisor::memory::{self, Continuation};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Epoch, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
@@ -369,7 +369,9 @@ impl Remembered {
         }
         if !self.paused {
             let resumed = match found.connect().await {
-                Ok(qmp) => memory::resume(&qmp, true).await.map_err(|e| e.to_string()),
+                Ok(qmp) => memory::resume(&qmp, Continuation::Running)
+                    .await
+                    .map_err(|e| e.to_string()),
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = resumed {

@@ -8,7 +8,7 @@ use crate::disks::export_notes::{self, Notes, Unreadable};
 use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
 use crate::status::registry::Taken;
-use longhaul_hypervisor::disk::{self, DiskNodes, Front};
+use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
@@ -57,9 +57,9 @@ pub(crate) struct Note {
     /// The supervisor.
     #[serde(default)]
     helper: Option<Helper>,
-    /// The guest ran when the front end was about to be taken out: QEMU may be stopped for that.
-    #[serde(default)]
-    runs: bool,
+    /// The agent stops the guest for a moment, and has not resumed it yet.
+    #[serde(default, rename = "runs")]
+    stops: bool,
     /// How it comes: a part of it may still be at the source.
     #[serde(default)]
     arriving: Option<Coming>,
@@ -241,7 +241,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         node: format!("lh-{}", &random_name()?[..16]),
         export: export.clone(),
         helper: None,
-        runs: false,
+        stops: false,
         arriving: below.arriving,
         left: below.left,
     };
@@ -269,6 +269,8 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
     if noted.is_empty() {
         return Ok(());
     }
+    // An earlier try has stopped the guest, and did not resume it.
+    let was_stopped = noted.iter().any(|noted| noted.note.stops);
     let status = qmp.query("query-status").await;
     let status = status.map_err(|error| of_guest(&error))?;
     let runs = status["running"].as_bool().unwrap_or(false);
@@ -281,23 +283,28 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
             None => nodes(guest, qmp, &noted.note.device).await,
         };
         below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
-        noted.note.runs |= runs;
-        noted.write().map_err(|error| noted.error(&error))?;
     }
     for noted in &noted {
         let given = block_in_place(|| noted.control().give_locks());
         given.map_err(|error| noted.error(&error))?;
     }
     let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let stops = disk::removal_stops(qmp, &pairs).await;
+    let stops = stops.map_err(|error| of_guest(&error))?;
+    if runs || stops {
+        note_stop(&mut noted, stops)?;
+    }
     let removed = disk::remove_all(qmp, &pairs).await;
+    if stops && !matches!(removed, Err(RemoveError::Stopped(_))) {
+        note_stop(&mut noted, false)?;
+    }
     let still = removed.map_err(|error| of_guest(&error))?;
     tracing::info!(
         guest = guest.name(),
         ?still,
         "its disks are used directly again"
     );
-    let stands_still = !runs && noted.iter().any(|noted| noted.note.runs);
-    if stands_still && status["status"] == "paused" {
+    if was_stopped && !runs && status["status"] == "paused" {
         let woken = qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT);
         woken.await.map_err(|error| of_guest(&error))?;
     }
@@ -306,6 +313,51 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
         noted.remove()?;
     }
     Ok(())
+}
+
+/// Notes whether the agent is about to stop a guest: the next agent resumes it, and one that its
+/// owner has paused it does not.
+fn note_stop(noted: &mut [Noted], stops: bool) -> Result<(), FrontError> {
+    for noted in noted {
+        if noted.note.stops != stops {
+            noted.note.stops = stops;
+            noted.write().map_err(|error| noted.error(&error))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether an agent may have stopped a guest to change what is below its disks. True where that is
+/// not known.
+pub(crate) fn are_stopping(state: &Path, guest: &str) -> bool {
+    match notes(state, guest) {
+        Ok(noted) => noted.iter().any(|noted| noted.note.stops),
+        Err(error) => {
+            tracing::error!(guest, %error, "cannot look for its disk exports");
+            true
+        }
+    }
+}
+
+/// Inserts disk exports below the disks of a running guest, and returns how long it was stopped for
+/// that.
+pub(crate) async fn insert_all(
+    qmp: &Qmp,
+    noted: &mut [Noted],
+    nodes: &[DiskNodes],
+) -> Result<(Vec<Front>, Duration), FrontError> {
+    let of_guest = |why: &dyn Display| FrontError::new("", why);
+    let fronts: Vec<Front> = noted.iter().map(Noted::front).collect();
+    let pairs: Vec<_> = nodes.iter().zip(&fronts).collect();
+    let stops = disk::insertion_stops(qmp, &pairs).await;
+    let stops = stops.map_err(|error| of_guest(&error))?;
+    note_stop(noted, stops)?;
+    let inserted = disk::insert_all(qmp, &pairs).await;
+    if !matches!(inserted, Err(InsertError::Stopped(_))) {
+        note_stop(noted, false)?;
+    }
+    let still = inserted.map_err(|error| of_guest(&error))?;
+    Ok((fronts, still))
 }
 
 /// A disk that comes, and where its image was made.
@@ -554,7 +606,7 @@ mod tests {
             node: "lh-x".to_owned(),
             export: "x".repeat(32),
             helper: None,
-            runs: false,
+            stops: false,
             arriving: None,
             left: None,
         }
@@ -590,6 +642,7 @@ mod tests {
         assert!(notes(state, "db").unwrap().is_empty());
         let why = notes(state, "db.1").err().unwrap().to_string();
         assert!(why.contains("db.1.0.note"), "{why}");
+        assert!(are_stopping(state, "db.1") && !are_stopping(state, "web-7"));
         // Its export still uses its image, and no other one.
         assert!(uses(state, other).unwrap() && uses(state, image).unwrap());
         assert!(!uses(state, Path::new("/srv/free.raw")).unwrap());
