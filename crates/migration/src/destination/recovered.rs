@@ -298,6 +298,9 @@ impl Remembered {
         }
         let ledger = &self.handover.ledger;
         let state = &ledger.context.parts.config.state;
+        if attempt_record::incomplete_disks(&ledger.journal, ledger.terms).is_some() {
+            return true;
+        }
         match exports::incomplete(state, &ledger.guest, ledger.migration) {
             Ok(disks) => !disks.is_empty(),
             Err(error) => {

@@ -7,7 +7,9 @@ use crate::context::Context;
 use crate::disks::export_notes::{self, Notes, Unreadable};
 use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
+use crate::limits::peer_claims;
 use crate::status::registry::Taken;
+use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
@@ -421,8 +423,8 @@ pub(crate) struct Incomplete {
     pub(crate) digest_key: [u8; 32],
 }
 
-/// The disks of a guest that a migration has brought, as far as their source has said what it had
-/// left.
+/// The disks that a migration has brought, of a guest that runs here: their missing blocks were
+/// noted before.
 pub(crate) fn incomplete(
     state: &Path,
     guest: &str,
@@ -434,17 +436,19 @@ pub(crate) fn incomplete(
             continue;
         };
         let folder = noted.folder();
-        let masks = Masks::read(&folder.stored_masks()).map_err(io::Error::other)?;
-        if let Some(masks) = masks {
-            found.push(Incomplete {
-                name: noted.note.disk,
-                image: noted.note.image,
-                pulled: coming.pulled,
-                folder,
-                masks,
-                digest_key: coming.digest_key,
-            });
-        }
+        let stored = folder.stored_masks();
+        let masks = Masks::read(&stored).map_err(io::Error::other)?;
+        let masks = masks.ok_or_else(|| {
+            io::Error::other(format!("{}: the file is missing", stored.display()))
+        })?;
+        found.push(Incomplete {
+            name: noted.note.disk,
+            image: noted.note.image,
+            pulled: coming.pulled,
+            folder,
+            masks,
+            digest_key: coming.digest_key,
+        });
     }
     Ok(found)
 }
@@ -497,6 +501,19 @@ pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
     Ok(by_note || unreadable.iter().any(described))
 }
 
+/// Whether the last record of a journal that is there gives the guest to the destination.
+fn is_committed(journal: &Path) -> bool {
+    match peer_claims::records(journal) {
+        Ok(records) => records.last().is_some_and(|record| match record {
+            Record::Committed { .. } => true,
+            Record::Overruled { run_on, .. } => *run_on == Side::Destination,
+            _ => false,
+        }),
+        // Its agent does not start with it.
+        Err(_) => true,
+    }
+}
+
 impl Context {
     /// Takes out what still stands below the disks of guests that no migration is busy with: what
     /// an earlier agent has left, or could not be taken out.
@@ -537,10 +554,11 @@ impl Context {
         };
         let masks = Masks::read(&noted.folder().stored_masks()).ok().flatten();
         let is_compared = !noted.folder().unwritten_masks().exists();
-        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
-            return false;
-        }
         let journal = self.parts.config.state.join("journal");
+        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
+            // It is the proof that nothing is missing, until that is recorded.
+            return is_committed(&journal.join(file_name(coming.migration)));
+        }
         let right = self.rights.get(&noted.note.guest).ok().flatten();
         let ours = right.is_some_and(|right| right.holder == longhaul_storage::Holder::Here);
         ours || journal.join(file_name(coming.migration)).exists()
@@ -595,6 +613,9 @@ impl Context {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::host::fail_point;
+    use longhaul_protocol::{Attempt, Generation};
+    use longhaul_storage::{Journal, Journals};
 
     fn note(guest: &str, image: &Path) -> Note {
         Note {
@@ -646,5 +667,67 @@ mod tests {
         // Its export still uses its image, and no other one.
         assert!(uses(state, other).unwrap() && uses(state, image).unwrap());
         assert!(!uses(state, Path::new("/srv/free.raw")).unwrap());
+    }
+
+    #[test]
+    fn a_disk_is_known_only_with_what_is_missing_of_it() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let migration = MigrationId([7; 8]);
+        let coming = Coming {
+            migration,
+            digest_key: [1; 32],
+            pulled: Pulled::Often,
+        };
+        let note = Note {
+            arriving: Some(coming),
+            ..note("web-7", Path::new("/srv/web-7.raw"))
+        };
+        let noted = write(state, 0, note);
+        let found = || incomplete(state, "web-7", migration);
+        let why = found().err().unwrap().to_string();
+        assert!(why.contains("masks"), "{why}");
+        let stored = noted.folder().stored_masks();
+        fs::create_dir_all(stored.parent().unwrap()).unwrap();
+        let masks = Masks {
+            region: RegionId(1),
+            blocks: 64,
+            boot: [0; 16],
+            missing: Vec::new(),
+        };
+        masks.write(&stored).unwrap();
+        assert_eq!(found().unwrap().len(), 1);
+        fs::write(&stored, "LHMASKS1").unwrap();
+        assert!(found().is_err());
+        assert!(
+            incomplete(state, "web-7", MigrationId([8; 8]))
+                .unwrap()
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn an_export_proves_that_nothing_is_missing_until_that_is_recorded() {
+        let state = tempfile::tempdir().unwrap();
+        let migration = MigrationId([7; 8]);
+        let journals = Journals::open(state.path()).unwrap();
+        let path = state.path().join(file_name(migration));
+        assert!(!is_committed(&path), "there is no journal");
+        let attempt = Attempt(1);
+        let mut journal = Journal::open(&journals, migration).unwrap();
+        for (record, expected) in [
+            (Record::Incomplete { attempt, disks: 1 }, false),
+            (
+                Record::Committed {
+                    attempt,
+                    generation: Generation(2),
+                },
+                true,
+            ),
+            (Record::AllPresent { attempt }, false),
+        ] {
+            fail_point::append(&mut journal, &record).unwrap();
+            assert_eq!(is_committed(&path), expected, "{record:?}");
+        }
     }
 }
