@@ -10,7 +10,7 @@
 //!
 //! An unreadable note is a matter of its export alone: the others are used.
 
-use crate::disks::export_process;
+use crate::disks::{export_process, left_images};
 use crate::host::atomic_file;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::helper::Helper;
@@ -259,6 +259,7 @@ pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
     FrontFolder::open(folder)
         .remove()
         .map_err(io::Error::other)?;
+    left_images::forget(folder)?;
     remove_if_there(&export_process::log(folder))
 }
 

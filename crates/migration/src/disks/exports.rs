@@ -5,6 +5,7 @@
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, Notes, Unreadable};
+use crate::disks::left_images::LeftImage;
 use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
 use crate::limits::peer_claims;
@@ -17,7 +18,7 @@ use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
-use longhaul_storage::disk::{ExportSize, ImageUse};
+use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse};
 use longhaul_storage::file_name;
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
@@ -95,6 +96,9 @@ pub(crate) struct LeftDisk {
     /// Whether it is compared when all of it is at the destination.
     #[serde(default)]
     pub(crate) verify: bool,
+    /// Which image it is; unknown in the note of an older agent.
+    #[serde(default)]
+    pub(crate) identity: Option<ImageIdentity>,
 }
 
 /// How an image is shown to QEMU, and what QEMU would lock of it.
@@ -458,10 +462,18 @@ pub(crate) fn left(
     state: &Path,
     guest: &str,
     migration: MigrationId,
-) -> io::Result<Vec<(LeftDisk, String, PathBuf)>> {
+) -> io::Result<Vec<LeftImage>> {
     let of = |noted: Noted| {
-        let left = noted.note.left.filter(|left| left.migration == migration)?;
-        Some((left, noted.note.disk, noted.note.image))
+        let export = noted.path().to_owned();
+        let Note {
+            left, disk, image, ..
+        } = noted.note;
+        Some(LeftImage {
+            left: left.filter(|left| left.migration == migration)?,
+            disk,
+            image,
+            export,
+        })
     };
     Ok(notes(state, guest)?.into_iter().filter_map(of).collect())
 }
@@ -611,11 +623,20 @@ impl Context {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use crate::host::fail_point;
     use longhaul_protocol::{Attempt, Generation};
     use longhaul_storage::{Journal, Journals};
+
+    /// Notes an export of a disk of which something may be left here.
+    pub(crate) fn note_left(state: &Path, (guest, n): (&str, usize), image: &Path, left: LeftDisk) {
+        let note = Note {
+            left: Some(left),
+            ..note(guest, image)
+        };
+        write(state, n, note);
+    }
 
     fn note(guest: &str, image: &Path) -> Note {
         Note {

@@ -8,6 +8,7 @@ use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::{DiskNodes, Front};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_storage::disk::ImageIdentity;
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
@@ -51,6 +52,7 @@ impl Fronts {
             let device = device.map_err(|why| of_disk(&why))?;
             let nodes = nodes(guest, qmp, &device).await;
             let nodes = nodes.map_err(|error| of_disk(&error))?;
+            let identity = ImageIdentity::of(&disk.disk).map_err(|error| of_disk(&error))?;
             let left = may_be_left(disk).then(|| LeftDisk {
                 migration: sending.migration(),
                 region: disk.spec.id,
@@ -58,6 +60,7 @@ impl Fronts {
                 grows: disk.grows(),
                 digest_key: sending.digest_key().0,
                 verify,
+                identity: Some(identity),
             });
             let (size, image_use) = shown(disk.grows());
             let of = Below {
