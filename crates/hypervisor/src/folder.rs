@@ -5,6 +5,7 @@
 //! STATE/guests/NAME/description.toml   the description that was launched
 //!                   record.toml        the QEMU that runs it
 //!                   settings.json      QEMU's migration settings before a move
+//!                   stopped            exists while a move has stopped the guest
 //!                   qemu.log           QEMU's output
 //!                   run/               sockets; belongs to QEMU's user
 //! ```
@@ -121,6 +122,29 @@ impl GuestFolder {
     /// Returns the path of QEMU's migration settings from before a move changed them.
     pub fn settings(&self) -> PathBuf {
         self.path.join("settings.json")
+    }
+
+    /// Records that a move is about to stop the guest. It need not survive the host: neither does
+    /// the guest.
+    pub fn note_stop(&self) -> io::Result<()> {
+        File::create(self.stop_mark()).map(drop)
+    }
+
+    /// Records that no move has stopped the guest.
+    pub fn forget_stop(&self) -> io::Result<()> {
+        match fs::remove_file(self.stop_mark()) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns whether a move may have stopped the guest.
+    pub fn is_stop_noted(&self) -> bool {
+        self.stop_mark().exists()
+    }
+
+    fn stop_mark(&self) -> PathBuf {
+        self.path.join("stopped")
     }
 
     /// Returns the log of QEMU's standard output and error.

@@ -7,7 +7,7 @@ mod common;
 mod payload;
 
 use common::{MACHINES, does_not_load, emulators, machines};
-use longhaul_hypervisor::memory::{Event, Incoming, Outgoing, Settings, resume};
+use longhaul_hypervisor::memory::{Continuation, Event, Incoming, Outgoing, Settings, resume};
 use payload::{Payload, Qemu, Spec};
 use serde_json::{Value, json};
 use std::path::Path;
@@ -272,10 +272,37 @@ async fn what_somebody_has_set_comes_back() {
             .keep(&kept)
             .unwrap();
         drop(moving);
-        resume(&source.qmp, true).await.unwrap();
+        resume(&source.qmp, Continuation::Running).await.unwrap();
         assert_ne!(settings(&source).await, before);
         Settings::restore_kept(&source.qmp, &kept).await.unwrap();
         assert_eq!(settings(&source).await, before, "{label}: another agent");
         assert!(!kept.exists());
+    }
+}
+
+/// A guest that its owner has paused is left alone; one that the move has stopped runs again.
+#[tokio::test(flavor = "multi_thread")]
+async fn only_a_stop_of_the_move_is_undone() {
+    for (label, path) in emulators() {
+        let spec = Spec::new(&path, machines(&label)[0], Payload::IDLE);
+        let source = Qemu::running(&spec).await;
+        let state = async || source.qmp.query("query-status").await.unwrap()["status"].clone();
+        for (ran, stopped, expected) in [
+            (true, false, "paused"),
+            (true, true, "running"),
+            (false, true, "paused"),
+        ] {
+            source.qmp.query("stop").await.unwrap();
+            let how = Continuation::of(ran, stopped);
+            resume(&source.qmp, how).await.unwrap();
+            assert_eq!(state().await, expected, "{label}: {how:?}");
+        }
+        // The move is aborted while its owner has the guest paused.
+        source.qmp.query("cont").await.unwrap();
+        let (moving, _) = outgoing(&source).await.unwrap();
+        held(&moving).await;
+        source.qmp.query("stop").await.unwrap();
+        moving.abort().await.unwrap();
+        assert_eq!(state().await, "paused", "{label}: aborted");
     }
 }

@@ -5,8 +5,14 @@
 mod common;
 
 use common::{Agent, LIMIT, command, free_address};
+use longhaul_engine::handover::{Record, Side};
+use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
+use longhaul_storage::{Journal, Journals, read_journal};
 use nix::sys::signal::Signal;
 use serde_json::Value;
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -364,4 +370,90 @@ fn a_guest_whose_qemu_is_silent_goes_on_when_it_answers_again() {
     });
     lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
     assert_eq!(paris.guest_state(), "running");
+}
+
+/// Sends a command to the guest's QEMU, as its owner does.
+fn qmp(host: &Host, command: &str) {
+    let socket = host.0.folder.path().join("s/guests/web-7/run/qmp");
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let mut answers = BufReader::new(stream.try_clone().unwrap()).lines();
+    for command in ["qmp_capabilities", command] {
+        writeln!(stream, "{{\"execute\": \"{command}\"}}").unwrap();
+        let answered = answers.find(|line| line.as_ref().unwrap().contains("\"return\""));
+        answered.unwrap().unwrap();
+    }
+}
+
+/// The owner pauses the guest while its agent is down. The next agent gives the move up, and must
+/// not take that for a stop of its own.
+#[test]
+fn a_guest_that_its_owner_has_paused_stays_paused() {
+    let (mut lyon, _paris) = two("source:after-record:began=kill", "");
+    migrate(&lyon);
+    lyon.wait_for_death();
+    qmp(&lyon, "stop");
+    lyon.0.restart();
+    lyon.wait_for("free", Host::is_free);
+    assert_eq!(lyon.guest_state(), "paused", "{}", lyon.0.log());
+}
+
+/// The notes of what is missing of a guest's disks are lost. That is no proof that nothing is: the
+/// source must keep its images.
+#[test]
+fn lost_notes_are_not_taken_for_complete_disks() {
+    let mut paris = Host::start("paris-2", &free_address());
+    paris.0.end(Signal::SIGTERM);
+    let state = paris.0.folder.path().join("s");
+    let attempt = Attempt(1);
+    let arrived = |id: u8, guest: &str, disks: Option<u16>| {
+        let migration = MigrationId([id; 8]);
+        let began = Record::Began {
+            migration,
+            attempt,
+            side: Side::Destination,
+            guest: guest.to_owned(),
+            generation: Generation(6),
+            peer: HostId([7; 32]),
+            peer_name: "lyon-1".to_owned(),
+            paused: false,
+        };
+        let committed = Record::Committed {
+            attempt,
+            generation: Generation(7),
+        };
+        let incomplete = disks.map(|disks| Record::Incomplete { attempt, disks });
+        let journals = Journals::open(&state.join("journal")).unwrap();
+        let mut journal = Journal::open(&journals, migration).unwrap();
+        let records = [Some(began), incomplete, Some(committed)];
+        for record in records.into_iter().flatten() {
+            journal.append(&record).unwrap();
+        }
+        journal.path().to_owned()
+    };
+    let lost = arrived(1, "web-7", Some(2));
+    let damaged = arrived(2, "db-1", Some(1));
+    let whole = arrived(3, "ns-2", None);
+    std::fs::create_dir(state.join("fronts")).unwrap();
+    std::fs::write(state.join("fronts/db-1.0.note"), "{").unwrap();
+    paris.0.restart();
+    let has_all = |journal: &Path| {
+        let entries = read_journal(journal).unwrap().entries;
+        entries
+            .iter()
+            .any(|entry| matches!(entry.record, Record::AllPresent { .. }))
+    };
+    paris.wait_for("all is there", |_| has_all(&whole));
+    for text in [
+        "2 of the 2 disks that may lack blocks have no note",
+        "db-1.0.note",
+        // By then the notes were looked for more than once.
+        "nothing heard from lyon-1",
+    ] {
+        paris.wait_for(text, |paris| {
+            let shown = paris.succeed(&["migrations"]);
+            let words: Vec<_> = shown.split_whitespace().collect();
+            words.join(" ").contains(text)
+        });
+    }
+    assert!(!has_all(&lost) && !has_all(&damaged), "{}", paris.0.log());
 }

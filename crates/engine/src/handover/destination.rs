@@ -346,6 +346,7 @@ impl DestinationState {
             // Peer, Done and Released belong to the source's journals.
             Some(
                 Record::Began { .. }
+                | Record::Incomplete { .. }
                 | Record::Peer { .. }
                 | Record::Released { .. }
                 | Record::Done { .. },
@@ -536,6 +537,20 @@ mod tests {
         let (state, actions) = DestinationState::restore(&[committed()], &TERMS);
         assert_eq!(state, DestinationState::Committed);
         assert_eq!(actions.last(), Some(&DestinationAction::Resume));
+    }
+
+    #[test]
+    fn incomplete_disks_change_nothing_before_the_commit() {
+        let incomplete = Record::Incomplete {
+            attempt: ATTEMPT,
+            disks: 2,
+        };
+        let restore = |records: &[Record]| DestinationState::restore(records, &TERMS);
+        let (state, actions) = restore(std::slice::from_ref(&incomplete));
+        assert!(matches!(state, DestinationState::Aborting { .. }));
+        assert_eq!(actions, [DestinationAction::Quit]);
+        let (state, _) = restore(&[incomplete, committed()]);
+        assert_eq!(state, DestinationState::Committed);
     }
 
     #[test]

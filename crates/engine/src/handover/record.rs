@@ -102,6 +102,14 @@ pub enum Record {
         /// The incarnation of the destination's journals.
         incarnation: Incarnation,
     },
+    /// Destination: disks that may lack blocks when the guest runs here. ALL-PRESENT requires that
+    /// each of them was found complete.
+    Incomplete {
+        /// The attempt.
+        attempt: Attempt,
+        /// How many.
+        disks: u16,
+    },
 }
 
 impl Record {
@@ -118,7 +126,8 @@ impl Record {
             | Record::AllPresent { attempt }
             | Record::Overruled { attempt, .. }
             | Record::Closed { attempt }
-            | Record::Peer { attempt, .. } => *attempt,
+            | Record::Peer { attempt, .. }
+            | Record::Incomplete { attempt, .. } => *attempt,
         }
     }
 }

@@ -267,6 +267,7 @@ impl SourceState {
             Some(
                 Record::Began { .. }
                 | Record::Peer { .. }
+                | Record::Incomplete { .. }
                 | Record::Ready { .. }
                 | Record::Committed { .. }
                 | Record::AllPresent { .. }

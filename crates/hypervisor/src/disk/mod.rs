@@ -353,17 +353,14 @@ async fn has_job(qmp: &Qmp, id: &str) -> Result<bool, QmpError> {
 }
 
 /// Inserts disk exports below disks. Stops the guest where that is necessary, and returns how long
-/// it was stopped. After an error some exports may be in place: [`remove_all`] removes them.
+/// it was stopped. After an error some exports may be in place: [`remove_all`] removes them. A
+/// caller that may die in the middle records beforehand that it stops the guest
+/// ([`insertion_stops`]).
 pub async fn insert_all(
     qmp: &Qmp,
     disks: &[(&DiskNodes, &Front)],
 ) -> Result<Duration, InsertError> {
-    let mut stop = false;
-    for (nodes, _) in disks {
-        stop |= has_thread(qmp, nodes)
-            .await
-            .map_err(InsertError::Refused)??;
-    }
+    let stop = insertion_stops(qmp, disks).await?;
     let insert_each = async || {
         for (nodes, front) in disks {
             insert(qmp, nodes, front).await?;
@@ -381,18 +378,12 @@ pub async fn insert_all(
 
 /// Removes disk exports from below disks. Stops the guest where that is necessary, and returns how
 /// long it was stopped. A caller that may die in the middle records beforehand that it stops the
-/// guest.
+/// guest ([`removal_stops`]).
 pub async fn remove_all(
     qmp: &Qmp,
     disks: &[(&DiskNodes, &Front)],
 ) -> Result<Duration, RemoveError> {
-    let mut stop = false;
-    for (nodes, _) in disks {
-        stop |= nodes.grows
-            || has_thread(qmp, nodes)
-                .await
-                .map_err(RemoveError::Refused)??;
-    }
+    let stop = removal_stops(qmp, disks).await?;
     let remove_each = async || {
         for (nodes, front) in disks {
             remove(qmp, nodes, front).await?;
@@ -408,14 +399,40 @@ pub async fn remove_all(
     .await
 }
 
-/// Runs an operation, with the guest stopped if that is necessary and the guest runs.
+/// Returns whether [`insert_all`] stops the guest as it is now.
+pub async fn insertion_stops(
+    qmp: &Qmp,
+    disks: &[(&DiskNodes, &Front)],
+) -> Result<bool, InsertError> {
+    let mut needed = false;
+    for (nodes, _) in disks {
+        needed |= has_thread(qmp, nodes)
+            .await
+            .map_err(InsertError::Refused)??;
+    }
+    Ok(needed && runs(qmp).await.map_err(InsertError::Refused)?)
+}
+
+/// Returns whether [`remove_all`] stops the guest as it is now.
+pub async fn removal_stops(qmp: &Qmp, disks: &[(&DiskNodes, &Front)]) -> Result<bool, RemoveError> {
+    let mut needed = false;
+    for (nodes, _) in disks {
+        needed |= nodes.grows
+            || has_thread(qmp, nodes)
+                .await
+                .map_err(RemoveError::Refused)??;
+    }
+    Ok(needed && runs(qmp).await.map_err(RemoveError::Refused)?)
+}
+
+/// Runs an operation, with the guest stopped if that is needed.
 async fn stopped<E>(
     qmp: &Qmp,
     needed: bool,
     work: impl AsyncFnOnce() -> Result<(), E>,
     [refused, still_stopped]: [fn(QmpError) -> E; 2],
 ) -> Result<Duration, E> {
-    if !needed || !runs(qmp).await.map_err(refused)? {
+    if !needed {
         work().await?;
         return Ok(Duration::ZERO);
     }

@@ -82,4 +82,4 @@ pub use outgoing::{
 };
 pub(crate) use sampler::Sample;
 pub(crate) use source::is_held_by_ack;
-pub use source::{Settings, SourceError, resume, runs};
+pub use source::{Continuation, Settings, SourceError, resume, runs};

@@ -8,7 +8,7 @@ mod pace;
 use super::guest_memory::{AccessError, GuestMemory};
 use super::reader::{End, Goal, ReadError, Reader, Shared};
 use super::sampler::start_of_last_non_zero;
-use super::source::{self, Before, SourceError};
+use super::source::{self, Before, Continuation, SourceError};
 use crate::qmp::{COMMAND_TIMEOUT, Qmp, QmpError, Version};
 use longhaul_protocol::BlockRange;
 use longhaul_qemu_stream::Prelude;
@@ -246,7 +246,7 @@ impl Outgoing {
         let (connection, prelude) = match connect(qmp, &before, &memory, path).await {
             Ok(connected) => connected,
             Err(error) => {
-                source::resume(qmp, before.running).await?;
+                source::resume(qmp, Continuation::of(before.running, false)).await?;
                 before.restore(qmp).await?;
                 return Err(error);
             }
@@ -368,7 +368,7 @@ impl Outgoing {
         // A closed socket also releases a QEMU that blocks in a write with its big lock held.
         migration.shared().quit();
         migration.close();
-        source::resume(&migration.qmp, migration.before.running).await?;
+        source::resume(&migration.qmp, migration.continuation()).await?;
         migration.before.restore(&migration.qmp).await?;
         Ok(())
     }
@@ -402,6 +402,11 @@ impl Migration {
     fn inner(&self) -> MutexGuard<'_, Inner> {
         // The content is consistent whenever the lock is free.
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns how the guest continues here if the move is aborted now.
+    fn continuation(&self) -> Continuation {
+        Continuation::of(self.before.running, self.inner().stop_ordered)
     }
 
     fn shared(&self) -> Arc<Shared> {

@@ -435,9 +435,33 @@ pub(crate) fn is_over(status: &str) -> bool {
     matches!(status, "none" | "completed" | "failed" | "cancelled")
 }
 
-/// Ends any migration of a source's QEMU, and brings the guest back to running (`run`) or leaves it
-/// stopped. Also for a source whose agent died: before the guest was released, this is sufficient.
-pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
+/// How a guest continues at its source.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Continuation {
+    /// It runs.
+    Running,
+    /// It runs, unless it is paused: only its owner can have paused it.
+    RunningUnlessPaused,
+    /// It is stopped.
+    Stopped,
+}
+
+impl Continuation {
+    /// Returns the continuation of a guest that ran before its move (`ran`), and that the move has
+    /// stopped since (`stopped`).
+    pub fn of(ran: bool, stopped: bool) -> Self {
+        match (ran, stopped) {
+            (true, true) => Self::Running,
+            (true, false) => Self::RunningUnlessPaused,
+            (false, _) => Self::Stopped,
+        }
+    }
+}
+
+/// Ends any migration of a source's QEMU, and lets the guest continue. Also for a source whose
+/// agent died: before the guest was released, this is sufficient.
+pub async fn resume(qmp: &Qmp, how: Continuation) -> Result<(), SourceError> {
+    let run = how != Continuation::Stopped;
     let start = Instant::now();
     let mut status = migration_state(qmp).await?;
     if !is_over(&status) {
@@ -457,6 +481,7 @@ pub async fn resume(qmp: &Qmp, run: bool) -> Result<(), SourceError> {
         let state = run_state(qmp).await?;
         match (state.as_str(), run) {
             ("running", true) | ("paused" | "prelaunch", false) => return Ok(()),
+            ("paused", true) if how == Continuation::RunningUnlessPaused => return Ok(()),
             // It stopped by itself, and only its owner may let it go on.
             ("io-error" | "guest-panicked" | "shutdown" | "suspended", _) => return Ok(()),
             ("running", false) => drop(qmp.query("stop").await?),

@@ -115,11 +115,16 @@ fn is_lost_and_found(mut stage: Stage, moving: Move) {
     fs::rename(stage.image(0), &kept).unwrap();
     fs::write(stage.image(0), vec![0; 1 << 20]).unwrap();
     stage.find(0);
-    let refused = || {
+    let refused = |because: &str| {
         let trouble = stage.said(0).and_then(|said| said.trouble);
-        trouble.is_some_and(|why| why.contains("is not as long as the disk of the guest"))
+        trouble.is_some_and(|why| why.contains(because))
     };
-    assert!(wait_until(LIMIT, refused), "{}", stage.logs());
+    let by_length = || refused("it has another length");
+    assert!(wait_until(LIMIT, by_length), "{}", stage.logs());
+    fs::remove_file(stage.image(0)).unwrap();
+    fs::copy(&kept, stage.image(0)).unwrap();
+    let by_inode = || refused("it is another file");
+    assert!(wait_until(LIMIT, by_inode), "{}", stage.logs());
     fs::rename(&kept, stage.image(0)).unwrap();
     let gone = wait_until(LIMIT, || !stage.image(0).exists());
     assert!(gone, "{:?}\n{}", stage.said(1), stage.logs());

@@ -15,6 +15,7 @@
 //! and is told anew what is missing. The guest waits for nothing but that.
 
 mod connection;
+mod notes;
 mod progress;
 mod verify;
 
@@ -51,7 +52,7 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, block_in_place};
-use tokio::time::{Instant, sleep};
+use tokio::time::Instant;
 
 /// Between two tries to write a record, and to take front ends out.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
@@ -93,6 +94,8 @@ pub(crate) struct Pulling {
     finished: bool,
     retry_at: Instant,
     taken_out: bool,
+    /// Why not all of its disks are known.
+    lost: Option<String>,
     whole_at: Option<Instant>,
     /// Since when the source is not there.
     lost_at: Option<Instant>,
@@ -141,6 +144,7 @@ impl Pulling {
             finished: false,
             retry_at: now,
             taken_out: false,
+            lost: None,
             whole_at: None,
             lost_at: None,
             question: None,
@@ -161,10 +165,7 @@ impl Pulling {
         if let Some(entry) = &self.begun.entry {
             entry.enter(Phase::Finishing);
         }
-        while let Err(error) = self.find() {
-            tracing::error!(guest = self.guest(), %error, "cannot look for its disks");
-            sleep(RETRY_EVERY).await;
-        }
+        self.find();
         self.listen().await;
         drive_destination(&mut self).await;
         while !self.over() {
@@ -221,30 +222,6 @@ impl Pulling {
             () = until(timeout) => Happened::Timeout,
             () = until(Some(again)) => Happened::Retry,
         }
-    }
-
-    /// The disks, as their notes have them.
-    fn find(&mut self) -> io::Result<()> {
-        let state = &self.context.parts.config.state;
-        let ledger = &self.begun.handover.ledger;
-        let found = exports::incomplete(state, &ledger.guest, ledger.migration)?;
-        let fetched = found.into_iter().map(|disk| {
-            let fetched = Fetched {
-                puller: None,
-                missing_blocks: disk.masks.missing_blocks(),
-                waiting: 0,
-                broken: None,
-                unreadable: BTreeSet::new(),
-                whole: false,
-                unwritten: None,
-                disk,
-            };
-            (fetched.disk.masks.region, fetched)
-        });
-        self.disks = fetched.collect();
-        self.disks
-            .values_mut()
-            .try_for_each(Fetched::look_for_unwritten)
     }
 
     /// Connects to those who answer the guest, whose news are then heard; they are told anew.
@@ -497,10 +474,6 @@ impl Pulling {
         }
     }
 
-    fn is_whole(&self) -> bool {
-        self.disks.values().all(|fetched| fetched.whole)
-    }
-
     /// Everything may be here.
     async fn whole(&mut self) {
         self.answer().await;
@@ -518,9 +491,12 @@ impl Pulling {
 
     async fn retry(&mut self) {
         self.retry_at = Instant::now();
+        if self.lost.is_some() {
+            self.find();
+        }
         self.look_and_show();
         self.whole().await;
-        if self.disks.is_empty() {
+        if self.disks.is_empty() && self.lost.is_none() {
             // They were taken out before an earlier agent could write that they were whole.
             self.tell_core(Event::AllPresent).await;
         }

@@ -22,7 +22,7 @@ use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Outcome, Phase, Resolve,
 use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::{Action, Config, Event, FromSource};
 use longhaul_engine::handover::{DestinationState, Record, Terms};
-use longhaul_hypervisor::memory;
+use longhaul_hypervisor::memory::{self, Continuation};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
 use longhaul_storage::{Journal, JournalError};
@@ -296,6 +296,9 @@ impl Remembered {
     fn lacks_blocks(&self) -> bool {
         let ledger = &self.handover.ledger;
         let state = &ledger.context.parts.config.state;
+        if attempt_record::incomplete_disks(&ledger.journal, ledger.terms).is_some() {
+            return true;
+        }
         match exports::incomplete(state, &ledger.guest, ledger.migration) {
             Ok(disks) => !disks.is_empty(),
             Err(error) => {
@@ -359,7 +362,9 @@ impl Remembered {
         }
         if !self.paused {
             let resumed = match found.connect().await {
-                Ok(qmp) => memory::resume(&qmp, true).await.map_err(|e| e.to_string()),
+                Ok(qmp) => memory::resume(&qmp, Continuation::Running)
+                    .await
+                    .map_err(|e| e.to_string()),
                 Err(error) => Err(error.to_string()),
             };
             if let Err(error) = resumed {

@@ -7,8 +7,10 @@
 //! STATE/KIND/NAME.log    what its supervisor and its server say
 //! STATE/KIND/NAME.note   what it was made for
 //! ```
+//!
+//! An unreadable note is a matter of its export alone: the others are used.
 
-use crate::disks::export_process;
+use crate::disks::{export_process, left_images};
 use crate::host::atomic_file;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::helper::Helper;
@@ -16,6 +18,8 @@ use longhaul_storage::files::{RealFiles, create_folder};
 use longhaul_storage::front::{Control, FrontFolder};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use std::borrow::Cow;
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs::{self, File, Permissions};
 use std::io::{self, Read};
@@ -64,10 +68,70 @@ impl FrontError {
     }
 }
 
-/// All notes in a folder, in the order of their names.
-pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Vec<Noted<N>>> {
+/// The notes in a folder, in the order of their names.
+pub(crate) struct Notes<N> {
+    pub(crate) noted: Vec<Noted<N>>,
+    pub(crate) unreadable: Vec<Unreadable>,
+}
+
+/// A note that cannot be read.
+#[derive(Debug)]
+pub(crate) struct Unreadable {
+    folder: PathBuf,
+    why: io::Error,
+}
+
+impl<N> Default for Notes<N> {
+    fn default() -> Self {
+        Self {
+            noted: Vec::new(),
+            unreadable: Vec::new(),
+        }
+    }
+}
+
+impl<N> Notes<N> {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.noted.is_empty() && self.unreadable.is_empty()
+    }
+
+    /// Logs which notes cannot be read, each once.
+    pub(crate) fn log_unreadable(&self, logged: &mut BTreeSet<PathBuf>) {
+        for Unreadable { folder, why } in &self.unreadable {
+            if logged.insert(folder.clone()) {
+                tracing::error!(
+                    export = %folder.display(),
+                    %why,
+                    "a note cannot be read: its disk export stays as it is"
+                );
+            }
+        }
+    }
+}
+
+impl Unreadable {
+    /// The name of its export.
+    pub(crate) fn name(&self) -> Cow<'_, str> {
+        self.folder
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+    }
+
+    pub(crate) fn folder(&self) -> FrontFolder {
+        FrontFolder::open(&self.folder)
+    }
+
+    pub(crate) fn into_error(self) -> io::Error {
+        self.why
+    }
+}
+
+/// All notes in a folder, each for itself.
+pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Notes<N>> {
+    let mut found = Notes::default();
     let entries = match fs::read_dir(above) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(found),
         other => other?,
     };
     let mut folders = Vec::new();
@@ -78,7 +142,15 @@ pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Vec<Noted<N>>> {
         }
     }
     folders.sort();
-    folders.into_iter().map(Noted::read).collect()
+    for folder in folders {
+        match Noted::read(folder.clone()) {
+            Ok(noted) => found.noted.push(noted),
+            // It was removed since.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(why) => found.unreadable.push(Unreadable { folder, why }),
+        }
+    }
+    Ok(found)
 }
 
 /// Makes the folder that front ends and their notes are in.
@@ -97,12 +169,13 @@ impl<N: Note> Noted<N> {
     /// What was noted of the front end of a folder.
     pub(crate) fn read(folder: PathBuf) -> io::Result<Self> {
         let path = note_of(&folder);
+        let of_path =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let mut text = Vec::new();
-        File::open(&path)?
-            .take(NOTE_BYTES_MAX)
-            .read_to_end(&mut text)?;
-        let note = serde_json::from_slice(&text)
-            .map_err(|error| io::Error::other(format!("{}: {error}", path.display())))?;
+        let file = File::open(&path).map_err(of_path)?;
+        let read = file.take(NOTE_BYTES_MAX).read_to_end(&mut text);
+        read.map_err(of_path)?;
+        let note = serde_json::from_slice(&text).map_err(|error| of_path(error.into()))?;
         Ok(Self { note, folder })
     }
 
@@ -180,11 +253,13 @@ impl<N: Note> Noted<N> {
     }
 }
 
-/// Removes the folder of an export of which nothing is noted, if it is there, and its log.
+/// Removes the folder of an export of which nothing is noted, if it is there, and the files beside
+/// it.
 pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
     FrontFolder::open(folder)
         .remove()
         .map_err(io::Error::other)?;
+    left_images::forget(folder)?;
     remove_if_there(&export_process::log(folder))
 }
 
@@ -222,6 +297,24 @@ mod tests {
 
         fn disk(&self) -> String {
             "vda".to_owned()
+        }
+    }
+
+    #[test]
+    fn an_unreadable_note_is_its_own_exports_matter() {
+        let above = tempfile::tempdir().unwrap();
+        let folder = |name: &str| above.path().join(name);
+        Noted::new(folder("db-1.0"), Some).write().unwrap();
+        Noted::new(folder("web-7.0"), Some).write().unwrap();
+        for wrong in ["", "{", "{\"more\":1}", &"x".repeat(100 << 10)] {
+            fs::write(folder("db-1.0.note"), wrong).unwrap();
+            let found = notes::<Some>(above.path()).unwrap();
+            assert_eq!(found.noted.len(), 1, "{wrong:.20}");
+            assert_eq!(found.noted[0].path(), folder("web-7.0"));
+            assert_eq!(found.unreadable.len(), 1);
+            assert_eq!(found.unreadable[0].name(), "db-1.0");
+            let why = found.unreadable.into_iter().next().unwrap().into_error();
+            assert!(why.to_string().contains("db-1.0.note"), "{why}");
         }
     }
 

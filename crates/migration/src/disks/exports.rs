@@ -4,22 +4,27 @@
 //! What is noted of them is in STATE/fronts, by guest and number ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
-use crate::disks::{export_notes, qcow2};
+use crate::disks::export_notes::{self, Notes, Unreadable};
+use crate::disks::left_images::LeftImage;
+use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
+use crate::limits::peer_claims;
 use crate::status::registry::Taken;
-use longhaul_hypervisor::disk::{self, DiskNodes, Front};
+use longhaul_engine::handover::{Record, Side};
+use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::helper::Helper;
 use longhaul_hypervisor::qmp::{COMMAND_TIMEOUT, Qmp};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
-use longhaul_storage::disk::{ExportSize, ImageUse};
+use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse};
 use longhaul_storage::file_name;
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::fs;
 use std::io;
@@ -55,9 +60,9 @@ pub(crate) struct Note {
     /// The supervisor.
     #[serde(default)]
     helper: Option<Helper>,
-    /// The guest ran when the front end was about to be taken out: QEMU may be stopped for that.
-    #[serde(default)]
-    runs: bool,
+    /// The agent stops the guest for a moment, and has not resumed it yet.
+    #[serde(default, rename = "runs")]
+    stops: bool,
     /// How it comes: a part of it may still be at the source.
     #[serde(default)]
     arriving: Option<Coming>,
@@ -91,6 +96,9 @@ pub(crate) struct LeftDisk {
     /// Whether it is compared when all of it is at the destination.
     #[serde(default)]
     pub(crate) verify: bool,
+    /// Which image it is; unknown in the note of an older agent.
+    #[serde(default)]
+    pub(crate) identity: Option<ImageIdentity>,
 }
 
 /// How an image is shown to QEMU, and what QEMU would lock of it.
@@ -135,11 +143,21 @@ pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join("fronts")
 }
 
-/// The notes of a guest, or of all guests.
-fn notes(state: &Path, guest: Option<&str>) -> io::Result<Vec<Noted>> {
-    let mut found = export_notes::notes::<Note>(&folder(state))?;
-    found.retain(|noted| guest.is_none_or(|guest| noted.note.guest == guest));
-    Ok(found)
+/// The notes of all guests.
+fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
+    export_notes::notes(&folder(state))
+}
+
+/// The notes of a guest: an error where one of them cannot be read.
+fn notes(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
+    let Notes { noted, unreadable } = all_notes(state)?;
+    let is_of = |name: &str| name.rsplit_once('.').is_some_and(|(of, _)| of == guest);
+    let mut unreadable = unreadable.into_iter();
+    if let Some(one) = unreadable.find(|one| is_of(&one.name())) {
+        return Err(one.into_error());
+    }
+    let of = |noted: &Noted| noted.note.guest == guest;
+    Ok(noted.into_iter().filter(of).collect())
 }
 
 impl Noted {
@@ -229,7 +247,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         node: format!("lh-{}", &random_name()?[..16]),
         export: export.clone(),
         helper: None,
-        runs: false,
+        stops: false,
         arriving: below.arriving,
         left: below.left,
     };
@@ -253,10 +271,12 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
 /// Takes out what stands below the disks of a guest that stays here, if anything does.
 pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(), FrontError> {
     let of_guest = |why: &dyn Display| FrontError::new("", why);
-    let mut noted = notes(state, Some(guest.name())).map_err(|error| of_guest(&error))?;
+    let mut noted = notes(state, guest.name()).map_err(|error| of_guest(&error))?;
     if noted.is_empty() {
         return Ok(());
     }
+    // An earlier try has stopped the guest, and did not resume it.
+    let was_stopped = noted.iter().any(|noted| noted.note.stops);
     let status = qmp.query("query-status").await;
     let status = status.map_err(|error| of_guest(&error))?;
     let runs = status["running"].as_bool().unwrap_or(false);
@@ -269,23 +289,28 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
             None => nodes(guest, qmp, &noted.note.device).await,
         };
         below.push((nodes.map_err(|error| noted.error(&error))?, noted.front()));
-        noted.note.runs |= runs;
-        noted.write().map_err(|error| noted.error(&error))?;
     }
     for noted in &noted {
         let given = block_in_place(|| noted.control().give_locks());
         given.map_err(|error| noted.error(&error))?;
     }
     let pairs: Vec<_> = below.iter().map(|(nodes, front)| (nodes, front)).collect();
+    let stops = disk::removal_stops(qmp, &pairs).await;
+    let stops = stops.map_err(|error| of_guest(&error))?;
+    if runs || stops {
+        note_stop(&mut noted, stops)?;
+    }
     let removed = disk::remove_all(qmp, &pairs).await;
+    if stops && !matches!(removed, Err(RemoveError::Stopped(_))) {
+        note_stop(&mut noted, false)?;
+    }
     let still = removed.map_err(|error| of_guest(&error))?;
     tracing::info!(
         guest = guest.name(),
         ?still,
         "its disks are used directly again"
     );
-    let stands_still = !runs && noted.iter().any(|noted| noted.note.runs);
-    if stands_still && status["status"] == "paused" {
+    if was_stopped && !runs && status["status"] == "paused" {
         let woken = qmp.execute("cont", serde_json::json!({}), COMMAND_TIMEOUT);
         woken.await.map_err(|error| of_guest(&error))?;
     }
@@ -294,6 +319,51 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
         noted.remove()?;
     }
     Ok(())
+}
+
+/// Notes whether the agent is about to stop a guest: the next agent resumes it, and one that its
+/// owner has paused it does not.
+fn note_stop(noted: &mut [Noted], stops: bool) -> Result<(), FrontError> {
+    for noted in noted {
+        if noted.note.stops != stops {
+            noted.note.stops = stops;
+            noted.write().map_err(|error| noted.error(&error))?;
+        }
+    }
+    Ok(())
+}
+
+/// Whether an agent may have stopped a guest to change what is below its disks. True where that is
+/// not known.
+pub(crate) fn are_stopping(state: &Path, guest: &str) -> bool {
+    match notes(state, guest) {
+        Ok(noted) => noted.iter().any(|noted| noted.note.stops),
+        Err(error) => {
+            tracing::error!(guest, %error, "cannot look for its disk exports");
+            true
+        }
+    }
+}
+
+/// Inserts disk exports below the disks of a running guest, and returns how long it was stopped for
+/// that.
+pub(crate) async fn insert_all(
+    qmp: &Qmp,
+    noted: &mut [Noted],
+    nodes: &[DiskNodes],
+) -> Result<(Vec<Front>, Duration), FrontError> {
+    let of_guest = |why: &dyn Display| FrontError::new("", why);
+    let fronts: Vec<Front> = noted.iter().map(Noted::front).collect();
+    let pairs: Vec<_> = nodes.iter().zip(&fronts).collect();
+    let stops = disk::insertion_stops(qmp, &pairs).await;
+    let stops = stops.map_err(|error| of_guest(&error))?;
+    note_stop(noted, stops)?;
+    let inserted = disk::insert_all(qmp, &pairs).await;
+    if !matches!(inserted, Err(InsertError::Stopped(_))) {
+        note_stop(noted, false)?;
+    }
+    let still = inserted.map_err(|error| of_guest(&error))?;
+    Ok((fronts, still))
 }
 
 /// A disk that comes, and where its image was made.
@@ -357,30 +427,32 @@ pub(crate) struct Incomplete {
     pub(crate) digest_key: [u8; 32],
 }
 
-/// The disks of a guest that a migration has brought, as far as their source has said what it had
-/// left.
+/// The disks that a migration has brought, of a guest that runs here: their missing blocks were
+/// noted before.
 pub(crate) fn incomplete(
     state: &Path,
     guest: &str,
     migration: MigrationId,
 ) -> io::Result<Vec<Incomplete>> {
     let mut found = Vec::new();
-    for noted in notes(state, Some(guest))? {
+    for noted in notes(state, guest)? {
         let Some(coming) = noted.note.arriving.filter(|one| one.migration == migration) else {
             continue;
         };
         let folder = noted.folder();
-        let masks = Masks::read(&folder.stored_masks()).map_err(io::Error::other)?;
-        if let Some(masks) = masks {
-            found.push(Incomplete {
-                name: noted.note.disk,
-                image: noted.note.image,
-                pulled: coming.pulled,
-                folder,
-                masks,
-                digest_key: coming.digest_key,
-            });
-        }
+        let stored = folder.stored_masks();
+        let masks = Masks::read(&stored).map_err(io::Error::other)?;
+        let masks = masks.ok_or_else(|| {
+            io::Error::other(format!("{}: the file is missing", stored.display()))
+        })?;
+        found.push(Incomplete {
+            name: noted.note.disk,
+            image: noted.note.image,
+            pulled: coming.pulled,
+            folder,
+            masks,
+            digest_key: coming.digest_key,
+        });
     }
     Ok(found)
 }
@@ -390,21 +462,26 @@ pub(crate) fn left(
     state: &Path,
     guest: &str,
     migration: MigrationId,
-) -> io::Result<Vec<(LeftDisk, String, PathBuf)>> {
+) -> io::Result<Vec<LeftImage>> {
     let of = |noted: Noted| {
-        let left = noted.note.left.filter(|left| left.migration == migration)?;
-        Some((left, noted.note.disk, noted.note.image))
+        let export = noted.path().to_owned();
+        let Note {
+            left, disk, image, ..
+        } = noted.note;
+        Some(LeftImage {
+            left: left.filter(|left| left.migration == migration)?,
+            disk,
+            image,
+            export,
+        })
     };
-    Ok(notes(state, Some(guest))?
-        .into_iter()
-        .filter_map(of)
-        .collect())
+    Ok(notes(state, guest)?.into_iter().filter_map(of).collect())
 }
 
 /// Has somebody answer for a guest's disks, and hold their images' locks, also after the host was
 /// started anew.
 pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), FrontError> {
-    let noted = notes(state, Some(guest)).map_err(|error| FrontError::new("", &error))?;
+    let noted = notes(state, guest).map_err(|error| FrontError::new("", &error))?;
     for mut noted in noted {
         noted.keep_answering().await?;
     }
@@ -414,7 +491,7 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
 /// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what
 /// is left of its disks is set aside.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
-    let noted = match notes(state, Some(guest)) {
+    let noted = match notes(state, guest) {
         Ok(noted) => noted,
         Err(error) => {
             return tracing::error!(guest, %error, "cannot look for its front ends");
@@ -429,26 +506,46 @@ pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
 
 /// Whether a disk of a guest is still reached through a front end that uses this image.
 pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
-    let noted = notes(state, None)?;
-    Ok(noted.iter().any(|noted| noted.note.image == image))
+    let Notes { noted, unreadable } = all_notes(state)?;
+    let by_note = noted.iter().any(|noted| noted.note.image == image);
+    // An export without its description serves no image.
+    let described = |one: &Unreadable| one.folder().spec().is_ok_and(|spec| spec.image == image);
+    Ok(by_note || unreadable.iter().any(described))
+}
+
+/// Whether the last record of a journal that is there gives the guest to the destination.
+fn is_committed(journal: &Path) -> bool {
+    match peer_claims::records(journal) {
+        Ok(records) => records.last().is_some_and(|record| match record {
+            Record::Committed { .. } => true,
+            Record::Overruled { run_on, .. } => *run_on == Side::Destination,
+            _ => false,
+        }),
+        // Its agent does not start with it.
+        Err(_) => true,
+    }
 }
 
 impl Context {
     /// Takes out what still stands below the disks of guests that no migration is busy with: what
     /// an earlier agent has left, or could not be taken out.
-    pub(crate) async fn sweep_fronts(&self) -> bool {
+    async fn sweep_fronts(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
         let state = &self.parts.config.state;
-        let found = match notes(state, None) {
+        let found = match all_notes(state) {
             Ok(found) => found,
             Err(error) => {
                 tracing::error!(%error, "cannot look for front ends of disks");
                 return false;
             }
         };
-        let done = found.into_iter().filter(|noted| !self.comes_yet(noted));
+        found.log_unreadable(logged);
+        let mut clean = found.unreadable.is_empty();
+        let done = found
+            .noted
+            .into_iter()
+            .filter(|noted| !self.comes_yet(noted));
         let mut guests: Vec<String> = done.map(|noted| noted.note.guest).collect();
         guests.dedup();
-        let mut clean = true;
         for guest in guests {
             let Ok(_reservation) = self.registry.take(&guest, Taken::Locally) else {
                 clean = false;
@@ -469,10 +566,11 @@ impl Context {
         };
         let masks = Masks::read(&noted.folder().stored_masks()).ok().flatten();
         let is_compared = !noted.folder().unwritten_masks().exists();
-        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
-            return false;
-        }
         let journal = self.parts.config.state.join("journal");
+        if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
+            // It is the proof that nothing is missing, until that is recorded.
+            return is_committed(&journal.join(file_name(coming.migration)));
+        }
         let right = self.rights.get(&noted.note.guest).ok().flatten();
         let ours = right.is_some_and(|right| right.holder == longhaul_storage::Holder::Here);
         ours || journal.join(file_name(coming.migration)).exists()
@@ -482,7 +580,7 @@ impl Context {
     pub(crate) async fn sweep_fronts_of(&self, guest: &str) -> Result<(), FrontError> {
         let state = &self.parts.config.state;
         let of_guest = |why: &dyn Display| FrontError::new("", why);
-        let left = notes(state, Some(guest)).map_err(|error| of_guest(&error))?;
+        let left = notes(state, guest).map_err(|error| of_guest(&error))?;
         if left.is_empty() {
             return Ok(());
         }
@@ -513,12 +611,144 @@ impl Context {
     pub(crate) fn sweep_fronts_for_ever(self: &Arc<Self>) {
         let context = self.clone();
         tokio::spawn(async move {
+            let mut logged = BTreeSet::new();
             loop {
                 context.exports_left.notified().await;
-                while !context.sweep_fronts().await {
+                while !context.sweep_fronts(&mut logged).await {
                     sleep(AGAIN_EVERY).await;
                 }
             }
         });
+    }
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::host::fail_point;
+    use longhaul_protocol::{Attempt, Generation};
+    use longhaul_storage::{Journal, Journals};
+
+    /// Notes an export of a disk of which something may be left here.
+    pub(crate) fn note_left(state: &Path, (guest, n): (&str, usize), image: &Path, left: LeftDisk) {
+        let note = Note {
+            left: Some(left),
+            ..note(guest, image)
+        };
+        write(state, n, note);
+    }
+
+    fn note(guest: &str, image: &Path) -> Note {
+        Note {
+            guest: guest.to_owned(),
+            disk: "vda".to_owned(),
+            image: image.to_owned(),
+            device: "/machine/x".to_owned(),
+            nodes: None,
+            node: "lh-x".to_owned(),
+            export: "x".repeat(32),
+            helper: None,
+            stops: false,
+            arriving: None,
+            left: None,
+        }
+    }
+
+    fn write(state: &Path, n: usize, note: Note) -> Noted {
+        export_notes::create_above(&folder(state)).unwrap();
+        let folder = folder(state).join(format!("{}.{n}", note.guest));
+        let noted = Noted::new(folder, note);
+        noted.write().unwrap();
+        noted
+    }
+
+    #[test]
+    fn an_unreadable_note_costs_only_its_own_guest() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let (image, other) = (Path::new("/srv/web-7.raw"), Path::new("/srv/db.1.raw"));
+        write(state, 0, note("web-7", image));
+        let damaged = write(state, 0, note("db.1", other));
+        let spec = FrontSpec {
+            image: other.to_owned(),
+            size: ExportSize::OfFile,
+            locks: None,
+            name: ExportName::new("x".repeat(32)).unwrap(),
+            qemu_uid: None,
+            arriving: false,
+            fetched: None,
+        };
+        FrontFolder::create(damaged.path(), &spec).unwrap();
+        fs::write(folder(state).join("db.1.0.note"), "{").unwrap();
+        assert_eq!(notes(state, "web-7").unwrap().len(), 1);
+        assert!(notes(state, "db").unwrap().is_empty());
+        let why = notes(state, "db.1").err().unwrap().to_string();
+        assert!(why.contains("db.1.0.note"), "{why}");
+        assert!(are_stopping(state, "db.1") && !are_stopping(state, "web-7"));
+        // Its export still uses its image, and no other one.
+        assert!(uses(state, other).unwrap() && uses(state, image).unwrap());
+        assert!(!uses(state, Path::new("/srv/free.raw")).unwrap());
+    }
+
+    #[test]
+    fn a_disk_is_known_only_with_what_is_missing_of_it() {
+        let state = tempfile::tempdir().unwrap();
+        let state = state.path();
+        let migration = MigrationId([7; 8]);
+        let coming = Coming {
+            migration,
+            digest_key: [1; 32],
+            pulled: Pulled::Often,
+        };
+        let note = Note {
+            arriving: Some(coming),
+            ..note("web-7", Path::new("/srv/web-7.raw"))
+        };
+        let noted = write(state, 0, note);
+        let found = || incomplete(state, "web-7", migration);
+        let why = found().err().unwrap().to_string();
+        assert!(why.contains("masks"), "{why}");
+        let stored = noted.folder().stored_masks();
+        fs::create_dir_all(stored.parent().unwrap()).unwrap();
+        let masks = Masks {
+            region: RegionId(1),
+            blocks: 64,
+            boot: [0; 16],
+            missing: Vec::new(),
+        };
+        masks.write(&stored).unwrap();
+        assert_eq!(found().unwrap().len(), 1);
+        fs::write(&stored, "LHMASKS1").unwrap();
+        assert!(found().is_err());
+        assert!(
+            incomplete(state, "web-7", MigrationId([8; 8]))
+                .unwrap()
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn an_export_proves_that_nothing_is_missing_until_that_is_recorded() {
+        let state = tempfile::tempdir().unwrap();
+        let migration = MigrationId([7; 8]);
+        let journals = Journals::open(state.path()).unwrap();
+        let path = state.path().join(file_name(migration));
+        assert!(!is_committed(&path), "there is no journal");
+        let attempt = Attempt(1);
+        let mut journal = Journal::open(&journals, migration).unwrap();
+        for (record, expected) in [
+            (Record::Incomplete { attempt, disks: 1 }, false),
+            (
+                Record::Committed {
+                    attempt,
+                    generation: Generation(2),
+                },
+                true,
+            ),
+            (Record::AllPresent { attempt }, false),
+        ] {
+            fail_point::append(&mut journal, &record).unwrap();
+            assert_eq!(is_committed(&path), expected, "{record:?}");
+        }
     }
 }

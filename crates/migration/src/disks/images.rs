@@ -411,7 +411,7 @@ fn fate_by(records: &[Record]) -> Option<Fate> {
                 longhaul_engine::handover::Side::Destination => Fate::Stay,
                 longhaul_engine::handover::Side::Source => Fate::Open,
             },
-            Record::Peer { .. } | Record::Closed { .. } => continue,
+            Record::Peer { .. } | Record::Incomplete { .. } | Record::Closed { .. } => continue,
         });
     }
     fate

@@ -5,7 +5,7 @@
 //! of their ids ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
-use crate::disks::export_notes::{self, FrontError};
+use crate::disks::export_notes::{self, FrontError, Notes};
 use crate::disks::exports::random_name;
 use crate::host::base_images;
 use crate::status::registry::Taken;
@@ -19,7 +19,7 @@ use longhaul_storage::disk::ExportSize;
 use longhaul_storage::front::{Fetched, FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
 use serde::{Deserialize, Serialize};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -107,7 +107,7 @@ fn folder_of(state: &Path, id: ImageId) -> PathBuf {
     all(state).join(name)
 }
 
-fn notes(state: &Path) -> io::Result<Vec<Noted>> {
+fn notes(state: &Path) -> io::Result<Notes<Note>> {
     export_notes::notes(&all(state))
 }
 
@@ -119,7 +119,7 @@ pub(crate) fn has_room(state: &Path, id: ImageId, disks: usize) -> bool {
 
 /// How far the base images have come that a guest's disks stand on, in words.
 pub fn of_guest(state: &Path, guest: &str) -> Option<String> {
-    let noted = notes(state).ok()?;
+    let noted = notes(state).ok()?.noted;
     let of = |noted: &Noted| noted.note.disks.iter().any(|user| user.guest == guest);
     let texts: Vec<String> = noted.iter().filter(|noted| of(noted)).map(words).collect();
     (!texts.is_empty()).then(|| texts.join("; "))
@@ -243,8 +243,9 @@ impl Context {
         }
         let context = self.clone();
         tokio::spawn(async move {
+            let mut logged = BTreeSet::new();
             loop {
-                context.sweep_coming().await;
+                context.sweep_coming(&mut logged).await;
                 let held = context.coming.notes.lock().await;
                 if notes(&context.parts.config.state).is_ok_and(|left| left.is_empty()) {
                     // Whoever notes something from now on begins anew.
@@ -257,14 +258,15 @@ impl Context {
         });
     }
 
-    async fn sweep_coming(self: &Arc<Self>) {
+    async fn sweep_coming(self: &Arc<Self>, logged: &mut BTreeSet<PathBuf>) {
         let found = match notes(&self.parts.config.state) {
             Ok(found) => found,
             Err(error) => {
                 return tracing::error!(%error, "cannot look for base images that come");
             }
         };
-        for noted in found {
+        found.log_unreadable(logged);
+        for noted in found.noted {
             let id = noted.note.image;
             self.say_trouble(&noted);
             if let Err(error) = self.sweep_base(noted).await {
@@ -396,12 +398,17 @@ mod tests {
         assert!(has_room(state, id, DISKS_MAX) && !has_room(state, id, DISKS_MAX + 1));
         let noted = note(state, id, DISKS_MAX - 1);
         assert!(has_room(state, id, 1) && !has_room(state, id, 2));
-        let read = notes(state).unwrap();
+        let read = notes(state).unwrap().noted;
         assert_eq!(read[0].note.image, id);
         assert_eq!(read[0].note.disks, noted.note.disks);
         for wrong in ["{", "{\"image\":\"7\"}", &"x".repeat(100 << 10)] {
             fs::write(noted.path().with_extension("note"), wrong).unwrap();
-            assert!(notes(state).is_err(), "{wrong:.20}");
+            let found = notes(state).unwrap();
+            assert_eq!(
+                (found.noted.len(), found.unreadable.len()),
+                (0, 1),
+                "{wrong:.20}"
+            );
         }
     }
 

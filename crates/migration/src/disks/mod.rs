@@ -7,6 +7,7 @@ mod export_process;
 pub(crate) mod exports;
 pub(crate) mod images;
 pub(crate) mod lazy_base_images;
+pub(crate) mod left_images;
 pub(crate) mod qcow2;
 
 use crate::host::atomic_file;

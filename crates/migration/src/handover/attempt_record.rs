@@ -126,6 +126,17 @@ pub(crate) fn of_attempt(journal: &Journal, terms: Terms) -> Vec<Record> {
         .collect()
 }
 
+/// The number of disks that must be found complete before nothing of the attempt's guest is needed
+/// at the source any more. None in the journal of an older agent, and where each disk came as a
+/// whole.
+pub(crate) fn incomplete_disks(journal: &Journal, terms: Terms) -> Option<usize> {
+    let records = of_attempt(journal, terms);
+    records.iter().find_map(|record| match record {
+        Record::Incomplete { disks, .. } => Some(usize::from(*disks)),
+        _ => None,
+    })
+}
+
 /// Why an attempt was given up, as its records tell.
 pub(crate) fn abort_reason(records: &[Record]) -> String {
     let reason = records.iter().rev().find_map(|record| match record {

@@ -66,8 +66,9 @@ named! { Record in RECORDS by record_name:
     AllPresent "all-present" [Destination],
     Overruled "overruled" [Source Destination],
     Closed "closed" [Source Destination],
-    // Written with BEGAN, and has no points of its own.
+    // Written with BEGAN, and have no points of their own.
     Peer "peer" [],
+    Incomplete "incomplete" [],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:

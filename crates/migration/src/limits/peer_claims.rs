@@ -20,7 +20,10 @@ pub(crate) fn only_aborted_arrivals(records: &[Record]) -> bool {
     records.last().is_none_or(ended)
         && records.iter().all(|record| match record {
             Record::Began { side, .. } => *side == Side::Destination,
-            Record::Ready { .. } | Record::Aborted { .. } | Record::Closed { .. } => true,
+            Record::Incomplete { .. }
+            | Record::Ready { .. }
+            | Record::Aborted { .. }
+            | Record::Closed { .. } => true,
             _ => false,
         })
 }

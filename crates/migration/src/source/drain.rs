@@ -1,7 +1,7 @@
 //! What of a departed guest's disks is still here: sent as the destination asks for it, until it
 //! has everything.
 
-use crate::disks::{blocks_of, exports};
+use crate::disks::{exports, left_images};
 use crate::source::convergence;
 use crate::source::sender::{Content, Encoding, Line, Sending};
 use crate::source::verify::{Checked, Image, Rest};
@@ -13,7 +13,7 @@ use longhaul_engine::strategy::Strategy;
 use longhaul_protocol::limits::RANGES_MAX;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, MigrationId, RegionId, RegionSpec};
-use longhaul_storage::disk::{Disk as _, RawDisk};
+use longhaul_storage::disk::RawDisk;
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
@@ -69,11 +69,11 @@ pub(crate) fn left(
     migration: MigrationId,
 ) -> io::Result<Option<Draining>> {
     let mut left = exports::left(state, guest, migration)?;
-    left.sort_by_key(|(left, ..)| left.region);
-    let Some((first, ..)) = left.first() else {
+    left.sort_by_key(|image| image.left.region);
+    let Some(first) = left.first() else {
         return Ok(None);
     };
-    let (first, key) = (first.region, DigestKey(first.digest_key));
+    let (first, key) = (first.left.region, DigestKey(first.left.digest_key));
     let wish = convergence::wish(&Convergence::default(), Duration::ZERO);
     let engine = Source::new(Strategy::PRECOPY, &[], wish, Duration::ZERO);
     let mut engine = engine.map_err(io::Error::other)?;
@@ -89,27 +89,15 @@ pub(crate) fn left(
         other.map_err(io::Error::other)?;
     }
     let mut images = Vec::new();
-    for (n, (left, name, image)) in left.iter().enumerate() {
-        let spec = spec(first.0 + n as u16, name, left.blocks);
-        if spec.id != left.region {
+    for (n, image) in left.iter().enumerate() {
+        let spec = spec(first.0 + n as u16, &image.disk, image.left.blocks);
+        if spec.id != image.left.region {
             return Err(io::Error::other("its disks are not those of its move"));
         }
         engine
             .add(&spec, Strategy::POSTCOPY)
             .map_err(io::Error::other)?;
-        let disk = RawDisk::open_to_read(image).map_err(io::Error::other)?;
-        let blocks = blocks_of(disk.size_bytes());
-        let fits = match left.grows {
-            true => blocks <= left.blocks,
-            false => blocks == left.blocks,
-        };
-        if !fits {
-            let text = format!(
-                "{} is not as long as the disk of the guest that has left: is it another one?",
-                image.display()
-            );
-            return Err(io::Error::other(text));
-        }
+        let disk = image.open()?;
         let disk = Arc::new(disk);
         images.push(Image { spec, disk });
     }
@@ -122,7 +110,9 @@ pub(crate) fn left(
     let checked = Checked::of(images.iter().map(|image| &image.spec));
     let of = (migration, key);
     let sending = Sending::new(engine, of, content, encoding, first, checked);
-    let verify = left.iter().all(|(left, ..)| left.verify);
+    let verify = left.iter().all(|image| image.left.verify);
+    // An agent may have died before it had done so.
+    left_images::note_content(state, guest, migration);
     Ok(Some(Draining::begin(&sending, images, verify)))
 }
 
@@ -310,5 +300,50 @@ impl Draining {
             })
         });
         said.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disks::exports::{LeftDisk, tests::note_left};
+    use longhaul_storage::disk::ImageIdentity;
+    use std::fs;
+
+    /// A file of the same length, under the same path, may be a backup or a template.
+    #[tokio::test(flavor = "multi_thread")]
+    async fn nothing_is_sent_of_another_image_than_the_guest_has_left() {
+        let folder = tempfile::tempdir().unwrap();
+        let (state, migration) = (folder.path(), MigrationId([7; 8]));
+        let (image, own) = (state.join("disk.raw"), state.join("own.raw"));
+        let bytes = 256 * BLOCK_SIZE;
+        fs::write(&image, vec![1; bytes]).unwrap();
+        let disk = RawDisk::open_to_read(&image).unwrap();
+        let note = LeftDisk {
+            migration,
+            region: RegionId(1),
+            blocks: 256,
+            grows: false,
+            digest_key: [1; 32],
+            verify: false,
+            identity: Some(ImageIdentity::of(&disk).unwrap()),
+        };
+        note_left(state, ("web-7", 0), &image, note);
+        let found = || left(state, "web-7", migration);
+        assert!(found().unwrap().is_some());
+
+        fs::rename(&image, &own).unwrap();
+        fs::write(&image, vec![2; bytes]).unwrap();
+        let why = found().err().unwrap().to_string();
+        assert!(why.contains("is not the image"), "{why}");
+        fs::rename(&own, &image).unwrap();
+        assert!(found().unwrap().is_some());
+
+        // In place it is another one, too.
+        fs::write(&image, vec![2; bytes]).unwrap();
+        let why = found().err().unwrap().to_string();
+        assert!(why.contains("its content at byte 0 has changed"), "{why}");
+        fs::write(&image, vec![1; bytes]).unwrap();
+        assert!(found().unwrap().is_some());
     }
 }

@@ -1,13 +1,14 @@
 //! The front ends of a guest that leaves: put below its disks, and heard of while it moves.
 
-use crate::disks::exports::{Below, FrontError, LeftDisk, device, make, nodes, shown};
+use crate::disks::exports::{Below, FrontError, LeftDisk, device, insert_all, make, nodes, shown};
 use crate::source::local_disks::{LocalDisk, may_be_left};
 use crate::source::sender::Sending;
 use crate::source::write_tracker::Watch;
 use longhaul_api::{ApiError, ErrorCode};
-use longhaul_hypervisor::disk::{self, DiskNodes, Front};
+use longhaul_hypervisor::disk::{DiskNodes, Front};
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::qmp::Qmp;
+use longhaul_storage::disk::ImageIdentity;
 use std::fmt::Display;
 use std::path::Path;
 use std::sync::Arc;
@@ -43,12 +44,15 @@ impl Fronts {
         (sending, verify): (&Arc<Sending>, bool),
     ) -> Result<Self, FrontError> {
         let mut fronts = Self::none();
+        let mut all_noted = Vec::new();
+        let mut all_nodes = Vec::new();
         for (n, disk) in disks.iter().enumerate() {
             let of_disk = |why: &dyn Display| FrontError::new(&disk.spec.name, why);
             let device = device(guest.description(), &disk.spec.name);
             let device = device.map_err(|why| of_disk(&why))?;
             let nodes = nodes(guest, qmp, &device).await;
             let nodes = nodes.map_err(|error| of_disk(&error))?;
+            let identity = ImageIdentity::of(&disk.disk).map_err(|error| of_disk(&error))?;
             let left = may_be_left(disk).then(|| LeftDisk {
                 migration: sending.migration(),
                 region: disk.spec.id,
@@ -56,6 +60,7 @@ impl Fronts {
                 grows: disk.grows(),
                 digest_key: sending.digest_key().0,
                 verify,
+                identity: Some(identity),
             });
             let (size, image_use) = shown(disk.grows());
             let of = Below {
@@ -72,12 +77,11 @@ impl Fronts {
             let watch = Watch::begin(disk, &noted.folder(), sending);
             fronts.watches.push(watch.map_err(|error| of_disk(&error))?);
             noted.supervise().await?;
-            fronts.below.push((nodes, noted.front()));
+            all_noted.push(noted);
+            all_nodes.push(nodes);
         }
-        let below = fronts.below.iter();
-        let pairs: Vec<_> = below.map(|(nodes, front)| (nodes, front)).collect();
-        let inserted = disk::insert_all(qmp, &pairs).await;
-        let still = inserted.map_err(|error| FrontError::new("", &error))?;
+        let (all_fronts, still) = insert_all(qmp, &mut all_noted, &all_nodes).await?;
+        fronts.below = all_nodes.into_iter().zip(all_fronts).collect();
         tracing::info!(
             guest = guest.name(),
             ?still,

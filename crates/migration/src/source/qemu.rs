@@ -216,6 +216,7 @@ impl Outbound {
             .map_err(OutgoingError::from)?;
         let kept = self.guest.folder().settings();
         settings.keep(&kept).map_err(OutgoingError::from)?;
+        self.log("forget a stop", self.guest.folder().forget_stop());
         let started = Outgoing::start(&self.qmp, self.memory.clone(), &path, slow_at_most);
         let (outgoing, prelude) = started.await?;
         self.prelude = prelude.bytes;
@@ -318,11 +319,16 @@ impl Outbound {
             outgoing.complete_early().await?;
             fail_point::after_convergence();
         }
+        let noted = self.guest.folder().note_stop();
         let frozen = match outgoing.freeze().await {
             Ok(frozen) => frozen,
-            Err(OutgoingError::Restarted) => return Ok(None),
+            Err(OutgoingError::Restarted) => {
+                self.log("forget a stop", self.guest.folder().forget_stop());
+                return Ok(None);
+            }
             Err(error) => return Err(error.into()),
         };
+        self.log("note a stop", noted);
         while let Some(event) = self.try_event() {
             self.note(event, &mut sending.engine(), now)?;
         }
@@ -373,6 +379,7 @@ impl Outbound {
         let kept = self.guest.folder().settings();
         let restored = Settings::restore_kept(&self.qmp, &kept).await;
         restored.map_err(OutgoingError::from)?;
+        self.log("forget a stop", self.guest.folder().forget_stop());
         if !self.disks.is_empty() {
             // It goes on as it is, and whoever sweeps tries again.
             let taken_out = exports::take_out(&self.state, &self.guest, &self.qmp).await;
@@ -382,6 +389,13 @@ impl Outbound {
             self.fronts = Fronts::none();
         }
         Ok(())
+    }
+
+    /// Logs what failed and keeps no move from going on.
+    fn log(&self, what: &str, done: io::Result<()>) {
+        if let Err(error) = done {
+            tracing::error!(guest = self.guest.name(), %error, "cannot {what}");
+        }
     }
 
     /// Waits until QEMU has ended by itself.

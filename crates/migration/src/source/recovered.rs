@@ -26,7 +26,7 @@ use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::{Action, Cause, Config, DialError, Event, FromDestination};
 use longhaul_engine::handover::{SourceState, Terms};
 use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::memory;
+use longhaul_hypervisor::memory::{self, Continuation};
 use longhaul_protocol::message::{ToDestination, ToSource};
 use longhaul_protocol::{Epoch, MigrationId};
 use longhaul_storage::Journal;
@@ -660,14 +660,19 @@ fn phase(state: &SourceState) -> Phase {
 
 async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), String> {
     let qmp = guest.connect().await.map_err(|error| error.to_string())?;
-    memory::resume(&qmp, run)
+    let state = &context.parts.config.state;
+    let stopped = guest.folder().is_stop_noted() || exports::are_stopping(state, guest.name());
+    memory::resume(&qmp, Continuation::of(run, stopped))
         .await
         .map_err(|error| error.to_string())?;
+    if let Err(error) = guest.folder().forget_stop() {
+        tracing::error!(guest = guest.name(), %error, "cannot note that it goes on");
+    }
     // What its QEMU was set to before the move.
     memory::Settings::restore_kept(&qmp, &guest.folder().settings())
         .await
         .map_err(|error| error.to_string())?;
-    if let Err(error) = exports::take_out(&context.parts.config.state, guest, &qmp).await {
+    if let Err(error) = exports::take_out(state, guest, &qmp).await {
         tracing::error!(guest = guest.name(), %error, "still below a disk");
         context.keep_sweeping_fronts();
     }

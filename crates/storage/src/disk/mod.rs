@@ -1,9 +1,11 @@
 //! The disk interface below every export: operations on ranges of a disk's bytes.
 
+mod identity;
 mod lock;
 pub mod qcow2;
 mod raw;
 
+pub use identity::{ContentDigests, ImageIdentity, OtherImage};
 pub use lock::{ImageLock, ImageUse, LockError, Permission};
 pub use raw::{ExportSize, OpenError, RawDisk};
 

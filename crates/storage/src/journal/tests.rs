@@ -220,6 +220,21 @@ fn a_record_that_is_too_long_is_refused() {
 }
 
 #[test]
+fn the_number_of_incomplete_disks_follows_the_attempt() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut journal = open(folder.path()).unwrap();
+    let incomplete = Record::Incomplete {
+        attempt: Attempt(1),
+        disks: 300,
+    };
+    journal.append_at(TIME, &incomplete).unwrap();
+    let bytes = fs::read(journal.path()).unwrap();
+    assert_eq!(bytes, [&MAGIC[..], &frame(8, &[11, 1, 0xac, 2])].concat());
+    drop(journal);
+    assert_eq!(open(folder.path()).unwrap().records(), [incomplete]);
+}
+
+#[test]
 fn the_bytes_are_those_of_the_documentation() {
     let folder = tempfile::tempdir().unwrap();
     let mut journal = open(folder.path()).unwrap();

@@ -439,7 +439,7 @@ impl Migration {
         // Otherwise it did not complete; the end of the socket has the same effect.
         shared.quit();
         self.close();
-        source::resume(&self.qmp, self.before.running).await?;
+        source::resume(&self.qmp, self.continuation()).await?;
         Ok(())
     }
 

@@ -85,6 +85,16 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
             "PEER",
             format!("{other} keeps the attempt in its journals {incarnation}"),
         ),
+        Record::Incomplete { disks, .. } => {
+            let disks = match disks {
+                1 => "1 disk".to_owned(),
+                disks => format!("{disks} disks"),
+            };
+            plain(
+                "INCOMPLETE",
+                format!("{disks} may lack blocks when the guest runs here; {other} has them"),
+            )
+        }
     }
 }
 
@@ -103,7 +113,8 @@ pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
         Record::Ready { .. }
         | Record::AllPresent { .. }
         | Record::Closed { .. }
-        | Record::Peer { .. } => None,
+        | Record::Peer { .. }
+        | Record::Incomplete { .. } => None,
         Record::Released { .. } => Some(MayRun::InDoubt),
         Record::Committed { .. } => Some(MayRun::Here),
         Record::Done { .. } => Some(MayRun::There),
@@ -349,6 +360,10 @@ mod tests {
             generation: Generation(8),
             because: "paris-2 has burnt down".into(),
         };
+        let incomplete = |disks| Record::Incomplete {
+            attempt: ATTEMPT,
+            disks,
+        };
         let source = || began(Side::Source, false);
         let destination = || began(Side::Destination, true);
         vec![
@@ -359,9 +374,16 @@ mod tests {
             of(vec![source(), overruled], Ending::Whole),
             of(vec![destination(), ready.clone()], Ending::Whole),
             of(
-                vec![destination(), ready, committed.clone(), present],
+                vec![
+                    destination(),
+                    incomplete(2),
+                    ready,
+                    committed.clone(),
+                    present,
+                ],
                 Ending::Whole,
             ),
+            of(vec![destination(), incomplete(1)], Ending::Whole),
             of(vec![destination(), committed, returned], Ending::Whole),
             of(vec![destination(), aborted.clone()], Ending::Damaged),
             of(vec![destination()], Ending::Unknown(12)),

@@ -31,6 +31,7 @@ use longhaul_storage::Journal;
 use longhaul_storage::disk::RawDisk;
 use longhaul_transport::{BulkOffer, Permission};
 use std::collections::BTreeMap;
+use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -194,7 +195,10 @@ pub(crate) async fn prepare(
         paused: offer.paused,
     };
     block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let made = block_in_place(|| images::make(context, &offer, &places));
+    let made = block_in_place(|| {
+        note_incomplete(&mut journal, &offer, disks)?;
+        images::make(context, &offer, &places)
+    });
     let launched = match made {
         Ok(made) => {
             let held = context.parts.held.clone();
@@ -298,6 +302,22 @@ pub(crate) async fn prepare(
         reservation,
     };
     Ok((task, bulk))
+}
+
+/// Notes how many disks may lack blocks when the guest runs here.
+fn note_incomplete(journal: &mut Journal, offer: &Offer, disks: &[OfferedDisk]) -> io::Result<()> {
+    let incomplete = disks
+        .iter()
+        .filter(|disk| disk.pulled != Pulled::Nothing)
+        .count();
+    if incomplete == 0 {
+        return Ok(());
+    }
+    let record = Record::Incomplete {
+        attempt: offer.attempt,
+        disks: u16::try_from(incomplete).map_err(io::Error::other)?,
+    };
+    fail_point::append(journal, &record).map_err(io::Error::other)
 }
 
 /// Notes that an attempt is over as soon as that can be written.

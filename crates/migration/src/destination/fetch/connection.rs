@@ -37,7 +37,8 @@ impl Pulling {
     async fn accept(&mut self, epoch: Epoch) -> bool {
         self.disconnect();
         self.listen().await;
-        if self.disks.values().any(|fetched| fetched.puller.is_none()) {
+        let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
+        if !listens || self.lost.is_some() {
             self.decline();
             return false;
         }

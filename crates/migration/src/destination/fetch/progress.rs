@@ -73,7 +73,8 @@ impl Pulling {
         entry.progress(|progress| {
             progress.regions = regions;
             progress.link.interrupted_ms = silent;
-            progress.trouble = broken.or_else(|| self.trouble.clone());
+            let lost = || self.lost.clone();
+            progress.trouble = broken.or_else(lost).or_else(|| self.trouble.clone());
         });
     }
 

@@ -1,5 +1,6 @@
 //! What is left here of a guest's disks when it runs at the destination.
 
+use crate::disks::left_images;
 use crate::source::attempt::Departure;
 use crate::source::drain::Draining;
 use crate::source::local_disks::may_be_left;
@@ -19,6 +20,15 @@ impl Departure {
         if self.draining.is_none() && !left.is_empty() {
             let verify = self.task.offer.verify;
             self.draining = Some(Draining::begin(&self.task.sending, left, verify));
+            let state = self.task.context.parts.config.state.clone();
+            let (guest, migration) = (
+                self.task.offer.guest.name.clone(),
+                self.task.offer.migration,
+            );
+            // An agent that is started later recognises the images by it.
+            tokio::task::spawn_blocking(move || {
+                left_images::note_content(&state, &guest, migration);
+            });
             self.entry().enter(Phase::Finishing);
         }
         let line = self.line().filter(|_| self.begins_with_missing);

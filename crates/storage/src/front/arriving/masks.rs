@@ -206,7 +206,7 @@ fn length(chunks: usize) -> usize {
 }
 
 /// Returns the current boot of the machine.
-pub(super) fn this_boot() -> io::Result<Boot> {
+pub(crate) fn this_boot() -> io::Result<Boot> {
     let text = fs::read_to_string("/proc/sys/kernel/random/boot_id")?;
     let digits: String = text.chars().filter(char::is_ascii_hexdigit).collect();
     let number = u128::from_str_radix(&digits, 16).map_err(io::Error::other)?;
