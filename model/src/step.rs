@@ -24,6 +24,8 @@ pub(crate) enum Ending {
 pub(crate) enum Step {
     /// A migration is requested.
     Begin { host: usize },
+    /// A source writes the next record of an attempt that it has yet to offer.
+    Prepare { index: usize, ending: Ending },
     /// An agent executes the next of its actions.
     Act {
         index: usize,
@@ -44,6 +46,15 @@ pub(crate) enum Step {
     AllPresent { index: usize },
     /// An operator declares the other host dead, and gives the guest to this one.
     Overrule { index: usize, side: usize },
+    /// An operator gives up the blocks that only the source has, which is dead.
+    GiveUp { index: usize },
+    /// An operator takes the right back from a host that never returns.
+    Reclaim { host: usize },
+    /// A lost host never returns.
+    Bury { host: usize },
+    /// Another machine takes the place of a host whose agent is down; what runs on the old one goes
+    /// on.
+    Replace { host: usize },
     /// An agent dies; QEMU lives on.
     Crash { host: usize },
     /// An agent starts again.
@@ -82,6 +93,9 @@ pub(crate) fn all_steps() -> Vec<Step> {
             Step::Restart { host },
             Step::Lose { host },
             Step::Forget { host },
+            Step::Bury { host },
+            Step::Replace { host },
+            Step::Reclaim { host },
             Step::LoseSocket { host },
             Step::Die { host },
             Step::Halt { host },
@@ -92,12 +106,20 @@ pub(crate) fn all_steps() -> Vec<Step> {
         steps.extend([
             Step::Connect { index },
             Step::AllPresent { index },
+            Step::GiveUp { index },
             Step::Stop { index },
             Step::Converge { index },
             Step::ShutAndStay { index },
             Step::ShutAndResume { index },
             Step::Complete { index },
         ]);
+        let endings = [
+            Ending::Well,
+            Ending::FailedLost,
+            Ending::FailedDurable,
+            Ending::FailedKept,
+        ];
+        steps.extend(endings.map(|ending| Step::Prepare { index, ending }));
         for side in [SOURCE, DESTINATION] {
             let endings = [
                 Ending::Well,
@@ -131,12 +153,26 @@ pub(crate) fn all_steps() -> Vec<Step> {
 const HOSTS: [&str; 2] = ["A", "B"];
 const SIDES: [&str; 2] = ["the source", "the destination"];
 
+impl Ending {
+    fn tell(self) -> &'static str {
+        match self {
+            Ending::Well => "",
+            Ending::FailedLost => ": it fails",
+            Ending::FailedDurable => ": it fails, and is on disk all the same",
+            Ending::FailedKept => ": it fails, and what failed before is still on disk",
+            Ending::Refused => ": QEMU refuses",
+            Ending::Died => ": QEMU ends",
+        }
+    }
+}
+
 impl Step {
     /// Returns whether it is an action of this side (attempt, side, host), or the end of its host's
     /// agent.
     pub(crate) fn is_of(self, (of, at, home): (usize, usize, usize)) -> bool {
         match self {
             Step::Act { index, side, .. } => (index, side) == (of, at),
+            Step::Prepare { index, .. } => (index, SOURCE) == (of, at),
             Step::Crash { host } | Step::Lose { host } => host == home,
             _ => false,
         }
@@ -146,21 +182,14 @@ impl Step {
     pub(crate) fn tell(self) -> String {
         match self {
             Step::Begin { host } => format!("{}: a migration is asked for", HOSTS[host]),
+            Step::Prepare { index, ending } => {
+                format!("{}: the source prepares{}", index + 1, ending.tell())
+            }
             Step::Act {
                 index,
                 side,
                 ending,
-            } => {
-                let ending = match ending {
-                    Ending::Well => "",
-                    Ending::FailedLost => ": it fails",
-                    Ending::FailedDurable => ": it fails, and is on disk all the same",
-                    Ending::FailedKept => ": it fails, and what failed before is still on disk",
-                    Ending::Refused => ": QEMU refuses",
-                    Ending::Died => ": QEMU ends",
-                };
-                format!("{}: {} acts{ending}", index + 1, SIDES[side])
-            }
+            } => format!("{}: {} acts{}", index + 1, SIDES[side], ending.tell()),
             Step::Deliver { bit, again } => {
                 let (message, index) = Message::of(bit);
                 let again = if again { ", and will again" } else { "" };
@@ -183,6 +212,10 @@ impl Step {
             Step::Overrule { index, side } => {
                 format!("{}: a person decides for {}", index + 1, SIDES[side])
             }
+            Step::GiveUp { index } => format!("{}: a person gives up what is missing", index + 1),
+            Step::Reclaim { host } => format!("{}: a person takes the right back", HOSTS[host]),
+            Step::Bury { host } => format!("{}: the host never returns", HOSTS[host]),
+            Step::Replace { host } => format!("{}: another machine is there", HOSTS[host]),
             Step::Crash { host } => format!("{}: the agent dies", HOSTS[host]),
             Step::Restart { host } => format!("{}: the agent starts", HOSTS[host]),
             Step::Lose { host } => format!("{}: the host is lost", HOSTS[host]),

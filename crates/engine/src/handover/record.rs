@@ -102,6 +102,14 @@ pub enum Record {
         /// The incarnation of the destination's journals.
         incarnation: Incarnation,
     },
+    /// Destination: an operator has given up the guest's data that is still at the source, which
+    /// never comes back.
+    GaveUp {
+        /// The attempt.
+        attempt: Attempt,
+        /// The operator's statement on the source.
+        because: String,
+    },
 }
 
 impl Record {
@@ -118,7 +126,8 @@ impl Record {
             | Record::AllPresent { attempt }
             | Record::Overruled { attempt, .. }
             | Record::Closed { attempt }
-            | Record::Peer { attempt, .. } => *attempt,
+            | Record::Peer { attempt, .. }
+            | Record::GaveUp { attempt, .. } => *attempt,
         }
     }
 }

@@ -14,6 +14,7 @@
 //! again,
 //! and is told anew what is missing. The guest waits for nothing but that.
 
+mod give_up;
 mod progress;
 mod verify;
 
@@ -22,6 +23,7 @@ use crate::destination::Destination;
 use crate::destination::attempt::{Arrival, BulkEnd, Present, join, next_message, receive_from};
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::dispatch::{Call, attempt_state};
+use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{News, Puller};
 use crate::destination::local_content::Kept;
@@ -35,7 +37,7 @@ use crate::handover::ledger::{
 use crate::limits::peer_quota::Means;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
-use longhaul_api::{Outcome, Phase};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve};
 use longhaul_codec::{BlockId, BlockWrite, DigestKey};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
 use longhaul_engine::handover::{DestinationAction, DestinationEvent, DestinationState};
@@ -94,6 +96,8 @@ pub(crate) struct Pulling {
     whole_at: Option<Instant>,
     /// Since when the source is not there.
     lost_at: Option<Instant>,
+    /// An operator's word on what is missing.
+    giving_up: GivingUp,
     /// What the source asks for, to compare what has come.
     question: Option<Question>,
     /// What has kept blocks from being taken here, since the last one was.
@@ -119,14 +123,17 @@ enum Happened {
     Message(Result<ToDestination, TalkError>),
     Bulk(BulkEnd),
     News(Option<News>),
+    Resolved(Resolve),
     Retry,
 }
 
 impl Pulling {
     pub(crate) fn new(context: Arc<Destination>, begun: Begun) -> Self {
         let now = Instant::now();
+        let asked = begun.entry.as_ref().map(|entry| entry.resolutions());
         Self {
             context,
+            giving_up: GivingUp::of(begun.handover.ledger.journal.records(), asked),
             begun,
             disks: BTreeMap::new(),
             news: mpsc::channel(NEWS_MAX),
@@ -176,6 +183,7 @@ impl Pulling {
                 Happened::Bulk(BulkEnd::Broken(why, _)) => self.pause(&why),
                 Happened::News(Some(news)) => self.told(news).await,
                 Happened::News(None) => {}
+                Happened::Resolved(resolve) => self.resolved(resolve).await,
                 Happened::Retry => self.retry().await,
             }
             self.begun.arrival.set_state(&self.begun.handover.state);
@@ -206,6 +214,7 @@ impl Pulling {
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
             news = self.news.1.recv() => Happened::News(news),
+            resolve = self.giving_up.asked() => Happened::Resolved(resolve),
             () = tokio::time::sleep_until(again) => Happened::Retry,
         }
     }
@@ -294,7 +303,9 @@ impl Pulling {
             self.begun.call = Some(call);
             return self.step(DestinationEvent::Asked).await;
         };
-        let late = epoch <= self.begun.epoch || Instant::now() < self.paused_until;
+        let late = epoch <= self.begun.epoch
+            || Instant::now() < self.paused_until
+            || self.giving_up.is_decided();
         if !late {
             self.disconnect();
             self.listen().await;
@@ -556,6 +567,7 @@ impl Pulling {
         self.retry_at = Instant::now();
         self.look_and_show();
         retry_destination(self).await;
+        self.fill().await;
         self.whole().await;
         if self.disks.is_empty() {
             // They were taken out before an earlier agent could write that they were whole.
@@ -596,7 +608,12 @@ impl Pulling {
     }
 
     async fn end(self) {
-        let Self { context, begun, .. } = self;
+        let Self {
+            context,
+            begun,
+            giving_up,
+            ..
+        } = self;
         let Begun {
             entry,
             handover,
@@ -620,7 +637,14 @@ impl Pulling {
                 entry.report_with(|report| crate::status::guest_clock::report(clock, report));
                 send(&mut call, &ToSource::Clock(clock)).await;
             }
-            entry.end(Outcome::Completed, None);
+            match handover.state {
+                DestinationState::Aborted => {
+                    let text = "an operator has given the guest to the source";
+                    let error = ApiError::new(ErrorCode::PeerGaveUp, text);
+                    entry.end(Outcome::Failed, Some(error));
+                }
+                _ => entry.end(Outcome::Completed, giving_up.outcome()),
+            }
             context.archive.keep(entry);
         }
         block_in_place(|| images::sweep(&context));
@@ -695,6 +719,10 @@ impl DestinationOwner for Pulling {
             DestinationAction::SendClosed => return None,
             // It runs, or has run.
             DestinationAction::Resume => return Some(DestinationEvent::Resumed),
+            DestinationAction::FillMissing => {
+                self.giving_up.decide();
+                return None;
+            }
             // A guest that runs here is not ended by its source.
             DestinationAction::Quit => return None,
             // These are the ledger's.

@@ -81,7 +81,7 @@ impl Attempts {
         }
         let migration = left.migration;
         let mut remembered = Remembered::of(context, left, state);
-        if remembered.is_open() {
+        if remembered.is_open() || remembered.pulls() {
             remembered.keep(context);
         }
         begin_destination(&mut remembered, actions).await;
@@ -212,7 +212,10 @@ impl Remembered {
         Self {
             peer: Some(left.peer),
             paused: left.paused,
-            entry: (!state.is_settled()).then(|| left.entry(context, Phase::HandingOver)),
+            // What is missing of a guest that runs here may be given up.
+            entry: (!state.is_settled()
+                || state == DestinationState::Running { all_present: false })
+            .then(|| left.entry(context, Phase::HandingOver)),
             handover: DestinationHandover {
                 state,
                 ledger: left.into_ledger(&context.context),
@@ -484,6 +487,8 @@ impl DestinationOwner for Remembered {
                 }
                 return Some(DestinationEvent::QemuGone);
             }
+            // Whoever fetches finds it in the journal.
+            DestinationAction::FillMissing => return None,
             DestinationAction::SendReady => ToSource::Ready { attempt },
             DestinationAction::SendCommitted => ToSource::Committed { attempt },
             DestinationAction::SendAllPresent => ToSource::AllPresent { attempt },

@@ -341,6 +341,7 @@ async fn run_destination<O: DestinationOwner>(
             Do::Concede(generation) => ledger.concede(generation),
             Do::Resume
             | Do::Quit
+            | Do::FillMissing
             | Do::SendReady
             | Do::SendCommitted
             | Do::SendAllPresent

@@ -68,6 +68,8 @@ named! { Record in RECORDS by record_name:
     Closed "closed" [Source Destination],
     // Written with BEGAN, and has no points of its own.
     Peer "peer" [],
+    // Written by an operator's word alone.
+    GaveUp "gave-up" [Destination],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:

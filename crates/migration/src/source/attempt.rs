@@ -559,6 +559,11 @@ impl Departure {
         if self.state().in_doubt() {
             return self.show_doubt(at);
         }
+        if *self.state() == SourceState::Done && at.elapsed() > DOUBT_AFTER {
+            // An operator who knows that it never comes back may take the guest back.
+            let next = self.terms().next();
+            return self.entry().in_doubt(HandoverRecord::Done, next);
+        }
         if !self.state().may_abort() {
             return;
         }
@@ -636,6 +641,8 @@ impl Departure {
                 if all_present {
                     self.step(SourceEvent::AllPresent(attempt)).await;
                 } else {
+                    // It answers.
+                    self.lost_at = self.lost_at.map(|_| Instant::now());
                     self.redial(ASK_EVERY, None);
                 }
             }

@@ -41,6 +41,8 @@ const ASK_EVERY_MAX: Duration = Duration::from_secs(30);
 const RESUME_EVERY: Duration = Duration::from_secs(1);
 /// A destination that says nothing for so long is asked again.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
+/// A destination that cannot be asked for so long is shown as lost.
+const LOST_AFTER: Duration = Duration::from_secs(3);
 /// How often it is looked whether something of the disks could not be read.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -339,6 +341,12 @@ impl Settling {
         let conversation = connect::ask(&ledger.context, &attempted).await?;
         self.conversation = Some(conversation);
         self.lost_at = None;
+        if self.handover.state == SourceState::Done
+            && let Some(resolutions) = &mut self.resolutions
+        {
+            // Said of a destination that did not answer.
+            resolutions.mark_unchanged();
+        }
         feed_source(self, SourceEvent::Connected).await;
         while let Some(conversation) = &mut self.conversation {
             let message = conversation.receiver.recv_within(ANSWER_WITHIN).await;
@@ -535,6 +543,8 @@ impl Settling {
 
     /// Lets the guest go on here, if it still is.
     async fn resume(&mut self) {
+        // Nothing of its disks is sent any more.
+        self.left = None;
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
@@ -582,7 +592,12 @@ impl Settling {
             }
             return;
         }
-        entry.certain();
+        let lost = self.lost_at.is_some_and(|at| at.elapsed() > LOST_AFTER);
+        match (*state == SourceState::Done, lost) {
+            // An operator who knows that it never comes back may take the guest back.
+            (true, true) => entry.in_doubt(HandoverRecord::Done, ledger.terms.next()),
+            (true, false) | (false, _) => entry.certain(),
+        }
         let there = matches!(
             state,
             SourceState::Done | SourceState::Retiring | SourceState::Closed { here: false }
@@ -649,7 +664,7 @@ fn first_epoch() -> Epoch {
 
 fn phase(state: &SourceState) -> Phase {
     match state {
-        SourceState::Released | SourceState::Overruling => Phase::HandingOver,
+        SourceState::Released | SourceState::Overruling { .. } => Phase::HandingOver,
         SourceState::Done | SourceState::Finishing | SourceState::Retiring => Phase::Finishing,
         _ => Phase::Preparing,
     }

@@ -85,6 +85,10 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
             "PEER",
             format!("{other} keeps the attempt in its journals {incarnation}"),
         ),
+        Record::GaveUp { because, .. } => plain(
+            "GAVE-UP",
+            format!("an operator has given up what only {other} has of the guest ({because})"),
+        ),
     }
 }
 
@@ -102,6 +106,7 @@ pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
         }),
         Record::Ready { .. }
         | Record::AllPresent { .. }
+        | Record::GaveUp { .. }
         | Record::Closed { .. }
         | Record::Peer { .. } => None,
         Record::Released { .. } => Some(MayRun::InDoubt),

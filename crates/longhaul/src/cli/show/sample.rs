@@ -125,6 +125,7 @@ pub(crate) fn in_doubt() -> Migration {
                     run_on: Side::Source,
                     tell: "lyon-1".into(),
                     needs_other_side: true,
+                    gives_up_missing: false,
                     only_if: "paris-2 is off for good, or cut off from the disks and networks of \
                               web-7, and web-7 never ran there"
                         .into(),
@@ -139,6 +140,7 @@ pub(crate) fn in_doubt() -> Migration {
                     run_on: Side::Destination,
                     tell: "paris-2".into(),
                     needs_other_side: true,
+                    gives_up_missing: false,
                     only_if: "lyon-1 is off for good, or cut off from the disks and networks of \
                               web-7, and does not run it"
                         .into(),

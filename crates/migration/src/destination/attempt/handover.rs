@@ -244,6 +244,8 @@ impl DestinationOwner for Task {
                 exports::ended(state, &self.offer.guest.name, false).await;
                 return Some(DestinationEvent::QemuGone);
             }
+            // Whoever fetches does: see `Pulling`.
+            DestinationAction::FillMissing => {}
             DestinationAction::SendAborted => {
                 let reason = self.abort_reason();
                 self.send(ToSource::Aborted { attempt, reason }).await;

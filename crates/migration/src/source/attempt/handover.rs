@@ -86,6 +86,13 @@ impl Departure {
 
     /// A person has decided.
     pub(crate) async fn resolved(&mut self, resolve: Option<Resolve>) {
+        if *self.state() == SourceState::Done && self.lost_at.is_none() {
+            tracing::warn!(
+                ?resolve,
+                "the destination answers again: nothing is overruled"
+            );
+            return;
+        }
         if let Some(resolve) = resolve {
             let because = in_doubt::because(&self.task.host, &resolve);
             self.failure.get_or_insert(failure::overruled(&because));
