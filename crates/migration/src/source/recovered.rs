@@ -7,7 +7,7 @@
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
-use crate::handover::attempt_record::Left;
+use crate::handover::attempt_record::{Left, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
     SourceHandover, SourceOwner, begin_source, feed_source, retry_source,
 };
@@ -548,8 +548,13 @@ impl Settling {
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
+        let records = of_attempt(&ledger.journal, ledger.terms);
         let (resumed, state) =
             match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
+                Ok(Some(found)) if is_stale(&records, found.description()) => {
+                    ledger.context.keep_sweeping_fronts();
+                    (true, stale(guest, here))
+                }
                 Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
                     Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
                     Ok(()) => (true, format!("{guest} runs on {here}")),

@@ -150,8 +150,8 @@ impl<'a> Words<'a> {
             ),
             at_stake: format!(
                 "everything that {guest} did on {other} is lost: it continues on {this} from the \
-                 moment it was stopped. Disks that both hosts share were written on {other} and \
-                 no longer fit its memory: continuing would damage their file systems"
+                 moment it was stopped. If it writes disks that both hosts share, they no longer \
+                 fit its memory: it stays stopped, and has to be started again"
             ),
         };
         (here, then, vec![back])

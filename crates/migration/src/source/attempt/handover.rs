@@ -1,5 +1,6 @@
 //! Runs the source's side of the hand-over: feeds it what happens, does what it says.
 
+use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, feed_source};
 use crate::host::hooks::Step;
 use crate::source::attempt::{Departure, SUMMARY_WITHIN, Task, next_message};
@@ -102,6 +103,13 @@ impl Departure {
         }
     }
 
+    /// Whether the copy here no longer fits the guest's disks.
+    fn is_stale(&self) -> bool {
+        let ledger = &self.task.handover.ledger;
+        let records = of_attempt(&ledger.journal, ledger.terms);
+        is_stale(&records, &self.task.offer.guest)
+    }
+
     async fn collect_summary(&mut self) {
         let until = Instant::now() + SUMMARY_WITHIN;
         while self.summary.is_none() {
@@ -140,7 +148,13 @@ impl SourceOwner for Departure {
             SourceAction::Resume => {
                 // No write waits for the destination while QEMU is set back.
                 self.task.sending.disconnect();
-                if let Err(error) = self.task.outbound.abort().await {
+                if self.is_stale() {
+                    let Task { context, offer, .. } = &self.task;
+                    let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+                    let error = self.failure.take();
+                    let error = error.unwrap_or_else(|| failure::overruled("taken back"));
+                    self.failure = Some(error.state_of_guest(stale(guest, here)));
+                } else if let Err(error) = self.task.outbound.abort().await {
                     let error = error.into_api();
                     tracing::error!(%error, "the guest could not be resumed here");
                     let Task { context, offer, .. } = &self.task;
