@@ -177,7 +177,7 @@ impl Machine {
         }
         let attempt = &mut world.attempts[index];
         let source = &world.hosts[attempt.host(SOURCE)];
-        let sends = !self.setting.drains || source.up && source.qemu.is_there();
+        let sends = !self.setting.drains || source.up;
         if !sends && self.setting.variant != Variant::GivenUpUnasked {
             return None;
         }

@@ -180,6 +180,14 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
     let own = sides
         .into_iter()
         .flat_map(|(side, index)| [Step::SeeGone { index, side }, Step::Retry { index, side }]);
+    // A destination that never returns would be told forever.
+    let own = own.filter(|step| match step {
+        Step::SeeGone { index, side } => {
+            let other = world.attempts[*index].host(*side ^ 1);
+            *side != SOURCE || !world.hosts[other].buried
+        }
+        _ => true,
+    });
     let onward = [0, 1].into_iter().flat_map(|index| {
         [
             Step::Stop { index },
@@ -223,7 +231,11 @@ fn is_decided(machine: &Machine, world: &World) -> bool {
     let stand = (0..2).all(|host| {
         let qemu = world.hosts[host].qemu;
         if owners[host] {
-            live.contains(&qemu)
+            // A copy that had ended before the guest was taken back is started again.
+            let mut attempts = world.attempts.iter();
+            let taken_back = attempts
+                .any(|attempt| attempt.overruled[SOURCE] && usize::from(attempt.from) == host);
+            live.contains(&qemu) || taken_back && qemu == Qemu::None
         } else {
             !qemu.is_there()
         }
@@ -246,9 +258,8 @@ fn is_decided_alone(machine: &Machine, world: &World, host: usize) -> bool {
 /// Returns whether the guest is the source's, when its journal is at its end.
 fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
     match (machine.source_state(side), side.ended) {
-        // It was never offered, and its journal stays until the next start.
-        (None, None) if !side.journal.is_empty() || side.tail != 0 => Some(true),
-        (None, ended) => ended,
+        // It was never offered. A journal that it has stays until the next start.
+        (None, ended) => Some(ended.unwrap_or(true)),
         (Some(SourceState::Closed { here }), _) => Some(*here),
         (Some(_), _) => None,
     }

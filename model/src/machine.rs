@@ -154,7 +154,11 @@ impl Machine {
         match ending {
             Ending::Well => {
                 let named = attempt.preparing == Preparing::Names;
-                let unnamed = self.setting.variant == Variant::PeerUnwritten;
+                // A destination of an older version names no incarnation.
+                let unnamed = matches!(
+                    self.setting.variant,
+                    Variant::PeerUnwritten | Variant::OtherIdentity
+                );
                 if !(named && unnamed) && !side.journal.push(number) {
                     world.blame(Property::Capacity);
                 }
@@ -267,6 +271,10 @@ impl Machine {
             );
             (self.destination.step(before, event, &terms), again)
         };
+        if side == SOURCE && before != state && *self.source.state(state) == SourceState::Done {
+            // An operator whose statement could not be recorded is asked again, and binds nobody.
+            world.attempts[index].overruled[SOURCE] = false;
+        }
         let it = &mut world.attempts[index].sides[side];
         (it.state, it.todo, it.again) = (state, todo, again);
         if side == DESTINATION && before != state {

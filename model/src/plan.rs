@@ -162,7 +162,7 @@ pub fn for_variant(variant: Variant) -> Configuration {
         Is::BeganResumes => (false, (Runs, 2, 1, Kept, [1, 0, 1, 0, 0, 0, 0, 0, 0, 0])),
         Is::ClosedUnresumed => (false, (Runs, 1, 2, Any, [0, 0, 0, 0, 1, 0, 0, 0, 0, 0])),
         Is::NotTakenBack => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0])),
-        Is::OverruledLeft => (false, (Runs, 1, 2, Kept, [1, 0, 1, 0, 0, 1, 0, 0, 0, 0])),
+        Is::OverruledLeft => (false, (Runs, 1, 2, Kept, [1, 0, 1, 0, 0, 1, 1, 0, 0, 0])),
         Is::GivenUpUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0])),
         Is::GivenUpOnce => (false, (Runs, 1, 2, Kept, [0, 1, 0, 0, 0, 1, 0, 0, 1, 0])),
         Is::ReclaimedUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 0, 1, 0, 0, 0])),
@@ -187,7 +187,6 @@ pub fn for_variant(variant: Variant) -> Configuration {
             | Is::OfferBeforeBegan
             | Is::ClosedUnresumed
             | Is::NotTakenBack
-            | Is::OverruledLeft
             | Is::GivenUpOnce
     );
     configuration

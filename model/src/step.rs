@@ -1,6 +1,7 @@
 //! Defines all possible next steps.
 
-use crate::world::{ATTEMPTS, DESTINATION, Message, SOURCE};
+use crate::machine::Setting;
+use crate::world::{ATTEMPTS, Budget, DESTINATION, Message, SOURCE};
 
 /// The end of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -83,8 +84,14 @@ pub(crate) enum Step {
     Boot { host: usize },
 }
 
-/// Returns every step that there is, possible or not.
-pub(crate) fn all_steps() -> Vec<Step> {
+/// Returns the steps that a setting and a budget allow at all.
+pub(crate) fn possible_steps(setting: &Setting, budget: &Budget) -> Vec<Step> {
+    let mut steps = all_steps();
+    steps.retain(|step| step.is_possible(setting, budget));
+    steps
+}
+
+fn all_steps() -> Vec<Step> {
     let mut steps = Vec::new();
     for host in 0..2 {
         steps.extend([
@@ -167,6 +174,50 @@ impl Ending {
 }
 
 impl Step {
+    fn is_possible(self, setting: &Setting, budget: &Budget) -> bool {
+        let fails = |ending| match ending {
+            Ending::Well => true,
+            Ending::FailedLost | Ending::FailedDurable | Ending::FailedKept => {
+                budget.failed_writes > 0
+            }
+            Ending::Refused | Ending::Died => budget.surprises > 0,
+        };
+        let begun = |index| index < setting.attempts;
+        match self {
+            Step::Act { index, ending, .. } | Step::Prepare { index, ending } => {
+                begun(index) && fails(ending)
+            }
+            Step::Retry { index, .. } => {
+                begun(index) && (budget.failed_writes > 0 || budget.surprises > 0)
+            }
+            Step::Deliver { bit, again } => {
+                begun(Message::of(bit).1) && (budget.duplicates > 0 || !again)
+            }
+            Step::GiveUp { index } => begun(index) && setting.drains,
+            Step::Overrule { index, .. } => begun(index) && budget.lost_hosts > 0,
+            Step::Connect { index }
+            | Step::Abort { index, .. }
+            | Step::SeeGone { index, .. }
+            | Step::AllPresent { index }
+            | Step::Stop { index }
+            | Step::Converge { index }
+            | Step::ShutAndStay { index }
+            | Step::ShutAndResume { index }
+            | Step::Complete { index } => begun(index),
+            Step::Crash { host } => budget.crashes[host] > 0,
+            Step::Lose { .. } => budget.lost_hosts > 0,
+            Step::Bury { .. } => budget.buried > 0,
+            Step::Forget { .. } => budget.lost_journals > 0,
+            Step::Replace { .. } => budget.replaced > 0,
+            Step::Die { .. } | Step::Halt { .. } => budget.surprises > 0,
+            Step::Boot { .. } => budget.boots > 0,
+            Step::Begin { .. }
+            | Step::Restart { .. }
+            | Step::Reclaim { .. }
+            | Step::LoseSocket { .. } => true,
+        }
+    }
+
     /// Returns whether it is an action of this side (attempt, side, host), or the end of its host's
     /// agent.
     pub(crate) fn is_of(self, (of, at, home): (usize, usize, usize)) -> bool {
