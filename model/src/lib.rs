@@ -68,13 +68,13 @@
 //!
 //! Assumptions about the world: a message is from the peer and intact; a lost host loses the
 //! messages on their way to it; in `postmigrate` only `cont` wakes a guest; an operator who
-//! declares a host dead or fenced is right, and starts nothing there before the agents have met; the
-//! right is taken back only from a host that never returns.
+//! declares a host dead or fenced is right, and starts nothing there before the agents have met;
+//! the right is taken back only from a host that never returns.
 //!
 //! Not modelled: the content of blocks; disks beyond their being retired; faulty or hostile peers
-//! (attempts and generations of others are refused by the functions, and tested there); a third host;
-//! a right that cannot be written; time, so every time-out may happen at any
-//! moment; a reset, which changes nothing for the handover.
+//! (attempts and generations of others are refused by the functions, and tested there); a third
+//! host; a right that cannot be written; time, so every time-out may happen at any moment; a reset,
+//! which changes nothing for the handover.
 
 mod act;
 mod apply;

@@ -50,8 +50,9 @@ pub(crate) async fn reclaim(
     let found = found.map_err(|error| failure::internal(&error.to_string()))?;
     if let Some(pid) = found.map(|found| found.pid().unwrap_or_default()) {
         let text = format!("a QEMU of {guest} is here, though it belongs to {host}");
-        return Err(ApiError::new(ErrorCode::GuestState, text)
-            .hint(format!("end that QEMU first (process {pid})")));
+        return Err(ApiError::new(ErrorCode::GuestState, text).hint(format!(
+            "end it first: longhaul guests stop --force {guest} (process {pid})"
+        )));
     }
     if reclaim.other_side == OtherSide::Dead {
         require_silence(context, guest, &host).await?;

@@ -351,6 +351,16 @@ impl Manager {
         Ok(reservation)
     }
 
+    /// Keeps migrations off a guest whose copy here is to be ended: also one that belongs to another
+    /// host.
+    pub async fn reserve_to_end(&self, guest: &str) -> Result<Reservation, ApiError> {
+        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        match self.context.right(guest).holder {
+            Holder::Here | Holder::Elsewhere(_) => Ok(reservation),
+            holder => Err(failure::not_here(guest, &holder)),
+        }
+    }
+
     fn require_right(&self, guest: &str) -> Result<(), ApiError> {
         let right = self.context.right(guest);
         match right.holder {

@@ -153,7 +153,11 @@ impl Guests {
             Some(Known::Damaged { why, .. }) => return Err(damaged(name, &why)),
             None => return Err(unknown(name)),
         };
-        let reservation = manager.reserve(name).await?;
+        let reservation = match stop.force {
+            // A copy that must not run here can be ended.
+            true => manager.reserve_to_end(name).await?,
+            false => manager.reserve(name).await?,
+        };
         self.keep_description(guest.description())?;
         let ending = tokio::spawn(async move {
             let ended = end(&guest, stop.force).await;

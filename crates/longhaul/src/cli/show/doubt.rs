@@ -198,6 +198,19 @@ mod tests {
     }
 
     #[test]
+    fn a_guest_whose_source_does_not_answer_is_told() {
+        let migration = sample::disconnected();
+        let doubt = migration.doubt.clone().unwrap();
+        let now = 1_800_000_300_000;
+        let mut lines = block(&migration, &doubt, "7f3a", now, 100);
+        lines.push(Line::default());
+        let dead = Some(OtherSide::Dead);
+        let way = &doubt.ways_out[0];
+        lines.extend(stakes(&migration, &doubt, way, dead, now, 100));
+        golden::check_lines("disconnected", &lines, 120);
+    }
+
+    #[test]
     fn what_the_other_side_said_is_told_as_far_as_it_is_known() {
         let mut doubt = sample::in_doubt().doubt.unwrap();
         let mut told = |record, heard, reachable| {
