@@ -412,7 +412,7 @@ fn taken_back(restart: bool) {
 
 fn take_back(lyon: &Host) {
     let shown = lyon.succeed(&["migrations"]);
-    for text in ["disconnected", "belongs to paris-2", "wrote DONE"] {
+    for text in ["disconnected", "which belongs to paris-2", "wrote DONE"] {
         assert!(shown.contains(text), "no {text:?} in {shown}");
     }
     assert_eq!(lyon.guest_state(), "elsewhere");

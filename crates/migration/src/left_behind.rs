@@ -1,5 +1,4 @@
-//! What an operator does with a guest that a move has left behind: resume it where it belongs, or
-//! take it back from a host that never returns.
+//! Resumes a guest that a move has left paused, and takes one back from a host that never returns.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;

@@ -351,7 +351,7 @@ impl Manager {
         Ok(reservation)
     }
 
-    /// Keeps migrations off a guest whose copy here is to be ended: also one that belongs to another
+    /// Keeps migrations off a guest whose copy here is to be ended, also if it belongs to another
     /// host.
     pub async fn reserve_to_end(&self, guest: &str) -> Result<Reservation, ApiError> {
         let reservation = self.context.registry.take(guest, Taken::Locally)?;

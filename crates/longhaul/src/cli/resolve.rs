@@ -1,5 +1,5 @@
-//! Implements `resolve`: an operator decides for a host that never comes back, after a warning about
-//! the consequences.
+//! Implements `resolve` and `guests reclaim`: an operator decides for a host that never comes back,
+//! after a warning about the consequences.
 
 use crate::cli::args::{self, ReclaimArgs, ResolveArgs, RunOn};
 use crate::cli::error::CliError;

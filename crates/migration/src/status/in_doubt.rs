@@ -1,6 +1,6 @@
-//! Doubt in words: what each side knows, what happens by itself, and which of an operator's ways out
-//! make sense. The same for a guest that runs at the destination and needs its source, while the
-//! agents have lost each other.
+//! Doubt in words: what each side knows, what happens by itself, and which of an operator's ways
+//! out make sense. The same for a guest that runs at the destination and needs its source, while
+//! the agents have lost each other.
 
 use longhaul_api::{
     ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Phase,

@@ -23,8 +23,8 @@ pub(crate) fn block(
     let named = match belongs_to_destination(doubt) {
         false => named.plain(" is ").tone(Tone::Bad, "in doubt"),
         true => named
-            .plain(format!(" belongs to {destination}, and is "))
-            .tone(Tone::Bad, "not complete"),
+            .plain(format!(", which belongs to {destination}, is "))
+            .tone(Tone::Bad, "disconnected"),
     };
     let mut lines = vec![named.plain(format!(
         ": {source} and {destination} lost each other {since}"
@@ -45,7 +45,7 @@ pub(crate) fn block(
     lines
 }
 
-/// Returns whether the guest runs at the destination, and the doubt is about the source's data only.
+/// Returns whether the guest belongs to the destination, which only needs the source's data.
 pub(crate) fn belongs_to_destination(doubt: &Doubt) -> bool {
     matches!(
         doubt.record,

@@ -1,4 +1,4 @@
-//! Giving up the blocks that only a source has which never comes back: they become zeros.
+//! Gives up the blocks that only a source has which never returns: they become zeros.
 
 use crate::destination::fetch::{Fetched, Pulling};
 use crate::status::in_doubt;
