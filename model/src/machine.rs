@@ -159,7 +159,9 @@ impl Machine {
                     self.setting.variant,
                     Variant::PeerUnwritten | Variant::OtherIdentity
                 );
-                if !(named && unnamed) && !side.journal.push(number) {
+                let omitted = named && unnamed;
+                let fits = omitted || side.journal.push(number);
+                if !fits {
                     world.blame(Property::Capacity);
                 }
                 if named {

@@ -496,16 +496,17 @@ fn a_guest_that_stands_paused_is_resumed() {
     lyon.fail(&resume, 3, "was moved to paris-2");
 }
 
-/// The source died for good while the destination had yet to fetch the disk.
-fn gives_up(restart: bool) {
+/// The source died for good while the destination had yet to fetch the disk. The destination's
+/// agent was restarted before, and may die again.
+fn gives_up(restarted_with: Option<&str>) {
     let disk = format!("{GUEST}[[disks]]\nname = \"vda\"\nimage = \"data\"\n");
     let (mut lyon, mut paris) = two_with(&disk, "source:after-receipt:committed=kill", "");
     let migrate = ["migrate", "web-7", "--to", "paris-2", "--disks", "postcopy"];
     let output = lyon.longhaul(&migrate);
     assert!(!output.status.success(), "{output:?}");
     lyon.wait_for_death();
-    if restart {
-        paris.kill_and_restart("");
+    if let Some(points) = restarted_with {
+        paris.kill_and_restart(points);
     }
     paris.wait_for("disconnected", |paris| {
         paris.doubt()["record"] == "committed"
@@ -528,7 +529,15 @@ fn gives_up(restart: bool) {
         3,
         "runs on paris-2",
     );
-    paris.succeed(&with(&[&dead[..], &["--give-up-missing"]].concat()));
+    let give_up = with(&[&dead[..], &["--give-up-missing"]].concat());
+    match restarted_with.is_some_and(|points| !points.is_empty()) {
+        true => {
+            assert!(!paris.longhaul(&give_up).status.success());
+            paris.wait_for_death();
+            paris.0.restart();
+        }
+        false => drop(paris.succeed(&give_up)),
+    }
     paris.wait_for("free", Host::is_free);
     assert_eq!(paris.guest_state(), "running");
     let image = std::fs::read(paris.0.folder.path().join("data.raw")).unwrap();
@@ -545,10 +554,15 @@ fn gives_up(restart: bool) {
 
 #[test]
 fn blocks_of_a_source_that_never_returns_are_given_up() {
-    gives_up(false);
+    gives_up(None);
 }
 
 #[test]
 fn blocks_of_a_source_that_never_returns_are_given_up_after_a_restart() {
-    gives_up(true);
+    gives_up(Some(""));
+}
+
+#[test]
+fn an_agent_that_died_after_it_gave_up_blocks_goes_on_with_it() {
+    gives_up(Some("destination:after-record:gave-up=kill"));
 }
