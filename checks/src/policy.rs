@@ -73,7 +73,7 @@ pub const DIRECTION: [(&str, &[&str]); 18] = [
 
 /// The modules of `crates/migration`, and which others each may import. The two ends of a migration
 /// do not import each other; modules that both use import neither.
-pub const MIGRATION_MODULES: [(&str, &[&str]); 13] = [
+pub const MIGRATION_MODULES: [(&str, &[&str]); 14] = [
     ("host", &[]),
     ("channel", &["host"]),
     ("files", &["host"]),
@@ -86,6 +86,7 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 13] = [
     ("handover", &["context", "host", "status"]),
     ("limits", &["context", "host"]),
     ("status", &["context", "host"]),
+    ("left_behind", &["context", "disks", "host", "status"]),
     ("source", &BELOW_THE_ENDS),
     ("destination", &BELOW_THE_ENDS),
     (

@@ -26,8 +26,18 @@ impl Machine {
         }
         let action = attempt.sides[side].todo.pop_front()?;
         if side == SOURCE {
+            let unresumed = world.attempts[index].sides[SOURCE].unresumed
+                && self.setting.variant != Variant::ClosedUnresumed;
             match self.source.action(action).clone() {
+                SourceAction::Write(record @ Record::Closed { .. }) if unresumed => {
+                    if ending != Ending::Well {
+                        return None;
+                    }
+                    let number = self.records.number(record);
+                    world.attempts[index].sides[SOURCE].unwritten = number;
+                }
                 SourceAction::Write(record) => self.write(world, index, side, record, ending)?,
+                SourceAction::Resume => self.resume_source(world, index, ending)?,
                 _ if ending != Ending::Well => return None,
                 action => self.act_source(world, index, action),
             }
@@ -51,6 +61,10 @@ impl Machine {
         let host = attempt.host(side);
         let it = &mut attempt.sides[side];
         let waits = attempt.begun && world.hosts[host].up && it.todo.is_empty();
+        if waits && it.unresumed {
+            let action = self.source.action_number(SourceAction::Resume);
+            return it.todo.push(action).then_some(());
+        }
         if !waits || it.unwritten == 0 {
             return None;
         }
@@ -77,14 +91,16 @@ impl Machine {
         let number = self.records.number(record.clone());
         let attempt = &mut world.attempts[index];
         let it = &mut attempt.sides[side];
-        let mut room = true;
+        let (mut room, mut misses) = (true, false);
         match ending {
             Ending::Well => {
                 if !self.setting.variant.skips(&record) {
                     room = it.journal.push(number);
                     it.tail = 0;
                 }
-                attempt.all_present |= matches!(record, Record::AllPresent { .. });
+                let all_present = matches!(record, Record::AllPresent { .. });
+                attempt.all_present |= all_present;
+                misses = all_present && self.setting.drains && !attempt.arrived;
             }
             Ending::FailedLost => it.tail = 0,
             Ending::FailedDurable => it.tail = number,
@@ -101,6 +117,9 @@ impl Machine {
         } else {
             let event = self.written(side, record, well);
             room &= it.events.push(event);
+        }
+        if misses {
+            world.blame(Property::LostWrites);
         }
         if !room {
             world.blame(Property::Capacity);
@@ -138,11 +157,6 @@ impl Machine {
             Do::SendCancel(_) => send(world, index, Message::Cancel),
             Do::SendOverruled(_) => send(world, index, Message::Overruled),
             Do::SendDone => send(world, index, Message::Done),
-            Do::Resume => {
-                if world.hosts[host].qemu.is_stopped() {
-                    self.let_live(world, host, self.setting.paused);
-                }
-            }
             Do::Quit => {
                 if !world.attempts[index].all_present {
                     world.blame(Property::RetiredEarly);
@@ -150,8 +164,30 @@ impl Machine {
                 quit(world, host);
             }
             // Every connection begins with the question; records are written elsewhere.
-            Do::Ask | Do::Write(_) => {}
+            Do::Ask | Do::Write(_) | Do::Resume => {}
         }
+    }
+
+    /// Resumes the guest at the source. QEMU may refuse, or not answer: it is tried again.
+    fn resume_source(&mut self, world: &mut World, index: usize, ending: Ending) -> Option<()> {
+        let host = world.attempts[index].host(SOURCE);
+        let is_stopped = world.hosts[host].qemu.is_stopped();
+        let refused = match ending {
+            Ending::Well => {
+                if is_stopped {
+                    self.let_live(world, host, self.setting.paused);
+                }
+                false
+            }
+            Ending::Refused if is_stopped => {
+                world.budget.surprises = world.budget.surprises.checked_sub(1)?;
+                self.seen.add(Outcome::NotResumed);
+                true
+            }
+            _ => return None,
+        };
+        world.attempts[index].sides[SOURCE].unresumed = refused;
+        Some(())
     }
 
     fn act_destination(&mut self, world: &mut World, index: usize, action: DestinationAction) {
@@ -189,6 +225,7 @@ impl Machine {
                 quit(world, host);
                 self.came(world, index, DestinationEvent::QemuGone);
             }
+            Do::FillMissing => self.came(world, index, DestinationEvent::AllPresent),
             Do::Write(_) | Do::Resume => {}
         }
     }

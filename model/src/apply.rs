@@ -8,7 +8,8 @@ use crate::world::{
     ATTEMPTS, Attempt, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
 };
 use longhaul_engine::handover::{
-    DestinationEvent as OnDestination, DestinationState, SourceEvent as OnSource, SourceState,
+    DestinationEvent as OnDestination, DestinationState, Record, SourceEvent as OnSource,
+    SourceState,
 };
 
 impl Machine {
@@ -22,6 +23,9 @@ impl Machine {
                 ending,
             } => self.act(&mut next, index, side, ending),
             Step::Deliver { bit, again } => self.deliver(&mut next, bit, again),
+            Step::Prepare { index, ending } => self.prepare(&mut next, index, ending),
+            Step::GiveUp { index } => self.give_up(&mut next, index),
+            Step::Reclaim { host } => self.reclaim(&mut next, host),
             Step::Begin { host } => self.ask_for_migration(&mut next, host),
             Step::Connect { index } => self.connect(&mut next, index),
             Step::Abort { index, side } => self.abort(&mut next, index, side),
@@ -29,9 +33,12 @@ impl Machine {
             Step::Retry { index, side } => self.retry(&mut next, index, side),
             Step::AllPresent { index } => self.all_present(&mut next, index),
             Step::Overrule { index, side } => self.overrule(&mut next, index, side),
-            Step::Crash { .. } | Step::Restart { .. } | Step::Lose { .. } | Step::Forget { .. } => {
-                self.fall_or_rise(&mut next, step)
-            }
+            Step::Crash { .. }
+            | Step::Restart { .. }
+            | Step::Lose { .. }
+            | Step::Bury { .. }
+            | Step::Replace { .. }
+            | Step::Forget { .. } => self.fall_or_rise(&mut next, step),
             Step::Stop { index }
             | Step::Converge { index }
             | Step::ShutAndStay { index }
@@ -110,8 +117,15 @@ impl Machine {
     /// attempt was offered to, and their word would decide.
     fn is_foreign(&self, world: &World, index: usize) -> bool {
         let attempt = &world.attempts[index];
-        let forgot = world.hosts[attempt.host(DESTINATION)].forgot & 1 << index != 0;
-        let state = self.source_state(&attempt.sides[SOURCE]);
+        let destination = &world.hosts[attempt.host(DESTINATION)];
+        let [lives, identity] = attempt.offered_to;
+        if identity != destination.identity && self.setting.variant != Variant::OtherIdentity {
+            return true;
+        }
+        let source = &attempt.sides[SOURCE];
+        let is_peer = |number| matches!(self.records.record(number), Record::Peer { .. });
+        let forgot = lives != destination.lives && source.journal.iter().any(is_peer);
+        let state = self.source_state(source);
         let keeps_guest = state.is_some_and(SourceState::keeps_guest);
         forgot && !keeps_guest && self.setting.variant != Variant::OtherJournals
     }
@@ -161,6 +175,13 @@ impl Machine {
         if state != (DestinationState::Running { all_present: false }) || it.unwritten != 0 {
             return None;
         }
+        let attempt = &mut world.attempts[index];
+        let source = &world.hosts[attempt.host(SOURCE)];
+        let sends = !self.setting.drains || source.up;
+        if !sends && self.setting.variant != Variant::GivenUpUnasked {
+            return None;
+        }
+        attempt.arrived |= sends;
         self.feed_destination(world, index, OnDestination::AllPresent);
         Some(())
     }
@@ -179,8 +200,11 @@ impl Machine {
         let because = String::new();
         if side == SOURCE {
             let (_, state) = self.idle_source(world, index)?;
-            if state != SourceState::Released {
+            if !matches!(state, SourceState::Released | SourceState::Done) {
                 return None;
+            }
+            if state == SourceState::Done {
+                self.seen.add(Outcome::TakenBack);
             }
             world.attempts[index].overruled[SOURCE] = true;
             self.feed_source(world, index, OnSource::Overrule(because));
@@ -195,6 +219,42 @@ impl Machine {
         Some(())
     }
 
+    /// Gives up the blocks that only the source has: allowed to an operator who knows that it is
+    /// dead.
+    fn give_up(&mut self, world: &mut World, index: usize) -> Option<()> {
+        let (it, state) = self.idle_destination(world, index)?;
+        let source = &world.hosts[world.attempts[index].host(SOURCE)];
+        let dead = !source.up && source.destroyed && !source.qemu.is_there();
+        let gave_up = |number| matches!(self.records.record(number), Record::GaveUp { .. });
+        let decided = it.journal.iter().any(gave_up) || it.unwritten != 0;
+        if !self.fetches(&state) || !dead || decided {
+            return None;
+        }
+        world.attempts[index].arrived = true;
+        self.seen.add(Outcome::GivenUp);
+        self.feed_destination(world, index, OnDestination::GiveUp(String::new()));
+        Some(())
+    }
+
+    /// Takes the right back: allowed to an operator who knows that the other host never returns,
+    /// and that the guest did not go on from there.
+    fn reclaim(&mut self, world: &mut World, host: usize) -> Option<()> {
+        let (here, there) = (world.hosts[host], world.hosts[host ^ 1]);
+        let asked = there.buried || self.setting.variant == Variant::ReclaimedUnasked;
+        let may = here.up
+            && asked
+            && here.holder == Holder::Elsewhere
+            && !here.qemu.is_there()
+            && !self.is_busy(world, host, None);
+        if !may {
+            return None;
+        }
+        self.seen.add(Outcome::Reclaimed);
+        let it = &mut world.hosts[host];
+        (it.holder, it.generation) = (Holder::Here, it.generation + 2);
+        Some(())
+    }
+
     fn fall_or_rise(&mut self, world: &mut World, step: Step) -> Option<()> {
         match step {
             Step::Crash { host } => {
@@ -205,7 +265,15 @@ impl Machine {
                 world.budget.crashes[host] = left;
                 self.crash(world, host);
             }
-            Step::Lose { host } => {
+            Step::Bury { host } => {
+                let it = &mut world.hosts[host];
+                if !it.destroyed || it.buried {
+                    return None;
+                }
+                world.budget.buried = world.budget.buried.checked_sub(1)?;
+                it.buried = true;
+            }
+            Step::Lose { host } if !world.hosts[host].buried => {
                 world.budget.lost_hosts = world.budget.lost_hosts.checked_sub(1)?;
                 self.crash(world, host);
                 let it = &mut world.hosts[host];
@@ -217,25 +285,38 @@ impl Machine {
                 self.cut(world, host);
             }
             Step::Forget { host } => {
-                let only_destination =
-                    |attempt: &Attempt| !attempt.begun || usize::from(attempt.from) != host;
-                if world.hosts[host].up || !world.attempts.iter().all(only_destination) {
-                    return None;
-                }
+                self.forget(world, host)?;
                 world.budget.lost_journals = world.budget.lost_journals.checked_sub(1)?;
-                for index in 0..world.begun() {
-                    let side = &mut world.attempts[index].sides[DESTINATION];
-                    (side.journal, side.tail) = Default::default();
-                    world.hosts[host].forgot |= 1 << index;
-                }
-                self.cut(world, host);
             }
-            Step::Restart { host } if !world.hosts[host].up => {
+            Step::Replace { host } => {
+                self.forget(world, host)?;
+                world.budget.replaced = world.budget.replaced.checked_sub(1)?;
+                let it = &mut world.hosts[host];
+                it.identity += 1;
+                (it.holder, it.generation) = Default::default();
+            }
+            Step::Restart { host } if !world.hosts[host].up && !world.hosts[host].buried => {
                 world.hosts[host].destroyed = false;
                 self.restart(world, host);
             }
             _ => return None,
         }
+        Some(())
+    }
+
+    /// Loses the journals of a destination whose agent is down.
+    fn forget(&self, world: &mut World, host: usize) -> Option<()> {
+        let only_destination =
+            |attempt: &Attempt| !attempt.begun || usize::from(attempt.from) != host;
+        if world.hosts[host].up || !world.attempts.iter().all(only_destination) {
+            return None;
+        }
+        for index in 0..world.begun() {
+            let side = &mut world.attempts[index].sides[DESTINATION];
+            (side.journal, side.tail) = Default::default();
+        }
+        world.hosts[host].lives += 1;
+        self.cut(world, host);
         Some(())
     }
 
@@ -305,7 +386,9 @@ impl Machine {
             return None;
         }
         let held = world.attempts.iter().any(|attempt| {
-            attempt.begun && usize::from(attempt.from) == host && attempt.sides[SOURCE].session
+            let source = &attempt.sides[SOURCE];
+            let is_here = attempt.begun && usize::from(attempt.from) == host;
+            is_here && source.session && !source.unresumed
         });
         if held {
             return None;

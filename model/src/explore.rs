@@ -9,7 +9,7 @@ use crate::liveness::Ends;
 use crate::machine::{Machine, Setting};
 use crate::outcome::Outcomes;
 use crate::small::Fingerprints;
-use crate::step::{Step, all_steps};
+use crate::step::{Step, possible_steps};
 use crate::world::{Budget, Property, World};
 use std::time::{Duration, Instant};
 
@@ -69,7 +69,7 @@ pub fn explore(setting: Setting, budget: Budget, states_max: usize) -> Found {
     let mut explorer = Explorer {
         machine: Machine::new(setting),
         ends: Ends::default(),
-        steps: all_steps(),
+        steps: possible_steps(&setting, &budget),
         known: Fingerprints::default(),
         origins: Vec::new(),
         first: World::new(setting.paused, budget),

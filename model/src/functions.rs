@@ -203,6 +203,10 @@ fn plain_record(record: Record) -> Record {
             generation,
             because: String::new(),
         },
+        Record::GaveUp { attempt, .. } => Record::GaveUp {
+            attempt,
+            because: String::new(),
+        },
         other => other,
     }
 }
@@ -280,11 +284,11 @@ impl SideOf for OfDestination {
     }
 
     fn restore(
-        _: Variant,
+        variant: Variant,
         records: &[Record],
         terms: &Terms,
     ) -> (DestinationState, Vec<DestinationAction>) {
-        DestinationState::restore(records, terms)
+        variant.restored_destination(DestinationState::restore(records, terms))
     }
 
     fn plain_state(state: DestinationState) -> DestinationState {
@@ -303,6 +307,7 @@ impl SideOf for OfDestination {
         match event {
             On::Abort(_) => On::Abort(String::new()),
             On::Overrule(_) => On::Overrule(String::new()),
+            On::GiveUp(_) => On::GiveUp(String::new()),
             On::ResumeFailed(_) => On::ResumeFailed(String::new()),
             On::Written(record) => On::Written(plain_record(record)),
             On::WriteFailed(record) => On::WriteFailed(plain_record(record)),

@@ -21,8 +21,15 @@
 //!   Product: `rights.rs` in `storage`; here: `note`, `give_back`.
 //! - An operator's statement is noted even where a copy of the guest is. Product:
 //!   `handover/ledger.rs`: `concede`; here: `concede`.
-//! - BEGAN is durable before the offer goes out; QEMU is started after the destination's BEGAN.
-//!   Product: `source/prepare.rs`, `destination/attempt.rs`; here: `begin`, `launch`.
+//! - BEGAN and PEER are durable before the offer goes out. If one cannot be written, the journal is
+//!   removed, or stays until the next start, and the guest's name is free. QEMU is started after
+//!   the destination's BEGAN. Product: `source/prepare.rs`, `destination/attempt.rs`; here:
+//!   `prepare`, `launch`.
+//! - A source asks only the identity that BEGAN names, and, unless it keeps the guest anyway, only
+//!   the journals that PEER names. Product: `source/connect.rs`; here: `is_foreign`.
+//! - A guest that QEMU does not resume at the source is tried again, and the journal is not closed
+//!   before it is resumed. Product: `handover/ledger.rs`: `unresumed`; here: `resume_source`,
+//!   `retry`.
 //! - An attempt begins only where the host has the right, the guest runs and its name is free.
 //!   Product: `source/prepare.rs`, `status/registry.rs`; here: `ask_for_migration`.
 //! - A name is taken until the source's journal is closed or an operator gave the guest back, at
@@ -40,7 +47,8 @@
 //! - A source that lost its QEMU gives up, unless everything was sent. Product:
 //!   `source/attempt/handover.rs`: `qemu_ended`; here: `see_gone`.
 //! - A restarted source follows an operator's statement only for a guest that has not gone on
-//!   since. Product: `recovery.rs`; here: `went_on`, `leave_guest`.
+//!   since, and resumes a guest that it never released only if no other attempt has it away.
+//!   Product: `recovery.rs`; here: `went_on`, `is_away`, `leave_guest`.
 //! - A restarted destination checks before it answers whether a loaded QEMU still exists. Product:
 //!   `destination/recovered.rs`: `look`; here: `take_up`.
 //! - Without a task a destination forgets settled attempts, and reads its journal when asked.
@@ -49,20 +57,24 @@
 //!   `destination/attempt/handover.rs`, `destination/recovered.rs`: `resume`; here:
 //!   `resume_destination`.
 //! - A `cont` without an answer counts as done. Product: the same; here: `resume_destination`.
-//! - Nothing of the source is needed once the guest runs. Product:
-//!   `destination/attempt/handover.rs`: `step`; here: `all_present`.
+//! - Nothing of the source is needed once the guest runs, or the source sends what is missing, or
+//!   an operator gives it up. Product: `destination/attempt/handover.rs`: `step`,
+//!   `destination/fetch.rs`; here: `all_present`, `give_up`.
+//! - An operator takes the right back only while no attempt of the guest is open. Product:
+//!   `left_behind.rs`; here: `reclaim`.
 //! - The destination's journal is removed with CLOSED, the source's when the source learns of that.
 //!   Product: `destination/attempt.rs`: `end`, `destination/recovered.rs`, `source/recovered.rs`;
 //!   here: `go_on`, `source_hears`.
 //!
 //! Assumptions about the world: a message is from the peer and intact; a lost host loses the
 //! messages on their way to it; in `postmigrate` only `cont` wakes a guest; an operator who
-//! declares a host dead or fenced is right, and starts nothing there before the agents have met.
+//! declares a host dead or fenced is right, and starts nothing there before the agents have met;
+//! the right is taken back only from a host that never returns.
 //!
 //! Not modelled: the content of blocks; disks beyond their being retired; faulty or hostile peers
-//! (attempts and generations of others are refused by the functions, and tested there); a failed
-//! BEGAN of a source; a right that cannot be written; time, so every time-out may happen at any
-//! moment; a reset, which changes nothing for the handover.
+//! (attempts and generations of others are refused by the functions, and tested there); a third
+//! host; a right that cannot be written; time, so every time-out may happen at any moment; a reset,
+//! which changes nothing for the handover.
 
 mod act;
 mod apply;

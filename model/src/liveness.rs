@@ -5,7 +5,7 @@
 use crate::machine::Machine;
 use crate::small::Fingerprints;
 use crate::step::{Ending, Step};
-use crate::world::{Budget, DESTINATION, Qemu, SOURCE, Side, World};
+use crate::world::{Budget, DESTINATION, Holder, Qemu, SOURCE, Side, World};
 use longhaul_engine::handover::{DestinationState, SourceState};
 
 /// The number of rounds of questions before a schedule gives up.
@@ -34,7 +34,7 @@ impl Ends {
     /// Returns the way into endless doubt, if there is one.
     pub(crate) fn check(&mut self, machine: &mut Machine, world: &World) -> Option<Vec<Step>> {
         // What journals that are lost knew, only a person can say.
-        if world.hosts.iter().any(|host| host.forgot != 0) {
+        if world.hosts.iter().any(|host| host.lives != 0) {
             return None;
         }
         let mut start = *world;
@@ -112,6 +112,18 @@ fn new_round(schedule: Schedule, round: u8) -> Vec<Step> {
     if schedule == Schedule::GivingUp {
         steps.reverse();
     }
+    if round > 0 {
+        // An operator decides for a host that never returns; others have returned.
+        let sides = [SOURCE, DESTINATION];
+        steps.extend((0..2).flat_map(|index| {
+            let overrule = |side| Step::Overrule { index, side };
+            sides
+                .map(overrule)
+                .into_iter()
+                .chain([Step::GiveUp { index }])
+        }));
+        steps.extend((0..2).map(|host| Step::Reclaim { host }));
+    }
     if round == 2 {
         steps.extend(
             (0..2).flat_map(|index| [DESTINATION, SOURCE].map(|side| Step::Abort { index, side })),
@@ -128,12 +140,14 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
     let mut take = |step| Some((step, machine.apply(world, step)?));
     let ending = Ending::Well;
     let restarts = hosts.map(|host| Step::Restart { host });
+    let prepares = [0, 1].map(|index| Step::Prepare { index, ending });
     let acts = sides.map(|(side, index)| Step::Act {
         index,
         side,
         ending,
     });
-    if let Some(taken) = restarts.into_iter().chain(acts).find_map(&mut take) {
+    let first = restarts.into_iter().chain(prepares).chain(acts);
+    if let Some(taken) = first.into_iter().find_map(&mut take) {
         return Some(taken);
     }
     if giving_up {
@@ -166,6 +180,14 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
     let own = sides
         .into_iter()
         .flat_map(|(side, index)| [Step::SeeGone { index, side }, Step::Retry { index, side }]);
+    // A destination that never returns would be told forever.
+    let own = own.filter(|step| match step {
+        Step::SeeGone { index, side } => {
+            let other = world.attempts[*index].host(*side ^ 1);
+            *side != SOURCE || !world.hosts[other].buried
+        }
+        _ => true,
+    });
     let onward = [0, 1].into_iter().flat_map(|index| {
         [
             Step::Stop { index },
@@ -181,6 +203,13 @@ fn next_step(machine: &mut Machine, world: &World, schedule: Schedule) -> Option
 /// Returns whether both sides are settled and agree: one owner, whose guest is as it should be, and
 /// both journals at their ends.
 fn is_decided(machine: &Machine, world: &World) -> bool {
+    let buried = world.hosts.map(|host| host.buried);
+    match buried {
+        [false, false] => {}
+        [true, true] => return true,
+        [true, false] => return is_decided_alone(machine, world, 1),
+        [false, true] => return is_decided_alone(machine, world, 0),
+    }
     let closed = world
         .attempts
         .iter()
@@ -198,11 +227,15 @@ fn is_decided(machine: &Machine, world: &World) -> bool {
             }
         });
     let live = [Qemu::Running, Qemu::Paused, Qemu::Dead, Qemu::Halted];
-    let owners = [0, 1].map(|host| world.hosts[host].holder == crate::world::Holder::Here);
+    let owners = [0, 1].map(|host| world.hosts[host].holder == Holder::Here);
     let stand = (0..2).all(|host| {
         let qemu = world.hosts[host].qemu;
         if owners[host] {
-            live.contains(&qemu)
+            // A copy that had ended before the guest was taken back is started again.
+            let mut attempts = world.attempts.iter();
+            let taken_back = attempts
+                .any(|attempt| attempt.overruled[SOURCE] && usize::from(attempt.from) == host);
+            live.contains(&qemu) || taken_back && qemu == Qemu::None
         } else {
             !qemu.is_there()
         }
@@ -210,10 +243,23 @@ fn is_decided(machine: &Machine, world: &World) -> bool {
     closed && owners[0] != owners[1] && stand
 }
 
+/// Returns whether the guest is as it should be on a host whose other one never returns, and its
+/// name is free: it belongs to this host, or it never did and was lost with the other one.
+fn is_decided_alone(machine: &Machine, world: &World, host: usize) -> bool {
+    let it = &world.hosts[host];
+    let good = match it.holder {
+        Holder::Here => !it.qemu.is_stopped() && it.qemu != Qemu::Incoming,
+        Holder::Unknown => !it.qemu.is_there(),
+        Holder::Elsewhere | Holder::InDoubt => false,
+    };
+    good && it.qemu != Qemu::Loaded && !machine.is_busy(world, host, None)
+}
+
 /// Returns whether the guest is the source's, when its journal is at its end.
 fn source_end(machine: &Machine, side: &Side) -> Option<bool> {
     match (machine.source_state(side), side.ended) {
-        (None, ended) => ended,
+        // It was never offered. A journal that it has stays until the next start.
+        (None, ended) => Some(ended.unwrap_or(true)),
         (Some(SourceState::Closed { here }), _) => Some(*here),
         (Some(_), _) => None,
     }

@@ -6,14 +6,15 @@
 use crate::functions::{Functions, OfDestination, OfSource, Records};
 use crate::outcome::{Outcome, Outcomes};
 use crate::small::{Quick, Small};
+use crate::step::Ending;
 use crate::variant::Variant;
 use crate::world::{
-    Attempt, DESTINATION, Holder, Message, Property, Qemu, SOURCE, Side, Snapshot, World,
+    Attempt, DESTINATION, Holder, Message, Preparing, Property, Qemu, SOURCE, Side, Snapshot, World,
 };
 use longhaul_engine::handover::{
     self, DestinationEvent, DestinationState, Record, SourceEvent, SourceState, Terms,
 };
-use longhaul_protocol::{Generation, HostId, MigrationId};
+use longhaul_protocol::{Generation, HostId, Incarnation, MigrationId};
 use std::collections::HashMap;
 
 /// The parameters of a run of the model.
@@ -31,6 +32,8 @@ pub struct Setting {
     /// messages is on its way; immediate actions of an agent are not interleaved with events
     /// elsewhere, only with its death. This reduces the number of states.
     pub orderly: bool,
+    /// Blocks are missing at the destination when the guest runs there: only the source has them.
+    pub drains: bool,
     /// Whether doubt must end, too.
     pub doubt: bool,
     /// The deliberate fault.
@@ -76,7 +79,7 @@ impl Machine {
             side,
             guest: String::new(),
             generation: terms.generation,
-            peer: HostId([0; 32]),
+            peer: HostId([attempt.offered_to[1]; 32]),
             peer_name: String::new(),
             paused: self.setting.paused,
         }
@@ -96,8 +99,11 @@ impl Machine {
             return None;
         }
         let sides = (0..world.begun()).flat_map(|index| [(index, SOURCE), (index, DESTINATION)]);
-        let mut busy =
-            sides.filter(|(index, side)| !world.attempts[*index].sides[*side].todo.is_empty());
+        let mut busy = sides.filter(|(index, side)| {
+            let attempt = &world.attempts[*index];
+            let prepares = *side == SOURCE && attempt.preparing != Preparing::Done;
+            prepares || !attempt.sides[*side].todo.is_empty()
+        });
         let (index, side) = busy.next()?;
         Some((index, side, world.attempts[index].host(side)))
     }
@@ -105,25 +111,92 @@ impl Machine {
     // How an attempt begins.
 
     pub(crate) fn begin(&mut self, world: &mut World, index: usize, host: usize) {
-        let mut attempt = Attempt {
+        let other = &world.hosts[host ^ 1];
+        world.attempts[index] = Attempt {
             begun: true,
+            preparing: Preparing::Begins,
+            offered_to: [other.lives, other.identity],
             from: host as u8,
             generation: world.hosts[host].generation,
             ..Attempt::default()
         };
-        let began = self.began(index, &attempt, handover::Side::Source);
-        let side = &mut attempt.sides[SOURCE];
-        if !side.journal.push(self.records.number(began)) {
-            world.blame(Property::Capacity);
+        if self.setting.variant == Variant::OfferBeforeBegan {
+            send(world, index, Message::Offer);
         }
+        if index > 0 && world.attempts[index - 1].from != world.attempts[index].from {
+            self.seen.add(Outcome::WentBack);
+        }
+    }
+
+    /// Writes the next record of an attempt that is yet to be offered, then offers it. An attempt
+    /// whose records cannot be written ends, and its journal is removed. If that fails too, it
+    /// stays until the next start, and the guest's name is free.
+    pub(crate) fn prepare(
+        &mut self,
+        world: &mut World,
+        index: usize,
+        ending: Ending,
+    ) -> Option<()> {
+        let attempt = world.attempts[index];
+        let record = match attempt.preparing {
+            Preparing::Done => return None,
+            Preparing::Begins => self.began(index, &attempt, handover::Side::Source),
+            Preparing::Names => Record::Peer {
+                attempt: self.terms(index, &attempt).attempt,
+                incarnation: Incarnation([attempt.offered_to[0]; 16]),
+            },
+        };
+        if !world.hosts[attempt.host(SOURCE)].up {
+            return None;
+        }
+        let number = self.records.number(record);
+        let side = &mut world.attempts[index].sides[SOURCE];
+        match ending {
+            Ending::Well => {
+                let named = attempt.preparing == Preparing::Names;
+                // A destination of an older version names no incarnation.
+                let unnamed = matches!(
+                    self.setting.variant,
+                    Variant::PeerUnwritten | Variant::OtherIdentity
+                );
+                let omitted = named && unnamed;
+                let fits = omitted || side.journal.push(number);
+                if !fits {
+                    world.blame(Property::Capacity);
+                }
+                if named {
+                    self.offer(world, index);
+                } else {
+                    world.attempts[index].preparing = Preparing::Names;
+                }
+                return Some(());
+            }
+            Ending::FailedLost => {
+                *side = Side {
+                    ended: Some(true),
+                    ..Side::default()
+                };
+            }
+            Ending::FailedDurable => side.tail = number,
+            Ending::FailedKept if !side.journal.is_empty() => {}
+            Ending::FailedKept | Ending::Refused | Ending::Died => return None,
+        }
+        self.seen.add(Outcome::NeverOffered);
+        world.attempts[index].preparing = Preparing::Done;
+        world.budget.failed_writes = world.budget.failed_writes.checked_sub(1)?;
+        Some(())
+    }
+
+    fn offer(&mut self, world: &mut World, index: usize) {
+        let attempt = &mut world.attempts[index];
+        attempt.preparing = Preparing::Done;
+        let side = &mut attempt.sides[SOURCE];
         side.session = true;
         side.state = self
             .source
             .state_number(SourceState::Here { postmigrate: false });
-        world.attempts[index] = attempt;
-        send(world, index, Message::Offer);
-        if index > 0 && world.attempts[index - 1].from != world.attempts[index].from {
-            self.seen.add(Outcome::WentBack);
+        if self.setting.variant != Variant::OfferBeforeBegan {
+            send(world, index, Message::Offer);
         }
     }
 
@@ -145,6 +218,9 @@ impl Machine {
             let side = host ^ usize::from(attempt.from);
             let state = &attempt.sides[side];
             if side == SOURCE {
+                if attempt.preparing != Preparing::Done {
+                    return true;
+                }
                 // A guest that an operator gave back is its owner's, whenever the destination
                 // learns it.
                 return self
@@ -153,9 +229,14 @@ impl Machine {
             }
             match self.destination_state(state) {
                 None | Some(DestinationState::Unknown) => false,
-                Some(state) => !state.is_settled(),
+                Some(state) => !state.is_settled() || self.fetches(state),
             }
         })
+    }
+
+    /// Returns whether the guest runs at the destination, which fetches what is missing.
+    pub(crate) fn fetches(&self, state: &DestinationState) -> bool {
+        self.setting.drains && *state == (DestinationState::Running { all_present: false })
     }
 
     // Feeding.
@@ -192,6 +273,10 @@ impl Machine {
             );
             (self.destination.step(before, event, &terms), again)
         };
+        if side == SOURCE && before != state && *self.source.state(state) == SourceState::Done {
+            // An operator whose statement could not be recorded is asked again, and binds nobody.
+            world.attempts[index].overruled[SOURCE] = false;
+        }
         let it = &mut world.attempts[index].sides[side];
         (it.state, it.todo, it.again) = (state, todo, again);
         if side == DESTINATION && before != state {
@@ -236,7 +321,7 @@ impl Machine {
     /// Reports at once that nothing is needed any more, for a destination without a task.
     fn present(&mut self, world: &World, index: usize, side: usize) -> Option<u8> {
         let it = &world.attempts[index].sides[side];
-        if side == SOURCE || it.session || it.unwritten != 0 {
+        if side == SOURCE || it.session || it.unwritten != 0 || self.setting.drains {
             return None;
         }
         let running = DestinationState::Running { all_present: false };
@@ -251,6 +336,7 @@ impl Machine {
         let Some(state) = (it.state != 0).then(|| self.destination.state(it.state)) else {
             return;
         };
+        let running = DestinationState::Running { all_present: false };
         match state {
             DestinationState::Closed { here } if it.unwritten == 0 => {
                 let ended = *here;
@@ -263,6 +349,7 @@ impl Machine {
                     ..Side::default()
                 };
             }
+            state if self.setting.drains && *state == running => {}
             state if state.is_settled() && !it.session => {
                 *it = Side {
                     journal: it.journal,
@@ -296,6 +383,9 @@ impl Machine {
         let attempts = world.attempts.iter_mut().enumerate();
         for (index, attempt) in attempts.filter(|(_, attempt)| attempt.begun) {
             let here = host ^ usize::from(attempt.from);
+            if here == SOURCE {
+                attempt.preparing = Preparing::Done;
+            }
             let side = &mut attempt.sides[here];
             if here == DESTINATION && side.ended.is_some() {
                 // The knowledge that the attempt is closed is gone, and the connection of its offer
@@ -316,10 +406,9 @@ impl Machine {
         for index in 0..world.begun() {
             let side = host ^ usize::from(world.attempts[index].from);
             let went_on = self.went_on(world, index, host);
+            let is_away = side == SOURCE && self.is_away(world, index, host);
             self.take_up(world, index, side);
-            if went_on {
-                self.leave_guest(world, index, side);
-            }
+            self.leave_guest(world, index, side, (went_on, is_away));
         }
     }
 
@@ -335,13 +424,55 @@ impl Machine {
         later || u64::from(world.hosts[host].generation) > after_next.0
     }
 
-    /// Passes on an operator's statement that is older than its guest, without any other effect.
-    fn leave_guest(&self, world: &mut World, index: usize, side: usize) {
+    /// Returns whether an attempt that never released the guest finds it taken away by another one.
+    fn is_away(&self, world: &World, index: usize, host: usize) -> bool {
+        let records = |side: &Side| {
+            let numbers = side
+                .journal
+                .iter()
+                .chain((side.tail != 0).then_some(side.tail));
+            numbers.map(|number| self.records.record(number)).collect()
+        };
+        let has_released = |records: &Vec<&Record>| {
+            let mut records = records.iter();
+            records.any(|record| matches!(record, Record::Released { .. }))
+        };
+        let is_back = |records: &Vec<&Record>| {
+            records.iter().any(|record| match record {
+                Record::Aborted { .. } => true,
+                Record::Overruled { run_on, .. } => *run_on == handover::Side::Source,
+                _ => false,
+            })
+        };
+        let of = &world.attempts[index];
+        if has_released(&records(&of.sides[SOURCE])) {
+            return false;
+        }
+        let another = world.attempts.iter().enumerate().any(|(number, attempt)| {
+            let found = records(&attempt.sides[SOURCE]);
+            let is_here = attempt.begun && usize::from(attempt.from) == host;
+            number != index && is_here && has_released(&found) && !is_back(&found)
+        });
+        let right = &world.hosts[host];
+        another || right.generation > of.generation && right.holder != Holder::Here
+    }
+
+    /// Leaves the guest alone: it has gone on since an operator's statement, or another attempt has
+    /// it away. The destination hears how this one ended.
+    fn leave_guest(
+        &self,
+        world: &mut World,
+        index: usize,
+        side: usize,
+        (went_on, is_away): (bool, bool),
+    ) {
         let it = &mut world.attempts[index].sides[side];
         let overruled = side == SOURCE
             && it.state != 0
             && *self.source.state(it.state) == SourceState::Overruled;
-        if overruled && self.setting.variant != Variant::OverruledAgain {
+        let passed_on = overruled && went_on && self.setting.variant != Variant::OverruledAgain;
+        let is_away = is_away && self.setting.variant != Variant::BeganResumes;
+        if passed_on || is_away {
             let source = &self.source;
             it.todo.retain(|action| !source.action(action).lets_go_on());
         }
@@ -366,6 +497,10 @@ impl Machine {
         let it = &mut world.attempts[index].sides[side];
         if it.journal.is_empty() {
             return;
+        }
+        if side == SOURCE {
+            // An attempt that was never offered ends now.
+            it.ended = None;
         }
         let records: Vec<Record> = it
             .journal
@@ -473,7 +608,7 @@ impl Machine {
         let outcome = match (self.source.state(state), self.source.event(event)) {
             (Is::Here { .. }, On::Abort(_)) => Outcome::AbortedBeforeRelease,
             (Is::Released, On::PeerAborted(_)) => Outcome::AbortedAfterRelease,
-            (Is::Overruling, On::Written(_)) => Outcome::OverruledToSource,
+            (Is::Overruling { .. }, On::Written(_)) => Outcome::OverruledToSource,
             (Is::Closed { here: true } | Is::Aborted, On::Committed(_) | On::AllPresent(_)) => {
                 Outcome::Conceded
             }

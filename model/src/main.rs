@@ -173,6 +173,8 @@ fn describe(configuration: &Configuration) -> String {
         ("lost hosts", budget.lost_hosts),
         ("starts by a person", budget.boots),
         ("lost journals", budget.lost_journals),
+        ("hosts that never return", budget.buried),
+        ("replaced hosts", budget.replaced),
     ];
     for (what, times) in troubles.into_iter().filter(|(_, times)| *times > 0) {
         let _ = write!(text, ", {what} {times}");

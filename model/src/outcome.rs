@@ -13,6 +13,8 @@ pub enum Outcome {
     Returned,
     /// An operator gave the guest to the source.
     OverruledToSource,
+    /// An operator took the guest back from a destination that had committed.
+    TakenBack,
     /// An operator gave the guest to the destination.
     OverruledToDestination,
     /// One side learned that an operator had given the guest to the other.
@@ -33,16 +35,25 @@ pub enum Outcome {
     AbortedUnknown,
     /// COMMIT arrived before all content.
     CommittedEarly,
+    /// The source could not write its first records, and did not offer the guest.
+    NeverOffered,
+    /// QEMU refused to resume the guest at the source.
+    NotResumed,
+    /// An operator gave up what only a dead source had.
+    GivenUp,
+    /// An operator took the right back from a host that never returns.
+    Reclaimed,
 }
 
 impl Outcome {
     /// All outcomes.
-    pub const ALL: [Outcome; 15] = [
+    pub const ALL: [Outcome; 20] = [
         Outcome::Committed,
         Outcome::AbortedBeforeRelease,
         Outcome::AbortedAfterRelease,
         Outcome::Returned,
         Outcome::OverruledToSource,
+        Outcome::TakenBack,
         Outcome::OverruledToDestination,
         Outcome::Conceded,
         Outcome::LateCommitRefused,
@@ -53,6 +64,10 @@ impl Outcome {
         Outcome::WentBack,
         Outcome::AbortedUnknown,
         Outcome::CommittedEarly,
+        Outcome::NeverOffered,
+        Outcome::NotResumed,
+        Outcome::GivenUp,
+        Outcome::Reclaimed,
     ];
 
     /// Returns a short description.
@@ -63,6 +78,7 @@ impl Outcome {
             Outcome::AbortedAfterRelease => "aborted after RELEASED",
             Outcome::Returned => "returned after a failed cont",
             Outcome::OverruledToSource => "given to the source by a person",
+            Outcome::TakenBack => "taken back by a person after the commit",
             Outcome::OverruledToDestination => "given to the destination by a person",
             Outcome::Conceded => "a person's word heard by the other side",
             Outcome::LateCommitRefused => "a late COMMIT refused",
@@ -73,6 +89,10 @@ impl Outcome {
             Outcome::WentBack => "moved there and back again",
             Outcome::AbortedUnknown => "an unknown attempt aborted by a question",
             Outcome::CommittedEarly => "COMMIT before everything was there",
+            Outcome::NeverOffered => "not offered, because its records could not be written",
+            Outcome::NotResumed => "not resumed at the source at first",
+            Outcome::GivenUp => "missing blocks given up by a person",
+            Outcome::Reclaimed => "the right taken back from a host that never returns",
         }
     }
 

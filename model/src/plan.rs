@@ -32,38 +32,42 @@ use Order::{Any, Kept};
 
 /// The guest, attempts, messages at a time, order; then the numbers of: crashes at A and B, failed
 /// writes, duplicated messages, surprises of QEMU, lost hosts, starts by an operator, lost
-/// journals.
-type Row = (Guest, usize, u32, Order, [u8; 8]);
+/// journals, hosts that never return, replaced hosts.
+type Row = (Guest, usize, u32, Order, [u8; 10]);
 
 /// Every row is explored with a late release and with an early one.
-const USUAL: [Row; 16] = [
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0, 0]),
-    (Runs, 1, 3, Any, [0, 0, 0, 1, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [0, 1, 2, 0, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 0, 2, 0, 0, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
-    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 1, 0, 0]),
-    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0, 0]),
-    (Runs, 1, 2, Kept, [1, 1, 1, 0, 2, 0, 1, 0]),
-    (Runs, 1, 2, Kept, [2, 2, 1, 1, 0, 0, 0, 0]),
-    (Paused, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 2, 2, Kept, [0, 0, 0, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 1, 0]),
-    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 0, 0, 1]),
-    (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 0, 1]),
+const USUAL: [Row; 20] = [
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [0, 0, 0, 1, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [0, 1, 2, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 0, 2, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 2, 0, 1, 0, 0, 0]),
+    (Runs, 1, 2, Kept, [2, 2, 1, 1, 0, 0, 0, 0, 0, 0]),
+    (Paused, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 2, Kept, [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 1, 0, 0, 0]),
+    (Runs, 1, 2, Any, [1, 1, 0, 0, 0, 0, 0, 1, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 1, 0, 1, 0, 0]),
+    (Runs, 1, 2, Kept, [1, 1, 0, 0, 0, 0, 0, 0, 0, 1]),
+    (Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 1, 0, 0, 1, 0]),
+    (Runs, 1, 2, Any, [0, 0, 0, 0, 1, 1, 0, 0, 1, 0]),
+    (Runs, 2, 1, Kept, [1, 0, 1, 0, 0, 0, 0, 0, 0, 0]),
 ];
 
 const DEEP: [Row; 8] = [
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0, 0]),
-    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
-    (Paused, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0]),
-    (Runs, 1, 3, Kept, [1, 1, 1, 1, 1, 1, 1, 0]),
-    (Runs, 2, 2, Kept, [1, 1, 0, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [1, 1, 1, 0, 0, 0, 0, 0]),
-    (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1, 0]),
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 0, 1, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0]),
+    (Paused, 1, 3, Any, [1, 1, 0, 0, 1, 0, 0, 0, 0, 0]),
+    (Runs, 1, 3, Kept, [1, 1, 1, 1, 1, 1, 1, 0, 0, 0]),
+    (Runs, 2, 2, Kept, [1, 1, 0, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0]),
+    (Runs, 2, 1, Kept, [0, 1, 0, 0, 1, 1, 1, 0, 0, 0]),
 ];
 
 fn configuration(
@@ -80,6 +84,8 @@ fn configuration(
         lost_hosts,
         boots,
         lost_journals,
+        buried,
+        replaced,
     ] = budget;
     Configuration {
         setting: Setting {
@@ -88,6 +94,7 @@ fn configuration(
             attempts,
             messages,
             orderly: order == Kept,
+            drains: buried > 0,
             doubt: true,
             variant,
         },
@@ -99,6 +106,8 @@ fn configuration(
             lost_hosts,
             boots,
             lost_journals,
+            buried,
+            replaced,
         },
     }
 }
@@ -120,32 +129,44 @@ pub fn deep() -> Vec<Configuration> {
 
 /// Returns a small exploration for unit tests.
 pub fn small() -> Vec<Configuration> {
-    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0])])
+    both_releases(&[(Runs, 1, 2, Kept, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0])])
 }
 
 /// Returns the configurations for a broken variant.
 pub fn for_variant(variant: Variant) -> Configuration {
     use Variant as Is;
-    let calm = (Runs, 1, 3, Any, [0; 8]);
+    let calm = (Runs, 1, 3, Any, [0; 10]);
     let (early, row) = match variant {
         Is::Genuine | Is::CommitWithoutJournal | Is::AbortedToldFirst | Is::ReadyUnseen => {
-            (false, (Runs, 1, 3, Any, [0, 1, 0, 0, 0, 0, 0, 0]))
+            (false, (Runs, 1, 3, Any, [0, 1, 0, 0, 0, 0, 0, 0, 0, 0]))
         }
         Is::ReleaseBeforePostmigrate | Is::RestartResumes | Is::ReadyMeansCommitted => {
-            (false, (Runs, 1, 3, Any, [1, 0, 0, 0, 0, 0, 0, 0]))
+            (false, (Runs, 1, 3, Any, [1, 0, 0, 0, 0, 0, 0, 0, 0, 0]))
         }
-        Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0])),
-        Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0, 0])),
-        Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0, 0])),
+        Is::ResumeAfterFailedRelease => (false, (Runs, 1, 2, Any, [1, 1, 1, 0, 0, 0, 0, 0, 0, 0])),
+        Is::AbortedNotResumed => (false, (Runs, 1, 2, Any, [1, 0, 1, 0, 0, 0, 0, 0, 0, 0])),
+        Is::KnownOfferAccepted => (true, (Runs, 1, 3, Any, [0, 0, 0, 2, 0, 0, 0, 0, 0, 0])),
         Is::ClosedOfferAccepted => (false, calm),
         Is::ReturnWithoutRecord | Is::RefusalAfterRestart => {
-            (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0, 0]))
+            (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 1, 0, 0, 0, 0, 0]))
         }
-        Is::OverruleUntold | Is::DoneAtOnce => (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0, 0])),
-        Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0, 0])),
-        Is::OverruledAgain => (false, (Runs, 2, 1, Kept, [1, 0, 0, 0, 0, 1, 0, 0])),
-        Is::OtherJournals => (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 0, 0, 0, 1])),
-        Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 8])),
+        Is::OverruleUntold | Is::DoneAtOnce => {
+            (true, (Runs, 1, 3, Any, [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]))
+        }
+        Is::ConcedeUnlessHere => (false, (Runs, 2, 1, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 0, 0])),
+        Is::OverruledAgain => (false, (Runs, 2, 1, Kept, [1, 0, 0, 0, 0, 1, 0, 0, 0, 0])),
+        Is::OtherJournals => (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 0, 0, 0, 1, 0, 0])),
+        Is::OtherIdentity => (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 0, 0, 0, 0, 0, 1])),
+        Is::PeerUnwritten => (false, (Runs, 1, 2, Any, [0, 1, 0, 0, 0, 0, 0, 1, 0, 0])),
+        Is::OfferBeforeBegan => (false, (Runs, 1, 2, Any, [1, 0, 0, 0, 0, 0, 0, 0, 0, 0])),
+        Is::BeganResumes => (false, (Runs, 2, 1, Kept, [1, 0, 1, 0, 0, 0, 0, 0, 0, 0])),
+        Is::ClosedUnresumed => (false, (Runs, 1, 2, Any, [0, 0, 0, 0, 1, 0, 0, 0, 0, 0])),
+        Is::NotTakenBack => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0])),
+        Is::OverruledLeft => (false, (Runs, 1, 2, Kept, [1, 0, 1, 0, 0, 1, 1, 0, 0, 0])),
+        Is::GivenUpUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 1, 0, 0, 1, 0])),
+        Is::GivenUpOnce => (false, (Runs, 1, 2, Kept, [0, 1, 0, 0, 0, 1, 0, 0, 1, 0])),
+        Is::ReclaimedUnasked => (false, (Runs, 1, 2, Kept, [0, 0, 0, 0, 0, 0, 1, 0, 0, 0])),
+        Is::PausedStarted => (false, (Paused, 1, 2, Any, [0; 10])),
         Is::CommitBeforeLoaded | Is::UnknownWithoutRecord => (true, calm),
         Is::ResumeOnTimeout
         | Is::AbortAfterCommit
@@ -163,6 +184,10 @@ pub fn for_variant(variant: Variant) -> Configuration {
             | Is::DoneAtOnce
             | Is::AbortedNotResumed
             | Is::ConcedeUnlessHere
+            | Is::OfferBeforeBegan
+            | Is::ClosedUnresumed
+            | Is::NotTakenBack
+            | Is::GivenUpOnce
     );
     configuration
 }

@@ -1,6 +1,7 @@
 //! Defines all possible next steps.
 
-use crate::world::{ATTEMPTS, DESTINATION, Message, SOURCE};
+use crate::machine::Setting;
+use crate::world::{ATTEMPTS, Budget, DESTINATION, Message, SOURCE};
 
 /// The end of an action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,6 +25,8 @@ pub(crate) enum Ending {
 pub(crate) enum Step {
     /// A migration is requested.
     Begin { host: usize },
+    /// A source writes the next record of an attempt that it has yet to offer.
+    Prepare { index: usize, ending: Ending },
     /// An agent executes the next of its actions.
     Act {
         index: usize,
@@ -44,6 +47,15 @@ pub(crate) enum Step {
     AllPresent { index: usize },
     /// An operator declares the other host dead, and gives the guest to this one.
     Overrule { index: usize, side: usize },
+    /// An operator gives up the blocks that only the source has, which is dead.
+    GiveUp { index: usize },
+    /// An operator takes the right back from a host that never returns.
+    Reclaim { host: usize },
+    /// A lost host never returns.
+    Bury { host: usize },
+    /// Another machine takes the place of a host whose agent is down; what runs on the old one goes
+    /// on.
+    Replace { host: usize },
     /// An agent dies; QEMU lives on.
     Crash { host: usize },
     /// An agent starts again.
@@ -72,8 +84,14 @@ pub(crate) enum Step {
     Boot { host: usize },
 }
 
-/// Returns every step that there is, possible or not.
-pub(crate) fn all_steps() -> Vec<Step> {
+/// Returns the steps that a setting and a budget allow at all.
+pub(crate) fn possible_steps(setting: &Setting, budget: &Budget) -> Vec<Step> {
+    let mut steps = all_steps();
+    steps.retain(|step| step.is_possible(setting, budget));
+    steps
+}
+
+fn all_steps() -> Vec<Step> {
     let mut steps = Vec::new();
     for host in 0..2 {
         steps.extend([
@@ -82,6 +100,9 @@ pub(crate) fn all_steps() -> Vec<Step> {
             Step::Restart { host },
             Step::Lose { host },
             Step::Forget { host },
+            Step::Bury { host },
+            Step::Replace { host },
+            Step::Reclaim { host },
             Step::LoseSocket { host },
             Step::Die { host },
             Step::Halt { host },
@@ -92,12 +113,20 @@ pub(crate) fn all_steps() -> Vec<Step> {
         steps.extend([
             Step::Connect { index },
             Step::AllPresent { index },
+            Step::GiveUp { index },
             Step::Stop { index },
             Step::Converge { index },
             Step::ShutAndStay { index },
             Step::ShutAndResume { index },
             Step::Complete { index },
         ]);
+        let endings = [
+            Ending::Well,
+            Ending::FailedLost,
+            Ending::FailedDurable,
+            Ending::FailedKept,
+        ];
+        steps.extend(endings.map(|ending| Step::Prepare { index, ending }));
         for side in [SOURCE, DESTINATION] {
             let endings = [
                 Ending::Well,
@@ -131,12 +160,70 @@ pub(crate) fn all_steps() -> Vec<Step> {
 const HOSTS: [&str; 2] = ["A", "B"];
 const SIDES: [&str; 2] = ["the source", "the destination"];
 
+impl Ending {
+    fn tell(self) -> &'static str {
+        match self {
+            Ending::Well => "",
+            Ending::FailedLost => ": it fails",
+            Ending::FailedDurable => ": it fails, and is on disk all the same",
+            Ending::FailedKept => ": it fails, and what failed before is still on disk",
+            Ending::Refused => ": QEMU refuses",
+            Ending::Died => ": QEMU ends",
+        }
+    }
+}
+
 impl Step {
+    fn is_possible(self, setting: &Setting, budget: &Budget) -> bool {
+        let fails = |ending| match ending {
+            Ending::Well => true,
+            Ending::FailedLost | Ending::FailedDurable | Ending::FailedKept => {
+                budget.failed_writes > 0
+            }
+            Ending::Refused | Ending::Died => budget.surprises > 0,
+        };
+        let begun = |index| index < setting.attempts;
+        match self {
+            Step::Act { index, ending, .. } | Step::Prepare { index, ending } => {
+                begun(index) && fails(ending)
+            }
+            Step::Retry { index, .. } => {
+                begun(index) && (budget.failed_writes > 0 || budget.surprises > 0)
+            }
+            Step::Deliver { bit, again } => {
+                begun(Message::of(bit).1) && (budget.duplicates > 0 || !again)
+            }
+            Step::GiveUp { index } => begun(index) && setting.drains,
+            Step::Overrule { index, .. } => begun(index) && budget.lost_hosts > 0,
+            Step::Connect { index }
+            | Step::Abort { index, .. }
+            | Step::SeeGone { index, .. }
+            | Step::AllPresent { index }
+            | Step::Stop { index }
+            | Step::Converge { index }
+            | Step::ShutAndStay { index }
+            | Step::ShutAndResume { index }
+            | Step::Complete { index } => begun(index),
+            Step::Crash { host } => budget.crashes[host] > 0,
+            Step::Lose { .. } => budget.lost_hosts > 0,
+            Step::Bury { .. } => budget.buried > 0,
+            Step::Forget { .. } => budget.lost_journals > 0,
+            Step::Replace { .. } => budget.replaced > 0,
+            Step::Die { .. } | Step::Halt { .. } => budget.surprises > 0,
+            Step::Boot { .. } => budget.boots > 0,
+            Step::Begin { .. }
+            | Step::Restart { .. }
+            | Step::Reclaim { .. }
+            | Step::LoseSocket { .. } => true,
+        }
+    }
+
     /// Returns whether it is an action of this side (attempt, side, host), or the end of its host's
     /// agent.
     pub(crate) fn is_of(self, (of, at, home): (usize, usize, usize)) -> bool {
         match self {
             Step::Act { index, side, .. } => (index, side) == (of, at),
+            Step::Prepare { index, .. } => (index, SOURCE) == (of, at),
             Step::Crash { host } | Step::Lose { host } => host == home,
             _ => false,
         }
@@ -146,21 +233,14 @@ impl Step {
     pub(crate) fn tell(self) -> String {
         match self {
             Step::Begin { host } => format!("{}: a migration is asked for", HOSTS[host]),
+            Step::Prepare { index, ending } => {
+                format!("{}: the source prepares{}", index + 1, ending.tell())
+            }
             Step::Act {
                 index,
                 side,
                 ending,
-            } => {
-                let ending = match ending {
-                    Ending::Well => "",
-                    Ending::FailedLost => ": it fails",
-                    Ending::FailedDurable => ": it fails, and is on disk all the same",
-                    Ending::FailedKept => ": it fails, and what failed before is still on disk",
-                    Ending::Refused => ": QEMU refuses",
-                    Ending::Died => ": QEMU ends",
-                };
-                format!("{}: {} acts{ending}", index + 1, SIDES[side])
-            }
+            } => format!("{}: {} acts{}", index + 1, SIDES[side], ending.tell()),
             Step::Deliver { bit, again } => {
                 let (message, index) = Message::of(bit);
                 let again = if again { ", and will again" } else { "" };
@@ -183,6 +263,10 @@ impl Step {
             Step::Overrule { index, side } => {
                 format!("{}: a person decides for {}", index + 1, SIDES[side])
             }
+            Step::GiveUp { index } => format!("{}: a person gives up what is missing", index + 1),
+            Step::Reclaim { host } => format!("{}: a person takes the right back", HOSTS[host]),
+            Step::Bury { host } => format!("{}: the host never returns", HOSTS[host]),
+            Step::Replace { host } => format!("{}: another machine is there", HOSTS[host]),
             Step::Crash { host } => format!("{}: the agent dies", HOSTS[host]),
             Step::Restart { host } => format!("{}: the agent starts", HOSTS[host]),
             Step::Lose { host } => format!("{}: the host is lost", HOSTS[host]),

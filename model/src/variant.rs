@@ -60,11 +60,32 @@ pub enum Variant {
     OverruledAgain,
     /// Agent: a host that has lost its journals is believed when it does not know the attempt.
     OtherJournals,
+    /// Agent: another machine in the place of the destination is believed.
+    OtherIdentity,
+    /// Agent: the source does not record the destination's incarnation before the offer.
+    PeerUnwritten,
+    /// Agent: the source offers the guest before BEGAN is durable.
+    OfferBeforeBegan,
+    /// Agent: a restart resumes the guest of an attempt that was never offered, whatever became of
+    /// the guest since.
+    BeganResumes,
+    /// Agent: the source's journal is closed although the guest could not be resumed.
+    ClosedUnresumed,
+    /// An operator cannot take the guest back after the commit.
+    NotTakenBack,
+    /// OVERRULED that could not be written stays on disk while the copy is retired.
+    OverruledLeft,
+    /// Agent: the destination does without missing blocks because their source is gone for long.
+    GivenUpUnasked,
+    /// A destination restarted after GAVE-UP does not go on with it.
+    GivenUpOnce,
+    /// Agent: the right is taken back although the other host may return.
+    ReclaimedUnasked,
 }
 
 impl Variant {
     /// The variants that must be caught.
-    pub const BROKEN: [Variant; 24] = [
+    pub const BROKEN: [Variant; 34] = [
         Variant::CommitWithoutJournal,
         Variant::ResumeOnTimeout,
         Variant::ReleaseBeforePostmigrate,
@@ -89,6 +110,16 @@ impl Variant {
         Variant::ConcedeUnlessHere,
         Variant::OverruledAgain,
         Variant::OtherJournals,
+        Variant::OtherIdentity,
+        Variant::PeerUnwritten,
+        Variant::OfferBeforeBegan,
+        Variant::BeganResumes,
+        Variant::ClosedUnresumed,
+        Variant::NotTakenBack,
+        Variant::OverruledLeft,
+        Variant::GivenUpUnasked,
+        Variant::GivenUpOnce,
+        Variant::ReclaimedUnasked,
     ];
 
     /// Returns a short description of the fault.
@@ -119,6 +150,16 @@ impl Variant {
             Variant::ConcedeUnlessHere => "a person's word not noted while a copy is here",
             Variant::OverruledAgain => "a person's word followed again after a later move",
             Variant::OtherJournals => "a host without its journals is believed",
+            Variant::OtherIdentity => "another machine is believed",
+            Variant::PeerUnwritten => "the destination's journals are not named before the offer",
+            Variant::OfferBeforeBegan => "offered before BEGAN is durable",
+            Variant::BeganResumes => "a restart resumes a guest that another attempt has away",
+            Variant::ClosedUnresumed => "closed while the guest is not resumed",
+            Variant::NotTakenBack => "not taken back from a host that never returns",
+            Variant::OverruledLeft => "a failed OVERRULED left on disk while the copy is retired",
+            Variant::GivenUpUnasked => "missing blocks given up without a person's word",
+            Variant::GivenUpOnce => "a restart after GAVE-UP does not go on with it",
+            Variant::ReclaimedUnasked => "the right taken back from a host that returns",
         }
     }
 
@@ -157,8 +198,12 @@ impl Variant {
                 actions.push(SourceAction::SendDone);
                 (state, actions)
             }
+            (Self::NotTakenBack, Is::Done, On::Overrule(_)) => (Is::Done, vec![]),
+            (Self::OverruledLeft, Is::Overruling { done: true }, On::WriteFailed(_)) => {
+                (Is::Done, vec![])
+            }
             (Self::OverruleUntold, Is::Overruled, On::Connected) => (Is::Overruled, vec![]),
-            (Self::OverruleUntold, Is::Overruling, On::Written(_)) => {
+            (Self::OverruleUntold, Is::Overruling { .. }, On::Written(_)) => {
                 let (state, mut actions) = step_source(state, event, terms);
                 actions.retain(|action| !matches!(action, SourceAction::SendOverruled(_)));
                 (state, actions)
@@ -177,6 +222,17 @@ impl Variant {
         }
         if self == Self::RestartResumes && state == SourceState::Released {
             actions.push(SourceAction::Resume);
+        }
+        (state, actions)
+    }
+
+    pub(crate) fn restored_destination(
+        self,
+        restored: (DestinationState, Vec<DestinationAction>),
+    ) -> (DestinationState, Vec<DestinationAction>) {
+        let (state, mut actions) = restored;
+        if self == Self::GivenUpOnce {
+            actions.retain(|action| *action != DestinationAction::FillMissing);
         }
         (state, actions)
     }

@@ -76,9 +76,12 @@ pub(crate) struct Host {
     pub(crate) copy: u8,
     pub(crate) holder: Holder,
     pub(crate) generation: u8,
-    /// The attempts, by bit, whose journals were lost here: the journals that the host has now are
-    /// another incarnation.
-    pub(crate) forgot: u8,
+    /// A lost host that never returns.
+    pub(crate) buried: bool,
+    /// How often its journals were lost: those that it has now are another incarnation.
+    pub(crate) lives: u8,
+    /// How often another machine took its place, with an identity of its own.
+    pub(crate) identity: u8,
 }
 
 /// One side of an attempt at its host.
@@ -102,6 +105,8 @@ pub(crate) struct Side {
     pub(crate) tail: u8,
     /// Whether the agent that began the attempt has not been restarted since.
     pub(crate) session: bool,
+    /// The guest stays at the source and could not be resumed yet: the journal is not closed.
+    pub(crate) unresumed: bool,
     /// Of the model: the journal was closed and removed; whether the guest was reported here.
     pub(crate) ended: Option<bool>,
 }
@@ -118,10 +123,27 @@ pub(crate) enum Snapshot {
     Void,
 }
 
+/// What a source that has yet to offer its guest does next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) enum Preparing {
+    /// Nothing: the guest is offered, or the attempt has ended.
+    #[default]
+    Done,
+    /// It writes BEGAN.
+    Begins,
+    /// It writes PEER.
+    Names,
+}
+
 /// An attempt, from the point of view of the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct Attempt {
     pub(crate) begun: bool,
+    pub(crate) preparing: Preparing,
+    /// The incarnation and the identity of the destination that the source connected to first.
+    pub(crate) offered_to: [u8; 2],
+    /// Blocks that only the source had have arrived, or were given up by an operator.
+    pub(crate) arrived: bool,
     /// The source's host.
     pub(crate) from: u8,
     pub(crate) generation: u8,
@@ -156,6 +178,10 @@ pub struct Budget {
     pub boots: u8,
     /// Times that a destination loses its journals.
     pub lost_journals: u8,
+    /// Lost hosts that never return. Blocks are missing at the destination then.
+    pub buried: u8,
+    /// Times that another machine takes the place of a destination.
+    pub replaced: u8,
 }
 
 /// A property of the handover that may be violated.
@@ -268,9 +294,10 @@ impl Side {
             journal,
             tail,
             session,
+            unresumed,
             ended,
         } = self;
-        let flags = u8::from(*again) | u8::from(*session) << 1;
+        let flags = u8::from(*again) | u8::from(*session) << 1 | u8::from(*unresumed) << 2;
         let ended = ended.map_or(0, |here| 1 + u8::from(here));
         hash.fold(bytes([*state, *unwritten, *tail, flags, ended, 0, 0, 0]) ^ events.word() << 40);
         hash.fold(todo.word() | u64::from(*heard) << 56);
@@ -299,15 +326,21 @@ impl World {
                 copy,
                 holder,
                 generation,
-                forgot,
+                buried,
+                lives,
+                identity,
             } = *host;
-            let flags = u8::from(up) | u8::from(destroyed) << 1;
+            let flags = u8::from(up) | u8::from(destroyed) << 1 | u8::from(buried) << 2;
             let (qemu, holder) = (qemu as u8, holder as u8);
-            hash.fold(bytes([flags, qemu, copy, holder, generation, forgot, 0, 0]));
+            let numbers = [flags, qemu, copy, holder, generation, lives, identity, 0];
+            hash.fold(bytes(numbers));
         }
         for attempt in attempts {
             let Attempt {
                 begun,
+                preparing,
+                offered_to: [lives, identity],
+                arrived,
                 from,
                 generation,
                 sides,
@@ -318,9 +351,21 @@ impl World {
             let flags = u8::from(*begun)
                 | u8::from(*all_present) << 1
                 | u8::from(*here) << 2
-                | u8::from(*there) << 3;
-            let snapshot = *snapshot as u8;
-            hash.fold(bytes([flags, *from, *generation, snapshot, 0, 0, 0, 0]));
+                | u8::from(*there) << 3
+                | u8::from(*arrived) << 4;
+            let (snapshot, preparing) = (*snapshot as u8, *preparing as u8);
+            let peer = [*lives, *identity];
+            let numbers = [
+                flags,
+                *from,
+                *generation,
+                snapshot,
+                preparing,
+                peer[0],
+                peer[1],
+                0,
+            ];
+            hash.fold(bytes(numbers));
             sides.iter().for_each(|side| side.fold(&mut hash));
         }
         let Budget {
@@ -331,9 +376,12 @@ impl World {
             lost_hosts,
             boots,
             lost_journals,
+            buried,
+            replaced,
         } = *budget;
         let broken = broken.map_or(0, |property| 1 + property as u8);
-        hash.fold(u64::from(*net) << 16 | u64::from(*newest) << 8 | u64::from(broken));
+        let rare = u64::from(buried) << 56 | u64::from(replaced) << 48;
+        hash.fold(rare | u64::from(*net) << 16 | u64::from(*newest) << 8 | u64::from(broken));
         let rest = [failed_writes, duplicates, surprises, lost_hosts];
         let [c, d, e, f] = rest;
         hash.fold(bytes([a, b, c, d, e, f, boots, lost_journals]));

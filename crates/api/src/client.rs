@@ -4,8 +4,8 @@
 use crate::operation::{Method, Operation};
 use crate::{
     ANSWER_BYTES_MAX, ApiError, AttachGuest, Guest, Guests, Host, Limit, Migration, Migrations,
-    Plan, PlanRequest, Probe, ProbeResult, Progress, Report, Resolve, StartGuest, StartMigration,
-    StopGuest, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
+    Plan, PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
+    StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts, WATCH_LINE_BYTES_MAX,
 };
 use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
 use hyper::body::{Bytes, Incoming};
@@ -195,6 +195,22 @@ impl Client {
             .await
     }
 
+    /// Resumes a guest that a move has left paused.
+    pub async fn resume_guest(&self, guest: &str) -> Result<Guest, ClientError> {
+        self.send(Operation::ResumeGuest, guest, &(), WORK_WAIT)
+            .await
+    }
+
+    /// Takes back the right to run a guest from a host that never comes back.
+    pub async fn reclaim_guest(
+        &self,
+        guest: &str,
+        reclaim: &ReclaimGuest,
+    ) -> Result<Guest, ClientError> {
+        self.send(Operation::ReclaimGuest, guest, reclaim, WORK_WAIT)
+            .await
+    }
+
     /// Attaches to a guest that another program started.
     pub async fn attach_guest(
         &self,
@@ -242,7 +258,7 @@ impl Client {
             .await
     }
 
-    /// States which side runs the guest of a migration in doubt.
+    /// States which side runs the guest of a migration whose agents have lost each other.
     pub async fn resolve(&self, id: &str, resolve: &Resolve) -> Result<Migration, ClientError> {
         self.send(Operation::ResolveMigration, id, resolve, WORK_WAIT)
             .await

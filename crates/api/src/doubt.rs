@@ -1,5 +1,5 @@
-//! Defines a migration in doubt: what is known until the two agents meet again, and how an operator
-//! ends it.
+//! Defines a migration whose agents have lost each other: what is known until they connect again,
+//! and how an operator ends it.
 
 use crate::migration::Side;
 use schemars::JsonSchema;
@@ -17,6 +17,8 @@ pub enum HandoverRecord {
     Released,
     /// Destination: the guest belongs here.
     Committed,
+    /// Source: the destination has committed, and has yet to say that it has everything.
+    Done,
     /// The attempt is over, and the guest stays at the source.
     Aborted,
 }
@@ -29,15 +31,18 @@ impl HandoverRecord {
             Self::Ready => "READY",
             Self::Released => "RELEASED",
             Self::Committed => "COMMITTED",
+            Self::Done => "DONE",
             Self::Aborted => "ABORTED",
         }
     }
 }
 
-/// What is known of a migration that is in doubt, and the ways out.
+/// What is known of a migration that needs the other host, which does not answer, and the ways out.
+/// Before DONE at the source and COMMITTED at the destination it is in doubt where the guest runs.
+/// From then on it runs at the destination, which needs blocks of the source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Doubt {
-    /// Since when it is in doubt, in milliseconds since 1970.
+    /// Since when it needs the other host, in milliseconds since 1970.
     pub since_unix_ms: u64,
     /// What this host has written down last.
     pub record: HandoverRecord,
@@ -63,7 +68,7 @@ pub struct Doubt {
     pub ways_out: Vec<WayOut>,
 }
 
-/// Something that a person can do about a migration in doubt.
+/// Something that an operator can do about a migration whose other host does not answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct WayOut {
     /// The side that would run the guest.
@@ -72,6 +77,9 @@ pub struct WayOut {
     pub tell: String,
     /// Whether the other side must be named dead or fenced.
     pub needs_other_side: bool,
+    /// Whether it must be said that missing blocks of disks are given up.
+    #[serde(default)]
+    pub gives_up_missing: bool,
     /// What must be true before.
     pub only_if: String,
     /// What is lost by it, and what breaks where it was not true.
@@ -109,6 +117,11 @@ pub struct Resolve {
     /// sure that no two copies do.
     #[serde(default)]
     pub other_side: Option<OtherSide>,
+    /// Whether the blocks of the guest's disks that are still at the source are given up: they read
+    /// as zeros from now on. Needed at a destination that runs the guest already, and wrong
+    /// everywhere else.
+    #[serde(default)]
+    pub give_up_missing: bool,
     /// The reason, for the journal: 500 characters at most.
     #[serde(default)]
     pub because: Option<String>,

@@ -1,5 +1,6 @@
 //! Defines guests: their list, starting and stopping them.
 
+use crate::doubt::OtherSide;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
@@ -86,6 +87,16 @@ pub struct AttachGuest {
     /// Its process, where that cannot be told from the socket.
     #[serde(default)]
     pub pid: Option<u32>,
+}
+
+/// How to take back the right to run a guest that moved to a host which never comes back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[serde(deny_unknown_fields)]
+pub struct ReclaimGuest {
+    /// Why the other host cannot run it: only that makes sure that no two copies run.
+    pub other_side: OtherSide,
+    /// The reason, for the log: 500 characters at most.
+    pub because: String,
 }
 
 /// How to stop a guest.

@@ -24,7 +24,7 @@ pub use disks::{BaseChoice, DiskChoice};
 pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, WayOut};
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};
-pub use guest::{AttachGuest, Guest, GuestState, Guests, StartGuest, StopGuest};
+pub use guest::{AttachGuest, Guest, GuestState, Guests, ReclaimGuest, StartGuest, StopGuest};
 pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};
 pub use migration::{
     Asked, Limit, LinkProgress, Migration, Migrations, Outcome, Phase, Progress, RegionProgress,

@@ -3,8 +3,8 @@
 use crate::operation::Operation;
 use crate::{
     ApiError, AttachGuest, ErrorCode, Guest, Guests, Host, Limit, Migration, Migrations, Plan,
-    PlanRequest, Probe, ProbeResult, Progress, Report, Resolve, StartGuest, StartMigration,
-    StopGuest, Trust, TrustedHost, TrustedHosts,
+    PlanRequest, Probe, ProbeResult, Progress, ReclaimGuest, Report, Resolve, StartGuest,
+    StartMigration, StopGuest, Trust, TrustedHost, TrustedHosts,
 };
 use schemars::generate::{SchemaGenerator, SchemaSettings};
 use schemars::{JsonSchema, Schema};
@@ -87,6 +87,14 @@ fn describe(operation: Operation) -> Description {
         Operation::StopGuest => new("stopGuest", "Stop a guest")
             .may_take::<StopGuest>()
             .gives::<Guest>("It is stopped."),
+        Operation::ResumeGuest => new("resumeGuest", "Resume a guest that a move has left paused")
+            .gives::<Guest>("It runs."),
+        Operation::ReclaimGuest => new(
+            "reclaimGuest",
+            "Take back the right to run a guest from a host that never comes back",
+        )
+        .takes::<ReclaimGuest>()
+        .gives::<Guest>("It belongs to this host, and is not started."),
         Operation::AttachGuest => new(
             "attachGuest",
             "Attach to a guest that something else started",
@@ -130,7 +138,7 @@ fn describe(operation: Operation) -> Description {
         .status(202),
         Operation::ResolveMigration => new(
             "resolveMigration",
-            "Say which side runs the guest of a migration that is in doubt",
+            "Say which side runs the guest of a migration whose `doubt` is not null",
         )
         .takes::<Resolve>()
         .gives::<Migration>("It is being done; the migration has another outcome when it is.")

@@ -46,6 +46,10 @@ pub enum Operation {
     StartGuest,
     /// Stops a guest.
     StopGuest,
+    /// Resumes a guest that a move has left paused.
+    ResumeGuest,
+    /// Takes back the right to run a guest from a host that never comes back.
+    ReclaimGuest,
     /// Attaches to a guest that another program started.
     AttachGuest,
     /// Detaches from an attached guest.
@@ -62,7 +66,7 @@ pub enum Operation {
     WatchMigration,
     /// Stops a migration and keeps the guest at the source.
     CancelMigration,
-    /// States which side runs the guest of a migration in doubt.
+    /// States which side runs the guest of a migration whose agents have lost each other.
     ResolveMigration,
     /// Changes a migration's limit.
     LimitMigration,
@@ -74,7 +78,7 @@ pub enum Operation {
 
 impl Operation {
     /// All operations.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 23] = [
         Self::GetHost,
         Self::ListHosts,
         Self::TrustHost,
@@ -84,6 +88,8 @@ impl Operation {
         Self::GetGuest,
         Self::StartGuest,
         Self::StopGuest,
+        Self::ResumeGuest,
+        Self::ReclaimGuest,
         Self::AttachGuest,
         Self::DetachGuest,
         Self::PlanMigration,
@@ -142,6 +148,8 @@ impl Operation {
             Self::GetGuest => (Get, "/v1/guests/{guest}"),
             Self::StartGuest => (Post, "/v1/guests"),
             Self::StopGuest => (Post, "/v1/guests/{guest}/stop"),
+            Self::ResumeGuest => (Post, "/v1/guests/{guest}/resume"),
+            Self::ReclaimGuest => (Post, "/v1/guests/{guest}/reclaim"),
             Self::AttachGuest => (Post, "/v1/guests/{guest}/attach"),
             Self::DetachGuest => (Post, "/v1/guests/{guest}/detach"),
             Self::PlanMigration => (Post, "/v1/plans"),

@@ -46,6 +46,8 @@ pub struct Destination {
     verified: bool,
     asked_ready: bool,
     fetching: bool,
+    /// The missing blocks are given up.
+    filling: bool,
     paused_until: Duration,
     doubt_shown: bool,
     /// Why the attempt was aborted.
@@ -93,6 +95,7 @@ impl Destination {
             verified: false,
             asked_ready: false,
             fetching: false,
+            filling: false,
             paused_until: Duration::ZERO,
             doubt_shown: false,
             reason: String::new(),
@@ -258,6 +261,7 @@ impl Destination {
                 self.hang_up(now);
             }
             Event::FetchTrouble => {}
+            Event::GiveUpMissing(because) => self.step(DestinationEvent::GiveUp(because), now),
             Event::Overrule(because) => self.step(DestinationEvent::Overrule(because), now),
         }
     }
@@ -292,7 +296,7 @@ impl Destination {
         let takes = self.live && self.may_receive() || self.is_fetching();
         match epoch.filter(|_| takes) {
             // The source tries again with a newer epoch.
-            Some(epoch) if epoch <= self.epoch || now < self.paused_until => {
+            Some(epoch) if epoch <= self.epoch || self.filling || now < self.paused_until => {
                 self.push(Action::Decline);
             }
             Some(epoch) => {
@@ -438,6 +442,10 @@ impl Destination {
                 Step::Concede(generation) => self.note(Note::Conceded(generation)),
                 Step::Resume => self.push(Action::Resume),
                 Step::Quit => self.push(Action::Quit),
+                Step::FillMissing => {
+                    self.filling = true;
+                    self.push(Action::FillMissing);
+                }
                 Step::SendReady => self.send(ToSource::Ready { attempt }),
                 Step::SendCommitted => self.send(ToSource::Committed { attempt }),
                 Step::SendAllPresent => self.send(ToSource::AllPresent { attempt }),

@@ -364,8 +364,10 @@ impl Source {
     fn wants_blocks(&self) -> bool {
         use SourceState as Is;
         match self.state {
-            Is::Here { .. } | Is::Releasing | Is::Released | Is::Overruling => self.live,
-            Is::Finishing | Is::Done => self.config.drains,
+            Is::Here { .. } | Is::Releasing | Is::Released | Is::Overruling { done: false } => {
+                self.live
+            }
+            Is::Finishing | Is::Done | Is::Overruling { done: true } => self.config.drains,
             _ => false,
         }
     }

@@ -19,6 +19,8 @@ use std::time::{Duration, Instant};
 const GUEST: &str = "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
                      memory_mib = 64\n";
 
+const DISK_BYTES: usize = 8 << 20;
+
 struct Host(Agent);
 
 impl std::ops::Deref for Host {
@@ -32,7 +34,9 @@ impl std::ops::Deref for Host {
 impl Host {
     fn start(name: &str, address: &str) -> Self {
         Self(Agent::start_configured(|folder| {
-            common::host(name, address, folder)
+            let image = folder.join("data.raw");
+            let images = format!("[images.data]\npath = {image:?}\nformat = \"raw\"\n");
+            common::host(name, address, folder) + &images
         }))
     }
 
@@ -77,6 +81,10 @@ impl Host {
         self.0.restart_failing_at(points);
     }
 
+    fn pid(&self) -> nix::unistd::Pid {
+        nix::unistd::Pid::from_raw(i32::try_from(self.0.child.id()).unwrap())
+    }
+
     /// Waits until the agent has died at its fail point.
     fn wait_for_death(&mut self) {
         assert!(!common::wait(&mut self.0.child).success());
@@ -96,13 +104,18 @@ impl Drop for Host {
 
 /// Returns a guest on lyon-1, and two agents of which one fails at these points of the first move.
 fn two(lyon_fails_at: &str, paris_fails_at: &str) -> (Host, Host) {
+    two_with(GUEST, lyon_fails_at, paris_fails_at)
+}
+
+fn two_with(guest: &str, lyon_fails_at: &str, paris_fails_at: &str) -> (Host, Host) {
     let (here, there) = (free_address(), free_address());
     let mut lyon = Host::start("lyon-1", &here);
     let mut paris = Host::start("paris-2", &there);
     lyon.trust("paris-2", &paris, &there);
     paris.trust("lyon-1", &lyon, &here);
     let description = lyon.0.folder.path().join("web-7.toml");
-    std::fs::write(&description, GUEST).unwrap();
+    std::fs::write(lyon.0.folder.path().join("data.raw"), vec![7; DISK_BYTES]).unwrap();
+    std::fs::write(&description, guest).unwrap();
     lyon.succeed(&["guests", "start", &description.display().to_string()]);
     match lyon_fails_at {
         "" => paris.kill_and_restart(paris_fails_at),
@@ -456,4 +469,192 @@ fn lost_notes_are_not_taken_for_complete_disks() {
         });
     }
     assert!(!has_all(&lost) && !has_all(&damaged), "{}", paris.0.log());
+}
+
+/// The destination has committed and said so, and died before it could say that it has everything.
+fn taken_back(restart: bool) {
+    let (mut lyon, mut paris) = two("", "destination:before-send:all-present=kill");
+    std::thread::scope(|scope| {
+        let moving = scope.spawn(|| migrate(&lyon));
+        paris.wait_for_death();
+        lyon.wait_for("disconnected", |lyon| lyon.doubt()["record"] == "done");
+        match restart {
+            // Its client ends with it.
+            true => drop(nix::sys::signal::kill(lyon.pid(), Signal::SIGKILL)),
+            false => take_back(&lyon),
+        }
+        moving.join().unwrap();
+    });
+    if restart {
+        lyon.wait_for_death();
+        lyon.0.restart();
+        lyon.wait_for("disconnected", |lyon| lyon.doubt()["record"] == "done");
+        take_back(&lyon);
+    }
+    // The destination hears of it, and its copy can be ended.
+    paris.0.restart();
+    paris.wait_for("given away", |paris| paris.guest_state() == "elsewhere");
+    paris.wait_for("free", Host::is_free);
+    paris.succeed(&["guests", "stop", "--force", "web-7"]);
+    assert_eq!(lyon.guest_state(), "running");
+    lyon.wait_for("free", Host::is_free);
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
+    assert_eq!(paris.guest_state(), "running");
+}
+
+fn take_back(lyon: &Host) {
+    let shown = lyon.succeed(&["migrations"]);
+    for text in ["disconnected", "which belongs to paris-2", "wrote DONE"] {
+        assert!(shown.contains(text), "no {text:?} in {shown}");
+    }
+    assert_eq!(lyon.guest_state(), "elsewhere");
+    let reclaim = [
+        "guests",
+        "reclaim",
+        "web-7",
+        "--other-side",
+        "dead",
+        "--because",
+        "x",
+    ];
+    lyon.fail(&[&reclaim[..], &["--yes"]].concat(), 3, "longhaul resolve");
+    let resolve = ["resolve", "web-7", "--yes", "--run-on"];
+    let with = |more: &[&'static str]| [&resolve[..], more].concat();
+    lyon.fail(&with(&["source"]), 2, "--other-side dead");
+    let there = with(&["destination", "--other-side", "dead"]);
+    lyon.fail(&there, 3, "belongs to paris-2 already");
+    lyon.succeed(&with(&["source", "--other-side", "dead"]));
+    lyon.wait_for("running", |lyon| lyon.guest_state() == "running");
+}
+
+#[test]
+fn a_guest_is_taken_back_from_a_destination_that_never_returns() {
+    taken_back(false);
+}
+
+#[test]
+fn a_guest_is_taken_back_from_a_destination_that_never_returns_after_a_restart() {
+    taken_back(true);
+}
+
+#[test]
+fn the_right_is_reclaimed_from_a_host_that_died_after_the_move() {
+    let (lyon, mut paris) = two("", "");
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
+    lyon.wait_for("free", Host::is_free);
+    let reclaim = |more: &[&'static str]| {
+        let all = ["guests", "reclaim", "web-7", "--because", "it burnt down"];
+        [&all[..], more].concat()
+    };
+    let dead = reclaim(&["--other-side", "dead", "--yes"]);
+    lyon.fail(&dead, 3, "its agent answers");
+    lyon.fail(&reclaim(&["--other-side", "dead"]), 2, "add --yes");
+    lyon.fail(
+        &["guests", "start", "web-7"],
+        3,
+        "longhaul guests reclaim web-7",
+    );
+    paris.0.end(Signal::SIGKILL);
+    let done = lyon.succeed(&dead);
+    assert!(done.contains("generation 4"), "{done}");
+    lyon.fail(&dead, 3, "belongs to this host already");
+    lyon.succeed(&["guests", "start", "web-7"]);
+    assert_eq!(lyon.guest_state(), "running");
+}
+
+#[test]
+fn a_guest_that_stands_paused_is_resumed() {
+    use std::io::{Read, Write};
+    let (lyon, _paris) = two("", "");
+    let resume = ["guests", "resume", "web-7"];
+    lyon.fail(&resume, 3, "runs already");
+    let socket = lyon.0.folder.path().join("s/guests/web-7/run/qmp");
+    let mut qmp = std::os::unix::net::UnixStream::connect(socket).unwrap();
+    qmp.write_all(b"{\"execute\":\"qmp_capabilities\"}{\"execute\":\"stop\"}")
+        .unwrap();
+    let mut answers = String::new();
+    while answers.matches("\"return\"").count() < 2 {
+        let mut bytes = [0; 4096];
+        let count = qmp.read(&mut bytes).unwrap();
+        assert_ne!(count, 0, "{answers}");
+        answers.push_str(&String::from_utf8_lossy(&bytes[..count]));
+    }
+    drop(qmp);
+    lyon.wait_for("paused", |lyon| lyon.guest_state() == "paused");
+    lyon.succeed(&resume);
+    assert_eq!(lyon.guest_state(), "running");
+    lyon.succeed(&["migrate", "web-7", "--to", "paris-2"]);
+    lyon.wait_for("elsewhere", |lyon| lyon.guest_state() == "elsewhere");
+    lyon.fail(&resume, 3, "was moved to paris-2");
+}
+
+/// The source died for good while the destination had yet to fetch the disk. The destination's
+/// agent was restarted before, and may die again.
+fn gives_up(restarted_with: Option<&str>) {
+    let disk = format!("{GUEST}[[disks]]\nname = \"vda\"\nimage = \"data\"\n");
+    let (mut lyon, mut paris) = two_with(&disk, "source:after-receipt:committed=kill", "");
+    let migrate = ["migrate", "web-7", "--to", "paris-2", "--disks", "postcopy"];
+    let output = lyon.longhaul(&migrate);
+    assert!(!output.status.success(), "{output:?}");
+    lyon.wait_for_death();
+    if let Some(points) = restarted_with {
+        paris.kill_and_restart(points);
+    }
+    paris.wait_for("disconnected", |paris| {
+        paris.doubt()["record"] == "committed"
+    });
+    let shown = paris.succeed(&["migrations"]);
+    for text in ["disconnected", "bytes of disk vda", "--give-up-missing"] {
+        assert!(shown.contains(text), "no {text:?} in {shown}");
+    }
+    paris.fail(
+        &["guests", "stop", "--force", "web-7"],
+        3,
+        "still being fetched",
+    );
+    let resolve = ["resolve", "web-7", "--yes", "--run-on"];
+    let with = |more: &[&'static str]| [&resolve[..], more].concat();
+    let dead = ["destination", "--other-side", "dead"];
+    paris.fail(&with(&dead), 2, "--give-up-missing");
+    paris.fail(
+        &with(&["source", "--other-side", "dead"]),
+        3,
+        "runs on paris-2",
+    );
+    let give_up = with(&[&dead[..], &["--give-up-missing"]].concat());
+    match restarted_with.is_some_and(|points| !points.is_empty()) {
+        true => {
+            assert!(!paris.longhaul(&give_up).status.success());
+            paris.wait_for_death();
+            paris.0.restart();
+        }
+        false => drop(paris.succeed(&give_up)),
+    }
+    paris.wait_for("free", Host::is_free);
+    assert_eq!(paris.guest_state(), "running");
+    let image = std::fs::read(paris.0.folder.path().join("data.raw")).unwrap();
+    assert!(image.iter().all(|byte| *byte == 0));
+    paris.succeed(&["guests", "stop", "--force", "web-7"]);
+
+    // A source that returns nevertheless sets its image aside, with everything in it.
+    lyon.0.restart();
+    lyon.wait_for("free", Host::is_free);
+    assert_eq!(lyon.guest_state(), "elsewhere");
+    let aside = std::fs::read(lyon.0.folder.path().join("data.raw.moved")).unwrap();
+    assert!(aside.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn blocks_of_a_source_that_never_returns_are_given_up() {
+    gives_up(None);
+}
+
+#[test]
+fn blocks_of_a_source_that_never_returns_are_given_up_after_a_restart() {
+    gives_up(Some(""));
+}
+
+#[test]
+fn an_agent_that_died_after_it_gave_up_blocks_goes_on_with_it() {
+    gives_up(Some("destination:after-record:gave-up=kill"));
 }

@@ -13,6 +13,7 @@
 //! | `handover` | the durable records of attempts, and fencing marks |
 //! | `limits` | bandwidth, quotas of peers, shared deduplication |
 //! | `status` | progress, reports, failures, hooks |
+//! | `left_behind` | what an operator does with a guest that a move has left behind |
 //! | `files`, `verify`, `channel` | proof of files on both hosts, digests, typed messages |
 //! | `host` | configuration, state folder, content index, memory cache, hooks |
 
@@ -23,6 +24,7 @@ mod disks;
 mod files;
 mod handover;
 pub mod host;
+mod left_behind;
 mod limits;
 mod recovery;
 mod source;
@@ -46,7 +48,7 @@ use crate::status::registry::{Registry, Taken};
 use crate::status::{failure, in_doubt};
 use longhaul_api::{
     ApiError, ErrorCode, Limit, Migration, Outcome, Phase, Plan, PlanRequest, Probe, ProbeResult,
-    Progress, Report, Resolve, Side, StartMigration,
+    Progress, ReclaimGuest, Report, Resolve, Side, StartMigration,
 };
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_protocol::guest::GuestDescription;
@@ -206,14 +208,15 @@ impl Manager {
             let text = format!(
                 "{guest} runs on {destination} for good: migration {id} cannot be cancelled"
             );
-            let hint = "wait for what is left of it: `longhaul migrations` says how much that is";
+            let hint = "wait for the rest of its disks: `longhaul migrations` says how much that \
+                        is, and what to do if the other host never comes back";
             return Err(ApiError::new(ErrorCode::TooLate, text).hint(hint));
         }
         entry.cancel("it was cancelled");
         Ok(entry.migration())
     }
 
-    /// Ends a doubt as a person says, where that makes sense.
+    /// Decides as an operator says, for a migration whose other host does not answer.
     pub async fn resolve(&self, id: MigrationId, resolve: Resolve) -> Result<Migration, ApiError> {
         let entry = self.context.registry.get(id)?;
         let migration = entry.migration();
@@ -327,6 +330,17 @@ impl Manager {
         }
     }
 
+    /// Takes back the right to run a guest from a host that never returns, by an operator's word.
+    pub async fn reclaim(&self, guest: &str, reclaim: &ReclaimGuest) -> Result<(), ApiError> {
+        left_behind::reclaim(&self.context, guest, reclaim).await
+    }
+
+    /// Resumes a guest that belongs to this host and is paused in QEMU.
+    pub async fn resume(&self, guest: &str) -> Result<(), ApiError> {
+        let _reservation = self.reserve(guest).await?;
+        left_behind::resume(&self.context, guest).await
+    }
+
     /// Keeps migrations off a guest; refuses while one is under way, and where the right to run
     /// it is not here.
     pub async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
@@ -335,6 +349,16 @@ impl Manager {
         let reservation = self.context.registry.take(guest, Taken::Locally)?;
         self.require_right(guest)?;
         Ok(reservation)
+    }
+
+    /// Keeps migrations off a guest whose copy here is to be ended, also if it belongs to another
+    /// host.
+    pub async fn reserve_to_end(&self, guest: &str) -> Result<Reservation, ApiError> {
+        let reservation = self.context.registry.take(guest, Taken::Locally)?;
+        match self.context.right(guest).holder {
+            Holder::Here | Holder::Elsewhere(_) => Ok(reservation),
+            holder => Err(failure::not_here(guest, &holder)),
+        }
     }
 
     fn require_right(&self, guest: &str) -> Result<(), ApiError> {

@@ -79,6 +79,8 @@ pub enum Event {
     AllPresent,
     /// Something here keeps blocks from being taken.
     FetchTrouble,
+    /// An operator gives up the missing blocks: the source never comes back.
+    GiveUpMissing(String),
     /// Something failed here, an operator cancels, or a limit is reached.
     GiveUp(String),
     /// An operator declares the source dead or fenced, and wants the guest to run here.
@@ -129,6 +131,8 @@ pub enum Action {
     /// The guest runs here, and blocks of its disks are missing: fetch them, then report
     /// [`Event::AllPresent`].
     Fetch,
+    /// Missing blocks become zeros, durably; then report [`Event::AllPresent`].
+    FillMissing,
     /// Show that only the source knows where the guest runs.
     ShowDoubt,
     /// Both journals are complete: remove this one and tell the source so. It is the last action.

@@ -303,6 +303,16 @@ impl World {
                 }
                 self.may_be_present();
             }
+            Action::FillMissing => {
+                let missing = self.hosts[1].missing;
+                for block in (0..self.truth.len()).filter(|block| missing & 1 << block != 0) {
+                    (self.truth[block], self.hosts[1].content[block]) = (0, 0);
+                }
+                let host = self.b();
+                host.unsynced |= host.missing;
+                host.missing = 0;
+                self.may_be_present();
+            }
             Action::ShowDoubt => {}
             Action::Finish => {
                 self.b().journals.remove(&attempt);

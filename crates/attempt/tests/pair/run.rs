@@ -362,12 +362,25 @@ impl World {
                 self.truth = self.hosts[1].content;
                 self.tell_b(attempt, destination::Event::Overrule("dead".to_owned()));
             }
+            let fetching = self.inn.iter().find(|inn| inn.core.is_fetching());
+            if let Some(attempt) = fetching.map(|inn| inn.attempt) {
+                self.tell_b(
+                    attempt,
+                    destination::Event::GiveUpMissing("dead".to_owned()),
+                );
+            }
         } else if !self.running(Side::B)
             && let Some(attempt) = self.in_doubt()
         {
             // Its copy, if there is one, is fenced.
-            self.overruled = true;
             self.b().qemu = None;
+            self.tell_a(attempt, source::Event::Overrule("dead".to_owned()));
+        } else if self.hosts[1].dead
+            && self.variant != Variant::NoWayBackAfterCommit
+            && let Some(attempt) = self.done()
+        {
+            // What the guest did at the host that died is lost with it.
+            self.truth = self.hosts[0].content;
             self.tell_a(attempt, source::Event::Overrule("dead".to_owned()));
         }
     }
@@ -376,13 +389,11 @@ impl World {
 
     fn check_end(&mut self) {
         if self.plan.hopeless {
-            let dead = self.hosts[1].dead;
-            let running = self.running(Side::A) || self.running(Side::B);
-            if dead && !running && !self.guest_dead && self.hosts[0].qemu.is_some() {
-                let done = self.out.iter().any(|out| !out.core.state().keeps_guest());
-                if !done || self.overruled {
-                    self.fail("the guest runs nowhere");
-                }
+            if self.hosts[1].dead && !self.running(Side::A) && self.hosts[0].qemu.is_some() {
+                self.fail("the guest runs nowhere");
+            }
+            if self.hosts[0].dead && self.running(Side::B) && self.hosts[1].missing != 0 {
+                self.fail("blocks are missing for ever");
             }
             return;
         }

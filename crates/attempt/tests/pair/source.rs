@@ -582,6 +582,11 @@ impl World {
         }
     }
 
+    pub(crate) fn done(&self) -> Option<u32> {
+        let done = |out: &&Out| *out.core.state() == SourceState::Done;
+        self.out.iter().find(done).map(|out| out.attempt)
+    }
+
     pub(crate) fn in_doubt(&self) -> Option<u32> {
         let out = self
             .out

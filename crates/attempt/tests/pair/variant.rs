@@ -39,12 +39,14 @@ pub(crate) enum Variant {
     RightsNotNoted,
     /// A restarted destination in Ready does not look whether its QEMU exists.
     ReadyUnseen,
+    /// A source does not take the guest back from a destination that committed and never returns.
+    NoWayBackAfterCommit,
     /// A restarted source does not send the rest of the disks.
     NoDrainAfterRestart,
 }
 
 impl Variant {
-    pub(crate) const BROKEN: [Variant; 18] = [
+    pub(crate) const BROKEN: [Variant; 19] = [
         Variant::OtherJournals,
         Variant::NameFreedEarly,
         Variant::ResumeForgotten,
@@ -63,5 +65,6 @@ impl Variant {
         Variant::RightsNotNoted,
         Variant::ReadyUnseen,
         Variant::NoDrainAfterRestart,
+        Variant::NoWayBackAfterCommit,
     ];
 }

@@ -231,7 +231,6 @@ pub(crate) struct World {
     pub(crate) steps: u32,
     /// The guest's QEMU was lost with its host.
     pub(crate) guest_dead: bool,
-    pub(crate) overruled: bool,
     pub(crate) trace: Option<Vec<String>>,
     pub(crate) failure: Option<String>,
     queue: BinaryHeap<Reverse<(Duration, u64)>>,
@@ -264,7 +263,6 @@ impl World {
             clock: 0,
             steps: 0,
             guest_dead: false,
-            overruled: false,
             trace: traced.then(Vec::new),
             failure: None,
             queue: BinaryHeap::new(),

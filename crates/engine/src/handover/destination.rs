@@ -88,6 +88,8 @@ pub enum DestinationEvent {
     ResumeFailed(String),
     /// The guest needs no more data of the source, and all received data is durable.
     AllPresent,
+    /// An operator gives up the guest's data that is still at the source: it never comes back.
+    GiveUp(String),
     /// The source asks for the outcome of the attempt.
     Asked,
     /// An operator declares the source dead or fenced, and wants the guest to run here.
@@ -115,6 +117,9 @@ pub enum DestinationAction {
     Concede(Generation),
     /// Activate the disks and resume the guest, unless it was paused.
     Resume,
+    /// Do without the source: missing blocks become zeros, then report
+    /// [`DestinationEvent::AllPresent`].
+    FillMissing,
     /// Send COMMITTED.
     SendCommitted,
     /// Send ALL-PRESENT.
@@ -232,6 +237,15 @@ pub fn step_destination(
             let record = Record::AllPresent { attempt };
             (state.clone(), vec![Do::Write(record)])
         }
+        (Is::Running { all_present: false }, On::GiveUp(because)) => {
+            let because = because.clone();
+            let record = Record::GaveUp { attempt, because };
+            (state.clone(), vec![Do::Write(record)])
+        }
+        // The source keeps its copy until all missing blocks are zeros, durably.
+        (Is::Running { all_present: false }, On::Written(Record::GaveUp { .. })) => {
+            (state.clone(), vec![Do::FillMissing])
+        }
         (Is::Running { .. }, On::Written(Record::AllPresent { .. })) => {
             (Is::Running { all_present: true }, vec![Do::SendAllPresent])
         }
@@ -324,6 +338,10 @@ impl DestinationState {
             Some(Record::AllPresent { .. }) => {
                 let actions = vec![Do::Own(terms.next())];
                 (Self::Running { all_present: true }, actions)
+            }
+            Some(Record::GaveUp { .. }) => {
+                let actions = vec![Do::Own(terms.next()), Do::FillMissing];
+                (Self::Running { all_present: false }, actions)
             }
             Some(Record::Aborted { .. }) => (Self::Aborted, vec![]),
             Some(Record::Returned { reason, .. }) => {
@@ -565,5 +583,35 @@ mod tests {
             actions[..],
             [DestinationAction::Write(Record::Overruled { .. })]
         ));
+    }
+
+    #[test]
+    fn missing_data_is_given_up_by_an_operator_only() {
+        let running = DestinationState::Running { all_present: false };
+        let event = DestinationEvent::GiveUp("the source burnt down".into());
+        let (state, actions) = step_destination(&running, &event, &TERMS);
+        assert_eq!(state, running);
+        let [DestinationAction::Write(record)] = &actions[..] else {
+            panic!("{actions:?}");
+        };
+        let written = DestinationEvent::Written(record.clone());
+        let (state, actions) = step_destination(&state, &written, &TERMS);
+        assert_eq!(state, running);
+        assert_eq!(actions, [DestinationAction::FillMissing]);
+        // The source is not told that it may go before the blocks are filled.
+        let (_, actions) = step_destination(&state, &DestinationEvent::Asked, &TERMS);
+        assert_eq!(actions, [DestinationAction::SendCommitted]);
+        // A restarted agent goes on with it.
+        let committed = Record::Committed {
+            attempt: ATTEMPT,
+            generation: NEXT,
+        };
+        let (state, actions) = DestinationState::restore(&[committed, record.clone()], &TERMS);
+        assert_eq!(state, running);
+        assert!(actions.contains(&DestinationAction::FillMissing));
+        for state in [DestinationState::Ready, DestinationState::Committed] {
+            let (next, actions) = step_destination(&state, &event, &TERMS);
+            assert_eq!((next, actions), (state, vec![]));
+        }
     }
 }

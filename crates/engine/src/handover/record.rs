@@ -110,6 +110,14 @@ pub enum Record {
         /// How many.
         disks: u16,
     },
+    /// Destination: an operator has given up the guest's data that is still at the source, which
+    /// never comes back.
+    GaveUp {
+        /// The attempt.
+        attempt: Attempt,
+        /// The operator's statement on the source.
+        because: String,
+    },
 }
 
 impl Record {
@@ -127,7 +135,8 @@ impl Record {
             | Record::Overruled { attempt, .. }
             | Record::Closed { attempt }
             | Record::Peer { attempt, .. }
-            | Record::Incomplete { attempt, .. } => *attempt,
+            | Record::Incomplete { attempt, .. }
+            | Record::GaveUp { attempt, .. } => *attempt,
         }
     }
 }

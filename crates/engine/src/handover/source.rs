@@ -29,7 +29,10 @@ pub enum SourceState {
     /// The destination has all data, and QEMU has quit; CLOSED is being written.
     Retiring,
     /// OVERRULED is being written: an operator has declared the destination dead or fenced.
-    Overruling,
+    Overruling {
+        /// Whether the destination had committed, so that DONE is on disk.
+        done: bool,
+    },
     /// The guest runs here by an operator's decision, which the destination has yet to be told of.
     Overruled,
     /// Final state.
@@ -167,20 +170,26 @@ pub fn step_source(
         (Is::Returning, On::Written(Record::Aborted { .. })) => {
             (Is::Aborted, back_here(terms.generation, closed()))
         }
-        (Is::Released, On::Overrule(because)) => {
+        // Where the destination had committed, the operator gives up what the guest did there.
+        (Is::Released | Is::Done, On::Overrule(because)) => {
+            let done = *state == Is::Done;
             let record = Record::Overruled {
                 attempt,
                 run_on: Side::Source,
                 generation: terms.after_next(),
                 because: because.clone(),
             };
-            (Is::Overruling, vec![Do::Write(record)])
+            (Is::Overruling { done }, vec![Do::Write(record)])
         }
-        (Is::Overruling, On::Written(Record::Overruled { .. })) => {
+        (Is::Overruling { .. }, On::Written(Record::Overruled { .. })) => {
             (Is::Overruled, reclaim(terms.after_next()))
         }
         // The record may be on disk: the operator is asked again, and nothing is resumed.
-        (Is::Overruling, On::WriteFailed(_)) => (Is::Released, vec![]),
+        (Is::Overruling { done: false }, On::WriteFailed(_)) => (Is::Released, vec![]),
+        // DONE takes its place before the copy here can be retired.
+        (Is::Overruling { done: true }, On::WriteFailed(_)) => {
+            (Is::Finishing, vec![Do::Write(Record::Done { attempt })])
+        }
         (Is::Overruled, On::Connected) => {
             (Is::Overruled, vec![Do::SendOverruled(terms.after_next())])
         }
@@ -260,7 +269,7 @@ impl SourceState {
             Some(Record::Aborted { .. }) => (Self::Aborted, back_here(terms.generation, closed())),
             Some(Record::Closed { .. }) => {
                 let done = |record: &Record| matches!(record, Record::Done { .. });
-                let here = !records.iter().any(done);
+                let here = overruled(records) || !records.iter().any(done);
                 (Self::Closed { here }, vec![])
             }
             // The other records belong to the destination's journals.
@@ -271,7 +280,8 @@ impl SourceState {
                 | Record::Ready { .. }
                 | Record::Committed { .. }
                 | Record::AllPresent { .. }
-                | Record::Returned { .. },
+                | Record::Returned { .. }
+                | Record::GaveUp { .. },
             )
             | None => {
                 let record = terms.aborted("the source's agent was restarted");
@@ -315,7 +325,7 @@ impl SourceState {
 
     /// Returns whether only the destination's answer, or an operator, decides.
     pub fn in_doubt(&self) -> bool {
-        matches!(self, Self::Released | Self::Overruling)
+        matches!(self, Self::Released | Self::Overruling { done: false })
     }
 }
 
@@ -476,12 +486,38 @@ mod tests {
         let here = SourceState::Here { postmigrate: true };
         assert_eq!(step_source(&here, &event, &TERMS), (here, vec![]));
         let (state, actions) = step_source(&SourceState::Released, &event, &TERMS);
-        assert_eq!(state, SourceState::Overruling);
+        assert_eq!(state, SourceState::Overruling { done: false });
         let [SourceAction::Write(record)] = &actions[..] else {
             panic!("{actions:?}");
         };
         let (state, actions) = step_source(&state, &SourceEvent::Written(record.clone()), &TERMS);
         assert_eq!(state, SourceState::Overruled);
         assert!(actions.contains(&SourceAction::Resume));
+    }
+
+    #[test]
+    fn a_person_takes_the_guest_back_from_a_destination_that_had_committed() {
+        let event = SourceEvent::Overrule("the destination burnt down".into());
+        let (state, actions) = step_source(&SourceState::Done, &event, &TERMS);
+        assert_eq!(state, SourceState::Overruling { done: true });
+        let [SourceAction::Write(record)] = &actions[..] else {
+            panic!("{actions:?}");
+        };
+        // OVERRULED may be on disk: DONE replaces it before the copy can be retired.
+        let failed = SourceEvent::WriteFailed(record.clone());
+        let (back, actions) = step_source(&state, &failed, &TERMS);
+        assert_eq!(back, SourceState::Finishing);
+        let done = Record::Done { attempt: ATTEMPT };
+        assert_eq!(actions, [SourceAction::Write(done.clone())]);
+
+        let (state, actions) = step_source(&state, &SourceEvent::Written(record.clone()), &TERMS);
+        assert_eq!(state, SourceState::Overruled);
+        assert_eq!(actions, reclaim(Generation(6)));
+        let (state, _) = step_source(&state, &SourceEvent::PeerAborted(ATTEMPT), &TERMS);
+        assert_eq!(state, SourceState::Aborted);
+        let closed = Record::Closed { attempt: ATTEMPT };
+        let records = [released(), done, record.clone(), closed];
+        let (state, _) = SourceState::restore(&records, &TERMS);
+        assert_eq!(state, SourceState::Closed { here: true });
     }
 }

@@ -246,6 +246,8 @@ const PLACES: &[(Step, &[&str])] = &[
             "s:after-record:overruled",
             "d:before-record:overruled",
             "d:after-record:overruled",
+            "d:before-record:gave-up",
+            "d:after-record:gave-up",
             "s:before-send:overruled",
             "d:after-receipt:overruled",
             "d:before-send:status",

@@ -6,7 +6,8 @@
 use crate::agent::attach;
 use futures_util::future::join_all;
 use longhaul_api::{
-    ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, Side, StartGuest, StopGuest,
+    ApiError, ErrorCode, Guest, GuestState, Guests as GuestList, Qemu, ReclaimGuest, Side,
+    StartGuest, StopGuest,
 };
 use longhaul_hypervisor::capabilities::{Accelerator, can_run};
 use longhaul_hypervisor::description;
@@ -22,6 +23,7 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::fmt::Display;
 use std::io;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
@@ -151,7 +153,11 @@ impl Guests {
             Some(Known::Damaged { why, .. }) => return Err(damaged(name, &why)),
             None => return Err(unknown(name)),
         };
-        let reservation = manager.reserve(name).await?;
+        let reservation = match stop.force {
+            // A copy that must not run here can be ended.
+            true => manager.reserve_to_end(name).await?,
+            false => manager.reserve(name).await?,
+        };
         self.keep_description(guest.description())?;
         let ending = tokio::spawn(async move {
             let ended = end(&guest, stop.force).await;
@@ -163,6 +169,44 @@ impl Guests {
             .map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))??;
         tracing::info!(guest = %name, force = stop.force, "stopped");
         self.get(manager, name).await
+    }
+
+    /// Resumes a guest that a move has left paused.
+    pub(crate) async fn resume(
+        &self,
+        manager: &Arc<Manager>,
+        name: &str,
+    ) -> Result<Guest, ApiError> {
+        self.require(name)?;
+        let (resuming, called) = (manager.clone(), name.to_owned());
+        // Runs to its end even if the client no longer waits for the answer.
+        let resumed = tokio::spawn(async move { resuming.resume(&called).await }).await;
+        resumed.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))??;
+        self.get(manager, name).await
+    }
+
+    /// Takes back the right to run a guest from a host that never comes back.
+    pub(crate) async fn reclaim(
+        &self,
+        manager: &Arc<Manager>,
+        name: &str,
+        reclaim: ReclaimGuest,
+    ) -> Result<Guest, ApiError> {
+        // One that came here and moved on left no description.
+        if manager.right(name).await.generation.is_none() {
+            self.require(name)?;
+        }
+        let (taking, called) = (manager.clone(), name.to_owned());
+        // Runs to its end even if the client no longer waits for the answer.
+        let taken = tokio::spawn(async move { taking.reclaim(&called, &reclaim).await }).await;
+        taken.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))??;
+        match self.known()?.get(name) {
+            Some(known) => Ok(self.show(manager, known).await),
+            None => Ok(Guest {
+                generation: manager.right(name).await.generation,
+                ..empty(name, GuestState::Stopped)
+            }),
+        }
     }
 
     /// Returns the QEMUs of this host, with the versions of those that answer.

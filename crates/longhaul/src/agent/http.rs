@@ -203,6 +203,8 @@ async fn perform(
             let stop: StopGuest = parse_or_default(body)?;
             ok(&guests.stop(manager, value, stop).await?)
         }
+        Operation::ResumeGuest => ok(&guests.resume(manager, value).await?),
+        Operation::ReclaimGuest => ok(&guests.reclaim(manager, value, parse(body)?).await?),
         Operation::AttachGuest => json(
             StatusCode::CREATED,
             &guests.attach(manager, value, parse(body)?).await?,

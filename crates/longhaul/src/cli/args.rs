@@ -62,7 +62,7 @@ pub(crate) enum Command {
     Migrate(MigrateArgs),
     /// Stop a move and keep the guest where it is
     Cancel(IdArgs),
-    /// Say which host runs a guest that is in doubt, where the other one cannot
+    /// Say which host runs a guest, where the other one never comes back
     Resolve(ResolveArgs),
     /// Change how fast a move may send
     Limit(LimitArgs),
@@ -252,6 +252,13 @@ pub(crate) enum GuestsCommand {
         /// The guest
         name: String,
     },
+    /// Resume a guest that a move has left paused, and that belongs to this host
+    Resume {
+        /// The guest
+        name: String,
+    },
+    /// Take back a guest that moved to a host which never comes back; it is not started
+    Reclaim(ReclaimArgs),
     /// Ask a guest to shut down, and wait for it
     Stop {
         /// The guest
@@ -424,7 +431,7 @@ pub(crate) struct IdArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ResolveArgs {
-    /// The migration's id or the beginning of it, or the guest that is in doubt
+    /// The migration's id or the beginning of it, or its guest
     #[arg(value_name = "ID|GUEST")]
     pub(crate) migration: String,
     /// The host that the guest belongs to from now on
@@ -433,9 +440,28 @@ pub(crate) struct ResolveArgs {
     /// Why the other host cannot run it; needed where this host is to run it
     #[arg(long, value_name = "STATE")]
     pub(crate) other_side: Option<OtherSide>,
+    /// At a destination that runs the guest already: the blocks of its disks that are still at the
+    /// source are lost, and read as zeros from now on
+    #[arg(long)]
+    pub(crate) give_up_missing: bool,
     /// The reason, for the log and the journal
     #[arg(long, value_name = "TEXT")]
     pub(crate) because: Option<String>,
+    /// Do not ask
+    #[arg(long)]
+    pub(crate) yes: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReclaimArgs {
+    /// The guest
+    pub(crate) name: String,
+    /// Why the host that it moved to cannot run it
+    #[arg(long, value_name = "STATE")]
+    pub(crate) other_side: OtherSide,
+    /// The reason, for the log
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) because: String,
     /// Do not ask
     #[arg(long)]
     pub(crate) yes: bool,

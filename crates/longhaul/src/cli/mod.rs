@@ -251,6 +251,11 @@ async fn guests(
                 done(format!("{name} is forgotten, and goes on as it is"))
             })
         }
+        GuestsCommand::Resume { name } => {
+            let guest = client.resume_guest(&name).await?;
+            show(output, &guest, || done(format!("{} runs", guest.name)))
+        }
+        GuestsCommand::Reclaim(args) => resolve::reclaim(client, output, args).await,
         GuestsCommand::Stop { name, force } => {
             let guest = client.stop_guest(&name, &StopGuest { force }).await?;
             show(output, &guest, || match guest.state {

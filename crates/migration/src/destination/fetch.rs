@@ -15,6 +15,7 @@
 //! and is told anew what is missing. The guest waits for nothing but that.
 
 mod connection;
+mod give_up;
 mod notes;
 mod progress;
 mod verify;
@@ -24,6 +25,7 @@ use crate::destination::Destination;
 use crate::destination::attempt::{Arrival, BulkEnd, Present, join, next_message, until};
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::dispatch::Call;
+use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::verify::Question;
 use crate::destination::fetch_client::{News, Puller};
 use crate::destination::local_content::Kept;
@@ -36,7 +38,7 @@ use crate::handover::ledger::{
 use crate::limits::peer_quota::Means;
 use crate::status::migration::Entry;
 use crate::status::registry::Reservation;
-use longhaul_api::{Outcome, Phase};
+use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve};
 use longhaul_attempt::destination::{Event, FromSource};
 use longhaul_codec::{BlockId, BlockWrite, DigestKey};
 use longhaul_engine::handover::DestinationState;
@@ -99,6 +101,8 @@ pub(crate) struct Pulling {
     whole_at: Option<Instant>,
     /// Since when the source is not there.
     lost_at: Option<Instant>,
+    /// An operator's word on what is missing.
+    giving_up: GivingUp,
     /// What the source asks for, to compare what has come.
     question: Option<Question>,
     /// What has kept blocks from being taken here, since the last one was.
@@ -125,14 +129,17 @@ enum Happened {
     Bulk(BulkEnd),
     News(Option<News>),
     Timeout,
+    Resolved(Resolve),
     Retry,
 }
 
 impl Pulling {
     pub(crate) fn new(context: Arc<Destination>, begun: Begun) -> Self {
         let now = Instant::now();
+        let asked = begun.entry.as_ref().map(|entry| entry.resolutions());
         Self {
             context,
+            giving_up: GivingUp::of(begun.handover.ledger.journal.records(), asked),
             begun,
             disks: BTreeMap::new(),
             news: mpsc::channel(NEWS_MAX),
@@ -185,6 +192,7 @@ impl Pulling {
                 Happened::News(Some(news)) => self.told(news).await,
                 Happened::News(None) => {}
                 Happened::Timeout => time_destination(&mut self).await,
+                Happened::Resolved(resolve) => self.resolved(resolve).await,
                 Happened::Retry => self.retry().await,
             }
             if std::mem::take(&mut self.troubled) {
@@ -219,6 +227,7 @@ impl Pulling {
                 Happened::Bulk(end.unwrap_or_else(|error| BulkEnd::Broken(error.to_string(), None)))
             }
             news = self.news.1.recv() => Happened::News(news),
+            resolve = self.giving_up.asked() => Happened::Resolved(resolve),
             () = until(timeout) => Happened::Timeout,
             () = until(Some(again)) => Happened::Retry,
         }
@@ -495,6 +504,7 @@ impl Pulling {
             self.find();
         }
         self.look_and_show();
+        self.fill().await;
         self.whole().await;
         if self.disks.is_empty() && self.lost.is_none() {
             // They were taken out before an earlier agent could write that they were whole.
@@ -539,6 +549,7 @@ impl Pulling {
             context,
             begun,
             finished: closed,
+            giving_up,
             ..
         } = self;
         let Begun {
@@ -564,7 +575,14 @@ impl Pulling {
                 entry.report_with(|report| crate::status::guest_clock::report(clock, report));
                 send(&mut call, &ToSource::Clock(clock));
             }
-            entry.end(Outcome::Completed, None);
+            match handover.state() {
+                DestinationState::Aborted => {
+                    let text = "an operator has given the guest to the source";
+                    let error = ApiError::new(ErrorCode::PeerGaveUp, text);
+                    entry.end(Outcome::Failed, Some(error));
+                }
+                _ => entry.end(Outcome::Completed, giving_up.outcome()),
+            }
             context.archive.keep(entry);
         }
         block_in_place(|| images::sweep(&context));

@@ -84,7 +84,7 @@ impl Attempts {
             // The source was told, or asks once more, and needs no record for the answer.
             return remembered.handover.ledger.remove_journal();
         }
-        if remembered.is_open() {
+        if remembered.is_open() || runs_incomplete(remembered.state()) {
             remembered.keep(context);
         }
         drive_destination(&mut remembered).await;
@@ -212,7 +212,9 @@ impl Remembered {
         Self {
             peer: Some(left.peer),
             paused: left.paused,
-            entry: (!core.state().is_settled()).then(|| left.entry(context, Phase::HandingOver)),
+            // What is missing of a guest that runs here may be given up.
+            entry: (!core.state().is_settled() || runs_incomplete(core.state()))
+                .then(|| left.entry(context, Phase::HandingOver)),
             handover: DestinationHandover::new(core, left.into_ledger(&context.context)),
             _reservation: None,
             outbox: Vec::new(),
@@ -494,11 +496,16 @@ impl DestinationOwner for Remembered {
             | Action::Load
             | Action::AskReady
             | Action::ShowDoubt
+            | Action::FillMissing
             | Action::Write(_)
             | Action::Note(_) => {}
         }
         None
     }
+}
+
+fn runs_incomplete(state: &DestinationState) -> bool {
+    *state == (DestinationState::Running { all_present: false })
 }
 
 /// The core of an attempt that goes on from its records.

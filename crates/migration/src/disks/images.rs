@@ -401,9 +401,10 @@ fn fate_by(records: &[Record]) -> Option<Fate> {
     for record in records {
         fate = Some(match record {
             Record::Began { .. } | Record::Ready { .. } => Fate::Open,
-            Record::Committed { .. } | Record::AllPresent { .. } | Record::Done { .. } => {
-                Fate::Stay
-            }
+            Record::Committed { .. }
+            | Record::AllPresent { .. }
+            | Record::GaveUp { .. }
+            | Record::Done { .. } => Fate::Stay,
             Record::Aborted { .. } => Fate::Go,
             // Given back: it will be aborted.
             Record::Returned { .. } | Record::Released { .. } => Fate::Open,

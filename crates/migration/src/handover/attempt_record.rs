@@ -5,6 +5,7 @@ use crate::handover::ledger::Ledger;
 use crate::status::migration::{Entry, Facts};
 use longhaul_api::{Asked, Phase, Side};
 use longhaul_engine::handover::{self, Record, Terms};
+use longhaul_protocol::guest::{Disk, GuestDescription};
 use longhaul_protocol::{HostId, MigrationId};
 use longhaul_storage::Journal;
 use std::sync::Arc;
@@ -135,6 +136,23 @@ pub(crate) fn incomplete_disks(journal: &Journal, terms: Terms) -> Option<usize>
         Record::Incomplete { disks, .. } => Some(usize::from(*disks)),
         _ => None,
     })
+}
+
+/// Whether the copy of a guest at its source no longer fits the guest's disks: an operator took the
+/// guest back after it had run at the destination, which has written disks that both hosts share.
+pub(crate) fn is_stale(records: &[Record], guest: &GuestDescription) -> bool {
+    let done = |record: &Record| matches!(record, Record::Done { .. });
+    let shared = |disk: &Disk| disk.shared && !disk.read_only;
+    records.iter().any(done) && guest.disks.iter().any(shared)
+}
+
+/// What becomes of a guest whose copy here is stale.
+pub(crate) fn stale(guest: &str, here: &str) -> String {
+    format!(
+        "{guest} is stopped on {here}: its shared disks were written elsewhere, and continuing \
+         would damage its file systems; end it and start it again: longhaul guests stop --force \
+         {guest}, longhaul guests start {guest}"
+    )
 }
 
 /// Why an attempt was given up, as its records tell.

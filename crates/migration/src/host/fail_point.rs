@@ -69,6 +69,8 @@ named! { Record in RECORDS by record_name:
     // Written with BEGAN, and have no points of their own.
     Peer "peer" [],
     Incomplete "incomplete" [],
+    // Written by an operator's word alone.
+    GaveUp "gave-up" [Destination],
 }
 
 named! { ToDestination in TO_DESTINATION by to_destination_name:

@@ -58,6 +58,8 @@ const PASS_WITHIN: Duration = Duration::from_secs(3);
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
 /// How long the destination's figures are waited for when everything else is done.
 const SUMMARY_WITHIN: Duration = Duration::from_secs(2);
+/// A destination that has been gone for this time is shown as lost.
+const LOST_AFTER: Duration = Duration::from_secs(3);
 /// A sender that broke is started again after this time.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 
@@ -309,6 +311,11 @@ impl Departure {
 
     async fn tick(&mut self) {
         time_source(self).await;
+        if self.is_disconnected() {
+            // An operator who knows that it never comes back may take the guest back.
+            let next = self.terms().next();
+            self.entry().in_doubt(HandoverRecord::Done, next);
+        }
         if self.is_decided() || self.failure.is_some() {
             return;
         }
@@ -580,6 +587,14 @@ impl Departure {
         self.session
             .as_ref()
             .and_then(|session| session.line.clone())
+    }
+
+    /// Whether the destination, which has the guest and needs blocks from here, has been gone for
+    /// a while.
+    pub(crate) fn is_disconnected(&self) -> bool {
+        let lost_for = self.task.handover.lost_for();
+        let lost = lost_for.is_some_and(|time| time > LOST_AFTER);
+        lost && *self.state() == SourceState::Done
     }
 
     fn is_launching(&self) -> bool {

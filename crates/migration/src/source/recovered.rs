@@ -7,7 +7,7 @@
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
-use crate::handover::attempt_record::Left;
+use crate::handover::attempt_record::{Left, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
     SourceHandover, SourceOwner, drive_source, tell_source, time_source,
 };
@@ -37,6 +37,8 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{Instant, sleep, sleep_until};
 
+/// A destination that cannot be asked for this time is shown as lost.
+const LOST_AFTER: Duration = Duration::from_secs(3);
 /// How often it is looked whether something of the disks could not be read.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -383,6 +385,12 @@ impl Settling {
                     entry.heard(Some(in_doubt::record_of(state)));
                 }
                 self.session = Some(session);
+                if *self.handover.state() == SourceState::Done
+                    && let Some(resolutions) = &mut self.resolutions
+                {
+                    // Said of a destination that did not answer.
+                    resolutions.mark_unchanged();
+                }
                 self.tell(Event::Connected { epoch, state }).await;
             }
             Err(error) => {
@@ -495,11 +503,18 @@ impl Settling {
 
     /// Lets the guest go on here, if it still is.
     async fn resume(&mut self) -> bool {
+        // Nothing of its disks is sent any more.
+        self.left = None;
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
+        let records = of_attempt(&ledger.journal, ledger.terms);
         let (resumed, state) =
             match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
+                Ok(Some(found)) if is_stale(&records, found.description()) => {
+                    ledger.context.keep_sweeping_fronts();
+                    (true, stale(guest, here))
+                }
                 Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
                     Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
                     Ok(()) => (true, format!("{guest} runs on {here}")),
@@ -542,7 +557,15 @@ impl Settling {
             }
             return;
         }
-        entry.certain();
+        let lost = self
+            .handover
+            .lost_for()
+            .is_some_and(|time| time > LOST_AFTER);
+        match (*state == SourceState::Done, lost) {
+            // An operator who knows that it never comes back may take the guest back.
+            (true, true) => entry.in_doubt(HandoverRecord::Done, ledger.terms.next()),
+            (true, false) | (false, _) => entry.certain(),
+        }
         let there = matches!(
             state,
             SourceState::Done | SourceState::Retiring | SourceState::Closed { here: false }
@@ -652,7 +675,7 @@ fn first_epoch() -> Epoch {
 
 fn phase(state: &SourceState) -> Phase {
     match state {
-        SourceState::Released | SourceState::Overruling => Phase::HandingOver,
+        SourceState::Released | SourceState::Overruling { .. } => Phase::HandingOver,
         SourceState::Done | SourceState::Finishing | SourceState::Retiring => Phase::Finishing,
         _ => Phase::Preparing,
     }

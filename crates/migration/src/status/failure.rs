@@ -141,7 +141,7 @@ pub(crate) fn not_here(guest: &str, holder: &Holder) -> ApiError {
         )
         .hint(format!(
             "it may only run there: look with `longhaul guests` on {host}, and move it back from \
-             there"
+             there; where {host} never comes back: longhaul guests reclaim {guest}"
         )),
         Holder::InDoubt(host) => ApiError::new(
             ErrorCode::InDoubt,

@@ -1,10 +1,12 @@
-//! Doubt in words: what each side knows, what happens by itself, and which of a person's ways out
-//! make sense.
+//! Doubt in words: what each side knows, what happens by itself, and which of an operator's ways
+//! out make sense. The same for a guest that runs at the destination and needs its source, while
+//! the agents have lost each other.
 
 use longhaul_api::{
-    ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Resolve,
-    Side, WayOut,
+    ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Phase,
+    Resolve, Side, WayOut,
 };
+use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::AttemptState;
 
 /// What a side knows while the other one's word decides.
@@ -23,9 +25,13 @@ impl Standing {
     /// As the API shows it.
     pub(crate) fn doubt(&self, migration: &Migration) -> Doubt {
         let words = Words::of(migration);
-        let (here, then, ways_out) = match migration.side {
-            Side::Source => words.at_source(),
-            Side::Destination => words.at_destination(),
+        let (here, then, ways_out) = match (migration.side, self.record) {
+            (Side::Source, HandoverRecord::Done) => words.at_source_of_one_that_left(),
+            (Side::Source, _) => words.at_source(),
+            (Side::Destination, HandoverRecord::Committed) => {
+                words.at_destination_that_runs_it(&missing(migration))
+            }
+            (Side::Destination, _) => words.at_destination(),
         };
         Doubt {
             since_unix_ms: self.since_unix_ms,
@@ -51,6 +57,22 @@ pub(crate) fn record_of(state: AttemptState) -> HandoverRecord {
         AttemptState::Ready => HandoverRecord::Ready,
         AttemptState::Committed => HandoverRecord::Committed,
         AttemptState::Aborted => HandoverRecord::Aborted,
+    }
+}
+
+/// How much is missing of which disks.
+fn missing(migration: &Migration) -> String {
+    let regions = migration.progress.iter().flat_map(|now| &now.regions);
+    let disks = regions.filter(|region| region.disk && region.blocks_pending > 0);
+    let parts: Vec<_> = disks
+        .map(|disk| {
+            let bytes = disk.blocks_pending.saturating_mul(BLOCK_SIZE as u64);
+            format!("{bytes} bytes of disk {}", disk.name)
+        })
+        .collect();
+    match parts.is_empty() {
+        true => "blocks of its disks".to_owned(),
+        false => parts.join(", "),
     }
 }
 
@@ -96,6 +118,7 @@ impl<'a> Words<'a> {
             run_on: Side::Source,
             tell: this.to_owned(),
             needs_other_side: false,
+            gives_up_missing: false,
             only_if: format!(
                 "{guest} is to stay on {other}: {this} may always give up before it has committed"
             ),
@@ -107,6 +130,52 @@ impl<'a> Words<'a> {
         (here, then, vec![self.go(other, this), leave])
     }
 
+    /// It has run at the destination, which needs the source no more or will need it.
+    fn at_source_of_one_that_left(&self) -> (String, String, Vec<WayOut>) {
+        let Self { guest, this, other } = *self;
+        let here = format!(
+            "the copy of {guest} on {this} is stopped, complete as of the moment it was stopped"
+        );
+        let then = format!(
+            "when the two agents connect, {other} is sent what it lacks, and the copy here is ended"
+        );
+        let back = WayOut {
+            run_on: Side::Source,
+            tell: this.to_owned(),
+            needs_other_side: true,
+            gives_up_missing: false,
+            only_if: format!(
+                "{other} never comes back, or is cut off from the disks and networks of {guest} \
+                 until its copy has ended"
+            ),
+            at_stake: format!(
+                "everything that {guest} did on {other} is lost: it continues on {this} from the \
+                 moment it was stopped. If it writes disks that both hosts share, they no longer \
+                 fit its memory: it stays stopped, and has to be started again"
+            ),
+        };
+        (here, then, vec![back])
+    }
+
+    /// It runs here, and a part of its disks is at the source.
+    fn at_destination_that_runs_it(&self, missing: &str) -> (String, String, Vec<WayOut>) {
+        let Self { guest, this, other } = *self;
+        let here = format!("{guest} runs on {this}, and waits when it reads what is missing");
+        let then = format!("when the two agents connect, {other} sends what is missing: {missing}");
+        let alone = WayOut {
+            run_on: Side::Destination,
+            tell: this.to_owned(),
+            needs_other_side: true,
+            gives_up_missing: true,
+            only_if: format!("{other} and its disks never come back, and it does not run {guest}"),
+            at_stake: format!(
+                "{missing}: they read as zeros from now on, and are lost. File systems of {guest} \
+                 may be damaged: check or restore them"
+            ),
+        };
+        (here, then, vec![alone])
+    }
+
     /// The source goes on with it.
     fn stay(&self, source: &str, destination: &str, tell: &str) -> WayOut {
         let guest = self.guest;
@@ -114,6 +183,7 @@ impl<'a> Words<'a> {
             run_on: Side::Source,
             tell: tell.to_owned(),
             needs_other_side: true,
+            gives_up_missing: false,
             only_if: format!(
                 "{destination} is off for good, or cut off from the disks and networks of {guest}, \
                  and {guest} never ran there"
@@ -133,6 +203,7 @@ impl<'a> Words<'a> {
             run_on: Side::Destination,
             tell: destination.to_owned(),
             needs_other_side: true,
+            gives_up_missing: false,
             only_if: format!(
                 "{source} is off for good, or cut off from the disks and networks of {guest}, and \
                  does not run it"
@@ -172,7 +243,23 @@ pub(crate) fn judge(migration: &Migration, resolve: &Resolve) -> Result<(), ApiE
     let Some(doubt) = &migration.doubt else {
         return Err(not_in_doubt(migration));
     };
-    if doubt.other_record == Some(HandoverRecord::Committed) && resolve.run_on == Side::Source {
+    if doubt.record == HandoverRecord::Committed {
+        return judge_giving_up(migration, resolve);
+    }
+    if resolve.give_up_missing {
+        let text = format!("no blocks of {guest} are missing on {this}");
+        return Err(ApiError::new(ErrorCode::InvalidRequest, text)
+            .hint("leave out --give-up-missing (`give_up_missing`)"));
+    }
+    let left = doubt.record == HandoverRecord::Done;
+    if left && resolve.run_on == Side::Destination {
+        return refuse(
+            format!("{guest} belongs to {other} already"),
+            format!("on {other}: longhaul guests"),
+        );
+    }
+    let took = doubt.other_record == Some(HandoverRecord::Committed);
+    if took && !left && resolve.run_on == Side::Source {
         return refuse(
             format!("{other} has said that {guest} runs there: it cannot go on here"),
             format!("on {other}: longhaul guests"),
@@ -197,9 +284,38 @@ pub(crate) fn judge(migration: &Migration, resolve: &Resolve) -> Result<(), ApiE
     Ok(())
 }
 
+/// The same for a guest that runs here while blocks of its disks are at its source.
+fn judge_giving_up(migration: &Migration, resolve: &Resolve) -> Result<(), ApiError> {
+    let Words { guest, this, other } = Words::of(migration);
+    let id = &migration.id;
+    if resolve.run_on == Side::Source {
+        let text = format!("{guest} runs on {this}: {other} cannot take it back from here");
+        return Err(ApiError::new(ErrorCode::Refused, text).hint(format!(
+            "on {other}: longhaul resolve {id} --run-on source --other-side dead|fenced"
+        )));
+    }
+    if resolve.other_side.is_none() || !resolve.give_up_missing {
+        let missing = missing(migration);
+        let text = format!("{guest} on {this} still needs {other}, which has {missing}");
+        return Err(ApiError::new(ErrorCode::InvalidRequest, text).hint(format!(
+            "if {other} never comes back, say so, and that they are lost: longhaul resolve {id} \
+             --run-on destination --other-side dead|fenced --give-up-missing"
+        )));
+    }
+    Ok(())
+}
+
 fn not_in_doubt(migration: &Migration) -> ApiError {
     let Migration { id, guest, .. } = migration;
     let error = match (migration.outcome, migration.side) {
+        (None, _) if migration.phase == Phase::Finishing => ApiError::new(
+            ErrorCode::Refused,
+            format!(
+                "{guest} runs on {}, and the agents are connected: nothing is in doubt",
+                migration.destination
+            ),
+        )
+        .hint("wait for its end: `longhaul migrations` shows how much is missing"),
         (None, _) => ApiError::new(
             ErrorCode::Refused,
             format!("the move of {guest} is under way, and nothing is in doubt"),
@@ -232,6 +348,18 @@ mod tests {
     use longhaul_api::{Asked, Outcome, Phase, Strategy};
 
     fn migration(side: Side, other_record: Option<HandoverRecord>) -> Migration {
+        let record = match side {
+            Side::Source => HandoverRecord::Released,
+            Side::Destination => HandoverRecord::Ready,
+        };
+        in_record(side, record, other_record)
+    }
+
+    fn in_record(
+        side: Side,
+        record: HandoverRecord,
+        other_record: Option<HandoverRecord>,
+    ) -> Migration {
         let mut migration = Migration {
             id: "7f3a0c11d2e3f405".into(),
             guest: "web-7".into(),
@@ -257,10 +385,6 @@ mod tests {
             doubt: None,
             progress: None,
         };
-        let record = match side {
-            Side::Source => HandoverRecord::Released,
-            Side::Destination => HandoverRecord::Ready,
-        };
         let standing = Standing {
             record,
             generation: 5,
@@ -277,8 +401,48 @@ mod tests {
         Resolve {
             run_on,
             other_side,
+            give_up_missing: false,
             because: None,
         }
+    }
+
+    #[test]
+    fn a_guest_that_left_is_taken_back_only_from_a_host_that_cannot_run_it() {
+        let committed = Some(HandoverRecord::Committed);
+        let left = in_record(Side::Source, HandoverRecord::Done, committed);
+        let error = judge(&left, &resolve(Side::Source, None)).unwrap_err();
+        assert_eq!(error.code, ErrorCode::InvalidRequest);
+        let dead = resolve(Side::Source, Some(OtherSide::Dead));
+        assert_eq!(judge(&left, &dead), Ok(()));
+        let there = resolve(Side::Destination, Some(OtherSide::Dead));
+        assert_eq!(judge(&left, &there).unwrap_err().code, ErrorCode::Refused);
+        let giving_up = Resolve {
+            give_up_missing: true,
+            ..dead
+        };
+        let error = judge(&left, &giving_up).unwrap_err();
+        assert_eq!(error.code, ErrorCode::InvalidRequest);
+        let way = &left.doubt.unwrap().ways_out[0];
+        assert!(way.at_stake.contains("did on paris-2 is lost"), "{way:?}");
+    }
+
+    #[test]
+    fn missing_blocks_are_given_up_only_by_an_explicit_statement() {
+        let runs = in_record(Side::Destination, HandoverRecord::Committed, None);
+        let dead = resolve(Side::Destination, Some(OtherSide::Dead));
+        let error = judge(&runs, &dead).unwrap_err();
+        assert_eq!(error.code, ErrorCode::InvalidRequest);
+        assert!(error.hint.unwrap().contains("--give-up-missing"));
+        let giving_up = |run_on, other_side| Resolve {
+            give_up_missing: true,
+            ..resolve(run_on, other_side)
+        };
+        let source = giving_up(Side::Source, Some(OtherSide::Dead));
+        assert_eq!(judge(&runs, &source).unwrap_err().code, ErrorCode::Refused);
+        let unasked = giving_up(Side::Destination, None);
+        assert!(judge(&runs, &unasked).is_err());
+        let said = giving_up(Side::Destination, Some(OtherSide::Fenced));
+        assert_eq!(judge(&runs, &said), Ok(()));
     }
 
     #[test]

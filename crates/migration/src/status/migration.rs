@@ -261,12 +261,11 @@ impl Entry {
     pub(crate) fn migration(&self) -> Migration {
         let state = self.lock();
         let mut migration = state.migration.clone();
+        migration.progress = Some(self.progress.borrow().clone());
         migration.doubt = state
             .standing
             .as_ref()
             .map(|standing| standing.doubt(&migration));
-        drop(state);
-        migration.progress = Some(self.progress.borrow().clone());
         migration
     }
 
@@ -305,8 +304,8 @@ impl Entry {
         self.limit.subscribe()
     }
 
-    /// From now on only the other side's word decides, and it is not to be had: what this side has
-    /// written down last, and the generation of the right with the destination.
+    /// From now on the other side is needed, and does not answer: what this side has written down
+    /// last, and the generation of the right with the destination.
     pub(crate) fn in_doubt(&self, record: HandoverRecord, next: Generation) {
         let mut state = self.lock();
         let standing = state.standing.get_or_insert_with(|| Standing {

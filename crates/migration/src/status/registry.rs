@@ -114,7 +114,8 @@ impl Registry {
                 format!("the rest of the disks of {guest} is still being fetched (migration {id})"),
                 format!(
                     "it runs here for good, and this cannot be cancelled: wait for it (`longhaul \
-                     migrations` says how much is missing), or shut {guest} down from inside"
+                     migrations` says how much is missing, and what to do if the other host never \
+                     comes back), or shut {guest} down from inside"
                 ),
             ),
             Taken::Moving(id, _) => (

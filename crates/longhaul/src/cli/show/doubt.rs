@@ -1,5 +1,5 @@
-//! Formats a migration in doubt: the records of each side, the events that may resolve it, the
-//! operator's options and their risks.
+//! Formats a migration whose agents have lost each other: the records of each side, the events that
+//! may resolve it, the operator's options and their risks.
 
 use super::figure;
 use crate::cli::paint::{Line, Tone, wrap};
@@ -19,15 +19,16 @@ pub(crate) fn block(
     let Migration { guest, source, .. } = migration;
     let destination = &migration.destination;
     let since = figure::age(doubt.since_unix_ms, now_unix_ms);
-    let mut lines = vec![
-        Line::default()
-            .tone(Tone::Strong, guest.clone())
-            .plain(" is ")
-            .tone(Tone::Bad, "in doubt")
-            .plain(format!(
-                ": {source} and {destination} lost each other {since}"
-            )),
-    ];
+    let named = Line::default().tone(Tone::Strong, guest.clone());
+    let named = match belongs_to_destination(doubt) {
+        false => named.plain(" is ").tone(Tone::Bad, "in doubt"),
+        true => named
+            .plain(format!(", which belongs to {destination}, is "))
+            .tone(Tone::Bad, "disconnected"),
+    };
+    let mut lines = vec![named.plain(format!(
+        ": {source} and {destination} lost each other {since}"
+    ))];
     lines.extend(known(migration, doubt, now_unix_ms, width));
     lines.extend(titled("then", &doubt.then, width));
     let mut title = "ways out";
@@ -44,6 +45,14 @@ pub(crate) fn block(
     lines
 }
 
+/// Returns whether the guest belongs to the destination, which only needs the source's data.
+pub(crate) fn belongs_to_destination(doubt: &Doubt) -> bool {
+    matches!(
+        doubt.record,
+        HandoverRecord::Done | HandoverRecord::Committed
+    )
+}
+
 /// Returns the host on which a command must be typed, if that is not this one.
 fn on_host(migration: &Migration, way: &WayOut) -> String {
     match way.tell == host(migration, migration.side) {
@@ -57,7 +66,12 @@ fn command(id: &str, way: &WayOut) -> String {
         true => " --other-side dead|fenced",
         false => "",
     };
-    format!("longhaul resolve {id} --run-on {}{other}", name(way.run_on))
+    let missing = match way.gives_up_missing {
+        true => " --give-up-missing",
+        false => "",
+    };
+    let run_on = name(way.run_on);
+    format!("longhaul resolve {id} --run-on {run_on}{other}{missing}")
 }
 
 fn name(side: Side) -> &'static str {
@@ -181,6 +195,19 @@ mod tests {
             lines.push(Line::default());
         }
         golden::check_lines("stakes", &lines, 100);
+    }
+
+    #[test]
+    fn a_guest_whose_source_does_not_answer_is_told() {
+        let migration = sample::disconnected();
+        let doubt = migration.doubt.clone().unwrap();
+        let now = 1_800_000_300_000;
+        let mut lines = block(&migration, &doubt, "7f3a", now, 100);
+        lines.push(Line::default());
+        let dead = Some(OtherSide::Dead);
+        let way = &doubt.ways_out[0];
+        lines.extend(stakes(&migration, &doubt, way, dead, now, 100));
+        golden::check_lines("disconnected", &lines, 120);
     }
 
     #[test]

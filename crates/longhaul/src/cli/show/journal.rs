@@ -95,6 +95,10 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
                 format!("{disks} may lack blocks when the guest runs here; {other} has them"),
             )
         }
+        Record::GaveUp { because, .. } => plain(
+            "GAVE-UP",
+            format!("an operator has given up what only {other} has of the guest ({because})"),
+        ),
     }
 }
 
@@ -112,6 +116,7 @@ pub(crate) fn may_run(record: &Record, side: Side) -> Option<MayRun> {
         }),
         Record::Ready { .. }
         | Record::AllPresent { .. }
+        | Record::GaveUp { .. }
         | Record::Closed { .. }
         | Record::Peer { .. }
         | Record::Incomplete { .. } => None,

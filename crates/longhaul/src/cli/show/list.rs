@@ -185,6 +185,7 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
     ])];
     for migration in migrations {
         let (tone, state) = match migration.outcome {
+            _ if lost(migration) => (Tone::Bad, "disconnected"),
             _ if migration.doubt.is_some() => (Tone::Bad, "in doubt"),
             None => (Tone::Good, figure::phase(migration.phase)),
             Some(Outcome::Completed) => (Tone::Plain, "completed"),
@@ -227,6 +228,12 @@ pub(crate) fn migrations(migrations: &[Migration], now_unix_ms: u64, width: usiz
         }
     }
     lines
+}
+
+/// Returns whether the guest runs at the destination, and the agents have lost each other.
+fn lost(migration: &Migration) -> bool {
+    let doubt = migration.doubt.as_ref();
+    doubt.is_some_and(doubt::belongs_to_destination)
 }
 
 /// Returns the shortest prefix of an id that is unique, and at least four digits.

@@ -125,6 +125,7 @@ pub(crate) fn in_doubt() -> Migration {
                     run_on: Side::Source,
                     tell: "lyon-1".into(),
                     needs_other_side: true,
+                    gives_up_missing: false,
                     only_if: "paris-2 is off for good, or cut off from the disks and networks of \
                               web-7, and web-7 never ran there"
                         .into(),
@@ -139,6 +140,7 @@ pub(crate) fn in_doubt() -> Migration {
                     run_on: Side::Destination,
                     tell: "paris-2".into(),
                     needs_other_side: true,
+                    gives_up_missing: false,
                     only_if: "lyon-1 is off for good, or cut off from the disks and networks of \
                               web-7, and does not run it"
                         .into(),
@@ -149,6 +151,37 @@ pub(crate) fn in_doubt() -> Migration {
                 },
             ],
         }),
+        ..migration()
+    }
+}
+
+/// Returns a guest that runs at its destination, whose source does not answer.
+pub(crate) fn disconnected() -> Migration {
+    let mut doubt = in_doubt().doubt;
+    if let Some(doubt) = &mut doubt {
+        doubt.record = HandoverRecord::Committed;
+        doubt.other_host = "lyon-1".into();
+        (doubt.other_record, doubt.heard_unix_ms) = (None, None);
+        (doubt.reachable, doubt.unreachable_because) = (None, None);
+        doubt.here = "web-7 runs on paris-2, and waits when it reads what is missing".into();
+        doubt.then = "when the two agents connect, lyon-1 sends what is missing: 18874368 bytes \
+                      of disk vda"
+            .into();
+        doubt.ways_out = vec![WayOut {
+            run_on: Side::Destination,
+            tell: "paris-2".into(),
+            needs_other_side: true,
+            gives_up_missing: true,
+            only_if: "lyon-1 and its disks never come back, and it does not run web-7".into(),
+            at_stake: "18874368 bytes of disk vda: they read as zeros from now on, and are lost"
+                .into(),
+        }];
+    }
+    Migration {
+        side: Side::Destination,
+        phase: Phase::Finishing,
+        outcome: None,
+        doubt,
         ..migration()
     }
 }

@@ -292,8 +292,8 @@ impl DestinationOwner for Task {
                 self.finished = true;
                 None
             }
-            // The first is for an owner that fetches, the others are the ledger's.
-            Action::SendMissing | Action::Write(_) | Action::Note(_) => None,
+            // The first two are for an owner that fetches, the others are the ledger's.
+            Action::SendMissing | Action::FillMissing | Action::Write(_) | Action::Note(_) => None,
         }
     }
 }

@@ -140,6 +140,7 @@ impl DestinationOwner for Pulling {
             }
             // It runs, or has run.
             Action::Resume => return Some(Event::Resumed),
+            Action::FillMissing => self.giving_up.decide(),
             Action::Finish => self.finished = true,
             // A guest that runs here is not ended by its source, and its memory is here; the rest
             // is the ledger's.

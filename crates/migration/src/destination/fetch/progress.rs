@@ -86,6 +86,7 @@ impl Pulling {
         } else {
             self.lost_at.get_or_insert_with(Instant::now);
         }
+        self.show_lost();
         self.show();
     }
 }

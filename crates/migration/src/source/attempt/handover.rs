@@ -1,5 +1,6 @@
 //! Carries out what the core of a source's end decides.
 
+use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
 use crate::host::hooks::Step;
 use crate::source::attempt::{Departure, SUMMARY_WITHIN, Task};
@@ -56,7 +57,7 @@ impl Departure {
     /// Tells the core what happened, and carries out what it decides.
     pub(crate) async fn tell(&mut self, event: Event) {
         tell_source(self, event).await;
-        if !self.state().in_doubt() {
+        if !self.state().in_doubt() && !self.is_disconnected() {
             self.entry().certain();
         }
     }
@@ -92,11 +93,25 @@ impl Departure {
 
     /// A person has decided.
     pub(crate) async fn resolved(&mut self, resolve: Option<Resolve>) {
+        if *self.state() == SourceState::Done && self.task.handover.lost_for().is_none() {
+            tracing::warn!(
+                ?resolve,
+                "the destination answers again: nothing is overruled"
+            );
+            return;
+        }
         if let Some(resolve) = resolve {
             let because = in_doubt::because(&self.task.host, &resolve);
             self.failure.get_or_insert(failure::overruled(&because));
             self.tell(Event::Overrule(because)).await;
         }
+    }
+
+    /// Whether the copy here no longer fits the guest's disks.
+    fn is_stale(&self) -> bool {
+        let ledger = &self.task.handover.ledger;
+        let records = of_attempt(&ledger.journal, ledger.terms);
+        is_stale(&records, &self.task.offer.guest)
     }
 
     async fn collect_summary(&mut self) {
@@ -184,6 +199,15 @@ impl Departure {
     }
 
     async fn resume(&mut self) -> Event {
+        if self.is_stale() {
+            let Task { context, offer, .. } = &self.task;
+            let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+            let error = self.failure.take();
+            let error = error.unwrap_or_else(|| failure::overruled("taken back"));
+            self.failure = Some(error.state_of_guest(stale(guest, here)));
+            context.keep_sweeping_fronts();
+            return Event::Resumed;
+        }
         let resumed = self.task.outbound.abort().await;
         self.task.context.keep_sweeping_fronts();
         let Err(error) = resumed else {

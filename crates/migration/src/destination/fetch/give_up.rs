@@ -1,0 +1,191 @@
+//! Gives up the blocks that only a source has which never returns: they become zeros.
+
+use crate::destination::fetch::{Fetched, Pulling};
+use crate::status::in_doubt;
+use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Resolve};
+use longhaul_attempt::destination::Event;
+use longhaul_engine::chunk::CHUNK_BLOCKS;
+use longhaul_engine::handover::{DestinationState, Record};
+use longhaul_protocol::{BLOCK_SIZE, BlockRange};
+use longhaul_storage::front::arriving::masks::Masks;
+use std::time::Duration;
+use tokio::sync::watch;
+use tokio::task::block_in_place;
+
+/// A source that has been gone for so long is shown as lost.
+const LOST_AFTER: Duration = Duration::from_secs(3);
+
+/// An operator's word on the missing blocks.
+#[derive(Default)]
+pub(crate) struct GivingUp {
+    /// What the operator asks for, as it comes.
+    asked: Option<watch::Receiver<Option<Resolve>>>,
+    /// They are given up, durably.
+    decided: bool,
+    /// What is lost, by disk.
+    lost: Vec<String>,
+}
+
+impl GivingUp {
+    /// As the journal has it.
+    pub(crate) fn of(records: &[Record], asked: Option<watch::Receiver<Option<Resolve>>>) -> Self {
+        let gave_up = |record: &Record| matches!(record, Record::GaveUp { .. });
+        Self {
+            asked,
+            decided: records.iter().any(gave_up),
+            lost: Vec::new(),
+        }
+    }
+
+    pub(crate) fn decide(&mut self) {
+        self.decided = true;
+    }
+
+    /// Waits for an operator's word.
+    pub(crate) async fn asked(&mut self) -> Resolve {
+        loop {
+            let Some(asked) = &mut self.asked else {
+                std::future::pending::<()>().await;
+                continue;
+            };
+            if asked.changed().await.is_err() {
+                self.asked = None;
+            } else if let Some(resolve) = asked.borrow_and_update().clone() {
+                return resolve;
+            }
+        }
+    }
+
+    /// What the migration's end says of it.
+    pub(crate) fn outcome(&self) -> Option<ApiError> {
+        let lost = self.lost.join(", ");
+        (!self.lost.is_empty()).then(|| {
+            let text = format!("an operator has given up the missing blocks: {lost} read as zeros");
+            ApiError::new(ErrorCode::PeerUnreachable, text)
+                .hint("check the guest's file systems, or restore them")
+        })
+    }
+}
+
+impl Pulling {
+    /// Gives up what is missing, unless the source is here again.
+    pub(crate) async fn resolved(&mut self, resolve: Resolve) {
+        if self.begun.call.is_some() || !resolve.give_up_missing {
+            tracing::warn!(?resolve, "the source is here again: nothing is given up");
+            return;
+        }
+        let because = in_doubt::because(&self.begun.handover.ledger.host, &resolve);
+        self.tell_core(Event::GiveUpMissing(because)).await;
+        // Not only with the next retry.
+        self.fill().await;
+    }
+
+    /// Makes zeros of what is missing, once that is decided.
+    pub(crate) async fn fill(&mut self) {
+        let ready = self.disks.values().all(|disk| disk.puller.is_some());
+        let runs = *self.state() == (DestinationState::Running { all_present: false });
+        if !self.giving_up.decided || !runs || !ready || self.is_whole() {
+            return;
+        }
+        // Nobody is left to compare it with.
+        self.compared();
+        let guest = self.guest().to_owned();
+        let mut failed = None;
+        for fetched in self.disks.values().filter(|fetched| !fetched.whole) {
+            match block_in_place(|| fetched.fill()) {
+                Ok(0) => {}
+                Ok(blocks) => {
+                    let bytes = blocks.saturating_mul(BLOCK_SIZE as u64);
+                    let lost = format!("{bytes} bytes of disk {}", fetched.disk.name);
+                    tracing::error!(guest, "given up by an operator, now zeros: {lost}");
+                    self.giving_up.lost.push(lost);
+                }
+                Err(why) => failed = Some(format!("disk {}: {why}", fetched.disk.name)),
+            }
+        }
+        if let Some(why) = failed {
+            self.pause(&why);
+        }
+    }
+
+    /// Shows that the source is needed and does not come.
+    pub(crate) fn show_lost(&self) {
+        let Some(entry) = &self.begun.entry else {
+            return;
+        };
+        let lost = self.lost_at.is_some_and(|at| at.elapsed() > LOST_AFTER);
+        let needed = *self.state() == (DestinationState::Running { all_present: false });
+        if lost && needed && !self.giving_up.decided {
+            let next = self.begun.handover.ledger.terms.next();
+            entry.in_doubt(HandoverRecord::Committed, next);
+        } else {
+            entry.certain();
+        }
+    }
+}
+
+impl Fetched {
+    /// Makes zeros of what is missing; returns how many blocks that were.
+    fn fill(&self) -> Result<u64, String> {
+        let puller = self.puller.as_ref().ok_or("nobody answers for it")?;
+        let noted = Masks::read(&self.disk.folder.noted_masks());
+        let noted = noted.map_err(|error| error.to_string())?;
+        let masks = noted.as_ref().unwrap_or(&self.disk.masks);
+        for range in missing(masks) {
+            let brought = puller.bring(range, None);
+            brought.map_err(|error| error.to_string())?;
+        }
+        puller.settle().map_err(|error| error.to_string())?;
+        Ok(masks.missing_blocks())
+    }
+}
+
+/// The missing blocks, in as few ranges as possible.
+fn missing(masks: &Masks) -> Vec<BlockRange> {
+    let mut ranges: Vec<BlockRange> = Vec::new();
+    for part in &masks.missing {
+        for chunk in part.chunk..part.chunk.saturating_add(part.chunks) {
+            let first = u64::from(chunk) * CHUNK_BLOCKS;
+            let bits = (0..CHUNK_BLOCKS).filter(|bit| part.mask & 1 << bit != 0);
+            for block in bits.map(|bit| first + bit) {
+                match ranges.last_mut() {
+                    Some(last) if last.end() == block => last.count += 1,
+                    _ if block < masks.blocks => ranges.push(BlockRange::new(block, 1)),
+                    _ => {}
+                }
+            }
+        }
+    }
+    ranges
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_engine::remaining::Remaining;
+    use longhaul_protocol::RegionId;
+
+    #[test]
+    fn missing_blocks_are_named_in_few_ranges() {
+        let part = |chunk, chunks, mask| Remaining {
+            chunk,
+            chunks,
+            mask,
+            written_blocks: 0,
+        };
+        let masks = Masks {
+            region: RegionId(1),
+            blocks: 5 * CHUNK_BLOCKS,
+            boot: [0; 16],
+            missing: vec![part(0, 1, 0b101), part(1, 2, u64::MAX), part(3, 1, 1)],
+        };
+        let found: Vec<_> = missing(&masks)
+            .iter()
+            .map(|range| (range.start, range.count))
+            .collect();
+        assert_eq!(
+            found,
+            [(0, 1), (2, 1), (CHUNK_BLOCKS, 2 * CHUNK_BLOCKS + 1)]
+        );
+    }
+}

@@ -1,0 +1,181 @@
+//! Resumes a guest that a move has left paused, and takes one back from a host that never returns.
+
+use crate::context::{Context, Holder};
+use crate::disks::exports;
+use crate::host::qemu;
+use crate::status::failure;
+use crate::status::registry::{Reservation, Taken};
+use longhaul_api::{ApiError, BECAUSE_CHARS_MAX, ErrorCode, OtherSide, ReclaimGuest};
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::memory::{self, Continuation};
+use longhaul_hypervisor::qmp::Qmp;
+use longhaul_protocol::Generation;
+use longhaul_storage::Right;
+use longhaul_transport::ConnectError;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+
+/// A host that does not answer for so long is believed to be dead.
+const ANSWER_WITHIN: Duration = Duration::from_secs(10);
+/// The right grows by this: a host that died may have given the guest to a third one, which has the
+/// generation in between.
+const GENERATIONS: u64 = 2;
+
+/// Takes back the right to run a guest, in a generation that is higher than the other host's.
+pub(crate) async fn reclaim(
+    context: &Context,
+    guest: &str,
+    reclaim: &ReclaimGuest,
+) -> Result<(), ApiError> {
+    if reclaim.because.chars().count() > BECAUSE_CHARS_MAX {
+        let text = format!("`because` is longer than {BECAUSE_CHARS_MAX} characters");
+        return Err(ApiError::new(ErrorCode::InvalidRequest, text));
+    }
+    let _reservation = take(context, guest)?;
+    let right = context.right(guest);
+    let (host, generation) = match (right.holder, right.generation) {
+        (Holder::Elsewhere(host), Some(generation)) => (host, generation),
+        (Holder::Here, _) => {
+            let text = format!("{guest} belongs to this host already");
+            return Err(ApiError::new(ErrorCode::GuestState, text)
+                .hint(format!("longhaul guests start {guest}")));
+        }
+        (holder, _) => return Err(failure::not_here(guest, &holder)),
+    };
+    let state = &context.parts.config.state;
+    let found = block_in_place(|| qemu::find(state, guest));
+    let found = found.map_err(|error| failure::internal(&error.to_string()))?;
+    if let Some(pid) = found.map(|found| found.pid().unwrap_or_default()) {
+        let text = format!("a QEMU of {guest} is here, though it belongs to {host}");
+        return Err(ApiError::new(ErrorCode::GuestState, text).hint(format!(
+            "end it first: longhaul guests stop --force {guest} (process {pid})"
+        )));
+    }
+    if reclaim.other_side == OtherSide::Dead {
+        require_silence(context, guest, &host).await?;
+    }
+    let right = Right {
+        guest: guest.to_owned(),
+        generation: Generation(generation.saturating_add(GENERATIONS)),
+        holder: longhaul_storage::Holder::Here,
+    };
+    tracing::warn!(
+        guest,
+        host,
+        other_side = reclaim.other_side.name(),
+        because = reclaim.because,
+        generation = right.generation.0,
+        "taken back by an operator's word"
+    );
+    block_in_place(|| context.rights.set(&right))
+        .map_err(|error| failure::internal(&error.to_string()))?;
+    context.unmark(guest);
+    Ok(())
+}
+
+/// Keeps others off a guest, unless a migration of it is open.
+fn take(context: &Context, guest: &str) -> Result<Reservation, ApiError> {
+    let moving = match context.registry.taken(guest) {
+        Some(Taken::Moving(id, _)) => Some(id),
+        _ => None,
+    };
+    let taken = context.registry.take(guest, Taken::Locally);
+    taken.map_err(|error| match moving {
+        Some(id) => error.hint(format!(
+            "that migration decides: wait for it, or where its other host never comes back: \
+             longhaul resolve {id}"
+        )),
+        None => error,
+    })
+}
+
+/// Refuses to call a host dead that answers.
+async fn require_silence(context: &Context, guest: &str, host: &str) -> Result<(), ApiError> {
+    let answers = match timeout(ANSWER_WITHIN, context.endpoint.connect(host)).await {
+        Ok(Ok(_)) => true,
+        Ok(Err(ConnectError::Refused { .. } | ConnectError::Incompatible(_))) => true,
+        Ok(Err(_)) | Err(_) => false,
+    };
+    if !answers {
+        return Ok(());
+    }
+    let text = format!("{host} is not dead: its agent answers");
+    Err(ApiError::new(ErrorCode::Refused, text).hint(format!(
+        "on {host}: longhaul guests; if it is cut off from the disks and networks of {guest} for \
+         good: --other-side fenced"
+    )))
+}
+
+/// Resumes a guest that belongs to this host and is paused.
+pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), ApiError> {
+    let state = &context.parts.config.state;
+    let found = block_in_place(|| qemu::find(state, guest));
+    let found = found.map_err(|error| failure::internal(&error.to_string()))?;
+    let Some(found) = found else {
+        let text = format!("{guest} has no QEMU here");
+        return Err(ApiError::new(ErrorCode::GuestState, text)
+            .hint(format!("longhaul guests start {guest}")));
+    };
+    if context.right(guest).generation.is_none() && block_in_place(|| is_incoming(&found)) {
+        let text = format!("the QEMU of {guest} here waited for a migration that did not complete");
+        return Err(ApiError::new(ErrorCode::GuestState, text)
+            .hint(format!("longhaul guests stop --force {guest} ends it")));
+    }
+    let of_qemu = |error: &dyn std::fmt::Display| {
+        ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))
+    };
+    let qmp = found.connect().await.map_err(|error| of_qemu(&error))?;
+    require_paused(guest, &qmp).await?;
+    let resumed = memory::resume(&qmp, Continuation::Running).await;
+    resumed.map_err(|error| of_qemu(&error))?;
+    tracing::info!(guest, "resumed by an operator");
+    let kept = found.folder().settings();
+    if let Err(error) = memory::Settings::restore_kept(&qmp, &kept).await {
+        tracing::error!(guest, %error, "its QEMU keeps a setting of its migration");
+    }
+    if let Err(error) = exports::take_out(state, &found, &qmp).await {
+        tracing::error!(guest, %error, "still below a disk");
+        context.keep_sweeping_fronts();
+    }
+    Ok(())
+}
+
+/// Whether its QEMU was started to receive the guest.
+fn is_incoming(guest: &Guest) -> bool {
+    let line = guest
+        .pid()
+        .map(|pid| std::fs::read(format!("/proc/{pid}/cmdline")));
+    match line {
+        Some(Ok(line)) => line
+            .split(|byte| *byte == 0)
+            .any(|word| word == b"-incoming"),
+        // A QEMU that cannot be inspected is not resumed.
+        Some(Err(_)) | None => true,
+    }
+}
+
+/// Refuses a guest that runs, or that something else than a migration has stopped.
+async fn require_paused(guest: &str, qmp: &Qmp) -> Result<(), ApiError> {
+    let of_qemu = |error: &dyn std::fmt::Display| {
+        ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))
+    };
+    let status = qmp.query("query-status").await;
+    let status = status.map_err(|error| of_qemu(&error))?;
+    let status = status["status"].as_str().unwrap_or("unknown").to_owned();
+    let text = match status.as_str() {
+        "paused" | "postmigrate" => {
+            let migration = qmp.query("query-migrate").await;
+            let migration = migration.map_err(|error| of_qemu(&error))?;
+            let migration = migration["status"].as_str().unwrap_or("none");
+            if matches!(migration, "none" | "completed" | "failed" | "cancelled") {
+                return Ok(());
+            }
+            format!("another program is moving {guest} (migration {migration})")
+        }
+        "running" => format!("{guest} runs already"),
+        other => format!("{guest} is {other} in QEMU, and no migration has paused it"),
+    };
+    Err(ApiError::new(ErrorCode::GuestState, text))
+}
