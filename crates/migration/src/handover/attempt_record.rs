@@ -163,3 +163,32 @@ pub(crate) fn abort_reason(records: &[Record]) -> String {
     });
     reason.unwrap_or_else(|| "it was given up".to_owned())
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use longhaul_protocol::{Attempt, Generation};
+
+    #[test]
+    fn a_copy_is_stale_once_its_shared_disks_were_written_elsewhere() {
+        let attempt = Attempt(1);
+        let released = Record::Released {
+            attempt,
+            generation: Generation(2),
+        };
+        let done = vec![released.clone(), Record::Done { attempt }];
+        let guest = |shared, read_only| {
+            let text = format!(
+                "name = \"web-7\"\nmachine = \"pc-q35-7.2\"\ncpu = \"qemu64\"\nvcpus = 1\n\
+                 memory_mib = 64\n[[disks]]\nname = \"vda\"\nimage = \"data\"\n\
+                 shared = {shared}\nread_only = {read_only}\n"
+            );
+            longhaul_hypervisor::description::parse(&text).unwrap()
+        };
+        assert!(is_stale(&done, &guest(true, false)));
+        // It never ran at the destination.
+        assert!(!is_stale(&[released], &guest(true, false)));
+        assert!(!is_stale(&done, &guest(true, true)));
+        assert!(!is_stale(&done, &guest(false, false)));
+    }
+}
