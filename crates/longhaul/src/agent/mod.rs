@@ -2,6 +2,7 @@
 
 mod allocator;
 mod attach;
+mod connections;
 mod guests;
 mod hosts;
 mod http;
