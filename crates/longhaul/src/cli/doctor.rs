@@ -9,7 +9,7 @@ use crate::cli::self_test;
 use longhaul_api::{Client, Host, Probe};
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
-use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::config::{HostConfig, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
 use longhaul_protocol::units::show_bytes;
@@ -108,6 +108,7 @@ pub(super) async fn doctor(
             ));
             emulators(&config.hypervisor, &mut findings).await;
         }
+            findings.extend(user(&config.hypervisor));
         Err(error) => {
             let hint = error.hint.as_deref().unwrap_or("mend it");
             findings.push(Finding::not(
@@ -189,6 +190,19 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
 
 /// Returns the emulators that are newer than those that Longhaul is tested with, from all by label
 /// and version.
+/// Returns the user that QEMU runs as, unless that is the agent's.
+fn user(config: &HostConfig) -> Option<Finding> {
+    let what = "QEMU's user";
+    match (config.qemu.check_user(), &config.qemu.run_as) {
+        (Err(error), _) => {
+            let text = error.to_string();
+            Some(Finding::not(what, State::Bad, text, RunsAsRoot::HINT))
+        }
+        (Ok(()), Some(user)) => Some(Finding::good(what, user.as_str())),
+        (Ok(()), None) => None,
+    }
+}
+
 fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
     let newer = |(label, version): &(&str, &str)| {
         let text = tested::warning(version, "this host")?;
