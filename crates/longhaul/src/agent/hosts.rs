@@ -63,11 +63,13 @@ impl Hosts {
         if replaced.is_some() {
             may_go(manager, &trust.name)?;
         }
+        remember_limits(manager)?;
         self.with_store(move |store| match trust.replace {
             true => store.replace(host),
             false => store.add(host),
         })
         .await?;
+        remember_limits(manager)?;
         tracing::info!(host = %answer.name, fingerprint = %answer.fingerprint, "trusted");
         if let Some(replaced) = replaced {
             manager.disconnect(replaced.id);
@@ -78,6 +80,7 @@ impl Hosts {
     /// Removes a host's trust, and ends all connections with it.
     pub(crate) async fn forget(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
         may_go(manager, name)?;
+        remember_limits(manager)?;
         let name = name.to_owned();
         let host = self.with_store(move |store| store.forget(&name)).await?;
         tracing::info!(host = %host.name, fingerprint = %host.id, "trusted no longer");
@@ -194,6 +197,11 @@ fn unknown_host(name: &str) -> ApiError {
         format!("no host called {name:?} is trusted here"),
     )
     .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
+}
+
+/// Notes which limits hosts have now: they keep them, whatever they are called later.
+fn remember_limits(manager: &Manager) -> Result<(), ApiError> {
+    tokio::task::block_in_place(|| manager.remember_limits())
 }
 
 /// Refuses to lose a host while a guest needs it.

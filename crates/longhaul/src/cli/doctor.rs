@@ -12,6 +12,7 @@ use longhaul_hypervisor::capabilities::Prober;
 use longhaul_hypervisor::config::{HostConfig, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
+use longhaul_migration::host::limited_hosts;
 use longhaul_protocol::units::show_bytes;
 use nix::sys::statvfs::statvfs;
 use serde::Serialize;
@@ -107,8 +108,8 @@ pub(super) async fn doctor(
                 format!("{} is sound", config.name),
             ));
             emulators(&config.hypervisor, &mut findings).await;
-        }
             findings.extend(user(&config.hypervisor));
+        }
         Err(error) => {
             let hint = error.hint.as_deref().unwrap_or("mend it");
             findings.push(Finding::not(
@@ -119,15 +120,16 @@ pub(super) async fn doctor(
             ));
         }
     }
+    let config = config.ok();
     let host = agent(&client, &mut findings).await;
     let state = host.as_ref().map(|host| host.state_folder.clone().into());
-    if let Some(state) = state.or_else(|| config.ok().map(|config| config.state)) {
+    if let Some(state) = state.or_else(|| config.as_ref().map(|config| config.state.clone())) {
         findings.push(space(&state));
         findings.push(syncs(&state));
     }
     findings.push(clock());
     if host.is_some() {
-        hosts(&client, &mut findings).await;
+        hosts(&client, config.as_ref(), &mut findings).await;
     }
     let bad = findings.iter().any(|finding| finding.state == State::Bad);
     if output.json {
@@ -188,8 +190,6 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     });
 }
 
-/// Returns the emulators that are newer than those that Longhaul is tested with, from all by label
-/// and version.
 /// Returns the user that QEMU runs as, unless that is the agent's.
 fn user(config: &HostConfig) -> Option<Finding> {
     let what = "QEMU's user";
@@ -203,6 +203,8 @@ fn user(config: &HostConfig) -> Option<Finding> {
     }
 }
 
+/// Returns the emulators that are newer than those that Longhaul is tested with, from all by label
+/// and version.
 fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
     let newer = |(label, version): &(&str, &str)| {
         let text = tested::warning(version, "this host")?;
@@ -341,7 +343,7 @@ fn clock() -> Finding {
     }
 }
 
-async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
+async fn hosts(client: &Client, config: Option<&Config>, findings: &mut Vec<Finding>) {
     let hosts = match client.hosts().await {
         Ok(list) => list.hosts,
         Err(error) => {
@@ -349,6 +351,11 @@ async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
             return findings.push(Finding::not("hosts", State::Bad, error.to_string(), hint));
         }
     };
+    if let Some(config) = config {
+        let trusted = hosts.iter();
+        let trusted = trusted.map(|host| (host.fingerprint.clone(), host.name.clone()));
+        findings.extend(limits(config, &trusted.collect::<Vec<_>>()));
+    }
     if hosts.is_empty() {
         findings.push(Finding::not(
             "hosts",
@@ -377,6 +384,25 @@ async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
                 Err(_) => Finding::not(&what, State::Warning, "does not answer", hint),
             },
         );
+    }
+}
+
+/// Returns the tables of limits that do not do what their names say.
+fn limits(config: &Config, trusted: &[(String, String)]) -> Vec<Finding> {
+    let hint = "longhaul host list shows names and fingerprints: [hosts.NAME.limits], or \
+                [hosts.\"FINGERPRINT\".limits]";
+    match limited_hosts::warnings(config, trusted) {
+        Ok(warnings) => {
+            let warnings = warnings.into_iter();
+            warnings
+                .map(|text| Finding::not("limits", State::Warning, text, hint))
+                .collect()
+        }
+        Err(error) => {
+            let text = format!("cannot read which hosts have limits of their own: {error}");
+            let hint = "run longhaul doctor as the agent's user (root)";
+            vec![Finding::not("limits", State::Warning, text, hint)]
+        }
     }
 }
 

@@ -8,6 +8,7 @@ pub mod descriptions;
 pub mod fail_point;
 pub(crate) mod hooks;
 pub(crate) mod incarnation;
+pub mod limited_hosts;
 pub(crate) mod lock;
 pub mod meminfo;
 pub(crate) mod memory_cache;
