@@ -144,7 +144,7 @@ impl Manager {
             StartError::new(format!(
                 "cannot take up what an earlier agent left: {error}"
             ))
-            .hint("nothing was changed: mend what the message names, and start the agent again")
+            .hint("nothing was changed: repair what the message names, and start the agent again")
         })?;
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::images::sweep(&context));
@@ -351,6 +351,9 @@ impl Manager {
     }
 
     fn require_right(&self, guest: &str) -> Result<(), ApiError> {
+        if let Some(why) = self.context.registry.held.why(guest) {
+            return Err(why);
+        }
         let right = self.context.right(guest);
         match right.holder {
             Holder::Here => Ok(()),

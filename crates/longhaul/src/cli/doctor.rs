@@ -13,7 +13,9 @@ use longhaul_hypervisor::config::{HostConfig, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
 use longhaul_migration::host::limited_hosts;
+use longhaul_protocol::MigrationId;
 use longhaul_protocol::units::show_bytes;
+use longhaul_storage::{file_name, list_journals, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::Serialize;
 use std::fs::File;
@@ -126,6 +128,7 @@ pub(super) async fn doctor(
     if let Some(state) = state.or_else(|| config.as_ref().map(|config| config.state.clone())) {
         findings.push(space(&state));
         findings.push(syncs(&state));
+        findings.extend(journals(&state));
     }
     findings.push(clock());
     if host.is_some() {
@@ -308,6 +311,38 @@ fn syncs(state: &Path) -> Finding {
             }
         }
     }
+}
+
+/// Returns the journals that hold a guest, or all of them.
+fn journals(state: &Path) -> Vec<Finding> {
+    let folder = state.join("journal");
+    let ids = match list_journals(&folder) {
+        Ok(ids) => ids,
+        Err(error) => {
+            let hint = "run longhaul doctor as the agent's user (root)";
+            let text = error.to_string();
+            return vec![Finding::not("journals", State::Warning, text, hint)];
+        }
+    };
+    let unusable = |id: MigrationId| {
+        let error = read_sound_journal(&folder.join(file_name(id))).err()?;
+        // One that has just been removed is of no concern.
+        let hint = match (error.is_newer(), error.is_of_the_file()) {
+            (true, _) => "start the version of Longhaul that wrote it".to_owned(),
+            (false, true) => format!(
+                "its guest is held: compare with the other host's journal, stop the agent, and \
+                 longhaul journal set-aside {id}"
+            ),
+            (false, false) => return None,
+        };
+        Some(Finding::not(
+            "journals",
+            State::Bad,
+            error.to_string(),
+            &hint,
+        ))
+    };
+    ids.into_iter().filter_map(unusable).collect()
 }
 
 fn measure(path: &Path) -> std::io::Result<Duration> {

@@ -19,7 +19,7 @@ use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
 use longhaul_storage::files::{RealFiles, create_folder};
-use longhaul_storage::{Holder, file_name, read_journal};
+use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -370,9 +370,12 @@ fn sweep_one(context: &Context, path: &Path) -> io::Result<()> {
 }
 
 fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fate> {
-    let journal = context.parts.config.state.join("journal");
-    let journal = journal.join(file_name(migration));
-    let records = match read_journal(&journal) {
+    let folder = context.parts.config.state.join("journal");
+    let journal = folder.join(file_name(migration));
+    if SetAside::of(&folder, migration).exists() {
+        return Ok(Fate::Open);
+    }
+    let records = match read_sound_journal(&journal) {
         Ok(reading) => reading
             .entries
             .into_iter()

@@ -259,6 +259,8 @@ impl Allowances {
                 }
                 // One in use, or with something else in it, stays.
                 Ok(_) | Err(JournalError::Busy(_)) => {}
+                // So does one of a guest that is held.
+                Err(error) if error.is_of_the_file() => {}
                 Err(error) => return Err(error),
             }
         }
