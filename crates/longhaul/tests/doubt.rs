@@ -452,7 +452,7 @@ fn a_journal_that_does_not_name_its_guest_holds_all_until_it_is_set_aside() {
     paris.succeed(&start);
     paris.succeed(&["guests", "stop", "--force", "db-1"]);
 
-    // The source's journal is sound, and is given up all the same.
+    // The source's journal is sound, and is given up too.
     let (_, id) = journal(&lyon);
     let state = lyon.0.folder.path().join("s").display().to_string();
     let set_aside = ["journal", "set-aside", &id, "--state", &state];

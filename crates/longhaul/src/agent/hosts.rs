@@ -5,6 +5,7 @@ use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, Trusted
 use longhaul_migration::Manager;
 use longhaul_migration::host::config::is_name;
 use longhaul_migration::host::state::Parts;
+use longhaul_migration::host::writable;
 use longhaul_protocol::HostId;
 use longhaul_protocol::wire::{VERSION, VERSION_OLDEST};
 use longhaul_transport as transport;
@@ -37,6 +38,7 @@ impl Hosts {
             memory_total_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemTotal"),
             memory_free_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemAvailable"),
             guests_running: guests.running(),
+            not_writable: tokio::task::block_in_place(|| writable::refused(config)),
             pid: std::process::id(),
         }
     }

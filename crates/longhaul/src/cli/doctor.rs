@@ -125,6 +125,9 @@ pub(super) async fn doctor(
     let config = config.ok();
     let host = agent(&client, &mut findings).await;
     let state = host.as_ref().map(|host| host.state_folder.clone().into());
+    if let Some(host) = &host {
+        findings.extend(images(host));
+    }
     if let Some(state) = state.or_else(|| config.as_ref().map(|config| config.state.clone())) {
         findings.push(space(&state));
         findings.push(syncs(&state));
@@ -260,6 +263,18 @@ async fn agent(client: &Client, findings: &mut Vec<Finding>) -> Option<Host> {
             None
         }
     }
+}
+
+/// Returns the places of images in which the agent may not write, as it sees them itself: its
+/// unit's sandbox is not this command's.
+fn images(host: &Host) -> Vec<Finding> {
+    let not_writable = host.not_writable.iter();
+    not_writable
+        .map(|one| {
+            let text = format!("{}: disks there cannot move", one.text);
+            Finding::not("images", State::Warning, text, &one.hint)
+        })
+        .collect()
 }
 
 fn space(state: &Path) -> Finding {

@@ -9,7 +9,7 @@
 
 use crate::context::Context;
 use crate::disks::{blocks_of, has_format};
-use crate::host::atomic_file;
+use crate::host::{atomic_file, writable};
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
@@ -128,6 +128,11 @@ pub(crate) fn look_for_room(
     if !path.parent().is_some_and(Path::is_dir) {
         let hint = "make the folder of its path, or name it elsewhere";
         return Err(refusal("has no folder for", hint));
+    }
+    if let Err(unwritable) = writable::check(&path) {
+        tracing::warn!(hint = unwritable.hint, "{}", unwritable.text);
+        let hint = "longhaul doctor says what the agent's unit lacks (ReadWritePaths=)";
+        return Err(refusal("may not write in the folder of", hint));
     }
     let busy = crate::disks::exports::uses(&config.state, &path);
     if busy.map_err(|error| invalid(format!("{here}: {error}")))? {

@@ -19,3 +19,4 @@ pub(crate) mod set_aside;
 pub mod start_error;
 pub mod state;
 pub(crate) mod task;
+pub mod writable;
