@@ -30,8 +30,23 @@ pub struct Host {
     pub memory_free_bytes: Option<u64>,
     /// Guests that run here.
     pub guests_running: Option<u32>,
+    /// Folders and volumes of this host's images in which the agent may not write: disks there
+    /// cannot move.
+    #[serde(default)]
+    pub not_writable: Vec<NotWritable>,
     /// Process id of the agent.
     pub pid: u32,
+}
+
+/// A folder or volume in which the agent may not write.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+pub struct NotWritable {
+    /// The folder or volume.
+    pub path: String,
+    /// What is wrong.
+    pub text: String,
+    /// What to do about it.
+    pub hint: String,
 }
 
 /// A QEMU of this host.

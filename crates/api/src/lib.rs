@@ -25,7 +25,9 @@ pub use doubt::{BECAUSE_CHARS_MAX, Doubt, HandoverRecord, OtherSide, Resolve, Wa
 pub use encoding::{CompressionChoice, DeltaCache, Encoding};
 pub use error::{ApiError, ErrorCode};
 pub use guest::{AttachGuest, Guest, GuestState, Guests, ReclaimGuest, StartGuest, StopGuest};
-pub use host::{Host, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts};
+pub use host::{
+    Host, NotWritable, Probe, ProbeResult, Qemu, Scope, Trust, TrustedHost, TrustedHosts,
+};
 pub use migration::{
     Asked, Limit, LinkProgress, Migration, Migrations, Outcome, Phase, Progress, RegionProgress,
     Side, StartMigration, Strategy,

@@ -48,12 +48,39 @@ pub struct QemuConfig {
     /// The executor of the guests' instructions.
     #[serde(default)]
     pub accelerator: AcceleratorChoice,
-    /// The user that QEMU runs as; defaults to the agent's own.
+    /// The user that QEMU runs as; defaults to the agent's own, unless that is root.
     #[serde(default)]
     pub run_as: Option<String>,
     /// The largest amount of memory that all guests of this host may have together, in bytes.
     #[serde(default, deserialize_with = "size")]
     pub memory_limit: Option<u64>,
+}
+
+/// A root agent whose configuration does not say that QEMU may run as root.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "the agent is root, so QEMU would run as root, and the configuration does not say that it may"
+)]
+pub struct RunsAsRoot;
+
+impl RunsAsRoot {
+    /// What to do about it.
+    pub const HINT: &str = "under [qemu], name a user for QEMU: `run_as = \"longhaul-qemu\"` \
+         (docs/operating.md); where QEMU is to run as root: `run_as = \"root\"`";
+}
+
+impl QemuConfig {
+    /// Refuses to run QEMU as root where the configuration does not say so.
+    pub fn check_user(&self) -> Result<(), RunsAsRoot> {
+        self.check_user_of(nix::unistd::geteuid())
+    }
+
+    fn check_user_of(&self, agent: nix::unistd::Uid) -> Result<(), RunsAsRoot> {
+        match agent.is_root() && self.run_as.is_none() {
+            true => Err(RunsAsRoot),
+            false => Ok(()),
+        }
+    }
 }
 
 /// The choice of the executor of the guests' instructions.
@@ -375,6 +402,18 @@ mod tests {
         let path = folder.path().join("host.toml");
         std::fs::write(&path, text).unwrap();
         HostConfig::load(&path).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn a_root_agent_runs_qemu_as_root_only_where_that_is_said() {
+        let (root, other) = (nix::unistd::Uid::from_raw(0), nix::unistd::Uid::from_raw(7));
+        let qemu = |run_as: &str| -> QemuConfig {
+            toml::from_str(&format!("{run_as}\n[emulators]\n")).unwrap()
+        };
+        assert_eq!(qemu("").check_user_of(root), Err(RunsAsRoot));
+        assert_eq!(qemu("").check_user_of(other), Ok(()));
+        assert_eq!(qemu("run_as = \"nobody\"").check_user_of(root), Ok(()));
+        assert_eq!(qemu("run_as = \"root\"").check_user_of(root), Ok(()));
     }
 
     #[test]

@@ -312,9 +312,10 @@ impl Guest {
     }
 }
 
-/// Returns the account that a configuration names.
+/// Returns the account that a configuration names, unless it is the agent's own.
 pub(crate) fn account(run_as: Option<&str>) -> io::Result<Option<Account>> {
-    run_as
+    let account = run_as
         .map(|name| Account::of(name).map_err(|text| io::Error::other(format!("run_as {text}"))))
-        .transpose()
+        .transpose()?;
+    Ok(account.filter(|account| account.uid != nix::unistd::geteuid()))
 }

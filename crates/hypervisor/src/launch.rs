@@ -10,7 +10,7 @@
 
 use crate::capabilities::Accelerator;
 use crate::command_line::{ResolveError, Surroundings, arguments, bridges};
-use crate::config::HostConfig;
+use crate::config::{HostConfig, RunsAsRoot};
 use crate::description::{self, DescriptionError};
 use crate::disk::base::Base;
 use crate::folder::{GuestFolder, PathTooLong, Record};
@@ -75,6 +75,9 @@ pub enum LaunchError {
          configuration"
     )]
     Emulator(String),
+    /// QEMU would run as root.
+    #[error("{0}: {hint}", hint = RunsAsRoot::HINT)]
+    User(#[from] RunsAsRoot),
     /// A socket's path is too long.
     #[error(transparent)]
     Path(#[from] PathTooLong),
@@ -132,6 +135,7 @@ impl Launch<'_> {
     /// [`crate::guest::find_all`] finds.
     pub async fn run(&self, config: &HostConfig) -> Result<(Guest, Qmp), LaunchError> {
         description::check(self.description)?;
+        config.qemu.check_user()?;
         let name = &self.description.name;
         let bridges = bridges(self.description, config)?;
         let emulator = config

@@ -202,9 +202,17 @@ pub fn tables() -> Result<toml::Table, LabError> {
             if let Some(version) = emulators.keys().next_back() {
                 qemu.insert("default".to_owned(), version.as_str().into());
             }
+            run_as_own_user(&mut qemu);
             qemu.insert("emulators".to_owned(), emulators.into());
             Ok(toml::Table::from_iter([("qemu".to_owned(), qemu.into())]))
         }
+    }
+}
+
+/// Lets QEMU run as the agent's own user, also if that is root.
+pub(crate) fn run_as_own_user(qemu: &mut toml::Table) {
+    if nix::unistd::geteuid().is_root() {
+        qemu.insert("run_as".to_owned(), "root".into());
     }
 }
 

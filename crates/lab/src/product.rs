@@ -1,7 +1,7 @@
 //! Drives Longhaul in the laboratory from outside: agents on the hosts, guests on the agents, and
 //! moves by its own command line.
 
-use crate::agent::{self, Agent};
+use crate::agent::{self, Agent, run_as_own_user};
 use crate::error::{During, LabError};
 use crate::guest::{KERNEL_NAME, KernelFiles};
 use crate::installed;
@@ -49,11 +49,12 @@ impl Settings {
             .cloned()
             .unwrap_or_default();
         let emulators = table(vec![("preferred", text(&installed::qemu(&label)?))]);
-        let qemu = table(vec![
+        let mut qemu = table(vec![
             ("default", "preferred".into()),
             ("accelerator", self.accelerator.as_str().into()),
             ("emulators", emulators.into()),
         ]);
+        run_as_own_user(&mut qemu);
         let kernel = table(vec![
             ("kernel", text(&files.kernel)),
             ("initrd", text(&files.initramfs)),

@@ -7,12 +7,12 @@ mod common;
 use common::{Agent, LIMIT, command, free_address};
 use longhaul_engine::handover::{Record, Side};
 use longhaul_protocol::{Attempt, Generation, HostId, MigrationId};
-use longhaul_storage::{Journal, Journals, read_journal};
+use longhaul_storage::{Journal, Journals, file_name, read_journal};
 use nix::sys::signal::Signal;
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixStream;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::{Duration, Instant};
 
@@ -657,4 +657,110 @@ fn blocks_of_a_source_that_never_returns_are_given_up_after_a_restart() {
 #[test]
 fn an_agent_that_died_after_it_gave_up_blocks_goes_on_with_it() {
     gives_up(Some("destination:after-record:gave-up=kill"));
+}
+
+/// Returns the only journal of a host, and its migration.
+fn journal(host: &Host) -> (PathBuf, String) {
+    let folder = host.0.folder.path().join("s/journal");
+    let ids = longhaul_storage::list_journals(&folder).unwrap();
+    assert_eq!(ids.len(), 1);
+    (folder.join(file_name(ids[0])), ids[0].to_string())
+}
+
+#[test]
+fn a_damaged_journal_holds_its_guest_and_no_other() {
+    let (lyon, mut paris) = two("", "destination:after-record:committed=kill");
+    migrate(&lyon);
+    paris.wait_for_death();
+    let (path, id) = journal(&paris);
+    let ready = read_journal(&path).unwrap().entries[1].offset as usize;
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[ready + 20] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+
+    paris.0.restart();
+    paris.fail(&["guests", "stop", "--force", "web-7"], 4, "web-7 is held");
+    assert_eq!(paris.guest_state(), "in_doubt");
+    let other = paris.0.folder.path().join("db-1.toml");
+    std::fs::write(&other, GUEST.replace("web-7", "db-1")).unwrap();
+    paris.succeed(&["guests", "start", &other.display().to_string()]);
+    paris.succeed(&["guests", "stop", "--force", "db-1"]);
+    let says = |what: &'static str| {
+        move |lyon: &Host| {
+            let why = lyon.doubt()["unreachable_because"].clone();
+            why.as_str().is_some_and(|why| why.contains(what))
+        }
+    };
+    lyon.wait_for("an answer that decides nothing", says("cannot be used"));
+
+    let state = paris.0.folder.path().join("s").display().to_string();
+    let set_aside = ["journal", "set-aside", &id, "--state", &state];
+    paris.fail(&set_aside, 1, "no agent may run");
+    paris.0.end(Signal::SIGTERM);
+    let belongs = ["--belongs", "here", "--because", "a test"];
+    paris.succeed(&[&set_aside[..], &belongs].concat());
+    assert!(!path.exists());
+    assert_eq!(
+        std::fs::read(path.with_extension("damaged")).unwrap(),
+        bytes
+    );
+    assert!(path.with_extension("tombstone").exists());
+
+    // The guest is free here, and the attempt is not taken for an unknown one.
+    paris.0.restart();
+    lyon.wait_for("another answer that decides nothing", says("set aside"));
+    assert_eq!(lyon.guest_state(), "in_doubt");
+    assert!(!path.exists(), "nothing is recorded of it any more");
+    paris.succeed(&["guests", "stop", "--force", "web-7"]);
+    let resolve = ["resolve", "web-7", "--run-on", "source", "--yes"];
+    lyon.succeed(&[&resolve[..], &["--other-side", "fenced"]].concat());
+    assert_eq!(lyon.guest_state(), "running");
+}
+
+#[test]
+fn a_journal_that_does_not_name_its_guest_holds_all_until_it_is_set_aside() {
+    let (mut lyon, mut paris) = two("", "destination:before-record:committed=kill");
+    migrate(&lyon);
+    paris.wait_for_death();
+    let (path, id) = journal(&paris);
+    let mut bytes = std::fs::read(&path).unwrap();
+    bytes[40] ^= 1;
+    std::fs::write(&path, &bytes).unwrap();
+
+    paris.0.restart();
+    let other = paris.0.folder.path().join("db-1.toml");
+    std::fs::write(&other, GUEST.replace("web-7", "db-1")).unwrap();
+    let start = ["guests", "start", &other.display().to_string()];
+    paris.fail(&start, 4, "does not say whose it is");
+    paris.0.end(Signal::SIGTERM);
+    let state = paris.0.folder.path().join("s").display().to_string();
+    let set_aside = ["journal", "set-aside", &id, "--state", &state];
+    let there = ["--guest", "web-7", "--belongs", "there"];
+    paris.fail(&[&set_aside[..], &there].concat(), 2, "--other-host");
+    let there = [&there[..], &["--other-host", "lyon-1"]].concat();
+    paris.succeed(&[&set_aside[..], &there].concat());
+    paris.0.restart();
+    paris.succeed(&start);
+    paris.succeed(&["guests", "stop", "--force", "db-1"]);
+
+    // The source's journal is sound, and is given up too.
+    let (_, id) = journal(&lyon);
+    let state = lyon.0.folder.path().join("s").display().to_string();
+    let set_aside = ["journal", "set-aside", &id, "--state", &state];
+    lyon.0.end(Signal::SIGTERM);
+    lyon.fail(
+        &[&set_aside[..], &["--belongs", "here"]].concat(),
+        2,
+        "is sound",
+    );
+    let here = ["--although-sound", "--belongs", "here"];
+    lyon.succeed(&[&set_aside[..], &here].concat());
+    lyon.0.restart();
+    lyon.succeed(&["guests", "stop", "--force", "web-7"]);
+    // The copy that waited there is nobody's.
+    let guests = paris.json(&["guests"])["guests"].clone();
+    let mut guests = guests.as_array().unwrap().iter();
+    let copy = guests.find(|guest| guest["name"] == "web-7").unwrap();
+    let pid = nix::unistd::Pid::from_raw(copy["pid"].as_i64().unwrap() as i32);
+    nix::sys::signal::kill(pid, Signal::SIGKILL).unwrap();
 }

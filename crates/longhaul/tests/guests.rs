@@ -70,6 +70,38 @@ impl Drop for Host {
 }
 
 #[test]
+fn a_root_agent_does_not_run_qemu_as_root_without_being_told() {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: an agent that is not root runs no QEMU as root");
+        return;
+    }
+    let (here, there) = (free_address(), free_address());
+    let lyon = Host::start("lyon-1", &here);
+    let paris = Host(Agent::start_configured(|folder| {
+        common::host("paris-2", &there, folder).replace("run_as = \"root\"\n", "")
+    }));
+    lyon.trust("paris-2", &paris, &there);
+    paris.trust("lyon-1", &lyon, &here);
+    let description = lyon.0.folder.path().join("web-7.toml");
+    std::fs::write(&description, GUEST).unwrap();
+    let description = description.display().to_string();
+    paris.refuse(&["guests", "start", &description], "QEMU would run as root");
+    assert_eq!(
+        paris.json(&["guests"])["guests"].as_array().unwrap().len(),
+        0
+    );
+    assert!(paris.0.log().contains("run_as"), "{}", paris.0.log());
+
+    lyon.succeed(&["guests", "start", &description]);
+    let plan = lyon.longhaul(&["plan", "web-7", "--to", "paris-2"]);
+    assert_eq!(plan.status.code(), Some(3));
+    let plan = String::from_utf8_lossy(&plan.stdout).into_owned();
+    assert!(plan.contains("QEMU would run as root"), "{plan}");
+    lyon.refuse(&["migrate", "web-7", "--to", "paris-2"], "run_as");
+    assert_eq!(lyon.guest()["state"], "running");
+}
+
+#[test]
 fn a_guest_moves_there_and_back_and_outlives_its_agents() {
     let (here, there) = (free_address(), free_address());
     let mut lyon = Host::start("lyon-1", &here);

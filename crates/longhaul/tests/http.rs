@@ -9,7 +9,9 @@ use longhaul_api::{Client, ClientError, ErrorCode, Operation, REQUEST_BYTES_MAX}
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// Performs one exchange, byte for byte; returns the answer up to the end of the connection.
 fn exchange(agent: &Agent, request: &[u8]) -> String {
@@ -242,27 +244,52 @@ fn too_much_and_garbage_end_the_connection_and_nothing_else() {
 
 const TOKEN: &str = "0123456789abcdef0123456789abcdef";
 
-#[test]
-fn over_tcp_there_is_tls_and_a_token() {
+/// Starts an agent with the API on TCP; returns its address and the file of the token.
+fn start_with_tcp(folder: &Path) -> (Agent, String, PathBuf) {
     use std::os::unix::fs::PermissionsExt;
-    let folder = tempfile::tempdir().unwrap();
-    let token = folder.path().join("token");
+    let token = folder.join("token");
     std::fs::write(&token, format!("{TOKEN}\n")).unwrap();
     std::fs::set_permissions(&token, std::fs::Permissions::from_mode(0o600)).unwrap();
     let address = free_address();
     let agent = Agent::start_with(&format!(
         "api.tcp = {{ listen = {address:?}, token_file = {token:?} }}"
     ));
+    (agent, address, token)
+}
+
+fn ask(address: &str, certificate: &Path, token: &Path) -> std::process::Output {
+    common::command(Path::new("/nonexistent"))
+        .args(["--json", "--api", address, "host", "--api-certificate"])
+        .arg(certificate)
+        .arg("--api-token-file")
+        .arg(token)
+        .output()
+        .unwrap()
+}
+
+#[test]
+fn strangers_do_not_keep_out_who_has_the_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let (agent, address, token) = start_with_tcp(folder.path());
     let certificate = agent.folder.path().join("state/api-certificate.pem");
-    let ask = |address: &str, certificate: &std::path::Path, token: &std::path::Path| {
-        common::command(std::path::Path::new("/nonexistent"))
-            .args(["--json", "--api", address, "host", "--api-certificate"])
-            .arg(certificate)
-            .arg("--api-token-file")
-            .arg(token)
-            .output()
-            .unwrap()
-    };
+    // Each of these may take 10 s to say something.
+    let strangers: Vec<_> = (0..400)
+        .map(|_| std::net::TcpStream::connect(&address).unwrap())
+        .collect();
+    let began = Instant::now();
+    let output = ask(&address, &certificate, &token);
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let waited = began.elapsed();
+    assert!(waited < Duration::from_secs(10), "{waited:?}");
+    drop(strangers);
+}
+
+#[test]
+fn over_tcp_there_is_tls_and_a_token() {
+    let folder = tempfile::tempdir().unwrap();
+    let (agent, address, token) = start_with_tcp(folder.path());
+    let certificate = agent.folder.path().join("state/api-certificate.pem");
     let output = ask(&address, &certificate, &token);
     assert!(
         output.status.success(),

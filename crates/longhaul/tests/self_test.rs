@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{command, qemu};
+use common::{command, qemu, qemu_table};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use std::io::{BufRead, BufReader};
@@ -15,7 +15,7 @@ use std::process::{Command, Stdio};
 fn folder() -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("agent.toml");
-    let text = format!("[qemu.emulators]\nqemu = {:?}\n", qemu());
+    let text = format!("{}[qemu.emulators]\nqemu = {:?}\n", qemu_table(), qemu());
     std::fs::write(&config, text).unwrap();
     std::fs::create_dir(folder.path().join("t")).unwrap();
     (folder, config)

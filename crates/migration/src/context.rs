@@ -95,6 +95,15 @@ impl Context {
             Some(Taken::Moving(id, side)) => Some((id, side)),
             Some(Taken::Locally | Taken::Departed) | None => None,
         };
+        if self.registry.held.is_named(guest)
+            && let Some(why) = self.registry.held.why(guest)
+        {
+            return Right {
+                generation: None,
+                holder: Holder::Unknown(why.message),
+                moving,
+            };
+        }
         match self.rights.get(guest) {
             Ok(None) => Right {
                 generation: None,

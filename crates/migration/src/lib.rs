@@ -37,6 +37,7 @@ use crate::disks::base_images::Orders;
 use crate::disks::lazy_base_images::ComingFronts;
 use crate::handover::fence::Marks;
 use crate::host::incarnation;
+use crate::host::limited_hosts::LimitedHosts;
 use crate::host::retained_qemus::RetainedQemus;
 use crate::host::start_error::StartError;
 use crate::host::state::Parts;
@@ -108,7 +109,7 @@ impl Manager {
                     .hint("another program may use the port: change `listen`")
             })?;
         let registry = Registry::default();
-        let allowances = Allowances::new(parts.config.limits.clone());
+        let allowances = limits_of_hosts(&parts)?;
         let gangs = Gangs::default();
         let throttle = Throttle::new(parts.config.bandwidth_bps);
         let kept = archive
@@ -145,7 +146,7 @@ impl Manager {
             StartError::new(format!(
                 "cannot take up what an earlier agent left: {error}"
             ))
-            .hint("nothing was changed: mend what the message names, and start the agent again")
+            .hint("nothing was changed: repair what the message names, and start the agent again")
         })?;
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::images::sweep(&context));
@@ -278,6 +279,18 @@ impl Manager {
             .disconnect(host, CloseCode::NotAllowed, reason);
     }
 
+    /// Remembers which limits the trusted hosts have, so that they keep them under other names.
+    pub fn remember_limits(&self) -> Result<(), ApiError> {
+        let cannot = |error: &dyn std::fmt::Display| {
+            let text = format!("cannot note which limits the trusted hosts have: {error}");
+            ApiError::new(ErrorCode::Internal, text)
+        };
+        let trusted = self.context.parts.trust.list();
+        let trusted = trusted.map_err(|error| cannot(&error))?;
+        let noted = self.context.allowances.remember(&trusted);
+        noted.map_err(|error| cannot(&error))
+    }
+
     /// A migration's report; of one under way, so far.
     pub async fn report(&self, id: MigrationId) -> Result<Report, ApiError> {
         Ok(self.context.registry.get(id)?.report())
@@ -362,6 +375,9 @@ impl Manager {
     }
 
     fn require_right(&self, guest: &str) -> Result<(), ApiError> {
+        if let Some(why) = self.context.registry.held.why(guest) {
+            return Err(why);
+        }
         let right = self.context.right(guest);
         match right.holder {
             Holder::Here => Ok(()),
@@ -371,4 +387,20 @@ impl Manager {
             )),
         }
     }
+}
+
+/// The limits of other hosts, with those that they had under other names.
+fn limits_of_hosts(parts: &Parts) -> Result<Allowances, StartError> {
+    let Parts { config, trust, .. } = parts;
+    let cannot = |error: std::io::Error| {
+        StartError::new(format!("cannot use the list of hosts with limits: {error}"))
+            .hint("`limited-hosts` in the state folder may be removed: it is made again")
+    };
+    let limits = LimitedHosts::open(config.limits.clone(), &config.state).map_err(cannot)?;
+    match trust.list() {
+        Ok(trusted) => limits.remember(&trusted).map_err(cannot)?,
+        // Until it can be read nobody is trusted.
+        Err(error) => tracing::error!(%error, "cannot read the trusted hosts"),
+    }
+    Ok(Allowances::new(limits))
 }

@@ -11,23 +11,43 @@
 //! | Returned | | QEMU is ended; ABORTED |
 //! | Overruled | the guest goes on where the person said | the same |
 //! | Aborted, All-present, Closed | the other side is told until both journals are closed | |
+//!
+//! If a journal cannot be used, its guest is held, with all its other journals: any of them may be
+//! older than the one that is damaged.
 
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::handover::attempt_record::Left;
 use crate::source::recovered::Settling;
 use longhaul_engine::handover::{Record, Side};
-use longhaul_storage::{Holder, Journal, JournalError};
+use longhaul_storage::{Holder, Journal, JournalError, file_name};
 use std::sync::Arc;
 
 /// Brings every attempt to its end, or to somebody who waits for one.
 pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), JournalError> {
     let context = &destination.context;
     let mut all = Vec::new();
+    let held = &context.registry.held;
+    let mut unusable = Vec::new();
     for migration in Journal::list(&context.journals)? {
-        let journal = Journal::open(&context.journals, migration)?;
-        // A journal that only answers for an attempt that never began needs nothing.
-        all.extend(Left::of(migration, journal).ok());
+        match Journal::open(&context.journals, migration) {
+            // A journal that only answers for an attempt that never began needs nothing.
+            Ok(journal) => all.extend(Left::of(migration, journal).ok()),
+            Err(error) if error.is_of_the_file() => unusable.push((migration, error)),
+            Err(error) => return Err(error),
+        }
+    }
+    let mut unnamed = Vec::new();
+    for (migration, error) in unusable {
+        let folder = context.parts.config.state.join("journal");
+        let path = folder.join(file_name(migration));
+        let error = held.hold(migration, &path, error);
+        unnamed.extend(error.map(|error| (migration, error)));
+    }
+    let is_held = |left: &mut Left| held.is_named(&left.guest);
+    for left in all.extract_if(.., is_held).collect::<Vec<_>>() {
+        tracing::warn!(migration = %left.migration, guest = left.guest, "held with its guest");
+        held.keep(left.journal);
     }
     let begun: Vec<_> = all
         .iter()
@@ -59,6 +79,10 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             Side::Source => Settling::take_up(context, left).await.go_on(),
             Side::Destination => destination.attempts.take_up(destination, left).await,
         }
+    }
+    // From here on, nothing new begins with any guest. What has begun is told apart by the rights.
+    for (migration, error) in unnamed {
+        held.hold_every_guest(migration, &error);
     }
     Ok(())
 }

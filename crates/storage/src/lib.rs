@@ -15,6 +15,7 @@ pub mod same_file;
 
 pub use journal::{
     Ending, Entry, Journal, JournalError, Journals, MAGIC, NotRead, RESERVED_BYTES, Reading,
-    file_name, list_journals, read, read_journal,
+    SetAside, file_name, list_journals, list_set_aside, read, read_journal, read_sound_journal,
+    set_aside,
 };
 pub use rights::{Holder, Right, Rights, RightsError};

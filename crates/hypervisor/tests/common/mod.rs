@@ -58,9 +58,13 @@ impl Host {
         std::fs::write(&image, vec![0; 1 << 20]).unwrap();
         let mut text = format!(
             "state = {state:?}\n[networks]\nlab = 'none'\n[images.vda]\npath = {image:?}\n\
-             format = 'raw'\ndirect = false\n[qemu]\naccelerator = 'tcg'\ndefault = {:?}\n\
+             format = 'raw'\ndirect = false\n[qemu]\naccelerator = 'tcg'\ndefault = {:?}\n{}\
              [qemu.emulators]\n",
-            emulators()[0].0
+            emulators()[0].0,
+            match nix::unistd::geteuid().is_root() {
+                true => "run_as = 'root'\n",
+                false => "",
+            }
         );
         for (label, path) in emulators() {
             text.push_str(&format!("{label:?} = {path:?}\n"));

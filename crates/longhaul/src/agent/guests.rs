@@ -10,6 +10,7 @@ use longhaul_api::{
     StartGuest, StopGuest,
 };
 use longhaul_hypervisor::capabilities::{Accelerator, can_run};
+use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::guest::{self, Found};
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
@@ -408,6 +409,10 @@ async fn launch(
             None => error,
         });
     }
+    config.qemu.check_user().map_err(|error| {
+        let text = format!("{} cannot be started: {error}", description.name);
+        ApiError::new(ErrorCode::Refused, text).hint(RunsAsRoot::HINT)
+    })?;
     let emulator = capabilities
         .emulator_for(&description.machine)
         .unwrap_or(&capabilities.default);
@@ -424,9 +429,10 @@ async fn launch(
     launch.run(config).await.map_err(|error| {
         let code = match &error {
             LaunchError::Description(_) => ErrorCode::InvalidRequest,
-            LaunchError::Resolve(_) | LaunchError::Emulator(_) | LaunchError::Path(_) => {
-                ErrorCode::Refused
-            }
+            LaunchError::Resolve(_)
+            | LaunchError::Emulator(_)
+            | LaunchError::User(_)
+            | LaunchError::Path(_) => ErrorCode::Refused,
             LaunchError::Exists { .. } => ErrorCode::AlreadyExists,
             _ => ErrorCode::Qemu,
         };

@@ -5,6 +5,7 @@ use longhaul_api::{ApiError, ErrorCode, Host, Scope, Trust, TrustedHost, Trusted
 use longhaul_migration::Manager;
 use longhaul_migration::host::config::is_name;
 use longhaul_migration::host::state::Parts;
+use longhaul_migration::host::writable;
 use longhaul_protocol::HostId;
 use longhaul_protocol::wire::{VERSION, VERSION_OLDEST};
 use longhaul_transport as transport;
@@ -37,6 +38,7 @@ impl Hosts {
             memory_total_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemTotal"),
             memory_free_bytes: longhaul_migration::host::meminfo::meminfo(&memory, "MemAvailable"),
             guests_running: guests.running(),
+            not_writable: tokio::task::block_in_place(|| writable::refused(config)),
             pid: std::process::id(),
         }
     }
@@ -63,11 +65,13 @@ impl Hosts {
         if replaced.is_some() {
             may_go(manager, &trust.name)?;
         }
+        remember_limits(manager)?;
         self.with_store(move |store| match trust.replace {
             true => store.replace(host),
             false => store.add(host),
         })
         .await?;
+        remember_limits(manager)?;
         tracing::info!(host = %answer.name, fingerprint = %answer.fingerprint, "trusted");
         if let Some(replaced) = replaced {
             manager.disconnect(replaced.id);
@@ -78,6 +82,7 @@ impl Hosts {
     /// Removes a host's trust, and ends all connections with it.
     pub(crate) async fn forget(&self, manager: &Manager, name: &str) -> Result<(), ApiError> {
         may_go(manager, name)?;
+        remember_limits(manager)?;
         let name = name.to_owned();
         let host = self.with_store(move |store| store.forget(&name)).await?;
         tracing::info!(host = %host.name, fingerprint = %host.id, "trusted no longer");
@@ -194,6 +199,11 @@ fn unknown_host(name: &str) -> ApiError {
         format!("no host called {name:?} is trusted here"),
     )
     .hint("`longhaul host list` shows the trusted hosts; `longhaul host trust` adds one")
+}
+
+/// Notes which limits hosts have now: they keep them, whatever they are called later.
+fn remember_limits(manager: &Manager) -> Result<(), ApiError> {
+    tokio::task::block_in_place(|| manager.remember_limits())
 }
 
 /// Refuses to lose a host while a guest needs it.

@@ -2,6 +2,7 @@
 
 mod allocator;
 mod attach;
+mod connections;
 mod guests;
 mod hosts;
 mod http;
@@ -12,6 +13,7 @@ use crate::agent::guests::Guests;
 use crate::agent::hosts::Hosts;
 use crate::agent::http::Service;
 use crate::agent::serve::{TcpSocket, UnixSocket};
+use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_migration::Manager;
 use longhaul_migration::host::config::Config;
 pub(crate) use longhaul_migration::host::start_error::StartError;
@@ -51,6 +53,10 @@ pub(crate) async fn run(config_file: Option<&Path>) -> Result<(), StartError> {
         guests: Arc::new(Guests::new(parts)),
         manager: manager.clone(),
     };
+    if let Err(error) = config.hypervisor.qemu.check_user() {
+        let hint = RunsAsRoot::HINT;
+        tracing::warn!(hint, "no guest can be started or taken: {error}");
+    }
     // Takes seconds at the first start; later queries are answered from the cache.
     tokio::spawn(async move {
         if let Err(error) = prober.capabilities().await {

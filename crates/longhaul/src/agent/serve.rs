@@ -1,11 +1,12 @@
 //! Owns the sockets of the REST API: a unix socket for this host's administrator, and TCP with TLS
 //! and a token where that is configured.
 
+use crate::agent::connections::{CONNECTIONS_MAX, Connections, Seat};
 use crate::agent::http::error_response;
-use axum::Router;
 use axum::extract::Request;
 use axum::middleware::{self, Next};
 use axum::response::Response;
+use axum::{Extension, Router};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
@@ -19,14 +20,12 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
-/// The maximum number of connections at once, on each socket.
-const CONNECTIONS_MAX: usize = 128;
 /// The time limit for a request's head, and for TLS's handshake.
 const HEAD_WAIT: Duration = Duration::from_secs(10);
 /// The time limit for pending requests when the agent stops.
@@ -39,6 +38,7 @@ const TOKEN_FILE_BYTES_MAX: u64 = 4096;
 pub(crate) struct UnixSocket {
     listener: UnixListener,
     path: PathBuf,
+    room: Arc<Semaphore>,
 }
 
 impl UnixSocket {
@@ -67,6 +67,7 @@ impl UnixSocket {
         Ok(Self {
             listener: bound.map_err(|other| error(&other))?,
             path: path.to_owned(),
+            room: Arc::new(Semaphore::new(CONNECTIONS_MAX)),
         })
     }
 
@@ -89,6 +90,7 @@ pub(crate) struct TcpSocket {
     listener: TcpListener,
     acceptor: TlsAcceptor,
     token: blake3::Hash,
+    connections: Arc<Connections>,
 }
 
 impl TcpSocket {
@@ -105,6 +107,7 @@ impl TcpSocket {
             listener,
             acceptor: TlsAcceptor::from(Arc::new(tls)),
             token,
+            connections: Connections::new(),
         })
     }
 
@@ -126,6 +129,9 @@ async fn authorized(token: blake3::Hash, request: Request, next: Next) -> Respon
         .and_then(|value| value.strip_prefix("Bearer "));
     // Hashes are compared in constant time.
     if given.is_some_and(|given| blake3::hash(given.as_bytes()) == token) {
+        if let Some(seat) = request.extensions().get::<Arc<Seat>>() {
+            seat.token_shown();
+        }
         return next.run(request).await;
     }
     sleep(WRONG_TOKEN_PAUSE).await;
@@ -158,6 +164,14 @@ fn read_token(path: &Path) -> Result<blake3::Hash, StartError> {
     Ok(blake3::hash(token.as_bytes()))
 }
 
+/// A connection's share of its socket's room.
+enum Room {
+    /// Of the host's administrator: nobody else reaches the socket.
+    Own(#[expect(dead_code, reason = "held until the connection ends")] OwnedSemaphorePermit),
+    /// Of a client that must show the token.
+    Shared(Arc<Seat>),
+}
+
 /// A socket that accepts connections.
 trait Accept: Sync {
     type Stream: AsyncRead + AsyncWrite + Unpin + Send + 'static;
@@ -166,7 +180,10 @@ trait Accept: Sync {
     fn accept(
         &self,
     ) -> impl Future<
-        Output = io::Result<impl Future<Output = io::Result<Self::Stream>> + Send + 'static>,
+        Output = io::Result<(
+            Room,
+            impl Future<Output = io::Result<Self::Stream>> + Send + 'static,
+        )>,
     > + Send;
 }
 
@@ -175,9 +192,14 @@ impl Accept for UnixSocket {
 
     async fn accept(
         &self,
-    ) -> io::Result<impl Future<Output = io::Result<UnixStream>> + Send + 'static> {
+    ) -> io::Result<(
+        Room,
+        impl Future<Output = io::Result<UnixStream>> + Send + 'static,
+    )> {
+        let room = self.room.clone().acquire_owned().await;
+        let room = room.map_err(io::Error::other)?;
         let (stream, _) = self.listener.accept().await?;
-        Ok(async move { Ok(stream) })
+        Ok((Room::Own(room), async move { Ok(stream) }))
     }
 }
 
@@ -186,40 +208,35 @@ impl Accept for TcpSocket {
 
     async fn accept(
         &self,
-    ) -> io::Result<impl Future<Output = io::Result<Self::Stream>> + Send + 'static> {
-        let (stream, _) = self.listener.accept().await?;
+    ) -> io::Result<(
+        Room,
+        impl Future<Output = io::Result<Self::Stream>> + Send + 'static,
+    )> {
+        let (stream, from) = self.listener.accept().await?;
+        let seat = Arc::new(self.connections.enter(from.ip()));
         let acceptor = self.acceptor.clone();
-        Ok(async move { acceptor.accept(stream).await })
+        Ok((
+            Room::Shared(seat),
+            async move { acceptor.accept(stream).await },
+        ))
     }
 }
 
 /// Accepts connections and serves each in a task, until asked to stop.
 async fn serve(socket: &impl Accept, router: Router, mut stop: watch::Receiver<bool>) {
-    let room = Arc::new(Semaphore::new(CONNECTIONS_MAX));
     let mut connections = JoinSet::new();
     loop {
         let accepted = tokio::select! {
+            biased;
             () = stopped(&mut stop) => break,
             Some(_) = connections.join_next() => continue,
-            accepted = async {
-                let room = room.clone().acquire_owned().await;
-                (socket.accept().await, room)
-            } => accepted,
+            accepted = socket.accept() => accepted,
         };
         match accepted {
-            (Ok(opening), room) => {
-                let router = router.clone();
-                let stop = stop.clone();
-                connections.spawn(async move {
-                    let _room = room;
-                    match timeout(HEAD_WAIT, opening).await {
-                        Ok(Ok(stream)) => serve_connection(stream, router, stop).await,
-                        Ok(Err(error)) => tracing::debug!(%error, "a connection was not opened"),
-                        Err(_) => tracing::debug!("a connection was not opened in time"),
-                    }
-                });
+            Ok((room, opening)) => {
+                connections.spawn(serve_one(room, opening, router.clone(), stop.clone()));
             }
-            (Err(error), _) => {
+            Err(error) => {
                 // Most often there are too many open files: wait for some to be closed.
                 tracing::warn!(%error, "a connection could not be accepted");
                 sleep(Duration::from_millis(200)).await;
@@ -229,6 +246,29 @@ async fn serve(socket: &impl Accept, router: Router, mut stop: watch::Receiver<b
     let rest = async { while connections.join_next().await.is_some() {} };
     if timeout(GOODBYE_WAIT, rest).await.is_err() {
         tracing::debug!("requests were cut off");
+    }
+}
+
+/// Serves a connection until its end, or until others need its room.
+async fn serve_one<S>(
+    room: Room,
+    opening: impl Future<Output = io::Result<S>>,
+    router: Router,
+    stop: watch::Receiver<bool>,
+) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    let served = async |router| match timeout(HEAD_WAIT, opening).await {
+        Ok(Ok(stream)) => serve_connection(stream, router, stop).await,
+        Ok(Err(error)) => tracing::debug!(%error, "a connection was not opened"),
+        Err(_) => tracing::debug!("a connection was not opened in time"),
+    };
+    match &room {
+        Room::Own(_) => served(router).await,
+        Room::Shared(seat) => tokio::select! {
+            () = seat.end() => tracing::debug!("a connection without a token made way"),
+            () = served(router.layer(Extension(seat.clone()))) => {}
+        },
     }
 }
 

@@ -519,6 +519,48 @@ pub(crate) struct ReportArgs {
 pub(crate) enum JournalCommand {
     /// Show who may run a guest, record by record
     Show(ShowJournalArgs),
+    /// Set a damaged journal aside, so that its guest is not held any more; no agent may run
+    /// meanwhile (guests go on running)
+    #[command(name = "set-aside")]
+    SetAside(SetAsideArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SetAsideArgs {
+    /// The migration's id or the beginning of it
+    #[arg(value_name = "ID")]
+    pub(crate) migration: String,
+    /// The host that may run the guest, as both journals say
+    #[arg(long, value_enum)]
+    pub(crate) belongs: Option<Belongs>,
+    /// The other host's name here, where neither the journal nor the right names it
+    #[arg(long, value_name = "NAME", requires = "belongs")]
+    pub(crate) other_host: Option<String>,
+    /// The guest, where the journal does not name it
+    #[arg(long, value_name = "NAME")]
+    pub(crate) guest: Option<String>,
+    /// Also if the journal is sound: when the other host's journal of this migration was lost or
+    /// set aside, nothing else ends the migration here
+    #[arg(long, requires = "belongs")]
+    pub(crate) although_sound: bool,
+    /// The reason, for the tombstone
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) because: Option<String>,
+    /// The agent's state folder [default: the one that its configuration names]
+    #[arg(long, value_name = "FOLDER")]
+    pub(crate) state: Option<PathBuf>,
+    /// The agent's configuration [default: /etc/longhaul/agent.toml, which may be missing]
+    #[arg(long, value_name = "FILE", conflicts_with = "state")]
+    pub(crate) config: Option<PathBuf>,
+}
+
+/// The host that a guest belongs to, from here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Belongs {
+    /// This host
+    Here,
+    /// The other host
+    There,
 }
 
 #[derive(Debug, Args)]

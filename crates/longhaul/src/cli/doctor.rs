@@ -9,10 +9,13 @@ use crate::cli::self_test;
 use longhaul_api::{Client, Host, Probe};
 use longhaul_hypervisor::Accelerator;
 use longhaul_hypervisor::capabilities::Prober;
-use longhaul_hypervisor::config::HostConfig;
+use longhaul_hypervisor::config::{HostConfig, RunsAsRoot};
 use longhaul_hypervisor::tested;
 use longhaul_migration::host::config::Config;
+use longhaul_migration::host::limited_hosts;
+use longhaul_protocol::MigrationId;
 use longhaul_protocol::units::show_bytes;
+use longhaul_storage::{file_name, list_journals, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::Serialize;
 use std::fs::File;
@@ -107,6 +110,7 @@ pub(super) async fn doctor(
                 format!("{} is sound", config.name),
             ));
             emulators(&config.hypervisor, &mut findings).await;
+            findings.extend(user(&config.hypervisor));
         }
         Err(error) => {
             let hint = error.hint.as_deref().unwrap_or("mend it");
@@ -118,15 +122,20 @@ pub(super) async fn doctor(
             ));
         }
     }
+    let config = config.ok();
     let host = agent(&client, &mut findings).await;
     let state = host.as_ref().map(|host| host.state_folder.clone().into());
-    if let Some(state) = state.or_else(|| config.ok().map(|config| config.state)) {
+    if let Some(host) = &host {
+        findings.extend(images(host));
+    }
+    if let Some(state) = state.or_else(|| config.as_ref().map(|config| config.state.clone())) {
         findings.push(space(&state));
         findings.push(syncs(&state));
+        findings.extend(journals(&state));
     }
     findings.push(clock());
     if host.is_some() {
-        hosts(&client, &mut findings).await;
+        hosts(&client, config.as_ref(), &mut findings).await;
     }
     let bad = findings.iter().any(|finding| finding.state == State::Bad);
     if output.json {
@@ -187,6 +196,19 @@ async fn emulators(config: &HostConfig, findings: &mut Vec<Finding>) {
     });
 }
 
+/// Returns the user that QEMU runs as, unless that is the agent's.
+fn user(config: &HostConfig) -> Option<Finding> {
+    let what = "QEMU's user";
+    match (config.qemu.check_user(), &config.qemu.run_as) {
+        (Err(error), _) => {
+            let text = error.to_string();
+            Some(Finding::not(what, State::Bad, text, RunsAsRoot::HINT))
+        }
+        (Ok(()), Some(user)) => Some(Finding::good(what, user.as_str())),
+        (Ok(()), None) => None,
+    }
+}
+
 /// Returns the emulators that are newer than those that Longhaul is tested with, from all by label
 /// and version.
 fn newer_than_tested(emulators: &[(&str, &str)]) -> Vec<Finding> {
@@ -243,6 +265,18 @@ async fn agent(client: &Client, findings: &mut Vec<Finding>) -> Option<Host> {
     }
 }
 
+/// Returns the places of images in which the agent may not write, as it sees them itself: its
+/// unit's sandbox is not this command's.
+fn images(host: &Host) -> Vec<Finding> {
+    let not_writable = host.not_writable.iter();
+    not_writable
+        .map(|one| {
+            let text = format!("{}: disks there cannot move", one.text);
+            Finding::not("images", State::Warning, text, &one.hint)
+        })
+        .collect()
+}
+
 fn space(state: &Path) -> Finding {
     match statvfs(state) {
         Err(error) => Finding::not(
@@ -294,6 +328,38 @@ fn syncs(state: &Path) -> Finding {
     }
 }
 
+/// Returns the journals that hold a guest, or all of them.
+fn journals(state: &Path) -> Vec<Finding> {
+    let folder = state.join("journal");
+    let ids = match list_journals(&folder) {
+        Ok(ids) => ids,
+        Err(error) => {
+            let hint = "run longhaul doctor as the agent's user (root)";
+            let text = error.to_string();
+            return vec![Finding::not("journals", State::Warning, text, hint)];
+        }
+    };
+    let unusable = |id: MigrationId| {
+        let error = read_sound_journal(&folder.join(file_name(id))).err()?;
+        // One that has just been removed is of no concern.
+        let hint = match (error.is_newer(), error.is_of_the_file()) {
+            (true, _) => "start the version of Longhaul that wrote it".to_owned(),
+            (false, true) => format!(
+                "its guest is held: compare with the other host's journal, stop the agent, and \
+                 longhaul journal set-aside {id}"
+            ),
+            (false, false) => return None,
+        };
+        Some(Finding::not(
+            "journals",
+            State::Bad,
+            error.to_string(),
+            &hint,
+        ))
+    };
+    ids.into_iter().filter_map(unusable).collect()
+}
+
 fn measure(path: &Path) -> std::io::Result<Duration> {
     let mut file = File::create_new(path)?;
     let mut times = Vec::new();
@@ -327,7 +393,7 @@ fn clock() -> Finding {
     }
 }
 
-async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
+async fn hosts(client: &Client, config: Option<&Config>, findings: &mut Vec<Finding>) {
     let hosts = match client.hosts().await {
         Ok(list) => list.hosts,
         Err(error) => {
@@ -335,6 +401,11 @@ async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
             return findings.push(Finding::not("hosts", State::Bad, error.to_string(), hint));
         }
     };
+    if let Some(config) = config {
+        let trusted = hosts.iter();
+        let trusted = trusted.map(|host| (host.fingerprint.clone(), host.name.clone()));
+        findings.extend(limits(config, &trusted.collect::<Vec<_>>()));
+    }
     if hosts.is_empty() {
         findings.push(Finding::not(
             "hosts",
@@ -363,6 +434,25 @@ async fn hosts(client: &Client, findings: &mut Vec<Finding>) {
                 Err(_) => Finding::not(&what, State::Warning, "does not answer", hint),
             },
         );
+    }
+}
+
+/// Returns the tables of limits that do not do what their names say.
+fn limits(config: &Config, trusted: &[(String, String)]) -> Vec<Finding> {
+    let hint = "longhaul host list shows names and fingerprints: [hosts.NAME.limits], or \
+                [hosts.\"FINGERPRINT\".limits]";
+    match limited_hosts::warnings(config, trusted) {
+        Ok(warnings) => {
+            let warnings = warnings.into_iter();
+            warnings
+                .map(|text| Finding::not("limits", State::Warning, text, hint))
+                .collect()
+        }
+        Err(error) => {
+            let text = format!("cannot read which hosts have limits of their own: {error}");
+            let hint = "run longhaul doctor as the agent's user (root)";
+            vec![Finding::not("limits", State::Warning, text, hint)]
+        }
     }
 }
 

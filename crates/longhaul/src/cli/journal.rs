@@ -1,14 +1,15 @@
 //! Implements `longhaul journal`: reads the files of journals themselves, so it needs no agent.
 
-use crate::cli::args::{JournalCommand, ShowJournalArgs};
+use crate::cli::args::JournalCommand;
 use crate::cli::error::CliError;
 use crate::cli::output::Output;
-use crate::cli::show;
+use crate::cli::{set_aside, show};
 use longhaul_engine::handover::{Record, Side};
 use longhaul_migration::host::config::Config;
 use longhaul_protocol::MigrationId;
 use longhaul_storage::{
-    Ending, Entry, JournalError, Reading, file_name, list_journals, read_journal,
+    Ending, Entry, JournalError, Reading, SetAside, file_name, list_journals, list_set_aside,
+    read_journal,
 };
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -99,13 +100,19 @@ pub(crate) struct Journals {
     pub(crate) folder: PathBuf,
     pub(crate) journals: Vec<Journal>,
     pub(crate) unread: Vec<Unread>,
+    /// Those that were set aside, by their tombstones.
+    pub(crate) set_aside: Vec<PathBuf>,
 }
 
 /// Runs the command.
 pub(crate) fn run(output: &Output, command: JournalCommand) -> Result<u8, CliError> {
-    let JournalCommand::Show(args) = command;
+    let args = match command {
+        JournalCommand::Show(args) => args,
+        JournalCommand::SetAside(args) => return set_aside::run(output, &args),
+    };
+    let (state, config) = (args.state.as_deref(), args.config.as_deref());
     let Some(wanted) = &args.journal else {
-        let journals = Journals::read(folder(&args)?)?;
+        let journals = Journals::read(folder(state, config)?)?;
         let bad = !journals.unread.is_empty() || journals.journals.iter().any(Journal::is_bad);
         super::show(output, &journals, || show::journal::list(&journals))?;
         return Ok(u8::from(bad));
@@ -113,7 +120,7 @@ pub(crate) fn run(output: &Output, command: JournalCommand) -> Result<u8, CliErr
     let path = if wanted.contains('/') || wanted.ends_with(".journal") {
         PathBuf::from(wanted)
     } else {
-        let folder = folder(&args)?;
+        let folder = folder(state, config)?;
         let migration = find(&folder, wanted)?;
         folder.join(file_name(migration))
     };
@@ -126,19 +133,27 @@ pub(crate) fn run(output: &Output, command: JournalCommand) -> Result<u8, CliErr
 }
 
 /// Returns the folder of journals in the agent's state folder.
-fn folder(args: &ShowJournalArgs) -> Result<PathBuf, CliError> {
-    let state = match &args.state {
-        Some(state) => state.clone(),
-        None => Config::read(args.config.as_deref())?.state,
+fn folder(state: Option<&Path>, config: Option<&Path>) -> Result<PathBuf, CliError> {
+    Ok(state_folder(state, config)?.join("journal"))
+}
+
+/// Returns the agent's state folder.
+pub(crate) fn state_folder(
+    state: Option<&Path>,
+    config: Option<&Path>,
+) -> Result<PathBuf, CliError> {
+    let state = match state {
+        Some(state) => state.to_owned(),
+        None => Config::read(config)?.state,
     };
     if let Err(error) = std::fs::metadata(&state) {
         let message = format!("cannot use the state folder {}: {error}", state.display());
         return Err(CliError::journal(message, Some(WHOSE)));
     }
-    Ok(state.join("journal"))
+    Ok(state)
 }
 
-fn find(folder: &Path, wanted: &str) -> Result<MigrationId, CliError> {
+pub(crate) fn find(folder: &Path, wanted: &str) -> Result<MigrationId, CliError> {
     let all = list_journals(folder).map_err(|error| unreadable(&error))?;
     let mut found = all
         .into_iter()
@@ -156,7 +171,7 @@ fn find(folder: &Path, wanted: &str) -> Result<MigrationId, CliError> {
     }
 }
 
-fn unreadable(error: &JournalError) -> CliError {
+pub(crate) fn unreadable(error: &JournalError) -> CliError {
     let hint = matches!(error, JournalError::Io { .. }).then_some(WHOSE);
     CliError::journal(error.to_string(), hint)
 }
@@ -168,7 +183,13 @@ impl Journals {
             folder,
             journals: Vec::new(),
             unread: Vec::new(),
+            set_aside: Vec::new(),
         };
+        let set_aside = list_set_aside(&journals.folder).map_err(|error| unreadable(&error))?;
+        journals.set_aside = set_aside
+            .into_iter()
+            .map(|id| SetAside::of(&journals.folder, id).tombstone)
+            .collect();
         for id in ids {
             let path = journals.folder.join(file_name(id));
             match read_journal(&path) {

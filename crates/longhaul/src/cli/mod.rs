@@ -13,6 +13,7 @@ mod output;
 mod paint;
 mod resolve;
 mod self_test;
+mod set_aside;
 mod show;
 
 use crate::agent;

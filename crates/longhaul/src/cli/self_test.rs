@@ -278,9 +278,14 @@ fn configuration(
         .iter()
         .map(|(label, path)| format!("{label:?} = {path:?}\n"))
         .collect();
+    // The test's own guest: its folders are this command's.
+    let run_as = match nix::unistd::geteuid().is_root() {
+        true => "run_as = \"root\"\n",
+        false => "",
+    };
     format!(
         "name = {name:?}\nstate = {state:?}\nlisten = {address:?}\napi.socket = {socket:?}\n\
-         [qemu]\naccelerator = {accelerator:?}\n{default}[qemu.emulators]\n{emulators}\
+         [qemu]\naccelerator = {accelerator:?}\n{run_as}{default}[qemu.emulators]\n{emulators}\
          [firmware]\n{GUEST} = {firmware:?}\n"
     )
 }

@@ -141,11 +141,20 @@ pub fn free_address() -> String {
 pub fn host(name: &str, address: &str, folder: &Path) -> String {
     format!(
         "name = {name:?}\nstate = {:?}\nlisten = {address:?}\napi.socket = {:?}\n\
-         [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n",
+         {}[qemu.emulators]\nqemu = {:?}\n",
         folder.join("s"),
         folder.join("agent.sock"),
+        qemu_table(),
         qemu(),
     )
+}
+
+/// Returns the table `[qemu]` of an agent whose QEMUs run as its own user, also if that is root.
+pub fn qemu_table() -> &'static str {
+    match nix::unistd::geteuid().is_root() {
+        true => "[qemu]\naccelerator = \"tcg\"\nrun_as = \"root\"\n",
+        false => "[qemu]\naccelerator = \"tcg\"\n",
+    }
 }
 
 pub fn configure(folder: &Path, more: &str) {

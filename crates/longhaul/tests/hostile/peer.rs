@@ -1,6 +1,6 @@
 //! Provides a trusted peer that speaks the protocol itself, and its victim agent.
 
-use crate::common::{Agent, LIMIT, free_address, qemu};
+use crate::common::{Agent, LIMIT, free_address, qemu, qemu_table};
 use longhaul_codec::DigestKey;
 use longhaul_hypervisor::config::HostConfig;
 use longhaul_hypervisor::launch::{Launch, Role};
@@ -48,10 +48,11 @@ impl Victim {
         let agent = Agent::start_configured(|folder| {
             format!(
                 "name = \"victim\"\nstate = {:?}\nlisten = \"{address}\"\napi.socket = {:?}\n\
-                 [qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n\
+                 {}[qemu.emulators]\nqemu = {:?}\n\
                  [images.secret]\npath = \"/nonexistent/secret\"\nformat = \"raw\"\n{tables}",
                 folder.join("s"),
                 folder.join("agent.sock"),
+                qemu_table(),
                 qemu(),
             )
         });
@@ -124,8 +125,9 @@ impl Victim {
     pub async fn machine_with(&self, guest: &GuestDescription, tables: &str) -> Machine {
         let folder = tempfile::tempdir().unwrap();
         let config = format!(
-            "state = {:?}\n[qemu]\naccelerator = \"tcg\"\n[qemu.emulators]\nqemu = {:?}\n{tables}",
+            "state = {:?}\n{}[qemu.emulators]\nqemu = {:?}\n{tables}",
             folder.path(),
+            qemu_table(),
             qemu()
         );
         let config: HostConfig = toml::from_str(&config).unwrap();

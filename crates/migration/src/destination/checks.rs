@@ -3,6 +3,7 @@
 use crate::context::Context;
 use crate::disks::images::look_for_room;
 use longhaul_hypervisor::capabilities::can_run;
+use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
@@ -41,6 +42,10 @@ impl Context {
             Ok(capabilities) => can_run(&host, guest, Some(machine), &capabilities),
             Err(error) => vec![refused(format!("{host}: {error}"), None)],
         };
+        if let Err(error) = self.parts.config.hypervisor.qemu.check_user() {
+            let text = format!("{host} cannot run {}: {error}", guest.name);
+            checks.push(refused(text, Some(RunsAsRoot::HINT.to_owned())));
+        }
         let unshared = guest.disks.iter().find(|disk| disk.is_local());
         match longhaul_hypervisor::description::check(guest) {
             Err(error) => {

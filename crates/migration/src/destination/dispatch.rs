@@ -226,8 +226,13 @@ async fn converse(
             Err(AnswerError::Journal(JournalError::Busy(_))) => return Ok(()),
             Err(error @ AnswerError::Journal(_)) => {
                 tracing::error!(migration = %attempt.0, %error, "cannot answer for an attempt");
-                call.control
-                    .close(CloseCode::Busy, "the journal here cannot be used");
+                let reason = match &error {
+                    AnswerError::Journal(JournalError::SetAside(_)) => {
+                        "the journal here was set aside: a person decides"
+                    }
+                    _ => "the journal here cannot be used",
+                };
+                call.control.close(CloseCode::Busy, reason);
                 return Ok(());
             }
             Err(error) => {

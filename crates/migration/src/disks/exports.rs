@@ -19,10 +19,10 @@ use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse};
-use longhaul_storage::file_name;
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
+use longhaul_storage::{SetAside, file_name};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -574,6 +574,7 @@ impl Context {
         let right = self.rights.get(&noted.note.guest).ok().flatten();
         let ours = right.is_some_and(|right| right.holder == longhaul_storage::Holder::Here);
         ours || journal.join(file_name(coming.migration)).exists()
+            || SetAside::of(&journal, coming.migration).exists()
     }
 
     /// Takes out, or ends, what stands below a guest's disks.

@@ -9,7 +9,7 @@
 
 use crate::context::Context;
 use crate::disks::{blocks_of, has_format};
-use crate::host::atomic_file;
+use crate::host::{atomic_file, writable};
 use longhaul_engine::handover::Record;
 use longhaul_hypervisor::process::Account;
 use longhaul_protocol::disk::{DiskFormat, OfferedDisk};
@@ -19,7 +19,7 @@ use longhaul_protocol::units::show_bytes;
 use longhaul_protocol::{MigrationId, RegionId};
 use longhaul_storage::disk::{ExportSize, RawDisk, qcow2};
 use longhaul_storage::files::{RealFiles, create_folder};
-use longhaul_storage::{Holder, file_name, read_journal};
+use longhaul_storage::{Holder, SetAside, file_name, read_sound_journal};
 use nix::sys::statvfs::statvfs;
 use serde::{Deserialize, Serialize};
 use std::ffi::OsString;
@@ -128,6 +128,11 @@ pub(crate) fn look_for_room(
     if !path.parent().is_some_and(Path::is_dir) {
         let hint = "make the folder of its path, or name it elsewhere";
         return Err(refusal("has no folder for", hint));
+    }
+    if let Err(unwritable) = writable::check(&path) {
+        tracing::warn!(hint = unwritable.hint, "{}", unwritable.text);
+        let hint = "longhaul doctor says what the agent's unit lacks (ReadWritePaths=)";
+        return Err(refusal("may not write in the folder of", hint));
     }
     let busy = crate::disks::exports::uses(&config.state, &path);
     if busy.map_err(|error| invalid(format!("{here}: {error}")))? {
@@ -370,9 +375,12 @@ fn sweep_one(context: &Context, path: &Path) -> io::Result<()> {
 }
 
 fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fate> {
-    let journal = context.parts.config.state.join("journal");
-    let journal = journal.join(file_name(migration));
-    let records = match read_journal(&journal) {
+    let folder = context.parts.config.state.join("journal");
+    let journal = folder.join(file_name(migration));
+    if SetAside::of(&folder, migration).exists() {
+        return Ok(Fate::Open);
+    }
+    let records = match read_sound_journal(&journal) {
         Ok(reading) => reading
             .entries
             .into_iter()

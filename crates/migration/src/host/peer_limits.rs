@@ -1,5 +1,7 @@
 //! What each trusted host may take of this one, as the configuration says it.
 
+use crate::host::config::is_name;
+use longhaul_protocol::HostId;
 use longhaul_protocol::units::{parse_bytes, parse_duration};
 use serde::{Deserialize, Deserializer, de};
 use std::collections::BTreeMap;
@@ -86,6 +88,7 @@ pub(crate) struct HostTable {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Limits {
     all: PeerLimits,
+    /// By the name of the table: a trusted host's name, or its fingerprint.
     hosts: BTreeMap<String, PeerLimits>,
 }
 
@@ -105,6 +108,11 @@ impl Limits {
             all,
         };
         for (name, table) in hosts {
+            if !is_name(name) && name.parse::<HostId>().is_err() {
+                return Err(format!(
+                    "`hosts.{name:?}` is neither the name of a trusted host nor a fingerprint"
+                ));
+            }
             let host = table.limits.over(&limits.all);
             check(&format!("hosts.{name}.limits"), &host)?;
             limits.hosts.insert(name.clone(), host);
@@ -112,9 +120,24 @@ impl Limits {
         Ok(limits)
     }
 
-    /// Those of the host that is trusted under this name.
-    pub(crate) fn of(&self, host: &str) -> &PeerLimits {
-        self.hosts.get(host).unwrap_or(&self.all)
+    /// The name of a host's own table: by its fingerprint, or else by its name.
+    pub(crate) fn table_of(&self, host: HostId, name: &str) -> Option<&str> {
+        let is_its = |table: &&String| table.parse() == Ok(host);
+        let named = || self.hosts.keys().find(|table| *table == name);
+        let table = self.hosts.keys().find(is_its).or_else(named);
+        table.map(String::as_str)
+    }
+
+    /// The limits of a table; those of all hosts without one.
+    pub(crate) fn of_table(&self, table: Option<&str>) -> &PeerLimits {
+        table
+            .and_then(|table| self.hosts.get(table))
+            .unwrap_or(&self.all)
+    }
+
+    /// The names of all tables of single hosts.
+    pub(crate) fn tables(&self) -> impl Iterator<Item = &str> {
+        self.hosts.keys().map(String::as_str)
     }
 }
 
@@ -185,7 +208,7 @@ mod tests {
              images = [\"a\"]\nstall = \"2min\"\n",
         )
         .unwrap();
-        let (paris, lyon) = (limits.of("paris-2"), limits.of("lyon-1"));
+        let (paris, lyon) = (limits.of_table(Some("paris-2")), limits.of_table(None));
         assert_eq!((paris.guests, lyon.guests), (1, 3));
         assert_eq!((paris.memory_bytes, lyon.memory_bytes), (8 << 30, 8 << 30));
         assert_eq!(paris.images, Some(vec!["a".to_owned()]));
@@ -200,7 +223,7 @@ mod tests {
         let (_, rest) = page.split_once("```toml\n[limits]").unwrap();
         let (example, _) = rest.split_once("```").unwrap();
         let limits = limits(&format!("[limits]{example}")).unwrap();
-        let (all, paris) = (limits.of("lyon-1"), limits.of("paris-2"));
+        let (all, paris) = (limits.of_table(None), limits.of_table(Some("paris-2")));
         let mut defaults = PeerLimits::defaults(24 << 30, 8);
         assert_eq!(*all, defaults);
         defaults.guests = 4;
@@ -216,6 +239,7 @@ mod tests {
             ("[hosts.a.limits]\nstall = \"1ms\"", "hosts.a.limits.stall"),
             ("[limits]\nguest = 3", "unknown field"),
             ("[limits]\nmemory = \"many\"", "4GiB"),
+            ("[hosts.\"a/b\".limits]", "neither the name"),
         ] {
             let error = limits(text).unwrap_err();
             assert!(error.contains(expected), "{error}");

@@ -7,7 +7,8 @@
 
 use crate::context::Context;
 use crate::host::descriptions;
-use crate::host::peer_limits::{Limits, PeerLimits};
+use crate::host::limited_hosts::LimitedHosts;
+use crate::host::peer_limits::PeerLimits;
 use crate::limits::shared_dedup::Others;
 use longhaul_hypervisor::description;
 use longhaul_hypervisor::folder::GuestFolder;
@@ -37,7 +38,7 @@ const GENERATION_MAX: u64 = 1 << 62;
 
 /// What every other host has in use here.
 pub(crate) struct Allowances {
-    limits: Limits,
+    limits: LimitedHosts,
     state: Mutex<State>,
 }
 
@@ -166,7 +167,7 @@ pub(crate) struct Means {
 impl Means {
     /// Of a guest that runs here already.
     pub(crate) fn of_one_that_is_here(context: &Context, peer: HostId, host: &str) -> Self {
-        let limits = context.allowances.limits.of(host);
+        let limits = context.allowances.limits.of(peer, host);
         Self {
             others: context.gangs.others(peer),
             workers: Arc::new(Semaphore::new(limits.workers as usize)),
@@ -184,7 +185,7 @@ impl Drop for Admission {
 
 impl Allowances {
     /// Nothing is in use but by guests that have arrived before.
-    pub(crate) fn new(limits: Limits) -> Self {
+    pub(crate) fn new(limits: LimitedHosts) -> Self {
         Self {
             limits,
             state: Mutex::default(),
@@ -202,7 +203,12 @@ impl Allowances {
     }
 
     pub(crate) fn limits(&self, peer: &TrustedHost) -> &PeerLimits {
-        self.limits.of(&peer.name)
+        self.limits.of(peer.id, &peer.name)
+    }
+
+    /// Remembers which limits the trusted hosts have, whatever they are called later.
+    pub(crate) fn remember(&self, trusted: &[TrustedHost]) -> std::io::Result<()> {
+        self.limits.remember(trusted)
     }
 
     /// Who offered the guest of this migration, while it is on its way in.
@@ -253,6 +259,8 @@ impl Allowances {
                 }
                 // One in use, or with something else in it, stays.
                 Ok(_) | Err(JournalError::Busy(_)) => {}
+                // So does one of a guest that is held.
+                Err(error) if error.is_of_the_file() => {}
                 Err(error) => return Err(error),
             }
         }

@@ -2,6 +2,7 @@
 
 use crate::context::Context;
 use crate::disks::{base_images, blocks_of, exports, qcow2, read_blocks};
+use crate::host::writable;
 use crate::source::sender::Sending;
 use longhaul_api::{ApiError, BaseChoice, DiskChoice, DiskReport, ErrorCode};
 use longhaul_engine::choose::{Choice, Seen, Why, choose};
@@ -207,6 +208,9 @@ fn open(
             described.image
         );
         refused(text).hint("name it under [images] in the agent's configuration")
+    })?;
+    writable::check(&image.path).map_err(|unwritable| {
+        refused(format!("disk {name}: {}", unwritable.text)).hint(unwritable.hint)
     })?;
     let (format, size, base) = match image.format {
         ImageFormat::Raw => (DiskFormat::Raw, ExportSize::OfFile, None),

@@ -155,7 +155,7 @@ pub(crate) fn not_here(guest: &str, holder: &Holder) -> ApiError {
             ErrorCode::InDoubt,
             format!("nobody can tell who may run {guest}: {why}"),
         )
-        .hint("nothing is done with it before that file is mended"),
+        .hint("nothing is done with it before that is repaired: `longhaul doctor` says how"),
     }
 }
 

@@ -3,6 +3,7 @@
 pub(crate) mod archive;
 pub(crate) mod failure;
 pub(crate) mod guest_clock;
+pub(crate) mod held;
 pub(crate) mod hooks;
 pub(crate) mod in_doubt;
 pub(crate) mod migration;

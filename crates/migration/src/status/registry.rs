@@ -1,5 +1,6 @@
 //! Which migrations there are, and which guests they keep to themselves.
 
+use crate::status::held::HeldGuests;
 use crate::status::migration::Entry;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Side};
 use longhaul_protocol::MigrationId;
@@ -14,6 +15,8 @@ const ENDED_MAX: usize = 500;
 pub(crate) struct Registry {
     entries: Mutex<BTreeMap<MigrationId, Arc<Entry>>>,
     taken: Arc<Mutex<HashMap<String, Taken>>>,
+    /// The guests that nobody can take.
+    pub(crate) held: HeldGuests,
 }
 
 /// What keeps a guest.
@@ -87,6 +90,9 @@ impl Registry {
 
     /// Keeps others off a guest.
     pub(crate) fn take(&self, guest: &str, what: Taken) -> Result<Reservation, ApiError> {
+        if let Some(why) = self.held.why(guest) {
+            return Err(why);
+        }
         let mut taken = lock(&self.taken);
         if let Some(holder) = taken.get(guest).copied() {
             drop(taken);

@@ -6,10 +6,12 @@
 //! other damage is an error that names the file and the offset.
 
 mod format;
+mod set_aside;
 #[cfg(test)]
 mod tests;
 
 pub use format::{Ending, Entry, MAGIC, NotRead, Reading, read};
+pub use set_aside::{SetAside, list_set_aside, set_aside};
 
 use crate::files::{Access, Files, OpenFile, RealFiles, create_folder, parent, read_whole};
 use longhaul_engine::handover::Record;
@@ -81,9 +83,41 @@ pub enum JournalError {
     /// A record or journal exceeds its limit.
     #[error("{} would be larger than a journal can be", .0.display())]
     TooLarge(PathBuf),
+    /// A person has set it aside.
+    #[error(
+        "the journal of migration {0} was set aside: a person decides where its guest runs, and no \
+         question about it is answered"
+    )]
+    SetAside(MigrationId),
     /// This agent has it open already.
     #[error("{} is being written by another task of this agent", .0.display())]
     Busy(PathBuf),
+}
+
+/// What a disk says of a place that it cannot read, and a file system of its own damage.
+const UNREADABLE: [i32; 3] = [nix::libc::EIO, nix::libc::EBADMSG, nix::libc::EUCLEAN];
+
+impl JournalError {
+    /// Whether this one file is at fault, and not the host: other journals can be used.
+    pub fn is_of_the_file(&self) -> bool {
+        match self {
+            Self::Io { source, .. } => source
+                .raw_os_error()
+                .is_some_and(|code| UNREADABLE.contains(&code)),
+            Self::Foreign(_)
+            | Self::Version { .. }
+            | Self::Unknown { .. }
+            | Self::Damaged { .. }
+            | Self::TooLarge(_)
+            | Self::SetAside(_) => true,
+            Self::Busy(_) => false,
+        }
+    }
+
+    /// Whether a newer version of Longhaul can read the file.
+    pub fn is_newer(&self) -> bool {
+        matches!(self, Self::Version { .. } | Self::Unknown { .. })
+    }
 }
 
 /// The folder of all journals.
@@ -148,6 +182,12 @@ impl Journal {
     /// agent that wrote it was killed in between.
     pub fn open(journals: &Journals, migration: MigrationId) -> Result<Self, JournalError> {
         let path = journals.folder.join(file_name(migration));
+        let tombstone = SetAside::of(&journals.folder, migration).tombstone;
+        match journals.files.open(&tombstone, Access::Read) {
+            Ok(_) => return Err(JournalError::SetAside(migration)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(io_error("open", &tombstone)(error)),
+        }
         if !journals.now_open().insert(migration) {
             return Err(JournalError::Busy(path));
         }
@@ -168,7 +208,7 @@ impl Journal {
 
     /// Returns the migrations that have a journal.
     pub fn list(journals: &Journals) -> Result<Vec<MigrationId>, JournalError> {
-        list(&*journals.files, &journals.folder)
+        list(&*journals.files, &journals.folder, ".journal")
     }
 
     fn load(&mut self) -> Result<(), JournalError> {
@@ -281,9 +321,14 @@ pub fn read_journal(path: &Path) -> Result<Reading, JournalError> {
     read(&bytes).map_err(|not_read| refused(not_read, path))
 }
 
+/// Reads a journal's file as [`read_journal`] does, and refuses one that an agent would not use.
+pub fn read_sound_journal(path: &Path) -> Result<Reading, JournalError> {
+    checked(Ok(read_journal(path)?), path)
+}
+
 /// Returns the migrations that have a journal in a folder, which may be missing.
 pub fn list_journals(folder: &Path) -> Result<Vec<MigrationId>, JournalError> {
-    list(&RealFiles, folder)
+    list(&RealFiles, folder, ".journal")
 }
 
 /// Returns the name of a migration's file in the folder of journals.
@@ -291,14 +336,14 @@ pub fn file_name(migration: MigrationId) -> String {
     format!("{migration}.journal")
 }
 
-fn list(files: &dyn Files, folder: &Path) -> Result<Vec<MigrationId>, JournalError> {
+fn list(files: &dyn Files, folder: &Path, end: &str) -> Result<Vec<MigrationId>, JournalError> {
     let names = match files.names(folder) {
         Ok(names) => names,
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
         Err(error) => return Err(io_error("read", folder)(error)),
     };
     let ids = names.iter().filter_map(|name| {
-        let id = name.to_str()?.strip_suffix(".journal")?;
+        let id = name.to_str()?.strip_suffix(end)?;
         id.parse::<MigrationId>().ok()
     });
     let mut ids: Vec<_> = ids.collect();

@@ -248,3 +248,29 @@ fn the_bytes_are_those_of_the_documentation() {
     let rows = rows.join("\n");
     assert!(page.contains(&rows), "docs/journal.md lacks\n{rows}");
 }
+
+#[test]
+fn a_journal_that_was_set_aside_is_not_an_unknown_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = written(folder.path());
+    let bytes = fs::read(&path).unwrap();
+    let names = set_aside(&RealFiles, folder.path(), ID, "why").unwrap();
+    assert!(names.exists() && !path.exists());
+    assert_eq!(fs::read(&names.journal).unwrap(), bytes);
+    assert_eq!(fs::read_to_string(&names.tombstone).unwrap(), "why");
+    let error = open(folder.path()).unwrap_err();
+    assert!(matches!(error, JournalError::SetAside(ID)), "{error}");
+    assert!(list_journals(folder.path()).unwrap().is_empty());
+    assert_eq!(list_set_aside(folder.path()).unwrap(), [ID]);
+    // Again, as after a power cut in between; and until the tombstone is removed.
+    fs::rename(&names.journal, &path).unwrap();
+    assert!(matches!(
+        open(folder.path()).unwrap_err(),
+        JournalError::SetAside(ID)
+    ));
+    set_aside(&RealFiles, folder.path(), ID, "why").unwrap();
+    set_aside(&RealFiles, folder.path(), ID, "why").unwrap();
+    assert_eq!(fs::read(&names.journal).unwrap(), bytes);
+    fs::remove_file(&names.tombstone).unwrap();
+    assert!(open(folder.path()).unwrap().records().is_empty());
+}

@@ -239,7 +239,8 @@ pub(crate) fn journal(journal: &Journal) -> Vec<Line> {
 /// Formats the journals of a host.
 pub(crate) fn list(journals: &Journals) -> Vec<Line> {
     let folder = journals.folder.display();
-    if journals.journals.is_empty() && journals.unread.is_empty() {
+    let nothing = journals.journals.is_empty() && journals.unread.is_empty();
+    if nothing && journals.set_aside.is_empty() {
         return vec![Line::text(format!("No journal in {folder}."))];
     }
     let mut rows = vec![head(&[
@@ -290,6 +291,10 @@ pub(crate) fn list(journals: &Journals) -> Vec<Line> {
     lines.extend(journals.unread.iter().map(|unread| {
         let line = Line::default().tone(Tone::Bad, "✗ ");
         line.plain(unread.error.clone())
+    }));
+    lines.extend(journals.set_aside.iter().map(|tombstone| {
+        let line = Line::default().tone(Tone::Warn, "! ");
+        line.plain(format!("set aside: {}", tombstone.display()))
     }));
     lines
 }
@@ -413,9 +418,13 @@ mod tests {
             folder: PathBuf::from("/var/lib/longhaul/journal"),
             journals: samples(),
             unread: vec![],
+            set_aside: vec![PathBuf::from(
+                "/var/lib/longhaul/journal/7f3a000000000002.tombstone",
+            )],
         };
         golden::check_lines("journals", &list(&journals), usize::MAX);
         journals.journals.clear();
+        journals.set_aside.clear();
         golden::check_lines("journals_none", &list(&journals), usize::MAX);
     }
 }

@@ -389,6 +389,7 @@ pub(crate) fn host() -> Host {
     Host {
         name: "lyon-1".into(),
         fingerprint: FINGERPRINT.into(),
+        not_writable: vec![],
         version: "0.1.0".into(),
         protocol_versions: vec![1],
         listen: Some("0.0.0.0:7400".into()),
