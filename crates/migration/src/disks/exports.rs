@@ -8,7 +8,6 @@ use crate::disks::export_notes::{self, Notes, Unreadable};
 use crate::disks::left_images::LeftImage;
 use crate::disks::qcow2;
 use crate::host::set_aside::set_aside;
-use crate::limits::peer_claims;
 use crate::status::registry::Taken;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_hypervisor::disk::{self, DiskNodes, Front, InsertError, RemoveError};
@@ -22,7 +21,7 @@ use longhaul_storage::disk::{ExportSize, ImageIdentity, ImageUse};
 use longhaul_storage::front::arriving::masks::Masks;
 use longhaul_storage::front::{FrontFolder, FrontSpec};
 use longhaul_storage::nbd::ExportName;
-use longhaul_storage::{SetAside, file_name};
+use longhaul_storage::{SetAside, file_name, read_journal};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt::Display;
@@ -515,14 +514,17 @@ pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
 
 /// Whether the last record of a journal that is there gives the guest to the destination.
 fn is_committed(journal: &Path) -> bool {
-    match peer_claims::records(journal) {
-        Ok(records) => records.last().is_some_and(|record| match record {
-            Record::Committed { .. } => true,
-            Record::Overruled { run_on, .. } => *run_on == Side::Destination,
-            _ => false,
-        }),
-        // Its agent does not start with it.
-        Err(_) => true,
+    match read_journal(journal) {
+        Ok(reading) => reading
+            .entries
+            .last()
+            .is_some_and(|last| match last.record {
+                Record::Committed { .. } => true,
+                Record::Overruled { run_on, .. } => run_on == Side::Destination,
+                _ => false,
+            }),
+        // One that cannot be read holds its guest, and what is its.
+        Err(_) => journal.exists(),
     }
 }
 
