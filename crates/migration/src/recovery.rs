@@ -17,8 +17,8 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::handover::attempt_record::Left;
-use crate::source::recovered::Settling;
+use crate::handover::attempt_record::AttemptRecord;
+use crate::source::recovered::RecoveredSource;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_storage::{Holder, Journal, JournalError, file_name};
 use std::sync::Arc;
@@ -32,7 +32,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
     for migration in Journal::list(&context.journals)? {
         match Journal::open(&context.journals, migration) {
             // A journal that only answers for an attempt that never began needs nothing.
-            Ok(journal) => all.extend(Left::of(migration, journal).ok()),
+            Ok(journal) => all.extend(AttemptRecord::of(migration, journal).ok()),
             Err(error) if error.is_of_the_file() => unusable.push((migration, error)),
             Err(error) => return Err(error),
         }
@@ -44,7 +44,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         let error = held.hold(migration, &path, error);
         unnamed.extend(error.map(|error| (migration, error)));
     }
-    let is_held = |left: &mut Left| held.is_named(&left.guest);
+    let is_held = |left: &mut AttemptRecord| held.is_named(&left.guest);
     for left in all.extract_if(.., is_held).collect::<Vec<_>>() {
         tracing::warn!(migration = %left.migration, guest = left.guest, "held with its guest");
         held.keep(left.journal);
@@ -74,9 +74,9 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             // By a person's word the guest went on here, and then to a later attempt, which may
             // have released it: that one decides, also when its journal is gone.
             Side::Source if by_another || overruled && (went_on || is_older(context, &left)) => {
-                Settling::pass_on(context, left).await.go_on();
+                RecoveredSource::pass_on(context, left).await.go_on();
             }
-            Side::Source => Settling::take_up(context, left).await.go_on(),
+            Side::Source => RecoveredSource::take_up(context, left).await.go_on(),
             Side::Destination => destination.attempts.take_up(destination, left).await,
         }
     }
@@ -88,7 +88,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
 }
 
 /// Whether the guest came back to the source that had released it.
-fn is_back(left: &Left) -> bool {
+fn is_back(left: &AttemptRecord) -> bool {
     left.records().iter().any(|record| match record {
         Record::Aborted { .. } => true,
         Record::Overruled { run_on, .. } => *run_on == Side::Source,
@@ -96,14 +96,14 @@ fn is_back(left: &Left) -> bool {
     })
 }
 
-fn has_released(left: &Left) -> bool {
+fn has_released(left: &AttemptRecord) -> bool {
     let mut records = left.records().into_iter();
     records.any(|record| matches!(record, Record::Released { .. }))
 }
 
 /// Whether the right to run the guest has left this host since an attempt that never released it
 /// began.
-fn has_left(context: &Context, left: &Left) -> bool {
+fn has_left(context: &Context, left: &AttemptRecord) -> bool {
     match context.rights.get(&left.guest) {
         Ok(right) => right.is_some_and(|right| {
             right.generation > left.terms.generation && right.holder != Holder::Here
@@ -116,7 +116,7 @@ fn has_left(context: &Context, left: &Left) -> bool {
 }
 
 /// Whether the guest has changed hands since a person gave it back in this attempt.
-fn is_older(context: &Context, left: &Left) -> bool {
+fn is_older(context: &Context, left: &AttemptRecord) -> bool {
     match context.rights.get(&left.guest) {
         Ok(right) => right.is_some_and(|right| right.generation > left.terms.after_next()),
         Err(error) => {

@@ -5,7 +5,7 @@
 //!   -> frames into RAM -> Complete -> QEMU loads -> [compared] -> READY -> COMMIT -> runs
 //! ```
 //!
-//! The task owns the guest's QEMU until the hand-over is over; [`Arrival`] is what others see of
+//! The task owns the guest's QEMU until the hand-over is over; [`AttemptHandle`] is what others see of
 //! it, so that a source that was cut off can come back over a new connection.
 
 mod compare;
@@ -15,7 +15,7 @@ mod prepare;
 use crate::channel::TalkError;
 use crate::destination::Destination;
 use crate::destination::dispatch::Call;
-use crate::destination::qemu::{Inbound, InboundError};
+use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::destination::receiver::{ReceiveError, Receiving};
 use crate::disks::base_images::ComingBases;
 use crate::handover::ledger::{DestinationHandover, time_destination};
@@ -46,7 +46,7 @@ const FIRST_EPOCH: Epoch = Epoch(1);
 const STEP_EVERY: Duration = Duration::from_secs(1);
 
 /// What others see of an arrival.
-pub(crate) struct Arrival {
+pub(crate) struct AttemptHandle {
     pub(crate) migration: MigrationId,
     pub(crate) attempt: Attempt,
     pub(crate) source: HostId,
@@ -57,11 +57,11 @@ pub(crate) struct Arrival {
 /// Lets the source of an arrival find it, until it is dropped.
 pub(crate) struct Present {
     context: Arc<Destination>,
-    arrival: Arc<Arrival>,
+    arrival: Arc<AttemptHandle>,
 }
 
 impl Present {
-    pub(crate) fn new(context: &Arc<Destination>, arrival: Arc<Arrival>) -> Self {
+    pub(crate) fn new(context: &Arc<Destination>, arrival: Arc<AttemptHandle>) -> Self {
         context.add_arrival(arrival.clone());
         let context = context.clone();
         Self { context, arrival }
@@ -74,7 +74,7 @@ impl Drop for Present {
     }
 }
 
-impl Arrival {
+impl AttemptHandle {
     /// How far it is.
     pub(crate) fn state(&self) -> DestinationState {
         self.state
@@ -145,14 +145,14 @@ pub(crate) async fn receive(
     owning(task.run(call, bulk)).await;
 }
 
-struct Task {
+struct DestinationAttempt {
     context: Arc<Destination>,
     entry: Arc<Entry>,
-    arrival: Arc<Arrival>,
+    arrival: Arc<AttemptHandle>,
     present: Present,
     offer: Offer,
     handover: DestinationHandover,
-    inbound: Inbound,
+    inbound: DestinationQemu,
     /// What the guest's disks stand on; it is not stopped before that is here.
     bases: ComingBases,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
@@ -166,7 +166,7 @@ struct Task {
     _broken: Option<Box<BulkReceiver>>,
     /// How many bytes were sent early, and of how many bytes in all, as Complete says.
     tail_bytes: Option<(u32, u32)>,
-    loading: Option<JoinHandle<Result<(), InboundError>>>,
+    loading: Option<JoinHandle<Result<(), DestinationQemuError>>>,
     /// Everything is here, and no frame changes anything any more.
     sealed: bool,
     /// ... and of disks it is durable.
@@ -201,7 +201,7 @@ enum Happened {
     Call(Option<Box<(Call, Option<Epoch>)>>),
     Bulk(BulkEnd),
     Everything,
-    Loaded(Result<(), InboundError>),
+    Loaded(Result<(), DestinationQemuError>),
     Settled(Result<(), String>),
     Bases(Result<(), String>),
     QemuEnded,
@@ -212,7 +212,7 @@ enum Happened {
     Resolved(Option<Resolve>),
 }
 
-impl Task {
+impl DestinationAttempt {
     async fn run(mut self, call: Call, bulk: BulkOffer) {
         self.connected(call, FIRST_EPOCH, bulk);
         self.drive().await;
@@ -297,7 +297,7 @@ impl Task {
             loaded = join(&mut self.loading) => {
                 self.loading = None;
                 Happened::Loaded(loaded.unwrap_or_else(|error| {
-                    Err(InboundError::Broken(error.to_string()))
+                    Err(DestinationQemuError::Broken(error.to_string()))
                 }))
             }
             settled = receiving.settled(), if self.sealed && !self.settled => {
@@ -524,7 +524,7 @@ impl Task {
         Ok(())
     }
 
-    async fn loaded(&mut self, loaded: Result<(), InboundError>) {
+    async fn loaded(&mut self, loaded: Result<(), DestinationQemuError>) {
         if loaded.is_ok() {
             self.pace.stepped(Instant::now());
             self.load_time = self.complete_at.map_or(Duration::ZERO, |at| at.elapsed());

@@ -1,7 +1,7 @@
 //! The disks of a guest that arrives: what of them is here. Their images are
 //! [made](crate::disks::images) before.
 
-use crate::destination::fetch_client::Puller;
+use crate::destination::fetch_client::FetchClient;
 use crate::disks::base_images::id_of;
 use crate::disks::qcow2::blocks_with;
 use crate::disks::{blocks_of, write_blocks};
@@ -44,7 +44,7 @@ struct Arriving {
     /// Where its front end is, which answers the guest until all of it is here.
     folder: Option<FrontFolder>,
     /// It runs here: what comes is for whoever answers it.
-    puller: Option<Arc<Puller>>,
+    puller: Option<Arc<FetchClient>>,
     /// Something was brought, and is not known to be there.
     brought: bool,
     syncs: Syncs,
@@ -56,7 +56,7 @@ pub(crate) struct Fetched {
     /// How many blocks its source has of it at most.
     pub(crate) blocks: u64,
     pub(crate) disk: Arc<RawDisk>,
-    pub(crate) puller: Arc<Puller>,
+    pub(crate) puller: Arc<FetchClient>,
 }
 
 /// How long it takes to make a disk durable.
@@ -218,8 +218,8 @@ impl Disks {
             let at = folder.stored_masks();
             masks.write(&at).map_err(|error| failed(&error))?;
             let (news, _heard) = tokio::sync::mpsc::channel(NEWS_MAX);
-            let listed =
-                Puller::connect(folder, (masks.region, 0), news).and_then(|puller| puller.listed());
+            let listed = FetchClient::connect(folder, (masks.region, 0), news)
+                .and_then(|puller| puller.listed());
             listed.map_err(|error| failed(&error))?;
         }
         Ok(())

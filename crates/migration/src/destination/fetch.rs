@@ -22,12 +22,12 @@ mod verify;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::attempt::{Arrival, BulkEnd, Present, join, next_message, until};
+use crate::destination::attempt::{AttemptHandle, BulkEnd, Present, join, next_message, until};
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::dispatch::Call;
 use crate::destination::fetch::give_up::GivingUp;
 use crate::destination::fetch::verify::Question;
-use crate::destination::fetch_client::{News, Puller};
+use crate::destination::fetch_client::{FetchClient, News};
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, FrontError, Incomplete};
@@ -68,7 +68,7 @@ pub(crate) struct Begun {
     pub(crate) entry: Option<Arc<Entry>>,
     pub(crate) handover: DestinationHandover,
     pub(crate) reservation: Option<Reservation>,
-    pub(crate) arrival: Arc<Arrival>,
+    pub(crate) arrival: Arc<AttemptHandle>,
     pub(crate) called: mpsc::Receiver<(Call, Option<Epoch>)>,
     pub(crate) present: Present,
     /// The connection that the source has yet.
@@ -78,7 +78,7 @@ pub(crate) struct Begun {
 }
 
 /// A guest's disks as they are fetched.
-pub(crate) struct Pulling {
+pub(crate) struct Fetch {
     context: Arc<Destination>,
     begun: Begun,
     disks: BTreeMap<RegionId, Fetched>,
@@ -111,7 +111,7 @@ pub(crate) struct Pulling {
 
 struct Fetched {
     disk: Incomplete,
-    puller: Option<Arc<Puller>>,
+    puller: Option<Arc<FetchClient>>,
     missing_blocks: u64,
     waiting: u64,
     /// Why what is here cannot be whole.
@@ -133,7 +133,7 @@ enum Happened {
     Retry,
 }
 
-impl Pulling {
+impl Fetch {
     pub(crate) fn new(context: Arc<Destination>, begun: Begun) -> Self {
         let now = Instant::now();
         let asked = begun.entry.as_ref().map(|entry| entry.resolutions());
@@ -247,7 +247,7 @@ impl Pulling {
             fetched.whole = false;
             fetched.broken = None;
             let (folder, news) = (&fetched.disk.folder, self.news.0.clone());
-            match block_in_place(|| Puller::connect(folder, (*region, number), news)) {
+            match block_in_place(|| FetchClient::connect(folder, (*region, number), news)) {
                 Ok(puller) => fetched.puller = Some(puller),
                 Err(error) => failed = Some(format!("disk {}: {error}", fetched.disk.name)),
             }

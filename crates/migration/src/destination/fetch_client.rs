@@ -26,7 +26,7 @@ pub(crate) struct News {
 }
 
 /// A connection to the server of one disk.
-pub(crate) struct Puller {
+pub(crate) struct FetchClient {
     stream: UnixStream,
     barriers: Mutex<Barriers>,
     changed: Condvar,
@@ -40,7 +40,7 @@ struct Barriers {
     gone: bool,
 }
 
-impl Puller {
+impl FetchClient {
     /// Connects; the news go to `news`, which must be heard.
     pub(crate) fn connect(
         folder: &FrontFolder,
@@ -171,7 +171,7 @@ impl Puller {
     }
 }
 
-impl Drop for Puller {
+impl Drop for FetchClient {
     fn drop(&mut self) {
         self.end();
     }

@@ -1,6 +1,6 @@
 //! A guest's clock after it has moved: measured and set right while the guest runs, and reported.
 
-use crate::destination::qemu::Inbound;
+use crate::destination::qemu::DestinationQemu;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::guest_agent::{self, Clock};
 use longhaul_hypervisor::qmp::Qmp;
@@ -15,7 +15,7 @@ const OPEN_WITHIN: Duration = Duration::from_millis(500);
 /// Between two looks at the port.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
-impl Inbound {
+impl DestinationQemu {
     /// Looks at the clock of a guest that runs again, beside everything else. It ends in a few
     /// seconds, whatever the guest does.
     pub(crate) fn set_clock(&self) -> JoinHandle<Option<message::GuestClock>> {

@@ -16,7 +16,7 @@ pub(crate) mod receiver;
 pub(crate) mod recovered;
 
 use crate::context::Context;
-use crate::destination::attempt::Arrival;
+use crate::destination::attempt::AttemptHandle;
 use crate::destination::recovered::Attempts;
 use crate::host::lock::lock;
 use longhaul_protocol::{Attempt, HostId, MigrationId};
@@ -27,7 +27,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// The attempts of which this host is the destination.
 pub(crate) struct Destination {
     pub(crate) context: Arc<Context>,
-    arrivals: Mutex<HashMap<MigrationId, Arc<Arrival>>>,
+    arrivals: Mutex<HashMap<MigrationId, Arc<AttemptHandle>>>,
     /// Those that no task is busy with.
     pub(crate) attempts: Attempts,
 }
@@ -50,15 +50,15 @@ impl Destination {
         }
     }
 
-    pub(crate) fn arrivals(&self) -> MutexGuard<'_, HashMap<MigrationId, Arc<Arrival>>> {
+    pub(crate) fn arrivals(&self) -> MutexGuard<'_, HashMap<MigrationId, Arc<AttemptHandle>>> {
         lock(&self.arrivals)
     }
 
-    pub(crate) fn add_arrival(&self, arrival: Arc<Arrival>) {
+    pub(crate) fn add_arrival(&self, arrival: Arc<AttemptHandle>) {
         self.arrivals().insert(arrival.migration, arrival);
     }
 
-    pub(crate) fn remove_arrival(&self, arrival: &Arrival) {
+    pub(crate) fn remove_arrival(&self, arrival: &AttemptHandle) {
         self.arrivals().remove(&arrival.migration);
     }
 
@@ -68,7 +68,7 @@ impl Destination {
         migration: MigrationId,
         attempt: Attempt,
         source: HostId,
-    ) -> Option<Arc<Arrival>> {
+    ) -> Option<Arc<AttemptHandle>> {
         let found = self.arrivals().get(&migration).cloned();
         found.filter(|arrival| arrival.attempt == attempt && arrival.source == source)
     }

@@ -33,7 +33,7 @@ use std::sync::Arc;
 
 /// Why an arriving guest's QEMU could not do its part.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum InboundError {
+pub(crate) enum DestinationQemuError {
     /// What this host can do is not known.
     #[error(transparent)]
     Capabilities(#[from] CapabilitiesError),
@@ -106,7 +106,7 @@ fn differences(list: &[Difference]) -> String {
     format!("{}{more}", shown.join("; "))
 }
 
-impl InboundError {
+impl DestinationQemuError {
     /// What the source is told.
     pub(crate) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
@@ -131,7 +131,7 @@ impl InboundError {
 }
 
 /// The QEMU of an arriving guest.
-pub(crate) struct Inbound {
+pub(crate) struct DestinationQemu {
     guest: Guest,
     qmp: Qmp,
     machine: Machine,
@@ -147,7 +147,7 @@ pub(crate) struct Inbound {
     meter: Meter,
 }
 
-impl Inbound {
+impl DestinationQemu {
     /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
     pub(crate) async fn launch(
         context: &Context,
@@ -155,12 +155,13 @@ impl Inbound {
         arriving: (Disks, Kept),
         bases: BTreeMap<String, Base>,
         admission: &Admission,
-    ) -> Result<Self, InboundError> {
+    ) -> Result<Self, DestinationQemuError> {
         let meter = Meter::start();
         let capabilities = context.parts.prober.capabilities().await?;
         let machine_type = &offer.guest.machine;
         let emulator = capabilities.emulator_for(machine_type);
-        let emulator = emulator.ok_or_else(|| InboundError::NoEmulator(machine_type.clone()))?;
+        let emulator =
+            emulator.ok_or_else(|| DestinationQemuError::NoEmulator(machine_type.clone()))?;
         let (description, emulator) = (offer.guest.clone(), emulator.to_owned());
         let (accelerator, generation) = (capabilities.accelerator, offer.generation.0);
         let config = context.parts.config.hypervisor.clone();
@@ -178,7 +179,7 @@ impl Inbound {
         });
         let launched = launched
             .await
-            .map_err(|error| InboundError::Broken(error.to_string()))?;
+            .map_err(|error| DestinationQemuError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
         match Self::set_up(offer, &guest, &qmp, arriving, admission).await {
             Ok((machine, memory, places, receiving, shown)) => Ok(Self {
@@ -208,12 +209,13 @@ impl Inbound {
         qmp: &Qmp,
         arriving: (Disks, Kept),
         admission: &Admission,
-    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), InboundError> {
+    ) -> Result<(Machine, GuestMemory, Vec<usize>, Arc<Receiving>, Shown), DestinationQemuError>
+    {
         admission.note(guest.folder())?;
         let machine = observe(qmp).await?;
         let different = machine.differences(&offer.machine);
         if !different.is_empty() {
-            return Err(InboundError::Different(different));
+            return Err(DestinationQemuError::Different(different));
         }
         let pid = guest
             .pid()
@@ -247,7 +249,7 @@ impl Inbound {
         context: &Context,
         migration: MigrationId,
         disks: &[Comes],
-    ) -> Result<(), InboundError> {
+    ) -> Result<(), DestinationQemuError> {
         let state = &context.parts.config.state;
         let coming = Coming {
             migration,
@@ -275,7 +277,7 @@ impl Inbound {
     }
 
     /// Gives QEMU the head of the stream; again is nothing new.
-    pub(crate) async fn begin(&mut self, prelude: &[u8]) -> Result<(), InboundError> {
+    pub(crate) async fn begin(&mut self, prelude: &[u8]) -> Result<(), DestinationQemuError> {
         if self.begun {
             return Ok(());
         }
@@ -289,10 +291,10 @@ impl Inbound {
     pub(crate) fn load(
         &mut self,
         tail: Vec<u8>,
-    ) -> impl Future<Output = Result<(), InboundError>> + Send + use<> {
+    ) -> impl Future<Output = Result<(), DestinationQemuError>> + Send + use<> {
         let incoming = self.incoming.take();
         async move {
-            let incoming = incoming.ok_or(InboundError::Order("Complete without Start"))?;
+            let incoming = incoming.ok_or(DestinationQemuError::Order("Complete without Start"))?;
             incoming.finish(&tail).await?;
             Ok(())
         }
@@ -304,15 +306,15 @@ impl Inbound {
         region: RegionId,
         range: BlockRange,
         blocks_per_digest: u32,
-    ) -> Result<Vec<[u8; 16]>, InboundError> {
-        let not_moved = || InboundError::Order("a region that is not moved");
+    ) -> Result<Vec<[u8; 16]>, DestinationQemuError> {
+        let not_moved = || DestinationQemuError::Order("a region that is not moved");
         let content = match self.places.get(usize::from(region.0)) {
             Some(place) => verify::Content::Memory(Arc::new(self.memory.clone()), *place),
             None => verify::Content::Disk(self.receiving.disk(region).ok_or_else(not_moved)?),
         };
         content
             .digests(range, blocks_per_digest, self.key)
-            .map_err(InboundError::Content)
+            .map_err(DestinationQemuError::Content)
     }
 
     /// Lets the guest run, unless it was paused, as the holder of this generation.
@@ -320,7 +322,7 @@ impl Inbound {
         &mut self,
         generation: Generation,
         paused: bool,
-    ) -> Result<(), InboundError> {
+    ) -> Result<(), DestinationQemuError> {
         self.shown = None;
         if !paused {
             self.qmp
@@ -374,14 +376,17 @@ impl Inbound {
 }
 
 /// Where each region lies in a QEMU.
-fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, InboundError> {
+fn places(
+    memory: &GuestMemory,
+    regions: &[RegionSpec],
+) -> Result<Vec<usize>, DestinationQemuError> {
     let place = |spec: &RegionSpec| {
         let place = memory.find(&spec.name);
         let place = place.filter(|place| {
             let block = &memory.blocks()[*place];
             !block.is_kept() && block.blocks() == spec.blocks
         });
-        let missing = || InboundError::Region {
+        let missing = || DestinationQemuError::Region {
             name: spec.name.clone(),
             blocks: spec.blocks,
         };
@@ -391,7 +396,9 @@ fn places(memory: &GuestMemory, regions: &[RegionSpec]) -> Result<Vec<usize>, In
     let places: Vec<usize> = memory.map(place).collect::<Result<_, _>>()?;
     let distinct: BTreeSet<usize> = places.iter().copied().collect();
     if distinct.len() < places.len() {
-        return Err(InboundError::Order("two regions are the same RAM block"));
+        return Err(DestinationQemuError::Order(
+            "two regions are the same RAM block",
+        ));
     }
     Ok(places)
 }

@@ -6,10 +6,10 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::destination::attempt::{Arrival, Present};
-use crate::destination::fetch::{Begun, Pulling};
+use crate::destination::attempt::{AttemptHandle, Present};
+use crate::destination::fetch::{Begun, Fetch};
 use crate::disks::{exports, images};
-use crate::handover::attempt_record::{self, Left, abort_reason};
+use crate::handover::attempt_record::{self, AttemptRecord, abort_reason};
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, Ledger, drive_destination, tell_destination,
     time_destination,
@@ -51,7 +51,7 @@ const CLOSED_MAX: usize = 256;
 /// The attempts that wait for their sources without a task.
 #[derive(Default)]
 pub(crate) struct Attempts {
-    waiting: Mutex<HashMap<MigrationId, Remembered>>,
+    waiting: Mutex<HashMap<MigrationId, RecoveredDestination>>,
     /// Lately closed. A question about one of them that was overtaken on its way is not one about
     /// an attempt that never began, which would need a record that nobody removes; and an offer
     /// that was is not accepted, since its source would not come for what it leaves.
@@ -59,7 +59,7 @@ pub(crate) struct Attempts {
 }
 
 /// The destination's side without its task.
-struct Remembered {
+struct RecoveredDestination {
     handover: DestinationHandover,
     /// The source; none for an attempt that never began here.
     peer: Option<HostId>,
@@ -77,9 +77,9 @@ struct Remembered {
 
 impl Attempts {
     /// Takes up what an earlier agent left: what has to be done here is done when this returns.
-    pub(crate) async fn take_up(&self, context: &Arc<Destination>, left: Left) {
+    pub(crate) async fn take_up(&self, context: &Arc<Destination>, left: AttemptRecord) {
         let migration = left.migration;
-        let mut remembered = Remembered::of(context, left);
+        let mut remembered = RecoveredDestination::of(context, left);
         if matches!(remembered.state(), DestinationState::Closed { .. }) {
             // The source was told, or asks once more, and needs no record for the answer.
             return remembered.handover.ledger.remove_journal();
@@ -142,7 +142,7 @@ impl Attempts {
         }
         let mut remembered = match waiting.remove(&migration) {
             Some(remembered) => remembered,
-            None => Remembered::from_journal(context, migration, attempt)?,
+            None => RecoveredDestination::from_journal(context, migration, attempt)?,
         };
         if remembered.peer.is_some_and(|of| of != peer)
             || remembered.handover.ledger.terms.attempt != attempt
@@ -206,8 +206,8 @@ impl Attempts {
     }
 }
 
-impl Remembered {
-    fn of(context: &Arc<Destination>, left: Left) -> Self {
+impl RecoveredDestination {
+    fn of(context: &Arc<Destination>, left: AttemptRecord) -> Self {
         let core = core(left.terms, true, &left.records());
         Self {
             peer: Some(left.peer),
@@ -231,7 +231,7 @@ impl Remembered {
         attempt: Attempt,
     ) -> Result<Self, JournalError> {
         let journal = Journal::open(&context.journals, migration)?;
-        let journal = match Left::of(migration, journal) {
+        let journal = match AttemptRecord::of(migration, journal) {
             Ok(left) => return Ok(Self::of(context, left)),
             Err(journal) => *journal,
         };
@@ -316,7 +316,7 @@ impl Remembered {
         let ledger = &self.handover.ledger;
         let attempt = (ledger.migration, ledger.terms.attempt);
         let Some(peer) = self.peer else { return };
-        let (arrival, called) = Arrival::again(attempt, peer, self.handover.state());
+        let (arrival, called) = AttemptHandle::again(attempt, peer, self.handover.state());
         let begun = Begun {
             present: Present::new(context, arrival.clone()),
             entry: self.entry,
@@ -328,7 +328,7 @@ impl Remembered {
             clock: None,
             running: None,
         };
-        crate::host::task::spawn(Pulling::new(context.clone(), begun).run());
+        crate::host::task::spawn(Fetch::new(context.clone(), begun).run());
     }
 
     /// Tells the guest to run, unless it was told, or has changed hands since. One that would not
@@ -448,7 +448,7 @@ impl Remembered {
     }
 }
 
-impl DestinationOwner for Remembered {
+impl DestinationOwner for RecoveredDestination {
     fn handover(&mut self) -> &mut DestinationHandover {
         &mut self.handover
     }

@@ -11,7 +11,7 @@ use longhaul_storage::Journal;
 use std::sync::Arc;
 
 /// One attempt, with its journal.
-pub(crate) struct Left {
+pub(crate) struct AttemptRecord {
     pub(crate) migration: MigrationId,
     pub(crate) side: handover::Side,
     pub(crate) guest: String,
@@ -22,7 +22,7 @@ pub(crate) struct Left {
     pub(crate) journal: Journal,
 }
 
-impl Left {
+impl AttemptRecord {
     /// The last attempt that a journal tells of; none where it begins with an answer about an
     /// attempt that never began here.
     pub(crate) fn of(migration: MigrationId, journal: Journal) -> Result<Self, Box<Journal>> {

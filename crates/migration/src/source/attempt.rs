@@ -24,10 +24,10 @@ use crate::source::acks::{AcknowledgeError, Acknowledging};
 use crate::source::attempt::drain::next_of_rest;
 use crate::source::attempt::switchover::Disks;
 use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
-use crate::source::drain::Draining;
+use crate::source::drain::Drain;
 use crate::source::plan::Look;
-use crate::source::qemu::{Outbound, Stopped};
-use crate::source::retained_qemu::Departed;
+use crate::source::qemu::{SourceQemu, Stopped};
+use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Line, SendError, Sending};
 use crate::source::verify::{Comparison, Next};
 use crate::status::failure;
@@ -69,7 +69,7 @@ pub(crate) struct Task {
     pub(crate) entry: Arc<Entry>,
     pub(crate) offer: Offer,
     pub(crate) host: String,
-    pub(crate) outbound: Outbound,
+    pub(crate) outbound: SourceQemu,
     pub(crate) sending: Arc<Sending>,
     pub(crate) handover: SourceHandover,
     pub(crate) downtime: Duration,
@@ -85,7 +85,7 @@ pub(crate) struct Task {
 }
 
 /// A task at work.
-pub(crate) struct Departure {
+pub(crate) struct SourceAttempt {
     task: Task,
     session: Option<Session>,
     dial: Option<Dial>,
@@ -117,10 +117,10 @@ pub(crate) struct Departure {
     summary: Option<Summary>,
     predicted: bool,
     /// The guest runs at the destination, which fetches what is left of its disks.
-    draining: Option<Draining>,
+    draining: Option<Drain>,
     committed_at: Option<Instant>,
     /// Its QEMU, where that stands for what its memory held.
-    departed: Option<Departed>,
+    departed: Option<RetainedQemu>,
     /// The guest could not be resumed, which is tried again without this task.
     unresumed: bool,
     /// Both journals are complete.
@@ -149,7 +149,7 @@ enum Happened {
     Tick,
 }
 
-impl Departure {
+impl SourceAttempt {
     /// Takes over from preparing: the destination launches its QEMU, the source's tracks writes.
     pub(crate) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();

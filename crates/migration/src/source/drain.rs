@@ -21,7 +21,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// What is left here, and which connection it goes over.
-pub(crate) struct Draining {
+pub(crate) struct Drain {
     sending: Arc<Sending>,
     disks: BTreeMap<RegionId, Disk>,
     /// It is used once the destination has said what it lacks.
@@ -63,11 +63,7 @@ impl Content for Images {
 
 /// What sends what is left of a guest's disks that an earlier agent has let go; none where nothing
 /// is.
-pub(crate) fn left(
-    state: &Path,
-    guest: &str,
-    migration: MigrationId,
-) -> io::Result<Option<Draining>> {
+pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Result<Option<Drain>> {
     let mut left = exports::left(state, guest, migration)?;
     left.sort_by_key(|image| image.left.region);
     let Some(first) = left.first() else {
@@ -113,10 +109,10 @@ pub(crate) fn left(
     let verify = left.iter().all(|image| image.left.verify);
     // An agent may have died before it had done so.
     left_images::note_content(state, guest, migration);
-    Ok(Some(Draining::begin(&sending, images, verify)))
+    Ok(Some(Drain::begin(&sending, images, verify)))
 }
 
-impl Draining {
+impl Drain {
     /// What sends it.
     pub(crate) fn sending(&self) -> &Arc<Sending> {
         &self.sending

@@ -5,7 +5,7 @@ use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
 use crate::source::prepare::{Candidate, candidate, is_paused};
-use crate::source::qemu::Outbound;
+use crate::source::qemu::SourceQemu;
 use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{
@@ -219,7 +219,7 @@ async fn look_here(
         ));
     }
     let mut seen = Look::default();
-    match Outbound::attach(candidate.guest.clone(), qmp).await {
+    match SourceQemu::attach(candidate.guest.clone(), qmp).await {
         Ok(outbound) => {
             let mut looking = look(&outbound);
             while looking.changed().await.is_ok() {}
@@ -248,7 +248,7 @@ pub(crate) struct Look {
 
 /// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at
 /// how fast it writes. What was seen is whole when the sender is gone.
-pub(crate) fn look(outbound: &Outbound) -> watch::Receiver<Look> {
+pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
     let (memory, places) = outbound.memory();
     let regions = outbound.regions().to_vec();
     let (sender, receiver) = watch::channel(Look::default());

@@ -8,15 +8,15 @@ use crate::host::hooks::Step;
 use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
-use crate::source::attempt::{Departure, Task};
+use crate::source::attempt::{SourceAttempt, Task};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
 use crate::source::disk_graph::GraphWatch;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
-use crate::source::qemu::Outbound;
-use crate::source::recovered::Settling;
+use crate::source::qemu::SourceQemu;
+use crate::source::recovered::RecoveredSource;
 use crate::source::sender::{Encoding, Sending};
 use crate::source::verify::Checked;
 use crate::status::failure;
@@ -187,7 +187,7 @@ impl Preparing {
         let next = Generation(self.candidate.generation.0 + 1);
         let prepared = self.prepare(reservation).await;
         match prepared {
-            Ok((task, session)) => Departure::new(task, session).run().await,
+            Ok((task, session)) => SourceAttempt::new(task, session).run().await,
             Err(mut error) => {
                 context.last_hook(&entry, Step::Stays, next).await;
                 error.state_of_guest.get_or_insert(state);
@@ -238,9 +238,9 @@ impl Preparing {
             .context
             .leave(&self.entry, guest.description(), &host.name, next);
         self.unless_cancelled(leaving).await??;
-        let mut outbound = Outbound::attach(guest.clone(), qmp)
+        let mut outbound = SourceQemu::attach(guest.clone(), qmp)
             .await
-            .map_err(crate::source::qemu::OutboundError::into_api)?;
+            .map_err(crate::source::qemu::SourceQemuError::into_api)?;
         let memory = outbound.regions().len();
         let mut local =
             local_disks::local(&self.context, guest.description(), asked, &known, memory)?;
@@ -316,7 +316,7 @@ impl Preparing {
                     // It is written again until it is there.
                     tracing::error!(%error, "a record cannot be written");
                 }
-                Settling::given_up(&self.context, journal, &self.entry, reservation).await;
+                RecoveredSource::given_up(&self.context, journal, &self.entry, reservation).await;
                 return Err(error);
             }
         };
@@ -414,7 +414,7 @@ impl Preparing {
         &self,
         control: Control,
         offer: &mut Offer,
-        outbound: &mut Outbound,
+        outbound: &mut SourceQemu,
         held: Held,
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
@@ -452,7 +452,7 @@ impl Preparing {
     fn sending(
         &self,
         offer: &Offer,
-        outbound: &Outbound,
+        outbound: &SourceQemu,
         keeps: &Keeps,
     ) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
@@ -514,7 +514,7 @@ impl Preparing {
 }
 
 /// The offer as it is said.
-fn offered(context: &Context, offer: &Offer, outbound: &Outbound, held: &Held) -> ToDestination {
+fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held) -> ToDestination {
     let mut disks: Vec<_> = outbound
         .disks()
         .iter()

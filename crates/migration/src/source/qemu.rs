@@ -7,7 +7,7 @@ use crate::host::fail_point;
 use crate::source::disk_graph::GraphWatch;
 use crate::source::exports::Fronts;
 use crate::source::local_disks::LocalDisk;
-use crate::source::retained_qemu::Departed;
+use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Content, Sending};
 use crate::status::usage::{Meter, Usage};
 use longhaul_api::{ApiError, ErrorCode};
@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 
 /// Why a departing guest's QEMU could not do its part.
 #[derive(Debug, thiserror::Error)]
-pub(crate) enum OutboundError {
+pub(crate) enum SourceQemuError {
     /// Its memory cannot be reached.
     #[error(transparent)]
     Attach(#[from] AttachError),
@@ -48,14 +48,14 @@ pub(crate) enum OutboundError {
     Over,
 }
 
-impl OutboundError {
+impl SourceQemuError {
     pub(crate) fn into_api(self) -> ApiError {
         ApiError::new(ErrorCode::Qemu, self.to_string())
     }
 }
 
 /// The QEMU of a departing guest.
-pub(crate) struct Outbound {
+pub(crate) struct SourceQemu {
     guest: Guest,
     qmp: Qmp,
     memory: Arc<GuestMemory>,
@@ -80,9 +80,9 @@ pub(crate) struct Stopped {
     pub(crate) tail: Vec<u8>,
 }
 
-impl Outbound {
+impl SourceQemu {
     /// Looks at a guest's memory; nothing is changed.
-    pub(crate) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, OutboundError> {
+    pub(crate) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, SourceQemuError> {
         let pid = guest
             .pid()
             .ok_or_else(|| io::Error::other("it has no process"))?;
@@ -209,7 +209,7 @@ impl Outbound {
     }
 
     /// Begins QEMU's migration, which may slow the guest by up to so many percent of its time.
-    pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), OutboundError> {
+    pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), SourceQemuError> {
         let path: PathBuf = self.guest.folder().socket("outgoing")?;
         let settings = Settings::look(&self.qmp)
             .await
@@ -248,7 +248,7 @@ impl Outbound {
         event: Event,
         engine: &mut Source,
         now: Duration,
-    ) -> Result<(), OutboundError> {
+    ) -> Result<(), SourceQemuError> {
         match event {
             Event::PassStarted { pass } => engine.pass_started(now, pass == 1),
             Event::Written(written) => self.written(&written, engine)?,
@@ -261,7 +261,7 @@ impl Outbound {
         Ok(())
     }
 
-    fn written(&self, written: &Written, engine: &mut Source) -> Result<(), OutboundError> {
+    fn written(&self, written: &Written, engine: &mut Source) -> Result<(), SourceQemuError> {
         // A block that is not moved in frames travels with the device state.
         let region = self.places.iter().position(|place| *place == written.block);
         let Some(region) = region else { return Ok(()) };
@@ -313,8 +313,8 @@ impl Outbound {
         &mut self,
         sending: &Sending,
         now: Duration,
-    ) -> Result<Option<Stopped>, OutboundError> {
-        let outgoing = self.outgoing.as_mut().ok_or(OutboundError::Over)?;
+    ) -> Result<Option<Stopped>, SourceQemuError> {
+        let outgoing = self.outgoing.as_mut().ok_or(SourceQemuError::Over)?;
         if fail_point::is_armed_at_convergence() {
             outgoing.complete_early().await?;
             fail_point::after_convergence();
@@ -368,7 +368,7 @@ impl Outbound {
     }
 
     /// Lets the guest go on here as before.
-    pub(crate) async fn abort(&mut self) -> Result<(), OutboundError> {
+    pub(crate) async fn abort(&mut self) -> Result<(), SourceQemuError> {
         self.graph = None;
         if self.gone {
             return Ok(());
@@ -417,11 +417,11 @@ impl Outbound {
 
     /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs
     /// elsewhere.
-    pub(crate) async fn quit(&mut self, context: &Context) -> Option<Departed> {
+    pub(crate) async fn quit(&mut self, context: &Context) -> Option<RetainedQemu> {
         let was_gone = std::mem::replace(&mut self.gone, true);
         self.outgoing = None;
         if !was_gone {
-            let departed = Departed::stand(context, &self.guest, &self.memory, &self.places);
+            let departed = RetainedQemu::stand(context, &self.guest, &self.memory, &self.places);
             if departed.is_some() {
                 return departed;
             }

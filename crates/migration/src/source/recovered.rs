@@ -7,7 +7,7 @@
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
-use crate::handover::attempt_record::{Left, is_stale, of_attempt, stale};
+use crate::handover::attempt_record::{AttemptRecord, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
     SourceHandover, SourceOwner, drive_source, tell_source, time_source,
 };
@@ -16,7 +16,7 @@ use crate::source::acks::Acknowledging;
 use crate::source::connect::{
     Attempted, Dial, Dialled, Session, SessionError, dialled, next_message,
 };
-use crate::source::drain::{self, Draining};
+use crate::source::drain::{self, Drain};
 use crate::source::sender::SendError;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
@@ -43,7 +43,7 @@ const LOST_AFTER: Duration = Duration::from_secs(3);
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
 /// The source's end without its task.
-pub(crate) struct Settling {
+pub(crate) struct RecoveredSource {
     handover: SourceHandover,
     paused: bool,
     entry: Option<Arc<Entry>>,
@@ -60,7 +60,7 @@ pub(crate) struct Settling {
     /// It has ended, and the hook for that has yet to run.
     ended: Option<Arc<Entry>>,
     /// The images that the missing blocks are sent from, once the guest runs at the destination.
-    left: Option<LeftHere>,
+    left: Option<DrainImages>,
     /// Whether blocks may be missing there.
     leaves: bool,
     /// Why the missing blocks cannot be sent from here.
@@ -76,12 +76,12 @@ enum End {
 }
 
 /// What sends the missing blocks of a guest's disks.
-struct LeftHere {
-    draining: Draining,
+struct DrainImages {
+    draining: Drain,
     worker: JoinHandle<SendError>,
 }
 
-impl Drop for LeftHere {
+impl Drop for DrainImages {
     fn drop(&mut self) {
         self.worker.abort();
     }
@@ -97,7 +97,7 @@ enum Happened {
     Look,
 }
 
-impl SourceOwner for Settling {
+impl SourceOwner for RecoveredSource {
     fn handover(&mut self) -> &mut SourceHandover {
         &mut self.handover
     }
@@ -153,9 +153,9 @@ impl SourceOwner for Settling {
     }
 }
 
-impl Settling {
+impl RecoveredSource {
     /// Takes up what an earlier agent left: what has to be done here is done when this returns.
-    pub(crate) async fn take_up(context: &Arc<Context>, left: Left) -> Self {
+    pub(crate) async fn take_up(context: &Arc<Context>, left: AttemptRecord) -> Self {
         let leaves = leaves(context, &left.guest, left.migration);
         let config = config(left.terms, leaves);
         let core = Core::restore(config, &left.records(), first_epoch(), Duration::ZERO);
@@ -180,7 +180,7 @@ impl Settling {
 
     /// Takes up an attempt whose guest has gone on since by a person's word: the destination has
     /// yet to hear of that, and the guest is left alone.
-    pub(crate) async fn pass_on(context: &Arc<Context>, left: Left) -> Self {
+    pub(crate) async fn pass_on(context: &Arc<Context>, left: AttemptRecord) -> Self {
         let config = config(left.terms, false);
         let core = Core::pass_on(config, &left.records(), first_epoch(), Duration::ZERO);
         let paused = left.paused;
@@ -212,7 +212,7 @@ impl Settling {
         entry: &Entry,
         reservation: Reservation,
     ) {
-        let Ok(left) = Left::of(entry.id(), journal) else {
+        let Ok(left) = AttemptRecord::of(entry.id(), journal) else {
             return;
         };
         let core = Core::restore(
@@ -420,7 +420,7 @@ impl Settling {
         };
         let answering = exports::keep_answering(state, guest).await;
         answering.map_err(|error| SessionError::Left(io::Error::other(error)))?;
-        self.left = Some(LeftHere {
+        self.left = Some(DrainImages {
             worker: tokio::spawn(draining.sending().clone().work()),
             draining,
         });
@@ -609,7 +609,7 @@ impl Settling {
 }
 
 /// Waits for what is to be said of what has come.
-async fn next_of_rest(left: &mut Option<LeftHere>) -> ToDestination {
+async fn next_of_rest(left: &mut Option<DrainImages>) -> ToDestination {
     match left {
         Some(left) => left.draining.next().await,
         None => std::future::pending().await,

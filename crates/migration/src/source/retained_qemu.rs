@@ -34,7 +34,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const SWEEP_EVERY: Duration = Duration::from_secs(600);
 
 /// The QEMU of a guest that runs elsewhere, and needs nothing of it.
-pub(crate) struct Departed {
+pub(crate) struct RetainedQemu {
     guest: Guest,
     memory: Arc<GuestMemory>,
     /// Which of its RAM blocks were regions of the move.
@@ -43,7 +43,7 @@ pub(crate) struct Departed {
 
 /// A guest's memory while it is written down.
 struct Read<'a> {
-    departed: &'a Departed,
+    departed: &'a RetainedQemu,
     context: &'a Context,
     stands: &'a Retained,
     until: Instant,
@@ -71,7 +71,7 @@ impl Memory for Read<'_> {
     }
 
     fn read(&self, region: usize, range: BlockRange, into: &mut [u8]) -> Result<(), String> {
-        let Departed {
+        let RetainedQemu {
             guest,
             memory,
             places,
@@ -103,7 +103,7 @@ impl Memory for Read<'_> {
     }
 }
 
-impl Departed {
+impl RetainedQemu {
     /// Lets a guest's QEMU stand; none where nothing is to be kept, or that cannot be noted.
     pub(crate) fn stand(
         context: &Context,
@@ -128,7 +128,7 @@ impl Departed {
     pub(crate) fn keep(self, context: &Arc<Context>, entry: Arc<Entry>, reservation: Reservation) {
         let name = self.guest.name().to_owned();
         let stands = context.retained_qemus.add(&name);
-        reservation.now(Taken::Departed);
+        reservation.now(Taken::RetainedQemu);
         let leaves = Leaves {
             context: context.clone(),
             guest: name.clone(),

@@ -7,7 +7,7 @@ mod verified_ranges;
 
 use crate::disks::blocks_of;
 use crate::source::local_disks::LocalDisk;
-use crate::source::qemu::Outbound;
+use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use crate::verify::{BLOCK, Content, DIGESTS_MAX};
 use longhaul_api::VerifyResult;
@@ -114,7 +114,7 @@ pub(crate) enum Next {
 impl Comparison {
     /// Compares everything that is not known to be equal, but for disks of which something may be
     /// left here when the guest goes; it must be stopped at the source.
-    pub(crate) fn begin(outbound: &Outbound, sending: &Arc<Sending>) -> Self {
+    pub(crate) fn begin(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
         let (memory, places) = outbound.memory();
         let regions = outbound.regions().iter().cloned();
         let memory = regions
@@ -130,7 +130,7 @@ impl Comparison {
     }
 
     /// Compares what has settled of disks, once, while the guest runs.
-    pub(crate) fn ahead(outbound: &Outbound, sending: &Arc<Sending>) -> Self {
+    pub(crate) fn ahead(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
         let disks = outbound.disks().iter().map(Image::of).collect();
         Self::start(disks, sending, Worker::run_ahead)
     }

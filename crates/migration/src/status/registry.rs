@@ -27,7 +27,7 @@ pub(crate) enum Taken {
     /// It is moving.
     Moving(MigrationId, Side),
     /// It has left, and what its memory held is written down.
-    Departed,
+    RetainedQemu,
 }
 
 /// Keeps others off a guest until it is dropped.
@@ -112,7 +112,7 @@ impl Registry {
                 format!("{guest} is being started or stopped"),
                 "try again when that is done".to_owned(),
             ),
-            Taken::Departed => (
+            Taken::RetainedQemu => (
                 format!("what the memory of {guest} held is being kept"),
                 "try again when that is done".to_owned(),
             ),

@@ -1,7 +1,7 @@
 //! Answers the source's questions about the memory that arrived, within what it may have worked
 //! out.
 
-use crate::destination::attempt::Task;
+use crate::destination::attempt::DestinationAttempt;
 use longhaul_protocol::message::ToSource;
 use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
 use tokio::task::block_in_place;
@@ -22,7 +22,7 @@ fn fits(regions: &[RegionSpec], region: RegionId, range: BlockRange) -> Result<(
     }
 }
 
-impl Task {
+impl DestinationAttempt {
     /// Sends the digests of a range, as QEMU's RAM holds it.
     pub(crate) async fn compare(
         &mut self,

@@ -1,8 +1,8 @@
 //! Carries out what the core of a destination's end decides.
 
-use crate::destination::attempt::Task;
-use crate::destination::fetch::{Begun, Pulling};
-use crate::destination::qemu::InboundError;
+use crate::destination::attempt::DestinationAttempt;
+use crate::destination::fetch::{Begun, Fetch};
+use crate::destination::qemu::DestinationQemuError;
 use crate::disks::{exports, images};
 use crate::handover::attempt_record::abort_reason;
 use crate::handover::ledger::{
@@ -19,7 +19,7 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::Instant;
 
-impl Task {
+impl DestinationAttempt {
     /// Tells the core what happened, and carries out what it decides.
     pub(crate) async fn tell(&mut self, event: Event) {
         let before = self.state().clone();
@@ -117,7 +117,7 @@ impl Task {
             clock,
             running,
         };
-        Pulling::new(context, begun).run().await;
+        Fetch::new(context, begun).run().await;
     }
 
     fn disconnect_bulk(&mut self) {
@@ -194,7 +194,7 @@ impl Task {
                 Event::Resumed
             }
             // QEMU says that it did not: so the guest has never run here.
-            Err(InboundError::Qmp(error @ QmpError::Refused { .. })) => {
+            Err(DestinationQemuError::Qmp(error @ QmpError::Refused { .. })) => {
                 Event::ResumeFailed(crate::channel::short(&error.to_string()))
             }
             // It may have run before QEMU fell silent: it is here, whatever became of it.
@@ -222,7 +222,7 @@ impl Task {
     }
 }
 
-impl DestinationOwner for Task {
+impl DestinationOwner for DestinationAttempt {
     fn handover(&mut self) -> &mut DestinationHandover {
         &mut self.handover
     }

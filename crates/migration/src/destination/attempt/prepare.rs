@@ -3,12 +3,12 @@
 
 use crate::context::Context;
 use crate::destination::Destination;
-use crate::destination::attempt::{Arrival, FIRST_EPOCH, Present, Task};
+use crate::destination::attempt::{AttemptHandle, DestinationAttempt, FIRST_EPOCH, Present};
 use crate::destination::disks::Disks;
 use crate::destination::dispatch::{Call, allows};
 use crate::destination::files::{self, Proof};
 use crate::destination::local_content::Kept;
-use crate::destination::qemu::{Inbound, InboundError};
+use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::disks::base_images::ComingBases;
 use crate::disks::exports::{self, Comes};
 use crate::disks::images::{self, Place};
@@ -75,7 +75,7 @@ pub(crate) async fn prepare(
     call: &mut Call,
     (mut offer, disks): (Offer, &[OfferedDisk]),
     files: Option<&[FileClaim]>,
-) -> Result<(Task, BulkOffer), Refused> {
+) -> Result<(DestinationAttempt, BulkOffer), Refused> {
     let host = &context.parts.config.name;
     if !allows(&call.control, Permission::SendGuests) {
         let text = format!("{host} does not let this host send guests");
@@ -150,7 +150,7 @@ pub(crate) async fn prepare(
     let places = block_in_place(|| images::places(context, &offer, disks))?;
     let mut bases = block_in_place(|| ComingBases::begin(context, &places))?;
     let (calls, called) = mpsc::channel(4);
-    let arrival = Arc::new(Arrival {
+    let arrival = Arc::new(AttemptHandle {
         migration: offer.migration,
         attempt: offer.attempt,
         source: peer.id,
@@ -221,7 +221,7 @@ pub(crate) async fn prepare(
                 Err(error) => Err((error.into(), None)),
             }
         }
-        Err(error) => Err((InboundError::Images(error), None)),
+        Err(error) => Err((DestinationQemuError::Images(error), None)),
     };
     let (inbound, bulk) = match launched {
         Ok(launched) => launched,
@@ -269,7 +269,7 @@ pub(crate) async fn prepare(
     });
     let handover = DestinationHandover::new(core, ledger);
     arrival.set_state(handover.state());
-    let task = Task {
+    let task = DestinationAttempt {
         resolutions: entry.resolutions(),
         context: context.clone(),
         entry,
@@ -351,7 +351,7 @@ async fn launch(
     places: &[Place],
     there: There<'_>,
     admission: &Admission,
-) -> Result<(Inbound, BulkOffer), (InboundError, Option<BulkOffer>)> {
+) -> Result<(DestinationQemu, BulkOffer), (DestinationQemuError, Option<BulkOffer>)> {
     let launching = |bulk_token| ToSource::Launching {
         bulk_token,
         keeps: there.kept.told(),
@@ -371,13 +371,14 @@ async fn launch_qemu(
     places: &[Place],
     there: There<'_>,
     admission: &Admission,
-) -> Result<Inbound, InboundError> {
+) -> Result<DestinationQemu, DestinationQemuError> {
     let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
     let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
-    let mut inbound = Inbound::launch(context, offer, arriving, there.below, admission).await?;
+    let mut inbound =
+        DestinationQemu::launch(context, offer, arriving, there.below, admission).await?;
     if let Err(why) = block_in_place(|| inbound.has(&there.proof)) {
         inbound.quit().await;
-        return Err(InboundError::Exchanged(why));
+        return Err(DestinationQemuError::Exchanged(why));
     }
     let comes = places.iter().map(|place| (place, place.offered.pulled));
     let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);

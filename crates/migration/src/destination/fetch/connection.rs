@@ -2,7 +2,7 @@
 
 use crate::destination::attempt::{BulkEnd, receive_from};
 use crate::destination::dispatch::Call;
-use crate::destination::fetch::{Pulling, send};
+use crate::destination::fetch::{Fetch, send};
 use crate::handover::ledger::{DestinationHandover, DestinationOwner};
 use longhaul_attempt::destination::{Action, Event};
 use longhaul_engine::chunk::CHUNK_BLOCKS;
@@ -13,7 +13,7 @@ use longhaul_protocol::limits::REMAINING_MAX;
 use longhaul_protocol::message::ToSource;
 use longhaul_storage::front::arriving::masks::Masks;
 
-impl Pulling {
+impl Fetch {
     pub(super) async fn called(&mut self, call: Call, epoch: Option<Epoch>) {
         self.caller = Some(call);
         self.tell_core(Event::Called(epoch)).await;
@@ -111,7 +111,7 @@ fn missing(masks: &Masks) -> Vec<Missing> {
     }
 }
 
-impl DestinationOwner for Pulling {
+impl DestinationOwner for Fetch {
     fn handover(&mut self) -> &mut DestinationHandover {
         &mut self.begun.handover
     }

@@ -1,6 +1,6 @@
 //! Gives up the blocks that only a source has which never returns: they become zeros.
 
-use crate::destination::fetch::{Fetched, Pulling};
+use crate::destination::fetch::{Fetch, Fetched};
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, HandoverRecord, Resolve};
 use longhaul_attempt::destination::Event;
@@ -67,7 +67,7 @@ impl GivingUp {
     }
 }
 
-impl Pulling {
+impl Fetch {
     /// Gives up what is missing, unless the source is here again.
     pub(crate) async fn resolved(&mut self, resolve: Resolve) {
         if self.begun.call.is_some() || !resolve.give_up_missing {

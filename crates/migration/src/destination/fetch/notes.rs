@@ -1,12 +1,12 @@
 //! Finds the disks that are to be complete, by their notes, and compares their number with the
 //! journal's.
 
-use crate::destination::fetch::{Fetched, Pulling};
+use crate::destination::fetch::{Fetch, Fetched};
 use crate::disks::exports;
 use crate::handover::attempt_record;
 use std::collections::BTreeSet;
 
-impl Pulling {
+impl Fetch {
     /// Finds the disks, or tells why not all of them are known.
     pub(crate) fn find(&mut self) {
         let lost = self.find_all().err();

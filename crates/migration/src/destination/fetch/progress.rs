@@ -1,6 +1,6 @@
 //! What people see of a guest that runs here while a part of its disks is yet to come.
 
-use crate::destination::fetch::{Fetched, Pulling};
+use crate::destination::fetch::{Fetch, Fetched};
 use longhaul_api::{DiskChoice, RegionProgress};
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange};
@@ -60,7 +60,7 @@ fn first_byte(blocks: &BTreeSet<u64>) -> Option<u64> {
     blocks.first().map(|block| block * BLOCK_SIZE as u64)
 }
 
-impl Pulling {
+impl Fetch {
     /// Says how it stands now.
     pub(crate) fn show(&self) {
         let Some(entry) = &self.begun.entry else {

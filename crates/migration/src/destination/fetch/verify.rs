@@ -1,7 +1,7 @@
 //! Comparing what has come with the source, which asks: answered when all has come, but for what
 //! the guest has written here, and before the source may let go of what it has.
 
-use crate::destination::fetch::{Fetched, Pulling, send};
+use crate::destination::fetch::{Fetch, Fetched, send};
 use crate::verify::{Content, WRITTEN};
 use longhaul_codec::DigestKey;
 use longhaul_protocol::message::ToSource;
@@ -19,7 +19,7 @@ pub(crate) struct Question {
     pub(crate) blocks_per_digest: u32,
 }
 
-impl Pulling {
+impl Fetch {
     /// Whether something that has come is yet to be compared.
     pub(crate) fn is_to_be_compared(&self) -> bool {
         self.disks.values().any(|disk| disk.unwritten.is_some())

@@ -1,14 +1,14 @@
 //! What is left here of a guest's disks when it runs at the destination.
 
 use crate::disks::left_images;
-use crate::source::attempt::Departure;
-use crate::source::drain::Draining;
+use crate::source::attempt::SourceAttempt;
+use crate::source::drain::Drain;
 use crate::source::local_disks::may_be_left;
 use crate::source::verify::Image;
 use longhaul_api::Phase;
 use longhaul_protocol::message::{ToDestination, ToSource};
 
-impl Departure {
+impl SourceAttempt {
     /// The guest runs at the destination, which asks for the rest of its disks over a connection
     /// that begins with what is missing.
     pub(crate) fn drain_over_session(&mut self) {
@@ -19,7 +19,7 @@ impl Departure {
             .collect();
         if self.draining.is_none() && !left.is_empty() {
             let verify = self.task.offer.verify;
-            self.draining = Some(Draining::begin(&self.task.sending, left, verify));
+            self.draining = Some(Drain::begin(&self.task.sending, left, verify));
             let state = self.task.context.parts.config.state.clone();
             let (guest, migration) = (
                 self.task.offer.guest.name.clone(),
@@ -48,7 +48,7 @@ impl Departure {
     }
 
     pub(crate) async fn drain(&mut self) {
-        let said = self.draining.as_mut().map(Draining::unreadable);
+        let said = self.draining.as_mut().map(Drain::unreadable);
         for message in said.unwrap_or_default() {
             self.send(message).await;
         }
@@ -65,7 +65,7 @@ impl Departure {
 }
 
 /// Waits for what is to be said of what has come.
-pub(crate) async fn next_of_rest(draining: &mut Option<Draining>) -> ToDestination {
+pub(crate) async fn next_of_rest(draining: &mut Option<Drain>) -> ToDestination {
     match draining {
         Some(draining) => draining.next().await,
         None => std::future::pending().await,

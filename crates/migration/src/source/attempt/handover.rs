@@ -3,7 +3,7 @@
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
 use crate::host::hooks::Step;
-use crate::source::attempt::{Departure, SUMMARY_WITHIN, Task};
+use crate::source::attempt::{SUMMARY_WITHIN, SourceAttempt, Task};
 use crate::source::connect::{Attempted, Dial, next_message};
 use crate::source::verify::Comparison;
 use crate::status::{failure, in_doubt};
@@ -13,7 +13,7 @@ use longhaul_engine::handover::SourceState;
 use longhaul_protocol::message::{ToDestination, ToSource};
 use tokio::time::Instant;
 
-impl Departure {
+impl SourceAttempt {
     /// Ends the attempt, where that is still this side's to decide, or worth asking for.
     pub(crate) async fn fail(&mut self, error: ApiError) {
         if self.failure.is_some() || self.task.handover.core.has_given_up() {
@@ -127,7 +127,7 @@ impl Departure {
     }
 }
 
-impl SourceOwner for Departure {
+impl SourceOwner for SourceAttempt {
     fn handover(&mut self) -> &mut SourceHandover {
         &mut self.task.handover
     }
@@ -178,7 +178,7 @@ impl SourceOwner for Departure {
     }
 }
 
-impl Departure {
+impl SourceAttempt {
     /// Sends over a connection for blocks, after all that the destination must know before them.
     fn send_blocks(&mut self) -> Option<Event> {
         self.announced = None;

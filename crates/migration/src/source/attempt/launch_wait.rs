@@ -1,14 +1,14 @@
 //! While the destination launches its QEMU: blocks travel already, and what comes of it is heard.
 
 use crate::channel::TalkError;
-use crate::source::attempt::Departure;
+use crate::source::attempt::SourceAttempt;
 use crate::source::connect::{OFFER_WITHIN, SessionError};
 use crate::source::local_disks::LocalDisk;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::Refusal;
 
-impl Departure {
+impl SourceAttempt {
     /// The destination's QEMU waits for the guest.
     pub(crate) async fn accepted(&mut self, machine: &Machine) {
         let differences = machine.differences(&self.task.offer.machine);

@@ -1,12 +1,12 @@
 //! What people see of a departure: its progress, its prediction and its report.
 
-use crate::source::attempt::{Departure, StoppedAt, Task};
+use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::connect::Session;
 use crate::source::convergence;
-use crate::source::drain::Draining;
+use crate::source::drain::Drain;
 use crate::source::local_disks::LocalDisk;
 use crate::source::plan::{self, Asking};
-use crate::source::recovered::Settling;
+use crate::source::recovered::RecoveredSource;
 use crate::status::failure;
 use longhaul_api::ApiError;
 use longhaul_api::{Outcome, RegionProgress};
@@ -21,7 +21,7 @@ use tokio::time::Instant;
 /// A link is known after so long.
 const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
 
-impl Departure {
+impl SourceAttempt {
     /// Counts what went over a session that has ended.
     pub(crate) fn keep_wire_bytes(&mut self, session: &Session) {
         if let Some(line) = &session.line {
@@ -47,9 +47,9 @@ impl Departure {
         self.shown_at = Instant::now();
         self.predict(false);
         let now = self.now();
-        let unreadable = self.draining.as_ref().map(Draining::unreadable_bytes);
+        let unreadable = self.draining.as_ref().map(Drain::unreadable_bytes);
         let unreadable = unreadable.unwrap_or_default();
-        let trouble = self.draining.as_ref().and_then(Draining::trouble);
+        let trouble = self.draining.as_ref().and_then(Drain::trouble);
         let engine = self.task.sending.engine();
         let regions: Vec<RegionProgress> = engine
             .pending_by_region()
@@ -259,7 +259,7 @@ impl Departure {
             handover.ledger.remove_journal();
         } else {
             let reservation = reservation.filter(|_| handover.core.is_unresumed());
-            Settling::hand_on(handover, offer.paused, reservation, self.session).go_on();
+            RecoveredSource::hand_on(handover, offer.paused, reservation, self.session).go_on();
         }
     }
 }

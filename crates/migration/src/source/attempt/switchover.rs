@@ -1,7 +1,7 @@
 //! Stopping the guest of a departure, and sending what only a guest that stands still can give.
 
 use crate::host::hooks::Step;
-use crate::source::attempt::{Departure, StoppedAt, Task};
+use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::verify::Comparison;
 use crate::status::failure;
 use longhaul_api::{ApiError, Phase};
@@ -33,7 +33,7 @@ pub(crate) struct Disks {
     next_at: Option<Instant>,
 }
 
-impl Departure {
+impl SourceAttempt {
     /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which
     /// flushes them while the guest stands still, finds little to do. Not before: it is in the way
     /// of the guest's own flushes.
