@@ -49,6 +49,8 @@ pub struct Source {
     /// The last epoch that was used or tried.
     epoch: Epoch,
     lost_at: Option<Duration>,
+    /// The time of the last input.
+    now: Duration,
     pause: Duration,
     /// Whether memory and disks can be sent: not after a restart.
     live: bool,
@@ -107,6 +109,7 @@ impl Source {
             connection: Connection::Waiting { until: now },
             epoch,
             lost_at: None,
+            now,
             pause: ASK_EVERY,
             live,
             launching: None,
@@ -180,7 +183,9 @@ impl Source {
         }
         let dial = match self.connection {
             Connection::Waiting { until } => Some(until),
-            Connection::Up { blocks, heard_at } if !blocks => Some(heard_at + ANSWER_WITHIN),
+            Connection::Up { blocks, heard_at } if !(blocks && self.wants_blocks()) => {
+                Some(heard_at + ANSWER_WITHIN)
+            }
             Connection::Up { .. } | Connection::Dialling => None,
         };
         let times = [
@@ -195,6 +200,7 @@ impl Source {
 
     /// Does what is due.
     pub fn handle_timeout(&mut self, now: Duration) {
+        self.now = now;
         if self.finished {
             return;
         }
@@ -226,7 +232,9 @@ impl Source {
         }
         match self.connection {
             Connection::Waiting { until } if until <= now => self.dial(),
-            Connection::Up { blocks, heard_at } if !blocks && heard_at + ANSWER_WITHIN <= now => {
+            Connection::Up { blocks, heard_at }
+                if !(blocks && self.wants_blocks()) && heard_at + ANSWER_WITHIN <= now =>
+            {
                 self.hang_up(now);
             }
             _ => {}
@@ -235,6 +243,7 @@ impl Source {
 
     /// Takes an input.
     pub fn handle(&mut self, event: Event, now: Duration) {
+        self.now = now;
         if self.finished {
             return;
         }
@@ -605,7 +614,9 @@ impl Source {
     }
 
     fn send(&mut self, message: ToDestination) {
-        if matches!(self.connection, Connection::Up { .. }) {
+        if let Connection::Up { heard_at, .. } = &mut self.connection {
+            // The answer is waited for from now on.
+            *heard_at = self.now;
             self.push(Action::Send(message));
         }
     }
