@@ -125,7 +125,7 @@ fn run(configurations: &[Configuration]) -> io::Result<bool> {
     good &= let_loose()?;
     let verdict = if good { "holds" } else { "DOES NOT HOLD" };
     let seconds = began.elapsed().as_secs_f64();
-    say(&format!("\nthe hand-over {verdict} ({seconds:.0} s)"))?;
+    say(&format!("\nthe handover {verdict} ({seconds:.0} s)"))?;
     Ok(good)
 }
 

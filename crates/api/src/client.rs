@@ -1,5 +1,4 @@
-//! Implements the client of the API: one connection a request, with limits and time-outs on
-//! everything.
+//! Implements the client of the API: one connection per request, with limits on sizes and times.
 
 use crate::operation::{Method, Operation};
 use crate::{
@@ -23,22 +22,22 @@ use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
 const CONNECT_WAIT: Duration = Duration::from_secs(5);
-/// The time limit for answers from the agent's memory or disk.
+/// Time limit for answers from the agent's memory or disk.
 const ANSWER_WAIT: Duration = Duration::from_secs(15);
-/// The time limit for answers that involve QEMU or another host.
+/// Time limit for answers that involve QEMU or another host.
 const WORK_WAIT: Duration = Duration::from_secs(180);
-/// The time limit between two lines of a watched migration, which an agent sends every second.
+/// Time limit between two lines of a watched migration. An agent sends one at least every second.
 const WATCH_WAIT: Duration = Duration::from_secs(20);
 
-/// Why a request failed.
+/// The reason of a failed request.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// No agent answers there.
+    /// No agent answers at the endpoint.
     #[error("agent unreachable at {endpoint}: {source}")]
     Unreachable {
         /// The expected endpoint of the agent.
         endpoint: String,
-        /// The error.
+        /// The error of the connection.
         source: io::Error,
     },
     /// The agent accepts the connection and sends no answer.
@@ -49,7 +48,7 @@ pub enum ClientError {
         /// The time limit, in seconds.
         wait_s: u64,
     },
-    /// The answer is not of this API.
+    /// The answer does not conform to this API.
     #[error("the agent at {endpoint} gave an answer that makes no sense: {what}")]
     Nonsense {
         /// The endpoint of the agent.
@@ -71,7 +70,7 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Returns advice for the user.
+    /// Returns a remedy for the user.
     pub fn hint(&self) -> Option<String> {
         match self {
             Self::Unreachable { endpoint, source } => Some(match source.kind() {
@@ -131,7 +130,7 @@ impl Client {
         }
     }
 
-    /// Creates a client of an agent elsewhere, at `host:port`. `config` decides which keys are
+    /// Creates a client of an agent at `host:port`, over TLS. `config` decides which keys are
     /// accepted.
     pub fn tls(address: &str, config: Arc<rustls::ClientConfig>, token: &str) -> Self {
         Self {
@@ -148,7 +147,7 @@ impl Client {
         self.get(Operation::GetHost, "").await
     }
 
-    /// Returns the hosts that it trusts.
+    /// Returns the trusted hosts.
     pub async fn hosts(&self) -> Result<TrustedHosts, ClientError> {
         self.get(Operation::ListHosts, "").await
     }
@@ -174,7 +173,7 @@ impl Client {
             .await
     }
 
-    /// Returns the guests.
+    /// Returns the guests of the agent's host.
     pub async fn guests(&self) -> Result<Guests, ClientError> {
         self.get(Operation::ListGuests, "").await
     }
@@ -201,7 +200,7 @@ impl Client {
             .await
     }
 
-    /// Takes back the right to run a guest from a host that never comes back.
+    /// Reclaims the right to run a guest from a host that never returns.
     pub async fn reclaim_guest(
         &self,
         guest: &str,
@@ -211,7 +210,7 @@ impl Client {
             .await
     }
 
-    /// Attaches to a guest that another program started.
+    /// Attaches a guest that another program started.
     pub async fn attach_guest(
         &self,
         guest: &str,
@@ -221,7 +220,7 @@ impl Client {
             .await
     }
 
-    /// Detaches from an attached guest.
+    /// Detaches an attached guest.
     pub async fn detach_guest(&self, guest: &str) -> Result<(), ClientError> {
         let request = self.request(Operation::DetachGuest, guest, Bytes::new())?;
         timeout(ANSWER_WAIT, self.exchange(request))
@@ -230,7 +229,7 @@ impl Client {
             .map(|_| ())
     }
 
-    /// Checks and predicts a migration.
+    /// Checks and predicts a migration without changing anything.
     pub async fn plan(&self, plan: &PlanRequest) -> Result<Plan, ClientError> {
         self.send(Operation::PlanMigration, "", plan, WORK_WAIT)
             .await
@@ -247,24 +246,24 @@ impl Client {
         self.get(Operation::ListMigrations, "").await
     }
 
-    /// Returns one migration, by its id or a prefix of it.
+    /// Returns one migration, by its id or an unambiguous prefix of it.
     pub async fn migration(&self, id: &str) -> Result<Migration, ClientError> {
         self.get(Operation::GetMigration, id).await
     }
 
-    /// Stops a migration and keeps the guest at the source.
+    /// Cancels a migration. The guest stays at the source.
     pub async fn cancel(&self, id: &str) -> Result<Migration, ClientError> {
         self.send(Operation::CancelMigration, id, &(), WORK_WAIT)
             .await
     }
 
-    /// States which side runs the guest of a migration whose agents have lost each other.
+    /// Resolves a migration whose agents cannot connect: decides which side runs the guest.
     pub async fn resolve(&self, id: &str, resolve: &Resolve) -> Result<Migration, ClientError> {
         self.send(Operation::ResolveMigration, id, resolve, WORK_WAIT)
             .await
     }
 
-    /// Changes a migration's limit.
+    /// Changes a migration's rate limit.
     pub async fn limit(&self, id: &str, limit: &Limit) -> Result<Migration, ClientError> {
         self.send(Operation::LimitMigration, id, limit, WORK_WAIT)
             .await
@@ -295,7 +294,7 @@ impl Client {
         })
     }
 
-    /// Returns the API's description, as that agent serves it.
+    /// Returns the OpenAPI description that the agent serves.
     pub async fn openapi(&self) -> Result<serde_json::Value, ClientError> {
         self.get(Operation::GetOpenapi, "").await
     }
@@ -398,7 +397,7 @@ impl Client {
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream))
             .await
             .map_err(|error| self.lost(error))?;
-        // Ends with the last byte of the answer, or when the receiver is dropped.
+        // The task ends with the last byte of the answer, or when the receiver is dropped.
         tokio::spawn(connection);
         sender
             .send_request(request)
@@ -487,7 +486,8 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Returns the next progress; `None` after the last, which has an outcome. Safe to cancel.
+    /// Returns the next progress, or `None` after the last one, which has an outcome. Safe to
+    /// cancel.
     pub async fn next(&mut self) -> Option<Result<Progress, ClientError>> {
         if self.ended {
             return None;

@@ -1,53 +1,58 @@
-//! Defines when a guest is stopped, and the measures against one that writes faster than the link
+//! Defines when a guest is stopped, and the responses to one that writes faster than the link
 //! carries.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Which rule says when the guest is stopped.
+/// The rule that decides when to stop the guest. All but `predicted` exist for comparison.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum StopRule {
-    /// As soon as the downtime that is predicted, over what is left after encoding, fits what was
-    /// asked for; memory that is written again and again waits for the stop.
+    /// Stop when the predicted downtime of the pending data, after encoding, is within the
+    /// requested downtime. Pages that the guest writes often are sent after the stop.
     #[default]
     Predicted,
-    /// CloudNet's smart stop, to compare with: less is left than after each of the last 5 passes.
+    /// CloudNet's rule: stop when less is pending than after each of the last 5 passes, or when the
+    /// pending data grows in each of them.
     Cloudnet,
-    /// Xen's, to compare with: fewer than 50 pages left, 30 passes, or 3 times the memory sent.
+    /// Xen's rule: stop when fewer than 50 pages are pending, after 30 passes, or when more than 3
+    /// times the memory was sent.
     Xen,
-    /// QEMU's, to compare with: what is left, uncompressed, fits the downtime asked for.
+    /// QEMU's rule: stop when the pending data, uncompressed, fits the requested downtime, or when
+    /// `wait_at_most_ms` has passed.
     Qemu,
 }
 
-/// What is done about a guest that writes too fast for the downtime asked for.
+/// The response to a guest that writes too fast for the requested downtime.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum TooFast {
-    /// Stop it at the best moment, and accept a longer downtime.
+    /// Stop the guest at the best moment, with a longer downtime.
     #[default]
     Accept,
-    /// Slow it, step by step and up to a limit, and accept a longer downtime where that is not
-    /// enough in time.
+    /// Slow the guest in steps, up to a limit. If that does not suffice in time, accept a longer
+    /// downtime.
     Slow,
-    /// Wait for a quieter moment, and accept a longer downtime where none comes in time.
+    /// Wait until the guest writes less. If it does not in time, accept a longer downtime.
     Wait,
 }
 
-/// How a migration comes to its end. What is as usual may be left out, and is.
+/// The convergence of a migration. Requests may omit fields, and answers omit fields that have
+/// their default.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(default, deny_unknown_fields)]
 pub struct Convergence {
-    /// The rule.
+    /// Rule that decides when to stop the guest (default `predicted`).
     #[serde(skip_serializing_if = "is_default")]
     pub stop_rule: StopRule,
-    /// What is done about a guest that writes too fast.
+    /// Response to a guest that writes too fast (default `accept`).
     #[serde(skip_serializing_if = "is_default")]
     pub too_fast: TooFast,
-    /// By how much a guest may be slowed, in percent of its time.
+    /// Maximum share of the guest's time that `slow` takes, in percent (1 to 99, default 60).
     #[serde(skip_serializing_if = "is_usual_share")]
     pub slow_at_most_percent: u8,
-    /// How long a guest that writes too fast is slowed, or waited for, in milliseconds.
+    /// Time limit for `slow` and `wait`, in milliseconds (default 300000). With the `qemu` rule it
+    /// always applies.
     #[serde(skip_serializing_if = "is_usual_wait")]
     pub wait_at_most_ms: u64,
 }
@@ -75,51 +80,51 @@ impl Default for Convergence {
     }
 }
 
-/// A guest that writes faster than the link carries, and what becomes of that.
+/// A guest that writes faster than the link carries, and the consequences.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Outpaced {
-    /// What its writes take on the link, in bytes per second.
+    /// Rate that the guest's writes need on the link, in bytes per second.
     pub written_bytes_per_s: u64,
-    /// What the link carries, in bytes per second.
+    /// Rate of the link, in bytes per second.
     pub link_bytes_per_s: u64,
-    /// By how much it is slowed, in percent of its time; null where it is not.
+    /// Share of the guest's time that is taken to slow it, in percent; null if it is not slowed.
     pub slowed_percent: Option<u8>,
-    /// What happens by itself.
+    /// Next step without an operator's decision, as text.
     pub then: String,
-    /// What else could be done.
+    /// Alternatives, as text.
     pub choices: String,
 }
 
-/// Why a guest was stopped when it was.
+/// The reason for the moment of the stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum StopReason {
-    /// What the rule looks at was within what was asked for.
+    /// The prediction, or the rule's measure, was within the limit.
     WithinLimit,
-    /// It would not have got better: the guest wrote too fast for the link.
+    /// No improvement was expected: the guest wrote too fast for the link.
     LocalMinimum,
-    /// More and more was left.
+    /// The pending data grew with each pass.
     RisingTrend,
-    /// It had been slowed or waited for as long as was allowed.
+    /// The time limit for slowing or waiting had passed.
     WaitedEnough,
-    /// As many passes as the rule allows.
+    /// The rule's limit on passes was reached.
     Passes,
-    /// As many bytes as the rule allows.
+    /// The rule's limit on bytes was reached.
     Bytes,
 }
 
-/// How the moment of the stop was chosen.
+/// The choice of the moment of the stop.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct StopChoice {
-    /// The rule.
+    /// Rule that decided.
     pub rule: StopRule,
-    /// Why it was then.
+    /// Reason for the moment.
     pub reason: StopReason,
-    /// The downtime that was predicted in that moment, in milliseconds; null where the link was not
+    /// Predicted downtime at that moment, in milliseconds; null if the rate of the link was not
     /// known.
     pub predicted_ms: Option<u64>,
-    /// The same with what it is unsure by, in milliseconds.
+    /// Upper bound of this prediction, in milliseconds.
     pub predicted_at_most_ms: Option<u64>,
-    /// By how much the guest was slowed, in percent of its time; null where it was not.
+    /// Share of the guest's time that was taken to slow it, in percent; null if it was not slowed.
     pub slowed_percent: Option<u8>,
 }

@@ -1,33 +1,35 @@
-//! Defines the choices for disks that move with their guest.
+//! Defines the strategies for disks that move with their guest, and for their base images.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// How the disks move that are on the source host alone. Disks that both hosts see stay where they
-/// are.
+/// The strategy for local disks: those that only the source has. Disks that both hosts share are
+/// not copied.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum DiskChoice {
-    /// As suits the guest and the link.
+    /// `precopy` or `mirror` for each disk, by the rate of the link and of the guest's writes.
     #[default]
     Auto,
-    /// All of a disk before the guest is stopped.
+    /// The whole disk is sent before the guest is stopped.
     Precopy,
-    /// All of a disk before the guest is stopped, and each of its writes before it is answered.
+    /// The whole disk is sent before the guest is stopped. When the copy is complete, each write of
+    /// the guest also waits for the destination.
     Mirror,
-    /// What is seldom written before the guest is stopped, the rest when it runs at the
-    /// destination.
+    /// Blocks that the guest seldom writes are sent before it is stopped. The destination fetches
+    /// the missing blocks after the switchover.
     Hybrid,
-    /// All of a disk when the guest runs at the destination.
+    /// Nothing of the disk is sent before the guest is stopped. The destination fetches the missing
+    /// blocks after the switchover.
     Postcopy,
-    /// Not at all: both hosts see every disk.
+    /// No disk is copied: both hosts share all disks.
     Shared,
 }
 
 impl DiskChoice {
-    /// Every choice.
+    /// All strategies.
     pub const ALL: [Self; 6] = [
         Self::Auto,
         Self::Precopy,
@@ -37,7 +39,7 @@ impl DiskChoice {
         Self::Shared,
     ];
 
-    /// Its name, as in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
@@ -49,7 +51,7 @@ impl DiskChoice {
         }
     }
 
-    /// Whether nothing was chosen.
+    /// Returns whether this is the default, `auto`.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
@@ -73,25 +75,23 @@ impl FromStr for DiskChoice {
     }
 }
 
-/// When the guest goes on at a destination that does not have all of a base image that its disks
-/// stand on.
+/// When a guest runs at a destination that does not have its disks' base images completely.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum BaseChoice {
-    /// When all of it is there: it needs no repository then.
+    /// When the base images are complete. Then the guest needs no image repository.
     #[default]
     Whole,
-    /// At once: what it reads that is missing is fetched then, and all else behind it. While the
-    /// repository is away it waits
-    /// for that.
+    /// At once. Missing blocks that the guest reads are fetched first, all others in the
+    /// background. While the image repository cannot be reached, these reads wait.
     Lazy,
 }
 
 impl BaseChoice {
-    /// Every choice.
+    /// All choices.
     pub const ALL: [Self; 2] = [Self::Whole, Self::Lazy];
 
-    /// Its name, as in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Whole => "whole",
@@ -99,7 +99,7 @@ impl BaseChoice {
         }
     }
 
-    /// Whether nothing was chosen.
+    /// Returns whether this is the default, `whole`.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }

@@ -1,30 +1,30 @@
-//! Defines a migration whose agents have lost each other: what is known until they connect again,
-//! and how an operator ends it.
+//! Defines a migration whose agents cannot connect: what is known of it, and how an operator
+//! resolves it.
 
 use crate::migration::Side;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What one side of a migration has written down last.
+/// The last decisive record of one side of a migration, in its journal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum HandoverRecord {
-    /// It takes part, and may end the attempt by itself.
+    /// The attempt has begun. This host may abort it on its own.
     Began,
-    /// Destination: everything is here and loaded; only the source's word is missing.
+    /// Destination: the guest is loaded, and waits for the source's release.
     Ready,
-    /// Source: the guest is given away; only the destination's word gives it back.
+    /// Source: the guest is released. It continues here only if the destination has aborted.
     Released,
-    /// Destination: the guest belongs here.
+    /// Destination: the guest belongs to this host.
     Committed,
-    /// Source: the destination has committed, and has yet to say that it has everything.
+    /// Source: the destination has committed, and has not confirmed yet that no block is missing.
     Done,
-    /// The attempt is over, and the guest stays at the source.
+    /// The attempt has ended, and the guest stays at the source.
     Aborted,
 }
 
 impl HandoverRecord {
-    /// Returns its name in the journal and for display.
+    /// Returns the name in the journal and for display.
     pub fn name(self) -> &'static str {
         match self {
             Self::Began => "BEGAN",
@@ -37,68 +37,70 @@ impl HandoverRecord {
     }
 }
 
-/// What is known of a migration that needs the other host, which does not answer, and the ways out.
-/// Before DONE at the source and COMMITTED at the destination it is in doubt where the guest runs.
-/// From then on it runs at the destination, which needs blocks of the source.
+/// The state of a migration that needs the other host, which does not answer, and the possible
+/// decisions. Before `done` at the source and `committed` at the destination, it is in doubt where
+/// the guest runs. After that, the guest runs at the destination, which may need blocks from the
+/// source.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Doubt {
-    /// Since when it needs the other host, in milliseconds since 1970.
+    /// Time since when this host needs the other one, in milliseconds since 1970.
     pub since_unix_ms: u64,
-    /// What this host has written down last.
+    /// Last record of this host.
     pub record: HandoverRecord,
-    /// The generation that the right to run has with the destination.
+    /// Generation of the right to run the guest, if the destination gets it.
     pub generation: u64,
-    /// The other host's name here.
+    /// Name of the other host, as it is trusted here.
     pub other_host: String,
-    /// What the other host was last known to have written down; null where nothing was heard.
+    /// Last known record of the other host; null if none is known.
     pub other_record: Option<HandoverRecord>,
-    /// When it was heard of last, in milliseconds since 1970.
+    /// Time of the other host's last sign, in milliseconds since 1970; null without one.
     pub heard_unix_ms: Option<u64>,
-    /// Whether it answered when it was asked last; null before it was.
+    /// Whether the other host answered the last question; null before the first.
     pub reachable: Option<bool>,
-    /// Why it did not answer.
+    /// Reason why the other host did not answer; null if it did.
     pub unreachable_because: Option<String>,
-    /// When it was asked last, in milliseconds since 1970.
+    /// Time of the last question to the other host, in milliseconds since 1970; null before the
+    /// first.
     pub asked_unix_ms: Option<u64>,
-    /// How the guest is here.
+    /// State of the guest on this host, as text.
     pub here: String,
-    /// What happens by itself, and when.
+    /// Next step without an operator's decision, and its condition, as text.
     pub then: String,
-    /// What a person can do where that cannot come to pass.
+    /// Decisions that an operator can make if the other host never returns.
     pub ways_out: Vec<WayOut>,
 }
 
-/// Something that an operator can do about a migration whose other host does not answer.
+/// A decision that an operator can make about a migration if the other host does not answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct WayOut {
-    /// The side that would run the guest.
+    /// Side that would run the guest.
     pub run_on: Side,
-    /// The host whose agent is to be told so.
+    /// Host whose agent must get the decision.
     pub tell: String,
-    /// Whether the other side must be named dead or fenced.
+    /// Whether the request must have `other_side`.
     pub needs_other_side: bool,
-    /// Whether it must be said that missing blocks of disks are given up.
+    /// Whether the request must have `give_up_missing`: missing blocks of disks are lost.
     #[serde(default)]
     pub gives_up_missing: bool,
-    /// What must be true before.
+    /// Condition that must hold before the decision, as text.
     pub only_if: String,
-    /// What is lost by it, and what breaks where it was not true.
+    /// What the decision loses, and the damage if the condition does not hold, as text.
     pub at_stake: String,
 }
 
-/// Why the other side cannot run the guest, in the word of a person who knows.
+/// The reason why the other side cannot run the guest. The operator vouches for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum OtherSide {
-    /// Its host is off, and its agent and QEMU do not come back with what they knew.
+    /// The other host is off. Its agent and its QEMU never return with their state.
     Dead,
-    /// Its host may run, and is cut off from the guest's disks and networks until its copy of the
-    /// guest was ended.
+    /// The other host may be on. It is cut off from the guest's disks and networks until its copy
+    /// of the guest has ended.
     Fenced,
 }
 
 impl OtherSide {
-    /// Returns its name, as in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Dead => "dead",
@@ -107,25 +109,25 @@ impl OtherSide {
     }
 }
 
-/// How a person ends a doubt.
+/// An operator's decision about a migration whose `doubt` is not null.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Resolve {
-    /// The side that runs the guest from now on.
+    /// Side that runs the guest from now on.
     pub run_on: Side,
-    /// Why the other side cannot run it. Needed where this host is to run it, as only that makes
-    /// sure that no two copies do.
+    /// Reason why the other side cannot run the guest. Required if `run_on` is this host's side: it
+    /// ensures that no two copies run.
     #[serde(default)]
     pub other_side: Option<OtherSide>,
-    /// Whether the blocks of the guest's disks that are still at the source are given up: they read
-    /// as zeros from now on. Needed at a destination that runs the guest already, and wrong
+    /// Whether missing blocks of the guest's disks are given up: they read as zeros from then on
+    /// (default `false`). Required at a destination that already runs the guest, and an error
     /// everywhere else.
     #[serde(default)]
     pub give_up_missing: bool,
-    /// The reason, for the journal: 500 characters at most.
+    /// Reason, for the journal: at most 500 characters.
     #[serde(default)]
     pub because: Option<String>,
 }
 
-/// The maximum length of the reason of a [`Resolve`], in characters.
+/// Maximum length of the reason of a [`Resolve`], in characters.
 pub const BECAUSE_CHARS_MAX: usize = 500;

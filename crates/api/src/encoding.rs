@@ -1,4 +1,4 @@
-//! Defines the choices for encoding memory, in requests and in the agent's configuration.
+//! Defines the choices for encoding memory and disks, in requests and in the agent's configuration.
 
 use longhaul_protocol::units::parse_bytes;
 use schemars::JsonSchema;
@@ -6,39 +6,42 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// The levels of Zstandard that may be requested.
+/// The permitted levels of Zstandard.
 const ZSTD_LEVELS: std::ops::RangeInclusive<i32> = -20..=19;
 
-/// How memory is encoded. What is left out is as the agent of the source is configured.
+/// The encoding of memory and disks. For omitted fields, the configuration of the source's agent
+/// applies.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Encoding {
-    /// `auto`, `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, or `zstd-long:LEVEL`, with a level from -20
-    /// to 19.
+    /// Compression: `auto`, `raw`, `lz4-fast`, `lz4`, `zstd:LEVEL`, or `zstd-long:LEVEL`, with a
+    /// level from -20 to 19.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub compression: Option<CompressionChoice>,
-    /// Memory for telling what has changed of pages that are written again: `auto`, `off`, or a
-    /// size such as `64MiB`.
+    /// Size of the cache of sent pages, against which the changes of rewritten pages are computed:
+    /// `auto`, `off`, or a size such as `64MiB`. `auto` is 16 MiB plus 1/512 of the guest's memory.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schemars(with = "Option<String>")]
     pub delta_cache: Option<DeltaCache>,
-    /// Whether a page that the destination has elsewhere in the guest's memory is named, not sent.
+    /// Whether a block is sent as a reference if the destination has the same content elsewhere: in
+    /// the guest's memory, on a disk that moves with it, or in another guest that moves there at
+    /// the same time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub references: Option<bool>,
-    /// Whether disks that move too count in that: pages that are on them, their blocks that are in
-    /// memory or elsewhere on them.
+    /// Whether such references involve disks: pages with content that is on a disk, and blocks of
+    /// disks with content that is in memory or on a disk.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub disk_references: Option<bool>,
 }
 
 impl Encoding {
-    /// Returns whether nothing was chosen.
+    /// Returns whether no field is set.
     pub fn is_default(&self) -> bool {
         *self == Self::default()
     }
 
-    /// Returns these choices, completed by those of `other`.
+    /// Returns these choices, with unset fields taken from `other`.
     pub fn or(&self, other: &Self) -> Self {
         Self {
             compression: self.compression.or(other.compression),
@@ -49,35 +52,37 @@ impl Encoding {
     }
 }
 
-/// How frames are compressed.
+/// The compression of frames.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum CompressionChoice {
-    /// By what moves most: chosen for each frame.
+    /// Chosen for each frame, by the rate of the link and by the time and the savings of the last
+    /// frames.
     #[default]
     Auto,
-    /// Not at all.
+    /// No compression.
     Raw,
-    /// With LZ4, twice as fast and not as small.
+    /// A faster LZ4: about twice the speed, with smaller savings.
     Lz4Fast,
-    /// With LZ4.
+    /// LZ4.
     Lz4,
-    /// With Zstandard of this level.
+    /// Zstandard with this level.
     Zstd(i32),
-    /// With Zstandard of this level, and what earlier frames brought.
+    /// Zstandard with this level, which also finds content of earlier frames. It uses 32 MiB on
+    /// both hosts.
     ZstdLong(i32),
 }
 
-/// How much memory there is for telling what has changed.
+/// The size of the cache of sent pages, against which changes are computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum DeltaCache {
-    /// By the size of the guest.
+    /// 16 MiB plus 1/512 of the guest's memory.
     #[default]
     Auto,
-    /// None: no deltas.
+    /// No cache: rewritten pages are sent in full.
     Off,
-    /// So many bytes.
+    /// A size, in bytes.
     Bytes(u64),
 }
 

@@ -1,70 +1,72 @@
-//! Defines the errors with which an agent answers a request.
+//! Defines the errors of the API.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Every reason for which a request fails. Each has one HTTP status and one exit code.
+/// The reason of a failed request, for programs. Each code has one HTTP status and one exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ErrorCode {
-    /// The request is not one that this version of the API knows, or a value in it is wrong.
+    /// The request is malformed, has an unknown field, or has a value out of range.
     InvalidRequest,
-    /// The request's body is larger than the agent reads.
+    /// The request's body is larger than 256 KiB.
     RequestTooLarge,
-    /// Over TCP: the token is missing or wrong.
+    /// The token is missing or wrong (only over TCP).
     Unauthorized,
-    /// There is no such route.
+    /// The route does not exist.
     RouteUnknown,
-    /// The route exists, but not with this method.
+    /// The route does not have this method.
     MethodNotAllowed,
-    /// No guest of that name is known here.
+    /// No guest with this name is known here.
     GuestUnknown,
-    /// No trusted host has that name.
+    /// No trusted host has this name.
     HostUnknown,
-    /// No migration has that id.
+    /// No migration has this id.
     MigrationUnknown,
-    /// More than one migration's id begins like that.
+    /// More than one migration's id begins with this prefix.
     MigrationAmbiguous,
-    /// That name is taken.
+    /// The name or fingerprint is already in use.
     AlreadyExists,
-    /// Another migration of the same guest is under way, or another command holds it.
+    /// The guest is in a migration, or another command uses it. Also: a migration needs the host
+    /// that would be removed.
     GuestBusy,
-    /// The guest is not in a state in which this can be done.
+    /// The guest's state does not allow the request.
     GuestState,
     /// The right to run the guest is with another host.
     GuestElsewhere,
-    /// Who may run the guest is in doubt until the two agents have met again.
+    /// It is in doubt which host may run the guest, until the agents connect again.
     InDoubt,
-    /// The migration has ended, or passed the point after which this can be done.
+    /// The migration has ended, or can no longer be changed in this way.
     TooLate,
-    /// A check refused the migration before anything moved.
+    /// A check refused the request before anything moved.
     Refused,
     /// The other host cannot be reached.
     PeerUnreachable,
-    /// The other host's key is not the one that is trusted.
+    /// The other host's key is not the trusted one.
     PeerIdentity,
-    /// The other host does not trust this one with what was asked.
+    /// The other host does not permit this host to make the request.
     PeerForbids,
-    /// The two agents have no version of the protocol in common.
+    /// The two agents have no protocol version in common.
     PeerVersion,
-    /// QEMU would not do what it was asked, or cannot be reached.
+    /// QEMU refused or failed a command, or cannot be reached.
     Qemu,
     /// The migration was cancelled.
     Cancelled,
-    /// The other agent said something that it may not say.
+    /// The other agent violated the protocol.
     PeerProtocol,
     /// The other agent ended the migration.
     PeerGaveUp,
-    /// A hook of one of the two hosts failed, and stopped the migration.
+    /// A hook on one of the two hosts failed, and stopped the migration.
     HookFailed,
-    /// Both copies of the guest were compared, and differ.
+    /// The comparison of both copies of the guest found a difference.
     VerifyFailed,
-    /// The agent has no room for more of these now.
+    /// The agent cannot take more requests of this kind now.
     Busy,
-    /// The agent is starting or stopping, or was started without what this needs.
+    /// The agent is starting or stopping, or its configuration lacks what the request needs.
     Unavailable,
-    /// A defect in the agent, or a failing disk; the agent's log says more.
+    /// A defect in the agent, or a failure of this host, such as a disk error. The agent's log has
+    /// details.
     Internal,
 }
 
@@ -102,7 +104,7 @@ impl ErrorCode {
         Self::Internal,
     ];
 
-    /// Returns the HTTP status that carries it.
+    /// Returns the HTTP status of an answer with this code.
     pub fn http_status(self) -> u16 {
         match self {
             Self::InvalidRequest => 400,
@@ -134,9 +136,9 @@ impl ErrorCode {
         }
     }
 
-    /// Returns the exit code of a command with this error: 3 where nothing was changed because a
-    /// check or a right forbade it, 2 for a wrong request, 4 in doubt, 130 for an interrupt or a
-    /// cancellation, 1 for failures.
+    /// Returns the exit code of a command that fails with this code: 1 for a failure, 2 for a wrong
+    /// request, 3 if the request was refused and nothing was changed, 4 in doubt, 130 for an
+    /// interrupt or a cancellation.
     pub fn exit_code(self) -> u8 {
         match self {
             Self::InvalidRequest
@@ -172,16 +174,17 @@ impl ErrorCode {
     }
 }
 
-/// An answer that is not what was asked for: what is wrong, what to do, where the guest is.
+/// An error: the cause, the remedy, and the guest's location.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct ApiError {
-    /// The reason, for programs.
+    /// Reason, for programs.
     pub code: ErrorCode,
-    /// What is wrong, in one sentence without a full stop.
+    /// Cause, in one sentence without a full stop.
     pub message: String,
-    /// What to do about it.
+    /// Remedy; null if none is known.
     pub hint: Option<String>,
-    /// Where the guest is and what was changed, such as `nothing was moved; web-7 runs on lyon-1`.
+    /// Location of the guest and what was changed, such as `nothing was moved; web-7 runs on
+    /// lyon-1`; null if the error concerns no guest.
     pub state_of_guest: Option<String>,
 }
 
@@ -196,14 +199,14 @@ impl ApiError {
         }
     }
 
-    /// Returns the same error with advice.
+    /// Returns the same error with a remedy.
     #[must_use]
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
 
-    /// Returns the same error with the guest's place.
+    /// Returns the same error with the guest's location.
     #[must_use]
     pub fn state_of_guest(mut self, state: impl Into<String>) -> Self {
         self.state_of_guest = Some(state.into());

@@ -1,101 +1,103 @@
-//! Defines guests: their list, starting and stopping them.
+//! Defines guests: their list, start, stop and attachment.
 
 use crate::doubt::OtherSide;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// What a guest is doing on this host.
+/// The state of a guest on this host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum GuestState {
-    /// Described here, and no QEMU of it is there.
+    /// The guest is described here, and has no running QEMU.
     Stopped,
-    /// It runs.
+    /// The guest runs.
     Running,
-    /// Its virtual CPUs are stopped.
+    /// The guest's virtual CPUs are stopped.
     Paused,
-    /// It is being moved from here.
+    /// The guest is moving away from this host.
     MovingOut,
-    /// It is being moved to here.
+    /// The guest is moving to this host.
     MovingIn,
-    /// Its QEMU is there and does not answer.
+    /// The guest's QEMU exists and does not answer, or its folder is damaged.
     Unresponsive,
-    /// Who may run it is in doubt until the two agents have met.
+    /// It is in doubt which host may run the guest, until the agents connect again.
     InDoubt,
-    /// The right to run it went to another host.
+    /// The right to run the guest is with another host.
     Elsewhere,
 }
 
 /// A guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Guest {
-    /// Its name.
+    /// Name of the guest.
     pub name: String,
-    /// What it is doing here.
+    /// State on this host.
     pub state: GuestState,
-    /// More of the same, where there is more to say.
+    /// Details of the state, as text; null without any.
     pub state_detail: Option<String>,
-    /// Version of its QEMU.
+    /// Version of the guest's QEMU; null without a running QEMU, and during a move.
     pub qemu: Option<String>,
-    /// Its versioned machine type.
+    /// Versioned machine type.
     pub machine_type: Option<String>,
-    /// `kvm` or `tcg`.
+    /// Accelerator: `kvm` or `tcg`; null without a running QEMU, and during a move.
     pub accelerator: Option<String>,
     /// Number of virtual CPUs.
     pub vcpus: Option<u32>,
-    /// Its memory.
+    /// Size of the guest's memory, in bytes.
     pub memory_bytes: Option<u64>,
-    /// Process id of its QEMU.
+    /// Process id of the guest's QEMU.
     pub pid: Option<u32>,
-    /// Whether something other than Longhaul started its QEMU.
+    /// Whether another program started the guest's QEMU.
     pub attached: bool,
-    /// How often the right to run it has changed hands.
+    /// Generation of the right to run the guest. It grows with each handover.
     pub generation: Option<u64>,
-    /// Id of the migration that it is in.
+    /// Id of the guest's current migration.
     pub migration: Option<String>,
-    /// How far the base images have come that its disks stand on, and what keeps them; null where
-    /// all of them are here.
+    /// Progress of the base images of its disks that are incomplete here, and the cause of a delay,
+    /// as text; null if all are complete.
     #[serde(default)]
     pub coming: Option<String>,
-    /// Unix sockets of its channels on this host, by the channels' names.
+    /// Unix sockets of the guest's channels on this host, by the names of the channels. Empty for
+    /// an attached guest.
     pub channels: std::collections::BTreeMap<String, String>,
 }
 
 /// The guests of this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Guests {
-    /// By name.
+    /// Guests, by name.
     pub guests: Vec<Guest>,
 }
 
-/// Which guest to start.
+/// A guest to start.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum StartGuest {
-    /// One that is described here already.
+    /// The name of a guest that is described here.
     Name(String),
-    /// A new one: its description, as TOML.
+    /// The description of a new guest, as TOML.
     Description(String),
 }
 
-/// A guest to attach to, which something else started.
+/// A guest to attach, which another program started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct AttachGuest {
-    /// Its QEMU's control socket on this host: a unix socket that speaks QMP.
+    /// Absolute path of the QMP unix socket of its QEMU, on this host.
     pub qmp: String,
-    /// Its process, where that cannot be told from the socket.
+    /// Process id of its QEMU. Required if the agent cannot determine it from the socket.
     #[serde(default)]
     pub pid: Option<u32>,
 }
 
-/// How to take back the right to run a guest that moved to a host which never comes back.
+/// An operator's statement to reclaim the right to run a guest from a host that never returns.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct ReclaimGuest {
-    /// Why the other host cannot run it: only that makes sure that no two copies run.
+    /// Reason why the other host cannot run the guest. It ensures that no two copies run. If that
+    /// host answers, `dead` is refused.
     pub other_side: OtherSide,
-    /// The reason, for the log: 500 characters at most.
+    /// Reason, for the log: at most 500 characters.
     pub because: String,
 }
 
@@ -103,8 +105,8 @@ pub struct ReclaimGuest {
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StopGuest {
-    /// Whether to end its QEMU at once, as if the power failed, instead of asking the guest to
-    /// shut down and waiting for it.
+    /// Whether to end QEMU at once, like a power failure (default `false`). Otherwise, the guest is
+    /// asked to shut down, with a time limit of 120 s.
     #[serde(default)]
     pub force: bool,
 }

@@ -3,34 +3,34 @@
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The host whose agent answers.
+/// The host of the agent that answers.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Host {
-    /// The name that this host goes by.
+    /// Name of this host.
     pub name: String,
-    /// Its fingerprint, for people to compare.
+    /// Fingerprint of this host's key.
     pub fingerprint: String,
-    /// The agent's version.
+    /// Version of the agent.
     pub version: String,
-    /// Versions of the protocol between agents that it speaks, newest first.
+    /// Versions of the protocol between agents that this agent speaks, the oldest first.
     pub protocol_versions: Vec<u32>,
-    /// The UDP address on which it listens for other agents.
+    /// UDP address on which the agent listens for other agents.
     pub listen: Option<String>,
-    /// The TCP address on which it serves this API, where it does.
+    /// TCP address of this API; null if it is not configured.
     pub api_listen: Option<String>,
-    /// The folder that holds its identity, trust and journal.
+    /// Folder of the agent's identity, trust and journals.
     pub state_folder: String,
-    /// The QEMUs that it can run guests with.
+    /// QEMUs of this host's configuration.
     pub qemus: Vec<Qemu>,
-    /// Whether guests can really run with KVM here.
+    /// Whether guests run with KVM; null if it is not known.
     pub kvm: Option<bool>,
-    /// Memory of this host.
+    /// Memory of this host, in bytes.
     pub memory_total_bytes: Option<u64>,
-    /// Memory that is available to further guests.
+    /// Memory that is available for more guests, in bytes.
     pub memory_free_bytes: Option<u64>,
-    /// Guests that run here.
+    /// Number of guests that have a QEMU here.
     pub guests_running: Option<u32>,
-    /// Folders and volumes of this host's images in which the agent may not write: disks there
+    /// Folders and volumes of this host's images in which the agent may not write. Disks in them
     /// cannot move.
     #[serde(default)]
     pub not_writable: Vec<NotWritable>,
@@ -41,51 +41,55 @@ pub struct Host {
 /// A folder or volume in which the agent may not write.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct NotWritable {
-    /// The folder or volume.
+    /// Path of the folder or volume.
     pub path: String,
-    /// What is wrong.
+    /// Cause.
     pub text: String,
-    /// What to do about it.
+    /// Remedy.
     pub hint: String,
 }
 
 /// A QEMU of this host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Qemu {
-    /// The name by which this host's configuration calls it.
+    /// Name of the QEMU in this host's configuration.
     pub name: String,
-    /// Its version, such as `10.0.2`; null where it could not be asked.
+    /// Version, such as `10.0.2`; null if it is not known.
     pub version: Option<String>,
-    /// The program.
+    /// Path of the program.
     pub path: String,
 }
 
-/// What a trusted host may ask of this one.
+/// A permission that a trusted host has on this one.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Scope {
-    /// It may ask what this host is and has.
+    /// Permission to query this host: what it is, what it has, and which guests it could take.
     Query,
-    /// It may send guests here.
+    /// Permission to send guests to this host.
     Send,
 }
 
-/// A host to trust from now on.
+/// A host to trust.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Trust {
-    /// The name to call it by here.
+    /// Name for the host: 1 to 63 letters, digits, `-`, `_` and `.`. The first is a letter or
+    /// digit.
     pub name: String,
-    /// Its fingerprint, as its own agent shows it.
+    /// Fingerprint of the host, as its own agent shows it.
     pub fingerprint: String,
-    /// Where it may be reached: UDP addresses, `host:port` each, tried in this order.
+    /// UDP addresses of the host's agent, as `host:port`, tried in this order. At least one is
+    /// required.
     pub addresses: Vec<String>,
-    /// What it may ask of this host: `query` where it is left out.
+    /// Permissions of the host (default `["query"]`). With an empty list, only this host may query
+    /// the other one.
     #[serde(default = "query")]
     pub may: Vec<Scope>,
-    /// Whether it may take the place of another host that is trusted under that name.
+    /// Whether the host replaces another one with this name (default `false`). Without it, a known
+    /// name with another fingerprint is refused.
     #[serde(default)]
     pub replace: bool,
 }
@@ -94,23 +98,23 @@ fn query() -> Vec<Scope> {
     vec![Scope::Query]
 }
 
-/// A host that is trusted.
+/// A trusted host.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TrustedHost {
-    /// The name that it is called by here.
+    /// Name of the host on this one.
     pub name: String,
-    /// Its fingerprint.
+    /// Fingerprint of the host.
     pub fingerprint: String,
-    /// Where it may be reached: UDP addresses, `host:port` each, tried in this order.
+    /// UDP addresses of the host's agent, as `host:port`, tried in this order.
     pub addresses: Vec<String>,
-    /// What it may ask of this host.
+    /// Permissions of the host.
     pub may: Vec<Scope>,
 }
 
 /// The trusted hosts.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct TrustedHosts {
-    /// By name.
+    /// Hosts, by name.
     pub hosts: Vec<TrustedHost>,
 }
 
@@ -118,10 +122,10 @@ pub struct TrustedHosts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Probe {
-    /// How long to send, in seconds (1 to 60): 3 where it is left out.
+    /// Duration of the measurement, in seconds (1 to 60, default 3).
     #[serde(default = "three")]
     pub seconds: u32,
-    /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
+    /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
 }
@@ -139,24 +143,23 @@ impl Default for Probe {
     }
 }
 
-/// What a probe measured.
+/// The result of a measurement.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct ProbeResult {
-    /// The host's name here.
+    /// Name of the other host.
     pub host: String,
-    /// The version of its agent.
+    /// Version of the other host's agent; null if it is not known.
     pub version: Option<String>,
-    /// Round trip before anything was sent, in milliseconds.
+    /// Round-trip time before anything is sent, in milliseconds.
     pub rtt_ms: Option<f64>,
-    /// Round trip while sending, in milliseconds.
+    /// Round-trip time while sending, in milliseconds.
     pub rtt_loaded_ms: Option<f64>,
-    /// Rate from this host to that one, in bits per second of content, as the other side
-    /// counted it.
+    /// Rate to the other host, in bits of content per second, counted by the receiver.
     pub rate_bps: Option<u64>,
-    /// The same over the second half of the time.
+    /// The same rate over the second half of the time.
     pub rate_late_bps: Option<u64>,
-    /// Rate on the wire, in bits per second: with headers, and with what was lost.
+    /// Rate on the wire, in bits per second, headers and lost packets included.
     pub wire_rate_bps: Option<u64>,
-    /// Share of the packets that were lost, from 0 to 1.
+    /// Share of packets that were lost, from 0 to 1.
     pub loss: Option<f64>,
 }

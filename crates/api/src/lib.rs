@@ -1,8 +1,8 @@
 //! Defines the agent's REST API: its types, its OpenAPI description and a client.
 //!
-//! [`Operation`] lists the operations of an agent; the agent's router, the OpenAPI document and the
-//! [`Client`] are all derived from it, so that they have the same routes. An unmeasured figure is
-//! null, never 0; names end with the unit.
+//! [`Operation`] lists the operations of an agent. The agent's router, the OpenAPI document and the
+//! [`Client`] are derived from it, so they have the same routes. A figure that was not measured is
+//! null, never 0. Names end with the unit.
 
 pub mod client;
 mod convergence;
@@ -40,14 +40,14 @@ pub use report::{
     KeptMemoryReport, PhaseTime, Report, VerifyResult,
 };
 
-/// The maximum size of a request's body that an agent reads, in bytes.
+/// Maximum size of a request's body that an agent reads, in bytes.
 pub const REQUEST_BYTES_MAX: usize = 256 << 10;
-/// The maximum size of an answer's body that a client reads, in bytes.
+/// Maximum size of an answer's body that a client reads, in bytes.
 pub const ANSWER_BYTES_MAX: usize = 16 << 20;
-/// The maximum length of a line of a watched migration that a client reads, in bytes.
+/// Maximum length of a line of a watched migration that a client reads, in bytes.
 pub const WATCH_LINE_BYTES_MAX: usize = 64 << 10;
-/// The interval at which an agent repeats a watched migration's unchanged progress, in
+/// Interval at which an agent repeats the unchanged progress of a watched migration, in
 /// milliseconds.
 pub const WATCH_REPEAT_MS: u64 = 1000;
-/// The default socket of an agent.
+/// Default socket of an agent.
 pub const SOCKET_DEFAULT: &str = "/run/longhaul/agent.sock";

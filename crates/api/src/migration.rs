@@ -1,4 +1,4 @@
-//! Defines migrations: requesting one, watching it, changing it.
+//! Defines migrations: their start, progress, limits and outcome.
 
 use crate::convergence::{Convergence, Outpaced};
 use crate::disks::{BaseChoice, DiskChoice};
@@ -9,31 +9,32 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Where a migration is. The order of [`Phase::ALL`] is the order in which they come; passes of
-/// memory repeat within [`Phase::Precopy`].
+/// A phase of a migration. The phases are listed in their order. All passes over the memory belong
+/// to `precopy`.
 #[derive(
     Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema,
 )]
 #[serde(rename_all = "snake_case")]
 pub enum Phase {
-    /// Checks are made, the destination's QEMU is started and compared; nothing has moved.
+    /// The checks run, and the destination starts its QEMU. Nothing has moved.
     Preparing,
-    /// Memory is sent while the guest runs.
+    /// The source sends memory while the guest runs.
     Precopy,
-    /// The guest is frozen; the last blocks and the device state are sent.
+    /// The guest is stopped. The source sends the last blocks and the device state.
     Stopping,
-    /// The destination's QEMU loads the device state.
+    /// QEMU at the destination loads the device state.
     Loading,
-    /// Both sides hash the guest's memory and compare (only with `verify`).
+    /// Both hosts compare the guest's memory and the last changes of its disks, by digest (only
+    /// with `verify`).
     Verifying,
-    /// The right to run the guest changes hands.
+    /// The right to run the guest changes hosts.
     HandingOver,
-    /// The guest runs at the destination; the source cleans up.
+    /// The guest runs at the destination. The source sends missing blocks of disks, and cleans up.
     Finishing,
 }
 
 impl Phase {
-    /// Every phase, in the order in which they come.
+    /// All phases, in their order.
     pub const ALL: [Self; 7] = [
         Self::Preparing,
         Self::Precopy,
@@ -44,7 +45,7 @@ impl Phase {
         Self::Finishing,
     ];
 
-    /// Its name, as in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Preparing => "preparing",
@@ -64,40 +65,42 @@ impl fmt::Display for Phase {
     }
 }
 
-/// How a migration ended.
+/// The outcome of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Outcome {
-    /// The guest runs at the destination.
+    /// The guest is at the destination.
     Completed,
-    /// Somebody asked to stop; the guest runs at the source as if nothing had been.
+    /// The migration was cancelled. The guest is at the source, as before.
     Aborted,
-    /// It could not be done; `reason` says why and where the guest is.
+    /// The migration failed. `reason` has the cause and the guest's location.
     Failed,
-    /// Who may run the guest is in doubt until the two agents have met; it resolves by itself.
+    /// It is in doubt which host may run the guest, until the agents connect again. Without an
+    /// operator's decision, the migration then ends by itself.
     InDoubt,
 }
 
-/// On which side of a migration this host is.
+/// This host's side of a migration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Side {
-    /// The guest moves away from here.
+    /// The guest leaves this host.
     Source,
-    /// The guest moves to here.
+    /// The guest moves to this host.
     Destination,
 }
 
-/// Which state goes before, during and after the switchover.
+/// A strategy: when the guest's state is sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Strategy {
-    /// Everything before it, hot memory last; what is left while the guest stands still.
+    /// The memory is sent before the switchover. Pages that the guest writes often, and all pending
+    /// ones, are sent while it is stopped.
     Precopy,
 }
 
 impl Strategy {
-    /// Its name, as in JSON.
+    /// Returns the name in JSON.
     pub fn name(self) -> &'static str {
         match self {
             Self::Precopy => "precopy",
@@ -109,45 +112,44 @@ impl Strategy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct StartMigration {
-    /// The guest.
+    /// Name of the guest.
     pub guest: String,
-    /// The host to move it to, by the name that it is trusted under.
+    /// Host to move the guest to, by its trusted name.
     pub to: String,
-    /// The downtime to aim for, in milliseconds: 300 where it is left out.
+    /// Downtime to aim for, in milliseconds (1 to 600000, default 300).
     #[serde(default = "downtime_default")]
     pub downtime_ms: u64,
-    /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
+    /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
-    /// Whether both sides hash all memory and all disks that move before the guest is handed over,
-    /// and
-    /// compare.
+    /// Whether both hosts compare all memory and all moving disks by digest before the handover
+    /// (default `false`). Disks with `hybrid` or `postcopy` are compared after the switchover.
     #[serde(default)]
     pub verify: bool,
-    /// How long an interruption of the link is ridden out, in milliseconds: 60000 where it is
-    /// left out.
+    /// Time limit for an interruption of the link, in milliseconds (100 to 86400000, default
+    /// 60000). Before the handover, a longer one fails the migration.
     #[serde(default = "patience_default")]
     pub patience_ms: u64,
-    /// Whether the right to run is given away when the guest is stopped, not when the destination
-    /// is ready: about one round trip less of downtime, and a longer time in doubt.
+    /// Whether the source releases the guest when it stops it, not when the destination is ready
+    /// (default `false`). This saves about one round trip of downtime. If the connection fails
+    /// after the stop, the guest stays stopped until the agents connect again.
     #[serde(default)]
     pub early_release: bool,
-    /// How memory is encoded.
+    /// Encoding of memory and disks.
     #[serde(default, skip_serializing_if = "Encoding::is_default")]
     pub encoding: Encoding,
-    /// When the guest is stopped, and what is done where it writes too fast.
+    /// Rule for the stop of the guest, and the response if it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,
-    /// How the disks move that are on the source host alone.
+    /// Strategy for local disks: those that only the source has (default `auto`).
     #[serde(default, skip_serializing_if = "DiskChoice::is_default")]
     pub disks: DiskChoice,
-    /// When the guest goes on at a destination that does not have all of the base images that its
-    /// disks stand on.
+    /// When a guest on a base image runs at the destination: when the image is complete there, or
+    /// before (default `whole`).
     #[serde(default, skip_serializing_if = "BaseChoice::is_default")]
     pub bases: BaseChoice,
-    /// The name of a group, of up to 64 letters, digits, `-`, `_` and `.`: moves of one name that
-    /// are under
-    /// way at the same time share `bandwidth_bps` equally.
+    /// Name of a group: 1 to 64 letters, digits, `-`, `_` and `.`. Migrations of one group that are
+    /// under way at the same time share `bandwidth_bps` equally. Null for no group.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub group: Option<String>,
 }
@@ -160,27 +162,28 @@ fn patience_default() -> u64 {
     60_000
 }
 
-/// What was asked of a migration; by default, what is said of one of which that is not known.
+/// The parameters of a migration. Those that this host does not know are 0, null, `false` or the
+/// default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Asked {
-    /// The downtime to aim for, in milliseconds.
+    /// Downtime to aim for, in milliseconds.
     pub downtime_ms: u64,
-    /// Send no faster than this, in bits per second.
+    /// Rate limit, in bits per second; null for no limit.
     pub bandwidth_bps: Option<u64>,
-    /// Whether both sides hash all memory and all disks that move, and compare.
+    /// Whether both hosts compare all memory and all moving disks.
     pub verify: bool,
-    /// How long an interruption of the link is ridden out, in milliseconds.
+    /// Time limit for an interruption of the link, in milliseconds.
     pub patience_ms: u64,
-    /// Whether the right to run is given away when the guest is stopped.
+    /// Whether the source releases the guest when it stops it.
     #[serde(default)]
     pub early_release: bool,
-    /// How memory is encoded, as far as it was asked for.
+    /// Requested encoding.
     #[serde(default)]
     pub encoding: Encoding,
-    /// When the guest is stopped, and what is done where it writes too fast.
+    /// Rule for the stop of the guest, and the response if it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,
-    /// The group that it moves with; null where it moves by itself.
+    /// Name of the migration's group; null if it has none.
     #[serde(default)]
     pub group: Option<String>,
 }
@@ -200,142 +203,141 @@ impl From<&StartMigration> for Asked {
     }
 }
 
-/// A new limit for a migration under way.
+/// A new rate limit for a migration that is under way.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct Limit {
-    /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
+    /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     pub bandwidth_bps: Option<u64>,
 }
 
 /// A migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Migration {
-    /// Its id: 16 hexadecimal digits.
+    /// Id of the migration: 16 hexadecimal digits.
     pub id: String,
-    /// The guest.
+    /// Name of the guest.
     pub guest: String,
-    /// On which side of it this host is.
+    /// This host's side.
     pub side: Side,
-    /// The host that the guest moves from.
+    /// Host that the guest leaves.
     pub source: String,
-    /// The host that it moves to.
+    /// Host that the guest moves to.
     pub destination: String,
-    /// The strategy.
+    /// Strategy for the memory.
     pub strategy: Strategy,
-    /// What was asked for.
+    /// Requested parameters.
     pub asked: Asked,
-    /// When it began, in milliseconds since 1970.
+    /// Time of the start, in milliseconds since 1970.
     pub started_unix_ms: u64,
-    /// When it ended, in milliseconds since 1970; null while it is under way.
+    /// Time of the end, in milliseconds since 1970; null while the migration is under way or in
+    /// doubt.
     pub ended_unix_ms: Option<u64>,
-    /// Where it is, or was when it ended.
+    /// Current phase, or the last one if the migration has ended.
     pub phase: Phase,
-    /// How it ended; null while it is under way.
+    /// Outcome; null while the migration is under way.
     pub outcome: Option<Outcome>,
-    /// Why it ended like that, and where the guest is.
+    /// Reason for the outcome, and the guest's location; null if the migration completed or is
+    /// under way.
     pub reason: Option<ApiError>,
-    /// What is known while it is in doubt who may run the guest; null otherwise.
+    /// State of a migration that needs the other host, which does not answer; null otherwise.
     #[serde(default)]
     pub doubt: Option<Doubt>,
-    /// The latest progress, as long as the agent remembers it.
+    /// Latest progress; null if the agent does not have it.
     pub progress: Option<Progress>,
 }
 
-/// Migrations of this host, the newest first.
+/// The migrations from and to this host.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Migrations {
-    /// The newest first.
+    /// Migrations, the newest first.
     pub migrations: Vec<Migration>,
 }
 
-/// Where a migration is at one moment: one line of a watched migration. The last line has an
-/// outcome.
+/// The progress of a migration: one line of a watched migration. The last line has an outcome.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Progress {
-    /// The migration's id.
+    /// Id of the migration.
     pub id: String,
-    /// Time since it began, in milliseconds.
+    /// Time since the start, in milliseconds.
     pub elapsed_ms: u64,
-    /// Where it is.
+    /// Current phase.
     pub phase: Phase,
-    /// The pass over the guest's memory, from 1; null before the first.
+    /// Number of the current pass over the guest's memory, from 1; null before the first.
     pub pass: Option<u32>,
-    /// What is moved, by region.
+    /// Progress of each region.
     pub regions: Vec<RegionProgress>,
-    /// The link.
+    /// State of the link.
     pub link: LinkProgress,
-    /// How fast the guest changes its memory.
+    /// Rate at which the guest writes memory, in bytes per second.
     pub dirty_rate_bytes_per_s: Option<u64>,
-    /// What the downtime would be if the guest were stopped now, in milliseconds.
+    /// Predicted downtime if the guest were stopped now, in milliseconds.
     pub predicted_downtime_ms: Option<u64>,
-    /// Where the guest writes faster than the link carries: what becomes of that; null otherwise.
+    /// State of a guest that writes faster than the link carries; null otherwise.
     #[serde(default)]
     pub outpaced: Option<Outpaced>,
-    /// Whether the destination may still have to get the base images that the guest's disks stand
-    /// on: the guest is not
+    /// Whether the destination may still lack base images of the guest's disks. The guest is not
     /// stopped before it has them.
     #[serde(default)]
     pub awaits_bases: bool,
-    /// What keeps what is left of the guest's disks from being taken at the destination, where it
-    /// runs, or what is wrong
-    /// with what came; null where nothing is.
+    /// Reason why the destination cannot fetch missing blocks of disks, or an error in fetched
+    /// blocks; null without one.
     #[serde(default)]
     pub trouble: Option<String>,
-    /// Time until the guest runs at the destination, in milliseconds.
+    /// Estimated time until the guest runs at the destination, in milliseconds.
     pub remaining_ms: Option<u64>,
-    /// How it ended; null while it is under way.
+    /// Outcome; null while the migration is under way.
     pub outcome: Option<Outcome>,
-    /// Why it ended like that, and where the guest is.
+    /// Reason for the outcome, and the guest's location; null if the migration completed or is
+    /// under way.
     pub reason: Option<ApiError>,
 }
 
-/// Where a region is.
+/// The progress of a region.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct RegionProgress {
-    /// The region's name, such as `pc.ram`.
+    /// Name of the region, such as `pc.ram`. For a disk, its name in the guest's description.
     pub name: String,
-    /// Its size, in blocks of 4096 bytes.
+    /// Size of the region, in blocks of 4096 bytes.
     pub blocks_total: u64,
-    /// Blocks whose newest content is at the destination.
+    /// Number of blocks whose newest content is at the destination.
     pub blocks_settled: u64,
-    /// Blocks that are still to be sent.
+    /// Number of blocks that are pending, or missing at the destination.
     pub blocks_pending: u64,
-    /// Whether it is a disk, by the name that the guest's description has for it.
+    /// Whether the region is a disk.
     #[serde(default)]
     pub disk: bool,
-    /// How a disk moves; null for memory.
+    /// Strategy of a disk; null for memory, or if it is not known.
     #[serde(default)]
     pub strategy: Option<DiskChoice>,
-    /// Why so, where the agent has chosen it; null otherwise.
+    /// Reason for the strategy, if the agent has chosen it; null otherwise.
     #[serde(default)]
     pub why: Option<String>,
-    /// Requests of the guest that wait for a part of a disk that is yet to come; null where this
-    /// side does not
-    /// see them.
+    /// Number of the guest's requests that wait for missing blocks of the disk; null for memory,
+    /// and at the source.
     #[serde(default)]
     pub waiting: Option<u64>,
-    /// Where the source cannot read what is left of a disk: the first byte of the first such block;
-    /// null where it
-    /// can.
+    /// Offset of the first pending block of the disk that the source cannot read, in bytes; null if
+    /// it can read all.
     #[serde(default)]
     pub unreadable_byte: Option<u64>,
 }
 
-/// How the link is used.
+/// The use of the link.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct LinkProgress {
-    /// Rate at which it is used now, in bits per second.
+    /// Current rate of delivery, in bits per second.
     pub rate_bps: Option<u64>,
-    /// Round trip, in milliseconds.
+    /// Round-trip time, in milliseconds.
     pub rtt_ms: Option<f64>,
-    /// Bytes sent to the destination so far.
+    /// Number of bytes sent to the destination.
     pub sent_bytes: u64,
-    /// Bytes of the guest that those stand for.
+    /// Size of the guest's blocks that these bytes describe, in bytes.
     pub guest_bytes: Option<u64>,
-    /// The limit that holds now, in bits per second.
+    /// Rate limit of the migration, in bits per second; null without one.
     pub limit_bps: Option<u64>,
-    /// For how long the destination has not been heard of, in milliseconds; null while it is.
+    /// Time since the last sign of the other host, in milliseconds; null while the hosts are
+    /// connected.
     pub interrupted_ms: Option<u64>,
 }
 

@@ -12,7 +12,7 @@ use serde_json::{Map, Value, json};
 
 type SchemaOf = fn(&mut SchemaGenerator) -> Schema;
 
-/// The request and answer of an operation, beyond its method and path.
+/// The request and answer of an operation, besides its method and path.
 struct Description {
     id: &'static str,
     summary: &'static str,
@@ -163,7 +163,7 @@ fn json_schema_object() -> Schema {
     schemars::json_schema!({ "type": "object" })
 }
 
-/// Returns the whole document.
+/// Returns the document.
 pub fn openapi() -> Value {
     let settings = || {
         SchemaSettings::draft2020_12().with(|settings| {
@@ -271,7 +271,7 @@ fn error_description() -> String {
     text
 }
 
-/// Returns the document as it is committed and served.
+/// Returns the document's text, as it is committed.
 pub fn openapi_text() -> String {
     format!("{:#}\n", openapi())
 }

@@ -14,7 +14,7 @@ pub enum Method {
 }
 
 impl Method {
-    /// Returns its name in HTTP.
+    /// Returns the method's name in HTTP.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::Get => "GET",
@@ -30,7 +30,7 @@ impl Method {
 pub enum Operation {
     /// Returns this host.
     GetHost,
-    /// Returns the hosts that it trusts.
+    /// Returns the trusted hosts.
     ListHosts,
     /// Trusts a host.
     TrustHost,
@@ -48,11 +48,11 @@ pub enum Operation {
     StopGuest,
     /// Resumes a guest that a move has left paused.
     ResumeGuest,
-    /// Takes back the right to run a guest from a host that never comes back.
+    /// Reclaims the right to run a guest from a host that never returns.
     ReclaimGuest,
-    /// Attaches to a guest that another program started.
+    /// Attaches a guest that another program started.
     AttachGuest,
-    /// Detaches from an attached guest.
+    /// Detaches an attached guest.
     DetachGuest,
     /// Checks and predicts a migration without changing anything.
     PlanMigration,
@@ -62,17 +62,17 @@ pub enum Operation {
     ListMigrations,
     /// Returns one migration.
     GetMigration,
-    /// Watches a migration: a line of JSON for each progress.
+    /// Watches a migration: one line of JSON for each change of its progress.
     WatchMigration,
-    /// Stops a migration and keeps the guest at the source.
+    /// Cancels a migration. The guest stays at the source.
     CancelMigration,
-    /// States which side runs the guest of a migration whose agents have lost each other.
+    /// Resolves a migration whose agents cannot connect: decides which side runs the guest.
     ResolveMigration,
-    /// Changes a migration's limit.
+    /// Changes a migration's rate limit.
     LimitMigration,
     /// Returns a migration's report.
     ReportMigration,
-    /// Returns this API's description.
+    /// Returns the OpenAPI description of this API.
     GetOpenapi,
 }
 
@@ -104,23 +104,23 @@ impl Operation {
         Self::GetOpenapi,
     ];
 
-    /// Returns its method.
+    /// Returns the operation's method.
     pub fn method(self) -> Method {
         self.route().0
     }
 
-    /// Returns its path, with at most one `{parameter}`.
+    /// Returns the operation's path, with at most one `{parameter}`.
     pub fn path(self) -> &'static str {
         self.route().1
     }
 
-    /// Returns the name of the parameter in its path.
+    /// Returns the name of the path's parameter.
     pub fn parameter(self) -> Option<&'static str> {
         let (_, rest) = self.path().split_once('{')?;
         rest.split_once('}').map(|(name, _)| name)
     }
 
-    /// Returns its path with the parameter replaced by a percent-encoded value.
+    /// Returns the path with the parameter replaced by the percent-encoded value.
     pub fn path_with(self, value: &str) -> String {
         let Some(name) = self.parameter() else {
             return self.path().to_owned();

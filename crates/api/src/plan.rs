@@ -1,94 +1,94 @@
-//! Defines the plan of a migration: its checks and predicted costs, determined without changing
-//! anything.
+//! Defines the plan of a migration: its checks and predicted costs. Planning changes nothing.
 
 use crate::convergence::Convergence;
 use crate::migration::{Asked, Strategy};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// Which migration to plan.
+/// A migration to plan.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(deny_unknown_fields)]
 pub struct PlanRequest {
-    /// The guest.
+    /// Name of the guest.
     pub guest: String,
-    /// The host to move it to, by the name that it is trusted under.
+    /// Host to move the guest to, by its trusted name.
     pub to: String,
-    /// The downtime to aim for, in milliseconds: 300 where it is left out.
+    /// Downtime to aim for, in milliseconds (1 to 600000, default 300).
     #[serde(default = "crate::migration::downtime_default")]
     pub downtime_ms: u64,
-    /// Send no faster than this, in bits per second: as fast as the link takes where it is null.
+    /// Rate limit, in bits per second (100000 to 10¹²); null for no limit.
     #[serde(default)]
     pub bandwidth_bps: Option<u64>,
-    /// Whether the right to run would be given away when the guest is stopped.
+    /// Whether the source would release the guest when it stops it (default `false`).
     #[serde(default)]
     pub early_release: bool,
-    /// When the guest would be stopped, and what would be done where it writes too fast.
+    /// Rule for the stop of the guest, and the response if it writes too fast.
     #[serde(default)]
     pub convergence: Convergence,
 }
 
-/// A plan.
+/// The plan of a migration.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Plan {
-    /// The guest.
+    /// Name of the guest.
     pub guest: String,
-    /// The host that it runs on.
+    /// Host of the guest.
     pub source: String,
-    /// The host that it would move to.
+    /// Host that the guest would move to.
     pub destination: String,
-    /// What was asked for.
+    /// Requested parameters.
     pub asked: Asked,
-    /// Whether no check refuses.
+    /// Whether the migration is possible: no check refuses it.
     pub possible: bool,
-    /// Version of the guest's QEMU here.
+    /// Version of the guest's QEMU at the source.
     pub qemu: Option<String>,
-    /// The guest's versioned machine type.
+    /// Versioned machine type of the guest.
     pub machine_type: Option<String>,
-    /// `kvm` or `tcg`.
+    /// Accelerator of the guest: `kvm` or `tcg`.
     pub accelerator: Option<String>,
     /// Number of virtual CPUs.
     pub vcpus: Option<u32>,
-    /// The guest's memory.
+    /// Size of the guest's memory, in bytes.
     pub memory_bytes: Option<u64>,
-    /// How much of it holds something else than zeros.
+    /// Part of the memory that is not zero, in bytes, estimated from a sample.
     pub memory_used_bytes: Option<u64>,
-    /// How fast the guest changes its memory (each block counted once a second).
+    /// Rate at which the guest writes memory, in bytes per second. A block counts once per second,
+    /// however often it is written.
     pub dirty_rate_bytes_per_s: Option<u64>,
-    /// Memory that changes again and again.
+    /// Size of memory that the guest writes often, in bytes.
     pub hot_bytes: Option<u64>,
-    /// Shortest round trip to the destination, in milliseconds.
+    /// Shortest round-trip time to the destination, in milliseconds.
     pub rtt_ms: Option<f64>,
     /// Rate to the destination, in bits per second.
     pub rate_bps: Option<u64>,
-    /// Every check, in the order in which they were made.
+    /// Checks, in the order in which they were made.
     pub checks: Vec<Check>,
-    /// What each strategy would cost; the one that would be taken comes first.
+    /// Predicted costs of each strategy. The first is the one that would be used.
     pub predictions: Vec<Prediction>,
 }
 
-/// What a check found.
+/// The verdict of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
-    /// As it should be.
+    /// The check passed.
     Ok,
-    /// The migration can go, and something should be known before.
+    /// The migration is possible. The message has a warning.
     Warn,
     /// The migration would be refused.
     Refuse,
 }
 
-/// One check.
+/// A check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct Check {
-    /// The check's name, for programs, such as `peer_reachable`.
+    /// Name of the check, for programs, such as `destination`.
     pub name: String,
-    /// What it found.
+    /// Verdict.
     pub verdict: Verdict,
-    /// The same in words.
+    /// Finding, as text.
     pub message: String,
-    /// What to do about it.
+    /// Remedy; null if none is needed.
     pub hint: Option<String>,
 }
 
@@ -118,23 +118,23 @@ impl Check {
     }
 }
 
-/// What a strategy is predicted to cost and to risk.
+/// The predicted cost and risk of a strategy.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Prediction {
-    /// The strategy.
+    /// Strategy.
     pub strategy: Strategy,
-    /// Bytes over the link to the destination.
+    /// Number of bytes over the link to the destination.
     pub link_bytes: Option<u64>,
-    /// From start to end, in milliseconds.
+    /// Time from the start to the end, in milliseconds.
     pub total_ms: Option<u64>,
-    /// How long the guest stands still, in milliseconds.
+    /// Downtime, in milliseconds.
     pub downtime_ms: Option<u64>,
-    /// How long it stands still at most, in milliseconds.
+    /// Upper bound of the downtime, in milliseconds.
     pub downtime_at_most_ms: Option<u64>,
-    /// What happens when the link breaks for longer than patience.
+    /// Consequence of an interruption of the link that is longer than `patience_ms`, as text.
     pub if_link_breaks: String,
-    /// What happens when the source host dies.
+    /// Consequence of a failure of the source, as text.
     pub if_source_dies: String,
-    /// What else is to be known, such as that the guest writes faster than the link carries.
+    /// Warning, such as that the guest writes faster than the link carries; null without one.
     pub note: Option<String>,
 }

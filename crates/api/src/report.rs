@@ -8,264 +8,266 @@ use crate::plan::Prediction;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
-/// The account of a migration that has ended, or so far of one under way.
+/// The report of a migration that has ended, or the figures so far of one that is under way.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Report {
-    /// The migration's id.
+    /// Id of the migration.
     pub id: String,
-    /// The guest.
+    /// Name of the guest.
     pub guest: String,
-    /// On which side of it this host was.
+    /// This host's side.
     pub side: Side,
-    /// The host that the guest moved from.
+    /// Host that the guest leaves.
     pub source: String,
-    /// The host that it moved to.
+    /// Host that the guest moves to.
     pub destination: String,
-    /// The strategy.
+    /// Strategy for the memory.
     pub strategy: Strategy,
-    /// What was asked for.
+    /// Requested parameters.
     pub asked: Asked,
-    /// When it began, in milliseconds since 1970.
+    /// Time of the start, in milliseconds since 1970.
     pub started_unix_ms: u64,
-    /// Where it was when it ended.
+    /// Current phase, or the last one if the migration has ended.
     pub phase: Phase,
-    /// How it ended; null while it is under way.
+    /// Outcome; null while the migration is under way.
     pub outcome: Option<Outcome>,
-    /// Why it ended like that, and where the guest is.
+    /// Reason for the outcome, and the guest's location; null if the migration completed or is
+    /// under way.
     pub reason: Option<ApiError>,
-    /// What was predicted when it began.
+    /// Prediction at the start.
     pub predicted: Option<Prediction>,
-    /// Bytes over the link to the destination.
+    /// Number of bytes sent over the link to the destination.
     pub link_bytes: Option<u64>,
-    /// Bytes over the link back to the source.
+    /// Number of bytes sent over the link back to the source.
     pub link_bytes_back: Option<u64>,
-    /// What of that carried the guest's memory.
+    /// Part of `link_bytes` that carried memory, in bytes.
     pub memory_bytes: Option<u64>,
-    /// What of that carried the guest's disks; null where none moved.
+    /// Part of `link_bytes` that carried disks, in bytes; null if no disk moved.
     #[serde(default)]
     pub disk_bytes: Option<u64>,
-    /// Bytes that the destination read from its repository for the base images that disks stand on,
-    /// which did not
-    /// come over the link from the source; null where none stands on one.
+    /// Number of bytes that the destination read from its image repository, for base images of the
+    /// guest's disks. They did not travel from the source. Null if no disk has a base image.
     #[serde(default)]
     pub repository_bytes: Option<u64>,
-    /// The disks that moved.
+    /// Disks that moved.
     #[serde(default)]
     pub disks: Vec<DiskReport>,
-    /// Bytes of the guest, by how they travelled.
+    /// Bytes of the guest, by how they were sent.
     pub bytes: BytesByKind,
-    /// From start to end, in milliseconds.
+    /// Time from the start to the end, in milliseconds.
     pub total_ms: Option<u64>,
-    /// Time of each phase that it went through, in their order.
+    /// Times of the phases, in their order.
     pub phases: Vec<PhaseTime>,
-    /// Passes over the guest's memory.
+    /// Number of passes over the guest's memory.
     pub passes: Option<u32>,
-    /// How the moment to stop the guest was chosen; null where it was not stopped.
+    /// Reason for the moment of the stop; null if the guest was not stopped.
     #[serde(default)]
     pub stop: Option<StopChoice>,
-    /// From the guest's stop at the source to its start at the destination, in milliseconds, as
-    /// the source's agent measured it.
+    /// Time from the stop of the guest at the source until it runs at the destination, in
+    /// milliseconds. The agent at the source measures it.
     pub downtime_ms: Option<f64>,
-    /// Where the downtime went.
+    /// Parts of the downtime.
     pub downtime: DowntimeParts,
-    /// How fast the guest changed its memory, on average.
+    /// Average rate at which the guest wrote memory, in bytes per second.
     pub dirty_rate_bytes_per_s: Option<u64>,
-    /// Interruptions of the link that were ridden out.
+    /// Number of interruptions of the link that the migration survived.
     pub interruptions: Option<u32>,
-    /// What the move cost the two hosts.
+    /// Cost of the move on both hosts.
     pub cost: Cost,
-    /// What the comparison of all memory and disks found, where it was asked for.
+    /// Result of the comparison of memory and disks; null if it was not requested or not completed.
     pub verify: Option<VerifyResult>,
-    /// The guest's clock after the move; null where it is not known.
+    /// Offset of the guest's clock after the move; null if it is not known.
     #[serde(default)]
     pub clock: Option<GuestClock>,
-    /// The hooks that were run on this host, in their order.
+    /// Hooks that ran on this host, in their order.
     #[serde(default)]
     pub hooks: Vec<HookRun>,
-    /// What the guest's memory held when it left this host, as far as that is kept here for when it
-    /// comes back.
+    /// Memory of the guest that this host has cached for its return; null if it cached none.
     #[serde(default)]
     pub kept_memory: Option<KeptMemoryReport>,
 }
 
-/// What was written to disk of a guest's memory.
+/// The cached memory of a guest that left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct KeptMemoryReport {
-    /// What is not zero, in bytes.
+    /// Size of the cached content that is not zero, in bytes.
     pub bytes: u64,
-    /// Whether that is all of it.
+    /// Whether all of the guest's memory is cached.
     pub whole: bool,
 }
 
-/// The clock of a guest that runs again, against that of the host that it moved to. Negative: it is
-/// behind.
+/// The offset of a guest's clock from the destination's clock. It is negative if the guest's clock
+/// is behind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct GuestClock {
-    /// Who told it.
+    /// Source of the guest's time.
     pub told_by: ClockTeller,
-    /// How far it was off when it was first looked at, in milliseconds.
+    /// First measured offset, in milliseconds.
     pub before_ms: i64,
-    /// How far it was off in the end, in milliseconds.
+    /// Final offset, in milliseconds.
     pub after_ms: i64,
-    /// Whether the guest agent was told to set it right.
+    /// Whether the guest agent set the clock.
     pub set: bool,
 }
 
-/// Who told the time of a guest.
+/// The source of a guest's time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 #[serde(rename_all = "snake_case")]
 pub enum ClockTeller {
-    /// The QEMU guest agent inside it.
+    /// The QEMU guest agent in the guest.
     GuestAgent,
-    /// The machine's real-time clock, which is seen from outside and to the second.
+    /// The machine's real-time clock, read from QEMU. Its resolution is one second.
     RealTimeClock,
 }
 
 /// A disk that moved with its guest.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct DiskReport {
-    /// Its name in the guest's description.
+    /// Name of the disk in the guest's description.
     pub name: String,
-    /// How it moved.
+    /// Strategy of the disk.
     pub strategy: DiskChoice,
-    /// Why so, where the agent has chosen it; null where it was asked for.
+    /// Reason for the strategy, if the agent chose it; null if it was requested.
     #[serde(default)]
     pub why: Option<String>,
-    /// The length of its image.
+    /// Length of the image, in bytes.
     pub image_bytes: u64,
-    /// What of that took space when the move began.
+    /// Allocated size of the image when the move began, in bytes.
     pub allocated_bytes: u64,
-    /// The id of the base image that it stands on, which did not move; null where it stands on
-    /// none.
+    /// Id of the disk's base image, which did not move; null without one.
     #[serde(default)]
     pub base: Option<String>,
-    /// When the guest went on, where not all of that was at the destination; null where it stands
-    /// on none.
+    /// Whether the guest waited for the complete base image (`whole`) or could run before (`lazy`);
+    /// null without a base image.
     #[serde(default)]
     pub base_choice: Option<BaseChoice>,
 }
 
-/// A hook that was run.
+/// A hook that ran.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HookRun {
-    /// Its step, such as `released`.
+    /// Step of the move, such as `released`.
     pub step: String,
-    /// How long it took, in milliseconds.
+    /// Run time, in milliseconds.
     pub time_ms: f64,
-    /// Whether the guest stood still meanwhile.
+    /// Whether the guest was stopped while the hook ran.
     pub guest_stood_still: bool,
-    /// Why it failed; null where it did not.
+    /// Reason of the failure; null if the hook succeeded.
     pub error: Option<String>,
 }
 
-/// Bytes of the guest's blocks, by how they travelled.
+/// Bytes of the guest's blocks, by how they were sent.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct BytesByKind {
-    /// All zero.
+    /// Bytes that are zero.
     pub zero_bytes: Option<u64>,
-    /// The same as was sent of that block before.
+    /// Bytes of blocks that are unchanged since they were last sent.
     pub same_bytes: Option<u64>,
-    /// The same as another block that the destination had.
+    /// Bytes of blocks whose content the destination had elsewhere in the guest's memory or disks.
     pub reference_bytes: Option<u64>,
-    /// The same as a block of another guest that the destination had from the same source.
+    /// Bytes of blocks whose content the destination had from another guest that moved from the
+    /// same source at the same time.
     #[serde(default)]
     pub shared_bytes: Option<u64>,
-    /// Found in what the destination had kept from before.
+    /// Bytes of blocks whose content the destination had before: in its memory cache of the guest,
+    /// in an old image, or in its content index.
     #[serde(default)]
     pub kept_bytes: Option<u64>,
-    /// The same as another block that was sent with them.
+    /// Bytes of blocks that equal another block sent with them.
     #[serde(default)]
     pub duplicate_bytes: Option<u64>,
-    /// Sent as what had changed of them since they were sent before.
+    /// Bytes of blocks of which only the changes were sent.
     #[serde(default)]
     pub delta_bytes: Option<u64>,
-    /// What those were encoded to, before compression.
+    /// Size of these changes before compression, in bytes.
     #[serde(default)]
     pub delta_encoded_bytes: Option<u64>,
-    /// Sent as they are, before compression.
+    /// Bytes of blocks that were sent in full, before compression.
     pub literal_bytes: Option<u64>,
-    /// What the literal and the encoded ones were compressed to.
+    /// Size of the full blocks and the changes after compression, in bytes.
     pub compressed_bytes: Option<u64>,
-    /// Sent again whole, since the destination did not hold what they were described by.
+    /// Bytes of blocks that were sent again in full, because the destination did not have the
+    /// content that a reference named.
     #[serde(default)]
     pub rejected_bytes: Option<u64>,
-    /// The state of the guest's devices, before compression.
+    /// Size of the device state before compression, in bytes.
     pub device_state_bytes: Option<u64>,
 }
 
-/// How long a phase took.
+/// The time of a phase.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct PhaseTime {
-    /// The phase.
+    /// Phase.
     pub phase: Phase,
-    /// Its time, in milliseconds.
+    /// Duration, in milliseconds.
     pub time_ms: f64,
 }
 
-/// The parts of the downtime, in milliseconds. They follow one another.
+/// The parts of the downtime, in milliseconds.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct DowntimeParts {
-    /// Until QEMU had stopped the guest.
+    /// Time until QEMU at the source has stopped the guest.
     pub stop_ms: Option<f64>,
-    /// Until its last blocks were at the destination.
+    /// Time to send the last blocks and the device state.
     pub last_pages_ms: Option<f64>,
-    /// Until the state of its devices was at the destination.
+    /// Time until QEMU at the source has written the device state.
     pub device_state_ms: Option<f64>,
-    /// Until the destination's QEMU had loaded it.
+    /// Time until QEMU at the destination has loaded the device state, from the arrival of the last
+    /// block.
     pub load_ms: Option<f64>,
-    /// Comparing all memory and what was left of disks, where it was asked for.
+    /// Time of the comparison of memory and disks; null if it was not requested.
     pub verify_ms: Option<f64>,
-    /// Handing over the right to run, until the guest ran.
+    /// Time of the handover, until the guest runs at the destination.
     pub commit_ms: Option<f64>,
 }
 
-/// What the move cost the two hosts, beside the link.
+/// The cost of a move on both hosts, besides the link.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct Cost {
-    /// The source.
+    /// Cost at the source.
     pub source: HostCost,
-    /// The destination.
+    /// Cost at the destination.
     pub destination: HostCost,
 }
 
-/// What the move cost a host.
+/// The cost of a move on one host.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
 pub struct HostCost {
-    /// CPU time of its agent during the migration, in seconds.
+    /// CPU time of the agent during the migration, in seconds. It includes the agent's other work
+    /// in that time.
     pub agent_cpu_s: Option<f64>,
-    /// Most memory that its agent used at once, without the guest's own.
+    /// Peak of the agent's memory during the migration, in bytes, without the guest's memory.
     pub agent_peak_bytes: Option<u64>,
-    /// CPU time of the guest's QEMU there during the migration, in seconds.
+    /// CPU time of the guest's QEMU on this host since it started, in seconds.
     pub qemu_cpu_s: Option<f64>,
 }
 
-/// What comparing all memory, and all disks that were at the destination before the guest ran
-/// there, found.
+/// The result of a comparison of both copies. It covers the memory, and each disk that is complete
+/// at the destination.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct VerifyResult {
-    /// RAM blocks compared.
+    /// Number of RAM blocks compared; 0 if the agent was restarted after their comparison.
     pub regions: u32,
-    /// Bytes of them.
+    /// Size of these RAM blocks, in bytes.
     pub bytes: u64,
-    /// Disks compared.
+    /// Number of disks compared.
     #[serde(default)]
     pub disks: u32,
-    /// Bytes of them; without what the guest had written at the destination before it could be
-    /// compared.
+    /// Compared size of these disks, in bytes, without blocks that the guest wrote at the
+    /// destination before they could be compared.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// What of those was compared while the guest stood still; the rest had been before, and had
-    /// not
-    /// changed since.
+    /// Part of `disk_bytes` that was compared while the guest was stopped. The other blocks had
+    /// been compared before, and did not change.
     #[serde(default)]
     pub disk_bytes_stopped: u64,
-    /// Disks that moved and are not compared yet: a part of them comes when the guest runs at the
-    /// destination. All of them
-    /// is compared then, but for what the guest has written there.
+    /// Number of moved disks that are not compared yet, because the destination fetches blocks of
+    /// them after the switchover. They are compared when no block is missing, except blocks that
+    /// the guest has written there.
     #[serde(default)]
     pub disks_not_compared: u32,
-    /// Blocks of 4096 bytes that differed.
+    /// Number of blocks of 4096 bytes that differ.
     pub different_blocks: u64,
-    /// The first difference: region, offset and count.
+    /// Region and offset of the first difference; null if there is none.
     pub first_difference: Option<String>,
 }

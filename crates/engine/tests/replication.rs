@@ -550,10 +550,7 @@ fn at_a_standstill_a_reference_may_fail_and_is_repaired() {
     let mut bench = referring();
     bench.pass();
     bench.source.frozen();
-    assert!(
-        bench.send(16),
-        "nothing waits for a guest that stands still"
-    );
+    assert!(bench.send(16), "nothing waits for a guest that is stopped");
     bench.deliver(1);
     bench.deliver(0);
     bench.acknowledge();

@@ -331,7 +331,7 @@ pub fn can_run(
         return vec![Check {
             verdict: Verdict::Refused,
             text: format!("{host} cannot run this guest: {error}"),
-            hint: Some("mend the guest's description".to_owned()),
+            hint: Some("correct the guest's description".to_owned()),
         }];
     }
     let question = Question {

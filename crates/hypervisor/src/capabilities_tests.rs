@@ -106,7 +106,7 @@ fn a_description_that_no_host_would_launch_is_refused_alone() {
         |guest, _, _| guest.name = "\u{1b}[2J/../x".to_owned(),
         "paris-2 cannot run this guest: guest description: `name` is `\\u{1b}[2J/../x`: a name has \
          1 to 48 letters, digits, `-`, `_` and `.`, and begins with a letter or digit",
-        "mend the guest's description",
+        "correct the guest's description",
     );
 }
 
@@ -204,10 +204,10 @@ fn another_accelerator_is_refused() {
     refused(
         |_, machine, capabilities| {
             machine.accelerator = "kvm".to_owned();
-            capabilities.no_kvm = Some("it opens, and a guest stands still in it".to_owned());
+            capabilities.no_kvm = Some("it opens, but a guest does not run in it".to_owned());
         },
-        "paris-2 cannot run web-7: it runs guests with tcg (KVM does not work: it opens, and a \
-         guest stands still in it), and the guest runs with kvm",
+        "paris-2 cannot run web-7: it runs guests with tcg (KVM does not work: it opens, but a \
+         guest does not run in it), and the guest runs with kvm",
         "move it to a host that runs guests with kvm",
     );
 }

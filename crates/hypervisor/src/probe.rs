@@ -188,7 +188,7 @@ async fn runs_firmware(path: &Path, accelerator: Accelerator, folder: &Path) -> 
             Err(_) => {
                 // A failure to end it is visible in the process table only.
                 let _ = child.kill().await;
-                Err("it opens, and a guest stands still in it".to_owned())
+                Err("it opens, but a guest does not run in it".to_owned())
             }
         },
     };

@@ -88,7 +88,7 @@ fn report(findings: &[Finding]) -> (String, bool) {
                 };
                 demo_runs &= finding.need != Need::Demo;
                 text += &format!(
-                    "{mark}  {:<20} {wrong}\n{:30}to mend it: {mend}\n",
+                    "{mark}  {:<20} {wrong}\n{:30}to fix it: {mend}\n",
                     finding.what, ""
                 );
             }
@@ -274,7 +274,7 @@ mod tests {
         let (text, runs) = report(&[there(), missing(Need::More)]);
         assert!(runs);
         assert!(
-            text.contains("gone") && text.contains("to mend it: get it"),
+            text.contains("gone") && text.contains("to fix it: get it"),
             "{text}"
         );
         let (text, runs) = report(&[there(), missing(Need::Demo)]);

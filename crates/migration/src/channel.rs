@@ -1,6 +1,6 @@
-//! Typed messages on a channel, with a time for each answer.
+//! Typed messages on a channel, with a time limit for each answer.
 //!
-//! What is sent is queued: a peer that does not read holds nobody here, and loses its connection.
+//! Messages are queued. A peer that does not read blocks no task here and loses its connection.
 
 use crate::host::fail_point::{self, Named};
 use longhaul_protocol::message::{ToDestination, ToSource};
@@ -15,37 +15,38 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::timeout;
 
-/// A message must be taken within this time, and a second more for so many bytes.
+/// Time limit for sending a message: 60 s, plus one second per `SEND_BYTES_PER_S_MIN` bytes.
 const SEND_WITHIN: Duration = Duration::from_secs(60);
 const SEND_BYTES_PER_S_MIN: usize = 4096;
-/// Limit on the bytes that wait for a peer to read them: more than the lists of all disks have.
+/// Limit on the bytes queued for one peer. It exceeds the size of the block lists of all disks.
 const QUEUE_BYTES_MAX: usize = 64 << 20;
 
-/// Why a message did not go out or come in.
+/// Why a message was not sent or received.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum TalkError {
-    /// The connection or channel is gone.
+    /// The connection or channel is lost.
     #[error(transparent)]
     Channel(#[from] ChannelError),
-    /// What came is not a message.
+    /// The received bytes are not a message.
     #[error("the other agent breaks the protocol: {0}")]
     Wire(#[from] WireError),
-    /// What came is no answer to what was said.
+    /// The received message does not answer the one that was sent.
     #[error("the other agent breaks the protocol: {0}")]
     Unfit(&'static str),
     /// The other agent closed the channel.
     #[error("the other agent closed the channel")]
     Closed,
-    /// The other agent does not read.
+    /// The other agent does not read, and the queue is full.
     #[error("the other agent does not take what it is sent")]
     Full,
-    /// There was no answer.
+    /// No answer came within the time limit.
     #[error("the other agent did not answer within {} s", .0.as_secs())]
     Silent(Duration),
 }
 
 impl TalkError {
-    /// Whether the other side meant to end it, so that it will not come back.
+    /// Returns whether the peer closed the channel on purpose or broke the protocol. Such a peer
+    /// does not reconnect. A peer that shuts down does.
     pub(crate) fn is_meant(&self) -> bool {
         match self {
             Self::Channel(ChannelError::Lost(LinkError::ClosedByPeer { code, .. })) => {
@@ -57,7 +58,8 @@ impl TalkError {
     }
 }
 
-/// Sends messages of one kind. What is queued when it is dropped is sent yet.
+/// The sending half of a channel, for messages of one kind. Messages that are queued when it is
+/// dropped are still sent.
 pub(crate) struct Sender<M> {
     queue: mpsc::UnboundedSender<Queued>,
     queued_bytes: Arc<AtomicUsize>,
@@ -66,22 +68,22 @@ pub(crate) struct Sender<M> {
 
 enum Queued {
     Message(Vec<u8>),
-    /// A fail point cuts the connection here.
+    /// A fail point closes the connection here.
     Cut,
 }
 
-/// Receives messages of one kind.
+/// The receiving half of a channel, for messages of one kind.
 pub(crate) struct Receiver<M> {
     channel: ChannelReceiver,
     kind: PhantomData<fn() -> M>,
 }
 
-/// A channel as the side that opened it sees it.
+/// Splits a channel into the halves of the side that opened it.
 pub(crate) fn as_source(channel: Channel) -> (Sender<ToDestination>, Receiver<ToSource>) {
     halves(channel)
 }
 
-/// A channel as the side that was called sees it.
+/// Splits a channel into the halves of the side that accepted it.
 pub(crate) fn as_destination(channel: Channel) -> (Sender<ToSource>, Receiver<ToDestination>) {
     halves(channel)
 }
@@ -105,7 +107,7 @@ fn halves<S, R>(channel: Channel) -> (Sender<S>, Receiver<R>) {
 }
 
 impl<M: Message + Named> Sender<M> {
-    /// Queues one message.
+    /// Queues a message. Fails if the queue is full or the channel is closed.
     pub(crate) fn send(&mut self, message: &M) -> Result<(), TalkError> {
         if fail_point::before_send(message) && self.queue.send(Queued::Cut).is_err() {
             return Err(TalkError::Closed);
@@ -116,12 +118,12 @@ impl<M: Message + Named> Sender<M> {
             return Err(TalkError::Full);
         }
         let queued = self.queue.send(Queued::Message(bytes));
-        // Why the connection went is what the receiver says.
+        // The receiver reports why the connection was lost.
         queued.map_err(|_| TalkError::Closed)
     }
 }
 
-/// Writes what is queued, until the queue is dropped or the peer does not take it in time.
+/// Writes queued messages until the queue is dropped or the peer exceeds the time limit.
 async fn write(
     mut channel: ChannelSender,
     mut queue: mpsc::UnboundedReceiver<Queued>,
@@ -137,7 +139,7 @@ async fn write(
         queued_bytes.fetch_sub(bytes.len(), Ordering::Relaxed);
         match sent {
             Ok(Ok(())) => {}
-            // The receiver hears of it too.
+            // The receiver gets this error too.
             Ok(Err(error)) => {
                 tracing::debug!(%error, "a channel cannot be written to");
                 return;
@@ -152,7 +154,7 @@ async fn write(
 }
 
 impl<M: Message + Named> Receiver<M> {
-    /// The next message. Safe to cancel.
+    /// Receives the next message. Safe to cancel.
     pub(crate) async fn recv(&mut self) -> Result<M, TalkError> {
         let bytes = self.channel.recv().await?.ok_or(TalkError::Closed)?;
         let message = wire::decode(&bytes)?;
@@ -162,7 +164,7 @@ impl<M: Message + Named> Receiver<M> {
         Ok(message)
     }
 
-    /// The next message, if it comes within this time.
+    /// Receives the next message, with a time limit.
     pub(crate) async fn recv_within(&mut self, limit: Duration) -> Result<M, TalkError> {
         timeout(limit, self.recv())
             .await
@@ -170,7 +172,7 @@ impl<M: Message + Named> Receiver<M> {
     }
 }
 
-/// Texts of peers and programs are cut before they are kept.
+/// Shortens a text of a peer or program to 400 characters, so that it can be stored.
 pub(crate) fn short(text: &str) -> String {
     text.chars().take(400).collect()
 }

@@ -1,4 +1,4 @@
-//! What both ends of a migration share on a host.
+//! State that both ends of a migration share on a host.
 
 use crate::disks::base_images::Orders;
 use crate::disks::lazy_base_images::ComingFronts;
@@ -20,21 +20,22 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use tokio::sync::Notify;
 
-/// What one more look at a filled link weighs.
+/// Weight of one new measurement in the moving average of a link's rate.
 const RATE_WEIGHT: f64 = 0.02;
 
-/// What this host's journal says of a guest.
+/// This host's right to a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Right {
-    /// How often the right to run it has changed hands; none where it never did.
+    /// The number of times that the right to run it has changed hosts. None if it never did.
     pub generation: Option<u64>,
-    /// Who has it.
+    /// The host that has the right.
     pub holder: Holder,
-    /// The migration that the guest is in.
+    /// The migration that the guest is in, and this host's side of it.
     pub moving: Option<(MigrationId, Side)>,
 }
 
-/// Takes in what a link carries. What carries nothing is not there, and says nothing of the link.
+/// Adds a measurement to the moving average of a link's rate. Ignores a rate of zero, which comes
+/// from a link that is down.
 fn note_rate(rates: &mut HashMap<String, f64>, host: &str, bytes_per_s: f64) {
     if bytes_per_s > 0.0 {
         let known = rates.entry(host.to_owned()).or_insert(bytes_per_s);
@@ -42,20 +43,20 @@ fn note_rate(rates: &mut HashMap<String, f64>, host: &str, bytes_per_s: f64) {
     }
 }
 
-/// Who has the right to run a guest.
+/// The host that has the right to run a guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Holder {
     /// This host.
     Here,
-    /// Another one, by the name that it is trusted under or by its fingerprint.
+    /// Another host: its name in the list of trusted hosts, or its fingerprint.
     Elsewhere(String),
-    /// Nobody can tell until the two agents have met: this host gave it to that one.
+    /// Unknown until the two agents connect: this host released the guest to the named host.
     InDoubt(String),
-    /// What is written here cannot be read, and why.
+    /// The record of the right cannot be read, for this reason.
     Unknown(String),
 }
 
-/// What every migration's task uses.
+/// State that the tasks of all migrations share.
 pub(crate) struct Context {
     pub(crate) parts: Parts,
     pub(crate) endpoint: Endpoint,
@@ -68,28 +69,28 @@ pub(crate) struct Context {
     pub(crate) gangs: Gangs,
     pub(crate) throttle: Throttle,
     pub(crate) retained_qemus: RetainedQemus,
-    /// Wakes the task that takes exports out or ends them.
+    /// Wakes the task that removes or ends exports.
     pub(crate) exports_left: Notify,
     pub(crate) orders: Orders,
     pub(crate) coming: ComingFronts,
-    /// What files hold that were compared with those of other hosts.
+    /// The content of files that were compared with those of other hosts.
     pub(crate) contents: Arc<Contents>,
-    /// What the link to a host was seen to carry, in bytes per second.
+    /// The measured rate of the link to each host, in bytes per second.
     pub(crate) rates: Mutex<HashMap<String, f64>>,
 }
 
 impl Context {
-    /// What the link to a host was last seen to carry, in bytes per second.
+    /// Returns the measured rate of the link to a host, in bytes per second.
     pub(crate) fn link_rate(&self, host: &str) -> Option<f64> {
         lock(&self.rates).get(host).copied()
     }
 
-    /// Takes in what the link to a host carries when it is filled.
+    /// Adds a measurement of a saturated link to a host, in bytes per second.
     pub(crate) fn note_link_rate(&self, host: &str, bytes_per_s: f64) {
         note_rate(&mut lock(&self.rates), host, bytes_per_s);
     }
 
-    /// What the journal says of a guest.
+    /// Returns this host's right to a guest, and the migration that the guest is in.
     pub(crate) fn right(&self, guest: &str) -> Right {
         let moving = match self.registry.taken(guest) {
             Some(Taken::Moving(id, side)) => Some((id, side)),
@@ -123,7 +124,7 @@ impl Context {
                     moving,
                 }
             }
-            // Whoever cannot read who may run a guest must not run it.
+            // A host that cannot read the right to a guest must not run it.
             Err(error) => {
                 tracing::error!(%error, guest, "cannot read who may run a guest");
                 Right {

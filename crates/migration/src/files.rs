@@ -1,6 +1,6 @@
-//! The files of a guest that do not move with it. Both hosts must have the same ones: the source
-//! holds locks on its files and names their digests, and the destination looks for the locks and
-//! compares.
+//! The files of a guest that do not move with it. Both hosts must have identical copies or share
+//! them. The source locks its files and sends their digests. The destination checks for the locks
+//! and compares the digests.
 
 use crate::host::base_images;
 use longhaul_hypervisor::config::{HostConfig, ImageFormat};
@@ -13,7 +13,7 @@ use std::io;
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-/// The longest chain of backing files that is followed.
+/// Limit on the length of a chain of backing files.
 const BACKING_MAX: u8 = 4;
 
 /// A file as this host has it.
@@ -21,12 +21,12 @@ const BACKING_MAX: u8 = 4;
 pub(crate) struct Place {
     pub(crate) staying: Staying,
     pub(crate) path: PathBuf,
-    /// What it says of its content, where that is an image.
+    /// The format of an image. None for other files.
     pub(crate) format: Option<String>,
 }
 
-/// Everything that a guest names of files which do not move, and where it is here; of names that
-/// mean nothing here, the file alone.
+/// Returns all files that a guest's description names and that do not move, with their paths here.
+/// For a name that this host does not know, returns the file without a path.
 pub(crate) fn of_guest(
     config: &HostConfig,
     guest: &GuestDescription,
@@ -69,7 +69,7 @@ pub(crate) fn of_guest(
     places
 }
 
-/// What an image stands on, as it says itself: QEMU opens that too.
+/// Returns the backing file that an image's header names. QEMU opens that file too.
 pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
     let number = match (place.staying.kind, place.format.as_deref()) {
         (FileKind::Image, Some("qcow2")) => 1,
@@ -79,9 +79,9 @@ pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
     let head = base_images::head(&place.path).map_err(|error| error.to_string())?;
     let backing = match qcow2::read(&head) {
         Ok(head) => head.backing,
-        // Its content is in another file.
+        // The content of the image is in another file.
         Err(error @ Qcow2Error::DataFile) => return Err(error.to_string()),
-        // What is none, or cannot be understood, is for QEMU to say.
+        // QEMU reports an image that is invalid.
         Err(_) => None,
     };
     let Some(backing) = backing else {
@@ -110,14 +110,14 @@ pub(crate) fn stands_on(place: &Place) -> Result<Option<Place>, String> {
     }))
 }
 
-/// Opens a file for reading, whatever it turns out to be, without waiting for anybody.
+/// Opens a file of any type for reading, without blocking.
 pub(crate) fn open(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags(nix::libc::O_NONBLOCK);
     options.open(path)
 }
 
-/// Whether it can be an image at all.
+/// Returns whether a file can be an image.
 pub(crate) fn is_file_or_volume(about: &Metadata) -> bool {
     about.is_file() || about.file_type().is_block_device()
 }

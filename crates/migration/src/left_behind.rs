@@ -1,4 +1,4 @@
-//! Resumes a guest that a move has left paused, and takes one back from a host that never returns.
+//! Resumes a guest that a migration left paused, and takes one back from a host that never returns.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
@@ -17,13 +17,13 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// A host that does not answer for so long is believed to be dead.
+/// Time limit for a host to answer before it is considered dead.
 const ANSWER_WITHIN: Duration = Duration::from_secs(10);
-/// The right grows by this: a host that died may have given the guest to a third one, which has the
-/// generation in between.
+/// Increment of the generation. The dead host may have given the guest to a third host, which then
+/// has the generation in between.
 const GENERATIONS: u64 = 2;
 
-/// Takes back the right to run a guest, in a generation that is higher than the other host's.
+/// Takes back the right to run a guest, in a generation above that of the other host.
 pub(crate) async fn reclaim(
     context: &Context,
     guest: &str,
@@ -75,7 +75,7 @@ pub(crate) async fn reclaim(
     Ok(())
 }
 
-/// Keeps others off a guest, unless a migration of it is open.
+/// Reserves a guest, unless a migration of it is open.
 fn take(context: &Context, guest: &str) -> Result<Reservation, ApiError> {
     let moving = match context.registry.taken(guest) {
         Some(Taken::Moving(id, _)) => Some(id),
@@ -91,7 +91,7 @@ fn take(context: &Context, guest: &str) -> Result<Reservation, ApiError> {
     })
 }
 
-/// Refuses to call a host dead that answers.
+/// Refuses to treat a host as dead if it answers.
 async fn require_silence(context: &Context, guest: &str, host: &str) -> Result<(), ApiError> {
     let answers = match timeout(ANSWER_WITHIN, context.endpoint.connect(host)).await {
         Ok(Ok(_)) => true,
@@ -142,7 +142,7 @@ pub(crate) async fn resume(context: &Arc<Context>, guest: &str) -> Result<(), Ap
     Ok(())
 }
 
-/// Whether its QEMU was started to receive the guest.
+/// Returns whether a QEMU was started to receive its guest. True if this is unknown.
 fn is_incoming(guest: &Guest) -> bool {
     let line = guest
         .pid()
@@ -156,7 +156,7 @@ fn is_incoming(guest: &Guest) -> bool {
     }
 }
 
-/// Refuses a guest that runs, or that something else than a migration has stopped.
+/// Refuses a guest that runs, or that was not stopped by a migration.
 async fn require_paused(guest: &str, qmp: &Qmp) -> Result<(), ApiError> {
     let of_qemu = |error: &dyn std::fmt::Display| {
         ApiError::new(ErrorCode::Qemu, format!("{guest} is not resumed: {error}"))

@@ -1,9 +1,9 @@
 //! Migrations of this host's guests: the attempts in progress, the right to run a guest, and
 //! outcomes.
 //!
-//! [`Manager`] is what the API asks. The modules `source` and `destination` are the two ends of a
-//! migration. They do not import each other, and no other module but `recovery`, which takes up the
-//! attempts of an earlier agent, imports either. `checks/` enforces this.
+//! [`Manager`] is the interface for the API. The modules `source` and `destination` are the two
+//! ends of a migration. They do not import each other. No other module imports either, except
+//! `recovery`, which continues the attempts of an earlier agent. `checks/` enforces this.
 //!
 //! | module | owns |
 //! |---|---|
@@ -13,7 +13,7 @@
 //! | `handover` | the durable records of attempts, and fencing marks |
 //! | `limits` | bandwidth, quotas of peers, shared deduplication |
 //! | `status` | progress, reports, failures, hooks |
-//! | `left_behind` | what an operator does with a guest that a move has left behind |
+//! | `left_behind` | an operator's actions on a guest that a migration left paused or lost |
 //! | `files`, `verify`, `channel` | proof of files on both hosts, digests, typed messages |
 //! | `host` | configuration, state folder, content index, memory cache, hooks |
 
@@ -67,10 +67,10 @@ pub use crate::disks::lazy_base_images::of_guest as coming_bases;
 pub use crate::status::failure::{UNCHANGED, attach as attach_failure};
 pub use crate::status::registry::Reservation;
 
-/// How long a stopping agent waits for its migrations to end.
+/// Interval at which a stopping agent checks whether its migrations have ended.
 const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
 
-/// Owns every migration of this host, and the journal of the right to run its guests.
+/// The migrations of this host, and the durable rights to run its guests.
 pub struct Manager {
     context: Arc<Context>,
     destination: Arc<Destination>,
@@ -78,8 +78,8 @@ pub struct Manager {
 }
 
 impl Manager {
-    /// Reads the journal, takes up what an earlier agent left (in a task of its own) and begins to
-    /// accept other hosts' connections.
+    /// Opens the agent's durable state, continues the attempts of an earlier agent in their own
+    /// tasks, and starts to accept connections from other hosts.
     pub async fn start_up(parts: Parts) -> Result<Arc<Self>, StartError> {
         let state = &parts.config.state;
         let cannot = |what: &str, error: &dyn std::fmt::Display| {
@@ -162,12 +162,13 @@ impl Manager {
         }))
     }
 
-    /// Ends every task: what was not released is aborted; guests are left running.
+    /// Cancels all migrations before the phase `Finishing`, waits until they have ended, and closes
+    /// the connections. Guests keep running.
     pub async fn shut_down(&self) {
         self.accepting.abort();
         let under_way = || {
             let entries = self.context.registry.list().into_iter();
-            // A drain may take hours, and goes on with the next agent.
+            // A drain may take hours. The next agent continues it.
             let ends = |entry: &Arc<_>| {
                 let entry: &status::migration::Entry = entry;
                 entry.outcome().is_none() && entry.phase() != Phase::Finishing
@@ -184,18 +185,18 @@ impl Manager {
         self.context.endpoint.close("the agent was stopped").await;
     }
 
-    /// Checks and predicts, changing nothing.
+    /// Checks a migration and predicts its course. Changes nothing.
     pub async fn plan(&self, request: PlanRequest) -> Result<Plan, ApiError> {
         source::plan::plan(&self.context, request).await
     }
 
-    /// Begins a migration, or refuses it.
+    /// Starts a migration, or refuses it.
     pub async fn start(&self, request: StartMigration) -> Result<Migration, ApiError> {
         let entry = source::prepare::start(&self.context, request)?;
         Ok(entry.migration())
     }
 
-    /// Asks a migration to stop; its progress tells when and how it has.
+    /// Asks a migration to stop. Its progress reports the outcome.
     pub async fn cancel(&self, id: MigrationId) -> Result<Migration, ApiError> {
         let entry = self.context.registry.get(id)?;
         if entry.outcome().is_some() {
@@ -217,7 +218,7 @@ impl Manager {
         Ok(entry.migration())
     }
 
-    /// Decides as an operator says, for a migration whose other host does not answer.
+    /// Applies an operator's decision to a migration whose peer does not answer.
     pub async fn resolve(&self, id: MigrationId, resolve: Resolve) -> Result<Migration, ApiError> {
         let entry = self.context.registry.get(id)?;
         let migration = entry.migration();
@@ -234,7 +235,7 @@ impl Manager {
         Ok(entry.migration())
     }
 
-    /// Changes a migration's limit.
+    /// Changes a migration's bandwidth limit.
     pub async fn limit(&self, id: MigrationId, limit: Limit) -> Result<Migration, ApiError> {
         let entry = self.context.registry.get(id)?;
         if entry.outcome().is_some() || entry.report().side == Side::Destination {
@@ -246,19 +247,19 @@ impl Manager {
         Ok(entry.migration())
     }
 
-    /// The migrations of this host, on either side, the newest first.
+    /// Returns the migrations of this host as source or destination, newest first.
     pub async fn list(&self) -> Vec<Migration> {
         let entries = self.context.registry.list();
         entries.into_iter().map(|entry| entry.migration()).collect()
     }
 
-    /// One migration.
+    /// Returns one migration.
     pub async fn get(&self, id: MigrationId) -> Result<Migration, ApiError> {
         Ok(self.context.registry.get(id)?.migration())
     }
 
-    /// The migrations that need a host: guests that leave for it, and guests from it that run here
-    /// and are not complete.
+    /// Returns the open migrations that need this host: guests that leave for it, and guests that
+    /// came from it, run here and are not complete.
     pub fn that_need(&self, host: &str) -> Vec<Migration> {
         let entries = self.context.registry.list().into_iter();
         let open = entries.filter(|entry| matches!(entry.outcome(), None | Some(Outcome::InDoubt)));
@@ -271,7 +272,7 @@ impl Manager {
         .collect()
     }
 
-    /// Ends all connections with a host that is no longer trusted.
+    /// Closes all connections with a host that is no longer trusted.
     pub fn disconnect(&self, host: HostId) {
         let reason = "this host is no longer trusted";
         self.context
@@ -279,7 +280,8 @@ impl Manager {
             .disconnect(host, CloseCode::NotAllowed, reason);
     }
 
-    /// Remembers which limits the trusted hosts have, so that they keep them under other names.
+    /// Records which limits the trusted hosts have. A host keeps its limits when it gets another
+    /// name.
     pub fn remember_limits(&self) -> Result<(), ApiError> {
         let cannot = |error: &dyn std::fmt::Display| {
             let text = format!("cannot note which limits the trusted hosts have: {error}");
@@ -291,13 +293,13 @@ impl Manager {
         noted.map_err(|error| cannot(&error))
     }
 
-    /// A migration's report; of one under way, so far.
+    /// Returns a migration's report. The report of a migration in progress is not final.
     pub async fn report(&self, id: MigrationId) -> Result<Report, ApiError> {
         Ok(self.context.registry.get(id)?.report())
     }
 
-    /// A migration's progress, as it changes. The last has an outcome; for one that has ended
-    /// there is only that.
+    /// Returns a migration's progress as a stream of updates. The last update has an outcome. A
+    /// migration that has ended yields only that update.
     pub async fn watch(&self, id: MigrationId) -> Result<watch::Receiver<Progress>, ApiError> {
         Ok(self.context.registry.get(id)?.watch())
     }
@@ -319,21 +321,20 @@ impl Manager {
         Ok(source::plan::probe_result(host, &report))
     }
 
-    /// What the journal says of a guest.
+    /// Returns this host's right to a guest, and the migration that the guest is in.
     pub async fn right(&self, guest: &str) -> Right {
         self.context.right(guest)
     }
 
-    /// Refuses a guest whose disks belong to another one that moved away or is moving.
+    /// Refuses a guest whose disks belong to another guest that has left or is moving.
     pub fn may_use_disks(&self, guest: &GuestDescription) -> Result<(), ApiError> {
         self.context.may_use_disks(guest)
     }
 
-    /// Makes room for a guest that is to be started, where it could not be beside what is kept of
-    /// others that left.
+    /// Ends the retained QEMUs if this host cannot start the guest beside them.
     pub async fn make_way_for(&self, guest: &GuestDescription) {
         let Parts { prober, config, .. } = &self.context.parts;
-        // Whoever starts it is told what is wrong with the host.
+        // The start of the guest reports this error.
         let Ok(capabilities) = prober.capabilities().await else {
             return;
         };
@@ -343,7 +344,8 @@ impl Manager {
         }
     }
 
-    /// Takes back the right to run a guest from a host that never returns, by an operator's word.
+    /// Takes back the right to run a guest from a host that never returns. An operator requests
+    /// this.
     pub async fn reclaim(&self, guest: &str, reclaim: &ReclaimGuest) -> Result<(), ApiError> {
         left_behind::reclaim(&self.context, guest, reclaim).await
     }
@@ -354,18 +356,17 @@ impl Manager {
         left_behind::resume(&self.context, guest).await
     }
 
-    /// Keeps migrations off a guest; refuses while one is under way, and where the right to run
-    /// it is not here.
+    /// Reserves a guest, so that no migration takes it. Fails during a migration of the guest, and
+    /// if this host does not have the right to run it.
     pub async fn reserve(&self, guest: &str) -> Result<Reservation, ApiError> {
-        // Where it is says more than that somebody is busy with it.
+        // Checked first: "the guest is on another host" is more useful to the caller than "busy".
         self.require_right(guest)?;
         let reservation = self.context.registry.take(guest, Taken::Locally)?;
         self.require_right(guest)?;
         Ok(reservation)
     }
 
-    /// Keeps migrations off a guest whose copy here is to be ended, also if it belongs to another
-    /// host.
+    /// Reserves a guest in order to end its copy here, even if the guest belongs to another host.
     pub async fn reserve_to_end(&self, guest: &str) -> Result<Reservation, ApiError> {
         let reservation = self.context.registry.take(guest, Taken::Locally)?;
         match self.context.right(guest).holder {
@@ -389,7 +390,7 @@ impl Manager {
     }
 }
 
-/// The limits of other hosts, with those that they had under other names.
+/// Reads the limits of other hosts. A host that was renamed keeps the limits of its old name.
 fn limits_of_hosts(parts: &Parts) -> Result<Allowances, StartError> {
     let Parts { config, trust, .. } = parts;
     let cannot = |error: std::io::Error| {
@@ -399,7 +400,7 @@ fn limits_of_hosts(parts: &Parts) -> Result<Allowances, StartError> {
     let limits = LimitedHosts::open(config.limits.clone(), &config.state).map_err(cannot)?;
     match trust.list() {
         Ok(trusted) => limits.remember(&trusted).map_err(cannot)?,
-        // Until it can be read nobody is trusted.
+        // While the file cannot be read, no host is trusted.
         Err(error) => tracing::error!(%error, "cannot read the trusted hosts"),
     }
     Ok(Allowances::new(limits))

@@ -1,19 +1,19 @@
-//! Takes up what an earlier agent left: every journal that is not at its end is brought there, by
-//! the transition functions of the hand-over.
+//! Continues the attempts of an earlier agent. Every journal that is not at its end is brought
+//! there by the transition functions of the handover.
 //!
-//! | the journal's last word | here the source | here the destination |
+//! | last record of the journal | this host is the source | this host is the destination |
 //! |---|---|---|
-//! | Began | the guest goes on here; ABORTED | QEMU is ended; ABORTED |
-//! | Ready | | QEMU, which has everything, waits for the source's decision |
+//! | Began | the guest continues here; ABORTED | QEMU is ended; ABORTED |
+//! | Ready | | the complete QEMU waits for the source's decision |
 //! | Released | the destination is asked until it answers | |
-//! | Committed | | the guest is told to run, again |
-//! | Done | the destination is asked whether it needs anything yet | |
+//! | Committed | | QEMU is told to run the guest, again |
+//! | Done | the destination is asked whether it needs anything more | |
 //! | Returned | | QEMU is ended; ABORTED |
-//! | Overruled | the guest goes on where the person said | the same |
-//! | Aborted, All-present, Closed | the other side is told until both journals are closed | |
+//! | Overruled | the guest continues where the operator decided | the same |
+//! | Aborted, All-present, Closed | the peer is informed until both journals are closed | |
 //!
 //! If a journal cannot be used, its guest is held, with all its other journals: any of them may be
-//! older than the one that is damaged.
+//! older than the damaged one.
 
 use crate::context::Context;
 use crate::destination::Destination;
@@ -23,7 +23,7 @@ use longhaul_engine::handover::{Record, Side};
 use longhaul_storage::{Holder, Journal, JournalError, file_name};
 use std::sync::Arc;
 
-/// Brings every attempt to its end, or to somebody who waits for one.
+/// Continues every attempt that has a journal, or holds its guest if the journal cannot be used.
 pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), JournalError> {
     let context = &destination.context;
     let mut all = Vec::new();
@@ -31,7 +31,7 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
     let mut unusable = Vec::new();
     for migration in Journal::list(&context.journals)? {
         match Journal::open(&context.journals, migration) {
-            // A journal that only answers for an attempt that never began needs nothing.
+            // A journal that only answers for an attempt that never began here needs no task.
             Ok(journal) => all.extend(AttemptRecord::of(migration, journal).ok()),
             Err(error) if error.is_of_the_file() => unusable.push((migration, error)),
             Err(error) => return Err(error),
@@ -59,8 +59,8 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
         .map(|left| (left.migration, left.guest.clone()))
         .collect();
     for left in all {
-        // An attempt that never released its guest, and could not be closed: the guest went on to
-        // another one, which decides.
+        // An attempt that never released its guest and was not closed. A later attempt has the
+        // guest since, and decides where it runs.
         let by_another = !has_released(&left)
             && (released
                 .iter()
@@ -71,8 +71,8 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             .any(|(guest, generation)| *guest == left.guest && *generation > left.terms.generation);
         let overruled = matches!(left.records().last(), Some(Record::Overruled { .. }));
         match left.side {
-            // By a person's word the guest went on here, and then to a later attempt, which may
-            // have released it: that one decides, also when its journal is gone.
+            // An operator decided that the guest continues here. A later attempt may have released
+            // it since. That attempt decides, even if its journal is gone.
             Side::Source if by_another || overruled && (went_on || is_older(context, &left)) => {
                 RecoveredSource::pass_on(context, left).await.go_on();
             }
@@ -80,14 +80,15 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             Side::Destination => destination.attempts.take_up(destination, left).await,
         }
     }
-    // From here on, nothing new begins with any guest. What has begun is told apart by the rights.
+    // From here on no new attempt begins with any guest. For attempts that began before, the rights
+    // decide.
     for (migration, error) in unnamed {
         held.hold_every_guest(migration, &error);
     }
     Ok(())
 }
 
-/// Whether the guest came back to the source that had released it.
+/// Returns whether the guest came back to the source that had released it.
 fn is_back(left: &AttemptRecord) -> bool {
     left.records().iter().any(|record| match record {
         Record::Aborted { .. } => true,
@@ -101,8 +102,8 @@ fn has_released(left: &AttemptRecord) -> bool {
     records.any(|record| matches!(record, Record::Released { .. }))
 }
 
-/// Whether the right to run the guest has left this host since an attempt that never released it
-/// began.
+/// Returns whether the right to run the guest has left this host since this attempt began. The
+/// attempt itself never released it.
 fn has_left(context: &Context, left: &AttemptRecord) -> bool {
     match context.rights.get(&left.guest) {
         Ok(right) => right.is_some_and(|right| {
@@ -115,7 +116,8 @@ fn has_left(context: &Context, left: &AttemptRecord) -> bool {
     }
 }
 
-/// Whether the guest has changed hands since a person gave it back in this attempt.
+/// Returns whether the right has changed hosts since an operator gave the guest back in this
+/// attempt.
 fn is_older(context: &Context, left: &AttemptRecord) -> bool {
     match context.rights.get(&left.guest) {
         Ok(right) => right.is_some_and(|right| right.generation > left.terms.after_next()),

@@ -1,4 +1,4 @@
-//! Digests of what a guest's RAM and disks hold, as both ends compute them to compare.
+//! Digests of the content of a guest's RAM and disks. Both ends compute and compare them.
 
 use longhaul_codec::{DigestKey, Hasher};
 use longhaul_hypervisor::memory::GuestMemory;
@@ -6,18 +6,18 @@ use longhaul_protocol::{BLOCK_SIZE, BlockRange};
 use longhaul_storage::disk::{Disk as _, RawDisk};
 use std::sync::Arc;
 
-/// Most bytes that one digest may cover.
+/// Limit on the blocks that one digest covers.
 const DIGEST_BLOCKS_MAX: u32 = 4096;
-/// Most digests in one answer: they have to fit a message.
+/// Limit on the digests in one answer, which must fit a message.
 pub(crate) const DIGESTS_MAX: u64 = 1 << 17;
 pub(crate) const BLOCK: u64 = BLOCK_SIZE as u64;
-/// In place of the digest of what the guest has written at the destination.
+/// Sent instead of the digest of blocks that the guest has written at the destination.
 pub(crate) const WRITTEN: [u8; 16] = [0; 16];
 
-/// What is compared.
+/// The content that is compared.
 #[derive(Clone)]
 pub(crate) enum Content {
-    /// A block of RAM, by its place.
+    /// A RAM block of the guest, by its index.
     Memory(Arc<GuestMemory>, usize),
     /// A disk.
     Disk(Arc<RawDisk>),
@@ -34,7 +34,7 @@ impl Content {
         }
     }
 
-    /// Whether a range is known to be zeros without reading it.
+    /// Returns whether a range is known to be zero without reading it.
     fn is_hole(&self, range: BlockRange) -> bool {
         let Self::Disk(disk) = self else { return false };
         let bytes = range.start * BLOCK..range.end() * BLOCK;
@@ -48,7 +48,7 @@ impl Content {
             .is_some_and(|it| it.hole && it.length_bytes >= whole)
     }
 
-    /// Digests of consecutive pieces, each of so many blocks.
+    /// Returns digests of consecutive pieces of `blocks_per_digest` blocks each.
     pub(crate) fn digests(
         &self,
         range: BlockRange,

@@ -30,7 +30,7 @@ fn a_chunk_that_is_written_again_and_again_stays_for_the_drain() {
         written_blocks: 128,
     };
     assert_eq!((list.remaining, list.next_chunk), (vec![left], None));
-    assert!(take(&mut source).is_none(), "not before the hand-over");
+    assert!(take(&mut source).is_none(), "not before the handover");
     source.handed_over();
     assert_eq!(settle(&mut source), (0, 64));
     assert!(source.is_drained());

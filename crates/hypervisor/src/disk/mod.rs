@@ -129,7 +129,7 @@ pub enum RemoveError {
     /// The guest runs, and its image's file grows: QEMU would miss writes during the exchange. Or
     /// an I/O thread uses the disk, which has no format node.
     #[error(
-        "the disk {0} can be given its image back only while the guest stands still; the disk is \
+        "the disk {0} can be given its image back only while the guest is stopped; the disk is \
          still used through the agent"
     )]
     Runs(String),

@@ -27,7 +27,7 @@ async fn switches_under_load(emulator: &Path, setting: Setting, iothread: bool) 
         load.goes_on(6).await;
         assert!(
             server.connections() >= 1,
-            "the disk is used around the front end"
+            "the disk is used around the disk export"
         );
         if round % 2 == 0 {
             // Cut off in the middle of requests; its socket stays.

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 /// The bench's entry of `lab bench --list`.
 pub(super) const BENCH: Bench = Bench {
     name: "handover",
-    about: "how long an idle guest stands still over a far link, with late and early release",
+    about: "how long an idle guest is stopped over a far link, with late and early release",
     minutes: (3, 1),
     run,
 };

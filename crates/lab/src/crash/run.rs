@@ -347,7 +347,7 @@ impl Trial<'_> {
             });
             let pids = found?;
             if pids.is_empty() {
-                let what = format!("no front end at host {host} has the part `{part}`");
+                let what = format!("no disk export at host {host} has the part `{part}`");
                 return Err(LabError::Which(what));
             }
             kill_all(&pids)?;

@@ -186,7 +186,7 @@ fn api_error(error: &TrustError) -> ApiError {
         TrustError::NoSuchHost(name) => unknown_host(name),
         TrustError::BadEntry(_) => make(ErrorCode::InvalidRequest),
         TrustError::File { .. } | TrustError::Malformed { .. } => {
-            make(ErrorCode::Internal).hint("mend the file; until then this host trusts nobody")
+            make(ErrorCode::Internal).hint("correct the file; until then this host trusts nobody")
         }
     }
 }

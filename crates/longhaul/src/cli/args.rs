@@ -104,11 +104,11 @@ pub(crate) struct DiskFrontArgs {
     /// What to be
     #[arg(value_enum)]
     pub(crate) part: FrontPart,
-    /// The folder of the front end
+    /// The folder of the disk export
     pub(crate) folder: PathBuf,
 }
 
-/// The processes of a disk's front end.
+/// The processes of a disk export.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum FrontPart {
     /// Keeps a server answering.

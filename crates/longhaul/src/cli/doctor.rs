@@ -113,7 +113,7 @@ pub(super) async fn doctor(
             findings.extend(user(&config.hypervisor));
         }
         Err(error) => {
-            let hint = error.hint.as_deref().unwrap_or("mend it");
+            let hint = error.hint.as_deref().unwrap_or("fix it");
             findings.push(Finding::not(
                 "configuration",
                 State::Bad,
@@ -397,7 +397,7 @@ async fn hosts(client: &Client, config: Option<&Config>, findings: &mut Vec<Find
     let hosts = match client.hosts().await {
         Ok(list) => list.hosts,
         Err(error) => {
-            let hint = "mend STATE/trust.toml";
+            let hint = "correct STATE/trust.toml";
             return findings.push(Finding::not("hosts", State::Bad, error.to_string(), hint));
         }
     };

@@ -324,7 +324,7 @@ impl<'a> Watching<'a> {
         let Migration { guest, id, .. } = self.migration;
         CliError::stopped(
             format!("left before the move of {guest} had stopped"),
-            format!("the agent goes on stopping it; see longhaul report {id}"),
+            format!("the agent continues to stop it; see longhaul report {id}"),
         )
     }
 }

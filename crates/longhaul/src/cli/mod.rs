@@ -249,7 +249,7 @@ async fn guests(
         GuestsCommand::Detach { name } => {
             client.detach_guest(&name).await?;
             show(output, &json!({ "detached": name }), || {
-                done(format!("{name} is forgotten, and goes on as it is"))
+                done(format!("{name} is forgotten, and continues to run"))
             })
         }
         GuestsCommand::Resume { name } => {

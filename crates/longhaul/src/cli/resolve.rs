@@ -154,7 +154,7 @@ fn said(other: args::OtherSide) -> OtherSide {
 fn confirm(word: &str, guest: &str) -> Result<(), CliError> {
     if !std::io::stdin().is_terminal() {
         return Err(CliError::usage(
-            "nobody can be asked here whether that is so",
+            "this agent cannot verify that",
             "read what is at stake, and add --yes",
         ));
     }

@@ -385,9 +385,7 @@ impl Agent {
                 Err(error) if Instant::now() > deadline => return Err(error),
                 Ok(_) if Instant::now() > deadline => {
                     let (host, seconds) = (self.name, PASS_WITHIN.as_secs());
-                    return Err(format!(
-                        "the guest stands still at `{host}` for {seconds} s"
-                    ));
+                    return Err(format!("the guest is stopped at `{host}` for {seconds} s"));
                 }
                 Ok(_) | Err(_) => sleep(Duration::from_millis(50)).await,
             }

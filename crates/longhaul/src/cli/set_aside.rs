@@ -90,7 +90,7 @@ fn failed(error: &dyn std::fmt::Display) -> CliError {
 /// Why an agent cannot use a journal; an error where it can, or where a newer one can.
 fn damage(path: &Path, although_sound: bool) -> Result<String, CliError> {
     match read_sound_journal(path) {
-        Ok(_) if although_sound => Ok("a person gave it up".to_owned()),
+        Ok(_) if although_sound => Ok("an operator gave it up".to_owned()),
         Ok(_) => Err(CliError::usage(
             format!("{} is sound: agents can use it", path.display()),
             "a migration in doubt is ended by `longhaul resolve`; if the other host's journal of \

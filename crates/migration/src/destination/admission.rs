@@ -1,4 +1,4 @@
-//! The gate of each channel that another host opens: may it, now, ask for this?
+//! Admission of each channel that another host opens: whether the host may ask this now.
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
@@ -10,7 +10,7 @@ use longhaul_protocol::{Attempt, MigrationId};
 use longhaul_transport::{CloseCode, Control, Permission, TrustedHost};
 use std::sync::Arc;
 
-/// One channel of a peer's allowance; given back when it is dropped.
+/// One channel of a peer's quota; returned when dropped.
 pub(crate) struct Turn {
     context: Arc<Destination>,
     peer: TrustedHost,
@@ -25,7 +25,7 @@ impl Drop for Turn {
     }
 }
 
-/// Counts a channel; a peer that opens too many loses the connection.
+/// Counts a channel. A peer that opens too many is disconnected.
 pub(crate) fn turn(context: &Arc<Destination>, control: &Control) -> Option<Turn> {
     let peer = &control.peer().host;
     let most = context.allowances.limits(peer).channels;
@@ -52,7 +52,8 @@ pub(crate) fn turn(context: &Arc<Destination>, control: &Control) -> Option<Turn
     }
 }
 
-/// Whether the first message of a channel may be answered; where not, the peer was told.
+/// Returns whether the first message of a channel may be answered. If not, the peer has been
+/// informed.
 pub(crate) async fn pass(
     context: &Arc<Destination>,
     call: &mut Call,
@@ -97,8 +98,9 @@ async fn query(context: &Arc<Destination>, call: &mut Call) -> Result<bool, Talk
     Ok(false)
 }
 
-/// An attempt is spoken of with its source alone: others neither change it nor learn of it. One
-/// that nobody knows will make a journal, so it counts as an attempt.
+/// Checks a question about an attempt. Only the attempt's source gets an answer: other hosts
+/// neither change the attempt nor learn about it. A question about an unknown attempt creates a
+/// journal, so it counts as an attempt.
 async fn inquiry(
     context: &Arc<Destination>,
     call: &mut Call,
@@ -123,12 +125,13 @@ async fn inquiry(
         }
     };
     let other = preparing.is_some_and(|source| source != peer.id);
-    // Saying `aborted` would be an answer, and this host has none for anybody but the source.
+    // Even `aborted` would be an answer, which only the source may get.
     if other || !peer_claims::belongs_to(&known, peer.id) {
         return refuse(CloseCode::NotAllowed, "this is no attempt of yours");
     }
     if preparing.is_some() {
-        // Its QEMU is being started: there is nothing to connect to, and nothing is decided.
+        // Its QEMU is being launched: the source cannot connect to the attempt yet, and nothing is
+        // decided.
         let state = AttemptState::Receiving;
         let status = ToSource::Status { attempt, state };
         call.sender.send(&status)?;

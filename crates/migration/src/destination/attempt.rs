@@ -1,12 +1,12 @@
-//! A guest on its way in: one task from the offer to the running guest, or to nothing left over.
+//! An arriving guest: one task from the offer until the guest runs here or the attempt is aborted.
 //!
 //! ```text
 //! offer -> checks -> Launching -> QEMU with -incoming -> Accepted
 //!   -> frames into RAM -> Complete -> QEMU loads -> [compared] -> READY -> COMMIT -> runs
 //! ```
 //!
-//! The task owns the guest's QEMU until the hand-over is over; [`AttemptHandle`] is what others see of
-//! it, so that a source that was cut off can come back over a new connection.
+//! The task owns the guest's QEMU until the handover is complete. Other tasks see it as an
+//! [`AttemptHandle`], through which a disconnected source returns over a new connection.
 
 mod compare;
 mod handover;
@@ -42,10 +42,11 @@ use tokio::time::{Instant, sleep_until};
 
 /// The epoch of the connection that brought the offer.
 const FIRST_EPOCH: Epoch = Epoch(1);
-/// A source that waits for base images makes no progress meanwhile: it is not given up.
+/// Interval at which an attempt that waits for base images counts as progress. The source can only
+/// wait for them, so the attempt is not aborted as stalled.
 const STEP_EVERY: Duration = Duration::from_secs(1);
 
-/// What others see of an arrival.
+/// The part of an attempt that other tasks see.
 pub(crate) struct AttemptHandle {
     pub(crate) migration: MigrationId,
     pub(crate) attempt: Attempt,
@@ -54,7 +55,7 @@ pub(crate) struct AttemptHandle {
     calls: mpsc::Sender<(Call, Option<Epoch>)>,
 }
 
-/// Lets the source of an arrival find it, until it is dropped.
+/// Registers an attempt, so that its source finds it, until dropped.
 pub(crate) struct Present {
     context: Arc<Destination>,
     arrival: Arc<AttemptHandle>,
@@ -75,7 +76,7 @@ impl Drop for Present {
 }
 
 impl AttemptHandle {
-    /// How far it is.
+    /// Returns the state of the handover.
     pub(crate) fn state(&self) -> DestinationState {
         self.state
             .lock()
@@ -83,7 +84,8 @@ impl AttemptHandle {
             .clone()
     }
 
-    /// One that is there again, and whoever takes the source's calls for it.
+    /// Creates the handle of an attempt that is taken up again, and the receiver of its source's
+    /// calls.
     pub(crate) fn again(
         (migration, attempt): (MigrationId, Attempt),
         source: HostId,
@@ -104,7 +106,8 @@ impl AttemptHandle {
         *self.state.lock().unwrap_or_else(PoisonError::into_inner) = state.clone();
     }
 
-    /// The source is back over another connection, with an epoch if it has blocks to send.
+    /// Passes on a new connection of the source, with an epoch if the source has blocks to send. If
+    /// the task has ended, sends the source the attempt's state.
     pub(crate) async fn resume(&self, call: Call, epoch: Option<Epoch>) {
         if let Err(mpsc::error::SendError((mut call, _))) = self.calls.send((call, epoch)).await {
             let state = attempt_state(&self.state());
@@ -119,7 +122,7 @@ impl AttemptHandle {
     }
 }
 
-/// Deals with an offer, to its very end.
+/// Carries out an attempt from its offer to its end.
 pub(crate) async fn receive(
     context: Arc<Destination>,
     mut call: Call,
@@ -153,25 +156,25 @@ struct DestinationAttempt {
     offer: Offer,
     handover: DestinationHandover,
     inbound: DestinationQemu,
-    /// What the guest's disks stand on; it is not stopped before that is here.
+    /// The base images of the guest's disks. The guest is stopped only once they are here.
     bases: ComingBases,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
     resolutions: watch::Receiver<Option<Resolve>>,
     stepped_at: Instant,
     call: Option<Call>,
-    /// The source's new connection, which the core has yet to decide about.
+    /// The source's new connection, until the core decides about it.
     caller: Option<Call>,
     bulk: Option<JoinHandle<BulkEnd>>,
-    /// A connection over which nothing more is taken.
+    /// A bulk connection from which nothing more is received. It stays open until the attempt ends.
     _broken: Option<Box<BulkReceiver>>,
-    /// How many bytes were sent early, and of how many bytes in all, as Complete says.
+    /// The number of bytes of device state that were sent early, and in all, from `Complete`.
     tail_bytes: Option<(u32, u32)>,
     loading: Option<JoinHandle<Result<(), DestinationQemuError>>>,
-    /// Everything is here, and no frame changes anything any more.
+    /// Whether everything is here, so that frames change nothing any more.
     sealed: bool,
-    /// ... and of disks it is durable.
+    /// Whether everything that was received of disks is durable.
     settled: bool,
-    /// The core has said that the guest runs here, and that blocks are missing.
+    /// Whether the guest runs here and the core has decided to fetch missing blocks.
     fetches: bool,
     /// Both journals are complete.
     finished: bool,
@@ -181,10 +184,10 @@ struct DestinationAttempt {
     commit_time: Duration,
     /// The hook that runs beside the guest.
     running: Option<JoinHandle<()>>,
-    /// What looks at the guest's clock.
+    /// The task that measures the guest's clock.
     clock: Option<JoinHandle<Option<message::GuestClock>>>,
     pace: Arc<Pace>,
-    /// What the guest holds of its sender's allowance.
+    /// The guest's share of its sender's quota.
     admission: Admission,
     reservation: Reservation,
 }
@@ -192,7 +195,8 @@ struct DestinationAttempt {
 /// How a bulk connection ended.
 pub(crate) enum BulkEnd {
     Lost(BulkError),
-    /// For this reason. A connection that is not at fault stays until the source has heard it.
+    /// Aborts the attempt for this reason. If the source is not at fault, the connection stays open
+    /// until the source has the reason.
     Broken(String, Option<Box<BulkReceiver>>),
 }
 
@@ -226,13 +230,14 @@ impl DestinationAttempt {
         }
     }
 
-    /// Nothing is done here until the source calls: the journal answers it, or what fetches.
+    /// Returns whether this task is done. From then on the journal or the fetch task answers the
+    /// source.
     fn over(&self) -> bool {
         self.fetches || self.finished || self.handover.core.is_idle()
     }
 
-    /// Answers a source that is back with a token, and takes the connection that brings it into
-    /// use.
+    /// Offers a returned source a bulk connection, and uses the connection that the source called
+    /// on. Returns whether that succeeded.
     async fn reconnect(&mut self, epoch: Epoch) -> bool {
         self.disconnect();
         let Some(mut call) = self.caller.take() else {
@@ -256,7 +261,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// Takes a connection into use, and waits for the bulk connection that belongs to it.
+    /// Uses a connection, and starts to receive from the bulk connection that belongs to it.
     fn connected(&mut self, call: Call, epoch: Epoch, bulk: BulkOffer) {
         let receiving = self.inbound.receiving().clone();
         receiving.connected(epoch);
@@ -319,7 +324,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// When a source that is there has made too little progress.
+    /// Returns when a connected source will have made too little progress.
     fn deadline(&self) -> Option<Instant> {
         self.call.as_ref()?;
         match self.state() {
@@ -355,7 +360,7 @@ impl DestinationAttempt {
             Happened::Settled(settled) => {
                 self.settled = true;
                 let receiving = self.inbound.receiving();
-                // READY promises that whoever answers the guest knows what is missing, durably.
+                // READY promises that the disk exports know durably which blocks are missing.
                 let hand_on = || block_in_place(|| receiving.hand_on(self.offer.verify));
                 let settled = settled.and_then(|()| hand_on());
                 let settled = settled.map_err(|why| crate::channel::short(&why));
@@ -373,7 +378,7 @@ impl DestinationAttempt {
                 self.stepped(&before);
             }
             Happened::BasesTakeTime => {
-                // The source can only wait.
+                // The source can only wait for base images.
                 self.stepped_at = Instant::now();
                 self.pace.stepped(Instant::now());
             }
@@ -395,7 +400,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// The source is back over another connection, with an epoch if it has blocks to send.
+    /// Takes a new connection of the source, with an epoch if the source has blocks to send.
     async fn called(&mut self, call: Call, epoch: Option<Epoch>) {
         self.entry.heard(None);
         self.caller = Some(call);
@@ -465,7 +470,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// The source says something of the attempt itself.
+    /// Handles a message about the attempt itself.
     async fn decided(&mut self, message: FromSource) {
         let next = self.handover.ledger.terms.next();
         let message = match message {
@@ -483,7 +488,7 @@ impl DestinationAttempt {
         self.tell(Event::Message(message)).await;
     }
 
-    /// Gives the attempt up if the source does not.
+    /// Aborts the attempt if the source has broken the protocol.
     async fn keeps_to_the_protocol(&mut self, kept: Result<(), String>) {
         if let Err(why) = kept {
             self.abort(format!("the source breaks the protocol: {why}"))
@@ -491,7 +496,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// What QEMU is given after the prelude.
+    /// Returns the device state that QEMU gets after the prelude.
     fn tail(&self) -> Result<Vec<u8>, String> {
         let (early_bytes, all_bytes) = self.tail_bytes.ok_or("Complete is missing")?;
         let unpacked = |packed: Option<Vec<u8>>| match packed {
@@ -511,7 +516,8 @@ impl DestinationAttempt {
         Ok(tail)
     }
 
-    /// Lets QEMU load; the error is that of a source that did not send what it said.
+    /// Lets QEMU load the device state. Returns an error if the source did not send what it
+    /// announced.
     fn load(&mut self) -> Result<(), String> {
         self.entry.enter(Phase::Loading);
         self.complete_at = Some(Instant::now());
@@ -543,7 +549,7 @@ impl DestinationAttempt {
         self.tell(Event::QemuGone).await;
     }
 
-    /// Says that only the source knows where the guest runs.
+    /// Shows that only the source knows where the guest runs.
     fn show_doubt(&self) {
         let (guest, source) = (&self.offer.guest.name, self.entry.report().source);
         let text = format!("{guest} is all here and waits for {source}, which is gone");
@@ -559,7 +565,7 @@ impl DestinationAttempt {
         self.tell(Event::GiveUp(reason)).await;
     }
 
-    /// Sends; the event is that of a source that is gone.
+    /// Sends a message. Returns an event if the source is disconnected.
     fn post(&mut self, message: ToSource) -> Option<Event> {
         let call = self.call.as_mut()?;
         if let Err(error) = call.sender.send(&message) {
@@ -577,7 +583,7 @@ impl DestinationAttempt {
     }
 }
 
-/// Waits until then, or for ever.
+/// Waits until this time; forever if there is none.
 pub(crate) async fn until(at: Option<Instant>) {
     match at {
         Some(at) => sleep_until(at).await,
@@ -592,7 +598,7 @@ pub(crate) async fn receive_from(
 ) -> BulkEnd {
     match receiving.work(epoch, &bulk).await {
         ReceiveError::Lost(error) => BulkEnd::Lost(error),
-        // The source did nothing wrong: it hears of it by the attempt's end.
+        // The source is not at fault. It learns the reason when the attempt ends.
         error @ ReceiveError::Store(_) => BulkEnd::Broken(error.to_string(), Some(Box::new(bulk))),
         other => {
             bulk.close(longhaul_transport::CloseCode::Violation, &other.to_string());

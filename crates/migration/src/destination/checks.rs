@@ -1,4 +1,4 @@
-//! Whether this host could run a guest.
+//! Checks of whether this host could run a guest.
 
 use crate::context::Context;
 use crate::disks::images::look_for_room;
@@ -9,7 +9,7 @@ use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
 
 impl Context {
-    /// Everything that says whether this host could run a guest.
+    /// Returns all checks of whether this host could run a guest.
     pub(crate) async fn local_checks(
         &self,
         guest: &GuestDescription,
@@ -19,7 +19,8 @@ impl Context {
         let answer = self.checks_now(guest, machine, without_disks).await;
         let mut verdicts = answer.checks.iter().map(|check| check.verdict);
         let refused = verdicts.any(|verdict| verdict == Verdict::Refused);
-        // What is kept of others that left is no reason.
+        // Retained QEMUs of guests that left are no reason to refuse: they end, and the checks run
+        // again.
         if refused && self.retained_qemus.make_way().await {
             return self.checks_now(guest, machine, without_disks).await;
         }

@@ -1,4 +1,4 @@
-//! The disks of a guest that arrives: what of them is here. Their images are
+//! The disks of an arriving guest, and which of their blocks are here. Their images are
 //! [made](crate::disks::images) before.
 
 use crate::destination::fetch_client::FetchClient;
@@ -22,12 +22,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// News of a server that wait for the agent, at most.
+/// Limit on the messages of an export's server that wait for the agent.
 pub(crate) const NEWS_MAX: usize = 1 << 16;
 
-/// The disks of a guest on its way in, and what of them is here.
+/// The disks of an arriving guest, and which of their blocks are here.
 pub(crate) struct Disks {
-    /// The region of the first one.
+    /// The region of the first disk.
     first: usize,
     epoch: Epoch,
     disks: Vec<Arriving>,
@@ -38,31 +38,31 @@ struct Arriving {
     name: String,
     presence: Presence,
     disk: Arc<RawDisk>,
-    /// A part of it may come when the guest runs here.
+    /// Whether a part of it may arrive while the guest runs here.
     pulled: bool,
     growing: Option<Growing>,
-    /// Where its front end is, which answers the guest until all of it is here.
+    /// The folder of its disk export, which serves the guest until all blocks are here.
     folder: Option<FrontFolder>,
-    /// It runs here: what comes is for whoever answers it.
+    /// The connection to its disk export, if the guest runs here: the export takes what arrives.
     puller: Option<Arc<FetchClient>>,
-    /// Something was brought, and is not known to be there.
+    /// Whether the export was given blocks that are not yet known to be on the disk.
     brought: bool,
     syncs: Syncs,
 }
 
-/// A disk of a guest that runs here, of which a part comes.
+/// A disk of a guest that runs here, and of which a part has yet to arrive.
 pub(crate) struct Fetched {
     pub(crate) name: String,
-    /// How many blocks its source has of it at most.
+    /// Upper limit on the number of blocks that the source holds.
     pub(crate) blocks: u64,
     pub(crate) disk: Arc<RawDisk>,
     pub(crate) puller: Arc<FetchClient>,
 }
 
-/// How long it takes to make a disk durable.
+/// The time that syncs of a disk take.
 #[derive(Debug, Default)]
 struct Syncs {
-    /// When that was begun, where it is under way.
+    /// When the current sync began, if one is under way.
     began: Option<Instant>,
     last: Duration,
     shortest: Option<Duration>,
@@ -77,7 +77,8 @@ impl Syncs {
         self.shortest = Some(self.shortest.map_or(self.last, |it| it.min(self.last)));
     }
 
-    /// What the next one will take: where nothing waits for it, what comes until then is little.
+    /// Estimates how long the next sync takes. If nothing waits for it, little arrives before it,
+    /// and the shortest time so far counts.
     fn next(&self, something_waits: bool) -> Duration {
         match (self.began, something_waits) {
             (Some(began), _) => began.elapsed().max(self.last),
@@ -87,25 +88,25 @@ impl Syncs {
     }
 }
 
-/// Something of an image is left at the source that QEMU opens it with.
+/// The source still holds a block that QEMU needs to open the image, at this byte.
 #[derive(Debug, thiserror::Error)]
 #[error("what its QEMU opens it with has not come, at byte {0}; try again")]
 struct Lacking(u64);
 
-/// An image that grows.
+/// An image that grows while it is received.
 #[derive(Debug)]
 struct Growing {
-    /// As it was offered.
+    /// The image as it was offered.
     image: Qcow2,
     base: Option<Base>,
-    /// How long it is in the end, once the source has said so.
+    /// Its final length, once the source has sent it.
     bytes: Option<u64>,
 }
 
 impl Growing {
-    /// Cuts the image at its end, durably, and looks whether it is what was offered, and whether
-    /// all is here that QEMU opens it with. QEMU goes by what it says of itself, and would open any
-    /// file of this host that it names.
+    /// Cuts the image at its end, durably. Returns an error unless it is the offered image and all
+    /// blocks are here that QEMU needs to open it. QEMU trusts the image's header, and would open
+    /// any file of this host that the header names.
     fn end(&self, disk: &RawDisk, presence: &Presence) -> Result<(), String> {
         let bytes = self.bytes.ok_or("its length is not known")?;
         let cut = disk.set_file_bytes(bytes);
@@ -134,7 +135,7 @@ impl Growing {
 }
 
 impl Disks {
-    /// The disks of the durable regions of an offer.
+    /// Creates the disks of the durable regions of an offer.
     pub(crate) fn new(offer: &Offer, offered: &[OfferedDisk], disks: &[Arc<RawDisk>]) -> Self {
         let durable = offer.regions.iter().filter(|region| region.durable);
         let offer_of = |region: &RegionSpec| {
@@ -168,7 +169,8 @@ impl Disks {
         }
     }
 
-    /// Disks of a guest that runs here, from this region on: what comes goes to whoever answers it.
+    /// Creates the disks of a guest that runs here, beginning with this region. Their exports take
+    /// what arrives.
     pub(crate) fn pulled(first: RegionId, disks: Vec<Fetched>) -> Self {
         let first = usize::from(first.0);
         let disks = (first..).zip(disks).map(|(region, fetched)| Arriving {
@@ -190,7 +192,7 @@ impl Disks {
         }
     }
 
-    /// The front ends of those disks of which a part may come later.
+    /// Sets the folders of the disk exports below disks of which a part may arrive later.
     pub(crate) fn below(&mut self, folders: Vec<FrontFolder>) {
         let pulled = self.disks.iter_mut().filter(|disk| disk.pulled);
         for (disk, folder) in pulled.zip(folders) {
@@ -198,8 +200,8 @@ impl Disks {
         }
     }
 
-    /// Has those who will answer the guest know what is left at the source, durably, and whether
-    /// what the guest does not write is to be compared. All else is here.
+    /// Hands the lists of missing blocks to the disk exports, durably, and whether blocks that the
+    /// guest does not write are to be compared. All other blocks are here.
     pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
         for disk in &self.disks {
             let Some(folder) = &disk.folder else { continue };
@@ -234,20 +236,20 @@ impl Disks {
         self.disks.get_mut(n)
     }
 
-    /// The image of a region that is one of these disks.
+    /// Returns the image of a region that is one of these disks.
     pub(crate) fn image(&self, region: RegionId) -> Option<Arc<RawDisk>> {
         let n = usize::from(region.0).checked_sub(self.first)?;
         self.disks.get(n).map(|arriving| arriving.disk.clone())
     }
 
-    /// The images of all of them, by their regions.
+    /// Returns the images of all disks, by region.
     pub(crate) fn images(&self) -> impl Iterator<Item = (RegionId, Arc<RawDisk>)> {
         let region = |n: usize| RegionId((self.first + n) as u16);
         let disks = self.disks.iter().enumerate();
         disks.map(move |(n, arriving)| (region(n), arriving.disk.clone()))
     }
 
-    /// Whether a region is one of these disks.
+    /// Returns whether a region is one of these disks.
     pub(crate) fn has(&self, region: RegionId) -> bool {
         usize::from(region.0) >= self.first && !self.disks.is_empty()
     }
@@ -259,18 +261,18 @@ impl Disks {
         }
     }
 
-    /// Whether a block that a frame brings is to be written, as far as that is a matter of disks.
+    /// Returns whether a block of a frame may be written. Always true for a region that is no disk.
     pub(crate) fn accepts(&self, epoch: Epoch, id: BlockId, seq: u64) -> bool {
         let n = usize::from(id.region.0).checked_sub(self.first);
         match n.and_then(|n| self.disks.get(n)) {
-            // Whoever answers the guest decides.
+            // The export decides.
             Some(disk) if disk.puller.is_some() => epoch == self.epoch,
             Some(disk) => disk.presence.accepts(epoch, id.block, seq),
             None => true,
         }
     }
 
-    /// Writes blocks that were accepted.
+    /// Writes accepted blocks to the image, or gives them to the disk's export.
     pub(crate) fn write(&mut self, write: &BlockWrite<'_>, seq: u64) -> Result<(), String> {
         let Some(arriving) = self.of(write.region) else {
             return Err(format!("there is no region {}", write.region.0));
@@ -294,12 +296,12 @@ impl Disks {
             Content::Bytes(bytes) => write_blocks(disk, range, bytes),
         };
         done.map_err(|error| format!("disk {}: {error}", arriving.name))?;
-        // Nothing is left to be noted before the guest runs here.
+        // The changed masks are not recorded before the guest runs here.
         arriving.presence.arrived(range, seq);
         Ok(())
     }
 
-    /// Waits until all that was given to whoever answers the guest is on the disks.
+    /// Waits until everything that the exports were given is on the disks.
     pub(crate) fn settle(&mut self) -> Result<(), String> {
         for disk in &mut self.disks {
             if let Some(puller) = &disk.puller
@@ -320,7 +322,7 @@ impl Disks {
         crate::disks::read_blocks(&arriving.disk, BlockRange::new(id.block, 1), into)
     }
 
-    /// Blocks that could not be used.
+    /// Records blocks that could not be used.
     pub(crate) fn rejected(&mut self, rejected: &[(RegionId, BlockRange)], seq: u64) {
         for (region, range) in rejected {
             if let Some(arriving) = self.of(*region) {
@@ -329,7 +331,7 @@ impl Disks {
         }
     }
 
-    /// The source says what is left of a disk.
+    /// Takes a part of the source's list of a disk's blocks that it has not sent.
     pub(crate) fn listed(
         &mut self,
         list: &List,
@@ -355,7 +357,7 @@ impl Disks {
         Ok(())
     }
 
-    /// The source says how long an image is that grows.
+    /// Takes the length of an image that grows from the source.
     pub(crate) fn has_length(&mut self, region: RegionId, bytes: u64) -> Result<(), String> {
         let Some(arriving) = self.of(region) else {
             return Err(format!("region {} is no disk", region.0));
@@ -378,7 +380,7 @@ impl Disks {
         disks.all(|disk| disk.presence.is_listed() && has_length(disk))
     }
 
-    /// Nothing is written any more, and everything is made durable.
+    /// Ends writing, and makes everything durable.
     pub(crate) fn seal(&mut self) {
         for disk in &mut self.disks {
             if let Some(growing) = &disk.growing
@@ -392,14 +394,14 @@ impl Disks {
         }
     }
 
-    /// Makes durable what came, from time to time.
+    /// Makes received content durable once there is enough of it or it is old enough.
     pub(crate) fn tick(&mut self, now: Duration) {
         self.disks
             .iter_mut()
             .for_each(|disk| disk.presence.tick(now));
     }
 
-    /// The next disk whose content is to be made durable.
+    /// Returns the next disk to sync.
     pub(crate) fn poll_sync(&mut self) -> Option<(usize, Arc<RawDisk>)> {
         for (n, disk) in self.disks.iter_mut().enumerate() {
             while let Some(output) = disk.presence.poll() {
@@ -408,7 +410,8 @@ impl Disks {
                         disk.syncs.began = Some(Instant::now());
                         return Some((n, disk.disk.clone()));
                     }
-                    // They are stored when all is here that comes before the guest runs.
+                    // `hand_on` stores the masks, once everything has arrived that comes before the
+                    // guest runs.
                     Output::StoreMasks(_) => disk.presence.masks_stored(true),
                     Output::Go(..)
                     | Output::Want(_)
@@ -422,7 +425,7 @@ impl Disks {
         None
     }
 
-    /// It is, or that has failed.
+    /// Takes the result of a sync.
     pub(crate) fn synced(&mut self, n: usize, done: io::Result<()>) {
         let Some(disk) = self.disks.get_mut(n) else {
             return;
@@ -435,13 +438,14 @@ impl Disks {
         }
     }
 
-    /// How long it takes to make them durable, as far as is known.
+    /// Returns the estimated time of the next sync, of the slowest disk.
     pub(crate) fn sync_time(&self) -> Duration {
         let of_disk = |disk: &Arriving| disk.syncs.next(!disk.presence.is_durable());
         self.disks.iter().map(of_disk).max().unwrap_or_default()
     }
 
-    /// Whether all of it is durable; an error when it cannot be made so.
+    /// Returns whether everything that was received is durable; an error if it cannot be made
+    /// durable.
     pub(crate) fn is_settled(&self) -> Result<bool, String> {
         match &self.failure {
             Some(why) => Err(why.clone()),
@@ -467,12 +471,12 @@ mod tests {
         disk_bytes: 8 << 20,
     };
 
-    /// A disk that all has come of, but for its length.
+    /// Returns a disk that has arrived except for its length.
     fn arriving(header: &[u8]) -> (TempDir, Disks) {
         lacking(header, &List::nothing(REGION))
     }
 
-    /// The same, but for what is left at the source.
+    /// Returns a disk with this list of blocks that are still at the source.
     fn lacking(header: &[u8], list: &List) -> (TempDir, Disks) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("image");
@@ -531,7 +535,7 @@ mod tests {
     #[test]
     fn an_image_is_not_given_to_qemu_before_all_is_there_that_it_is_opened_with() {
         let header = qcow2::header_alone(&IMAGE).unwrap();
-        // Its header, refcounts and first table; and something else.
+        // The header, the refcounts and the first table; then a block that QEMU does not need.
         for (block, fits) in [(0, false), (16, false), (32, false), (64, true)] {
             let left = Remaining {
                 chunk: (block / CHUNK_BLOCKS) as u32,
@@ -583,7 +587,7 @@ mod tests {
             lazily: false,
             hot: Vec::new(),
         };
-        // As an image that stands on that one says it, by a path of its own host.
+        // An overlay of the base image names it by a path of its own host.
         let named = |byte: u8| format!("/of/the/source/{}.raw", id_of(&base(byte)));
         let standing = |name: &str| {
             let mut head = qcow2::header_alone(&IMAGE).unwrap();

@@ -1,4 +1,4 @@
-//! Answers the other hosts: takes their connections and gives each channel to whoever it is for.
+//! Answers the other hosts: accepts their connections, and passes each channel to its handler.
 
 use crate::channel::{self, Receiver, Sender, TalkError};
 use crate::destination::recovered::AnswerError;
@@ -15,12 +15,12 @@ use longhaul_transport::{
 use std::sync::Arc;
 use std::time::Duration;
 
-/// A channel must say what it is for within this time.
+/// Time limit for the first message of a channel.
 const FIRST_MESSAGE: Duration = Duration::from_secs(20);
-/// ... and a conversation about an attempt without a task goes on within this time.
+/// Time limit for the next message about an attempt without a task.
 const NEXT_MESSAGE: Duration = Duration::from_secs(30);
 
-/// How long a token for a bulk connection is good.
+/// Lifetime of a token for a bulk connection.
 const BULK_WITHIN: Duration = Duration::from_secs(60);
 
 /// A channel whose first message was read.
@@ -30,19 +30,19 @@ pub(crate) struct Call {
     pub(crate) receiver: Receiver<ToDestination>,
 }
 
-/// Why a source that is there cannot send blocks.
+/// Why a source could not be offered a bulk connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ExpectError {
-    /// It cannot be let in.
+    /// The offer could not be made.
     #[error("cannot expect a bulk connection: {0}")]
     Bulk(#[from] BulkError),
-    /// It went.
+    /// The source disconnected.
     #[error("the source went before it was answered: {0}")]
     Talk(#[from] TalkError),
 }
 
 impl Call {
-    /// Answers with a token, for a bulk connection of this epoch.
+    /// Answers with a token for a bulk connection of this epoch.
     pub(crate) async fn expect_bulk(
         &mut self,
         (migration, attempt): (MigrationId, Attempt),
@@ -130,7 +130,7 @@ async fn dispatch(
             answer_query(&context, call, &query, None).await
         }
         ToDestination::QueryFiles(asked) => {
-            // Before a move it is asked, too.
+            // A source that may only send guests asks this before a move.
             let may = |permission| allows(&call.control, permission);
             if !may(Permission::Query) && !may(Permission::SendGuests) {
                 let reason = "this host may not ask: its scope lacks `query`";
@@ -171,8 +171,8 @@ async fn dispatch(
     }
 }
 
-/// Says everything that stands against a move, or asks what files hold that are not known by their
-/// locks.
+/// Sends all checks of a guest. If there are files that locks do not identify, asks for their
+/// content instead.
 async fn answer_query(
     context: &Arc<Destination>,
     mut call: Call,
@@ -191,7 +191,7 @@ async fn answer_query(
     call.sender.send(&ToSource::Answer(answer))
 }
 
-/// A source is back, with a connection for blocks or without.
+/// Passes on a source that has returned, with or without an epoch for blocks.
 async fn come_back(
     context: &Arc<Destination>,
     call: Call,
@@ -209,7 +209,7 @@ async fn come_back(
     }
 }
 
-/// Answers for an attempt that no task is busy with, until the source has heard enough.
+/// Answers for an attempt without a task, until the source ends the conversation.
 async fn converse(
     context: &Arc<Destination>,
     mut call: Call,
@@ -222,13 +222,13 @@ async fn converse(
         let answers = context.attempts.answer(context, peer, attempt, message);
         let answers = match answers.await {
             Ok(answers) => answers,
-            // Somebody here is just beginning with it, or ending: the source asks again.
+            // Another task of this agent begins or ends with the journal: the source asks again.
             Err(AnswerError::Journal(JournalError::Busy(_))) => return Ok(()),
             Err(error @ AnswerError::Journal(_)) => {
                 tracing::error!(migration = %attempt.0, %error, "cannot answer for an attempt");
                 let reason = match &error {
                     AnswerError::Journal(JournalError::SetAside(_)) => {
-                        "the journal here was set aside: a person decides"
+                        "the journal here was set aside: an operator decides"
                     }
                     _ => "the journal here cannot be used",
                 };
@@ -251,7 +251,7 @@ async fn converse(
     }
 }
 
-/// Whether a peer may do this now; a trust store that cannot be read allows nothing.
+/// Returns whether a peer has a permission now. If the trust store cannot be read, it has none.
 pub(crate) fn allows(control: &Control, permission: Permission) -> bool {
     control.allows(permission).unwrap_or_else(|error| {
         tracing::error!(%error, "cannot read whom this host trusts");

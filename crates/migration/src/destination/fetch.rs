@@ -1,18 +1,16 @@
-//! A guest that runs here while a part of its disks is still at its source: from the commit, or
-//! from
-//! the start of an agent, until all of it is here.
+//! A guest that runs here while a part of its disks is still at its source: from the commit, or the
+//! start of an agent, until all blocks are here.
 //!
 //! ```text
-//! source comes (Resume) -> Resumed -> Committed, Missing for each disk -> frames, to whoever
-//! answers the guest
-//!    its words: Want, Superseded ->                    <- Unreadable
-//! [everything is here: compared with the source's, but for what the guest has written]
-//! everything is here, durably: journal ALL-PRESENT -> AllPresent -> the front ends go
+//! source connects (Resume) -> Resumed -> Committed, Missing for each disk -> frames to the exports
+//!    exports: Want, Superseded ->                    <- Unreadable
+//! [all blocks are here: compared with the source, except those that the guest has written]
+//! all blocks are here, durably: journal ALL-PRESENT -> AllPresent -> the disk exports are removed
 //! ```
 //!
-//! A connection that is lost, a server that dies, a disk without room: the source is let go, comes
-//! again,
-//! and is told anew what is missing. The guest waits for nothing but that.
+//! After a lost connection, the end of an export's server, or an error of a disk here (such as no
+//! space), the source is disconnected. It connects again, and the destination sends again which
+//! blocks are missing. Meanwhile the guest waits only for missing blocks.
 
 mod connection;
 mod give_up;
@@ -56,14 +54,15 @@ use tokio::sync::mpsc;
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::Instant;
 
-/// Between two tries to write a record, and to take front ends out.
+/// Interval between attempts to find the disks, connect to their exports, and remove the exports.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
-/// After trouble here the source is let in again after so long.
+/// Time limit for the source to read the last message.
 const PAUSE: Duration = Duration::from_secs(2);
-/// How long a source that has everything said gets to say that its journal is at its end.
+/// Time limit for a connected source to report that its journal is complete, once all blocks are
+/// here.
 const GOODBYE: Duration = Duration::from_secs(60);
 
-/// What the task begins with.
+/// The initial state of the task.
 pub(crate) struct Begun {
     pub(crate) entry: Option<Arc<Entry>>,
     pub(crate) handover: DestinationHandover,
@@ -71,41 +70,42 @@ pub(crate) struct Begun {
     pub(crate) arrival: Arc<AttemptHandle>,
     pub(crate) called: mpsc::Receiver<(Call, Option<Epoch>)>,
     pub(crate) present: Present,
-    /// The connection that the source has yet.
+    /// The source's current connection.
     pub(crate) call: Option<Call>,
     pub(crate) clock: Option<JoinHandle<Option<GuestClock>>>,
     pub(crate) running: Option<JoinHandle<()>>,
 }
 
-/// A guest's disks as they are fetched.
+/// The fetch of a guest's missing blocks.
 pub(crate) struct Fetch {
     context: Arc<Destination>,
     begun: Begun,
     disks: BTreeMap<RegionId, Fetched>,
     news: (mpsc::Sender<News>, mpsc::Receiver<News>),
-    /// The connections to those who answer the guest, as many as there were.
+    /// How often the exports were connected to. News of earlier connections are ignored.
     connections: u64,
     bulk: Option<JoinHandle<BulkEnd>>,
-    /// The source's new connection, which the core has yet to decide about.
+    /// The source's new connection, until the core decides about it.
     caller: Option<Call>,
-    /// What the source's blocks will come over, once it has heard what is missing.
+    /// The bulk connection of an accepted source, used once the missing blocks have been sent to
+    /// it.
     offered: Option<(Arc<Receiving>, BulkOffer, Epoch)>,
-    /// Something here keeps blocks from being taken; the core has yet to hear of it.
+    /// Whether an error here prevents blocks from being taken. The core is not informed of it yet.
     troubled: bool,
     /// Both journals are complete.
     finished: bool,
     retry_at: Instant,
     taken_out: bool,
-    /// Why not all of its disks are known.
+    /// Why some of the guest's disks are not known.
     lost: Option<String>,
     whole_at: Option<Instant>,
-    /// Since when the source is not there.
+    /// Since when the source is disconnected.
     lost_at: Option<Instant>,
-    /// An operator's word on what is missing.
+    /// An operator's decision about the missing blocks.
     giving_up: GivingUp,
-    /// What the source asks for, to compare what has come.
+    /// The source's current request for digests.
     question: Option<Question>,
-    /// What has kept blocks from being taken here, since the last one was.
+    /// Why blocks cannot be taken here; `None` once a block was taken.
     trouble: Option<String>,
 }
 
@@ -114,12 +114,12 @@ struct Fetched {
     puller: Option<Arc<FetchClient>>,
     missing_blocks: u64,
     waiting: u64,
-    /// Why what is here cannot be whole.
+    /// Why the disk cannot become complete.
     broken: Option<String>,
-    /// Blocks that the source has said it cannot read.
+    /// Blocks that the source has reported as unreadable.
     unreadable: BTreeSet<u64>,
     whole: bool,
-    /// Where it is to be compared.
+    /// The record of blocks that the guest has not written, until the disk has been compared.
     unwritten: Option<Unwritten>,
 }
 
@@ -167,7 +167,7 @@ impl Fetch {
         self.begun.handover.state()
     }
 
-    /// Fetches everything, to the very end.
+    /// Fetches all missing blocks, and ends the attempt.
     pub(crate) async fn run(mut self) {
         if let Some(entry) = &self.begun.entry {
             entry.enter(Phase::Finishing);
@@ -210,7 +210,7 @@ impl Fetch {
                 let waits = self.whole_at.is_none_or(|at| at.elapsed() < GOODBYE);
                 self.taken_out && !(self.begun.call.is_some() && waits)
             }
-            // A person has given the guest to the source: what is here is a matter of theirs.
+            // An operator has given the guest to the source, and decides about this host's copy.
             DestinationState::Aborted => true,
             _ => false,
         }
@@ -233,7 +233,8 @@ impl Fetch {
         }
     }
 
-    /// Connects to those who answer the guest, whose news are then heard; they are told anew.
+    /// Connects to the disk exports. They report their state and what they want over the new
+    /// connections.
     async fn listen(&mut self) {
         let state = self.context.parts.config.state.clone();
         if let Err(error) = exports::keep_answering(&state, self.guest()).await {
@@ -266,7 +267,7 @@ impl Fetch {
         self.begun.call = None;
     }
 
-    /// The connection is of no more use; the source comes back.
+    /// Ends the connection; the source connects again.
     async fn lose(&mut self) {
         self.disconnect();
         self.tell_core(Event::Lost { meant: None }).await;
@@ -276,12 +277,13 @@ impl Fetch {
         tell_destination(self, event).await;
     }
 
-    /// Something here keeps blocks from being taken: the source comes again.
+    /// Ends the connection because of an error here that prevents blocks from being taken; the
+    /// source connects again.
     fn pause(&mut self, why: &str) {
         tracing::warn!(
             guest = self.guest(),
             why,
-            "what is left cannot be fetched now"
+            "missing blocks cannot be fetched now"
         );
         self.disconnect();
         self.disks
@@ -294,9 +296,9 @@ impl Fetch {
         self.show();
     }
 
-    // The source.
+    // Messages of the source.
 
-    /// Where frames go.
+    /// Creates the receiver of the source's frames.
     fn receiving(&self) -> Result<Arc<Receiving>, String> {
         let mut regions = Vec::new();
         let mut disks = Vec::new();
@@ -311,7 +313,10 @@ impl Fetch {
         regions.extend((0..first.0).map(other));
         for (region, fetched) in &self.disks {
             let Some(puller) = &fetched.puller else {
-                return Err(format!("nobody answers for disk {}", fetched.disk.name));
+                return Err(format!(
+                    "the export of disk {} does not answer",
+                    fetched.disk.name
+                ));
             };
             if usize::from(region.0) != regions.len() {
                 return Err("its disks are not those of its move".to_owned());
@@ -348,7 +353,7 @@ impl Fetch {
 
     async fn message(&mut self, message: ToDestination) {
         match FromSource::of(&message) {
-            // Here it is about the blocks that were fetched.
+            // While blocks are fetched, `Verified` concerns them, and is handled below.
             None | Some(FromSource::Verified) => {}
             Some(FromSource::Cancel(reason)) => {
                 let reason = crate::channel::short(&reason);
@@ -396,7 +401,7 @@ impl Fetch {
                 self.whole().await;
             }
             ToDestination::Verified => {}
-            // What a source says that has not heard yet that the guest runs here.
+            // A source sends these before it knows that the guest runs here.
             ToDestination::Start { .. }
             | ToDestination::Commit { .. }
             | ToDestination::Cancel { .. }
@@ -415,7 +420,7 @@ impl Fetch {
         }
     }
 
-    // Those who answer the guest.
+    // Messages of the disk exports.
 
     async fn told(&mut self, news: News) {
         if news.number != self.connections {
@@ -454,7 +459,7 @@ impl Fetch {
                 let why = format!(
                     "disk {} cannot be made durable: {error}; what is here of it counts only \
                      once its host was \
-                     started anew, and the source's image is needed until then",
+                     restarted, and the source's image is needed until then",
                     fetched.disk.name
                 );
                 tracing::error!(guest = self.begun.handover.ledger.guest, "{why}");
@@ -469,21 +474,21 @@ impl Fetch {
             }
             Some(ToPump::Reached(_)) => {}
             None => {
-                let why = format!("the front end of disk {} is gone", fetched.disk.name);
+                let why = format!("the export of disk {} is gone", fetched.disk.name);
                 self.pause(&why);
             }
         }
     }
 
-    /// Tells a source that knows what is missing. One that only asks is told when it comes with
-    /// frames.
+    /// Sends a message to a source that knows which blocks are missing. A source without a bulk
+    /// connection only asks; it gets the message after it has connected with one.
     async fn tell(&mut self, message: &ToSource) {
         if self.bulk.is_some() {
             send(&mut self.begun.call, message);
         }
     }
 
-    /// Everything may be here.
+    /// Informs the core if all blocks are here.
     async fn whole(&mut self) {
         self.answer().await;
         let whole = self.is_whole() && !self.is_to_be_compared();
@@ -493,7 +498,7 @@ impl Fetch {
                 "nothing of its disks is left at the source"
             );
             self.tell_core(Event::AllPresent).await;
-            // The front ends can go now.
+            // The exports can be removed now.
             self.retry_at -= RETRY_EVERY;
         }
     }
@@ -507,7 +512,7 @@ impl Fetch {
         self.fill().await;
         self.whole().await;
         if self.disks.is_empty() && self.lost.is_none() {
-            // They were taken out before an earlier agent could write that they were whole.
+            // An earlier agent removed the exports, and ended before it recorded ALL-PRESENT.
             self.tell_core(Event::AllPresent).await;
         }
         let whole = matches!(
@@ -528,14 +533,14 @@ impl Fetch {
         }
         let listens = self.disks.values().all(|fetched| fetched.puller.is_some());
         if !listens && !self.begun.handover.is_paused() {
-            // The guest's words are heard, and whether all is here, also without the source.
+            // The exports report to this task even without the source.
             self.listen().await;
         }
     }
 
-    /// Gives the disks back to the guest's QEMU.
+    /// Removes the exports below the disks of the guest's QEMU.
     async fn take_out(&mut self) -> Result<(), FrontError> {
-        // That they go is no news.
+        // The exports' ends are no trouble: news of these connections are ignored from here on.
         self.connections += 1;
         self.disks
             .values_mut()
@@ -594,7 +599,7 @@ impl Fetch {
         if closed {
             send(&mut call, &ToSource::Closed);
             if let Some(call) = &mut call {
-                // The source must have read the last message before the channel goes.
+                // The source must read the last message before the channel closes.
                 let last = tokio::time::timeout(PAUSE, call.receiver.recv()).await;
                 tracing::debug!(?last, "the source's last word");
             }
@@ -602,7 +607,8 @@ impl Fetch {
     }
 }
 
-/// Sends, where somebody is there; one that is gone comes again, and is told anew.
+/// Sends a message if the source is connected. A source that is gone connects again, and gets the
+/// current state then.
 fn send(call: &mut Option<Call>, message: &ToSource) {
     let Some(there) = call else { return };
     if let Err(error) = there.sender.send(message) {
@@ -611,7 +617,7 @@ fn send(call: &mut Option<Call>, message: &ToSource) {
     }
 }
 
-/// What a guest's memory is when only its disks come.
+/// The store of a guest's memory while only disks arrive: every access fails.
 struct NoMemory;
 
 impl Store for NoMemory {

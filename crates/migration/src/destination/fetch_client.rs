@@ -1,5 +1,5 @@
-//! What is still missing of an arrived guest's disk goes from here to the server that answers the
-//! guest, and the server's words come back.
+//! The agent's connection to the disk export of an arrived guest: it carries missing blocks to the
+//! export's server, and the server's messages back.
 
 use longhaul_protocol::{BlockRange, RegionId};
 use longhaul_storage::front::FrontFolder;
@@ -12,16 +12,17 @@ use std::thread;
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// A server that takes or says nothing for so long is left: its supervisor sees to it.
+/// Time limit for a server to take or answer a message. After it the owner drops the connection;
+/// the server's supervisor is responsible for the server.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// What a server has said.
+/// A message of a server.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct News {
     pub(crate) region: RegionId,
-    /// Which connection to it, of all.
+    /// The number of the connection; the owner ignores messages of earlier ones.
     pub(crate) number: u64,
-    /// None when it is gone.
+    /// The message; `None` if the server is gone.
     pub(crate) said: Option<ToPump>,
 }
 
@@ -41,7 +42,7 @@ struct Barriers {
 }
 
 impl FetchClient {
-    /// Connects; the news go to `news`, which must be heard.
+    /// Connects to a server. Its messages arrive in `news`, which must be received.
     pub(crate) fn connect(
         folder: &FrontFolder,
         (region, number): (RegionId, u64),
@@ -103,11 +104,11 @@ impl FetchClient {
         self.changed.notify_all();
     }
 
-    /// Nothing is brought or heard any more.
+    /// Ends the connection.
     pub(crate) fn end(&self) {
         self.lock().gone = true;
         self.changed.notify_all();
-        // It may be closed already.
+        // The socket may be closed already.
         let _ = self.stream.shutdown(Shutdown::Both);
     }
 
@@ -116,13 +117,13 @@ impl FetchClient {
         (&self.stream).write_all(content)
     }
 
-    /// The masks of the disk are there.
+    /// Reports that the file of masks is written.
     pub(crate) fn listed(&self) -> io::Result<()> {
         self.say(ToServer::Listed, &[])?;
         self.settle()
     }
 
-    /// Brings blocks; without content they are zero.
+    /// Sends blocks to the server; zeros if there is no content.
     pub(crate) fn bring(&self, range: BlockRange, content: Option<&[u8]>) -> io::Result<()> {
         let block = longhaul_protocol::BLOCK_SIZE;
         let mut start = range.start;
@@ -143,12 +144,12 @@ impl FetchClient {
         Ok(())
     }
 
-    /// The source cannot read these.
+    /// Reports that the source cannot read these blocks.
     pub(crate) fn unreadable(&self, range: BlockRange) -> io::Result<()> {
         self.say(ToServer::Unreadable(range), &[])
     }
 
-    /// Waits until all that was brought is on the disk, and is known to be.
+    /// Waits until all blocks sent before are on the disk and recorded.
     pub(crate) fn settle(&self) -> io::Result<()> {
         let asked = {
             let mut barriers = self.lock();
@@ -166,7 +167,7 @@ impl FetchClient {
         match barriers.failed {
             Some(errno) => Err(io::Error::from_raw_os_error(errno)),
             None if barriers.reached >= asked => Ok(()),
-            None => Err(io::Error::other("its front end does not answer")),
+            None => Err(io::Error::other("its export does not answer")),
         }
     }
 }

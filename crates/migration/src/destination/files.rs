@@ -1,5 +1,5 @@
-//! The destination's part: whether the files that this host has under a guest's names are those of
-//! the source, and whether they are still those when its QEMU has opened them.
+//! Compares the files that this host has under a guest's names with the source's. After the guest's
+//! QEMU was launched, checks that QEMU has opened the compared files.
 
 use crate::context::Context;
 use crate::files::{Place, Staying, is_file_or_volume, of_guest, open, stands_on};
@@ -15,12 +15,12 @@ use std::io;
 use std::path::PathBuf;
 use tokio::task::spawn_blocking;
 
-/// What was found out about all files of a guest that stay.
+/// The result for all files of a guest that do not move with it.
 #[derive(Default)]
 pub(crate) struct Proof {
-    /// What is to be said of each.
+    /// A check for each file.
     pub(crate) checks: Vec<Check>,
-    /// The claims for which it must be known what the source's file holds.
+    /// The indexes of claims that lack the content of the source's file, which is needed.
     pub(crate) wanted: Vec<u16>,
     found: Vec<Found>,
 }
@@ -30,13 +30,13 @@ struct Found {
     staying: Staying,
     path: PathBuf,
     about: Metadata,
-    /// As long as it is open no other file gets its number.
+    /// Held open, so that no other file gets its inode number meanwhile.
     _file: Option<File>,
-    /// Nothing but its content was compared.
+    /// Whether the file was identified by its content alone.
     by_content: bool,
 }
 
-/// What was found out about one file.
+/// The result for one file.
 enum Outcome {
     Locks,
     Content([u8; 32]),
@@ -45,15 +45,15 @@ enum Outcome {
     Refused(String, String),
 }
 
-/// Who asks, and of what.
+/// The peer that asks, and the guest it asks about.
 struct Question<'a> {
     here: &'a str,
     peer: &'a str,
     guest: &'a GuestDescription,
 }
 
-/// Compares the files that a guest names here with what a peer says of its own: nothing else of
-/// this host is looked at, whatever it says.
+/// Compares the files that a guest names here with a peer's claims about its own. No other file of
+/// this host is inspected, regardless of the claims.
 pub(crate) async fn prove(
     context: &Context,
     peer: &TrustedHost,
@@ -88,7 +88,7 @@ pub(crate) async fn prove(
     let known: Vec<_> = known.map(|file| (file.kind, file.name.clone())).collect();
     question.only_there(&known, claims, &mut proof);
     for place in files {
-        // That a name means nothing here is said of all names.
+        // Other checks refuse names that are unknown here.
         let Ok(place) = place else { continue };
         let mut next = Some(place);
         while let Some(place) = next {
@@ -99,8 +99,7 @@ pub(crate) async fn prove(
 }
 
 impl Question<'_> {
-    /// Adds what is found out about one file; what it stands on comes next, where it is the
-    /// source's.
+    /// Adds the result for one file. Returns its backing file if the file is the source's.
     async fn add(
         &self,
         context: &Context,
@@ -147,7 +146,7 @@ impl Question<'_> {
         place: Place,
         claim: &FileClaim,
     ) -> io::Result<Compared> {
-        // Storage that hangs holds up nobody but who asks about it.
+        // Storage that hangs blocks only worker threads of the peer that asks.
         let worker = context.allowances.worker(peer).await;
         let staying = &place.staying;
         let images = &context.parts.config.hypervisor.images;
@@ -161,7 +160,7 @@ impl Question<'_> {
         let looking = spawn_blocking(move || {
             let _worker = worker;
             let (found, seen) = look(&place, &claim, word, |file| contents.of(file))?;
-            // Of any other file this host follows no names.
+            // The backing file is followed only if both hosts have the same file.
             let same = matches!(&seen, Seen::Outcome(outcome) if outcome.is_same());
             let next = match same {
                 true => stands_on(&place),
@@ -197,7 +196,7 @@ impl Question<'_> {
         );
     }
 
-    /// An initrd that the source has, and this host does not.
+    /// Refuses an initrd that only the source has.
     fn only_there(&self, known: &[(FileKind, String)], claims: &[FileClaim], proof: &mut Proof) {
         let here = |kind, name: &String| known.contains(&(kind, name.clone()));
         let initrds = claims.iter().filter(|it| it.kind == FileKind::Initrd);
@@ -223,7 +222,7 @@ impl Question<'_> {
     fn different(&self, staying: &Staying, ours: &Differs, path: &str) -> Outcome {
         let Self { here, peer, .. } = self;
         let what = match ours {
-            // An image names it, and so could name any file of this host.
+            // The image names this file, and could name any file of this host: no details are sent.
             _ if matches!(staying.kind, FileKind::Backing(_)) => "what it holds differs".to_owned(),
             Differs::Length { there, here: ours } => {
                 format!("{there} bytes on {peer}, {ours} bytes on {here}")
@@ -253,7 +252,7 @@ impl Question<'_> {
         Outcome::Refused(text, self.ways(staying, path))
     }
 
-    /// What can be done about a file that is not the same, or is not known to be.
+    /// Returns what an operator can do about a file that is different or not proved to be the same.
     fn ways(&self, staying: &Staying, path: &str) -> String {
         let Self { here, peer, guest } = self;
         let name = &staying.name;
@@ -275,7 +274,7 @@ impl Question<'_> {
                  configuration of {here}"
             );
         }
-        // The peer has said it, and hears it again.
+        // The path is the peer's own, so it may be sent back.
         let plain = |c: char| !c.is_control() && c != '"';
         let path = Some(path).filter(|path| path.chars().all(plain));
         let path = path.unwrap_or("PATH");
@@ -346,7 +345,7 @@ impl Proof {
         });
     }
 
-    /// Whether the guest's QEMU, which has been launched meanwhile, has what was compared.
+    /// Checks that the guest's QEMU, which has been launched meanwhile, uses the compared files.
     pub(crate) fn holds(&self, pid: i32) -> Result<(), String> {
         self.found.iter().try_for_each(|found| found.holds(pid))
     }
@@ -372,7 +371,8 @@ impl Found {
                 return Ok(());
             }
         }
-        // QEMU has read and closed it, or it was known by what it holds: it must be as it was.
+        // QEMU has read and closed the file, or it was identified by its content: it must be
+        // unchanged.
         match Which::of(&now()?) == Which::of(about) {
             true => Ok(()),
             false => Err(exchanged()),
@@ -380,7 +380,7 @@ impl Found {
     }
 }
 
-/// What came of comparing one file, and what it stands on.
+/// The result of comparing one file, and its backing file.
 struct Compared {
     outcome: Outcome,
     found: Option<Found>,
@@ -388,7 +388,8 @@ struct Compared {
 }
 
 impl Outcome {
-    /// Whether both hosts have the same, as far as anybody can tell.
+    /// Returns whether both hosts have the same file, as far as that can be proved or is
+    /// configured.
     fn is_same(&self) -> bool {
         matches!(self, Self::Locks | Self::Content(_) | Self::Believed)
     }
@@ -403,11 +404,11 @@ enum Seen {
 
 /// Why locks prove nothing.
 enum Why {
-    /// They are not on the file.
+    /// The source's locks are not on this file.
     Unseen,
-    /// The source holds none.
+    /// The source holds no locks.
     NotTaken,
-    /// The file system does not tell of any.
+    /// The file system does not report locks.
     Untold(io::Error),
     /// The file cannot be opened.
     Closed(io::Error),
@@ -418,7 +419,7 @@ enum Differs {
     Digest { there: [u8; 32], here: [u8; 32] },
 }
 
-/// Looks at one file, which may take as long as reading it.
+/// Inspects one file. This can take as long as reading it.
 fn look(
     place: &Place,
     claim: &FileClaim,
@@ -427,7 +428,8 @@ fn look(
 ) -> io::Result<(Found, Seen)> {
     let Place { staying, path, .. } = place;
     let opened = open(path);
-    // Where this agent may not read it, QEMU's user may: then the file is still known.
+    // A file that this agent may not read may be readable for QEMU's user: its metadata still
+    // identify it.
     let about = match &opened {
         Ok(file) => file.metadata()?,
         Err(_) => fs::metadata(path)?,
@@ -499,7 +501,7 @@ fn seen_by_content(
     })
 }
 
-/// The beginning of a digest, for people.
+/// Returns the first 6 bytes of a digest in hexadecimal.
 fn short(digest: &[u8; 32]) -> String {
     digest[..6]
         .iter()

@@ -1,4 +1,4 @@
-//! A guest's clock after it has moved: measured and set right while the guest runs, and reported.
+//! A guest's clock after a move: measured and corrected while the guest runs, and reported.
 
 use crate::destination::qemu::DestinationQemu;
 use longhaul_hypervisor::guest::Guest;
@@ -9,15 +9,15 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep};
 
-/// The port of an agent that was there before the move opens within that time, after the guest
-/// runs again.
+/// Time limit for the port of a guest agent to open after the guest resumes, if the agent ran
+/// before the move.
 const OPEN_WITHIN: Duration = Duration::from_millis(500);
-/// Between two looks at the port.
+/// Interval between checks of the port.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl DestinationQemu {
-    /// Looks at the clock of a guest that runs again, beside everything else. It ends in a few
-    /// seconds, whatever the guest does.
+    /// Measures and corrects the clock of a resumed guest, in a task of its own. The task ends
+    /// within a few seconds, regardless of the guest.
     pub(crate) fn set_clock(&self) -> JoinHandle<Option<message::GuestClock>> {
         let (guest, qmp) = self.guest_and_qmp();
         tokio::spawn(async move {

@@ -1,7 +1,7 @@
-//! What this host has already of a guest that comes: its memory and disks as they were when it
-//! left, and what any file holds that the [content index](Held) knows. Blocks are taken from there
-//! only where they have the digest that the source names, so it does not matter whose they were, or
-//! who has changed them since.
+//! Content of an arriving guest that this host has already: its memory and disks as they were when
+//! it left, and files in the [content index](Held). A block is used only if it has the digest that
+//! the source names. So it does not matter which guest's block it was, or what has changed the file
+//! since.
 
 use crate::disks::images::Place;
 use crate::host::content_index::Held;
@@ -15,18 +15,18 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
-/// What blocks of an arriving guest are looked for in.
+/// The places where blocks of an arriving guest are looked up.
 #[derive(Default)]
 pub(crate) struct Kept {
     regions: Vec<RegionId>,
-    /// Files that have what blocks of regions may have had, in the same order, and the block that
-    /// is the region's first.
+    /// Files with the former content of regions, in block order, and the number of the file's block
+    /// where the region begins.
     files: BTreeMap<RegionId, (Arc<File>, u64)>,
     held: Option<Arc<Held>>,
 }
 
 impl Kept {
-    /// Looks for what was kept when this guest, or one with these disks, left.
+    /// Finds what is cached from when this guest, or one with these disks, left.
     pub(crate) fn look(
         regions: &[RegionSpec],
         places: &[Place],
@@ -55,12 +55,12 @@ impl Kept {
         }
     }
 
-    /// The key of all digests, where the content index gives one.
+    /// Returns the key of all digests, if the content index has one.
     pub(crate) fn key(&self) -> Option<DigestKey> {
         self.held.as_ref().map(|held| held.key())
     }
 
-    /// What the source is told of it.
+    /// Returns the known regions and the digest key, for the source.
     pub(crate) fn told(&self) -> Keeps {
         Keeps {
             regions: self.regions.clone(),
@@ -68,8 +68,8 @@ impl Kept {
         }
     }
 
-    /// Reads what a block was, or one with that digest from anywhere; false where neither is known.
-    /// What was read has yet to be compared.
+    /// Reads the former content of a block, or an indexed block with this digest. Returns false if
+    /// neither is found. The caller compares the content with the digest.
     pub(crate) fn read(&self, id: BlockId, digest: &Digest, into: &mut [u8; BLOCK_SIZE]) -> bool {
         let in_place = self.read_in_place(id, into);
         match &self.held {
@@ -88,7 +88,7 @@ impl Kept {
     }
 }
 
-/// Where each region of a guest's memory is in the file of what was kept of it.
+/// Returns where each region of a guest's memory begins in its memory cache.
 fn of_memory(
     regions: &[RegionSpec],
     kept: &KeptMemory,

@@ -1,5 +1,5 @@
-//! The destination side of a migration: admission, receiving, and an attempt until the guest is
-//! whole.
+//! The destination's side of a migration: admission, receiving, and the attempt until all of the
+//! guest is here.
 
 pub(crate) mod admission;
 pub(crate) mod attempt;
@@ -24,11 +24,11 @@ use std::collections::HashMap;
 use std::ops::Deref;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The attempts of which this host is the destination.
+/// The attempts that have this host as their destination.
 pub(crate) struct Destination {
     pub(crate) context: Arc<Context>,
     arrivals: Mutex<HashMap<MigrationId, Arc<AttemptHandle>>>,
-    /// Those that no task is busy with.
+    /// The attempts without a task.
     pub(crate) attempts: Attempts,
 }
 
@@ -41,7 +41,7 @@ impl Deref for Destination {
 }
 
 impl Destination {
-    /// None yet.
+    /// Creates the destination's side without attempts.
     pub(crate) fn new(context: Arc<Context>) -> Self {
         Self {
             context,
@@ -62,7 +62,7 @@ impl Destination {
         self.arrivals().remove(&arrival.migration);
     }
 
-    /// The arrival of this attempt from this source, if it is under way.
+    /// Returns the handle of this attempt from this source, if its task runs.
     pub(crate) fn arrival(
         &self,
         migration: MigrationId,

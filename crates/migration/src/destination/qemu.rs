@@ -1,4 +1,4 @@
-//! The QEMU of an arriving guest: launched, filled, loaded, and told to run - or ended.
+//! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
 use crate::destination::disks::Disks;
@@ -31,66 +31,66 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::sync::Arc;
 
-/// Why an arriving guest's QEMU could not do its part.
+/// Why the QEMU of an arriving guest failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum DestinationQemuError {
-    /// What this host can do is not known.
+    /// The capabilities of this host are not known.
     #[error(transparent)]
     Capabilities(#[from] CapabilitiesError),
-    /// No emulator here builds the machine.
+    /// No emulator here can build the machine.
     #[error("no emulator here builds {0}")]
     NoEmulator(String),
     /// QEMU did not start.
     #[error(transparent)]
     Launch(#[from] LaunchError),
-    /// The source cannot send.
+    /// The source cannot be offered a bulk connection.
     #[error(transparent)]
     Expect(#[from] ExpectError),
-    /// It is not the same machine.
+    /// The machine here differs from the source's.
     #[error("the machine here would not be the same: {}", differences(.0))]
     Different(Vec<Difference>),
-    /// A region has no place in this QEMU.
+    /// A region has no RAM block in this QEMU.
     #[error("region {name} of {blocks} blocks has no place in the machine here")]
     Region {
-        /// Its name.
+        /// The region's name.
         name: String,
-        /// Its length.
+        /// The region's length in blocks.
         blocks: u64,
     },
-    /// The list of regions is not one that can be received.
+    /// The list of regions is invalid.
     #[error(transparent)]
     Regions(#[from] DestinationError),
-    /// Its memory cannot be reached.
+    /// The memory of QEMU cannot be accessed.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// Its socket has no place.
+    /// The path of the socket is too long.
     #[error(transparent)]
     Path(#[from] PathTooLong),
-    /// It did not take the stream, or could not load it.
+    /// QEMU did not take the stream, or could not load it.
     #[error(transparent)]
     Incoming(#[from] IncomingError),
-    /// It does not answer.
+    /// QEMU refused a command or does not answer.
     #[error(transparent)]
     Qmp(#[from] QmpError),
-    /// What has come cannot be read.
+    /// Received content cannot be read.
     #[error("cannot compare what has come: {0}")]
     Content(String),
-    /// The system refused.
+    /// A system call failed.
     #[error("cannot keep what is known of the guest: {0}")]
     Host(#[from] io::Error),
-    /// What answers for a disk could not be put below it.
+    /// A disk export could not be put below a disk.
     #[error(transparent)]
     Front(#[from] FrontError),
     /// A disk's image could not be made.
     #[error("cannot make the image of a disk: {0}")]
     Images(io::Error),
-    /// It has not opened what was compared with the source's files.
+    /// QEMU has opened other files than those that were compared with the source's.
     #[error("{0}")]
     Exchanged(String),
-    /// Messages came in an order that makes no sense.
+    /// Messages arrived in an invalid order.
     #[error("the source breaks the protocol: {0}")]
     Order(&'static str),
-    /// A task of the agent broke.
+    /// A task of the agent panicked.
     #[error("a part of the agent broke: {0}")]
     Broken(String),
 }
@@ -107,7 +107,7 @@ fn differences(list: &[Difference]) -> String {
 }
 
 impl DestinationQemuError {
-    /// What the source is told.
+    /// Returns the refusal for the source.
     pub(crate) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
             Self::Different(_)
@@ -140,7 +140,8 @@ pub(crate) struct DestinationQemu {
     incoming: Option<Incoming>,
     begun: bool,
     receiving: Arc<Receiving>,
-    /// While only this host writes to the guest's memory, others from its source may look at it.
+    /// Lets other guests from the same source read this guest's memory and disks, until the guest
+    /// runs and writes to them.
     shown: Option<Shown>,
     key: DigestKey,
     gone: bool,
@@ -148,7 +149,8 @@ pub(crate) struct DestinationQemu {
 }
 
 impl DestinationQemu {
-    /// Launches QEMU for an offer, and compares its machine. On failure nothing is left over.
+    /// Launches QEMU for an offer, and compares its machine with the source's. A failure leaves
+    /// nothing behind.
     pub(crate) async fn launch(
         context: &Context,
         offer: &Offer,
@@ -165,7 +167,7 @@ impl DestinationQemu {
         let (description, emulator) = (offer.guest.clone(), emulator.to_owned());
         let (accelerator, generation) = (capabilities.accelerator, offer.generation.0);
         let config = context.parts.config.hypervisor.clone();
-        // A launch must come to its end even when nobody waits for it any more.
+        // The launch must complete even if its caller is dropped.
         let launched = tokio::spawn(async move {
             let launch = Launch {
                 description: &description,
@@ -242,8 +244,8 @@ impl DestinationQemu {
         Ok((machine, memory, places, receiving, shown))
     }
 
-    /// Puts front ends below those of its disks of which a part may come when it runs. After an
-    /// error it has to be quit.
+    /// Puts disk exports below disks of which a part may arrive while the guest runs. After an
+    /// error QEMU has to be quit.
     pub(crate) async fn put_below(
         &self,
         context: &Context,
@@ -261,22 +263,22 @@ impl DestinationQemu {
         Ok(())
     }
 
-    /// Whether QEMU has the files that were compared with the source's.
+    /// Checks that QEMU has opened the files that were compared with the source's.
     pub(crate) fn has(&self, proof: &Proof) -> Result<(), String> {
         proof.holds(self.guest.pid().unwrap_or_default())
     }
 
-    /// The machine that QEMU shows.
+    /// Returns the machine as QEMU reports it.
     pub(crate) fn machine(&self) -> &Machine {
         &self.machine
     }
 
-    /// Where frames go.
+    /// Returns the receiver of the source's frames.
     pub(crate) fn receiving(&self) -> &Arc<Receiving> {
         &self.receiving
     }
 
-    /// Gives QEMU the head of the stream; again is nothing new.
+    /// Gives QEMU the head of the stream. A repeated call does nothing.
     pub(crate) async fn begin(&mut self, prelude: &[u8]) -> Result<(), DestinationQemuError> {
         if self.begun {
             return Ok(());
@@ -287,7 +289,7 @@ impl DestinationQemu {
         Ok(())
     }
 
-    /// Gives QEMU the rest of the stream, and waits until it has loaded.
+    /// Gives QEMU the rest of the stream, and waits until QEMU has loaded it.
     pub(crate) fn load(
         &mut self,
         tail: Vec<u8>,
@@ -300,7 +302,7 @@ impl DestinationQemu {
         }
     }
 
-    /// Digests of a piece of a region, as QEMU's RAM or the image of a disk holds it.
+    /// Returns digests of a range of a region, as QEMU's RAM or the disk's image holds it.
     pub(crate) fn digests(
         &self,
         region: RegionId,
@@ -317,7 +319,7 @@ impl DestinationQemu {
             .map_err(DestinationQemuError::Content)
     }
 
-    /// Lets the guest run, unless it was paused, as the holder of this generation.
+    /// Resumes the guest, unless it was paused, and notes its new generation.
     pub(crate) async fn resume(
         &mut self,
         generation: Generation,
@@ -329,14 +331,14 @@ impl DestinationQemu {
                 .execute("cont", serde_json::json!({}), COMMAND_TIMEOUT)
                 .await?;
         }
-        // The guest runs: what cannot be noted now is made again from the journal.
+        // The guest runs. If the note fails, a later agent makes it from the journal.
         if let Err(error) = self.guest.set_generation(generation.0) {
             tracing::error!(guest = self.guest.name(), %error, "cannot note the generation");
         }
         Ok(())
     }
 
-    /// Its QEMU, for what goes on beside the migration.
+    /// Returns the guest and its monitor, for work beside the migration.
     pub(crate) fn guest_and_qmp(&self) -> (Guest, Qmp) {
         (self.guest.clone(), self.qmp.clone())
     }
@@ -352,30 +354,30 @@ impl DestinationQemu {
         }
     }
 
-    /// QEMU has ended by itself.
+    /// Records that QEMU has ended by itself.
     pub(crate) fn forget_process(&mut self) {
         self.gone = true;
     }
 
-    /// Ends QEMU and removes what was made for it.
+    /// Quits QEMU and removes what was made for it.
     pub(crate) async fn quit(&mut self) {
         self.gone = true;
         self.incoming = None;
         crate::host::qemu::stop(&self.guest, &self.qmp).await;
     }
 
-    /// The end of QEMU's log.
+    /// Returns the end of QEMU's log.
     pub(crate) fn last_words(&self) -> String {
         crate::host::qemu::end_of_log(&self.guest)
     }
 
-    /// What it cost so far.
+    /// Returns the CPU time and memory used so far.
     pub(crate) fn usage(&self) -> Usage {
         self.meter.usage(self.guest.pid())
     }
 }
 
-/// Where each region lies in a QEMU.
+/// Returns the index of each memory region's RAM block in QEMU.
 fn places(
     memory: &GuestMemory,
     regions: &[RegionSpec],
@@ -423,7 +425,8 @@ impl GuestStore {
     }
 }
 
-/// What others may look at of an arriving guest: its memory and its disks.
+/// The content of an arriving guest that other guests' frames may refer to: its memory and its
+/// disks.
 struct Arrived {
     memory: GuestStore,
     disks: BTreeMap<RegionId, Arc<RawDisk>>,

@@ -1,4 +1,4 @@
-//! The receiving worker: decodes frames into the destination's regions, and acknowledges them.
+//! Decodes frames into the guest's regions at the destination, and acknowledges them.
 
 use crate::destination::disks::Disks;
 use crate::destination::local_content::Kept;
@@ -23,53 +23,53 @@ use tokio::sync::{Notify, Semaphore};
 use tokio::task::block_in_place;
 use tokio::time::{Instant, timeout_at};
 
-/// Acknowledgements follow each other no faster than this; the first one goes at once, since a
-/// write may wait for it.
+/// Minimum interval between acknowledgements. The first one is sent at once, since a write may wait
+/// for it.
 const ACKNOWLEDGE_EVERY: Duration = Duration::from_millis(2);
-/// How long a source does not hear how long disks take here, where that has changed.
+/// Longest delay of the report to the source that the disks' sync time has changed.
 const TELL_EVERY: Duration = Duration::from_millis(100);
-/// How often it is looked whether what came of disks is to be made durable.
+/// Interval between checks for disk content that must be made durable.
 const SYNC_EVERY: Duration = Duration::from_millis(200);
 
-/// Where blocks are kept at the destination.
+/// The memory of an arriving guest.
 pub(crate) trait Store: Send + 'static {
     /// Reads one block.
     fn read(&mut self, id: BlockId, into: &mut [u8; BLOCK_SIZE]) -> Result<(), String>;
 
-    /// Writes blocks; those that are zero and were never written may be left alone (`fresh`).
+    /// Writes blocks. Zero blocks that were never written (`fresh`) may be skipped.
     fn write(&mut self, writes: &[BlockWrite<'_>], fresh: &[bool]) -> Result<(), String>;
 }
 
 /// Why receiving ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ReceiveError {
-    /// The connection is gone: the source may come back.
+    /// The connection is lost: the source may return.
     #[error(transparent)]
     Lost(#[from] BulkError),
-    /// What came is not a frame.
+    /// The data is not a frame.
     #[error("the source breaks the protocol: {0}")]
     Frame(#[from] FrameError),
-    /// What came is not a piece of device state that fits.
+    /// The data is not a piece of device state, or does not fit the other pieces.
     #[error("the source breaks the protocol: {0}")]
     Piece(#[from] PieceError),
-    /// What came does not fit what came before.
+    /// The frame does not fit what was received before.
     #[error("the source breaks the protocol: {0}")]
     Engine(#[from] DestinationError),
-    /// The guest's memory, or a disk, cannot be written here.
+    /// The guest's memory or a disk cannot be written.
     #[error("cannot write what comes of the guest: {0}")]
     Store(String),
-    /// An acknowledgement has no bytes.
+    /// An acknowledgement cannot be encoded.
     #[error(transparent)]
     Wire(#[from] WireError),
 }
 
-/// What the owner of an arriving guest and its receiving worker share.
+/// The state that is shared by the owner of an arriving guest and its receiving worker.
 pub(crate) struct Receiving {
     inner: Mutex<Inner>,
     complete: Notify,
-    /// Something of a disk was made durable, or could not be.
+    /// Notified when a disk was made durable, or that failed.
     synced: Notify,
-    /// The threads that may work for the source.
+    /// The worker threads of the source's quota.
     workers: Arc<Semaphore>,
     pace: Arc<Pace>,
     key: DigestKey,
@@ -83,9 +83,9 @@ struct Inner {
     kept: Kept,
     early: Assembly,
     device_state: Assembly,
-    /// What the source has heard of how long disks take.
+    /// The disks' sync time that was last reported to the source.
     told_sync: Duration,
-    /// Whether early pieces are needed for what follows.
+    /// Whether the device state includes early pieces.
     needs_early: bool,
     error: Option<String>,
     fresh: Vec<bool>,
@@ -127,7 +127,7 @@ impl Receiving {
         Ok(receiving)
     }
 
-    /// Whether the source gets on.
+    /// Returns the watchdog of the source's progress.
     pub(crate) fn pace(&self) -> &Arc<Pace> {
         &self.pace
     }
@@ -136,19 +136,19 @@ impl Receiving {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The disk that a region is, if it is one.
+    /// Returns the image of a region that is a disk.
     pub(crate) fn disk(&self, region: RegionId) -> Option<Arc<RawDisk>> {
         self.lock().disks.image(region)
     }
 
-    /// Takes a new connection's epoch into use.
+    /// Begins the epoch of a new connection.
     pub(crate) fn connected(&self, epoch: Epoch) {
         let mut inner = self.lock();
         inner.destination.connected(epoch);
         inner.disks.connected(epoch);
     }
 
-    /// The source says what is left of a disk.
+    /// Takes a part of the source's list of a disk's blocks that it has not sent.
     pub(crate) fn listed(&self, list: &List) -> Result<(), String> {
         let Inner {
             disks, destination, ..
@@ -156,13 +156,13 @@ impl Receiving {
         disks.listed(list, destination)
     }
 
-    /// The source says how long the image of a disk is.
+    /// Takes the length of a disk's image from the source.
     pub(crate) fn has_length(&self, region: RegionId, bytes: u64) -> Result<(), String> {
         self.lock().disks.has_length(region, bytes)
     }
 
-    /// The source says how many frames it has sent over this connection in all, and whether its
-    /// early pieces count.
+    /// Takes the number of frames that the source has sent over this connection, and whether the
+    /// device state includes early pieces.
     pub(crate) fn announced(&self, epoch: Epoch, frames: u64, needs_early: bool) {
         let mut inner = self.lock();
         inner.destination.announced(epoch, frames);
@@ -171,18 +171,18 @@ impl Receiving {
         self.complete.notify_waiters();
     }
 
-    /// The front ends of those disks of which a part may come later.
+    /// Sets the folders of the disk exports below disks of which a part may arrive later.
     pub(crate) fn below(&self, folders: Vec<FrontFolder>) {
         self.lock().disks.below(folders);
     }
 
-    /// Has those who will answer the guest know what is left at the source, and whether what it
-    /// does not write is to be compared.
+    /// Hands the lists of missing blocks to the disk exports, and whether blocks that the guest
+    /// does not write are to be compared.
     pub(crate) fn hand_on(&self, verify: bool) -> Result<(), String> {
         self.lock().disks.hand_on(verify)
     }
 
-    /// Leaves the guest's memory and disks alone from now on, and makes the disks durable.
+    /// Stops writing to the guest's memory and disks, and makes the disks durable.
     pub(crate) fn seal(self: &Arc<Self>) {
         let mut inner = self.lock();
         inner.destination.seal();
@@ -191,7 +191,7 @@ impl Receiving {
         self.sync();
     }
 
-    /// Waits until all that came of disks is durable.
+    /// Waits until everything that was received of disks is durable.
     pub(crate) async fn settled(&self) -> Result<(), String> {
         loop {
             let synced = self.synced.notified();
@@ -204,12 +204,12 @@ impl Receiving {
         }
     }
 
-    /// Whether it is.
+    /// Returns whether everything that was received of disks is durable.
     pub(crate) fn is_settled(&self) -> Result<bool, String> {
         self.lock().disks.is_settled()
     }
 
-    /// Makes durable what is to be made so.
+    /// Starts the syncs that are due.
     fn sync(self: &Arc<Self>) {
         let mut inner = self.lock();
         while let Some((n, disk)) = inner.disks.poll_sync() {
@@ -223,14 +223,15 @@ impl Receiving {
         }
     }
 
-    /// Both parts of the device state, packed, as far as they are whole.
+    /// Returns the early and the other part of the device state, packed; `None` for a part that is
+    /// not complete.
     pub(crate) fn device_state(&self) -> (Option<Vec<u8>>, Option<Vec<u8>>) {
         let inner = self.lock();
         let whole = |assembly: &Assembly| assembly.whole().map(<[u8]>::to_vec);
         (whole(&inner.early), whole(&inner.device_state))
     }
 
-    /// Waits until everything that was announced is here.
+    /// Waits until everything that was announced has arrived.
     pub(crate) async fn completed(&self) {
         loop {
             let notified = self.complete.notified();
@@ -243,7 +244,7 @@ impl Receiving {
         }
     }
 
-    /// Receives frames of one connection until it is gone, or something is wrong.
+    /// Receives the frames of a connection until it is lost or an error occurs.
     pub(crate) async fn work(&self, epoch: Epoch, bulk: &BulkReceiver) -> ReceiveError {
         match self.receive(epoch, bulk).await {
             Ok(never) => match never {},
@@ -286,7 +287,7 @@ impl Receiving {
                     }
                 }
                 Some(None) => {
-                    // The source sends no more frames; what is unacknowledged still goes out.
+                    // The source sends no more frames; the last acknowledgement is still due.
                     self.acknowledge(bulk).await?;
                     let error = bulk.closed().await;
                     return Err(BulkError::Lost(error).into());
@@ -327,8 +328,8 @@ impl Inner {
         early && listed && self.device_state.whole().is_some() && self.destination.is_complete()
     }
 
-    /// Takes in a message of a stream of frames: whether everything is here, and how many blocks
-    /// came with it.
+    /// Takes a message of the bulk stream. Returns whether everything has arrived, and the number
+    /// of blocks that arrived with the message.
     fn apply(
         &mut self,
         epoch: Epoch,
@@ -397,12 +398,12 @@ impl Inner {
     }
 }
 
-/// Whether a time has changed so that somebody else should hear of it.
+/// Returns whether a time has changed enough to be reported: by more than 1 ms and an eighth.
 fn has_changed(told: Duration, now: Duration) -> bool {
     told.abs_diff(now) > Duration::from_millis(1).max(told / 8)
 }
 
-/// Makes durable what comes of disks, as long as something may come.
+/// Makes received disk content durable for as long as the receiver exists.
 async fn keep_durable(receiving: Weak<Receiving>) {
     let began = Instant::now();
     loop {

@@ -1,8 +1,8 @@
-//! The destination's side of an attempt that no task is busy with: it is answered from its journal.
+//! The destination's side of an attempt without a task: its source is answered from the journal.
 //!
-//! After a restart of the agent that is every attempt; one that had loaded everything waits on for
-//! the source's decision, since its QEMU outlives the agent. An attempt that was never heard of is
-//! aborted by being asked for, so that a late COMMIT is refused.
+//! After a restart of the agent every attempt is in this state. A guest that was READY continues to
+//! wait for the source's decision, since its QEMU outlives the agent. A question about an unknown
+//! attempt aborts that attempt, so that a late COMMIT is refused.
 
 use crate::context::Context;
 use crate::destination::Destination;
@@ -31,57 +31,58 @@ use std::sync::{Arc, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::sync::Mutex;
 
-/// Why a source is not answered.
+/// Why a source gets no answer.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AnswerError {
     /// The journal cannot be used.
     #[error(transparent)]
     Journal(#[from] JournalError),
-    /// The attempt is another host's.
+    /// The attempt belongs to another host.
     #[error("this attempt is not of the host that asks")]
     NotYours,
-    /// The message does not belong to a conversation about an attempt without a task.
-    #[error("nobody is busy with this attempt")]
+    /// The message does not belong to an attempt without a task.
+    #[error("this attempt is not in progress here")]
     OutOfPlace,
 }
 
-/// Closed attempts that are known yet.
+/// Limit on the number of closed attempts that are remembered.
 const CLOSED_MAX: usize = 256;
 
-/// The attempts that wait for their sources without a task.
+/// The attempts without a task that wait for their sources.
 #[derive(Default)]
 pub(crate) struct Attempts {
     waiting: Mutex<HashMap<MigrationId, RecoveredDestination>>,
-    /// Lately closed. A question about one of them that was overtaken on its way is not one about
-    /// an attempt that never began, which would need a record that nobody removes; and an offer
-    /// that was is not accepted, since its source would not come for what it leaves.
+    /// Attempts that were closed recently. A delayed question about one of them must not count as a
+    /// question about an attempt that never began: that would make a record that is never removed.
+    /// A delayed offer of one of them is refused, since its source would not return for the result.
     closed: std::sync::Mutex<VecDeque<(HostId, MigrationId, Attempt)>>,
 }
 
-/// The destination's side without its task.
+/// The destination's side of an attempt without a task.
 struct RecoveredDestination {
     handover: DestinationHandover,
-    /// The source; none for an attempt that never began here.
+    /// The source; `None` for an attempt that never began here.
     peer: Option<HostId>,
     paused: bool,
     entry: Option<Arc<Entry>>,
     _reservation: Option<Reservation>,
     outbox: Vec<ToSource>,
-    /// Blocks of its disks may be missing here.
+    /// Whether blocks of the guest's disks may be missing here.
     fetches: bool,
     /// Both journals are complete.
     finished: bool,
-    /// The guest is ours, and would not go on.
+    /// Why the guest, which belongs to this host, does not run.
     trouble: Option<ApiError>,
 }
 
 impl Attempts {
-    /// Takes up what an earlier agent left: what has to be done here is done when this returns.
+    /// Takes up an attempt of an earlier agent. When this returns, everything is done that does not
+    /// depend on the source.
     pub(crate) async fn take_up(&self, context: &Arc<Destination>, left: AttemptRecord) {
         let migration = left.migration;
         let mut remembered = RecoveredDestination::of(context, left);
         if matches!(remembered.state(), DestinationState::Closed { .. }) {
-            // The source was told, or asks once more, and needs no record for the answer.
+            // The source knows that it is closed, or asks again; the answer needs no record.
             return remembered.handover.ledger.remove_journal();
         }
         if remembered.is_open() || runs_incomplete(remembered.state()) {
@@ -108,17 +109,17 @@ impl Attempts {
         ledger.remove_journal();
     }
 
-    /// Whether an attempt was lately closed here.
+    /// Returns whether an attempt was closed here recently.
     pub(crate) fn is_closed(&self, source: HostId, of: (MigrationId, Attempt)) -> bool {
         self.closed().contains(&(source, of.0, of.1))
     }
 
     fn closed(&self) -> MutexGuard<'_, VecDeque<(HostId, MigrationId, Attempt)>> {
-        // What is inside is whole whenever the lock is free.
+        // The content is consistent whenever the lock is free.
         self.closed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What an attempt's source is told.
+    /// Handles a message of an attempt's source, and returns the answers.
     pub(crate) async fn answer(
         &self,
         context: &Arc<Destination>,
@@ -127,7 +128,7 @@ impl Attempts {
         message: ToDestination,
     ) -> Result<Vec<ToSource>, AnswerError> {
         let event = match (&message, FromSource::of(&message)) {
-            // It is only answered: no block is taken.
+            // The source is only answered: no blocks are received.
             (ToDestination::Ask { .. } | ToDestination::Resume { .. }, _) => Event::Called(None),
             (_, Some(FromSource::Cancel(reason))) => {
                 Event::Message(FromSource::Cancel(crate::channel::short(&reason)))
@@ -135,7 +136,7 @@ impl Attempts {
             (_, Some(FromSource::Verified) | None) => return Err(AnswerError::OutOfPlace),
             (_, Some(message)) => Event::Message(message),
         };
-        // One at a time: two conversations about one attempt must not write one journal.
+        // One conversation at a time: two about the same attempt must not write to one journal.
         let mut waiting = self.waiting.lock().await;
         if self.is_closed(peer, (migration, attempt)) {
             return Ok(vec![ToSource::Closed]);
@@ -152,7 +153,7 @@ impl Attempts {
             }
             return Err(AnswerError::NotYours);
         }
-        // What the journal says and could not be finished when it was taken up.
+        // Completes what the journal requires and could not be done when the attempt was taken up.
         remembered.handover.core.attend();
         drive_destination(&mut remembered).await;
         remembered.look().await;
@@ -175,7 +176,8 @@ impl Attempts {
         Ok(answers)
     }
 
-    /// A person decides about an attempt that waits here; false where none of that id does.
+    /// Carries out an operator's decision about an attempt that waits here. Returns false if no
+    /// such attempt waits.
     pub(crate) async fn resolve(
         &self,
         context: &Arc<Destination>,
@@ -212,7 +214,7 @@ impl RecoveredDestination {
         Self {
             peer: Some(left.peer),
             paused: left.paused,
-            // What is missing of a guest that runs here may be given up.
+            // An operator may give up the missing blocks of a guest that runs here.
             entry: (!core.state().is_settled() || runs_incomplete(core.state()))
                 .then(|| left.entry(context, Phase::HandingOver)),
             handover: DestinationHandover::new(core, left.into_ledger(&context.context)),
@@ -224,7 +226,7 @@ impl RecoveredDestination {
         }
     }
 
-    /// An attempt that is over here, or was never heard of.
+    /// Creates the side of an attempt that is over here or is unknown.
     fn from_journal(
         context: &Arc<Destination>,
         migration: MigrationId,
@@ -267,7 +269,7 @@ impl RecoveredDestination {
         self.handover.state()
     }
 
-    /// Whether it waits for its source.
+    /// Returns whether the attempt waits for its source.
     fn is_open(&self) -> bool {
         self.entry.is_some() && !self.handover.state().is_settled()
     }
@@ -281,7 +283,7 @@ impl RecoveredDestination {
         }
     }
 
-    /// A copy that waits for a decision may have ended meanwhile.
+    /// Checks whether the QEMU of a guest that waits for a decision has ended meanwhile.
     async fn look(&mut self) {
         if *self.state() != DestinationState::Ready {
             return;
@@ -294,7 +296,7 @@ impl RecoveredDestination {
         }
     }
 
-    /// Whether blocks of the disks of a guest that runs here are missing.
+    /// Returns whether blocks of the disks of a guest that runs here are missing.
     fn lacks_blocks(&self) -> bool {
         let ledger = &self.handover.ledger;
         let state = &ledger.context.parts.config.state;
@@ -304,14 +306,14 @@ impl RecoveredDestination {
         match exports::incomplete(state, &ledger.guest, ledger.migration) {
             Ok(disks) => !disks.is_empty(),
             Err(error) => {
-                // What fetches looks again.
+                // The fetch task checks again.
                 tracing::error!(guest = ledger.guest, %error, "cannot look for its disks");
                 true
             }
         }
     }
 
-    /// Fetches them, in a task of its own.
+    /// Fetches the missing blocks, in a separate task.
     fn fetch(self, context: &Arc<Destination>) {
         let ledger = &self.handover.ledger;
         let attempt = (ledger.migration, ledger.terms.attempt);
@@ -331,8 +333,9 @@ impl RecoveredDestination {
         crate::host::task::spawn(Fetch::new(context.clone(), begun).run());
     }
 
-    /// Tells the guest to run, unless it was told, or has changed hands since. One that would not
-    /// is left to its owner: whether it ran before is not known, so it is not given back.
+    /// Resumes the guest, unless it was resumed before or has moved on since. A guest that QEMU
+    /// does not resume is left to its owner: it may have run before, so it is not given back to the
+    /// source.
     async fn resume(&mut self) -> Event {
         let ledger = &self.handover.ledger;
         let (guest, generation) = (&ledger.guest, ledger.terms.next());
@@ -348,12 +351,12 @@ impl RecoveredDestination {
                 None
             }
         };
-        // One that is not there may have run, and ended here.
+        // A guest without a QEMU may have run and ended here.
         let Some(mut found) = found else {
             return Event::Resumed;
         };
         if found.record().generation == generation.0 {
-            // It was told to run, and has been its owner's since.
+            // The guest was resumed before, and its owner controls it since.
             return Event::Resumed;
         }
         if let Some(entry) = &self.entry {
@@ -376,7 +379,7 @@ impl RecoveredDestination {
                 let here = &ledger.context.parts.config.name;
                 let hint = "remove what keeps it from running, then `cont` in its monitor";
                 let trouble = ApiError::new(ErrorCode::Internal, text).hint(hint);
-                let state = format!("{guest} is {here}'s, and stands still there");
+                let state = format!("{guest} is {here}'s, and is stopped there");
                 self.trouble = Some(trouble.state_of_guest(state));
             }
         }
@@ -391,8 +394,8 @@ impl RecoveredDestination {
         Event::Resumed
     }
 
-    /// Whether this host has had the right to run the guest since this attempt, which was not
-    /// committed: a QEMU of that name is a later one's, or the owner's.
+    /// Returns whether this host has had the right to run the guest since this attempt, which was
+    /// not committed. A QEMU of that name then belongs to a later attempt or to the owner.
     fn is_anothers(&self) -> bool {
         let ledger = &self.handover.ledger;
         let records = attempt_record::of_attempt(&ledger.journal, ledger.terms);
@@ -412,7 +415,7 @@ impl RecoveredDestination {
         }
     }
 
-    /// Tells people how it stands.
+    /// Shows the state of the attempt, and its outcome.
     fn show(&mut self) {
         let Some(entry) = &self.entry else { return };
         let ledger = &self.handover.ledger;
@@ -485,8 +488,8 @@ impl DestinationOwner for RecoveredDestination {
             Action::Fetch => return Some(Event::AllPresent),
             Action::Send(message) => self.outbox.push(message),
             Action::Finish => self.finished = true,
-            // It has a conversation, and nothing is received; the doubt is shown by its state, and
-            // the rest is the ledger's.
+            // The source's channel exists already, and no blocks are received. `show` reports the
+            // doubt, and the ledger carries out the other actions.
             Action::Take
             | Action::Accept(_)
             | Action::Decline
@@ -508,7 +511,7 @@ fn runs_incomplete(state: &DestinationState) -> bool {
     *state == (DestinationState::Running { all_present: false })
 }
 
-/// The core of an attempt that goes on from its records.
+/// Restores the core of an attempt from its records.
 fn core(terms: Terms, fetches: bool, records: &[Record]) -> Core {
     let config = Config {
         terms,

@@ -1,7 +1,7 @@
-//! Base images below disks that move. The source names them by their ids, and what of them is used,
-//! and sends only what its guest wrote; the destination has them from its own repository. All of
-//! one is there before the guest is stopped, unless it is to come while that runs there
-//! ([`crate::disks::lazy_base_images`]).
+//! Base images below disks that move. The source names base images by their ids and lists the parts
+//! in use. It sends only what its guest wrote. The destination reads base images from its own
+//! repository. An image is complete before the guest is stopped, unless it is configured to arrive
+//! while the guest runs ([`crate::disks::lazy_base_images`]).
 
 use crate::context::Context;
 use crate::disks::exports::FrontError;
@@ -28,27 +28,27 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 use tokio::task::{JoinHandle, spawn_blocking};
 
-/// How long a repository that does not answer is waited for while a base image comes.
+/// Time limit for a repository to answer while a base image arrives.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-// What is named as hot is what is fetched as a whole.
+// A stripe that is named as hot is fetched as a whole.
 const _: () = assert!(STRIPE_BYTES == longhaul_image::STRIPE_BYTES);
 
 pub(crate) fn id_of(base: &Base) -> ImageId {
     ImageId(Digest(base.image))
 }
 
-/// What a disk stands on in a guest's QEMU, or why that is not known.
+/// The backing of a disk in a guest's QEMU, or why it is unknown.
 pub(crate) type Seen = Result<Option<Backing>, String>;
 
-/// Asks a guest's QEMU what a disk stands on.
+/// Asks a guest's QEMU for the backing of a disk.
 pub(crate) async fn ask(guest: &Guest, qmp: &Qmp, disk: &str) -> Seen {
     let device = crate::disks::exports::device(guest.description(), disk)?;
     let backing = disk::backing(qmp, &device).await;
     backing.map_err(|error| error.to_string())
 }
 
-/// The base image that a disk of this host stands on: as its image says, and as its QEMU has it.
+/// Returns the base image of a disk on this host. The image's header and QEMU must agree on it.
 pub(crate) fn look(
     state: &Path,
     name: &str,
@@ -61,7 +61,7 @@ pub(crate) fn look(
     };
     let other = |has: String| {
         refused(format!("{has}: what it reads there cannot be told")).hint(
-            "have its QEMU started anew with what the image says, or rebase the image with its \
+            "restart its QEMU with what the image says, or rebase the image with its \
              guest \
              shut down",
         )
@@ -103,7 +103,7 @@ pub(crate) fn look(
     }))
 }
 
-/// Says of the base images of disks what this host's guests use of them.
+/// Adds to each base image of the disks the stripes that this host's guests use.
 pub(crate) fn say_what_is_hot(state: &Path, disks: &mut [OfferedDisk]) {
     let bases = base_images::of_host(state);
     let on_bases = disks.iter_mut().filter_map(|disk| disk.base.as_mut());
@@ -112,13 +112,13 @@ pub(crate) fn say_what_is_hot(state: &Path, disks: &mut [OfferedDisk]) {
     for base in &mut on_bases {
         match bases.hot(id_of(base)) {
             Ok(hot) => base.hot = hottest(hot, each),
-            // It only comes in another order.
+            // Then the image only arrives in another order.
             Err(error) => tracing::warn!(%error, "cannot tell what of a base image is used"),
         }
     }
 }
 
-/// So many of the stripes that are used most, these first.
+/// Returns at most `count_max` of the most used stripes, in descending order of use.
 fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
     hot.sort_by_key(|(stripe, pages)| (std::cmp::Reverse(*pages), *stripe));
     hot.truncate(count_max);
@@ -129,13 +129,13 @@ fn hottest(mut hot: Vec<(u32, u32)>, count_max: usize) -> Vec<Hot> {
     hot.collect()
 }
 
-/// The orders in which base images come, each as long as somebody needs it: of guests that come at
-/// the same time the one's word counts for the other.
+/// The orders in which base images arrive, each while a guest needs it. Guests that arrive at the
+/// same time share the order of an image.
 #[derive(Debug, Default)]
 pub(crate) struct Orders(Mutex<HashMap<ImageId, Weak<Order>>>);
 
 impl Orders {
-    /// Takes in what is hot of a base image; the order in which it comes.
+    /// Adds the hot stripes of a base image to its order, and returns the order.
     fn with(&self, base: &Base) -> Arc<Order> {
         let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         orders.retain(|_, order| order.strong_count() > 0);
@@ -148,31 +148,31 @@ impl Orders {
     }
 }
 
-/// The base images that are coming for a guest. Those that are waited for stop coming when this
-/// goes.
+/// The base images that arrive for a guest. Those that the guest waits for stop arriving when this
+/// is dropped.
 pub(crate) struct ComingBases {
-    /// Those that are here before the guest is stopped.
+    /// Images that are complete before the guest is stopped.
     coming: Vec<(Arc<Bringing>, Arc<Order>)>,
-    /// Those that come while it runs.
+    /// Images that arrive while the guest runs.
     behind: Vec<(Arc<Bringing>, Arc<Order>)>,
-    /// What was read for the latter, as far as this guest counts it, in bytes.
+    /// The bytes read for the latter that this guest counts.
     counted: AtomicU64,
     task: Option<JoinHandle<Result<(), Lacking>>>,
-    /// One cannot be had.
+    /// Whether an image is unavailable.
     lacking: bool,
 }
 
-/// A base image that cannot be had.
+/// An unavailable base image.
 struct Lacking(ImageId);
 
-/// What whoever sends the guest is told to do; why is for this host's log.
+/// Returns the hint for the source's operator. The reason is in this host's log.
 fn hint(here: &str, id: ImageId) -> String {
     format!("on {here}: longhaul image fetch {} says why", id.short())
 }
 
 impl ComingBases {
-    /// Looks for the base images of disks, and begins to bring what is not here. Their files are
-    /// there then, for QEMU to open.
+    /// Looks up the base images of disks, and prepares to fetch the missing ones. After this their
+    /// files exist, so that QEMU can open them.
     pub(crate) fn begin(context: &Context, places: &[Place]) -> Result<Self, Refusal> {
         let config = &context.parts.config;
         let here = &config.name;
@@ -217,7 +217,7 @@ impl ComingBases {
             }
         }
         let needed = |(one, _): &(Arc<Bringing>, Arc<Order>)| {
-            // A part of it may be here from earlier.
+            // A part of the file may be here from an earlier fetch.
             let file = std::fs::metadata(bases.path(one.id()));
             let here = file.map_or(0, |file| file.blocks() * 512);
             one.content_bytes().saturating_sub(here)
@@ -244,8 +244,8 @@ impl ComingBases {
         })
     }
 
-    /// What each disk's QEMU is to have below it. What comes while the guest runs is shown from
-    /// here on, and begins to come.
+    /// Returns the base of each disk for its QEMU. From here on, images that arrive while the guest
+    /// runs are served and fetched.
     pub(crate) async fn below(
         &self,
         context: &Arc<Context>,
@@ -268,7 +268,7 @@ impl ComingBases {
         Ok(below)
     }
 
-    /// Brings those that are waited for, while other things go on.
+    /// Starts to fetch the images that the guest waits for, in the background.
     pub(crate) fn go_on(&mut self) {
         let coming = self.coming.clone();
         if coming.is_empty() || self.task.is_some() {
@@ -288,12 +288,13 @@ impl ComingBases {
         }));
     }
 
-    /// Whether all that is waited for is here, once it was told to come.
+    /// Returns whether all images that the guest waits for are here. Only valid once
+    /// [`Self::go_on`] was called.
     pub(crate) fn are_here(&self) -> bool {
         self.task.is_none() && !self.lacking
     }
 
-    /// Waits until all that is waited for is here, or one cannot be had.
+    /// Waits until all images that the guest waits for are here, or one is unavailable.
     pub(crate) async fn brought(&mut self, here: &str) -> Result<(), String> {
         let Some(task) = &mut self.task else {
             return std::future::pending().await;
@@ -314,8 +315,8 @@ impl ComingBases {
         }
     }
 
-    /// What was read from the repository for them, in bytes: of what comes behind the guest as far
-    /// as it has come. Guests that come together count each byte once.
+    /// Returns the bytes read from the repository for these images so far. Guests that arrive
+    /// together count each byte once.
     pub(crate) fn read_bytes(&self, context: &Context) -> u64 {
         let state = &context.parts.config.state;
         let behind = self.behind.iter();
@@ -334,7 +335,7 @@ impl Drop for ComingBases {
     }
 }
 
-/// Begins to bring a base image from a repository.
+/// Starts to fetch a base image from a repository.
 fn bring(from: &Repositories, bases: &Bases, id: ImageId) -> Result<Bringing, String> {
     let store = from.store().map_err(|error| error.to_string())?;
     let repository = Repository::open(store).map_err(|error| error.to_string())?;
@@ -342,7 +343,7 @@ fn bring(from: &Repositories, bases: &Bases, id: ImageId) -> Result<Bringing, St
     bringing.map_err(|error: BringError| error.to_string())
 }
 
-/// The file of the base image that a disk stands on, on this host.
+/// Returns the path of a disk's base image on this host.
 pub(crate) fn path_of(context: &Context, base: &Base) -> PathBuf {
     base_images::of_host(&context.parts.config.state).path(id_of(base))
 }

@@ -1,14 +1,13 @@
-//! The front ends that an agent has made, each with a note of what it was made for: durable before
-//! anything is put
-//! in, so that whoever comes after this agent takes it out.
+//! The exports that an agent has created, each with a note of its purpose. The note is durable
+//! before the export is inserted, so that a later agent removes it.
 //!
 //! ```text
-//! STATE/KIND/NAME        the folder of a front end
-//! STATE/KIND/NAME.log    what its supervisor and its server say
-//! STATE/KIND/NAME.note   what it was made for
+//! STATE/KIND/NAME        the folder of an export
+//! STATE/KIND/NAME.log    the log of its supervisor and its server
+//! STATE/KIND/NAME.note   its purpose
 //! ```
 //!
-//! An unreadable note is a matter of its export alone: the others are used.
+//! An unreadable note affects only its own export.
 
 use crate::disks::{export_process, left_images};
 use crate::host::atomic_file;
@@ -27,29 +26,30 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use tokio::task::block_in_place;
 
-/// Largest note that is read, in bytes.
+/// Limit on the size of a note, in bytes.
 const NOTE_BYTES_MAX: u64 = 64 << 10;
 const NOTE: &str = "note";
 
-/// What a front end was made for.
+/// The purpose of an export.
 pub(crate) trait Note: Serialize + DeserializeOwned {
-    /// What its supervisor is called: no other's name on this machine, also not another agent's.
+    /// Returns the name of the supervisor, which is unique on this machine, also among other
+    /// agents.
     fn helper_name(&self) -> String;
 
-    /// Its supervisor.
+    /// Returns the supervisor.
     fn helper(&mut self) -> &mut Option<Helper>;
 
-    /// The disk, in errors.
+    /// Returns the name of the disk for errors.
     fn disk(&self) -> String;
 }
 
-/// A note and its places.
+/// A note with the folder of its export.
 pub(crate) struct Noted<N> {
     pub(crate) note: N,
     folder: PathBuf,
 }
 
-/// Why a front end is not below a disk, or still is.
+/// Why an export could not be inserted or removed.
 #[derive(Debug, thiserror::Error)]
 #[error("disk {disk}: {why}")]
 pub(crate) struct FrontError {
@@ -68,7 +68,7 @@ impl FrontError {
     }
 }
 
-/// The notes in a folder, in the order of their names.
+/// The notes in a folder, ordered by name.
 pub(crate) struct Notes<N> {
     pub(crate) noted: Vec<Noted<N>>,
     pub(crate) unreadable: Vec<Unreadable>,
@@ -95,7 +95,7 @@ impl<N> Notes<N> {
         self.noted.is_empty() && self.unreadable.is_empty()
     }
 
-    /// Logs which notes cannot be read, each once.
+    /// Logs each unreadable note once.
     pub(crate) fn log_unreadable(&self, logged: &mut BTreeSet<PathBuf>) {
         for Unreadable { folder, why } in &self.unreadable {
             if logged.insert(folder.clone()) {
@@ -110,7 +110,7 @@ impl<N> Notes<N> {
 }
 
 impl Unreadable {
-    /// The name of its export.
+    /// Returns the name of the export.
     pub(crate) fn name(&self) -> Cow<'_, str> {
         self.folder
             .file_name()
@@ -127,7 +127,7 @@ impl Unreadable {
     }
 }
 
-/// All notes in a folder, each for itself.
+/// Reads all notes in a folder. An unreadable note does not affect the others.
 pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Notes<N>> {
     let mut found = Notes::default();
     let entries = match fs::read_dir(above) {
@@ -145,7 +145,7 @@ pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Notes<N>> {
     for folder in folders {
         match Noted::read(folder.clone()) {
             Ok(noted) => found.noted.push(noted),
-            // It was removed since.
+            // It has been removed since.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(why) => found.unreadable.push(Unreadable { folder, why }),
         }
@@ -153,20 +153,20 @@ pub(crate) fn notes<N: Note>(above: &Path) -> io::Result<Notes<N>> {
     Ok(found)
 }
 
-/// Makes the folder that front ends and their notes are in.
+/// Creates the folder for exports and their notes.
 pub(crate) fn create_above(above: &Path) -> io::Result<()> {
     create_folder(&RealFiles, above)?;
-    // QEMU's account goes through it to its socket.
+    // QEMU's account passes through this folder to its socket.
     fs::set_permissions(above, Permissions::from_mode(0o711))
 }
 
 impl<N: Note> Noted<N> {
-    /// Of a front end that is about to be made.
+    /// Creates the note in memory, for an export that does not exist yet.
     pub(crate) fn new(folder: PathBuf, note: N) -> Self {
         Self { note, folder }
     }
 
-    /// What was noted of the front end of a folder.
+    /// Reads the note of an export's folder.
     pub(crate) fn read(folder: PathBuf) -> io::Result<Self> {
         let path = note_of(&folder);
         let of_path =
@@ -179,7 +179,7 @@ impl<N: Note> Noted<N> {
         Ok(Self { note, folder })
     }
 
-    /// Whether something is noted of the front end of a folder.
+    /// Returns whether an export's folder has a note.
     pub(crate) fn is_noted(folder: &Path) -> bool {
         note_of(folder).exists()
     }
@@ -210,7 +210,7 @@ impl<N: Note> Noted<N> {
         Control::new(self.folder())
     }
 
-    /// Has somebody answer for the disk.
+    /// Starts a supervisor if none answers for the export.
     pub(crate) async fn keep_answering(&mut self) -> Result<(), FrontError> {
         match block_in_place(|| self.control().status()) {
             Ok(_) => Ok(()),
@@ -218,7 +218,7 @@ impl<N: Note> Noted<N> {
         }
     }
 
-    /// Starts a supervisor, and waits until somebody answers for the disk.
+    /// Starts a supervisor, and waits until its server answers.
     pub(crate) async fn supervise(&mut self) -> Result<(), FrontError> {
         let log = export_process::log(&self.folder);
         let helper = export_process::start(&self.folder, &log, &self.note.helper_name()).await;
@@ -228,12 +228,12 @@ impl<N: Note> Noted<N> {
         answers.map_err(|why| self.error(&why))
     }
 
-    /// Ends supervisor and server. The disk must not be used through them any more.
+    /// Ends the supervisor and server. The disk must not be used through them any more.
     pub(crate) async fn stop(&mut self) -> Result<(), FrontError> {
-        // An agent may have died before it had made all of the folder.
+        // An agent may have died while it created the folder.
         let made = self.folder().is_made();
         if made && block_in_place(|| self.control().stop()).is_err() {
-            // Nobody supervises: whoever does next ends the server that is left.
+            // No supervisor runs. A new one ends a server that still runs.
             self.supervise().await?;
             let stopped = block_in_place(|| self.control().stop());
             stopped.map_err(|error| self.error(&error))?;
@@ -244,8 +244,8 @@ impl<N: Note> Noted<N> {
         Ok(())
     }
 
-    /// Removes what was made for them: the note first, as it is what counts. A folder without a
-    /// note is removed when its place is needed.
+    /// Removes the note, and then the export's files. A folder without a note is removed when its
+    /// name is needed again.
     pub(crate) fn remove(&self) -> Result<(), FrontError> {
         let removed = remove_if_there(&note_of(&self.folder));
         removed.map_err(|error| self.error(&error))?;
@@ -253,8 +253,7 @@ impl<N: Note> Noted<N> {
     }
 }
 
-/// Removes the folder of an export of which nothing is noted, if it is there, and the files beside
-/// it.
+/// Removes the folder of an export without a note, if it exists, and the files beside it.
 pub(crate) fn remove_unnoted(folder: &Path) -> io::Result<()> {
     FrontFolder::open(folder)
         .remove()
@@ -270,7 +269,7 @@ fn remove_if_there(file: &Path) -> io::Result<()> {
     }
 }
 
-/// Where something is noted of the front end of a folder, whose own name may have dots.
+/// Returns the path of the note of an export's folder. The folder's own name may contain dots.
 fn note_of(folder: &Path) -> PathBuf {
     let mut path = folder.as_os_str().to_owned();
     path.push(".");
@@ -318,15 +317,15 @@ mod tests {
         }
     }
 
-    /// A death in between must leave a folder without a note, and not a note that keeps the guest's
-    /// next move away for ever.
+    /// A crash between the two steps must leave a folder without a note. A note would block the
+    /// guest's next migration for ever.
     #[test]
     fn a_note_goes_before_its_folder() {
         let above = tempfile::tempdir().unwrap();
         let folder = above.path().join("web-7.0");
         let noted = Noted::new(folder.clone(), Some);
         noted.write().unwrap();
-        // It cannot be removed as a folder.
+        // A file cannot be removed as a folder.
         fs::write(&folder, "").unwrap();
         assert!(noted.remove().is_err());
         assert!(!Noted::<Some>::is_noted(&folder));

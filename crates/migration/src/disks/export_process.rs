@@ -1,4 +1,4 @@
-//! The supervisors of front ends: started, and waited for until somebody answers.
+//! Starts the supervisors of disk exports and waits until they answer.
 
 use longhaul_hypervisor::helper::Helper;
 use longhaul_storage::front::{Control, FrontFolder};
@@ -9,11 +9,11 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::{Instant, sleep};
 
-/// Time for a front end to answer for the first time.
+/// Time limit for a new export to answer.
 const START_WITHIN: Duration = Duration::from_secs(20);
 const LOOK_EVERY: Duration = Duration::from_millis(10);
 
-/// Starts the supervisor of a folder. The name must be no other helper's.
+/// Starts the supervisor of an export's folder. The name must be unique among helpers.
 pub(crate) async fn start(folder: &Path, log: &Path, name: &str) -> io::Result<Helper> {
     let program = own_program()?;
     let words = ["disk-front", "supervise"].map(str::to_owned);
@@ -22,7 +22,7 @@ pub(crate) async fn start(folder: &Path, log: &Path, name: &str) -> io::Result<H
     Helper::start(&program, &words, log, name).await
 }
 
-/// Waits until somebody answers there.
+/// Waits until the export's server runs.
 pub(crate) async fn answers(folder: &Path, log: &Path) -> Result<(), String> {
     let deadline = Instant::now() + START_WITHIN;
     let control = Control::new(FrontFolder::open(folder));
@@ -31,7 +31,7 @@ pub(crate) async fn answers(folder: &Path, log: &Path) -> Result<(), String> {
         match status {
             Ok(status) if status.server_pid.is_some() => return Ok(()),
             Ok(_) | Err(_) if Instant::now() < deadline => sleep(LOOK_EVERY).await,
-            Ok(_) => return Err("its front end does not start".to_owned()),
+            Ok(_) => return Err("its disk export does not start".to_owned()),
             Err(error) => {
                 let said = fs::read_to_string(log).unwrap_or_default();
                 return Err(format!("{error}; {}", said.trim()));
@@ -40,14 +40,14 @@ pub(crate) async fn answers(folder: &Path, log: &Path) -> Result<(), String> {
     }
 }
 
-/// Where the supervisor of a folder, and its server, say what happens.
+/// Returns the log file of the supervisor and server of an export's folder.
 pub(crate) fn log(folder: &Path) -> PathBuf {
     let mut log = folder.as_os_str().to_owned();
     log.push(".log");
     PathBuf::from(log)
 }
 
-/// This very program, also when its file was replaced or removed since it was started.
+/// Returns a path of the running program that works even if its file was replaced or removed.
 fn own_program() -> io::Result<PathBuf> {
     let named = std::env::current_exe()?;
     Ok(match named.exists() {

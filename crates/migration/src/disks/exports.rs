@@ -1,7 +1,8 @@
-//! The front ends below the disks of a guest that leaves: put in when its move begins, taken out
-//! when it ends, whichever way, also by an agent that was started since.
+//! The disk exports below the disks of a guest that moves. They are inserted when the migration
+//! begins and removed when it ends, with any outcome, also by an agent that started since.
 //!
-//! What is noted of them is in STATE/fronts, by guest and number ([`crate::disks::export_notes`]).
+//! Each export has a note in STATE/fronts, named by guest and number
+//! ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, Notes, Unreadable};
@@ -36,42 +37,42 @@ use tokio::time::sleep;
 
 pub(crate) use crate::disks::export_notes::FrontError;
 
-/// Between two tries to take a front end out.
+/// Interval between attempts to remove an export.
 const AGAIN_EVERY: Duration = Duration::from_secs(2);
-/// Longest path of a unix socket, in bytes.
+/// Limit on the length of a unix socket's path, in bytes.
 const SOCKET_PATH_BYTES_MAX: usize = 107;
 
-/// What was put below a disk.
+/// The note of one export: what it was inserted below.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Note {
     guest: String,
     disk: String,
     image: PathBuf,
-    /// The disk's device, by its path in QEMU.
+    /// The path of the disk's device in QEMU.
     device: String,
-    /// What it was put between; what the device stands on may be something else by now.
+    /// The nodes that the export was inserted between. The device's current nodes may differ.
     #[serde(default)]
     nodes: Option<DiskNodes>,
-    /// The front end's node in QEMU, and what it shows.
+    /// The export's node in QEMU, and its NBD export name.
     node: String,
     export: String,
-    /// The supervisor.
+    /// The supervisor process.
     #[serde(default)]
     helper: Option<Helper>,
-    /// The agent stops the guest for a moment, and has not resumed it yet.
+    /// Whether the agent stops the guest for a moment and has not resumed it yet.
     #[serde(default, rename = "runs")]
     stops: bool,
-    /// How it comes: a part of it may still be at the source.
+    /// Set for a disk that arrives: blocks may still be missing.
     #[serde(default)]
     arriving: Option<Coming>,
-    /// What whoever goes on after this agent needs to send what may be left when the guest has
-    /// gone.
+    /// Set for a disk that leaves: what a later agent needs to send blocks that are missing at the
+    /// destination.
     #[serde(default)]
     left: Option<LeftDisk>,
 }
 
-/// How a disk comes.
+/// How a disk arrives.
 #[derive(Debug, Clone, Copy, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Coming {
@@ -81,26 +82,27 @@ pub(crate) struct Coming {
     pub(crate) pulled: Pulled,
 }
 
-/// A disk of which something may be left here when its guest has gone.
+/// A disk at the source, of which blocks may be missing at the destination after its guest has
+/// left.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct LeftDisk {
     pub(crate) migration: MigrationId,
     pub(crate) region: RegionId,
     pub(crate) blocks: u64,
-    /// Whether its image grows, and may be shorter.
+    /// Whether the image can grow. Then it may be shorter than the region.
     #[serde(default)]
     pub(crate) grows: bool,
     pub(crate) digest_key: [u8; 32],
-    /// Whether it is compared when all of it is at the destination.
+    /// Whether the disk is verified once it is complete at the destination.
     #[serde(default)]
     pub(crate) verify: bool,
-    /// Which image it is; unknown in the note of an older agent.
+    /// The image's identity. None in the note of an older agent.
     #[serde(default)]
     pub(crate) identity: Option<ImageIdentity>,
 }
 
-/// How an image is shown to QEMU, and what QEMU would lock of it.
+/// Returns the size that QEMU sees of an image, and the locks that QEMU would take on it.
 pub(crate) fn shown(grows: bool) -> (ExportSize, ImageUse) {
     match grows {
         true => (qcow2::SHOWN, ImageUse::Growing),
@@ -108,11 +110,11 @@ pub(crate) fn shown(grows: bool) -> (ExportSize, ImageUse) {
     }
 }
 
-/// The disk below a front end.
+/// The disk below an export.
 pub(crate) struct Below<'a> {
     pub(crate) disk: &'a str,
     pub(crate) image: &'a Path,
-    /// The path of its device in QEMU.
+    /// The path of the disk's device in QEMU.
     pub(crate) device: String,
     pub(crate) nodes: &'a DiskNodes,
     pub(crate) size: ExportSize,
@@ -125,7 +127,7 @@ pub(crate) type Noted = export_notes::Noted<Note>;
 
 impl export_notes::Note for Note {
     fn helper_name(&self) -> String {
-        // Another agent of this machine may have a guest of the same name.
+        // Another agent on this machine may have a guest of the same name.
         format!("front-{}", self.node)
     }
 
@@ -142,12 +144,12 @@ pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join("fronts")
 }
 
-/// The notes of all guests.
+/// Reads the notes of all guests.
 fn all_notes(state: &Path) -> io::Result<Notes<Note>> {
     export_notes::notes(&folder(state))
 }
 
-/// The notes of a guest: an error where one of them cannot be read.
+/// Reads the notes of a guest. Fails if one of them cannot be read.
 fn notes(state: &Path, guest: &str) -> io::Result<Vec<Noted>> {
     let Notes { noted, unreadable } = all_notes(state)?;
     let is_of = |name: &str| name.rsplit_once('.').is_some_and(|(of, _)| of == guest);
@@ -168,8 +170,8 @@ impl Noted {
         }
     }
 
-    /// Ends supervisor and server with their guest, and sets the image aside where that has moved
-    /// away.
+    /// Ends the supervisor and server after their guest's QEMU has ended. Sets the image aside if
+    /// the guest has moved away.
     async fn end(&mut self, moved: bool) -> Result<(), FrontError> {
         self.stop().await?;
         if moved && self.note.arriving.is_none() {
@@ -179,7 +181,7 @@ impl Noted {
     }
 }
 
-/// The path of a disk's device in QEMU.
+/// Returns the path of a disk's device in QEMU.
 pub(crate) fn device(guest: &GuestDescription, disk: &str) -> Result<String, String> {
     let Some(hardware) = &guest.hardware else {
         return Ok(format!("/machine/peripheral/blk-{disk}/virtio-backend"));
@@ -214,7 +216,7 @@ pub(crate) fn random_name() -> io::Result<String> {
     Ok(bytes.iter().map(|byte| format!("{byte:02x}")).collect())
 }
 
-/// Makes the folder of a front end, and notes that it is there.
+/// Creates the folder of an export, after its note.
 pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> io::Result<Noted> {
     let above = folder(state);
     export_notes::create_above(&above)?;
@@ -229,7 +231,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
         return Err(io::Error::other(text));
     }
     if Noted::is_noted(&folder) {
-        let text = "a front end from an earlier move is still below it: see the agent's log";
+        let text = "a disk export from an earlier move is still below it: see the agent's log";
         return Err(io::Error::other(text));
     }
     export_notes::remove_unnoted(&folder)?;
@@ -252,7 +254,7 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     };
     let noted = Noted::new(folder, note);
     noted.write()?;
-    // What an agent left that died before it had noted anything.
+    // An agent that died before it wrote a note may have left files here.
     noted.folder().remove().map_err(io::Error::other)?;
     let spec = FrontSpec {
         image: below.image.to_owned(),
@@ -267,21 +269,21 @@ pub(crate) fn make(state: &Path, guest: &Guest, n: usize, below: Below<'_>) -> i
     Ok(noted)
 }
 
-/// Takes out what stands below the disks of a guest that stays here, if anything does.
+/// Removes the exports below the disks of a guest that stays on this host, if it has any.
 pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(), FrontError> {
     let of_guest = |why: &dyn Display| FrontError::new("", why);
     let mut noted = notes(state, guest.name()).map_err(|error| of_guest(&error))?;
     if noted.is_empty() {
         return Ok(());
     }
-    // An earlier try has stopped the guest, and did not resume it.
+    // An earlier attempt stopped the guest and did not resume it.
     let was_stopped = noted.iter().any(|noted| noted.note.stops);
     let status = qmp.query("query-status").await;
     let status = status.map_err(|error| of_guest(&error))?;
     let runs = status["running"].as_bool().unwrap_or(false);
     let mut below = Vec::new();
     for noted in &mut noted {
-        // Somebody must answer while QEMU lets go of it.
+        // The export must answer while QEMU closes its connection.
         noted.keep_answering().await?;
         let nodes = match &noted.note.nodes {
             Some(nodes) => Ok(nodes.clone()),
@@ -320,8 +322,8 @@ pub(crate) async fn take_out(state: &Path, guest: &Guest, qmp: &Qmp) -> Result<(
     Ok(())
 }
 
-/// Notes whether the agent is about to stop a guest: the next agent resumes it, and one that its
-/// owner has paused it does not.
+/// Notes whether the agent is about to stop a guest. The next agent resumes such a guest, and does
+/// not resume one that its owner paused.
 fn note_stop(noted: &mut [Noted], stops: bool) -> Result<(), FrontError> {
     for noted in noted {
         if noted.note.stops != stops {
@@ -332,8 +334,8 @@ fn note_stop(noted: &mut [Noted], stops: bool) -> Result<(), FrontError> {
     Ok(())
 }
 
-/// Whether an agent may have stopped a guest to change what is below its disks. True where that is
-/// not known.
+/// Returns whether an agent may have stopped a guest to change the nodes of its disks. Returns true
+/// if this is unknown.
 pub(crate) fn are_stopping(state: &Path, guest: &str) -> bool {
     match notes(state, guest) {
         Ok(noted) => noted.iter().any(|noted| noted.note.stops),
@@ -344,8 +346,8 @@ pub(crate) fn are_stopping(state: &Path, guest: &str) -> bool {
     }
 }
 
-/// Inserts disk exports below the disks of a running guest, and returns how long it was stopped for
-/// that.
+/// Inserts disk exports below the disks of a running guest. Returns them, and the time that the
+/// guest was stopped for this.
 pub(crate) async fn insert_all(
     qmp: &Qmp,
     noted: &mut [Noted],
@@ -365,17 +367,17 @@ pub(crate) async fn insert_all(
     Ok((fronts, still))
 }
 
-/// A disk that comes, and where its image was made.
+/// An arriving disk, and the image that was created for it.
 pub(crate) struct Comes {
     pub(crate) pulled: Pulled,
     pub(crate) name: String,
     pub(crate) image: PathBuf,
-    /// Whether its image grows.
+    /// Whether the image can grow.
     pub(crate) grows: bool,
 }
 
-/// Puts front ends below disks of a guest that comes, and waits for it in its QEMU. After an error
-/// the guest's QEMU has to be ended, and then [`ended`] called.
+/// Inserts exports below the disks of an arriving guest, whose QEMU waits for it. After an error
+/// the caller ends that QEMU and then calls [`ended`].
 pub(crate) async fn put_in_for(
     state: &Path,
     guest: &Guest,
@@ -416,7 +418,7 @@ pub(crate) async fn put_in_for(
     Ok(folders)
 }
 
-/// A disk of a guest that has come, of which something may still be at the source.
+/// A disk of a guest that has arrived. Blocks may still be missing.
 pub(crate) struct Incomplete {
     pub(crate) name: String,
     pub(crate) image: PathBuf,
@@ -426,8 +428,8 @@ pub(crate) struct Incomplete {
     pub(crate) digest_key: [u8; 32],
 }
 
-/// The disks that a migration has brought, of a guest that runs here: their missing blocks were
-/// noted before.
+/// Returns the disks that a migration has brought, of a guest that runs here. Their missing blocks
+/// were recorded before.
 pub(crate) fn incomplete(
     state: &Path,
     guest: &str,
@@ -456,7 +458,8 @@ pub(crate) fn incomplete(
     Ok(found)
 }
 
-/// The disks of a guest that has gone, of which something may be left here, and their images.
+/// Returns the images here of a guest that has left, of which blocks may be missing at the
+/// destination.
 pub(crate) fn left(
     state: &Path,
     guest: &str,
@@ -477,8 +480,8 @@ pub(crate) fn left(
     Ok(notes(state, guest)?.into_iter().filter_map(of).collect())
 }
 
-/// Has somebody answer for a guest's disks, and hold their images' locks, also after the host was
-/// started anew.
+/// Starts supervisors for a guest's exports that do not answer, for example after a restart of the
+/// host. The exports also hold the locks of the images.
 pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), FrontError> {
     let noted = notes(state, guest).map_err(|error| FrontError::new("", &error))?;
     for mut noted in noted {
@@ -487,32 +490,32 @@ pub(crate) async fn keep_answering(state: &Path, guest: &str) -> Result<(), Fron
     Ok(())
 }
 
-/// Ends what stood below the disks of a guest whose QEMU has ended. Where it has moved away, what
-/// is left of its disks is set aside.
+/// Ends the exports of a guest whose QEMU has ended. Sets the images aside if the guest has moved
+/// away.
 pub(crate) async fn ended(state: &Path, guest: &str, moved: bool) {
     let noted = match notes(state, guest) {
         Ok(noted) => noted,
         Err(error) => {
-            return tracing::error!(guest, %error, "cannot look for its front ends");
+            return tracing::error!(guest, %error, "cannot look for its disk exports");
         }
     };
     for mut noted in noted {
         if let Err(error) = noted.end(moved).await {
-            tracing::error!(guest, %error, "something of a front end is left over");
+            tracing::error!(guest, %error, "files of a disk export remain");
         }
     }
 }
 
-/// Whether a disk of a guest is still reached through a front end that uses this image.
+/// Returns whether an export still uses this image.
 pub(crate) fn uses(state: &Path, image: &Path) -> io::Result<bool> {
     let Notes { noted, unreadable } = all_notes(state)?;
     let by_note = noted.iter().any(|noted| noted.note.image == image);
-    // An export without its description serves no image.
+    // An export without a description has no image.
     let described = |one: &Unreadable| one.folder().spec().is_ok_and(|spec| spec.image == image);
     Ok(by_note || unreadable.iter().any(described))
 }
 
-/// Whether the last record of a journal that is there gives the guest to the destination.
+/// Returns whether a journal exists and its last record gives the guest to the destination.
 fn is_committed(journal: &Path) -> bool {
     match read_journal(journal) {
         Ok(reading) => reading
@@ -523,20 +526,20 @@ fn is_committed(journal: &Path) -> bool {
                 Record::Overruled { run_on, .. } => run_on == Side::Destination,
                 _ => false,
             }),
-        // One that cannot be read holds its guest, and what is its.
+        // An unreadable journal holds its guest and the guest's disks.
         Err(_) => journal.exists(),
     }
 }
 
 impl Context {
-    /// Takes out what still stands below the disks of guests that no migration is busy with: what
-    /// an earlier agent has left, or could not be taken out.
+    /// Removes the exports of guests that no migration uses, which an earlier agent or attempt
+    /// left. Returns whether none remains.
     async fn sweep_fronts(&self, logged: &mut BTreeSet<PathBuf>) -> bool {
         let state = &self.parts.config.state;
         let found = match all_notes(state) {
             Ok(found) => found,
             Err(error) => {
-                tracing::error!(%error, "cannot look for front ends of disks");
+                tracing::error!(%error, "cannot look for disk exports");
                 return false;
             }
         };
@@ -554,14 +557,14 @@ impl Context {
                 continue;
             };
             if let Err(error) = self.sweep_fronts_of(&guest).await {
-                tracing::error!(guest, %error, "its disks are still used through the front end");
+                tracing::error!(guest, %error, "its disks are still used through the disk export");
                 clean = false;
             }
         }
         clean
     }
 
-    /// Whether somebody has yet to say what becomes of a disk that comes, or it is not all here.
+    /// Returns whether a disk still arrives: its attempt is undecided, or blocks are missing.
     fn comes_yet(&self, noted: &Noted) -> bool {
         let Some(coming) = noted.note.arriving else {
             return false;
@@ -570,7 +573,7 @@ impl Context {
         let is_compared = !noted.folder().unwritten_masks().exists();
         let journal = self.parts.config.state.join("journal");
         if is_compared && masks.is_some_and(|masks| masks.missing.is_empty()) {
-            // It is the proof that nothing is missing, until that is recorded.
+            // Until the journal records that nothing is missing, this export is the proof.
             return is_committed(&journal.join(file_name(coming.migration)));
         }
         let right = self.rights.get(&noted.note.guest).ok().flatten();
@@ -579,7 +582,7 @@ impl Context {
             || SetAside::of(&journal, coming.migration).exists()
     }
 
-    /// Takes out, or ends, what stands below a guest's disks.
+    /// Removes a guest's exports from its QEMU, or ends them if it has no QEMU.
     pub(crate) async fn sweep_fronts_of(&self, guest: &str) -> Result<(), FrontError> {
         let state = &self.parts.config.state;
         let of_guest = |why: &dyn Display| FrontError::new("", why);
@@ -605,12 +608,12 @@ impl Context {
         }
     }
 
-    /// Has the sweeping task look for exports, again and again until none is left.
+    /// Wakes the sweeping task. It retries until no export remains.
     pub(crate) fn keep_sweeping_fronts(&self) {
         self.exports_left.notify_one();
     }
 
-    /// Starts the sweeping task: one, whatever asks for it how often.
+    /// Starts the sweeping task. To be called once.
     pub(crate) fn sweep_fronts_for_ever(self: &Arc<Self>) {
         let context = self.clone();
         tokio::spawn(async move {
@@ -632,7 +635,7 @@ pub(crate) mod tests {
     use longhaul_protocol::{Attempt, Generation};
     use longhaul_storage::{Journal, Journals};
 
-    /// Notes an export of a disk of which something may be left here.
+    /// Writes the note of a disk that leaves.
     pub(crate) fn note_left(state: &Path, (guest, n): (&str, usize), image: &Path, left: LeftDisk) {
         let note = Note {
             left: Some(left),
@@ -688,7 +691,7 @@ pub(crate) mod tests {
         let why = notes(state, "db.1").err().unwrap().to_string();
         assert!(why.contains("db.1.0.note"), "{why}");
         assert!(are_stopping(state, "db.1") && !are_stopping(state, "web-7"));
-        // Its export still uses its image, and no other one.
+        // The damaged export still uses its own image, and no other.
         assert!(uses(state, other).unwrap() && uses(state, image).unwrap());
         assert!(!uses(state, Path::new("/srv/free.raw")).unwrap());
     }

@@ -1,11 +1,11 @@
-//! The images that are made for the disks of a guest that arrives.
+//! The images that are created for the disks of an arriving guest.
 //!
 //! ```text
-//! STATE/arriving/MIGRATION.note   which images were made, for whoever has to remove them again
+//! STATE/arriving/MIGRATION.note   which images were created, so that they can be removed
 //! ```
 //!
-//! Whether they stay is decided by the journal alone: they do when it says that the guest is this
-//! host's, and go when it says that it will never be.
+//! The journal alone decides about them: they stay if it gives the guest to this host, and are
+//! removed if it says that the guest does not come.
 
 use crate::context::Context;
 use crate::disks::{blocks_of, has_format};
@@ -29,10 +29,10 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Space that is left free on a file system beside what a disk needs, in bytes.
+/// Space that stays free on a file system beside the disks, in bytes.
 const SPARE_BYTES: u64 = 64 << 20;
 
-/// Where an offered disk goes.
+/// An offered disk, and the path of its image on this host.
 #[derive(Debug)]
 pub(crate) struct Place {
     pub(crate) offered: OfferedDisk,
@@ -48,8 +48,8 @@ impl Place {
         &self.path
     }
 
-    /// What its QEMU has to find in the image to open it. Less than a block, which no image of the
-    /// format has all zero: so it is always written over.
+    /// Returns the header that QEMU needs to open the image. It is shorter than a block. No image
+    /// of this format has an all-zero first block, so the source always overwrites it.
     fn beginning(&self) -> Result<Vec<u8>, qcow2::Qcow2Error> {
         match &self.offered.format {
             DiskFormat::Raw => Ok(Vec::new()),
@@ -65,7 +65,7 @@ impl Place {
     }
 }
 
-/// Whether the image of a disk grows: how long it is in the end is said when the guest has stopped.
+/// Returns whether the image of a disk grows. Its final length is known when the guest has stopped.
 pub(crate) fn grows(disk: &OfferedDisk) -> bool {
     matches!(disk.format, DiskFormat::Qcow2(_))
 }
@@ -86,7 +86,7 @@ pub(crate) fn invalid(text: impl Into<String>) -> Refusal {
     }
 }
 
-/// Whether a disk of this name in a description could be made here.
+/// Returns the path for a disk of a description, if an image can be created there.
 pub(crate) fn look_for_room(
     context: &Context,
     guest: &GuestDescription,
@@ -101,13 +101,13 @@ pub(crate) fn look_for_room(
             guest.name
         )));
     };
-    // That the name is known is looked at with all other names of the description.
+    // Unknown names are also refused by the check of the whole description.
     let Some(image) = config.hypervisor.images.get(&described.image) else {
         let text = format!("{here} does not know the image {}", described.image);
         return Err(refused(text, "name it under [images] in its configuration"));
     };
     let path = image.path.clone();
-    // Where it stands is no business of the host that asks.
+    // The refusal does not show paths of this host to the peer.
     let image = &described.image;
     let refusal = |what: &str, hint: &str| {
         let text = format!("{here} {what} the image {image} of disk {name}");
@@ -141,7 +141,7 @@ pub(crate) fn look_for_room(
     Ok(path)
 }
 
-/// Where the disks of an offer go; nothing is made yet.
+/// Returns the paths for the disks of an offer. Creates nothing.
 pub(crate) fn places(
     context: &Context,
     offer: &Offer,
@@ -197,7 +197,7 @@ pub(crate) fn places(
     Ok(places)
 }
 
-/// What is free in a folder, in bytes, where that can be told.
+/// Returns the free space of a folder's file system, in bytes, if it can be read.
 pub(crate) fn free_bytes(folder: &Path) -> Option<u64> {
     let free = statvfs(folder).ok()?;
     Some(free.blocks_available() * free.fragment_size())
@@ -207,7 +207,7 @@ pub(crate) fn is_too_little(free: u64, needed: u64) -> bool {
     needed.saturating_add(SPARE_BYTES) > free
 }
 
-/// Whether file systems have the space that disks take at the source.
+/// Checks that the file systems have the space that the disks use at the source.
 fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
     let folder = |place: &Place| place.path.parent().map(Path::to_owned);
     for place in places {
@@ -234,12 +234,12 @@ fn enough_room(here: &str, places: &[Place]) -> Result<(), Refusal> {
     Ok(())
 }
 
-/// The images that were made for a guest.
+/// The images that were created for a guest.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Note {
     guest: String,
-    /// The generation that the guest has once it is here.
+    /// The generation of the right after the migration.
     generation: u64,
     images: Vec<Made>,
 }
@@ -248,13 +248,13 @@ struct Note {
 #[serde(deny_unknown_fields)]
 struct Made {
     path: PathBuf,
-    /// Its name until it is noted which file it is.
+    /// The temporary name, until the file's identity is noted.
     fresh: PathBuf,
-    /// Device and number of the file.
+    /// Device and inode of the file.
     file: Option<(u64, u64)>,
 }
 
-/// Where it is noted what was made.
+/// Returns the folder of the notes.
 pub(crate) fn folder(state: &Path) -> PathBuf {
     state.join("arriving")
 }
@@ -263,7 +263,7 @@ fn note_path(context: &Context, migration: MigrationId) -> PathBuf {
     folder(&context.parts.config.state).join(format!("{migration}.note"))
 }
 
-/// Makes the images of an offer's disks. What was made is noted before it has its name.
+/// Creates the images of an offer's disks. Each is noted before it gets its final name.
 pub(crate) fn make(
     context: &Context,
     offer: &Offer,
@@ -316,7 +316,7 @@ pub(crate) fn make(
     write(&note)?;
     let mut disks = Vec::new();
     for (made, place) in note.images.iter().zip(places) {
-        // Unlike a renaming it does not replace what somebody else has put there.
+        // A link, unlike a rename, does not replace a file that someone else has put there.
         fs::hard_link(&made.fresh, &made.path)?;
         fs::remove_file(&made.fresh)?;
         File::open(made.path.parent().unwrap_or(Path::new("/")))?.sync_all()?;
@@ -326,17 +326,17 @@ pub(crate) fn make(
     Ok(disks)
 }
 
-/// What becomes of images that were made.
+/// The decision about images that were created.
 #[derive(Debug, PartialEq, Eq)]
 enum Fate {
     Stay,
     Go,
-    /// Nobody can tell yet.
+    /// Not decided yet.
     Open,
 }
 
-/// Removes the images of guests that will not come, and forgets those of guests that have: as the
-/// journals say.
+/// Removes the images of guests that do not come, and the notes of guests that have arrived. The
+/// journals decide.
 pub(crate) fn sweep(context: &Context) {
     let entries = match fs::read_dir(folder(&context.parts.config.state)) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return,
@@ -392,7 +392,7 @@ fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fa
     if let Some(fate) = fate_by(&records) {
         return Ok(fate);
     }
-    // The journal is gone, or never was: who may run the guest is known beside it.
+    // No journal exists. The rights decide.
     let right = context.rights.get(&note.guest).map_err(io::Error::other)?;
     let ours = right
         .is_some_and(|right| right.holder == Holder::Here && right.generation.0 >= note.generation);
@@ -403,7 +403,7 @@ fn fate(context: &Context, migration: MigrationId, note: &Note) -> io::Result<Fa
     })
 }
 
-/// As the records of an attempt decide it, if there are any.
+/// Returns the decision of an attempt's records, if there is one.
 fn fate_by(records: &[Record]) -> Option<Fate> {
     let mut fate = None;
     for record in records {
@@ -414,7 +414,7 @@ fn fate_by(records: &[Record]) -> Option<Fate> {
             | Record::GaveUp { .. }
             | Record::Done { .. } => Fate::Stay,
             Record::Aborted { .. } => Fate::Go,
-            // Given back: it will be aborted.
+            // Returned: the attempt will be aborted.
             Record::Returned { .. } | Record::Released { .. } => Fate::Open,
             Record::Overruled { run_on, .. } => match run_on {
                 longhaul_engine::handover::Side::Destination => Fate::Stay,
@@ -434,7 +434,7 @@ impl Made {
         };
         remove(&self.fresh)?;
         match fs::symlink_metadata(&self.path) {
-            // Another file of that name is somebody else's.
+            // Another file of this name was not created here.
             Ok(file) if Some((file.dev(), file.ino())) == self.file => remove(&self.path),
             _ => Ok(()),
         }

@@ -1,8 +1,9 @@
-//! Base images that come while guests on them run. A front end of each shows what is there, brings
-//! the rest, and outlives the agent; when all of it is there, each QEMU is given the file.
+//! Base images that arrive while guests that use them run. An export for each image serves the
+//! blocks that are here, fetches the rest, and outlives the agent. When an image is complete, each
+//! QEMU switches to the file.
 //!
-//! Which ones they are, and whose disks stand on them, is noted in STATE/coming, by the beginning
-//! of their ids ([`crate::disks::export_notes`]).
+//! STATE/coming has a note of each image and the disks on it, named by the first digits of its id
+//! ([`crate::disks::export_notes`]).
 
 use crate::context::Context;
 use crate::disks::export_notes::{self, FrontError, Notes};
@@ -27,25 +28,25 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use tokio::time::sleep;
 
-/// Disks that one front end is shown to, at most: it has a few connections more.
+/// Limit on the disks per export. The export allows a few more connections than this.
 const DISKS_MAX: usize = 12;
-/// How often it is looked how far base images are.
+/// Interval between checks of the images' progress.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Digits of an id that are enough for a folder.
+/// Number of digits of an id in the name of its folder.
 const FOLDER_DIGITS: usize = 16;
 
-/// A base image that comes.
+/// A base image that arrives.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Note {
     image: ImageId,
     export: String,
-    /// The supervisor.
+    /// The supervisor process.
     helper: Option<Helper>,
     disks: Vec<User>,
 }
 
-/// A disk that stands on it.
+/// A disk that is an overlay of the base image.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct User {
@@ -57,7 +58,7 @@ type Noted = export_notes::Noted<Note>;
 
 impl export_notes::Note for Note {
     fn helper_name(&self) -> String {
-        // Another agent of this machine may have the same base image.
+        // Another agent on this machine may have the same base image.
         format!("base-{}", self.export)
     }
 
@@ -70,15 +71,15 @@ impl export_notes::Note for Note {
     }
 }
 
-/// What is known of base images that come, beside what is noted.
+/// State of arriving base images, in addition to the notes.
 #[derive(Debug, Default)]
 pub(crate) struct ComingFronts {
-    /// Whoever changes notes.
+    /// Held while notes are changed.
     notes: tokio::sync::Mutex<()>,
     is_swept: AtomicBool,
-    /// What was read of each that some move has counted, in bytes.
+    /// The bytes read for each image that some migration has counted.
     counted: Mutex<HashMap<ImageId, u64>>,
-    /// What was said last of what keeps each from coming.
+    /// The last logged reason why an image does not arrive.
     troubles: Mutex<HashMap<ImageId, Option<String>>>,
 }
 
@@ -87,7 +88,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ComingFronts {
-    /// What was read of a base image that no move has counted yet, in bytes: this one does.
+    /// Returns the bytes read for a base image that no migration has counted yet, and counts them.
     pub(crate) fn count(&self, state: &Path, id: ImageId) -> u64 {
         let read = told(&FrontFolder::open(&folder_of(state, id)));
         let read = read.unwrap_or_default().read_bytes;
@@ -111,13 +112,13 @@ fn notes(state: &Path) -> io::Result<Notes<Note>> {
     export_notes::notes(&all(state))
 }
 
-/// Whether one more guest's disks may be shown a base image that comes.
+/// Returns whether the export of a base image can serve more disks.
 pub(crate) fn has_room(state: &Path, id: ImageId, disks: usize) -> bool {
     let known = Noted::read(folder_of(state, id));
     known.map_or(0, |noted| noted.note.disks.len()) + disks <= DISKS_MAX
 }
 
-/// How far the base images have come that a guest's disks stand on, in words.
+/// Returns the progress of the base images of a guest's disks, as text.
 pub fn of_guest(state: &Path, guest: &str) -> Option<String> {
     let noted = notes(state).ok()?.noted;
     let of = |noted: &Noted| noted.note.disks.iter().any(|user| user.guest == guest);
@@ -149,7 +150,8 @@ fn words(noted: &Noted) -> String {
 }
 
 impl Context {
-    /// Has what a guest's disk stands on shown while it comes: what to tell its QEMU.
+    /// Starts to serve the base image of a guest's disk while it arrives. Returns the base for its
+    /// QEMU.
     pub(crate) async fn show_coming(
         self: &Arc<Self>,
         (guest, disk): (&str, &str),
@@ -169,7 +171,7 @@ impl Context {
         noted.write().map_err(|error| failed(&error))?;
         let folder = noted.folder();
         if !folder.is_made() {
-            // What an agent left that died in the middle of making it.
+            // An agent may have died while it created the folder.
             folder.remove().map_err(|error| failed(&error))?;
             let spec = self.spec(&noted).map_err(|error| failed(&error))?;
             FrontFolder::create(noted.path(), &spec).map_err(|error| failed(&error))?;
@@ -188,7 +190,7 @@ impl Context {
         })
     }
 
-    /// The note of a base image, which may be new.
+    /// Returns the note of a base image, which may be new.
     fn noted(&self, id: ImageId) -> io::Result<Noted> {
         let state = &self.parts.config.state;
         export_notes::create_above(&all(state))?;
@@ -220,7 +222,7 @@ impl Context {
         Ok(FrontSpec {
             image: base_images::of_host(&config.state).path(noted.note.image),
             size: ExportSize::OfFile,
-            // Nobody may write to it, and we do.
+            // QEMU takes no lock on it, and the export itself writes to the file.
             locks: None,
             name: name.ok_or_else(|| io::Error::other("no name for it"))?,
             qemu_uid: account
@@ -235,8 +237,8 @@ impl Context {
         })
     }
 
-    /// Gives QEMUs the files of base images that have come, and ends what nobody needs any more,
-    /// again and again until none is left.
+    /// Switches QEMUs to the files of complete base images, and ends exports that no disk uses.
+    /// Repeats this until no export remains.
     pub(crate) fn keep_sweeping_coming(self: &Arc<Self>) {
         if self.coming.is_swept.swap(true, Ordering::AcqRel) {
             return;
@@ -248,7 +250,7 @@ impl Context {
                 context.sweep_coming(&mut logged).await;
                 let held = context.coming.notes.lock().await;
                 if notes(&context.parts.config.state).is_ok_and(|left| left.is_empty()) {
-                    // Whoever notes something from now on begins anew.
+                    // A note that is written from now on starts a new task.
                     context.coming.is_swept.store(false, Ordering::Release);
                     return;
                 }
@@ -275,7 +277,7 @@ impl Context {
         }
     }
 
-    /// Says in the log what keeps a base image from coming, once.
+    /// Logs why a base image does not arrive, once per reason.
     fn say_trouble(&self, noted: &Noted) {
         let Some(told) = told(&noted.folder()) else {
             return;
@@ -293,11 +295,11 @@ impl Context {
         }
     }
 
-    /// Whether a disk still needs its base image shown. Where all of that is here, its QEMU is
-    /// given the file.
+    /// Returns whether a disk still needs the export of its base image. If the image is complete,
+    /// switches the disk's QEMU to the file.
     async fn needs(&self, noted: &Noted, user: &User, whole: bool) -> Result<bool, FrontError> {
         let failed = |error: &dyn std::fmt::Display| noted.error(error);
-        // Who has the guest sees to it, or will be done.
+        // The holder of the guest decides, or will release it.
         if self.registry.taken(&user.guest).is_some() {
             return Ok(true);
         }
@@ -343,7 +345,7 @@ impl Context {
             }
         }
         let _notes = self.coming.notes.lock().await;
-        // Another one may have come meanwhile.
+        // Another disk may have been added meanwhile.
         let read = noted.read_again();
         read.map_err(|error| noted.error(&error))?;
         let before = noted.note.disks.len();

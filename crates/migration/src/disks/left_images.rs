@@ -1,8 +1,8 @@
-//! Makes sure that an image at a source is still the one that the guest has left, before missing
-//! blocks are read from it by an agent that was started since.
+//! Verifies that an image at the source is still the one that the guest has left, before a later
+//! agent reads missing blocks from it.
 //!
 //! ```text
-//! STATE/fronts/GUEST.N.content   digests of a few places of the image, as the guest left it
+//! STATE/fronts/GUEST.N.content   digests of samples of the image, as the guest left it
 //! STATE/fronts/GUEST.N.accept    created by an operator: another file has the same content
 //! ```
 
@@ -17,7 +17,7 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Limit on the file of an image's digests, in bytes.
+/// Limit on the size of a file of digests, in bytes.
 const CONTENT_BYTES_MAX: u64 = 64 << 10;
 const CONTENT: &str = "content";
 const ACCEPT: &str = "accept";
@@ -27,11 +27,11 @@ pub(crate) struct LeftImage {
     pub(crate) left: LeftDisk,
     pub(crate) disk: String,
     pub(crate) image: PathBuf,
-    /// The folder of the disk's export: the files here are named after it.
+    /// The folder of the disk's export. The files of this module are named after it.
     pub(crate) export: PathBuf,
 }
 
-/// The digests of an image, of one migration of its guest.
+/// The digests of an image, from one migration of its guest.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Content {
@@ -40,7 +40,8 @@ struct Content {
 }
 
 impl LeftImage {
-    /// Opens the image, if it is the one that the guest has left.
+    /// Opens the image. Fails if it is not the one that the guest has left, unless an operator has
+    /// accepted it.
     pub(crate) fn open(&self) -> io::Result<RawDisk> {
         let disk = RawDisk::open_to_read(&self.image).map_err(io::Error::other)?;
         let blocks = blocks_of(disk.size_bytes());
@@ -81,7 +82,7 @@ impl LeftImage {
         ))
     }
 
-    /// Records digests of the image. The guest must have left it, so that nobody writes it.
+    /// Records digests of the image. The guest must have left it, so that nothing writes to it.
     fn note_content(&self) -> io::Result<()> {
         if self.left.identity.is_none() || self.digests()?.is_some() {
             return Ok(());
@@ -94,7 +95,7 @@ impl LeftImage {
         atomic_file::write(&self.file(CONTENT), &text)?;
         match Noted::is_noted(&self.export) {
             true => Ok(()),
-            // The destination has everything by now.
+            // The destination has all blocks by now.
             false => forget(&self.export),
         }
     }
@@ -129,12 +130,12 @@ pub(crate) fn note_content(state: &Path, guest: &str, migration: MigrationId) {
     let noted = exports::left(state, guest, migration)
         .and_then(|left| left.iter().try_for_each(LeftImage::note_content));
     if let Err(error) = noted {
-        // Device and inode still tell images apart.
+        // Device and inode still identify the images.
         tracing::warn!(guest, %error, "no digests of its images are kept");
     }
 }
 
-/// Removes what is kept here of an export's image.
+/// Removes the files of this module for an export.
 pub(crate) fn forget(export: &Path) -> io::Result<()> {
     for what in [CONTENT, ACCEPT] {
         match fs::remove_file(file(export, what)) {
@@ -210,10 +211,10 @@ mod tests {
         file.unwrap().write_all_at(b"older", 10).unwrap();
         let why = refusal(&left);
         assert!(why.contains("its content at byte 0"), "{why}");
-        // It is not taken for the guest's by being looked at again.
+        // A second call does not record the changed content as the guest's.
         left.note_content().unwrap();
         refusal(&left);
-        // Digests of an earlier move of this guest say nothing.
+        // Digests of an earlier migration of this guest do not count.
         let mut other = left;
         other.left.migration = MigrationId([8; 8]);
         other.open().unwrap();
@@ -221,7 +222,7 @@ mod tests {
         refusal(&other);
         forget(&other.export).unwrap();
         other.open().unwrap();
-        // When its note is gone nothing of it stays.
+        // When the export's note is gone, the digests are removed.
         fs::remove_file(folder.path().join("web-7.0.note")).unwrap();
         other.note_content().unwrap();
         assert!(!other.file(CONTENT).exists());

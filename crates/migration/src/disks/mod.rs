@@ -1,5 +1,5 @@
-//! What a guest's disks need on a host during a move: exports below them, images that are created
-//! for them, and the base images below those.
+//! The resources of a guest's disks on a host during a migration: exports, images that are created
+//! for them, and base images.
 
 pub(crate) mod base_images;
 pub(crate) mod export_notes;
@@ -20,7 +20,7 @@ use std::io;
 use std::path::Path;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Whether an image has the format that one between hosts is said to have.
+/// Returns whether an image has the format that the hosts agreed on.
 pub(crate) fn has_format(image: &Image, format: &DiskFormat) -> bool {
     match format {
         DiskFormat::Raw => image.format == ImageFormat::Raw,
@@ -28,12 +28,12 @@ pub(crate) fn has_format(image: &Image, format: &DiskFormat) -> bool {
     }
 }
 
-/// How many blocks so many bytes make.
+/// Returns the number of blocks for a number of bytes, rounded up.
 pub(crate) fn blocks_of(bytes: u64) -> u64 {
     bytes.div_ceil(BLOCK)
 }
 
-/// Reads blocks of a disk; behind its end are zeros.
+/// Reads blocks of a disk. Blocks past its end read as zeros.
 pub(crate) fn read_blocks(
     disk: &RawDisk,
     range: BlockRange,
@@ -50,7 +50,7 @@ pub(crate) fn read_blocks(
     disk.read(start, content).map_err(failed)
 }
 
-/// Reads single blocks of a disk, in their order.
+/// Reads single blocks of a disk, in the given order.
 pub(crate) fn read_each(
     disk: &RawDisk,
     blocks: &[BlockId],
@@ -63,7 +63,8 @@ pub(crate) fn read_each(
     Ok(())
 }
 
-/// Removes what an earlier agent was noting when it died. To be called before anything is noted.
+/// Removes notes that an earlier agent was writing when it died. Call this before any note is
+/// written.
 pub(crate) fn remove_unfinished_notes(state: &Path) -> io::Result<()> {
     let folders = [
         exports::folder(state),
@@ -75,7 +76,7 @@ pub(crate) fn remove_unfinished_notes(state: &Path) -> io::Result<()> {
         .try_for_each(|folder| atomic_file::remove_unfinished(folder))
 }
 
-/// Writes blocks of a disk, as far as it has them.
+/// Writes blocks of a disk. Ignores the part past its end.
 pub(crate) fn write_blocks(disk: &RawDisk, range: BlockRange, bytes: &[u8]) -> io::Result<()> {
     let start = range.start * BLOCK;
     let here = disk
@@ -85,7 +86,7 @@ pub(crate) fn write_blocks(disk: &RawDisk, range: BlockRange, bytes: &[u8]) -> i
     disk.write(start, &bytes[..here as usize])
 }
 
-/// Consecutive blocks of one region, each with its place among all of them.
+/// Splits blocks of one region into runs of consecutive blocks, each with its index in the list.
 pub(crate) fn ranges(blocks: &[BlockId]) -> impl Iterator<Item = (usize, BlockRange)> {
     let follows = |one: &BlockId, next: &BlockId| one.block + 1 == next.block;
     let mut place = 0;

@@ -1,14 +1,13 @@
-//! Disks in images that grow (qcow2). What moves is the image's file, byte for byte: snapshots,
-//! bitmaps and
-//! packed clusters come along by themselves. Four things differ from other disks:
+//! Disks in images that grow (qcow2). The image's file moves byte for byte, so snapshots, bitmaps
+//! and compressed clusters move with it. Such disks differ from others in four ways:
 //!
-//! - Their region is as long as the file may become. When it becomes longer the move is given up.
-//! - What is shown to QEMU is larger still, so that its guest never comes to the end.
-//! - How long the file is in the end is said beside what is left of it, and the destination cuts
-//!   its own there.
-//! - What QEMU reads when it opens the image is there before the guest runs, whatever else is
-//!   left: QEMU asks for
-//!   that in the middle of `cont`, when nobody would bring it.
+//! - Their region is as long as the file may become. If the file becomes longer, the migration is
+//!   given up.
+//! - QEMU sees an even larger size, so that the guest never reaches the end.
+//! - The final length of the file is sent with the list of pending blocks. The destination
+//!   truncates its own file to that length.
+//! - The blocks that QEMU reads when it opens the image arrive before the guest runs. QEMU reads
+//!   them in the middle of `cont`, when no fetch could be answered.
 
 use crate::host::base_images;
 use longhaul_api::{ApiError, ErrorCode};
@@ -24,20 +23,20 @@ use std::path::Path;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// The size that QEMU sees below its format node.
+/// The size that QEMU sees below its format node: 1 EiB.
 pub(crate) const SHOWN: ExportSize = ExportSize::Bytes(1 << 60);
 
 /// An image that grows.
 #[derive(Debug)]
 pub(crate) struct Growing {
     pub(crate) format: DiskFormat,
-    /// How long it may become while it moves.
+    /// The largest size that the image may reach during the migration, in bytes.
     pub(crate) longest: u64,
-    /// What it says that it stands on.
+    /// The backing file that its header names.
     pub(crate) backing: Option<Backing>,
 }
 
-/// What kind of image it is.
+/// Reads the format, size limit and backing file of an image.
 pub(crate) fn look(name: &str, image: &Path) -> Result<Growing, ApiError> {
     let refused = |why: String| {
         let text = format!("disk {name}: {why}");
@@ -59,7 +58,7 @@ pub(crate) fn look(name: &str, image: &Path) -> Result<Growing, ApiError> {
     })
 }
 
-/// The blocks that QEMU reads when it opens the image, in ascending order.
+/// Returns the blocks that QEMU reads when it opens the image, in ascending order.
 pub(crate) fn opened_with(disk: &dyn Disk) -> io::Result<Vec<BlockRange>> {
     let mut blocks = Vec::new();
     qcow2::opened_with(disk, &mut |bytes| {
@@ -79,7 +78,7 @@ pub(crate) fn opened_with(disk: &dyn Disk) -> io::Result<Vec<BlockRange>> {
     Ok(merged)
 }
 
-/// The blocks that a range of bytes touches.
+/// Returns the blocks that a range of bytes overlaps.
 pub(crate) fn blocks_with(bytes: &Range<u64>) -> BlockRange {
     let first = bytes.start / BLOCK;
     BlockRange::new(first, bytes.end.div_ceil(BLOCK).saturating_sub(first))

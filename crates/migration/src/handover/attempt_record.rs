@@ -1,4 +1,4 @@
-//! An attempt as its journal tells it: what an earlier agent, or an earlier task, has left.
+//! An attempt as recorded in its journal by an earlier agent or task.
 
 use crate::context::Context;
 use crate::handover::ledger::Ledger;
@@ -23,7 +23,7 @@ pub(crate) struct AttemptRecord {
 }
 
 impl AttemptRecord {
-    /// The last attempt that a journal tells of; none where it begins with an answer about an
+    /// Returns the last attempt in a journal. Returns the journal itself if it only answers for an
     /// attempt that never began here.
     pub(crate) fn of(migration: MigrationId, journal: Journal) -> Result<Self, Box<Journal>> {
         let began = journal.records().iter().rev().find_map(|record| {
@@ -43,7 +43,7 @@ impl AttemptRecord {
             let terms = Terms {
                 attempt: *attempt,
                 generation: *generation,
-                // By the time that a journal is read this has had its effect.
+                // This only matters before a journal is read again.
                 early: false,
             };
             Some((
@@ -70,12 +70,12 @@ impl AttemptRecord {
         })
     }
 
-    /// The records of this attempt.
+    /// Returns the records of this attempt.
     pub(crate) fn records(&self) -> Vec<Record> {
         of_attempt(&self.journal, self.terms)
     }
 
-    /// What people see of it.
+    /// Creates the entry that operators see.
     pub(crate) fn entry(&self, context: &Context, phase: Phase) -> Arc<Entry> {
         let here = context.parts.config.name.clone();
         let (side, source, destination) = match self.side {
@@ -96,7 +96,7 @@ impl AttemptRecord {
         entry
     }
 
-    /// Its ledger.
+    /// Converts the attempt into its ledger.
     pub(crate) fn into_ledger(self, context: &Arc<Context>) -> Ledger {
         let Self {
             migration,
@@ -118,7 +118,7 @@ impl AttemptRecord {
     }
 }
 
-/// The records of one attempt.
+/// Returns the records of one attempt.
 pub(crate) fn of_attempt(journal: &Journal, terms: Terms) -> Vec<Record> {
     let records = journal.records().iter();
     records
@@ -127,9 +127,8 @@ pub(crate) fn of_attempt(journal: &Journal, terms: Terms) -> Vec<Record> {
         .collect()
 }
 
-/// The number of disks that must be found complete before nothing of the attempt's guest is needed
-/// at the source any more. None in the journal of an older agent, and where each disk came as a
-/// whole.
+/// Returns the number of disks that must be complete before the source is no longer needed. None in
+/// the journal of an older agent, and if each disk came as a whole.
 pub(crate) fn incomplete_disks(journal: &Journal, terms: Terms) -> Option<usize> {
     let records = of_attempt(journal, terms);
     records.iter().find_map(|record| match record {
@@ -138,15 +137,15 @@ pub(crate) fn incomplete_disks(journal: &Journal, terms: Terms) -> Option<usize>
     })
 }
 
-/// Whether the copy of a guest at its source no longer fits the guest's disks: an operator took the
-/// guest back after it had run at the destination, which has written disks that both hosts share.
+/// Returns whether the source's copy of a guest no longer matches the guest's disks. This is so if
+/// an operator took the guest back after it ran at the destination, which has written shared disks.
 pub(crate) fn is_stale(records: &[Record], guest: &GuestDescription) -> bool {
     let done = |record: &Record| matches!(record, Record::Done { .. });
     let shared = |disk: &Disk| disk.shared && !disk.read_only;
     records.iter().any(done) && guest.disks.iter().any(shared)
 }
 
-/// What becomes of a guest whose copy here is stale.
+/// Returns the message for a guest whose copy here is stale.
 pub(crate) fn stale(guest: &str, here: &str) -> String {
     format!(
         "{guest} is stopped on {here}: its shared disks were written elsewhere, and continuing \
@@ -155,7 +154,7 @@ pub(crate) fn stale(guest: &str, here: &str) -> String {
     )
 }
 
-/// Why an attempt was given up, as its records tell.
+/// Returns the reason of an abort from the records of an attempt.
 pub(crate) fn abort_reason(records: &[Record]) -> String {
     let reason = records.iter().rev().find_map(|record| match record {
         Record::Aborted { reason, .. } | Record::Returned { reason, .. } => Some(reason.clone()),
@@ -186,7 +185,7 @@ mod tests {
             longhaul_hypervisor::description::parse(&text).unwrap()
         };
         assert!(is_stale(&done, &guest(true, false)));
-        // It never ran at the destination.
+        // The guest never ran at the destination.
         assert!(!is_stale(&[released], &guest(true, false)));
         assert!(!is_stale(&done, &guest(true, true)));
         assert!(!is_stale(&done, &guest(false, false)));

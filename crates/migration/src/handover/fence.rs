@@ -1,9 +1,9 @@
-//! Fencing: keeps a guest that was given away from being started here, under its own name or over
-//! its disks under another one.
+//! Fencing: keeps a guest that left from being started here, under its own name or as another guest
+//! with its disks.
 //!
-//! Who may run a guest is what the rights say, by its name. Beside them stands a *mark* for every
-//! guest that leaves: its disks, as this host found them. Marks are written before anything moves,
-//! and hold whenever the right is not here, so that none is ever missing.
+//! The rights decide by a guest's name. In addition, every guest that leaves has a *mark*, which
+//! lists its disks by their paths on this host. A mark is written before anything moves. It applies
+//! whenever the right is not here, so no mark is ever missing.
 
 use crate::context::{Context, Holder};
 use crate::host::atomic_file;
@@ -20,19 +20,19 @@ use std::fs::{self, File};
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
-/// Longest mark that is read, in bytes.
+/// Limit on the size of a mark file, in bytes.
 const FILE_BYTES_MAX: u64 = 64 << 10;
 
-/// A guest that left, or is leaving.
+/// The mark of a guest that left or is leaving.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Mark {
     pub(crate) guest: String,
-    /// Where it goes, by that host's name here.
+    /// The destination, by its name on this host.
     pub(crate) host: String,
-    /// The generation of the right that goes with it.
+    /// The generation of the right after the migration.
     pub(crate) generation: u64,
-    /// The files and devices that it may write to.
+    /// The files and devices that the guest may write.
     pub(crate) disks: Vec<PathBuf>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Marks {
 }
 
 impl Marks {
-    /// Uses a folder, and makes it where it is missing.
+    /// Opens the folder. Creates it if it does not exist.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         atomic_file::remove_unfinished(folder)?;
@@ -52,13 +52,13 @@ impl Marks {
         })
     }
 
-    /// Keeps a mark durably, in the place of an older one of that guest.
+    /// Writes a mark durably. Replaces an older mark of the same guest.
     pub(crate) fn set(&self, mark: &Mark) -> io::Result<()> {
         let text = toml::to_string(mark).map_err(io::Error::other)?;
         atomic_file::write(&self.path(&mark.guest), text.as_bytes())
     }
 
-    /// Takes a guest's mark away.
+    /// Removes a guest's mark.
     pub(crate) fn remove(&self, guest: &str) -> io::Result<()> {
         match fs::remove_file(self.path(guest)) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -66,7 +66,7 @@ impl Marks {
         }
     }
 
-    /// Every mark.
+    /// Reads all marks.
     pub(crate) fn all(&self) -> io::Result<Vec<Mark>> {
         let mut marks = Vec::new();
         for entry in fs::read_dir(&self.folder)? {
@@ -86,13 +86,13 @@ impl Marks {
         Ok(marks)
     }
 
-    /// Names of guests are checked before they come here, and fit a file's name.
+    /// Returns the file of a guest's mark. Guest names are validated before and fit a file name.
     fn path(&self, guest: &str) -> PathBuf {
         self.folder.join(format!("{guest}.toml"))
     }
 }
 
-/// What a guest may write to, as this host finds it: links are followed.
+/// Returns the images that a guest may write, with links resolved on this host.
 pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBuf> {
     guest
         .written_images()
@@ -102,11 +102,11 @@ pub(crate) fn disks(config: &HostConfig, guest: &GuestDescription) -> Vec<PathBu
 }
 
 fn found(path: &Path) -> PathBuf {
-    // One that is not there cannot be started from either.
+    // A guest cannot be started from a missing image either.
     fs::canonicalize(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// The first of some disks that belongs to a marked guest of another name.
+/// Returns the first of the disks that belongs to a marked guest of another name.
 fn taken<'a>(marks: &'a [Mark], guest: &str, disks: &'a [PathBuf]) -> Option<(&'a Mark, &'a Path)> {
     let others = marks.iter().filter(|mark| mark.guest != guest);
     others
@@ -134,14 +134,14 @@ impl Context {
         })
     }
 
-    /// Takes away the mark of a guest that is here again. One that stays does no harm.
+    /// Removes the mark of a guest that is here again. A mark that cannot be removed does no harm.
     pub(crate) fn unmark(&self, guest: &str) {
         if let Err(error) = self.marks.remove(guest) {
             tracing::warn!(guest, %error, "its mark as one that left stays");
         }
     }
 
-    /// Takes away the marks of guests that belong here again.
+    /// Removes the marks of guests that belong to this host again.
     pub(crate) fn sweep_marks(&self) {
         let sweep = || -> io::Result<()> {
             for mark in self.marks.all()? {
@@ -157,7 +157,7 @@ impl Context {
         }
     }
 
-    /// Who else could start a guest here after it has left.
+    /// Checks what else could start a guest here after it has left.
     pub(crate) fn starter_check(&self, guest: &Guest) -> Check {
         let name = guest.name();
         let hint = "docs/operating.md, \"Fencing\", says what a hook must do";
@@ -192,11 +192,11 @@ impl Context {
 }
 
 impl Context {
-    /// Refuses a guest whose disks belong to another one that moved away or is moving.
+    /// Refuses a guest whose disks belong to another guest that has left or is moving.
     pub(crate) fn may_use_disks(&self, guest: &GuestDescription) -> Result<(), ApiError> {
         let marks = self.marks.all().map_err(|error| {
             failure::internal(&format!("cannot tell which disks moved away: {error}"))
-                .hint("nothing is started before that file is mended, or taken away")
+                .hint("nothing is started before that file is corrected or removed")
         })?;
         let disks = disks(&self.parts.config.hypervisor, guest);
         let away: Vec<Mark> = marks
@@ -299,7 +299,7 @@ mod tests {
         assert_eq!(taken_by("copy", "second", false), owner);
         assert_eq!(taken_by("copy", "gone", false), None);
         assert_eq!(taken_by("copy", "unknown", false), None);
-        // Whoever only reads does no harm, and the guest's own name is the rights' to judge.
+        // A guest that only reads does no harm. The rights decide about the guest's own name.
         assert_eq!(taken_by("copy", "second", true), None);
         assert_eq!(taken_by("web-7", "first", false), None);
     }

@@ -1,5 +1,5 @@
-//! Carries out what the core of an attempt decides: records and notes of who may run the guest are
-//! made here, everything else by the attempt's owner.
+//! Carries out the actions that the core of an attempt decides. The ledger writes records and notes
+//! the right to run the guest. The attempt's owner carries out all other actions.
 //!
 //! ```text
 //! event -> core -> actions -> record, note (here)              -> event
@@ -17,20 +17,20 @@ use std::time::Duration;
 use tokio::task::block_in_place;
 use tokio::time::Instant;
 
-/// Where an attempt's records and the right to run its guest are kept.
+/// The journal of an attempt, and the right to run its guest.
 pub(crate) struct Ledger {
     pub(crate) context: Arc<Context>,
     pub(crate) migration: MigrationId,
     pub(crate) guest: String,
-    /// The other host's name here, when the attempt began.
+    /// The peer's name on this host when the attempt began.
     pub(crate) host: String,
-    /// The other host, unless the journal only answers for an attempt that never began here.
+    /// The peer. None if the journal only answers for an attempt that never began here.
     pub(crate) peer: Option<HostId>,
     pub(crate) terms: Terms,
     pub(crate) journal: Journal,
 }
 
-/// A change of who may run the guest.
+/// A change of the right to run the guest.
 enum Noting {
     Set(Right),
     GiveBack { taken: Right, back: Right },
@@ -56,7 +56,7 @@ impl Ledger {
         }
     }
 
-    /// The incarnation of the destination's journals that this attempt was offered to, if it is
+    /// Returns the incarnation of the destination's journals that this attempt was offered to, if
     /// known.
     pub(crate) fn incarnation(&self) -> Option<Incarnation> {
         let attempt = self.terms.attempt;
@@ -77,7 +77,7 @@ impl Ledger {
         written.is_ok()
     }
 
-    /// Notes what the source's end knows; false where that has to be tried again.
+    /// Notes the right as the source knows it. Returns false if the note must be retried.
     fn note_of_source(&self, note: &source::Note) -> bool {
         let in_doubt = || Holder::InDoubt {
             host: self.host.clone(),
@@ -91,7 +91,7 @@ impl Ledger {
         }
     }
 
-    /// Notes what the destination's end knows; false where that has to be tried again.
+    /// Notes the right as the destination knows it. Returns false if the note must be retried.
     fn note_of_destination(&self, note: &destination::Note) -> bool {
         match note {
             destination::Note::Here(generation) => self.note(*generation, Holder::Here),
@@ -100,7 +100,7 @@ impl Ledger {
         }
     }
 
-    /// Notes who may run the guest.
+    /// Notes the holder of the right. Removes the guest's mark if the holder is this host.
     fn note(&self, generation: Generation, holder: Holder) -> bool {
         let here = holder == Holder::Here;
         let right = self.right(generation, holder);
@@ -111,7 +111,7 @@ impl Ledger {
         noted
     }
 
-    /// Goes back to the generation that the source had, from one that never ran the guest.
+    /// Sets the right back to the source's generation. The guest never ran in the later one.
     fn give_back(&self, taken: Holder, holder: Holder) -> bool {
         let taken = self.right(self.terms.next(), taken);
         let back = self.right(self.terms.generation, holder);
@@ -135,7 +135,8 @@ impl Ledger {
         match noted {
             Ok(()) => true,
             Err(error) => {
-                // The journal says it too, and is read first, for as long as it is there.
+                // The journal contains this too. While the journal exists, it is read before the
+                // rights.
                 tracing::error!(guest = self.guest, %error, "cannot note who may run the guest");
                 !matches!(error, RightsError::Io { .. })
             }
@@ -148,15 +149,16 @@ impl Ledger {
         }
     }
 
-    /// A person has given the guest to the other host. That is noted whatever is here: a copy may
-    /// be on its way back already, and one that runs is not to be started again.
+    /// Notes that an operator gave the guest to the other host. This is noted even if a copy of the
+    /// guest is here: the copy may already be on its way back, and if it runs it must not be
+    /// started again.
     fn concede(&self, generation: Generation) -> bool {
         let noted = self.note(generation, self.elsewhere());
         match crate::host::qemu::find(&self.context.parts.config.state, &self.guest) {
             Ok(Some(_)) => tracing::error!(
                 guest = self.guest,
-                "{} runs this guest by a person's word, and there is a copy of it here too: stop \
-                 one of them",
+                "{} runs this guest by an operator's decision, and there is a copy of it here \
+                 too: stop one of them",
                 self.host
             ),
             Ok(None) => {}
@@ -165,7 +167,7 @@ impl Ledger {
         noted
     }
 
-    /// The journal is not needed any more: both sides have closed theirs.
+    /// Removes the journal. Both sides have closed theirs, so it is no longer needed.
     pub(crate) fn remove_journal(self) {
         let path = self.journal.path().to_owned();
         if let Err(error) = block_in_place(|| self.journal.remove()) {
@@ -174,7 +176,7 @@ impl Ledger {
     }
 }
 
-/// The source's end of an attempt, and what it makes durable.
+/// The source's core of an attempt, with its ledger.
 pub(crate) struct SourceHandover {
     pub(crate) core: Source,
     pub(crate) ledger: Ledger,
@@ -182,7 +184,7 @@ pub(crate) struct SourceHandover {
 }
 
 impl SourceHandover {
-    /// A core that was made at time zero.
+    /// Creates the handover. The core's time zero is now.
     pub(crate) fn new(core: Source, ledger: Ledger) -> Self {
         Self {
             core,
@@ -195,12 +197,12 @@ impl SourceHandover {
         self.core.state()
     }
 
-    /// When the core has something to do by itself.
+    /// Returns when the core next has a timeout to handle.
     pub(crate) fn timeout(&self) -> Option<Instant> {
         self.core.poll_timeout().map(|at| self.began + at)
     }
 
-    /// How long the destination has been gone.
+    /// Returns the time since the destination was lost. None while it is connected.
     pub(crate) fn lost_for(&self) -> Option<Duration> {
         let now = self.began.elapsed();
         self.core.lost_at().map(|at| now.saturating_sub(at))
@@ -226,22 +228,22 @@ impl SourceHandover {
     }
 }
 
-/// The owner of a source's end: it has the guest, and perhaps a connection.
+/// The owner of the source's handover: it has the guest, and while connected the connection.
 pub(crate) trait SourceOwner: Send {
-    /// The handover.
+    /// Returns the handover.
     fn handover(&mut self) -> &mut SourceHandover;
-    /// Carries out an action that is not the ledger's, and says what came of it.
+    /// Carries out an action that is not the ledger's, and returns the event that results.
     fn act(&mut self, action: source::Action)
     -> impl Future<Output = Option<source::Event>> + Send;
 }
 
-/// Tells the core what happened, and carries out what it decides.
+/// Passes an event to the core, and carries out the resulting actions.
 pub(crate) async fn tell_source<O: SourceOwner>(owner: &mut O, event: source::Event) {
     owner.handover().handle(event);
     drive_source(owner).await;
 }
 
-/// Lets the core do what is due, and carries out what it decides.
+/// Lets the core handle a timeout that is due, and carries out the resulting actions.
 pub(crate) async fn time_source<O: SourceOwner>(owner: &mut O) {
     let handover = owner.handover();
     if handover.timeout().is_some_and(|at| at <= Instant::now()) {
@@ -250,7 +252,7 @@ pub(crate) async fn time_source<O: SourceOwner>(owner: &mut O) {
     drive_source(owner).await;
 }
 
-/// Carries out what the core has decided.
+/// Carries out all pending actions of the core.
 pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
     use source::{Action, Event};
     while let Some(action) = owner.handover().core.poll_action() {
@@ -272,7 +274,7 @@ pub(crate) async fn drive_source<O: SourceOwner>(owner: &mut O) {
     }
 }
 
-/// The destination's end of an attempt, and what it makes durable.
+/// The destination's core of an attempt, with its ledger.
 pub(crate) struct DestinationHandover {
     pub(crate) core: Destination,
     pub(crate) ledger: Ledger,
@@ -280,7 +282,7 @@ pub(crate) struct DestinationHandover {
 }
 
 impl DestinationHandover {
-    /// A core that was made at time zero.
+    /// Creates the handover. The core's time zero is now.
     pub(crate) fn new(core: Destination, ledger: Ledger) -> Self {
         Self {
             core,
@@ -293,17 +295,18 @@ impl DestinationHandover {
         self.core.state()
     }
 
-    /// When the core has something to do by itself.
+    /// Returns when the core next has a timeout to handle.
     pub(crate) fn timeout(&self) -> Option<Instant> {
         self.core.poll_timeout().map(|at| self.began + at)
     }
 
-    /// Whether a source whose data cannot be taken is not let in yet.
+    /// Returns whether the destination declines connections of the source for now. It does so for a
+    /// while after the source's data could not be applied.
     pub(crate) fn is_paused(&self) -> bool {
         self.core.is_paused(self.began.elapsed())
     }
 
-    /// How long the source has been gone.
+    /// Returns the time since the source was lost. None while it is connected.
     pub(crate) fn lost_for(&self) -> Option<Duration> {
         let now = self.began.elapsed();
         self.core.lost_at().map(|at| now.saturating_sub(at))
@@ -329,18 +332,18 @@ impl DestinationHandover {
     }
 }
 
-/// The owner of a destination's end: it has the guest, and perhaps a connection.
+/// The owner of the destination's handover: it has the guest, and while connected the connection.
 pub(crate) trait DestinationOwner: Send {
-    /// The handover.
+    /// Returns the handover.
     fn handover(&mut self) -> &mut DestinationHandover;
-    /// Carries out an action that is not the ledger's, and says what came of it.
+    /// Carries out an action that is not the ledger's, and returns the event that results.
     fn act(
         &mut self,
         action: destination::Action,
     ) -> impl Future<Output = Option<destination::Event>> + Send;
 }
 
-/// Tells the core what happened, and carries out what it decides.
+/// Passes an event to the core, and carries out the resulting actions.
 pub(crate) async fn tell_destination<O: DestinationOwner>(
     owner: &mut O,
     event: destination::Event,
@@ -349,7 +352,7 @@ pub(crate) async fn tell_destination<O: DestinationOwner>(
     drive_destination(owner).await;
 }
 
-/// Lets the core do what is due, and carries out what it decides.
+/// Lets the core handle a timeout that is due, and carries out the resulting actions.
 pub(crate) async fn time_destination<O: DestinationOwner>(owner: &mut O) {
     let handover = owner.handover();
     if handover.timeout().is_some_and(|at| at <= Instant::now()) {
@@ -358,7 +361,7 @@ pub(crate) async fn time_destination<O: DestinationOwner>(owner: &mut O) {
     drive_destination(owner).await;
 }
 
-/// Carries out what the core has decided.
+/// Carries out all pending actions of the core.
 pub(crate) async fn drive_destination<O: DestinationOwner>(owner: &mut O) {
     use destination::{Action, Event};
     while let Some(action) = owner.handover().core.poll_action() {

@@ -1,15 +1,15 @@
-//! Small files that are replaced as a whole, by way of another one beside each.
+//! Small files that are replaced atomically, by way of a temporary file beside each.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
-/// What a file is called that is being written.
+/// The suffix of a file that is being written.
 const UNFINISHED: &str = "new";
 
-/// Writes a file, for its owner alone, so that after a crash either the old one is there or the new
-/// one.
+/// Writes a file that only its owner may access. After a crash either the old or the new content
+/// exists.
 pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut new = path.as_os_str().to_owned();
     new.push(".");
@@ -23,7 +23,8 @@ pub fn write(path: &Path, bytes: &[u8]) -> io::Result<()> {
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 
-/// Removes what an agent was writing when it died, in a folder in which nobody writes yet.
+/// Removes files that an agent was writing when it died. Call this before anything is written to
+/// the folder.
 pub(crate) fn remove_unfinished(folder: &Path) -> io::Result<()> {
     let entries = match fs::read_dir(folder) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),

@@ -1,7 +1,7 @@
-//! Base images: which one the image of a disk stands on, and the files that this host has of them.
+//! Base images: which one the image of a disk is an overlay of, and this host's files of them.
 //!
 //! ```text
-//! STATE/bases/ID.raw   a base image, as crate `image` keeps it
+//! STATE/bases/ID.raw   a base image, in the layout of crate `image`
 //! ```
 
 use longhaul_api::{ApiError, ErrorCode};
@@ -15,27 +15,27 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
-/// The base images of this host.
+/// Returns the base images of this host.
 pub fn of_host(state: &Path) -> Bases {
     Bases::new(state.join("bases"))
 }
 
-/// Why what an image stands on is no base image.
+/// Why an image's backing file is not a base image.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Unfit {
-    /// It is another file.
+    /// The backing file is another file.
     #[error("its image stands on {0:?} (a backing file), which is no base image")]
     Other(String),
-    /// It would be read in another format, such as one that names further files.
+    /// The backing file would be read in another format, which may name further files.
     #[error("its image says that the base image below it is in {0}, and base images are raw")]
     Format(String),
-    /// QEMU would guess, by content that decides what else is opened.
+    /// QEMU would guess the format from content, which then decides what else is opened.
     #[error("its image does not say that the base image below it is raw")]
     NoFormat,
 }
 
 impl Unfit {
-    /// What to do about it.
+    /// Returns a hint for the operator.
     pub(crate) fn hint(&self) -> &'static str {
         match self {
             Self::Other(_) => {
@@ -51,8 +51,8 @@ impl Unfit {
     }
 }
 
-/// The base image that an image says it stands on. What it says decides which one is meant, and
-/// never which file is opened.
+/// Returns the base image that an image's header names. The name only selects a base image. It
+/// never decides which file is opened.
 pub(crate) fn named(backing: &Backing) -> Result<ImageId, Unfit> {
     let path = Path::new(&backing.name);
     let id = Bases::named(path).filter(|_| path.is_absolute());
@@ -64,7 +64,7 @@ pub(crate) fn named(backing: &Backing) -> Result<ImageId, Unfit> {
     }
 }
 
-/// The beginning of an image.
+/// Reads the first bytes of an image, which contain its header.
 pub(crate) fn head(image: &Path) -> io::Result<Vec<u8>> {
     let mut head = Vec::new();
     File::open(image)?
@@ -73,8 +73,8 @@ pub(crate) fn head(image: &Path) -> io::Result<Vec<u8>> {
     Ok(head)
 }
 
-/// The files of the base images that the disks of a guest stand on, by the disks' names: an image
-/// that came from another host names a file of that host's.
+/// Returns this host's files of the base images of a guest's disks, by disk name. An image that
+/// came from another host names a path on that host.
 pub fn for_launch(
     config: &HostConfig,
     guest: &GuestDescription,
@@ -86,7 +86,7 @@ pub fn for_launch(
         let Some(image) = image.filter(|image| image.format == ImageFormat::Qcow2) else {
             continue;
         };
-        // What cannot be read or understood is for QEMU to say.
+        // QEMU reports an image that is unreadable or invalid.
         let head = head(&image.path)
             .ok()
             .and_then(|head| qcow2::read(&head).ok());
@@ -106,7 +106,7 @@ pub fn for_launch(
     Ok(found)
 }
 
-/// This host does not have the base image that a disk stands on.
+/// Returns the error for a base image that this host does not have completely.
 pub(crate) fn not_here(disk: &str, id: ImageId) -> ApiError {
     let short = id.short();
     let text = format!(

@@ -1,4 +1,4 @@
-//! The agent's configuration: one TOML document, every value with a default.
+//! The agent's configuration: one TOML document. Every value has a default.
 
 use crate::host::content_index::ContentConfig;
 use crate::host::hooks::Hooks;
@@ -18,47 +18,47 @@ use std::ops::RangeInclusive;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-/// Where the configuration is when nothing else is said.
+/// The default path of the configuration.
 pub(crate) const CONFIG_DEFAULT: &str = "/etc/longhaul/agent.toml";
-/// Largest configuration that is read, in bytes.
+/// Limit on the size of the configuration, in bytes.
 const CONFIG_BYTES_MAX: u64 = 1 << 20;
 
-/// Where a distribution's QEMU is.
+/// The path of a distribution's QEMU.
 const QEMU_DEFAULT: &str = "/usr/bin/qemu-system-x86_64";
 
 /// The agent's configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// The name that this host goes by; the machine's own where it is left out.
+    /// The name of this host. Default: the machine's hostname.
     pub name: String,
-    /// The folder of identity, trust, journal and guests.
+    /// The folder of identity, trust, journals and guests.
     pub state: PathBuf,
     /// The UDP address for other agents.
     pub listen: SocketAddr,
-    /// Where the base images are.
+    /// The image repository.
     pub repository: Place,
-    /// Where commands reach the agent.
+    /// The addresses at which commands reach the agent.
     pub api: ApiConfig,
-    /// What other hosts may take of this one.
+    /// Limits on other hosts' use of this host.
     pub(crate) limits: Limits,
-    /// What all moves from here may send together, in bits per second.
+    /// Limit on the bandwidth of all migrations from this host together, in bits per second.
     pub(crate) bandwidth_bps: Option<u64>,
-    /// How memory is encoded where a move does not say it.
+    /// The default encoding of memory.
     pub(crate) encoding: Encoding,
-    /// What this host offers its guests.
+    /// The hypervisor's configuration for guests.
     pub hypervisor: Arc<HostConfig>,
-    /// What is run before and after the steps of a move.
+    /// The programs that run before and after the steps of a migration.
     pub(crate) hooks: Hooks,
-    /// Which files guests that come here may find their blocks in.
+    /// The files that are indexed for arriving guests.
     pub(crate) content: Option<ContentConfig>,
-    /// Where what the memory of guests that left held is kept, if it is.
+    /// The memory cache, if it is configured.
     pub(crate) kept_memory: Option<KeptMemoryConfig>,
 }
 
-/// Limits that can be kept, in bits per second.
+/// The valid bandwidth limits, in bits per second.
 pub const BANDWIDTH_BPS: RangeInclusive<u64> = 100_000..=1_000_000_000_000;
 
-/// The document.
+/// The TOML document.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Document {
@@ -100,25 +100,25 @@ fn default_listen() -> SocketAddr {
     SocketAddr::from(([0, 0, 0, 0], 7400))
 }
 
-/// Where commands reach the agent.
+/// The addresses at which commands reach the agent.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ApiConfig {
-    /// The unix socket; only the agent's own user may use it.
+    /// The unix socket. Only the agent's own user may use it.
     pub socket: PathBuf,
-    /// TCP as well, where it is wanted.
+    /// The TCP address, if configured.
     pub tcp: Option<TcpConfig>,
 }
 
-/// The API over TCP: always with TLS and a token.
+/// The API over TCP. It always requires TLS and a token.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TcpConfig {
     /// The address.
     pub listen: SocketAddr,
-    /// The file that holds the token: 32 to 512 printable characters.
+    /// The file that contains the token: 32 to 512 printable characters.
     pub token_file: PathBuf,
-    /// The certificate (PEM); the agent makes its own where it is left out.
+    /// The certificate (PEM). By default the agent creates its own.
     pub certificate: Option<PathBuf>,
     /// Its private key (PEM).
     pub key: Option<PathBuf>,
@@ -133,7 +133,7 @@ impl Default for ApiConfig {
     }
 }
 
-/// The QEMU that a distribution installs, where there is one.
+/// Returns the configuration of a distribution's QEMU, if it is installed.
 fn default_qemu() -> QemuConfig {
     let path = PathBuf::from(QEMU_DEFAULT);
     let emulators = path.exists().then(|| ("system".to_owned(), path));
@@ -154,7 +154,8 @@ fn machine_name() -> String {
         .unwrap_or_else(|| "localhost".to_owned())
 }
 
-/// Whether this can be the name of a host: what fits a path of the API, a file and a line.
+/// Returns whether a name is valid for a host. It must fit a path of the API, a file name and a
+/// line.
 pub fn is_name(name: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "-_.".contains(c);
     (1..=63).contains(&name.len())
@@ -172,7 +173,7 @@ fn bandwidth(text: &str) -> Result<u64, String> {
     Ok(rate)
 }
 
-/// Where the base images are: in the state folder where nothing else is said.
+/// Returns the image repository. Default: a folder in the state folder.
 fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
     let Some(text) = text else {
         return Ok(Place::Folder(state.join("repository")));
@@ -187,7 +188,7 @@ fn repository(text: Option<&str>, state: &Path) -> Result<Place, String> {
 }
 
 impl Config {
-    /// Reads the configuration; without a path the one at [`CONFIG_DEFAULT`], which may be
+    /// Reads the configuration from a path. Without a path reads [`CONFIG_DEFAULT`], which may be
     /// missing.
     pub fn read(path: Option<&Path>) -> Result<Self, StartError> {
         let file = path.unwrap_or(Path::new(CONFIG_DEFAULT));
@@ -261,7 +262,7 @@ impl Config {
                 ));
             }
         }
-        // A host that has no QEMU yet can be looked at, trusted and measured all the same.
+        // A host without QEMU can still be inspected, trusted and measured.
         if configured || !config.hypervisor.qemu.emulators.is_empty() {
             config.hypervisor.check(file).map_err(|error| match error {
                 ConfigError::Value { key, problem, .. } => format!("`{key}` {problem}"),

@@ -1,5 +1,5 @@
-//! What the files of this host hold, for guests that come here: the content index, which a thread
-//! of its own keeps up to date for a small share of the time.
+//! The content index of this host's files, for arriving guests. A thread of its own keeps the index
+//! up to date, in a small share of the time.
 
 use crate::host::base_images;
 use crate::host::config::Config;
@@ -19,35 +19,35 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-/// The index's folder in the state folder.
+/// The index's folder, in the state folder.
 const FOLDER: &str = "content";
-/// The share of the time that reading files may take.
+/// Limit on the share of the time for reading files, in percent.
 const SHARE_PERCENT: u32 = 10;
-/// How often it is looked whether files have come or changed.
+/// Interval between checks for new or changed files.
 const LOOK_EVERY: Duration = Duration::from_secs(10);
-/// A file that is written all the time is read again so long after it was read.
+/// Interval after which a file that is always being written is read again.
 const READ_AGAIN_AFTER: Duration = Duration::from_secs(3600);
-/// Content that is remembered where nothing is said: some 330 MB of disk.
+/// Default amount of indexed content, in bytes. Its index takes about 330 MB of disk.
 const CAPACITY_DEFAULT: u64 = 64 << 30;
 const CAPACITY_MIN: u64 = 1 << 20;
 const CAPACITY_MAX: u64 = 1 << 50;
 
-/// Which files guests that come here may find their blocks in.
+/// The files that are indexed for arriving guests.
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ContentConfig {
-    /// Files, and folders of files.
+    /// Files, and folders with files.
     #[serde(default)]
     files: Vec<PathBuf>,
-    /// Whether the images of the configuration count too: the disks of guests that run here.
+    /// Whether images in the configuration are indexed too: the disks of guests that run here.
     #[serde(default)]
     disks: bool,
-    /// How much content is remembered.
+    /// Limit on the amount of indexed content.
     capacity: Option<String>,
 }
 
 impl ContentConfig {
-    /// What is wrong with it.
+    /// Returns an error if a value is invalid.
     pub(crate) fn check(&self) -> Result<(), String> {
         if let Some(path) = self.files.iter().find(|path| !path.is_absolute()) {
             return Err(format!(
@@ -79,9 +79,9 @@ pub struct Held {
     stop: AtomicBool,
 }
 
-/// Where content is looked for.
+/// The files that are indexed.
 struct Sources {
-    /// Files that change seldom, and folders of them.
+    /// Files that seldom change, and folders of such files.
     paths: Vec<PathBuf>,
     /// The disks of guests that run here.
     disks: Vec<PathBuf>,
@@ -100,12 +100,12 @@ impl Sources {
         }
     }
 
-    /// The files that are there now.
+    /// Returns the files that exist now.
     fn files(&self) -> Vec<(PathBuf, Writes)> {
         let seldom = self.paths.iter().flat_map(|path| files_of(path));
         let seldom = seldom.chain(self.bases.all_whole());
         let always = self.disks.iter().flat_map(|path| files_of(path));
-        // A guest's disk is one, whatever else names it.
+        // A guest's disk counts as a disk even if another path names it.
         let mut files: Vec<_> = always.map(|path| (path, Writes::Always)).collect();
         for path in seldom {
             if !files.iter().any(|(known, _)| *known == path) {
@@ -117,7 +117,7 @@ impl Sources {
 }
 
 impl Held {
-    /// Opens the index, where the configuration wants one, and begins to build it.
+    /// Opens the index and starts its thread. Returns none if it is not configured.
     pub(crate) fn start(config: &Config) -> Result<Option<Arc<Self>>, StartError> {
         let Some(content) = &config.content else {
             return Ok(None);
@@ -143,32 +143,32 @@ impl Held {
         Ok(Some(held))
     }
 
-    /// The key of its digests.
+    /// Returns the key of the index's digests.
     pub(crate) fn key(&self) -> DigestKey {
         self.index.key()
     }
 
-    /// Whether it knows of any content.
+    /// Returns whether the index has any content.
     pub(crate) fn has_content(&self) -> bool {
         self.index.files().iter().any(|(_, indexed)| *indexed > 0)
     }
 
-    /// Whether a block has this digest.
+    /// Returns whether a block has this digest.
     pub(crate) fn is(&self, block: &[u8; BLOCK_SIZE], digest: &Digest) -> bool {
         self.hasher.digest(block) == *digest
     }
 
-    /// Reads a block with this digest from whatever file has it; false where none is known to.
+    /// Reads a block with this digest from any indexed file. Returns false if none has it.
     pub(crate) fn read(&self, digest: &Digest, into: &mut [u8; BLOCK_SIZE]) -> bool {
         self.index.read(digest, into).is_some()
     }
 
-    /// The agent stops: so does reading files.
+    /// Stops the thread that reads files.
     pub fn stop(&self) {
         self.stop.store(true, Ordering::Relaxed);
     }
 
-    /// What is known of files that are no longer to be looked into is forgotten.
+    /// Removes files from the index that are no longer configured.
     fn forget_others(&self) {
         let wanted = self.sources.files();
         let known = self.index.files().into_iter().map(|(path, _)| path);
@@ -209,19 +209,19 @@ impl Held {
     }
 }
 
-/// When each file was read that is written all the time.
+/// The time of the last reading of each file that is always being written.
 #[derive(Debug, Default)]
 struct Readings(HashMap<PathBuf, Instant>);
 
 impl Readings {
-    /// Whether the last reading of a file was so long ago that it is to be read again.
+    /// Returns whether the last reading of a file is old enough to read it again.
     fn is_old(&self, path: &Path, now: Instant) -> bool {
         let at = self.0.get(path);
         at.is_some_and(|at| now.saturating_duration_since(*at) >= READ_AGAIN_AFTER)
     }
 }
 
-/// A file, or the files of a folder.
+/// Returns a file, or the files in a folder.
 fn files_of(path: &Path) -> Vec<PathBuf> {
     let is_file = |path: &PathBuf| fs::symlink_metadata(path).is_ok_and(|found| found.is_file());
     match fs::read_dir(path) {
@@ -277,7 +277,7 @@ mod tests {
         let disk = (path("vda.raw"), Writes::Always);
         let copy = (path("copy"), Writes::Seldom);
         assert_eq!(sources.files(), [disk.clone(), copy.clone()]);
-        // As it is when it has come.
+        // The mode of a complete base image.
         let mut mode = fs::metadata(&whole).unwrap().permissions();
         mode.set_mode(0o444);
         let file = fs::File::open(&whole).unwrap();

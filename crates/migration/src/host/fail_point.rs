@@ -1,11 +1,11 @@
-//! Points at which an agent can be made to fail on purpose: before and after each record, before
-//! each message goes out and after each has come in, when QEMU has converged by itself, and while a
-//! guest's memory is kept.
+//! Fail points: points at which tests make an agent fail. There is one before and after each
+//! record, before each message is sent and after it is received, when QEMU has converged by itself,
+//! and while a guest's memory is cached.
 //!
-//! They are armed by the environment alone, which is read once when the agent starts:
+//! They are armed only by the environment, which is read once when the agent starts:
 //! `LONGHAUL_FAIL_POINT=POINT=ACTION[,POINT=ACTION...]`. `longhaul agent --list-fail-points` prints
-//! the points; each fires once. The names come from exhaustive matches, so a new record or message
-//! has its points without anybody's thinking of it.
+//! the points. Each fires once. The names come from exhaustive matches, so a new record or message
+//! must get its points.
 
 use crate::host::start_error::StartError;
 use longhaul_engine::handover::{Record, Side};
@@ -20,23 +20,23 @@ use std::thread;
 use std::time::Duration;
 use tokio::task::block_in_place;
 
-/// The variable that arms points.
+/// The variable that arms fail points.
 const VARIABLE: &str = "LONGHAUL_FAIL_POINT";
-/// The guest's QEMU has completed its migration by itself, before it was told to stop the guest. An
-/// agent whose point this is makes QEMU do so.
+/// QEMU has completed its migration before it was told to stop the guest. An agent that is armed at
+/// this point makes QEMU do so.
 const CONVERGED: &str = "converged";
-/// A part of what the memory of a guest that has left held is in its file.
+/// A part of the memory of a guest that has left is in its file.
 const MEMORY: &str = "memory";
-/// How often a held agent looks whether it may go on.
+/// Interval at which a held agent checks whether it may continue.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 static ARMED: OnceLock<Vec<Armed>> = OnceLock::new();
 
-/// Something whose points have a name.
+/// A kind of message with named fail points.
 pub(crate) trait Named {
-    /// The name, as it stands in its points.
+    /// Returns the name in the fail points.
     fn name(&self) -> &'static str;
-    /// Who sends it.
+    /// The side that sends it.
     const SENDER: Side;
 }
 
@@ -66,10 +66,10 @@ named! { Record in RECORDS by record_name:
     AllPresent "all-present" [Destination],
     Overruled "overruled" [Source Destination],
     Closed "closed" [Source Destination],
-    // Written with BEGAN, and have no points of their own.
+    // Written with BEGAN. These have no points of their own.
     Peer "peer" [],
     Incomplete "incomplete" [],
-    // Written by an operator's word alone.
+    // Written only by an operator's decision.
     GaveUp "gave-up" [Destination],
 }
 
@@ -90,7 +90,7 @@ named! { ToDestination in TO_DESTINATION by to_destination_name:
     List "list" [Source],
     Unreadable "unreadable" [Source],
     Length "length" [Source],
-    // What they say more has no points of its own: see `name`.
+    // These use the points of the messages that they extend: see `name`.
     QueryFiles "query" [],
     OfferFiles "offer" [],
 }
@@ -136,7 +136,7 @@ impl Named for ToSource {
     }
 }
 
-/// What is about to happen, or has.
+/// The moment of a fail point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum When {
     BeforeRecord,
@@ -178,7 +178,7 @@ fn point(side: Side, when: When, what: &str) -> String {
     format!("{}:{}:{what}", side_name(side), when.name())
 }
 
-/// Every point.
+/// Returns every fail point.
 pub fn all() -> Vec<String> {
     let mut points = Vec::new();
     for (name, sides) in RECORDS {
@@ -200,15 +200,15 @@ pub fn all() -> Vec<String> {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Action {
-    /// Nothing.
+    /// Do nothing.
     Pass,
-    /// End this process at once, as a crash would.
+    /// Kill this process at once, as a crash would.
     Kill,
-    /// Report that the record could not be written: before it was, or though it was.
+    /// Report that the record could not be written: instead of writing it, or after writing it.
     Fail,
-    /// Close the connection, as the loss of the link would.
+    /// Close the connection, as a loss of the link would.
     Disconnect,
-    /// Make this file, and go on when somebody has removed it.
+    /// Create this file, and continue when it has been removed.
     Hold(PathBuf),
 }
 
@@ -219,7 +219,7 @@ struct Armed {
     fired: AtomicBool,
 }
 
-/// Reads the environment. An agent that is to fail at a point that there is not does not start.
+/// Arms the points that the environment names. An agent does not start with an unknown point.
 pub fn arm() -> Result<(), StartError> {
     let text = std::env::var(VARIABLE).unwrap_or_default();
     let armed = parse(&text).map_err(|error| {
@@ -265,7 +265,7 @@ fn parse(text: &str) -> Result<Vec<Armed>, String> {
         .collect()
 }
 
-/// What whoever passed a point has to do about it.
+/// What the caller has to do after a point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Passed {
     Through,
@@ -306,7 +306,7 @@ fn pass(side: Side, when: When, what: &str) -> Passed {
     }
 }
 
-/// Makes a record durable: every record of the agent goes through here.
+/// Writes a record durably. Every record of the agent is written here.
 pub(crate) fn append(journal: &mut Journal, record: &Record) -> Result<(), JournalError> {
     let side = side_of(journal, record);
     let name = record_name(record);
@@ -325,7 +325,8 @@ pub(crate) fn append(journal: &mut Journal, record: &Record) -> Result<(), Journ
     }
 }
 
-/// Whose journal it is; only a destination writes of an attempt that it never heard of.
+/// Returns the side that a journal belongs to. Only a destination writes about an attempt that it
+/// does not know.
 fn side_of(journal: &Journal, record: &Record) -> Side {
     let began = |record: &Record| match record {
         Record::Began { side, .. } => Some(*side),
@@ -336,7 +337,7 @@ fn side_of(journal: &Journal, record: &Record) -> Side {
         .unwrap_or(Side::Destination)
 }
 
-/// Whether QEMU is to be made to complete by itself.
+/// Returns whether QEMU must be made to complete by itself.
 pub(crate) fn is_armed_at_convergence() -> bool {
     let point = || point(Side::Source, When::Stopping, CONVERGED);
     ARMED.get().is_some_and(|armed| {
@@ -345,22 +346,22 @@ pub(crate) fn is_armed_at_convergence() -> bool {
     })
 }
 
-/// QEMU has completed by itself.
+/// Passes the point at which QEMU has completed by itself.
 pub(crate) fn after_convergence() {
     pass(Side::Source, When::Stopping, CONVERGED);
 }
 
-/// What a guest's memory held is being written.
+/// Passes the point at which a guest's memory is being cached.
 pub(crate) fn keeping() {
     pass(Side::Source, When::Keeping, MEMORY);
 }
 
-/// A message is about to go out; true where the connection is to be closed.
+/// Passes the point before a message is sent. Returns whether to close the connection.
 pub(crate) fn before_send<M: Named>(message: &M) -> bool {
     pass(M::SENDER, When::BeforeSend, message.name()) == Passed::Disconnect
 }
 
-/// A message has come in; true where the connection is to be closed.
+/// Passes the point after a message was received. Returns whether to close the connection.
 pub(crate) fn after_receipt<M: Named>(message: &M) -> bool {
     pass(other(M::SENDER), When::AfterReceipt, message.name()) == Passed::Disconnect
 }
@@ -403,7 +404,7 @@ mod tests {
         }
     }
 
-    /// The other way to write a record would have no points.
+    /// A record that is written elsewhere would have no fail points.
     #[test]
     fn records_are_written_only_here() {
         fn look(folder: &Path, found: &mut Vec<String>) {

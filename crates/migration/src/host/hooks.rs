@@ -1,7 +1,7 @@
-//! Hooks: the operator's own programs, run before and after the stages of a move at either side.
+//! Hooks: the operator's programs, run before and after the steps of a migration on either side.
 //!
-//! Which of them may stop a move, and when each is run, is what [`Step`] says; docs/operating.md,
-//! "Hooks", says it to operators.
+//! [`Step`] defines which hooks can stop a migration and when each runs. docs/operating.md,
+//! "Hooks", describes this for operators.
 
 use longhaul_api::Side;
 use longhaul_hypervisor::process::{Process, ProcessId};
@@ -21,41 +21,41 @@ use tokio::net::unix::pipe;
 use tokio::process::{Child, Command};
 use tokio::time::{Instant, sleep_until};
 
-/// How long a hook may take where its configuration does not say.
+/// Default time limit of a hook.
 const WITHIN_DEFAULT: Duration = Duration::from_secs(10);
-/// What its configuration may say.
+/// Bounds on the configured time limit.
 const WITHIN_MIN: Duration = Duration::from_millis(100);
 const WITHIN_MAX: Duration = Duration::from_secs(600);
-/// Most words of a command, and the longest of them.
+/// Limits on the number of words in a command and on the length of each.
 const WORDS_MAX: usize = 64;
 const WORD_BYTES_MAX: usize = 4096;
-/// How much of what a hook says is kept: its end.
+/// Limit on the stored output of a hook, in bytes. The end is stored.
 const OUTPUT_BYTES_MAX: usize = 4096;
-/// How much of that is put into an error.
+/// Limit on the part of the output in an error, in characters.
 const SAID_CHARS_MAX: usize = 300;
-/// Where a hook finds programs.
+/// The search path of a hook's process.
 const PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// A moment of a move at which a hook can run.
+/// A step of a migration at which a hook can run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Step {
     /// Source: before anything is changed.
     Prepare,
     /// Source: the guest still runs and is about to be stopped.
     Stopping,
-    /// Source: the guest stands still.
+    /// Source: the guest is stopped.
     Stopped,
-    /// Source: the destination is ready, the right to run is about to be given away.
+    /// Source: the destination is ready, and the right is about to be released.
     Released,
-    /// Source: the guest is the destination's.
+    /// Source: the guest belongs to the destination.
     Gone,
     /// Source: the guest stays here.
     Stays,
     /// Destination: before a QEMU is started for the guest.
     Arriving,
-    /// Destination: everything is loaded, about to say so.
+    /// Destination: everything is loaded, and this is about to be reported.
     Ready,
-    /// Destination: the guest belongs here, and does not run yet.
+    /// Destination: the guest belongs here and does not run yet.
     Taken,
     /// Destination: the guest runs here.
     Running,
@@ -64,7 +64,7 @@ pub(crate) enum Step {
 }
 
 impl Step {
-    /// Every step of one side, in the order in which they come.
+    /// Returns every step of one side, in order of time.
     pub(crate) fn of(side: Side) -> &'static [Self] {
         match side {
             Side::Source => &[
@@ -85,7 +85,7 @@ impl Step {
         }
     }
 
-    /// On which side it is.
+    /// Returns the side that the step is on.
     pub(crate) fn side(self) -> Side {
         match Self::of(Side::Source).contains(&self) {
             true => Side::Source,
@@ -93,7 +93,7 @@ impl Step {
         }
     }
 
-    /// What it is called in the configuration, to hooks and to people.
+    /// Returns the name of the step in the configuration, for hooks and for operators.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Prepare => "prepare",
@@ -108,7 +108,7 @@ impl Step {
         }
     }
 
-    /// Whether a hook that fails ends the move; later there is no way back.
+    /// Returns whether a failed hook stops the migration. After the release it cannot.
     pub(crate) fn can_veto(self) -> bool {
         matches!(
             self,
@@ -121,7 +121,7 @@ impl Step {
         )
     }
 
-    /// Whether the guest stands still while the hook runs.
+    /// Returns whether the guest is stopped while the hook runs.
     pub(crate) fn holds_guest(self) -> bool {
         matches!(
             self,
@@ -163,9 +163,9 @@ struct DestinationHooks {
 #[derive(Debug, Clone, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Hook {
-    /// The program and its arguments; no shell reads them.
+    /// The program and its arguments. They are not passed to a shell.
     command: Vec<String>,
-    /// How long it may take.
+    /// The time limit.
     #[serde(default = "within_default", deserialize_with = "duration")]
     within: Duration,
 }
@@ -179,72 +179,72 @@ fn duration<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Duration, D::E
     parse_duration(&text).map_err(de::Error::custom)
 }
 
-/// The move that a hook is told of.
+/// The migration that a hook runs for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct About {
     pub(crate) migration: MigrationId,
     pub(crate) guest: String,
     pub(crate) source: String,
     pub(crate) destination: String,
-    /// The generation that the right to run has after the move.
+    /// The generation of the right after the migration.
     pub(crate) generation: u64,
 }
 
-/// A hook that was run.
+/// The result of a hook that ran.
 #[derive(Debug)]
 pub(crate) struct Ran {
     pub(crate) time: Duration,
     pub(crate) result: Result<Said, HookError>,
 }
 
-/// The end of what a program wrote, in one line and printable.
+/// The end of a program's output, as one printable line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Said(String);
 
-/// A hook that did not do what it is for.
+/// Why a hook failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum HookError {
-    /// It would not be run at all.
+    /// The hook must not be run.
     #[error("{program} {problem}")]
     Unfit {
         /// The program.
         program: String,
-        /// What is wrong with it, and what to do.
+        /// The problem, and how to fix it.
         problem: String,
     },
-    /// The system would not run it.
+    /// The system could not run the program.
     #[error("{program} cannot be run: {source}")]
     Run {
         /// The program.
         program: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It ended, and said that it failed.
+    /// The hook ended with a failure.
     #[error("{program} ended with {status}{said}")]
     Failed {
         /// The program.
         program: String,
-        /// How it ended.
+        /// The exit status.
         status: ExitStatus,
-        /// What it wrote.
+        /// The program's output.
         said: Said,
     },
-    /// It took too long.
+    /// The hook exceeded its time limit.
     #[error("{program} did not end within {} and was killed{said}", show_duration(*within))]
     TooLong {
         /// The program.
         program: String,
-        /// Its limit.
+        /// The time limit.
         within: Duration,
-        /// What it wrote.
+        /// The program's output.
         said: Said,
     },
 }
 
 impl Hooks {
-    /// Checks what the types cannot say; programs are not looked at, as they may come and go while
-    /// the agent runs.
+    /// Checks values that the types do not restrict. Does not inspect the programs, which may be
+    /// added and removed while the agent runs.
     pub(crate) fn check(&self) -> Result<(), String> {
         for (step, hook) in self.all() {
             let side = match step.side() {
@@ -269,12 +269,12 @@ impl Hooks {
         Ok(())
     }
 
-    /// Whether there is one for a step.
+    /// Returns whether a step has a hook.
     pub(crate) fn has(&self, step: Step) -> bool {
         self.get(step).is_some()
     }
 
-    /// Those of a side that could not be run now, and why.
+    /// Returns the hooks of a side that cannot be run now, with the reasons.
     pub(crate) fn unfit(&self, side: Side) -> Vec<(Step, HookError)> {
         let of_side = self
             .all()
@@ -285,7 +285,7 @@ impl Hooks {
             .collect()
     }
 
-    /// Runs a step's hook to its end; none where there is none.
+    /// Runs a step's hook to its end. Returns none if the step has no hook.
     pub(crate) async fn run(&self, step: Step, about: &About) -> Option<Ran> {
         let hook = self.get(step)?;
         let began = Instant::now();
@@ -330,7 +330,7 @@ impl Hook {
         self.command.first().cloned().unwrap_or_default()
     }
 
-    /// Refuses what somebody else could change: it would run as the agent's user.
+    /// Refuses a program that other users could change: it would run as the agent's user.
     fn fit(&self) -> Result<(), HookError> {
         let program = self.program();
         let unfit = |problem: String| {
@@ -370,7 +370,7 @@ impl Hook {
             () = text.read(&mut output) => None,
             () = sleep_until(deadline) => None,
         };
-        // Whatever it left behind goes with it.
+        // Ends processes that the hook left behind.
         group.kill();
         let status = group.reap().await.map_err(failed)?;
         text.rest(&output);
@@ -419,11 +419,11 @@ impl Hook {
     }
 }
 
-/// A hook's process, and every process that it started and that stayed in its group.
+/// A hook's process, and the processes that it started and that stayed in its process group.
 struct Group {
     child: Child,
     id: Pid,
-    /// None where the first process had ended before it could be looked at.
+    /// None if the process ended before it could be opened.
     process: Option<Process>,
     reaped: bool,
 }
@@ -444,8 +444,8 @@ impl Group {
         Ok(group)
     }
 
-    /// Waits for its first process, without taking its number away: until it is reaped, no other
-    /// group can have that number.
+    /// Waits for the first process to end, without reaping it. Until it is reaped, no other process
+    /// group can get its id.
     async fn ended(&self) -> io::Result<()> {
         match &self.process {
             Some(process) => process.ended().await,
@@ -474,7 +474,7 @@ impl Drop for Group {
     }
 }
 
-/// The end of what a program writes.
+/// The end of a program's output.
 #[derive(Default)]
 struct Output {
     bytes: Vec<u8>,
@@ -482,7 +482,7 @@ struct Output {
 }
 
 impl Output {
-    /// Takes in what is written, for ever.
+    /// Reads output until the future is dropped. Never returns, not even at the end of the output.
     async fn read(&mut self, pipe: &mut pipe::Receiver) {
         let mut piece = [0; 4096];
         loop {
@@ -498,8 +498,8 @@ impl Output {
         std::future::pending().await
     }
 
-    /// Takes in what is there already; processes that left the group may go on writing. The pipe
-    /// itself is asked: the runtime may not have heard of what the last of them wrote.
+    /// Reads the output that is available now. Processes that left the group may continue to write.
+    /// Reads the pipe directly, because the runtime may not have noticed the last output yet.
     fn rest(&mut self, pipe: &pipe::Receiver) {
         let mut piece = [0; 4096];
         for _ in 0..16 {
@@ -534,14 +534,14 @@ impl Output {
 }
 
 impl Said {
-    /// All that is kept of it.
+    /// Returns all output that is stored.
     pub(crate) fn text(&self) -> &str {
         &self.0
     }
 }
 
 impl HookError {
-    /// What the hook wrote.
+    /// Returns the hook's output.
     pub(crate) fn said(&self) -> &str {
         match self {
             Self::Unfit { .. } | Self::Run { .. } => "",
@@ -551,7 +551,7 @@ impl HookError {
 }
 
 impl std::fmt::Display for Said {
-    /// As the end of a sentence.
+    /// Formats the output as the end of a sentence.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         if self.0.is_empty() {
             return f.write_str(" (it wrote nothing)");
@@ -600,7 +600,7 @@ mod tests {
 
     fn has_ended(pid: &str) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", pid.trim()));
-        // One that nobody has reaped yet has ended as well.
+        // A zombie has ended too.
         stat.map_or(true, |stat| stat.contains(") Z "))
     }
 
@@ -647,7 +647,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_hook_knows_what_is_documented_and_nothing_else() {
-        // What the shell itself puts there is taken away again.
+        // The shell itself sets these variables.
         let said = run("unset PWD OLDPWD SHLVL _; env | sort", "10s")
             .await
             .unwrap();

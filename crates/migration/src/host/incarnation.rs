@@ -1,9 +1,9 @@
-//! The incarnation of this host's journals: what other agents recognise them by.
+//! The incarnation of this host's journals, by which other agents recognise them.
 //!
-//! A source that has released a guest believes "I do not know this attempt" only of the journals
-//! that it offered the attempt to. So an incarnation must be lost with them. It is a file in their
-//! folder, and it names the folder's inode: a copy of the folder, or one restored from a backup,
-//! may lack records, and gets a new incarnation.
+//! A source that has released a guest accepts the answer "unknown attempt" only from the journals
+//! that it offered the attempt to. So an incarnation must be lost together with its journals. It is
+//! stored in their folder with the folder's inode: a copy of the folder, or one restored from a
+//! backup, may lack records and gets a new incarnation.
 
 use crate::host::atomic_file;
 use crate::host::start_error::StartError;
@@ -34,7 +34,7 @@ fn read_or_create(folder: &Path) -> io::Result<Incarnation> {
                 path = %path.display(),
                 "these journals are a copy, or damaged: migrations in doubt at other hosts stay \
                  so, \
-                 until a person decides"
+                 until an operator decides"
             ),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -47,7 +47,7 @@ fn read_or_create(folder: &Path) -> io::Result<Incarnation> {
     Ok(incarnation)
 }
 
-/// The incarnation that a file names, if it is of the folder with this inode.
+/// Returns the incarnation in a file, if the file belongs to the folder with this inode.
 fn parse(bytes: &[u8], inode: u64) -> Option<Incarnation> {
     let text = std::str::from_utf8(bytes).ok()?;
     let (incarnation, of) = text.trim_end().split_once(' ')?;
@@ -67,7 +67,7 @@ mod tests {
         let first = of(&folder).unwrap();
         assert_eq!(of(&folder).unwrap(), first);
 
-        // Moved away, with a new one in its place; and moved back.
+        // The folder is moved away and a new one takes its place. Then it is moved back.
         let aside = state.path().join("aside");
         fs::rename(&folder, &aside).unwrap();
         fs::create_dir(&folder).unwrap();
@@ -75,7 +75,7 @@ mod tests {
         assert_ne!(second, first);
         assert_eq!(of(&aside).unwrap(), first);
 
-        // Restored from a backup.
+        // The file is restored from a backup.
         let text = fs::read(aside.join(FILE)).unwrap();
         fs::write(folder.join(FILE), text).unwrap();
         assert_ne!(of(&folder).unwrap(), first);

@@ -1,4 +1,4 @@
-//! Remembers which table of limits each trusted host has, by its key: a host that is trusted again
+//! Records which table of limits each trusted host has, by its key. A host that is trusted again
 //! under another name keeps its limits.
 
 use crate::host::atomic_file;
@@ -12,12 +12,12 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The file's name, in the state folder.
+/// The name of the file, in the state folder.
 const FILE: &str = "limited-hosts";
-/// The largest file that is read, in bytes.
+/// Limit on the size of the file, in bytes.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// The limits of every host, and the hosts that have a table of their own.
+/// The limits of all hosts, and the recorded tables of single hosts.
 pub(crate) struct LimitedHosts {
     limits: Limits,
     path: PathBuf,
@@ -25,7 +25,7 @@ pub(crate) struct LimitedHosts {
 }
 
 impl LimitedHosts {
-    /// Reads which hosts had a table.
+    /// Reads the recorded tables.
     pub(crate) fn open(limits: Limits, state: &Path) -> io::Result<Self> {
         let path = state.join(FILE);
         let tables = read(&path)?;
@@ -36,7 +36,7 @@ impl LimitedHosts {
         })
     }
 
-    /// The limits of a host.
+    /// Returns the limits of a host.
     pub(crate) fn of(&self, host: HostId, name: &str) -> &PeerLimits {
         let own = self.limits.table_of(host, name);
         let table = own.map(str::to_owned);
@@ -44,7 +44,7 @@ impl LimitedHosts {
         self.limits.of_table(table.as_deref())
     }
 
-    /// Remembers the tables that the trusted hosts have now.
+    /// Records the tables that the trusted hosts have now.
     pub(crate) fn remember(&self, trusted: &[TrustedHost]) -> io::Result<()> {
         let mut tables = lock(&self.tables);
         let mut now = tables.clone();
@@ -62,7 +62,7 @@ impl LimitedHosts {
         Ok(())
     }
 
-    /// What an operator should know about the tables, of the trusted hosts by key and name.
+    /// Returns warnings about the tables, given the trusted hosts by key and name.
     fn warnings(&self, trusted: &[(HostId, String)]) -> Vec<String> {
         let tables = lock(&self.tables);
         let mut used = BTreeMap::new();
@@ -88,8 +88,7 @@ impl LimitedHosts {
     }
 }
 
-/// What an operator should know about the tables of limits, of the hosts that are trusted by
-/// fingerprint and name.
+/// Returns warnings about the tables of limits, given the trusted hosts by fingerprint and name.
 pub fn warnings(config: &Config, trusted: &[(String, String)]) -> io::Result<Vec<String>> {
     let hosts = LimitedHosts::open(config.limits.clone(), &config.state)?;
     let known = trusted.iter();
@@ -159,7 +158,7 @@ mod tests {
         assert_eq!(hosts.of(PARIS, "friend").guests, 1);
         assert_eq!(hosts.of(OSLO, "friend").guests, default);
 
-        // Also after a restart, and until its table is removed.
+        // Also after a restart, until the table is removed.
         let hosts = open(&["paris-2"]);
         assert_eq!(hosts.of(PARIS, "friend").guests, 1);
         let warnings = hosts.warnings(&[(PARIS, "friend".to_owned())]);

@@ -1,6 +1,6 @@
 //! The memory of this host.
 
-/// A value of /proc/meminfo, in bytes.
+/// Returns a value of /proc/meminfo, in bytes.
 pub fn meminfo(text: &str, name: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib = line.strip_prefix(':')?.trim().strip_suffix("kB")?.trim();

@@ -1,7 +1,7 @@
-//! What the memory of guests that left held, in files, for when they come back: one sparse file for
-//! each guest, its RAM blocks one after the other.
+//! The memory cache: the RAM of guests that left, in files, for their return. Each guest has one
+//! sparse file with its RAM blocks one after the other.
 //!
-//! Nothing depends on these files, and nothing is believed of them: who reads one compares digests.
+//! Nothing depends on these files, and their content is not trusted: every reader compares digests.
 //! So they have no header, are not made durable, and may be torn, changed or removed at any time.
 
 use crate::host::config::Config;
@@ -19,33 +19,33 @@ use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
-/// The folder in the state folder, where no other is named.
+/// The default folder, in the state folder.
 const FOLDER: &str = "memory";
-/// What files are called: their guest's name and this.
+/// The end of a file's name, after its guest's name.
 const SUFFIX: &str = ".memory";
 const LIMIT_DEFAULT: u64 = 16 << 30;
 const LIMIT_MIN: u64 = 1 << 20;
 const AGE_DEFAULT: Duration = Duration::from_secs(7 * 24 * 3600);
 const AGE_MIN: Duration = Duration::from_secs(60);
-/// So much is read, written and synced at once.
+/// Number of blocks that are read, written and synced at once.
 const PIECE_BLOCKS: u64 = 1024;
-/// Longest pause between two pieces; a pause is as long as the piece took.
+/// Limit on the pause between two pieces. A pause is as long as the piece took.
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// What stays free of the file system: one part in so many.
+/// The part of the file system that stays free: one in this number.
 const FREE_ONE_IN: u64 = 20;
 
-/// Whether, where and for how long it is kept.
+/// The configuration of the memory cache.
 #[derive(Debug, Clone, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct KeptMemoryConfig {
     folder: Option<PathBuf>,
-    /// What all files together may take.
+    /// Limit on the size of all files together.
     limit: Option<String>,
     max_age: Option<String>,
 }
 
 impl KeptMemoryConfig {
-    /// What is wrong with it.
+    /// Returns an error if a value is invalid.
     pub(crate) fn check(&self) -> Result<(), String> {
         if let Some(folder) = self.folder.as_ref().filter(|folder| !folder.is_absolute()) {
             return Err(format!(
@@ -85,7 +85,7 @@ impl KeptMemoryConfig {
     }
 }
 
-/// The files of what is kept.
+/// The memory cache.
 #[derive(Debug)]
 pub(crate) struct KeptMemory {
     folder: PathBuf,
@@ -93,26 +93,26 @@ pub(crate) struct KeptMemory {
     max_age: Duration,
 }
 
-/// How much of a guest's memory is in its file.
+/// The part of a guest's memory that was written to its file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Written {
-    /// What is not zero.
+    /// The number of bytes in blocks that are not zero.
     pub(crate) bytes: u64,
-    /// Whether that is all of it.
+    /// Whether all memory was written.
     pub(crate) whole: bool,
 }
 
-/// Memory that can be read.
+/// A guest's memory that can be read.
 pub(crate) trait Memory {
-    /// The lengths of its regions, in blocks.
+    /// Returns the lengths of the regions, in blocks.
     fn regions(&self) -> Vec<u64>;
-    /// Reads blocks of one; an error ends the writing, and what was written stays.
+    /// Reads blocks of a region. An error ends the writing, and the file keeps what was written.
     fn read(&self, region: usize, range: BlockRange, into: &mut [u8]) -> Result<(), String>;
-    /// Waits while somebody else needs this host; false where there is no time any more.
+    /// Waits while other tasks need this host. Returns false if the writing has to end now.
     fn may_go_on(&self) -> bool;
 }
 
-/// A file of a guest.
+/// The file of a guest.
 struct Found {
     guest: String,
     path: PathBuf,
@@ -121,7 +121,7 @@ struct Found {
 }
 
 impl KeptMemory {
-    /// Uses the folder that the configuration names, if it wants anything to be kept.
+    /// Opens the cache in the configured folder. Returns none if it is not configured.
     pub(crate) fn open(config: &Config) -> Result<Option<Arc<Self>>, StartError> {
         let Some(wanted) = &config.kept_memory else {
             let left = Self {
@@ -129,7 +129,7 @@ impl KeptMemory {
                 limit_bytes: 0,
                 max_age: Duration::ZERO,
             };
-            // Of a time when it was wanted.
+            // Removes files from a time when it was configured.
             left.sweep(&|_| true);
             return Ok(None);
         };
@@ -147,7 +147,7 @@ impl KeptMemory {
         Ok(Some(Arc::new(kept)))
     }
 
-    /// What was kept of a guest whose memory has so many blocks.
+    /// Opens the file of a guest whose memory has this number of blocks.
     pub(crate) fn look(&self, guest: &str, blocks: u64) -> Option<File> {
         let file = open_plain(&self.path(guest))?;
         let bytes = blocks.checked_mul(BLOCK_SIZE as u64);
@@ -155,7 +155,7 @@ impl KeptMemory {
         file.metadata().is_ok_and(fits).then_some(file)
     }
 
-    /// Removes what is too old, of guests that are here, and more than the limit.
+    /// Removes files that are too old, files of guests that are here, and files beyond the limit.
     pub(crate) fn sweep(&self, is_here: &dyn Fn(&str) -> bool) {
         let done = self.files().and_then(|files| {
             for file in &files {
@@ -173,8 +173,8 @@ impl KeptMemory {
         }
     }
 
-    /// Writes what a guest's memory holds in place of what was kept of it. Where there is no room
-    /// nothing stays.
+    /// Replaces the file of a guest with the content of its memory. Removes the file if there is no
+    /// room.
     pub(crate) fn write(&self, guest: &str, memory: &dyn Memory) -> io::Result<Written> {
         let path = self.path(guest);
         remove(&path)?;
@@ -227,8 +227,8 @@ impl KeptMemory {
         Ok(written)
     }
 
-    /// Removes the oldest files of others until all take no more than the limit; false where those
-    /// of one guest alone take as much. An error where the file system has too little room.
+    /// Removes the oldest files of other guests until the limit is met. Returns false if the file
+    /// of this guest alone exceeds it. Fails if the file system has too little free space.
     fn make_room(&self, guest: Option<&str>) -> io::Result<bool> {
         let mut files = self.files()?;
         files.sort_by_key(|file| std::cmp::Reverse(file.written));
@@ -276,7 +276,7 @@ impl KeptMemory {
             let guest = name.to_str().and_then(|name| name.strip_suffix(SUFFIX));
             let Some(guest) = guest else { continue };
             let found = match entry.metadata() {
-                // Somebody has removed it.
+                // It has been removed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
                 other => other?,
             };
@@ -292,13 +292,13 @@ impl KeptMemory {
         Ok(files)
     }
 
-    /// Names of guests are checked before they come here, and fit a file's name.
+    /// Returns the file of a guest. Guest names are validated before and fit a file name.
     fn path(&self, guest: &str) -> PathBuf {
         self.folder.join(format!("{guest}{SUFFIX}"))
     }
 }
 
-/// Writes those blocks that are not zero, from that block of the file on: how many bytes.
+/// Writes the blocks that are not zero, starting at a block of the file. Returns the bytes written.
 fn write_content(file: &File, block: u64, content: &[u8]) -> io::Result<u64> {
     let is_zero = |block: &[u8]| block.iter().all(|byte| *byte == 0);
     let (mut from, mut written) = (0, 0);
@@ -317,7 +317,7 @@ fn write_content(file: &File, block: u64, content: &[u8]) -> io::Result<u64> {
     Ok(written)
 }
 
-/// Opens a file for reading: neither a link to somewhere else nor a pipe that nobody writes to.
+/// Opens a regular file for reading. Does not follow a link, and does not block on a pipe.
 pub(crate) fn open_plain(path: &Path) -> Option<File> {
     let mut options = OpenOptions::new();
     let flags = nix::libc::O_NOFOLLOW | nix::libc::O_NONBLOCK;
@@ -349,7 +349,8 @@ mod tests {
         }
     }
 
-    /// Regions of so many blocks, of which every third has content, read until it has ended.
+    /// Memory with regions of these lengths, in which every third block has content. Reading fails
+    /// after a number of pieces.
     struct Guest {
         regions: Vec<u64>,
         pieces: Cell<u64>,
@@ -414,7 +415,7 @@ mod tests {
         }
         assert!(kept.look("web", 3004).is_none(), "of another machine");
         assert!(kept.look("mail", 3005).is_none());
-        // It left again with less.
+        // The guest left again with less memory.
         kept.write("web", &Guest::new(&[5])).unwrap();
         assert!(kept.look("web", 5).is_some());
     }
@@ -442,7 +443,7 @@ mod tests {
     #[test]
     fn the_oldest_make_room_and_one_guest_gets_no_more_than_the_limit() {
         let folder = tempfile::tempdir().unwrap();
-        // Each takes a third of 9 MiB.
+        // Each file has a third of 9 MiB.
         let third = Guest::new(&[9 * MIB / BLOCK_SIZE as u64]);
         let small = kept(folder.path(), 7 * MIB);
         for (age, guest) in [(200, "first"), (100, "second"), (0, "third")] {
@@ -500,10 +501,10 @@ mod tests {
         fs::write(&other, vec![7; BLOCK_SIZE]).unwrap();
         std::os::unix::fs::symlink(&other, kept.path("web")).unwrap();
         assert!(kept.look("web", 1).is_none());
-        // Nor is it written through.
+        // Writing does not follow the link either.
         kept.write("web", &Guest::new(&[1])).unwrap();
         assert_eq!(fs::read(&other).unwrap(), vec![7; BLOCK_SIZE]);
-        // A folder that is gone is told, and no more.
+        // A missing folder is reported and has no other effect.
         let gone = KeptMemory {
             folder: folder.path().join("gone"),
             ..kept

@@ -1,4 +1,4 @@
-//! What an agent has on its host: configuration, state, indexes and hooks.
+//! The agent's resources on its host: configuration, state, indexes and hooks.
 
 pub mod atomic_file;
 pub mod base_images;

@@ -1,4 +1,4 @@
-//! What each trusted host may take of this one, as the configuration says it.
+//! Limits on each trusted host's use of this host, from the configuration.
 
 use crate::host::config::is_name;
 use longhaul_protocol::HostId;
@@ -7,37 +7,37 @@ use serde::{Deserialize, Deserializer, de};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-/// What one trusted host may take of this one.
+/// Limits on one trusted host's use of this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct PeerLimits {
-    /// Guests that it sent, arriving or running here, at once.
+    /// Guests from it that arrive or run here at once.
     pub(crate) guests: u32,
-    /// Those of them that are arriving.
+    /// Guests from it that arrive at once.
     pub(crate) arriving: u32,
-    /// Their memory together, in bytes.
+    /// Memory of its guests together, in bytes.
     pub(crate) memory_bytes: u64,
-    /// Their virtual CPUs together.
+    /// Virtual CPUs of its guests together.
     pub(crate) vcpus: u32,
-    /// Images that they may use; any that the host has where it is none.
+    /// Images that its guests may use. None allows all images of this host.
     pub(crate) images: Option<Vec<String>>,
-    /// Networks that they may use; any that the host has where it is none.
+    /// Networks that its guests may use. None allows all networks of this host.
     pub(crate) networks: Option<Vec<String>>,
     /// Threads that decode and hash for it at once.
     pub(crate) workers: u32,
-    /// Moves that it may begin in an hour, refused ones included.
+    /// Migrations that it may begin per hour, including refused ones.
     pub(crate) attempts_per_hour: u32,
-    /// Questions that it may ask in a minute.
+    /// Queries per minute.
     pub(crate) queries_per_minute: u32,
     /// Channels at once, over all its connections.
     pub(crate) channels: u32,
-    /// An arriving guest gets at least this often a minimum of blocks, or is given up.
+    /// The period in which an arriving guest must make minimal progress, or is given up.
     pub(crate) stall: Duration,
-    /// The longest that a guest may be on its way.
+    /// Time limit for a guest to arrive.
     pub(crate) move_time: Duration,
 }
 
 impl PeerLimits {
-    /// The defaults on a host of this size.
+    /// Returns the defaults for a host of this size.
     pub(crate) fn defaults(memory_bytes: u64, cpus: usize) -> Self {
         Self {
             guests: 64,
@@ -56,7 +56,7 @@ impl PeerLimits {
     }
 }
 
-/// A table of limits; what is left out stays as it is.
+/// A table of limits. A missing value keeps its default.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct LimitsTable {
@@ -77,23 +77,23 @@ pub(crate) struct LimitsTable {
     move_time: Option<Duration>,
 }
 
-/// What the configuration says of one host.
+/// The configuration of one host.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct HostTable {
     limits: LimitsTable,
 }
 
-/// The limits of every host.
+/// The limits of all hosts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Limits {
     all: PeerLimits,
-    /// By the name of the table: a trusted host's name, or its fingerprint.
+    /// Limits by the name of the table: a trusted host's name or its fingerprint.
     hosts: BTreeMap<String, PeerLimits>,
 }
 
 impl Limits {
-    /// Puts together what the configuration says for all hosts and for single ones.
+    /// Combines the limits of all hosts with those of single hosts.
     pub(crate) fn new(
         all: &LimitsTable,
         hosts: &BTreeMap<String, HostTable>,
@@ -120,7 +120,7 @@ impl Limits {
         Ok(limits)
     }
 
-    /// The name of a host's own table: by its fingerprint, or else by its name.
+    /// Returns the name of a host's own table, by its fingerprint, or else by its name.
     pub(crate) fn table_of(&self, host: HostId, name: &str) -> Option<&str> {
         let is_its = |table: &&String| table.parse() == Ok(host);
         let named = || self.hosts.keys().find(|table| *table == name);
@@ -128,14 +128,14 @@ impl Limits {
         table.map(String::as_str)
     }
 
-    /// The limits of a table; those of all hosts without one.
+    /// Returns the limits of a table. Without a table returns the limits of all hosts.
     pub(crate) fn of_table(&self, table: Option<&str>) -> &PeerLimits {
         table
             .and_then(|table| self.hosts.get(table))
             .unwrap_or(&self.all)
     }
 
-    /// The names of all tables of single hosts.
+    /// Returns the names of all tables of single hosts.
     pub(crate) fn tables(&self) -> impl Iterator<Item = &str> {
         self.hosts.keys().map(String::as_str)
     }

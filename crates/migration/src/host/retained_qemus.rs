@@ -1,4 +1,4 @@
-//! The stopped QEMUs of guests that left, which this host retains until their memory is cached.
+//! Retained QEMUs: the stopped QEMUs of guests that left, until their memory is cached.
 
 use crate::host::lock::lock;
 use std::collections::HashMap;
@@ -6,11 +6,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 
-/// The QEMUs of guests that left, which this host retains.
+/// The QEMUs that this host retains.
 #[derive(Default)]
 pub(crate) struct RetainedQemus {
     guests: Mutex<HashMap<String, Arc<Retained>>>,
-    /// Whoever writes: one at a time.
+    /// Held while a memory is written: one at a time.
     pub(crate) turn: Mutex<()>,
 }
 
@@ -42,22 +42,22 @@ impl RetainedQemus {
         }
     }
 
-    /// Whether the QEMU of this guest stands only for what its memory held.
+    /// Returns whether the QEMU of this guest is retained only for its memory.
     pub(crate) fn has(&self, guest: &str) -> bool {
         self.find(guest).is_some()
     }
 
-    /// Has a guest's QEMU end now, if it stands.
+    /// Ends a guest's retained QEMU now, if there is one.
     pub(crate) async fn give_way(&self, guest: &str) {
         let Some(stands) = self.find(guest) else {
             return;
         };
         stands.gives_way.store(true, Ordering::Relaxed);
-        // Whoever lets it stand does not end before it is gone.
+        // The task that retains it ends only after the QEMU is gone.
         let _ = stands.gone.subscribe().wait_for(|gone| *gone).await;
     }
 
-    /// Has all of them end now; whether there were any.
+    /// Ends all retained QEMUs now. Returns whether there were any.
     pub(crate) async fn make_way(&self) -> bool {
         let guests: Vec<String> = {
             let guests = lock(&self.guests);

@@ -1,14 +1,13 @@
-//! Images whose guest has moved away: they get another name, so that the guest is not started from
-//! them.
+//! Images whose guest has moved away. They are renamed, so that the guest is not started from them.
 
 use std::fs::{self, File};
 use std::io;
 use std::path::{Path, PathBuf};
 
-/// What is added to the name of such an image.
+/// The suffix of such an image's name.
 const MOVED: &str = "moved";
 
-/// What the image of a disk is called when its guest has moved away.
+/// Returns the path of a disk's image after its guest has moved away.
 pub(crate) fn set_aside_as(image: &Path) -> PathBuf {
     let mut name = image.file_name().unwrap_or_default().to_owned();
     name.push(".");
@@ -16,9 +15,9 @@ pub(crate) fn set_aside_as(image: &Path) -> PathBuf {
     image.with_file_name(name)
 }
 
-/// Gives the image of a disk that is elsewhere now another name, so that nobody starts from it.
+/// Renames the image of a disk that has moved away, so that no guest starts from it.
 pub(crate) fn set_aside(image: &Path) -> io::Result<()> {
-    // A link to an image is its name here: the link gets the other name.
+    // If the path is a link, the link is renamed.
     match fs::metadata(image) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
@@ -26,7 +25,7 @@ pub(crate) fn set_aside(image: &Path) -> io::Result<()> {
             fs::rename(image, set_aside_as(image))?;
             File::open(image.parent().unwrap_or(Path::new("/")))?.sync_all()
         }
-        // A volume has the name that it has.
+        // A volume is not renamed.
         Ok(_) => Ok(()),
     }
 }
@@ -50,7 +49,7 @@ mod tests {
         assert_eq!(fs::read(set_aside_as(&link)).unwrap(), b"content");
         set_aside(&image).unwrap();
         assert!(!image.exists());
-        // What is gone, and what is no file, stays as it is.
+        // A missing file and a folder are ignored.
         set_aside(&image).unwrap();
         set_aside(folder.path()).unwrap();
         assert!(folder.path().exists());

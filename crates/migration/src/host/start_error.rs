@@ -1,17 +1,17 @@
-//! Why an agent could not start.
+//! Errors that keep an agent from starting.
 
-/// Why an agent could not start, and what to do.
+/// Why an agent could not start, with a hint.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{message}")]
 pub struct StartError {
-    /// What is wrong.
+    /// The problem.
     pub message: String,
-    /// What to do about it.
+    /// What the operator can do about it.
     pub hint: Option<String>,
 }
 
 impl StartError {
-    /// An error without a hint.
+    /// Creates an error without a hint.
     pub fn new(message: impl Into<String>) -> Self {
         Self {
             message: message.into(),
@@ -19,7 +19,7 @@ impl StartError {
         }
     }
 
-    /// The same error, saying what to do about it.
+    /// Adds a hint to the error.
     pub fn hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self

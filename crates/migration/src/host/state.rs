@@ -1,4 +1,4 @@
-//! The agent's state folder and its lock, and what the agent's parts share.
+//! The agent's state folder and its lock, and the state that the agent's parts share.
 
 use crate::host::config::Config;
 use crate::host::content_index::Held;
@@ -14,35 +14,35 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 use std::sync::Arc;
 
-/// The file in the state folder that a running agent holds locked.
+/// The file in the state folder that a running agent keeps locked.
 const LOCK_FILE: &str = "agent.lock";
 
-/// What an agent's parts are given when they start.
+/// The state that an agent's parts share.
 #[derive(Clone)]
 pub struct Parts {
     /// The agent's configuration.
     pub config: Arc<Config>,
-    /// Who this host is.
+    /// The identity of this host.
     pub identity: Identity,
-    /// Whom it trusts.
+    /// The hosts that it trusts.
     pub trust: TrustStore,
-    /// What its QEMUs can do.
+    /// The prober of its QEMUs' capabilities.
     pub prober: Prober,
-    /// What its files hold, where that is to be known.
+    /// The content index, if configured.
     pub held: Option<Arc<Held>>,
-    /// What the memory of guests that left held, where that is to be kept.
+    /// The memory cache, if configured.
     pub(crate) kept_memory: Option<Arc<KeptMemory>>,
 }
 
 impl Parts {
-    /// Opens what is in the state folder.
+    /// Opens the parts in the state folder.
     pub fn open(config: Arc<Config>) -> Result<Self, StartError> {
         let identity = Identity::load_or_create(&config.state).map_err(|error| {
             StartError::new(format!("this host's identity cannot be used: {error}"))
         })?;
         let trust = TrustStore::open(&config.state.join(TRUST_FILE)).map_err(|error| {
             StartError::new(format!("the trusted hosts cannot be read: {error}"))
-                .hint("mend the file, or move it away and trust the hosts anew")
+                .hint("correct the file, or move it away and trust the hosts again")
         })?;
         let prober = Prober::new(config.hypervisor.clone());
         let held = Held::start(&config)?;
@@ -58,13 +58,13 @@ impl Parts {
     }
 }
 
-/// Holds the state folder for one agent; the kernel lets go of it however the agent ends.
+/// Locks the state folder for one agent. The kernel releases the lock when the agent ends.
 pub struct StateLock {
     _file: Flock<File>,
 }
 
 impl StateLock {
-    /// Makes the folder where it is missing, and locks it.
+    /// Locks the folder. Creates it if it does not exist.
     pub fn take(folder: &Path) -> Result<Self, StartError> {
         let error = |what: &dyn std::fmt::Display| {
             StartError::new(format!(
@@ -98,7 +98,7 @@ impl StateLock {
                     other => error(&other),
                 }
             })?;
-        // For people only: nothing depends on it.
+        // The process id is for operators only.
         let note = file
             .set_len(0)
             .and_then(|()| writeln!(file, "{}", std::process::id()));

@@ -1,9 +1,9 @@
-//! Tasks that own an attempt: a panic in one ends the agent.
+//! Tasks that own an attempt. A panic in such a task ends the agent.
 //!
-//! Such a task holds a guest's reservation and its journal. If it just ended, the guest's name
-//! would be free while its QEMU and its journal are in the middle of a handover. The agent that is
-//! started next takes the attempt up from the journal, which is the best-tested way on; guests do
-//! not depend on the agent.
+//! Such a task holds a guest's reservation and its journal. If only the task ended, the guest's
+//! name would be free while its QEMU and its journal are in the middle of a handover. The next
+//! agent continues the attempt from its journal, which is the best-tested path. Guests do not
+//! depend on the agent.
 
 use std::future::Future;
 use std::process::abort;
@@ -18,7 +18,7 @@ where
     tokio::spawn(owning(future))
 }
 
-/// Runs what owns an attempt in a task that is there already.
+/// Runs a future that owns an attempt in the current task.
 pub(crate) async fn owning<F: Future>(future: F) -> F::Output {
     let _guard = AbortOnPanic;
     future.await
@@ -49,7 +49,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .build()
             .unwrap();
-        // The harness would only count a panic.
+        // The test harness would only count a panic.
         let _ = runtime.block_on(async { spawn(async { panic!("on purpose") }).await });
     }
 

@@ -1,5 +1,5 @@
-//! Checks whether this agent may write where the disks of guests are, before a move begins: its
-//! unit's sandbox may not let it.
+//! Checks before a migration whether this agent may write to the folders of guests' disks. The
+//! sandbox of its systemd unit may forbid it.
 
 use crate::host::config::Config;
 use longhaul_api::NotWritable;
@@ -10,7 +10,7 @@ use std::fs::{self, OpenOptions};
 use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::Path;
 
-/// Folders that a unit hides, and the setting that does.
+/// Folders that a unit can hide, with the setting that hides them.
 const HIDDEN: [(&str, &str); 5] = [
     ("/home", "ProtectHome="),
     ("/root", "ProtectHome="),
@@ -19,7 +19,7 @@ const HIDDEN: [(&str, &str); 5] = [
     ("/var/tmp", "PrivateTmp="),
 ];
 
-/// Every folder and volume of the configured images in which the agent may not write.
+/// Returns every folder and volume of the configured images that the agent may not write to.
 pub fn refused(config: &Config) -> Vec<NotWritable> {
     let images = config.hypervisor.images.values();
     // A file that other hosts have too does not move.
@@ -29,8 +29,7 @@ pub fn refused(config: &Config) -> Vec<NotWritable> {
     found.collect::<BTreeMap<_, _>>().into_values().collect()
 }
 
-/// Whether the agent may write a disk's image and give it another name; of one that is not there
-/// yet, whether it may create it.
+/// Checks that the agent may write and rename a disk's image, or create it if it does not exist.
 pub(crate) fn check(image: &Path) -> Result<(), NotWritable> {
     let folder = image.parent().unwrap_or(Path::new("/"));
     match fs::metadata(image) {
@@ -48,8 +47,9 @@ fn check_access(path: &Path, folder: &Path) -> Result<(), NotWritable> {
     }
 }
 
-/// A cgroup's list of devices is only asked when one is opened. Opening it for reading is enough,
-/// and does not make the host look at it again, as closing it after writing would.
+/// Checks that the agent may open a volume: a cgroup's device list only applies on open. Opening
+/// for reading is enough. Unlike closing after writing, it does not make udev probe the volume
+/// again.
 fn check_volume(path: &Path) -> Result<(), NotWritable> {
     let mut options = OpenOptions::new();
     let options = options.read(true).custom_flags(nix::libc::O_NONBLOCK);
@@ -95,7 +95,7 @@ mod tests {
     use nix::mount::{MsFlags, mount};
     use nix::sched::{CloneFlags, unshare};
 
-    /// Makes a folder read-only, for this thread alone.
+    /// Makes a folder read-only for this thread alone.
     fn make_read_only(folder: &Path) -> nix::Result<()> {
         let none = None::<&Path>;
         unshare(CloneFlags::CLONE_NEWNS)?;

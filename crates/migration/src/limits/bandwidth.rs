@@ -1,12 +1,12 @@
-//! How fast this host may send: moves that are under way share one limit equally, those of a group
-//! another one, beside the limits of their own.
+//! Limits on the sending rate of this host. All migrations from here share one limit equally, and
+//! those of a group share another. Each migration can also have its own limit.
 
 use crate::host::lock::lock;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use tokio::sync::watch;
 
-/// The limit of all moves from this host together, and who shares those of groups.
+/// The limit of all migrations from this host, and the numbers of migrations in each group.
 #[derive(Debug, Clone)]
 pub(crate) struct Throttle {
     total_bps: Option<u64>,
@@ -14,11 +14,11 @@ pub(crate) struct Throttle {
     groups: Arc<Mutex<HashMap<String, Count>>>,
 }
 
-/// Moves that share a limit.
+/// The number of migrations that share a limit.
 type Count = Arc<watch::Sender<u64>>;
 
 impl Throttle {
-    /// All moves together send at most so many bits per second.
+    /// Creates the throttle, with the limit of all migrations together in bits per second.
     pub(crate) fn new(total_bps: Option<u64>) -> Self {
         Self {
             total_bps,
@@ -27,12 +27,12 @@ impl Throttle {
         }
     }
 
-    /// What a single move may send that has a limit of its own.
+    /// Returns the limit of a sender that shares with no other, in bits per second.
     pub(crate) fn alone(&self, own_bps: Option<u64>) -> Option<u64> {
         at_most(own_bps, self.total_bps)
     }
 
-    /// One more move, of a group if it is in one: then its own limit is that of the group.
+    /// Adds a migration. In a group, the migration's own limit is the limit of the whole group.
     pub(crate) fn join(&self, group: Option<&str>) -> Share {
         let group = group.map(|name| {
             let mut groups = lock(&self.groups);
@@ -47,7 +47,7 @@ impl Throttle {
     }
 }
 
-/// One of those that share a limit, until it is dropped.
+/// One member of those that share a limit, until it is dropped.
 #[derive(Debug)]
 struct Place {
     count: Count,
@@ -63,14 +63,14 @@ impl Place {
         }
     }
 
-    /// Its part of what they share.
+    /// Returns this member's share of a limit.
     fn part(&self, all_bps: Option<u64>) -> Option<u64> {
         let moves = (*self.seen.borrow()).max(1);
         all_bps.map(|all| all / moves)
     }
 
     async fn changed(&mut self) {
-        // The sender is kept here too.
+        // Never closed: this place has the sender too.
         if self.seen.changed().await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -83,7 +83,7 @@ impl Drop for Place {
     }
 }
 
-/// The part of one move, until it is dropped.
+/// The share of one migration, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Share {
     total_bps: Option<u64>,
@@ -92,7 +92,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// What the move may send that has a limit of its own, or one with its group.
+    /// Returns the migration's limit in bits per second, given its own or its group's limit.
     pub(crate) fn of(&self, own_bps: Option<u64>) -> Option<u64> {
         let own_bps = match &self.group {
             Some(group) => group.part(own_bps),
@@ -101,7 +101,7 @@ impl Share {
         at_most(own_bps, self.all.part(self.total_bps))
     }
 
-    /// Waits until it may be another. Safe to cancel.
+    /// Waits until the share may have changed. Safe to cancel.
     pub(crate) async fn changed(&mut self) {
         let Self {
             total_bps,

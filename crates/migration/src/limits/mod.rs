@@ -1,4 +1,4 @@
-//! What migrations and peers may use: bandwidth, quotas, and what guests that move at once share.
+//! Limits on migrations and peers: bandwidth, quotas, and shared deduplication.
 
 pub(crate) mod bandwidth;
 pub(crate) mod peer_claims;

@@ -1,4 +1,4 @@
-//! Whose an attempt is: a host may speak of those that it is the source of, and of no others.
+//! Ownership of attempts: a peer may only refer to attempts whose source it is.
 
 use longhaul_engine::handover::{Record, Side};
 use longhaul_protocol::HostId;
@@ -6,7 +6,7 @@ use longhaul_protocol::message::Offer;
 use longhaul_storage::{JournalError, read_journal};
 use std::path::Path;
 
-/// Whether every attempt of a journal is one that arrived, or was to arrive, from this host.
+/// Returns whether every attempt in a journal has this host as its source.
 pub(crate) fn belongs_to(records: &[Record], host: HostId) -> bool {
     records.iter().all(|record| match record {
         Record::Began { side, peer, .. } => *side == Side::Destination && *peer == host,
@@ -14,7 +14,7 @@ pub(crate) fn belongs_to(records: &[Record], host: HostId) -> bool {
     })
 }
 
-/// Whether a journal tells of nothing but arrivals that were given up.
+/// Returns whether a journal contains only arrivals that were aborted.
 pub(crate) fn only_aborted_arrivals(records: &[Record]) -> bool {
     let ended = |record: &Record| matches!(record, Record::Aborted { .. } | Record::Closed { .. });
     records.last().is_none_or(ended)
@@ -28,7 +28,7 @@ pub(crate) fn only_aborted_arrivals(records: &[Record]) -> bool {
         })
 }
 
-/// Whether an offer can be the next attempt of its migration; says why not.
+/// Checks that an offer can be the next attempt of its migration.
 pub(crate) fn fits(journal: &Path, offer: &Offer, peer: HostId) -> Result<(), String> {
     let known = records(journal).map_err(|error| error.to_string())?;
     if !belongs_to(&known, peer) {
@@ -44,7 +44,7 @@ pub(crate) fn fits(journal: &Path, offer: &Offer, peer: HostId) -> Result<(), St
     Ok(())
 }
 
-/// The records of a journal, where there is one; it may be in use.
+/// Reads the records of a journal, which may be in use. Returns none if it does not exist.
 pub(crate) fn records(path: &Path) -> Result<Vec<Record>, JournalError> {
     if !path.exists() {
         return Ok(Vec::new());

@@ -1,9 +1,9 @@
-//! What another host takes of this one: counted before anything is made for it, and refused by the
-//! name of the limit.
+//! Quotas: the use of this host by each peer. An offer is counted before anything is created for
+//! it. A refusal names the limit.
 //!
-//! `gate` looks at the first message of each channel, `claims` at whose an attempt is, `pace` at
-//! whether an arrival gets on. The limits themselves are the configuration's
-//! ([`crate::host::peer_limits`]).
+//! [`crate::limits::peer_claims`] checks the ownership of attempts, and
+//! [`crate::limits::progress_watchdog`] the progress of arrivals. The limits come from the
+//! configuration ([`crate::host::peer_limits`]).
 
 use crate::context::Context;
 use crate::host::descriptions;
@@ -29,14 +29,15 @@ pub(crate) use crate::limits::progress_watchdog::Pace;
 
 const HOUR: Duration = Duration::from_secs(3600);
 const MINUTE: Duration = Duration::from_secs(60);
-/// First messages of channels in a minute, whatever they say; beyond that the connection ends.
+/// Limit on the first messages of channels per minute, of any kind. A peer that exceeds it loses
+/// its connection.
 const REQUESTS_PER_MINUTE: u32 = 1200;
-/// How long the journal of an arrival that was aborted is kept.
+/// How long the journal of an aborted arrival is kept.
 const ABORTED_KEPT_FOR: Duration = Duration::from_secs(24 * 3600);
-/// A generation that no guest reaches by moving.
+/// A generation that no guest reaches by migrations.
 const GENERATION_MAX: u64 = 1 << 62;
 
-/// What every other host has in use here.
+/// What every peer uses on this host.
 pub(crate) struct Allowances {
     limits: LimitedHosts,
     state: Mutex<State>,
@@ -45,7 +46,7 @@ pub(crate) struct Allowances {
 #[derive(Default)]
 struct State {
     peers: HashMap<HostId, Use>,
-    /// Guests on their way in, by migration.
+    /// The arriving guests, by migration.
     arriving: HashMap<MigrationId, Arriving>,
     swept: Option<Instant>,
 }
@@ -65,7 +66,7 @@ struct Arriving {
     vcpus: u32,
 }
 
-/// So many in a time, as a supply that fills up again evenly.
+/// A token bucket: at most `most` uses per time `per`, refilled evenly.
 #[derive(Debug)]
 pub(crate) struct Bucket {
     most: f64,
@@ -110,7 +111,7 @@ impl Use {
     }
 }
 
-/// What an arriving guest holds of its sender's allowance; given back when it is dropped.
+/// An arriving guest's part of its sender's quota. Returned when this is dropped.
 pub(crate) struct Admission {
     context: Arc<Context>,
     migration: MigrationId,
@@ -120,12 +121,12 @@ pub(crate) struct Admission {
 }
 
 impl Admission {
-    /// Notes who sent the guest whose folder this is.
+    /// Records the sender in the guest's folder.
     pub(crate) fn note(&self, folder: &GuestFolder) -> std::io::Result<()> {
         note_sender(folder, self.peer)
     }
 
-    /// What it may use.
+    /// Returns the resources that the arrival may use.
     pub(crate) fn means(&self) -> Means {
         Means {
             others: self.context.gangs.others(self.peer),
@@ -134,17 +135,18 @@ impl Admission {
         }
     }
 
-    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    /// Returns the guests that arrive from the same sender. Frames of this guest may refer to their
+    /// memory.
     pub(crate) fn others(&self) -> Others {
         self.context.gangs.others(self.peer)
     }
 
-    /// Waits for one of them.
+    /// Waits for one of the sender's worker threads.
     pub(crate) async fn worker(&self) -> Option<OwnedSemaphorePermit> {
         self.workers.clone().acquire_owned().await.ok()
     }
 
-    /// The clock of an arrival that begins now.
+    /// Returns the watchdog of an arrival that begins now.
     fn pace(&self) -> Pace {
         Pace::new(
             self.limits.stall,
@@ -154,18 +156,18 @@ impl Admission {
     }
 }
 
-/// What an arrival may use here.
+/// The resources that an arrival may use.
 pub(crate) struct Means {
-    /// The guests that arrive from the sender, whose memory this one's frames may look at.
+    /// The guests that arrive from the same sender. Frames of this guest may refer to their memory.
     pub(crate) others: Others,
-    /// The threads that may work for the sender.
+    /// The sender's worker threads.
     pub(crate) workers: Arc<Semaphore>,
-    /// Whether the source gets on.
+    /// The watchdog of the source's progress.
     pub(crate) pace: Pace,
 }
 
 impl Means {
-    /// Of a guest that runs here already.
+    /// Returns the resources for a guest that already runs here.
     pub(crate) fn of_one_that_is_here(context: &Context, peer: HostId, host: &str) -> Self {
         let limits = context.allowances.limits.of(peer, host);
         Self {
@@ -184,7 +186,7 @@ impl Drop for Admission {
 }
 
 impl Allowances {
-    /// Nothing is in use but by guests that have arrived before.
+    /// Creates the quotas. Only guests that arrived under an earlier agent count as used.
     pub(crate) fn new(limits: LimitedHosts) -> Self {
         Self {
             limits,
@@ -192,7 +194,7 @@ impl Allowances {
         }
     }
 
-    /// Waits for one of the threads that may work for a peer.
+    /// Waits for one of a peer's worker threads.
     pub(crate) async fn worker(&self, peer: &TrustedHost) -> Option<OwnedSemaphorePermit> {
         let workers = self.with_use(peer, |used, _| used.workers.clone());
         workers.acquire_owned().await.ok()
@@ -206,12 +208,13 @@ impl Allowances {
         self.limits.of(peer.id, &peer.name)
     }
 
-    /// Remembers which limits the trusted hosts have, whatever they are called later.
+    /// Records which limits the trusted hosts have. A host keeps its limits when it gets another
+    /// name.
     pub(crate) fn remember(&self, trusted: &[TrustedHost]) -> std::io::Result<()> {
         self.limits.remember(trusted)
     }
 
-    /// Who offered the guest of this migration, while it is on its way in.
+    /// Returns the host that offered the guest of this migration, while the guest arrives.
     pub(crate) fn preparing(&self, migration: MigrationId) -> Option<HostId> {
         self.lock().arriving.get(&migration).map(|one| one.peer)
     }
@@ -228,8 +231,8 @@ impl Allowances {
         what(used.or_insert_with(|| Use::new(limits, now)), now)
     }
 
-    /// Removes the journals of arrivals that were aborted long ago: whoever asks for one of them
-    /// hears the same from a host that knows nothing of it.
+    /// Removes the journals of arrivals that were aborted long ago. The answer to a query about
+    /// such an arrival is the same without its journal.
     pub(crate) fn sweep(&self, context: &Context) {
         let now = Instant::now();
         let last = self.lock().swept.replace(now);
@@ -257,9 +260,9 @@ impl Allowances {
                 {
                     journal.remove()?;
                 }
-                // One in use, or with something else in it, stays.
+                // A journal that is in use, or that contains other records, is kept.
                 Ok(_) | Err(JournalError::Busy(_)) => {}
-                // So does one of a guest that is held.
+                // So is the journal of a guest that is held.
                 Err(error) if error.is_of_the_file() => {}
                 Err(error) => return Err(error),
             }
@@ -272,10 +275,10 @@ fn age(at: SystemTime) -> Duration {
     SystemTime::now().duration_since(at).unwrap_or_default()
 }
 
-/// The file in a guest's folder that says who sent it.
+/// The file in a guest's folder that names the sender.
 const SENT_BY: &str = "sent-by";
 
-/// Notes in its folder who sent a guest, for as long as it is here.
+/// Records the sender in a guest's folder, which exists while the guest is here.
 fn note_sender(folder: &GuestFolder, peer: HostId) -> std::io::Result<()> {
     std::fs::write(folder.path().join(SENT_BY), format!("{peer}\n"))
 }
@@ -290,14 +293,14 @@ pub(crate) fn path_of(context: &Context, migration: MigrationId) -> PathBuf {
     journals.join(file_name(migration))
 }
 
-/// Lets an offered guest in, or says which rule or limit stands against it. Nothing was made for
-/// the offer before, and of its texts none is used before they are held against the rules.
+/// Admits an offered guest, or refuses it and names the rule or limit. Nothing is created for the
+/// offer before this. None of its texts is used before it is validated.
 pub(crate) async fn admit(
     context: &Arc<Context>,
     peer: &TrustedHost,
     offer: &Offer,
 ) -> Result<Admission, Refusal> {
-    // Few at a time, so that many at once do not make as many threads.
+    // The peer's worker limit bounds the threads that concurrent offers use.
     let workers = &context.allowances;
     let workers = workers.with_use(peer, |used, _| used.workers.clone());
     let _worker = workers.acquire().await;
@@ -355,7 +358,7 @@ fn look_at(
     })
 }
 
-/// Refusals in the words of a limit.
+/// Builds refusals that name a limit.
 struct Excess<'a> {
     here: &'a str,
     peer: &'a str,
@@ -377,7 +380,7 @@ fn refusal(code: RefusalCode, text: String, hint: Option<String>) -> Refusal {
     Refusal { code, text, hint }
 }
 
-/// Whether guests of this peer may use everything that one names.
+/// Checks that guests of this peer may use all images and networks that a description names.
 pub(crate) fn may_name(
     context: &Context,
     peer: &TrustedHost,
@@ -390,7 +393,7 @@ pub(crate) fn may_name(
     named(&excess, context.allowances.limits(peer), guest)
 }
 
-/// What can be said against an offer without counting anything.
+/// Checks an offer without counting anything.
 fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
     let here = &context.parts.config.name;
     let invalid = |text: String| refusal(RefusalCode::Invalid, format!("{here}: {text}"), None);
@@ -414,7 +417,7 @@ fn sound(context: &Context, offer: &Offer) -> Result<(), Refusal> {
             format!("{here} does not know yet whether {guest} runs at {host}"),
             Some(format!("on {here}: longhaul migrations")),
         )),
-        // The owner's own guest, which has never moved: stopped, it is known by its description.
+        // A local guest that has never moved. While it is stopped, only its description exists.
         None if descriptions::file(&context.parts.config.state, guest).exists() => Err(refusal(
             RefusalCode::Busy,
             format!("{here} has a guest called {guest} of its own, which is stopped"),
@@ -454,7 +457,7 @@ fn named(
     }
 }
 
-/// Whether there is room for one more guest of this peer.
+/// Checks that the peer's limits allow one more guest.
 fn room(
     context: &Context,
     state: &State,

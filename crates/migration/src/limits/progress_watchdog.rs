@@ -1,18 +1,18 @@
-//! Whether an arrival gets on: a peer that sends next to nothing is not waited for.
+//! A watchdog of an arrival's progress: a peer that sends almost nothing is given up.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// What counts as getting on: in each period of `stall` this many bytes a second of a guest's
-/// memory. A link of 64 kbit/s carries eight times as much before anything is left out or packed.
+/// The minimum rate of a guest's memory in each period of `stall`, in bytes per second. A link of
+/// 64 kbit/s carries eight times as much, before deduplication and compression.
 const BYTES_PER_S_MIN: u64 = 1024;
 const BLOCK_BYTES: u64 = 4096;
-/// How long a guest that runs here waits for its source to say that it knows.
+/// How long a guest that runs here waits for its source to confirm.
 const GOODBYE: Duration = Duration::from_secs(60);
 
-/// The clock of one arrival.
+/// The watchdog of one arrival.
 #[derive(Debug)]
 pub(crate) struct Pace {
     stall: Duration,
@@ -40,7 +40,7 @@ impl Pace {
         }
     }
 
-    /// So many blocks have come, or were compared.
+    /// Counts blocks that arrived or were compared.
     pub(crate) fn came(&self, blocks: u64, now: Instant) {
         let mut period = self.period.lock().unwrap_or_else(PoisonError::into_inner);
         period.blocks = period.blocks.saturating_add(blocks);
@@ -52,24 +52,24 @@ impl Pace {
         }
     }
 
-    /// The next step was reached, of the few that there are.
+    /// Counts a completed step of the handover as progress.
     pub(crate) fn stepped(&self, now: Instant) {
         self.came(self.blocks_min, now);
     }
 
-    /// The source was away for this long, which has a limit of its own.
+    /// Excludes the time of an interrupted connection. That time has its own limit.
     pub(crate) fn was_away(&self, time: Duration) {
         let mut period = self.period.lock().unwrap_or_else(PoisonError::into_inner);
         period.began += time;
     }
 
-    /// When the arrival is given up if nothing more comes.
+    /// Returns when the arrival is given up if no more progress is made.
     pub(crate) fn deadline(&self) -> Instant {
         let period = self.period.lock().unwrap_or_else(PoisonError::into_inner);
         (period.began + self.stall).min(self.ends)
     }
 
-    /// When the source of a guest that runs here is not waited for any more.
+    /// Returns when a guest that runs here stops waiting for its source.
     pub(crate) fn goodbye(&self) -> Instant {
         let period = self.period.lock().unwrap_or_else(PoisonError::into_inner);
         period.began + GOODBYE.min(self.stall)

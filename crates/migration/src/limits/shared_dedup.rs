@@ -1,6 +1,7 @@
-//! Guests that move at once between the same two hosts, a gang: what one of them brings, the others
-//! refer to. At the source they share a key for digests and an index of what has arrived; the
-//! destination lets each look at the memory of the others.
+//! Shared deduplication. Guests that move at once between the same two hosts form a gang. A block
+//! that one of them has sent becomes a reference when another sends it. At the source they share a
+//! digest key and an index of what has arrived. At the destination each can read the memory of the
+//! others.
 
 use crate::host::lock::lock;
 use longhaul_codec::{BlockId, Digest};
@@ -10,7 +11,7 @@ use longhaul_protocol::{BLOCK_SIZE, HostId, MigrationId};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, Weak};
 
-/// A block that is looked at.
+/// The content of a block that is read.
 type Block = [u8; BLOCK_SIZE];
 
 /// The gangs that leave this host, and the guests that arrive at it.
@@ -22,14 +23,14 @@ pub(crate) struct Gangs {
 
 type Arriving = HashMap<(HostId, MigrationId), Arc<dyn Look>>;
 
-/// The memory of an arriving guest, as another one's frames may look at it.
+/// The memory of an arriving guest, which the frames of other guests may refer to.
 pub(crate) trait Look: Send + Sync + 'static {
-    /// Reads a block; false when it cannot be read.
+    /// Reads a block. Returns false if it cannot be read.
     fn look(&self, id: BlockId, into: &mut Block) -> bool;
 }
 
 impl Gangs {
-    /// The gang of those that leave for this host now, or a new one.
+    /// Returns the gang that leaves for a host now, or a new one.
     pub(crate) fn leaving_for(&self, host: HostId) -> Result<Arc<Gang>, getrandom::Error> {
         let mut leaving = lock(&self.leaving);
         leaving.retain(|_, gang| gang.strong_count() > 0);
@@ -46,7 +47,7 @@ impl Gangs {
         Ok(gang)
     }
 
-    /// What the frames of a guest from this host may look at.
+    /// Returns the guests that frames of a guest from this host may refer to.
     pub(crate) fn others(&self, host: HostId) -> Others {
         Others {
             host,
@@ -55,19 +56,19 @@ impl Gangs {
     }
 }
 
-/// Guests that leave for one host, while any of them does.
+/// The guests that leave for one host at the same time.
 pub(crate) struct Gang {
     key: [u8; 32],
     index: Mutex<GangIndex>,
 }
 
 impl Gang {
-    /// The key of all their digests.
+    /// Returns the key of all their digests.
     pub(crate) fn key(&self) -> [u8; 32] {
         self.key
     }
 
-    /// Lets a guest use what the others bring, and the others what it brings.
+    /// Adds a guest, so that it and the others can refer to each other's blocks.
     pub(crate) fn join(self: &Arc<Self>, migration: MigrationId, engine: &mut Source) {
         let blocks = engine.all_blocks();
         let Some(member) = lock(&self.index).join(migration, blocks) else {
@@ -113,7 +114,7 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    /// Lets the others look at this one until what is returned is dropped.
+    /// Lets the others read this guest's memory until the returned value is dropped.
     pub(crate) fn show(&self, migration: MigrationId, memory: Arc<dyn Look>) -> Shown {
         let key = (self.host, migration);
         lock(&self.arriving).insert(key, memory);
@@ -123,14 +124,14 @@ impl Others {
         }
     }
 
-    /// Reads a block of one of them; false when it is not there or cannot be read.
+    /// Reads a block of one of them. Returns false if it does not exist or cannot be read.
     pub(crate) fn look(&self, migration: MigrationId, id: BlockId, into: &mut Block) -> bool {
         let memory = lock(&self.arriving).get(&(self.host, migration)).cloned();
         memory.is_some_and(|memory| memory.look(id, into))
     }
 }
 
-/// An arriving guest whose memory others may look at.
+/// An arriving guest whose memory others may read.
 pub(crate) struct Shown {
     key: (HostId, MigrationId),
     arriving: Arc<Mutex<Arriving>>,

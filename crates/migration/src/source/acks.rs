@@ -1,5 +1,5 @@
-//! Hears what the destination acknowledges, beside everything else that the owner of a migration
-//! does: a guest may wait for it, and its QEMU for the guest.
+//! Receives the destination's acknowledgements in a task of its own: writes of the guest may wait
+//! for them, and then QEMU may wait for the guest.
 
 use crate::source::sender::{Line, Sending};
 use longhaul_engine::source::SourceError;
@@ -8,34 +8,34 @@ use longhaul_transport::BulkError;
 use std::sync::Arc;
 use tokio::task::JoinHandle;
 
-/// Why nothing more is acknowledged over a connection.
+/// The reason why no more acknowledgements come over a connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AcknowledgeError {
-    /// It is gone.
+    /// The connection is lost.
     #[error(transparent)]
     Lost(#[from] BulkError),
-    /// What came is no acknowledgement.
+    /// A message is not an acknowledgement.
     #[error(transparent)]
     Wire(#[from] WireError),
-    /// What came makes no sense.
+    /// The engine rejected an acknowledgement.
     #[error(transparent)]
     Engine(#[from] SourceError),
-    /// A part of the agent broke.
+    /// The task failed.
     #[error("a part of the agent broke: {0}")]
     Broken(String),
 }
 
-/// Hears them over one connection, until it is dropped.
+/// The task that receives the acknowledgements of one connection. Dropping it ends the task.
 pub(crate) struct Acknowledging(JoinHandle<AcknowledgeError>);
 
 impl Acknowledging {
-    /// Begins to.
+    /// Begins to receive acknowledgements.
     pub(crate) fn begin(sending: Arc<Sending>, line: Arc<Line>) -> Self {
         Self(tokio::spawn(async move {
             match hear(&sending, &line).await {
                 Ok(never) => match never {},
                 Err(error) => {
-                    // At once: nobody may wait for what it would have brought.
+                    // At once, because writes may wait for acknowledgements that no longer come.
                     sending.disconnect_from(&line);
                     error
                 }
@@ -43,7 +43,7 @@ impl Acknowledging {
         }))
     }
 
-    /// Waits until nothing more comes.
+    /// Waits until no more acknowledgements come.
     pub(crate) async fn ended(&mut self) -> AcknowledgeError {
         let ended = (&mut self.0).await;
         ended.unwrap_or_else(|error| AcknowledgeError::Broken(error.to_string()))

@@ -1,14 +1,15 @@
-//! A guest on its way out: one task from the request to the guest's running elsewhere, or on here.
+//! The attempt of a departing guest: one task, from the request until the guest runs at the
+//! destination or continues to run here.
 //!
 //! ```text
 //! Preparing -> Precopy -> Stopping -> Loading -> [Verifying] -> HandingOver -> Finishing
-//!     \___________\___________\__________\____________\______/ abort: the guest runs on here
+//!     \___________\___________\__________\____________\______/ abort: the guest runs here
 //! ```
 //!
-//! One loop owns everything: it waits for what happens, tells the engine and the hand-over, and
-//! does what they say. A lost connection is made again beside it, within patience. Blocks are sent
-//! while the destination still launches its QEMU; the guest is not stopped before that waits for
-//! it.
+//! One loop owns all state. It waits for events, passes them to the engine and to the core of the
+//! handover, and carries out their decisions. A lost connection is made again in a task of its own,
+//! for as long as the patience of the request lasts. Blocks are sent while the destination still
+//! launches its QEMU. The guest is stopped only after that QEMU waits for it.
 
 mod drain;
 mod handover;
@@ -48,22 +49,22 @@ use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, Interval, MissedTickBehavior, interval};
 
-/// How often the engine is asked what to do next.
+/// Interval at which the engine is asked for advice.
 const TICK: Duration = Duration::from_millis(5);
-/// How often what people see is brought up to date.
+/// Interval at which the shown progress is updated.
 const SHOW_EVERY: Duration = Duration::from_millis(200);
-/// How long a pass may take to begin.
+/// Time limit for QEMU to begin a pass.
 const PASS_WITHIN: Duration = Duration::from_secs(3);
-/// How long the report waits for the destination's last messages.
+/// Time limit for the destination's last messages before the report is written.
 const CLOSE_WITHIN: Duration = Duration::from_secs(5);
-/// How long the destination's figures are waited for when everything else is done.
+/// Time limit for the destination's summary when everything else is done.
 const SUMMARY_WITHIN: Duration = Duration::from_secs(2);
-/// A destination that has been gone for this time is shown as lost.
+/// Time without a connection after which the destination is shown as lost.
 const LOST_AFTER: Duration = Duration::from_secs(3);
-/// A sender that broke is started again after this time.
+/// Delay before a failed sending worker is restarted.
 const RETRY_EVERY: Duration = Duration::from_secs(1);
 
-/// Everything that preparing has made.
+/// The result of preparing.
 pub(crate) struct Task {
     pub(crate) context: Arc<Context>,
     pub(crate) entry: Arc<Entry>,
@@ -73,23 +74,23 @@ pub(crate) struct Task {
     pub(crate) sending: Arc<Sending>,
     pub(crate) handover: SourceHandover,
     pub(crate) downtime: Duration,
-    /// What the guest's memory looks like; it is whole when nothing more comes.
+    /// Findings about the guest's memory. They are complete when the channel is closed.
     pub(crate) look: watch::Receiver<Look>,
-    /// What of its disks will probably travel, in bytes.
+    /// Estimate of the bytes of its disks that travel.
     pub(crate) disk_bytes: u64,
-    /// What the link was known to carry before, in bytes per second.
+    /// Throughput of the link known from before, in bytes per second.
     pub(crate) known_rate: Option<f64>,
-    /// Its part of what all moves may send.
+    /// This move's share of the bandwidth for all moves.
     pub(crate) share: Share,
     pub(crate) reservation: Reservation,
 }
 
-/// A task at work.
+/// A running attempt at the source.
 pub(crate) struct SourceAttempt {
     task: Task,
     session: Option<Session>,
     dial: Option<Dial>,
-    /// The session begins with what is missing: the rest of the disks goes over it.
+    /// Whether the session begins with the lists of missing blocks, so that the drain uses it.
     begins_with_missing: bool,
     ticks: Interval,
     interruptions: u32,
@@ -103,27 +104,27 @@ pub(crate) struct SourceAttempt {
     wire_bytes: (u64, u64),
     stopped: Option<StoppedAt>,
     announced: Option<(Epoch, u64)>,
-    /// The pass after which another was asked for, and when.
+    /// The pass that was current when another was requested, and the time of the request.
     asked_pass: Option<(u32, Instant)>,
     disks: Disks,
     early: Option<Vec<u8>>,
     comparing: Option<Comparison>,
-    /// Whether disks are still to be compared while the guest runs.
+    /// Whether disks have yet to be compared while the guest runs.
     compares_ahead: bool,
     verified: bool,
-    /// The error that the core is being told of.
+    /// The error behind the event that is being passed to the core.
     failing: Option<ApiError>,
     failure: Option<ApiError>,
     summary: Option<Summary>,
     predicted: bool,
-    /// The guest runs at the destination, which fetches what is left of its disks.
+    /// The drain of the disks, once the guest runs at the destination.
     draining: Option<Drain>,
     committed_at: Option<Instant>,
-    /// Its QEMU, where that stands for what its memory held.
+    /// The QEMU that is retained until the guest's memory is cached.
     departed: Option<RetainedQemu>,
-    /// The guest could not be resumed, which is tried again without this task.
+    /// Whether the guest could not be resumed. It is tried again without this task.
     unresumed: bool,
-    /// Both journals are complete.
+    /// Whether both journals are complete.
     closed: bool,
 }
 
@@ -150,7 +151,8 @@ enum Happened {
 }
 
 impl SourceAttempt {
-    /// Takes over from preparing: the destination launches its QEMU, the source's tracks writes.
+    /// Creates the task after preparing: the destination launches its QEMU, and QEMU at the source
+    /// tracks writes.
     pub(crate) fn new(task: Task, session: Session) -> Self {
         let now = Instant::now();
         let sending = &task.sending;
@@ -199,7 +201,7 @@ impl SourceAttempt {
         &self.task.entry
     }
 
-    /// What it may send, in bits per second.
+    /// Returns the bandwidth limit of this move, in bits per second.
     fn limit_bps(&self) -> Option<u64> {
         self.task.share.of(*self.limits.borrow())
     }
@@ -208,7 +210,7 @@ impl SourceAttempt {
         self.began.elapsed()
     }
 
-    /// Moves the guest, or brings everything back to where it was.
+    /// Moves the guest, or restores the state from before the move.
     pub(crate) async fn run(mut self) {
         self.entry().enter(Phase::Precopy);
         drive_source(&mut self).await;
@@ -221,7 +223,8 @@ impl SourceAttempt {
         self.close().await;
     }
 
-    /// Whether the guest's place is decided, and nothing more is done with its QEMU here.
+    /// Returns whether it is decided where the guest runs, and nothing more is done with its QEMU
+    /// here.
     fn is_decided(&self) -> bool {
         let overruled = *self.state() == SourceState::Overruled;
         self.task.handover.core.is_over() || overruled || self.unresumed
@@ -249,7 +252,8 @@ impl SourceAttempt {
                     SendError::Content(format!("a part of the agent broke: {error}"))
                 }))
             }
-            // Before what may always be there: patience and retries must not wait for silence.
+            // Polled before the events that may always be ready, so that these cannot delay
+            // patience and retries.
             _ = self.ticks.tick() => Happened::Tick,
             message = next_message(&mut self.session) => Happened::Message(message),
             error = ended(&mut self.acknowledging) => Happened::Acknowledging(error),
@@ -281,7 +285,7 @@ impl SourceAttempt {
             }
             Happened::Message(Err(error)) => self.lost(&error.to_string()).await,
             Happened::Worker(error) if self.draining.is_some() => {
-                // Nothing can be given up any more: it is tried again.
+                // The attempt can no longer be given up, so sending is tried again.
                 tracing::error!(migration = %self.task.offer.migration, %error, "sending broke");
                 let sending = self.task.sending.clone();
                 self.worker = tokio::spawn(async move {
@@ -312,7 +316,7 @@ impl SourceAttempt {
     async fn tick(&mut self) {
         time_source(self).await;
         if self.is_disconnected() {
-            // An operator who knows that it never comes back may take the guest back.
+            // If the destination never returns, an operator may reclaim the guest.
             let next = self.terms().next();
             self.entry().in_doubt(HandoverRecord::Done, next);
         }
@@ -324,8 +328,9 @@ impl SourceAttempt {
             let stats = line.bulk.stats();
             let queued_bytes = self.task.sending.queued_bytes();
             let (host, context) = (&self.task.host, &self.task.context);
-            // What is delivered would be what the slowest makes of it: the encoder, the link, or
-            // the destination.
+            // The delivery rate is that of the slowest part: the encoder, the link or the
+            // destination. The path's rate is that of the link alone. It is noted only while more
+            // than half a congestion window is queued.
             let possible = stats.path_rate_bps().map(|rate| rate / 8.0);
             if let Some(possible) = possible
                 && queued_bytes > stats.congestion_window_bytes / 2
@@ -375,8 +380,8 @@ impl SourceAttempt {
         }
     }
 
-    /// Asks QEMU for another pass. One that has nothing to report may not begin any: then what is
-    /// known is all that there is.
+    /// Asks QEMU for another pass. QEMU may begin none when it has no writes to report. If none
+    /// begins within [`PASS_WITHIN`], all writes are known, and the guest may be stopped.
     async fn read_pass(&mut self) {
         let pass = self.task.sending.engine().pass_number();
         let (asked_for, at) = *self.asked_pass.get_or_insert((pass, Instant::now()));
@@ -391,7 +396,7 @@ impl SourceAttempt {
     async fn guest(&mut self, event: Event) {
         let now = self.now();
         let mut next = Some(event);
-        // Whole bursts at once: the reader has thousands of runs ready.
+        // Handles all events that are ready, because the reader may have thousands of runs.
         while let Some(event) = next {
             let noted = self
                 .task
@@ -446,7 +451,7 @@ impl SourceAttempt {
         }
     }
 
-    /// The destination says something of the attempt itself.
+    /// Handles a message that the core decides about.
     async fn decided(&mut self, decided: FromDestination, message: ToSource) {
         match message {
             ToSource::Ready { .. } => {
@@ -471,7 +476,8 @@ impl SourceAttempt {
         self.tell(CoreEvent::Message(decided)).await;
     }
 
-    /// While the guest runs, or once the destination has loaded, and as long as it can be asked.
+    /// Returns whether a comparison may ask the destination: it is connected, and the guest runs or
+    /// the destination has loaded it.
     fn may_compare(&self) -> bool {
         let stopped = self.stopped.as_ref();
         let may = stopped.is_none_or(|stopped| stopped.loaded_at.is_some());
@@ -518,7 +524,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Lets a connection go that is gone; false where there was none.
+    /// Drops a lost connection. Returns false if there was none.
     fn let_go(&mut self, why: &str) -> bool {
         let Some(session) = self.session.take() else {
             return false;
@@ -532,7 +538,7 @@ impl SourceAttempt {
         true
     }
 
-    /// Ends the connection.
+    /// Closes the connection and stops connecting.
     fn hang_up(&mut self) {
         if let Some(session) = self.session.take() {
             self.keep_wire_bytes(&session);
@@ -589,8 +595,8 @@ impl SourceAttempt {
             .and_then(|session| session.line.clone())
     }
 
-    /// Whether the destination, which has the guest and needs blocks from here, has been gone for
-    /// a while.
+    /// Returns whether the destination, which runs the guest and needs blocks from here, has been
+    /// gone for longer than [`LOST_AFTER`].
     pub(crate) fn is_disconnected(&self) -> bool {
         let lost_for = self.task.handover.lost_for();
         let lost = lost_for.is_some_and(|time| time > LOST_AFTER);
@@ -601,7 +607,7 @@ impl SourceAttempt {
         self.task.handover.core.is_launching()
     }
 
-    /// Says that only the destination knows where the guest runs.
+    /// Shows that only the destination knows where the guest runs.
     fn show_doubt(&self) {
         if self.entry().outcome().is_none() {
             let next = self.terms().next();
@@ -613,7 +619,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Sends; the event is that of a destination that is gone.
+    /// Sends a message. Returns `Lost` if this shows that the connection is lost.
     fn post(&mut self, message: ToDestination) -> Option<CoreEvent> {
         let session = self.session.as_mut()?;
         if let Err(error) = session.sender.send(&message) {
@@ -628,7 +634,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Waits for the destination's last messages, until it has closed its journal too.
+    /// Waits for the destination's last messages, until the destination has closed its journal.
     async fn hear_last_messages(&mut self) {
         let until = Instant::now() + CLOSE_WITHIN;
         while self.session.is_some() && !self.closed && self.task.handover.core.is_over() {
@@ -655,7 +661,7 @@ async fn next_comparison(comparing: &mut Option<Comparison>) -> Next {
     }
 }
 
-/// Waits until acknowledgements end.
+/// Waits until no more acknowledgements come.
 async fn ended(acknowledging: &mut Option<Acknowledging>) -> AcknowledgeError {
     let error = match acknowledging {
         Some(acknowledging) => acknowledging.ended().await,

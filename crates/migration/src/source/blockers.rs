@@ -1,5 +1,5 @@
-//! What of a guest's disks keeps it from being moved now, whether or not they move along: a job
-//! that runs on them, and an image that is not the one that the guest is described with.
+//! Reasons of a guest's disks that prevent a move now, even if the disks stay: a running job, and a
+//! disk whose image is not the described one.
 
 use crate::context::Context;
 use crate::disks::exports;
@@ -12,7 +12,7 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Looks at them.
+/// Returns these reasons.
 pub(crate) async fn find(
     context: &Context,
     guest: &Guest,
@@ -58,7 +58,8 @@ pub(crate) async fn find(
     Ok(found)
 }
 
-/// The file of a device by its path in QEMU, which says a device's id where it has one.
+/// Returns the file of a device by its path in QEMU. QEMU reports a device's id instead if it has
+/// one.
 fn file_of<'a>(files: &'a BTreeMap<String, PathBuf>, device: &str) -> Option<&'a PathBuf> {
     let by_id = device.strip_prefix("/machine/peripheral/");
     files
@@ -66,8 +67,8 @@ fn file_of<'a>(files: &'a BTreeMap<String, PathBuf>, device: &str) -> Option<&'a
         .or_else(|| by_id.and_then(|id| files.get(id)))
 }
 
-/// Whether both are there, and are not one file or device. One that is gone is dealt with
-/// elsewhere.
+/// Returns whether both exist and are different files or devices. A file that does not exist is
+/// handled elsewhere.
 fn are_two(one: &Path, other: &Path) -> bool {
     let identity = |path: &Path| {
         let found = fs::metadata(path).ok()?;

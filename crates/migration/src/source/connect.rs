@@ -1,4 +1,4 @@
-//! The source's connection to the destination for one attempt, made and made again.
+//! The source's connection to the destination for one attempt, which is made again when it is lost.
 
 use crate::channel::{self, Receiver, Sender, TalkError};
 use crate::context::Context;
@@ -13,9 +13,10 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::task::JoinHandle;
 
-/// The destination runs hooks before it answers an offer, and launches a QEMU before it accepts it.
+/// Time limit for the destination to answer an offer, before which it runs hooks, and to accept it,
+/// before which it launches a QEMU.
 pub(crate) const OFFER_WITHIN: Duration = Duration::from_secs(120);
-/// Any other answer.
+/// Time limit for any other answer.
 const ANSWER_WITHIN: Duration = Duration::from_secs(20);
 
 /// An open connection: control, the migration's channel, and bulk.
@@ -23,36 +24,36 @@ pub(crate) struct Session {
     pub(crate) control: Control,
     pub(crate) sender: Sender<ToDestination>,
     pub(crate) receiver: Receiver<ToSource>,
-    /// Bulk; none where the destination has everything already.
+    /// The bulk connection; `None` if the destination needs no blocks.
     pub(crate) line: Option<Arc<Line>>,
 }
 
-/// Why there is no session.
+/// The reason why a session could not be established.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SessionError {
-    /// No connection.
+    /// No connection could be made.
     #[error(transparent)]
     Connect(#[from] ConnectError),
-    /// It was there, and is gone.
+    /// The connection was made, and then lost.
     #[error(transparent)]
     Link(#[from] LinkError),
-    /// The channel ended, or broke the protocol.
+    /// The channel ended, or a message broke the protocol.
     #[error(transparent)]
     Talk(#[from] TalkError),
-    /// The destination does not take the guest.
+    /// The destination refuses the guest.
     #[error("{}", .0.text)]
     Refused(Refusal),
-    /// The attempt is over there.
+    /// The destination has given up the attempt.
     #[error("the destination gave up: {0}")]
     Aborted(String),
-    /// The destination has the guest.
+    /// The destination runs the guest.
     #[error("the destination has committed")]
     Committed {
-        /// And needs nothing of the source any more.
+        /// Whether it needs no more blocks from the source.
         all_present: bool,
     },
-    /// What is left of the guest's disks cannot be sent.
-    #[error("what is left of its disks cannot be sent: {0}")]
+    /// The missing blocks of the guest's disks cannot be sent.
+    #[error("the missing blocks of its disks cannot be sent: {0}")]
     Left(#[from] std::io::Error),
     /// The host that answers has lost the journals that the attempt was offered to.
     #[error(
@@ -61,25 +62,26 @@ pub(crate) enum SessionError {
          so it cannot tell whether the guest runs there"
     )]
     OtherJournals,
-    /// An answer that does not fit.
+    /// The answer does not fit the question.
     #[error("the destination breaks the protocol: {0}")]
     Protocol(&'static str),
 }
 
-/// What a source needs to come back.
+/// What a source needs to connect to the destination of an attempt again.
 #[derive(Debug, Clone)]
 pub(crate) struct Attempted {
     pub(crate) migration: MigrationId,
     pub(crate) attempt: Attempt,
     pub(crate) host: String,
-    /// The host that the attempt was offered to, whatever its name is now.
+    /// The host that the attempt was offered to, independent of its current name.
     peer: Option<HostId>,
-    /// The journals that it was offered to; none if others may answer too.
+    /// The incarnation of the journals that the attempt was offered to. `None` accepts others too.
     incarnation: Option<Incarnation>,
 }
 
 impl Attempted {
-    /// What a source needs. `any_journals`: those of another incarnation may answer too.
+    /// Creates it from the ledger. With `any_journals`, journals of another incarnation may answer
+    /// too.
     pub(crate) fn of(ledger: &Ledger, any_journals: bool) -> Self {
         Self {
             migration: ledger.migration,
@@ -104,8 +106,8 @@ impl Attempted {
     }
 }
 
-/// Makes an offer, in this message. The destination has yet to accept it, and takes blocks already;
-/// it says what it has of the guest already.
+/// Makes an offer with this message. Returns the session, and what the destination has of the guest
+/// already. The destination takes blocks from now on, and accepts the offer later.
 pub(crate) async fn offer(
     control: Control,
     message: ToDestination,
@@ -156,15 +158,16 @@ async fn bulk(
     Ok(Line::new(bulk, binding.epoch))
 }
 
-/// A connection that was made again, and how far the destination is, if it has said so.
+/// A connection that was made again, and the state of the attempt at the destination if it has
+/// reported it.
 pub(crate) type Dialled = Result<(Session, Option<AttemptState>), SessionError>;
 
-/// A try to connect, beside everything else that is done, for as long as this exists: a source that
-/// comes back to an attempt that is over would have the destination record it again.
+/// A task that connects again, which is aborted when this is dropped. Without the abort, a source
+/// could resume an attempt that is over, and the destination would record it again.
 pub(crate) struct Dial(JoinHandle<Dialled>);
 
 impl Dial {
-    /// Begins to: with a connection for blocks of this epoch, or with a question.
+    /// Begins to connect: for blocks, with this epoch, or to ask about the attempt without one.
     pub(crate) fn begin(
         context: &Arc<Context>,
         attempted: Attempted,
@@ -196,7 +199,7 @@ impl Drop for Dial {
     }
 }
 
-/// Waits for the result of a try to connect, if there is one, and forgets it.
+/// Waits for the result of connecting, if that has begun, and forgets the task.
 pub(crate) async fn dialled(dial: &mut Option<Dial>) -> Dialled {
     let done = match dial {
         Some(dial) => dial.done().await,
@@ -206,7 +209,7 @@ pub(crate) async fn dialled(dial: &mut Option<Dial>) -> Dialled {
     done
 }
 
-/// Waits for the next message, if there is a connection.
+/// Waits for the next message. Without a connection it waits forever.
 pub(crate) async fn next_message(session: &mut Option<Session>) -> Result<ToSource, TalkError> {
     match session {
         Some(session) => session.receiver.recv().await,
@@ -215,12 +218,13 @@ pub(crate) async fn next_message(session: &mut Option<Session>) -> Result<ToSour
 }
 
 impl SessionError {
-    /// Whether another try would end in the same way, until an operator changes something.
+    /// Returns whether another attempt to connect fails in the same way until an operator changes
+    /// something.
     pub(crate) fn is_final(&self) -> bool {
         matches!(self, Self::Connect(error) if is_final(error))
     }
 
-    /// What the core of the attempt is told.
+    /// Returns the error as the core of the attempt knows it.
     pub(crate) fn to_core(&self) -> DialError {
         match self {
             Self::Aborted(reason) => DialError::Aborted(reason.clone()),
@@ -275,7 +279,7 @@ async fn try_resume(
         ToSource::AllPresent { .. } => {
             return Err(SessionError::Committed { all_present: true });
         }
-        // Its agent was restarted when everything was there: no block is needed any more.
+        // The destination's agent was restarted when it had all blocks, so it needs no more.
         ToSource::Ready { .. } => {
             let session = Session {
                 control,
@@ -305,7 +309,7 @@ async fn try_resume(
     ))
 }
 
-/// Asks what became of an attempt; the answers follow on the channel.
+/// Asks for the outcome of an attempt. The answers follow on the channel.
 async fn ask(context: &Context, attempted: &Attempted) -> Result<Session, SessionError> {
     let control = attempted.connect(context).await?;
     let (mut sender, receiver) = channel::as_source(control.open().await?);
@@ -321,7 +325,7 @@ async fn ask(context: &Context, attempted: &Attempted) -> Result<Session, Sessio
     })
 }
 
-/// A failed session, as it is answered.
+/// Returns the API's error for a failed session.
 pub(crate) fn failure(host: &str, error: &SessionError) -> ApiError {
     match error {
         SessionError::Connect(error) => crate::status::failure::connect(host, error),

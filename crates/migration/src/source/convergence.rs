@@ -1,5 +1,5 @@
-//! When a departing guest is stopped, and what people are told of one that writes too fast: from
-//! the API's words to the engine's and back.
+//! Conversion of the API's convergence settings to the engine's, and of the engine's findings about
+//! guests that write too fast to the API's.
 
 use longhaul_api::{
     ApiError, Convergence, ErrorCode, Outpaced, StopChoice, StopReason, StopRule, TooFast,
@@ -9,10 +9,10 @@ use longhaul_engine::stop::{self, Wish};
 use longhaul_protocol::units::{show_bytes, show_duration};
 use std::time::Duration;
 
-/// A downtime that is longer is not known.
+/// Predictions of at least this duration count as unknown.
 const KNOWN_MAX: Duration = Duration::from_secs(86_400);
 
-/// Refuses what makes no sense.
+/// Refuses invalid settings.
 pub(crate) fn check(asked: &Convergence) -> Result<(), ApiError> {
     if (1..=99).contains(&asked.slow_at_most_percent) {
         return Ok(());
@@ -24,12 +24,12 @@ pub(crate) fn check(asked: &Convergence) -> Result<(), ApiError> {
     Err(ApiError::new(ErrorCode::InvalidRequest, text))
 }
 
-/// By how much QEMU may slow a guest.
+/// Returns the limit to which QEMU may slow the guest, in percent of its time.
 pub(crate) fn slow_at_most(asked: &Convergence) -> Option<u8> {
     (asked.too_fast == TooFast::Slow).then_some(asked.slow_at_most_percent)
 }
 
-/// What the engine is asked for.
+/// Returns the settings for the engine.
 pub(crate) fn wish(asked: &Convergence, downtime: Duration) -> Wish {
     let rule = match asked.stop_rule {
         StopRule::Predicted => stop::Rule::Predicted,
@@ -38,7 +38,7 @@ pub(crate) fn wish(asked: &Convergence, downtime: Duration) -> Wish {
         StopRule::Qemu => stop::Rule::Qemu,
     };
     let wait = match (asked.too_fast, rule) {
-        // QEMU's rule knows nothing but waiting.
+        // With QEMU's rule, a guest can only be waited for.
         (TooFast::Accept, stop::Rule::Predicted | stop::Rule::CloudNet | stop::Rule::Xen) => {
             Duration::ZERO
         }
@@ -51,12 +51,12 @@ pub(crate) fn wish(asked: &Convergence, downtime: Duration) -> Wish {
     }
 }
 
-/// Milliseconds of a prediction, where it is one.
+/// Returns a prediction in milliseconds; `None` if it is unknown.
 pub(crate) fn known_ms(time: Duration) -> Option<u64> {
     (time < KNOWN_MAX).then_some(time.as_millis() as u64)
 }
 
-/// How the moment of a stop was chosen.
+/// Returns how the time of the stop was chosen.
 pub(crate) fn choice(
     asked: &Convergence,
     reason: stop::StopReason,
@@ -79,7 +79,7 @@ pub(crate) fn choice(
     }
 }
 
-/// What is told of a guest that writes faster than the link carries.
+/// Returns what the API shows of a guest that writes faster than the link carries.
 pub(crate) fn outpaced(
     guest: &str,
     asked: &Convergence,
@@ -124,7 +124,7 @@ pub(crate) fn outpaced(
     })
 }
 
-/// What else could be done about a guest that writes too fast.
+/// Returns the other choices for a guest that writes too fast.
 pub(crate) fn choices(but: TooFast) -> String {
     let all = [
         (TooFast::Slow, "slow it (--too-fast slow)"),
@@ -139,7 +139,7 @@ pub(crate) fn choices(but: TooFast) -> String {
     format!("{}, or ask for less (--downtime)", others.join(", "))
 }
 
-/// What a plan says of a guest that would write too fast.
+/// Returns a plan's note about a guest that would write too fast.
 pub(crate) fn note(
     guest: &str,
     asked: &Convergence,

@@ -1,11 +1,11 @@
-//! Whether the disks of a departing guest still stand on what they stood on when its move began.
+//! A check that the disks of a departing guest use the same block nodes as when its move began.
 //!
-//! Other monitors of the guest's QEMU go on working while it moves: a backup takes a snapshot, a
-//! mirror takes over, a medium is changed. What the guest writes then is not where the move looks
-//! for it. QEMU refuses to plug devices in and out while it migrates, and nothing of the above. So
-//! the block graph is looked at every second, when QEMU tells of a job or a tray, and for the last
-//! time when QEMU has let go of the disks: with the guest stopped, nothing it wrote can go
-//! elsewhere any more.
+//! Other clients of the guest's QEMU continue to work during the move: a backup takes a snapshot, a
+//! mirror takes over, or a medium is changed. The guest's later writes are then not where the move
+//! reads. During a migration, QEMU refuses to plug and unplug devices, but none of these. So the
+//! block graph is compared every second, after QEMU's events about jobs and trays, and a last time
+//! after QEMU has closed the disks: the guest is stopped then, and no write can go elsewhere any
+//! more.
 
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::{DiskNodes, Front, Layout};
@@ -14,12 +14,12 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-/// Between two looks at the graph.
+/// Interval between comparisons of the graph.
 const LOOK_EVERY: Duration = Duration::from_secs(1);
-/// Events of QEMU's that begin like this may tell of a change.
+/// Prefixes of QEMU's events that may mean a change.
 const EVENTS: [&str; 3] = ["BLOCK_", "JOB_", "DEVICE_"];
 
-/// A guest's block graph when its move began, and what was put into it for the move.
+/// A guest's block graph when its move began, and the exports that were inserted for the move.
 pub(crate) struct GraphWatch {
     qmp: Qmp,
     before: Layout,
@@ -29,7 +29,7 @@ pub(crate) struct GraphWatch {
 }
 
 impl GraphWatch {
-    /// Looks at the graph as it is before anything is changed.
+    /// Records the graph before anything is changed.
     pub(crate) async fn begin(qmp: &Qmp) -> Result<Self, ApiError> {
         let before = Layout::look(qmp, &[]).await.map_err(unseen)?;
         Ok(Self {
@@ -41,7 +41,7 @@ impl GraphWatch {
         })
     }
 
-    /// From here on these front ends are part of the graph. It is compared now, and every second.
+    /// Takes these exports as part of the graph, and begins to compare it: now, and every second.
     pub(crate) async fn go_on_with(
         &mut self,
         fronts: Vec<(DiskNodes, Front)>,
@@ -61,7 +61,7 @@ impl GraphWatch {
                     }
                     std::future::pending::<()>().await;
                 };
-                // No event, or too many to be kept: both end with the time.
+                // If no event comes, or too many to be buffered, the timeout ends the wait.
                 let _ = tokio::time::timeout(LOOK_EVERY, told).await;
                 match compare(&qmp, &before, &fronts).await {
                     Ok(()) => {}
@@ -69,7 +69,8 @@ impl GraphWatch {
                         seen.send_replace(Some(error));
                         return;
                     }
-                    // A QEMU that answers nothing is noticed elsewhere, and the last look counts.
+                    // A QEMU that does not answer is noticed elsewhere, and the last comparison
+                    // decides.
                     Err(Changed::Unseen(error)) => tracing::warn!(%error, "cannot see the graph"),
                 }
             }
@@ -77,7 +78,7 @@ impl GraphWatch {
         Ok(())
     }
 
-    /// What was seen so far.
+    /// Returns an error if a change was found so far.
     pub(crate) fn check(&self) -> Result<(), ApiError> {
         match &*self.seen.borrow() {
             None => Ok(()),
@@ -85,7 +86,7 @@ impl GraphWatch {
         }
     }
 
-    /// Looks for the last time: QEMU has let go of the disks, or the move ends.
+    /// Compares the graph a last time, after QEMU has closed the disks.
     pub(crate) async fn finish(&mut self) -> Result<(), ApiError> {
         self.end();
         self.look().await

@@ -1,5 +1,5 @@
-//! What of a departed guest's disks is still here: sent as the destination asks for it, until it
-//! has everything.
+//! The drain at the source: the disk blocks of a departed guest that the destination misses are
+//! sent until it has all of them.
 
 use crate::disks::{exports, left_images};
 use crate::source::convergence;
@@ -20,27 +20,27 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// What is left here, and which connection it goes over.
+/// The drain of a guest's disks.
 pub(crate) struct Drain {
     sending: Arc<Sending>,
     disks: BTreeMap<RegionId, Disk>,
-    /// It is used once the destination has said what it lacks.
+    /// The connection, until the destination has listed all its missing blocks and it is used.
     line: Option<Arc<Line>>,
     unreadable: BTreeSet<BlockId>,
-    /// What has to be said of those.
+    /// Unreadable blocks that have yet to be reported to the destination.
     unsaid: Vec<BlockId>,
-    /// What is compared when all of it is there, where that was asked for.
+    /// The comparison when all blocks are there, if it was requested.
     rest: Option<Rest>,
 }
 
 struct Disk {
     name: String,
     chunks: u32,
-    /// So far the destination has said what it lacks.
+    /// Number of chunks for which the destination has listed its missing blocks.
     heard: u32,
 }
 
-/// What is left of disks whose guest has gone, as an earlier agent has noted it.
+/// The images of a departed guest's disks, as an earlier agent has noted them.
 struct Images {
     first: usize,
     disks: Vec<Arc<RawDisk>>,
@@ -61,8 +61,8 @@ impl Content for Images {
     }
 }
 
-/// What sends what is left of a guest's disks that an earlier agent has let go; none where nothing
-/// is.
+/// Creates the drain from the notes of an earlier agent. Returns `None` if no disk has to be
+/// drained.
 pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Result<Option<Drain>> {
     let mut left = exports::left(state, guest, migration)?;
     left.sort_by_key(|image| image.left.region);
@@ -102,25 +102,25 @@ pub(crate) fn left(state: &Path, guest: &str, migration: MigrationId) -> io::Res
     let disks = images.iter().map(|image| image.disk.clone()).collect();
     let content = Box::new(Images { first, disks });
     let encoding = Encoding::new(&Default::default(), 0);
-    // Nothing is known to be equal, and no guest's reads and writes are in the way.
+    // No block is known to be equal, and no guest's requests compete with the reads.
     let checked = Checked::of(images.iter().map(|image| &image.spec));
     let of = (migration, key);
     let sending = Sending::new(engine, of, content, encoding, first, checked);
     let verify = left.iter().all(|image| image.left.verify);
-    // An agent may have died before it had done so.
+    // The earlier agent may have died before it noted this.
     left_images::note_content(state, guest, migration);
     Ok(Some(Drain::begin(&sending, images, verify)))
 }
 
 impl Drain {
-    /// What sends it.
+    /// Returns what sends the blocks.
     pub(crate) fn sending(&self) -> &Arc<Sending> {
         &self.sending
     }
 
-    /// The guest runs at the destination: what these regions have yet to send follows.
+    /// Begins the drain of these regions, because the guest runs at the destination.
     pub(crate) fn begin(sending: &Arc<Sending>, images: Vec<Image>, verify: bool) -> Self {
-        // What follows goes over a connection that begins with what is missing.
+        // The drain uses a connection that begins with the lists of missing blocks.
         sending.disconnect();
         sending.engine().handed_over();
         let disk = |spec: &RegionSpec| Disk {
@@ -139,12 +139,12 @@ impl Drain {
         }
     }
 
-    /// A new connection, over which the destination says first what it lacks.
+    /// Takes a new connection, over which the destination first lists its missing blocks.
     pub(crate) fn connected(&mut self, line: Arc<Line>) {
         self.sending.disconnect();
         self.disks.values_mut().for_each(|disk| disk.heard = 0);
         self.line = Some(line);
-        // What is still missing is tried again.
+        // Missing blocks are read again.
         self.unreadable.clear();
         self.unsaid.clear();
         if let Some(rest) = &mut self.rest {
@@ -152,7 +152,7 @@ impl Drain {
         }
     }
 
-    /// Waits for what is to be said of what has come. Safe to cancel.
+    /// Waits for the next message of the comparison. Safe to cancel.
     pub(crate) async fn next(&mut self) -> ToDestination {
         match &mut self.rest {
             Some(rest) => rest.next().await,
@@ -160,19 +160,19 @@ impl Drain {
         }
     }
 
-    /// Why the images here are kept, where something is wrong with what has come.
+    /// Returns what the comparison found wrong, for which the images here are retained.
     pub(crate) fn trouble(&self) -> Option<String> {
         self.rest.as_ref().and_then(Rest::trouble)
     }
 
-    /// Adds to a report what was found in what has come.
+    /// Adds the result of the comparison to a report.
     pub(crate) fn report(&self, report: &mut Report) {
         if let Some(rest) = &self.rest {
             rest.report(report);
         }
     }
 
-    /// Takes in what the destination says; false where it is about something else.
+    /// Handles a message of the destination. Returns false if the message is not about the drain.
     pub(crate) fn hear(&mut self, message: &ToSource) -> Result<bool, SourceError> {
         match message {
             ToSource::Missing(missing) => {
@@ -197,7 +197,7 @@ impl Drain {
                 let mut engine = self.sending.engine();
                 for range in ranges {
                     engine.superseded(*region, *range)?;
-                    // Nobody needs to read it here any more.
+                    // The destination no longer needs these blocks.
                     let within = |block: &BlockId| {
                         block.region == *region && (range.start..range.end()).contains(&block.block)
                     };
@@ -224,7 +224,8 @@ impl Drain {
         let asked = block(range.start)..block(range.end());
         let tried: Vec<BlockId> = self.unreadable.range(asked).copied().collect();
         for block in tried {
-            // It may be believed to be on its way.
+            // The destination asks for the block, so it is reported again if it is still
+            // unreadable.
             match self.sending.can_be_read(block) {
                 true => drop(self.unreadable.remove(&block)),
                 false => self.unsaid.push(block),
@@ -241,7 +242,7 @@ impl Drain {
         }
     }
 
-    /// Where disks cannot be read: the first byte of each that has such a place.
+    /// Returns the first unreadable byte of each disk that has one.
     pub(crate) fn unreadable_bytes(&self) -> BTreeMap<RegionId, u64> {
         let mut first = BTreeMap::new();
         for block in &self.unreadable {
@@ -251,7 +252,7 @@ impl Drain {
         first
     }
 
-    /// How far a disk's rest has gone, as people see it.
+    /// Returns the progress of the drain of each disk, for the API.
     pub(crate) fn progress(&self) -> Vec<RegionProgress> {
         let unreadable = self.unreadable_bytes();
         let pending = self.sending.engine().pending_by_region();
@@ -272,7 +273,7 @@ impl Drain {
         disks.map(region).collect()
     }
 
-    /// What is to be said of blocks that cannot be read.
+    /// Returns the messages that report unreadable blocks.
     pub(crate) fn unreadable(&mut self) -> Vec<ToDestination> {
         for (block, why) in self.sending.take_unreadable() {
             if self.unreadable.insert(block) {
@@ -306,7 +307,7 @@ mod tests {
     use longhaul_storage::disk::ImageIdentity;
     use std::fs;
 
-    /// A file of the same length, under the same path, may be a backup or a template.
+    /// A file of the same length under the same path may be a backup or a template.
     #[tokio::test(flavor = "multi_thread")]
     async fn nothing_is_sent_of_another_image_than_the_guest_has_left() {
         let folder = tempfile::tempdir().unwrap();
@@ -335,7 +336,7 @@ mod tests {
         fs::rename(&own, &image).unwrap();
         assert!(found().unwrap().is_some());
 
-        // In place it is another one, too.
+        // Content that is changed in place makes another image, too.
         fs::write(&image, vec![2; bytes]).unwrap();
         let why = found().err().unwrap().to_string();
         assert!(why.contains("its content at byte 0 has changed"), "{why}");

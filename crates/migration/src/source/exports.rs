@@ -1,4 +1,5 @@
-//! The front ends of a guest that leaves: put below its disks, and heard of while it moves.
+//! The disk exports of a departing guest: placed below its disks, with a receiver of their write
+//! reports.
 
 use crate::disks::exports::{Below, FrontError, LeftDisk, device, insert_all, make, nodes, shown};
 use crate::source::local_disks::{LocalDisk, may_be_left};
@@ -14,14 +15,14 @@ use std::path::Path;
 use std::sync::Arc;
 use tokio::task::block_in_place;
 
-/// The front ends of a departing guest, which tell of its writes as long as this is kept.
+/// The disk exports of a departing guest. Writes are reported until this is dropped.
 pub(crate) struct Fronts {
     watches: Vec<Watch>,
     below: Vec<(DiskNodes, Front)>,
 }
 
 impl Fronts {
-    /// Of a guest whose disks stay where they are.
+    /// Creates it for a guest whose disks do not move.
     pub(crate) fn none() -> Self {
         Self {
             watches: Vec::new(),
@@ -29,13 +30,13 @@ impl Fronts {
         }
     }
 
-    /// What they were put between.
+    /// Returns the exports and the nodes that they were inserted between.
     pub(crate) fn below(&self) -> &[(DiskNodes, Front)] {
         &self.below
     }
 
-    /// Puts front ends below the disks of a guest, and tells of its writes from then on. After an
-    /// error [`take_out`] has to be called.
+    /// Inserts exports below the disks of a guest, and begins write reporting. After an error,
+    /// [`take_out`](crate::disks::exports::take_out) has to be called.
     pub(crate) async fn put_in(
         state: &Path,
         guest: &Guest,
@@ -85,7 +86,7 @@ impl Fronts {
         tracing::info!(
             guest = guest.name(),
             ?still,
-            "reached through the front end"
+            "reached through the disk export"
         );
         for disk in disks {
             let told = block_in_place(|| disk.tell_holes(sending));
@@ -94,14 +95,14 @@ impl Fronts {
         Ok(fronts)
     }
 
-    /// Whether what was copied of the disks can be trusted.
+    /// Returns an error if the copy of a disk may lack a write.
     pub(crate) fn check(&self) -> Result<(), ApiError> {
         let checks = self.watches.iter().map(Watch::check);
         let missed = checks.collect::<Result<(), _>>();
         missed.map_err(|error| ApiError::new(ErrorCode::Internal, error.to_string()))
     }
 
-    /// Waits until every write of a guest that stands still was heard of.
+    /// Waits until every write of a stopped guest is reported.
     pub(crate) async fn caught_up(&self) -> Result<(), ApiError> {
         for watch in &self.watches {
             let caught_up = watch.caught_up().await;

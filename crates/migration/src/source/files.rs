@@ -1,4 +1,5 @@
-//! The source's part: locks on the files of a guest that stay, and the question about them.
+//! The source's part of the check of shared files: locks on the files of a guest that do not move,
+//! and questions about them to the destination.
 
 use crate::channel;
 use crate::context::Context;
@@ -18,12 +19,12 @@ use std::path::PathBuf;
 use std::time::Duration;
 use tokio::task::spawn_blocking;
 
-/// How long an answer may take, beside what the destination has to read for it.
+/// Time limit for an answer, in addition to the time in which the destination reads files for it.
 const ANSWER_WITHIN: Duration = Duration::from_secs(60);
-/// A destination reads at least so fast.
+/// The rate at which any destination reads files, in bytes per second.
 const READ_BYTES_PER_S: u64 = 16 << 20;
 
-/// The files of a guest that stay, with locks on them for as long as this is there.
+/// The files of a guest that do not move. They are locked until this is dropped.
 #[derive(Default)]
 pub(crate) struct Held {
     files: Vec<OneFile>,
@@ -36,12 +37,12 @@ struct OneFile {
     _locks: Option<HeldLocks>,
 }
 
-/// Why there is no answer.
+/// The reason why there is no answer.
 #[derive(Debug)]
 pub(crate) enum AskError {
-    /// The other agent did not give one.
+    /// The peer did not answer.
     Talk(TalkError),
-    /// This host cannot say what it was asked for.
+    /// This host cannot answer a question of the destination.
     Here(ApiError),
 }
 
@@ -57,7 +58,8 @@ impl From<ChannelError> for AskError {
     }
 }
 
-/// Takes locks on the files of a guest that stay. Disks must be those that its QEMU has open.
+/// Locks the files of a guest that do not move. Refuses disk images that are not the files that its
+/// QEMU has open.
 pub(crate) fn hold(context: &Context, guest: &Guest) -> Result<Held, ApiError> {
     let config = &context.parts.config.hypervisor;
     let mut held = Held::default();
@@ -82,7 +84,7 @@ fn refused(text: String) -> ApiError {
     ApiError::new(ErrorCode::Refused, text)
 }
 
-/// Whether a file is the one that the guest's QEMU has open.
+/// Returns an error unless the guest's QEMU has this file open.
 fn is_used(place: &Place, about: &Metadata, guest: &Guest) -> Result<(), ApiError> {
     let Place { staying, path, .. } = place;
     let used = has_open(guest.pid().unwrap_or_default(), about).map_err(|error| {
@@ -103,7 +105,7 @@ fn is_used(place: &Place, about: &Metadata, guest: &Guest) -> Result<(), ApiErro
 }
 
 impl Held {
-    /// Takes locks on one file.
+    /// Locks one file.
     fn take(&mut self, place: &Place, guest: &Guest) -> Result<(), ApiError> {
         let Place { staying, path, .. } = place;
         let shown = path.display();
@@ -113,13 +115,13 @@ impl Held {
             let text = format!("{staying}: {shown} is no file and no volume");
             return Err(refused(text));
         }
-        // What firmware there is now under the name of the guest's counts, as for kernels, which
-        // QEMU closes when it has read them: programs are upgraded while guests run.
+        // For firmware and kernels, the current file of that name counts. QEMU closes kernels after
+        // reading them, and packages are upgraded while guests run.
         if matches!(staying.kind, FileKind::Image | FileKind::Backing(_)) {
             is_used(place, &about, guest)?;
         }
-        // Without locks other proofs are tried, and the operator's word: that is for the
-        // destination to say.
+        // Without locks, the destination decides whether other proofs or the operator's statement
+        // suffice.
         let locks = open(path).and_then(HeldLocks::take);
         let locks = locks
             .inspect_err(|error| tracing::warn!(file = %staying, %error, "cannot be locked"))
@@ -139,24 +141,24 @@ impl Held {
         Ok(())
     }
 
-    /// Whether there are no such files.
+    /// Returns whether the guest has no such files.
     pub(crate) fn is_empty(&self) -> bool {
         self.claims.is_empty()
     }
 
-    /// What is said of them.
+    /// Returns the claims about the files.
     pub(crate) fn claims(&self) -> &[FileClaim] {
         &self.claims
     }
 
-    /// How long an answer to that may take.
+    /// Returns the time in which the destination reads the files.
     pub(crate) fn reading_time(&self) -> Duration {
         let contents = self.claims.iter().filter_map(|claim| claim.content);
         let bytes: u64 = contents.map(|content| content.bytes).sum();
         Duration::from_secs(bytes / READ_BYTES_PER_S)
     }
 
-    /// What stands against all of them where a host cannot be asked about them.
+    /// Returns a refusal if the peer is too old to be asked about the files.
     pub(crate) fn unasked(&self, control: &Control) -> Option<Check> {
         let peer = control.peer();
         if self.is_empty() || peer.version >= VERSION_OF_FILES {
@@ -174,7 +176,7 @@ impl Held {
         })
     }
 
-    /// Says what these files hold.
+    /// Adds the digests of these files to their claims.
     async fn say_content(&mut self, context: &Context, wanted: &[u16]) -> Result<(), AskError> {
         for place in wanted {
             let place = usize::from(*place);
@@ -202,7 +204,7 @@ impl Held {
     }
 }
 
-/// Asks a destination everything that can be said against a move of a guest with these files.
+/// Asks a destination for all checks of a move of a guest with these files.
 pub(crate) async fn ask(
     context: &Context,
     control: &Control,
@@ -217,7 +219,7 @@ pub(crate) async fn ask(
             _ => Err(TalkError::Unfit("a question is answered by Answer").into()),
         };
     }
-    // Locks prove most; what a file holds is asked for once.
+    // Locks are enough for most files. The content of each other file is asked for once.
     for _ in 0..=held.claims.len() {
         let asked = FilesQuery {
             query: query.clone(),

@@ -1,4 +1,4 @@
-//! The disks that a guest takes along: which they are, and how each of them moves.
+//! The disks that move with a guest: which they are, and by which strategy each one moves.
 
 use crate::context::Context;
 use crate::disks::{base_images, blocks_of, exports, qcow2, read_blocks};
@@ -26,12 +26,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 const BLOCK: u64 = BLOCK_SIZE as u64;
-/// Holes are looked for in pieces of so many bytes: meanwhile the guest's writes wait to be
-/// reported.
+/// Bytes that one search for holes covers. During a search, the guest's writes wait to be reported.
 const HOLES_BYTES: u64 = 1 << 30;
-/// Blocks that are looked at to guess what a disk costs.
+/// Number of blocks that are sampled to estimate the bytes of a disk as sent.
 const SAMPLES: u64 = 128;
-/// Holes and data that one look may find.
+/// Number of holes and data extents that one search may find.
 const HOLES_MAX: usize = 4096;
 
 /// A disk that moves with its guest.
@@ -39,16 +38,16 @@ const HOLES_MAX: usize = 4096;
 pub(crate) struct LocalDisk {
     pub(crate) spec: RegionSpec,
     pub(crate) strategy: Strategy,
-    /// Why it was chosen, where the agent has chosen it.
+    /// The reason for the strategy, if the agent has chosen it.
     pub(crate) why: Option<Why>,
     pub(crate) offered: OfferedDisk,
     pub(crate) image: PathBuf,
     pub(crate) disk: Arc<RawDisk>,
-    /// What the guest writes to it on average, in bytes per second.
+    /// The guest's average write rate, in bytes per second.
     usually_written: f64,
 }
 
-/// The file of an image has become longer than its region.
+/// The error for an image file that has become longer than its region.
 #[derive(Debug, Clone, Copy, thiserror::Error)]
 #[error(
     "its image has grown by more than was to be expected while it moves: was a snapshot made of \
@@ -57,23 +56,24 @@ pub(crate) struct LocalDisk {
 )]
 pub(crate) struct Outgrown;
 
-/// What is known of a link and of what a guest writes, for the choice of strategies.
+/// The known properties of a link and of a guest's writes, for the choice of strategies.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Known {
     pub(crate) link_bytes_per_s: Option<f64>,
     pub(crate) rtt: Duration,
-    /// Bytes per second, by the disk's name: now, and on average since its QEMU started.
+    /// Current write rates in bytes per second, by the disk's name. `usually_written` has the
+    /// averages since QEMU started.
     pub(crate) written: BTreeMap<String, f64>,
     usually_written: BTreeMap<String, f64>,
-    /// The process of the guest's QEMU.
+    /// The id of the QEMU process.
     pid: i32,
-    /// What disks stand on in it, by their names.
+    /// The base images that QEMU uses for the disks, by the disk's name.
     stands_on: BTreeMap<String, base_images::Seen>,
 }
 
 impl Known {
-    /// Looks at what a guest's disks stand on, and at what it writes, where anything depends on it.
-    /// What it writes is nothing where that cannot be told.
+    /// Finds the base images of a guest's disks and its write rates, as far as the choice depends
+    /// on them. A rate that cannot be measured counts as zero.
     pub(crate) async fn of(running: &Guest, choice: DiskChoice, qmp: &Qmp) -> Self {
         let guest = running.description();
         let mut known = Self {
@@ -107,7 +107,8 @@ impl Known {
         known
     }
 
-    /// What the link is known to carry, within a limit in bits per second, and its round trip.
+    /// Sets the link's known rate in bytes per second, its limit in bits per second, and its
+    /// round-trip time.
     pub(crate) fn limit(&mut self, rate: Option<f64>, limit_bps: Option<u64>, rtt: Duration) {
         let limit = limit_bps.map(|limit| limit as f64 / 8.0);
         self.link_bytes_per_s = match (rate, limit) {
@@ -122,7 +123,7 @@ impl Known {
         Seen {
             shared: false,
             written_bytes_per_s: written.copied().unwrap_or(0.0),
-            // QEMU does not count by place.
+            // QEMU does not count writes by their offset.
             again_share: 0.0,
             link_bytes_per_s: self.link_bytes_per_s,
             rtt: self.rtt,
@@ -130,8 +131,8 @@ impl Known {
     }
 }
 
-/// What a guest has written to each of its disks in a second, since its QEMU started; nothing of
-/// one that has ended.
+/// Returns the average write rates of a guest since its QEMU started, by device. Empty if no
+/// process is known.
 async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, QmpError> {
     match &running.record().process {
         Some(process) => disk_rate::average(qmp, process.age()).await,
@@ -139,7 +140,7 @@ async fn average(running: &Guest, qmp: &Qmp) -> Result<BTreeMap<String, f64>, Qm
     }
 }
 
-/// What is known by the paths of devices, by the names of their disks.
+/// Converts values by device path to values by disk name.
 fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTreeMap<String, f64> {
     let written = |disk: &Described| {
         let device = exports::device(guest, &disk.name).ok()?;
@@ -148,7 +149,7 @@ fn by_disk(guest: &GuestDescription, of_device: &BTreeMap<String, f64>) -> BTree
     guest.disks.iter().filter_map(written).collect()
 }
 
-/// The disks of a guest that move with it, after so many regions of memory.
+/// Returns the disks that move with the guest. Their regions follow this number of memory regions.
 pub(crate) fn local(
     context: &Context,
     guest: &GuestDescription,
@@ -174,7 +175,7 @@ pub(crate) fn local(
     local.collect()
 }
 
-/// The strategy that was asked for, if that is one.
+/// Returns the requested strategy, if the choice is one.
 fn strategy(choice: DiskChoice) -> Option<Strategy> {
     match choice {
         DiskChoice::Auto | DiskChoice::Shared => None,
@@ -185,8 +186,8 @@ fn strategy(choice: DiskChoice) -> Option<Strategy> {
     }
 }
 
-/// The strategies that agents choose from. With all others the guest needs both hosts for a while
-/// after it has moved: who wants that says so.
+/// Returns the strategies that an agent chooses from. With the others, the guest needs both hosts
+/// for a while after the switchover, so an operator has to request them.
 fn can() -> Vec<Strategy> {
     let all = DiskChoice::ALL.into_iter().filter_map(strategy);
     all.filter(|it| it.promise == Promise::Everything).collect()
@@ -254,7 +255,7 @@ fn open(
         name: name.clone(),
         blocks: blocks_of(image_bytes),
         durable: true,
-        // It is made for the guest there.
+        // The destination creates the image for this guest.
         starts_zero: true,
     };
     let allocated_bytes = match file.is_file() {
@@ -280,7 +281,7 @@ fn open(
     })
 }
 
-/// What a strategy leaves at the source.
+/// Returns which part of a disk a strategy leaves for the drain.
 fn pulled(strategy: Strategy) -> Pulled {
     match (strategy.promise, strategy.before) {
         (Promise::Everything | Promise::Nothing, _) => Pulled::Nothing,
@@ -290,14 +291,14 @@ fn pulled(strategy: Strategy) -> Pulled {
 }
 
 impl LocalDisk {
-    /// Whether its image grows.
+    /// Returns whether its image grows (qcow2).
     pub(crate) fn grows(&self) -> bool {
         matches!(self.offered.format, DiskFormat::Qcow2(_))
     }
 
-    /// What of it must be at the destination before the guest runs there, though all else may be
-    /// left: in an image that grows what QEMU opens it with. To be asked when QEMU has let go of
-    /// it.
+    /// Returns the blocks that must be at the destination before the guest runs there even if
+    /// others are missing: in a growing image, those that QEMU needs to open it. Call it after QEMU
+    /// has closed the image.
     pub(crate) fn promised(&self) -> io::Result<Vec<BlockRange>> {
         match self.grows() && self.strategy.promise == Promise::List {
             true => qcow2::opened_with(&*self.disk),
@@ -305,7 +306,8 @@ impl LocalDisk {
         }
     }
 
-    /// How long its image is now; an error when it has become longer than its region.
+    /// Returns the image's current length in bytes, or an error if the image is longer than its
+    /// region.
     pub(crate) fn image_bytes(&self) -> io::Result<u64> {
         let bytes = self.disk.file_bytes()?;
         match bytes <= self.offered.image_bytes {
@@ -314,12 +316,12 @@ impl LocalDisk {
         }
     }
 
-    /// How many blocks its image has now: behind them are zeros.
+    /// Returns the image's current number of blocks. Blocks after them are zero.
     pub(crate) fn image_blocks(&self) -> u64 {
         self.image_bytes().map_or(self.spec.blocks, blocks_of)
     }
 
-    /// What of it will probably travel, in bytes: as a few of its blocks look.
+    /// Estimates the bytes that travel, from a sample of its blocks.
     pub(crate) fn probable_bytes(&self) -> u64 {
         let blocks = self.image_blocks();
         let step = (blocks / SAMPLES).max(1);
@@ -337,18 +339,18 @@ impl LocalDisk {
         (self.offered.allocated_bytes as f64 * share) as u64
     }
 
-    /// How it moves, as people choose it.
+    /// Returns its strategy as the API names it.
     pub(crate) fn choice(&self) -> DiskChoice {
         let is_it = |choice: &DiskChoice| choice.name() == self.strategy.name;
         DiskChoice::ALL.into_iter().find(is_it).unwrap_or_default()
     }
 
-    /// Why so, where the agent has chosen it.
+    /// Returns the reason for the strategy, if the agent has chosen it.
     pub(crate) fn why(&self) -> Option<String> {
         self.why.map(|why| why.to_string())
     }
 
-    /// As a report has it.
+    /// Returns the disk's part of the report.
     pub(crate) fn report(&self) -> DiskReport {
         DiskReport {
             name: self.spec.name.clone(),
@@ -364,23 +366,23 @@ impl LocalDisk {
         }
     }
 
-    /// Whether it moves only when all of its base image is at the destination.
+    /// Returns whether the destination needs the complete base image before the guest is stopped.
     pub(crate) fn awaits_base(&self) -> bool {
         self.offered.base.as_ref().is_some_and(|base| !base.lazily)
     }
 
-    /// The base image that it stands on.
+    /// Returns the id of its base image.
     pub(crate) fn base(&self) -> Option<ImageId> {
         self.offered.base.as_ref().map(base_images::id_of)
     }
 
-    /// How long its image is, for people.
+    /// Returns the image's length in bytes, for display.
     pub(crate) fn shown_bytes(&self) -> u64 {
         self.image_bytes().unwrap_or(self.offered.image_bytes)
     }
 
-    /// Tells the engine of holes, which need not travel. Writes must be reported by now: what is a
-    /// hole while the engine is held, and is written after that, is reported after that.
+    /// Tells the engine of holes, which do not travel. Write reporting must be active: holes are
+    /// read with the engine locked, so a later write to one is reported afterwards.
     pub(crate) fn tell_holes(&self, sending: &Sending) -> io::Result<()> {
         let size = self.disk.size_bytes();
         let mut at = 0;
@@ -389,7 +391,7 @@ impl LocalDisk {
             let end = (at + HOLES_BYTES).min(size);
             for extent in self.disk.extents(at..end, HOLES_MAX)? {
                 let behind = at + extent.length_bytes;
-                // A part of the last block is all that the disk has of it.
+                // The disk may end within its last block.
                 let end = if behind == size {
                     blocks_of(size)
                 } else {
@@ -407,7 +409,7 @@ impl LocalDisk {
     }
 }
 
-/// Adds disks to what an engine moves.
+/// Adds the disks to an engine.
 pub(crate) fn add(engine: &mut Source, disks: &[LocalDisk]) -> Result<(), SourceError> {
     let pulled = |disk: &&LocalDisk| disk.offered.pulled != Pulled::Nothing;
     let usually_written = disks.iter().filter(pulled).map(|disk| disk.usually_written);
@@ -417,7 +419,7 @@ pub(crate) fn add(engine: &mut Source, disks: &[LocalDisk]) -> Result<(), Source
         .try_for_each(|disk| engine.add(&disk.spec, disk.strategy))
 }
 
-/// Whether something of a disk may be left when its guest goes on elsewhere.
+/// Returns whether blocks of a disk may be missing at the destination after the switchover.
 pub(crate) fn may_be_left(disk: &LocalDisk) -> bool {
     disk.strategy.promise == Promise::List
 }

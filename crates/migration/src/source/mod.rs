@@ -1,4 +1,4 @@
-//! The source side of a migration: planning, sending, and an attempt until the guest has left.
+//! The source side of a migration: planning, preparing, and attempts until the guest has left.
 
 pub(crate) mod acks;
 pub(crate) mod attempt;

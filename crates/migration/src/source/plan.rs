@@ -1,4 +1,4 @@
-//! What a migration would meet and cost, found out without changing anything.
+//! A migration's plan: its checks and its prediction, made without changing anything.
 
 use crate::context::Context;
 use crate::source::convergence;
@@ -30,16 +30,16 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::block_in_place;
 
-/// How long the link is measured where nothing is known of it.
+/// Duration of the measurement of a link whose rate is not known.
 const PROBE_TIME: Duration = Duration::from_secs(1);
-/// Blocks that are looked at to guess what the memory costs.
+/// Number of blocks that are sampled to estimate the bytes of the memory as sent.
 const SAMPLES: u64 = 512;
-/// Passes that are counted through: those after it change little.
+/// Number of passes in a prediction. Later ones change little.
 const PASSES_MAX: usize = 10;
-/// What a switchover takes besides last pages and round trips.
+/// Estimated duration of a switchover without the last pages and round trips.
 const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
 
-/// Looks at everything, and predicts.
+/// Checks everything that a move needs, and predicts its cost.
 pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result<Plan, ApiError> {
     convergence::check(&request.convergence)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
@@ -74,7 +74,7 @@ pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
         plan.checks.push(Check::refuse("guest", busy.message, hint));
         return Ok(plan);
     }
-    // Nobody else talks to this QEMU meanwhile.
+    // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
     let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
     plan.checks.push(context.starter_check(&candidate.guest));
@@ -97,7 +97,7 @@ pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     Ok(plan)
 }
 
-/// The disks that move along: what of them will probably travel, in bytes.
+/// Checks the disks that move with the guest. Returns an estimate of the bytes that travel.
 fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: &mut Plan) -> u64 {
     let guest = candidate.guest.description();
     match block_in_place(|| local_disks::local(context, guest, DiskChoice::Auto, known, 0)) {
@@ -129,7 +129,7 @@ fn look_at_disks(context: &Context, candidate: &Candidate, known: &Known, plan: 
     }
 }
 
-/// What an early release saves, and what it is paid with.
+/// Returns the check that explains what an early release saves and risks.
 fn early_release(plan: &Plan) -> Option<Check> {
     let Plan {
         guest, destination, ..
@@ -149,7 +149,7 @@ fn early_release(plan: &Plan) -> Option<Check> {
         Check::warn(
             "early_release",
             text,
-            "without --early-release it goes on here when that happens before it was handed over",
+            "without --early-release it continues here if that happens before the handover",
         )
     })
 }
@@ -158,7 +158,8 @@ fn qemu(error: &dyn Display) -> ApiError {
     ApiError::new(ErrorCode::Qemu, error.to_string())
 }
 
-/// A guest's machine, and what keeps it from being moved, whoever started it.
+/// Returns a guest's machine and the reasons that prevent its move, for guests that Longhaul
+/// launched and for others.
 pub(crate) async fn examine(
     context: &Context,
     guest: &Guest,
@@ -236,18 +237,18 @@ async fn look_here(
     Ok((machine, seen, known))
 }
 
-/// What a look at a guest's memory shows.
+/// Findings about a guest's memory.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Look {
-    /// What is not zero.
+    /// Estimated bytes of blocks that are not zero.
     used_bytes: Option<u64>,
-    /// The share of it that is left after compression.
+    /// Their size after compression, as a share.
     share: Option<f64>,
     dirty_bytes_per_s: Option<u64>,
 }
 
-/// Looks at a guest while other things go on: at a sample of its blocks, and then for a second at
-/// how fast it writes. What was seen is whole when the sender is gone.
+/// Samples a guest's blocks, and then measures for a second how fast it writes, in a task of its
+/// own. The findings are complete when the sender is dropped.
 pub(crate) fn look(outbound: &SourceQemu) -> watch::Receiver<Look> {
     let (memory, places) = outbound.memory();
     let regions = outbound.regions().to_vec();
@@ -350,7 +351,7 @@ async fn ask_there(
     Some(control)
 }
 
-/// What was found at the destination, as it is shown.
+/// Returns a check of the destination as the API shows it.
 fn shown(check: message::Check) -> Check {
     let hint = check.hint.unwrap_or_else(|| "see the message".to_owned());
     match check.verdict {
@@ -360,7 +361,7 @@ fn shown(check: message::Check) -> Check {
     }
 }
 
-/// What stands against a move here.
+/// Returns a check that refuses a move because of the guest's files here.
 fn refused_here(error: ApiError) -> Check {
     let hint = error.hint.unwrap_or_else(|| "see the message".to_owned());
     Check::refuse("files", error.message, hint)
@@ -395,7 +396,7 @@ async fn measure_link(context: &Arc<Context>, plan: &mut Plan) {
     }
 }
 
-/// What a prediction depends on besides the guest.
+/// The input of a prediction besides the guest's memory.
 #[derive(Debug, Clone)]
 pub(crate) struct Asking {
     pub(crate) guest: String,
@@ -405,7 +406,7 @@ pub(crate) struct Asking {
     pub(crate) rtt: Option<Duration>,
     pub(crate) early_release: bool,
     pub(crate) convergence: Convergence,
-    /// What will probably travel of disks, in bytes.
+    /// Estimate of the bytes of disks that travel.
     pub(crate) disk_bytes: u64,
 }
 
@@ -424,7 +425,8 @@ impl Asking {
     }
 }
 
-/// Pre-copy: a first pass over what is not zero, then what was written meanwhile, and so on.
+/// Predicts a pre-copy: the first pass sends the blocks that are not zero, and each later one the
+/// blocks that were written during the pass before.
 pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
     let rate = asking.rate_bytes_per_s.filter(|rate| *rate > 0.0);
     let (Some(rate), Some(used)) = (rate, look.used_bytes) else {
@@ -442,7 +444,7 @@ pub(crate) fn predict(look: &Look, asking: &Asking) -> Prediction {
         let pass = left / rate;
         bytes += left;
         seconds += pass;
-        // What a guest writes in a pass is at most what it has.
+        // A guest writes at most its used memory in a pass.
         left = (dirty * pass).min(used as f64) * share;
         if left <= budget {
             break;
@@ -481,7 +483,7 @@ fn prediction(
         if_link_breaks: match asking.early_release {
             false => format!("stays on {}", asking.source),
             true => format!(
-                "before the stop: stays on {}; after it: stands still until the hosts meet",
+                "before the stop: stays on {}; after it: is stopped until the hosts connect",
                 asking.source
             ),
         },
@@ -490,7 +492,7 @@ fn prediction(
     }
 }
 
-/// A measurement as the API shows it.
+/// Returns a measurement of a link as the API shows it.
 pub(crate) fn probe_result(host: &str, report: &ProbeReport) -> ProbeResult {
     let ms = |time: Duration| Some(time.as_secs_f64() * 1e3);
     ProbeResult {

@@ -1,5 +1,5 @@
-//! Before a guest departs: finding it, checking everything, and bringing the destination to wait
-//! for it. Whatever fails here leaves the guest as it was.
+//! Preparation of a departure: finds the guest, checks everything, and has the destination launch a
+//! QEMU for it. A failure leaves the guest as it was.
 
 use crate::context::{Context, Holder};
 use crate::handover::ledger::{Ledger, SourceHandover};
@@ -45,22 +45,23 @@ use tokio::sync::watch;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// What a switchover takes besides last pages and round trips, before anything was measured.
+/// Estimated duration of a switchover without the last pages and round trips, before anything is
+/// measured.
 const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
-/// How long the destination gets to confirm that an offer is withdrawn.
+/// Time limit for the destination to confirm that an offer is withdrawn.
 const WITHDRAW_WITHIN: Duration = Duration::from_secs(10);
 
 /// Longest name of a group, in bytes.
 const GROUP_BYTES_MAX: usize = 64;
 
-/// A guest that could move, as it was found.
+/// A guest that could move, its destination, and the generation of its right.
 pub(crate) struct Candidate {
     pub(crate) guest: Guest,
     pub(crate) host: TrustedHost,
     pub(crate) generation: Generation,
 }
 
-/// Finds a guest and a host by name, and refuses what can be refused without asking anybody.
+/// Finds a guest and a host by name. Refuses what can be refused without a question to either.
 pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candidate, ApiError> {
     let found = guest::find_all(&context.parts.config.state)
         .map_err(|error| failure::internal(&format!("cannot look for guests: {error}")))?;
@@ -155,7 +156,7 @@ pub(crate) fn start(
     Ok(shown)
 }
 
-/// Refuses what is not a name of a group.
+/// Refuses a text that is not the name of a group.
 fn check_group(name: &str) -> Result<(), ApiError> {
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte);
     if (1..=GROUP_BYTES_MAX).contains(&name.len()) && name.bytes().all(plain) {
@@ -208,7 +209,7 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
-        // Before the disks are examined, so that no change falls in between.
+        // Begun before the disks are examined, so that no change falls in between.
         let graph = GraphWatch::begin(&qmp).await?;
         let examining = async {
             let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
@@ -289,7 +290,7 @@ impl Preparing {
         });
         let mut records = [began].into_iter().chain(peer);
         if let Err(error) = records.try_for_each(|record| write(&mut journal, &record)) {
-            // It may be on disk all the same, and nobody has heard of the attempt.
+            // It may be on disk nevertheless, and no peer has heard of the attempt.
             if let Err(error) = block_in_place(|| journal.remove()) {
                 tracing::warn!(%error, "a journal that never began stays until the next start");
             }
@@ -306,14 +307,14 @@ impl Preparing {
                     tracing::error!(%error, "the guest's QEMU could not be set back");
                 }
                 self.context.keep_sweeping_fronts();
-                // Whoever settles the attempt may have to talk to this QEMU.
+                // The task that continues the attempt may need the control connection to this QEMU.
                 drop(outbound);
                 let aborted = Record::Aborted {
                     attempt: offer.attempt,
                     reason: crate::channel::short(&error.message),
                 };
                 if let Err(error) = write(&mut journal, &aborted) {
-                    // It is written again until it is there.
+                    // The recovered source writes it again until it is on disk.
                     tracing::error!(%error, "a record cannot be written");
                 }
                 RecoveredSource::given_up(&self.context, journal, &self.entry, reservation).await;
@@ -342,8 +343,8 @@ impl Preparing {
                 terms,
                 patience: Duration::from_millis(self.request.patience_ms),
                 downtime,
-                // Base images take the time that they take: the destination says when one does not
-                // come.
+                // No time limit with base images, which may take long: the destination reports if
+                // one does not come.
                 launch_within: (!disks.iter().any(LocalDisk::awaits_base)).then_some(OFFER_WITHIN),
                 verify: offer.verify,
                 drains: disks.iter().any(may_be_left),
@@ -369,7 +370,7 @@ impl Preparing {
         Ok((task, session))
     }
 
-    /// Whether the destination has the guest's files and nothing against the move, before anything
+    /// Asks the destination whether it has the guest's files and accepts the move, before anything
     /// is changed.
     async fn ask(
         &self,
@@ -409,7 +410,8 @@ impl Preparing {
         Ok(())
     }
 
-    /// The destination launches its QEMU and takes blocks, the source's QEMU tracks writes.
+    /// Makes the offer and begins the move: the destination launches its QEMU and takes blocks, and
+    /// QEMU at the source tracks writes.
     async fn begin(
         &self,
         control: Control,
@@ -421,12 +423,12 @@ impl Preparing {
         let limit = self.share.of(self.request.bandwidth_bps);
         let message = offered(&self.context, offer, outbound, &held);
         let offered = connect::offer(control, message, offer, (limit, held.reading_time()));
-        // The guest is looked at while the destination is asked, and nobody waits for that.
+        // The guest's memory is sampled meanwhile, and nothing waits for the result.
         let look = plan::look(outbound);
         let offered = self.unless_cancelled(offered).await?;
         let (mut session, keeps) =
             offered.map_err(|error| crate::source::connect::failure(host, &error))?;
-        // What was to be compared was.
+        // The destination has compared the files, so they need no locks any more.
         drop(held);
         if let Some(key) = keeps.digest_key {
             offer.digest_key = key;
@@ -448,7 +450,7 @@ impl Preparing {
         Ok((session, sending, look))
     }
 
-    /// The engine and what sends for it; nothing is sent yet.
+    /// Creates the engine and the [`Sending`] for it. Nothing is sent yet.
     fn sending(
         &self,
         offer: &Offer,
@@ -501,7 +503,7 @@ impl Preparing {
         ))
     }
 
-    /// Waits for another host, which may take long.
+    /// Waits for an answer of another host, unless the migration is cancelled.
     async fn unless_cancelled<T>(&self, future: impl Future<Output = T>) -> Result<T, ApiError> {
         let mut cancelled = self.entry.cancelled();
         tokio::select! {
@@ -513,7 +515,7 @@ impl Preparing {
     }
 }
 
-/// The offer as it is said.
+/// Returns the message that makes the offer.
 fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held) -> ToDestination {
     let mut disks: Vec<_> = outbound
         .disks()
@@ -535,7 +537,8 @@ fn offered(context: &Context, offer: &Offer, outbound: &SourceQemu, held: &Held)
     }
 }
 
-/// Tells the destination that nothing comes, should preparing be dropped half-way.
+/// Closes the connection if preparing is dropped half-way, so that the destination hears that the
+/// migration is given up.
 struct Withdrawal {
     control: Option<Control>,
 }
@@ -554,7 +557,7 @@ impl Drop for Withdrawal {
     }
 }
 
-/// Tells the destination that the offer is withdrawn, and waits for its word.
+/// Withdraws the offer, and waits for the destination's confirmation.
 async fn withdraw(session: &mut Session, reason: &str) {
     let cancel = ToDestination::Cancel {
         reason: crate::channel::short(reason),
@@ -574,7 +577,7 @@ async fn withdraw(session: &mut Session, reason: &str) {
     }
 }
 
-/// Whether a guest is paused, and could stay so.
+/// Returns whether a guest is paused. Returns an error for a state that a move cannot preserve.
 pub(crate) async fn is_paused(qmp: &Qmp) -> Result<bool, ApiError> {
     let status = qmp.query("query-status").await;
     let status = status.map_err(|error| ApiError::new(ErrorCode::Qemu, error.to_string()))?;

@@ -1,4 +1,5 @@
-//! The QEMU of a departing guest: its migration, its RAM, and its end - or its going on.
+//! The QEMU of a departing guest: its migration, its RAM, and either its end or its return to
+//! normal operation.
 
 use crate::context::Context;
 use crate::disks;
@@ -25,25 +26,25 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Why a departing guest's QEMU could not do its part.
+/// The reason why a departing guest's QEMU failed.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SourceQemuError {
-    /// Its memory cannot be reached.
+    /// Its memory cannot be accessed.
     #[error(transparent)]
     Attach(#[from] AttachError),
-    /// Its migration cannot go on.
+    /// Its migration cannot continue.
     #[error(transparent)]
     Outgoing(#[from] OutgoingError),
-    /// The engine refused what it reported.
+    /// The engine rejected a report of QEMU.
     #[error(transparent)]
     Engine(#[from] SourceError),
-    /// The socket has no place.
+    /// The path of the socket is too long.
     #[error(transparent)]
     Path(#[from] longhaul_hypervisor::folder::PathTooLong),
-    /// The system refused.
+    /// The operating system returned an error.
     #[error("QEMU cannot be watched: {0}")]
     Host(#[from] io::Error),
-    /// The migration was ended before.
+    /// The migration has ended before.
     #[error("the migration has ended")]
     Over,
 }
@@ -72,7 +73,7 @@ pub(crate) struct SourceQemu {
     graph: Option<GraphWatch>,
 }
 
-/// A guest that was stopped.
+/// The result of stopping a guest.
 pub(crate) struct Stopped {
     pub(crate) stopped_at: tokio::time::Instant,
     pub(crate) stop_time: Duration,
@@ -81,7 +82,7 @@ pub(crate) struct Stopped {
 }
 
 impl SourceQemu {
-    /// Looks at a guest's memory; nothing is changed.
+    /// Attaches to a guest's memory to read it. Changes nothing.
     pub(crate) async fn attach(guest: Guest, qmp: Qmp) -> Result<Self, SourceQemuError> {
         let pid = guest
             .pid()
@@ -122,21 +123,21 @@ impl SourceQemu {
         })
     }
 
-    /// Takes these disks along. What all disks of the guest stand on was noted before anything else
-    /// was found out about them.
+    /// Adds the disks that move with the guest. The graph was sampled before anything else was
+    /// found out about the disks.
     pub(crate) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>, graph: GraphWatch) {
         self.state = state.to_owned();
         self.disks = disks;
         self.graph = Some(graph);
     }
 
-    /// The disks that it takes along.
+    /// Returns the disks that move with the guest.
     pub(crate) fn disks(&self) -> &[LocalDisk] {
         &self.disks
     }
 
-    /// Reports every write to its disks from here on, and changes that others make below them. What
-    /// is left of them when it goes may have to be compared.
+    /// Begins write reporting for its disks, and the watch for changes that others make to the
+    /// block graph. With `verify`, the disks are compared after the drain.
     pub(crate) async fn watch_disks(
         &mut self,
         sending: &Arc<Sending>,
@@ -156,7 +157,8 @@ impl SourceQemu {
         }
     }
 
-    /// Whether what was copied of its disks can be trusted, and they are still what they were.
+    /// Checks that no write was missed, that the block graph is unchanged, and that no image has
+    /// outgrown its region.
     pub(crate) fn check_disks(&self) -> Result<(), ApiError> {
         self.fronts.check()?;
         if let Some(graph) = &self.graph {
@@ -171,8 +173,8 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// Waits until every write to its disks was reported, with the guest stopped for good, and
-    /// looks for the last time whether they are what they were.
+    /// Waits until every write to its disks is reported, and checks them for the last time. The
+    /// guest must be stopped for good.
     pub(crate) async fn disks_caught_up(&mut self) -> Result<(), ApiError> {
         let look = async {
             match &mut self.graph {
@@ -184,22 +186,22 @@ impl SourceQemu {
         self.check_disks()
     }
 
-    /// What of its memory travels in frames.
+    /// Returns the regions of its memory that travel in frames.
     pub(crate) fn regions(&self) -> &[RegionSpec] {
         &self.regions
     }
 
-    /// Its memory, and the place there of each region.
+    /// Returns its memory, and the index of each region's RAM block.
     pub(crate) fn memory(&self) -> (Arc<GuestMemory>, Vec<usize>) {
         (self.memory.clone(), self.places.clone())
     }
 
-    /// Its QEMU's process.
+    /// Returns the id of its QEMU's process.
     pub(crate) fn pid(&self) -> Option<i32> {
         self.guest.pid()
     }
 
-    /// Reads its regions for sending.
+    /// Returns the reader of its regions for sending.
     pub(crate) fn content(&self) -> Box<dyn Content> {
         Box::new(GuestContent {
             memory: self.memory.clone(),
@@ -208,7 +210,7 @@ impl SourceQemu {
         })
     }
 
-    /// Begins QEMU's migration, which may slow the guest by up to so many percent of its time.
+    /// Begins QEMU's migration, which may slow the guest by up to this percentage of its time.
     pub(crate) async fn start(&mut self, slow_at_most: Option<u8>) -> Result<(), SourceQemuError> {
         let path: PathBuf = self.guest.folder().socket("outgoing")?;
         let settings = Settings::look(&self.qmp)
@@ -224,12 +226,12 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// QEMU's stream up to and including its list of RAM blocks.
+    /// Returns QEMU's stream up to and including its list of RAM blocks.
     pub(crate) fn prelude(&self) -> &[u8] {
         &self.prelude
     }
 
-    /// What QEMU reports next. Safe to cancel.
+    /// Waits for QEMU's next report. Safe to cancel.
     pub(crate) async fn event(&self) -> Event {
         match &self.outgoing {
             Some(outgoing) => outgoing.next_event().await,
@@ -237,12 +239,12 @@ impl SourceQemu {
         }
     }
 
-    /// What QEMU has reported already, if anything.
+    /// Returns a report that QEMU has made already, if any.
     pub(crate) fn try_event(&self) -> Option<Event> {
         self.outgoing.as_ref().and_then(Outgoing::try_event)
     }
 
-    /// Tells the engine what QEMU reported.
+    /// Passes a report of QEMU to the engine.
     pub(crate) fn note(
         &self,
         event: Event,
@@ -262,7 +264,7 @@ impl SourceQemu {
     }
 
     fn written(&self, written: &Written, engine: &mut Source) -> Result<(), SourceQemuError> {
-        // A block that is not moved in frames travels with the device state.
+        // A RAM block that does not travel in frames travels with the device state.
         let region = self.places.iter().position(|place| *place == written.block);
         let Some(region) = region else { return Ok(()) };
         for run in &written.runs {
@@ -278,7 +280,7 @@ impl SourceQemu {
         }
     }
 
-    /// About how many blocks no pass has reported yet, where that can be told.
+    /// Estimates how many written blocks no pass has reported yet, if QEMU reports it.
     pub(crate) fn unseen(&self, now: Duration) -> Option<Unseen> {
         let progress = self.outgoing.as_ref()?.progress();
         let dirty = progress.dirty?;
@@ -289,12 +291,12 @@ impl SourceQemu {
         })
     }
 
-    /// How far QEMU's migration is.
+    /// Returns the progress of QEMU's migration.
     pub(crate) fn progress(&self) -> Option<Progress> {
         self.outgoing.as_ref().map(Outgoing::progress)
     }
 
-    /// What the rest of its stream will probably begin with.
+    /// Returns the expected beginning of the rest of its stream.
     pub(crate) fn early(&self) -> Vec<u8> {
         self.outgoing
             .as_ref()
@@ -302,13 +304,13 @@ impl SourceQemu {
             .unwrap_or_default()
     }
 
-    /// Whether QEMU has ended by itself, or was quit.
+    /// Returns whether QEMU has ended by itself, or was quit.
     pub(crate) fn is_gone(&self) -> bool {
         self.gone
     }
 
-    /// Stops the guest and reads its stream to the end. None when QEMU has to begin again, and the
-    /// guest runs on.
+    /// Stops the guest, and reads QEMU's stream to its end. Returns `None` if QEMU has to restart
+    /// its migration; the guest then runs.
     pub(crate) async fn freeze(
         &mut self,
         sending: &Sending,
@@ -367,7 +369,7 @@ impl SourceQemu {
         }))
     }
 
-    /// Lets the guest go on here as before.
+    /// Aborts QEMU's migration and restores its settings, so that the guest continues here.
     pub(crate) async fn abort(&mut self) -> Result<(), SourceQemuError> {
         self.graph = None;
         if self.gone {
@@ -381,7 +383,8 @@ impl SourceQemu {
         restored.map_err(OutgoingError::from)?;
         self.log("forget a stop", self.guest.folder().forget_stop());
         if !self.disks.is_empty() {
-            // It goes on as it is, and whoever sweeps tries again.
+            // If this fails, the guest works with the exports in place, and the periodic sweep
+            // tries again.
             let taken_out = exports::take_out(&self.state, &self.guest, &self.qmp).await;
             if let Err(error) = taken_out {
                 tracing::error!(guest = self.guest.name(), %error, "still below a disk");
@@ -391,7 +394,7 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// Logs what failed and keeps no move from going on.
+    /// Logs an error that does not end the move.
     fn log(&self, what: &str, done: io::Result<()>) {
         if let Err(error) = done {
             tracing::error!(guest = self.guest.name(), %error, "cannot {what}");
@@ -409,13 +412,13 @@ impl SourceQemu {
         }
     }
 
-    /// QEMU has ended by itself.
+    /// Records that QEMU has ended by itself.
     pub(crate) fn forget_process(&mut self) {
         self.gone = true;
         self.outgoing = None;
     }
 
-    /// Ends QEMU, or lets it stand where what its memory held is to be kept: the guest runs
+    /// Ends QEMU, or returns it to be retained until its memory is cached. The guest runs
     /// elsewhere.
     pub(crate) async fn quit(&mut self, context: &Context) -> Option<RetainedQemu> {
         let was_gone = std::mem::replace(&mut self.gone, true);
@@ -431,12 +434,12 @@ impl SourceQemu {
         None
     }
 
-    /// The end of QEMU's log.
+    /// Returns the end of QEMU's log.
     pub(crate) fn last_words(&self) -> String {
         crate::host::qemu::end_of_log(&self.guest)
     }
 
-    /// What it cost so far.
+    /// Returns the resources used so far.
     pub(crate) fn usage(&self) -> Usage {
         self.meter.usage(self.guest.pid())
     }
@@ -445,7 +448,7 @@ impl SourceQemu {
 struct GuestContent {
     memory: Arc<GuestMemory>,
     places: Vec<usize>,
-    /// Those that move too: their regions follow those of the memory.
+    /// The disks that move. Their regions follow those of the memory.
     disks: Vec<Arc<RawDisk>>,
 }
 

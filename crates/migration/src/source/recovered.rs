@@ -1,9 +1,10 @@
-//! The source's end of an attempt that has no task of its own: after a restart of the agent, or
-//! once the guest's place is decided and the destination has yet to hear of it.
+//! The source's end of an attempt without a
+//! [`SourceAttempt`](crate::source::attempt::SourceAttempt): after a restart of the agent, or once
+//! it is decided where the guest runs and the destination has yet to hear of it.
 //!
-//! The core asks and tells the destination until both journals are complete. No blocks are sent to
-//! a destination that has yet to say READY, which is told to give up; the missing blocks of the
-//! disks of a guest that runs there are sent from their images.
+//! The core talks to the destination until both journals are complete. If the destination has yet
+//! to send READY, no blocks are sent to it: it is asked to give up. If the guest runs there, the
+//! missing blocks of its disks are sent from their images.
 
 use crate::context::{Context, Holder};
 use crate::disks::exports;
@@ -37,12 +38,12 @@ use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
 use tokio::time::{Instant, sleep, sleep_until};
 
-/// A destination that cannot be asked for this time is shown as lost.
+/// Time without an answer after which the destination is shown as lost.
 const LOST_AFTER: Duration = Duration::from_secs(3);
-/// How often it is looked whether something of the disks could not be read.
+/// Interval of the check for disk blocks that could not be read.
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
-/// The source's end without its task.
+/// The source's end of an attempt without its task.
 pub(crate) struct RecoveredSource {
     handover: SourceHandover,
     paused: bool,
@@ -50,32 +51,33 @@ pub(crate) struct RecoveredSource {
     reservation: Option<Reservation>,
     session: Option<Session>,
     dial: Option<Dial>,
-    /// The session begins with what is missing: the rest of the disks goes over it.
+    /// Whether the session begins with the lists of missing blocks, so that the drain uses it.
     begins_with_missing: bool,
     acknowledging: Option<Acknowledging>,
-    /// The destination has closed its journal too, or cannot be told until an operator acts.
+    /// The way in which this ends; `None` while it runs.
     ends: Option<End>,
     reason: Option<ApiError>,
     resolutions: Option<watch::Receiver<Option<Resolve>>>,
-    /// It has ended, and the hook for that has yet to run.
+    /// The entry of a migration that has ended, until its last hook has run.
     ended: Option<Arc<Entry>>,
-    /// The images that the missing blocks are sent from, once the guest runs at the destination.
+    /// The images that missing blocks are sent from, once the guest runs at the destination.
     left: Option<DrainImages>,
-    /// Whether blocks may be missing there.
+    /// Whether blocks may be missing at the destination.
     leaves: bool,
-    /// Why the missing blocks cannot be sent from here.
+    /// Why missing blocks cannot be sent.
     trouble: Option<String>,
 }
 
-/// How the task ends.
+/// How a recovered attempt ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     BothClosed,
-    /// The next agent tries again.
+    /// The destination cannot be reached until an operator acts. The agent tries again after its
+    /// next start.
     CannotTell,
 }
 
-/// What sends the missing blocks of a guest's disks.
+/// The drain of a guest's disks and its sending worker.
 struct DrainImages {
     draining: Drain,
     worker: JoinHandle<SendError>,
@@ -138,11 +140,11 @@ impl SourceOwner for RecoveredSource {
                 let error = failure::peer_gave_up(host, &reason);
                 self.reason.get_or_insert(error);
             }
-            // A guest that is released without its task is not asked about.
+            // Without its task, no hook is asked about a release.
             Action::AskRelease => return Some(Event::MayRelease(Ok(()))),
             Action::Finish => self.ends = Some(End::BothClosed),
-            // No memory is sent from here, and the doubt is shown by the state; the rest is the
-            // ledger's.
+            // No memory is sent from here, the state itself shows the doubt, and the ledger carries
+            // out the others.
             Action::Because(_)
             | Action::SendBlocks
             | Action::ShowDoubt
@@ -154,7 +156,8 @@ impl SourceOwner for RecoveredSource {
 }
 
 impl RecoveredSource {
-    /// Takes up what an earlier agent left: what has to be done here is done when this returns.
+    /// Restores an attempt of an earlier agent. The first actions of its core are complete when
+    /// this returns.
     pub(crate) async fn take_up(context: &Arc<Context>, left: AttemptRecord) -> Self {
         let leaves = leaves(context, &left.guest, left.migration);
         let config = config(left.terms, leaves);
@@ -178,8 +181,8 @@ impl RecoveredSource {
         settling
     }
 
-    /// Takes up an attempt whose guest has gone on since by a person's word: the destination has
-    /// yet to hear of that, and the guest is left alone.
+    /// Restores an attempt whose guest continues here by an operator's decision. The destination
+    /// has yet to hear of that. The guest is not touched.
     pub(crate) async fn pass_on(context: &Arc<Context>, left: AttemptRecord) -> Self {
         let config = config(left.terms, false);
         let core = Core::pass_on(config, &left.records(), first_epoch(), Duration::ZERO);
@@ -190,7 +193,7 @@ impl RecoveredSource {
         settling
     }
 
-    /// Goes on with what a task has brought to its end, for the destination to hear of it.
+    /// Continues an attempt that its task has decided, until the destination has heard of it.
     pub(crate) fn hand_on(
         handover: SourceHandover,
         paused: bool,
@@ -204,8 +207,8 @@ impl RecoveredSource {
         settling
     }
 
-    /// The same for an attempt that never got a task. The guest cannot begin another one before the
-    /// journal of this one is closed: read by a later agent, it would have the guest resumed.
+    /// Continues an attempt that failed before it had a task. The guest cannot begin another
+    /// attempt before this journal is closed: a later agent that reads it would resume the guest.
     pub(crate) async fn given_up(
         context: &Arc<Context>,
         journal: Journal,
@@ -254,14 +257,14 @@ impl RecoveredSource {
         }
     }
 
-    /// Goes on in a task of its own.
+    /// Continues in a task of its own.
     pub(crate) fn go_on(self) {
         crate::host::task::spawn(self.run());
     }
 
     async fn run(mut self) {
         if self.session.is_none() && self.dial.is_none() {
-            // The task that handed on was connected, or about to be.
+            // The task that this continues was connected, or was connecting.
             self.tell(Event::Lost).await;
             self.tell(Event::DialFailed(DialError::Unreachable)).await;
         }
@@ -332,14 +335,14 @@ impl RecoveredSource {
         }
     }
 
-    /// Frees the guest's name once the journal says that nothing more is done for it here.
+    /// Frees the guest's name once the journal shows that nothing remains to be done for it here.
     fn free_if_over(&mut self) {
         if self.entry.is_none() && self.ended.is_none() && self.handover.core.is_over() {
             self.reservation = None;
         }
     }
 
-    /// Runs the hook of how it has ended, once.
+    /// Runs the hook for the end of the attempt, once.
     async fn last_hook(&mut self) {
         let Some(entry) = self.ended.take() else {
             return;
@@ -388,7 +391,7 @@ impl RecoveredSource {
                 if *self.handover.state() == SourceState::Done
                     && let Some(resolutions) = &mut self.resolutions
                 {
-                    // Said of a destination that did not answer.
+                    // Drops a decision that an operator made while the destination did not answer.
                     resolutions.mark_unchanged();
                 }
                 self.tell(Event::Connected { epoch, state }).await;
@@ -407,7 +410,7 @@ impl RecoveredSource {
         }
     }
 
-    /// Finds the images that missing blocks are sent from, where that has not been done.
+    /// Finds the images that missing blocks are sent from, unless they are known.
     async fn find_left(&mut self) -> Result<(), SessionError> {
         if self.left.is_some() {
             return Ok(());
@@ -427,7 +430,7 @@ impl RecoveredSource {
         Ok(())
     }
 
-    /// Sends the missing blocks over a session that begins with which they are.
+    /// Sends the missing blocks over a session that begins with their lists.
     fn drain_over_session(&mut self) {
         let line = self
             .session
@@ -453,12 +456,12 @@ impl RecoveredSource {
         }
     }
 
-    /// Whether the guest may need blocks from here, where it runs.
+    /// Returns whether the guest, which runs at the destination, may need blocks from here.
     fn is_needed(&self) -> bool {
         self.leaves && *self.handover.state() == SourceState::Done
     }
 
-    /// Reports what was found in what has come.
+    /// Updates the report with the result of the drain's comparison.
     fn report_rest(&self) {
         if let (Some(entry), Some(left)) = (&self.entry, &self.left) {
             entry.report_with(|report| left.draining.report(report));
@@ -484,7 +487,7 @@ impl RecoveredSource {
         }
     }
 
-    /// Sends; the event is that of a destination that is gone.
+    /// Sends a message. Returns `Lost` if this shows that the connection is lost.
     fn post(&mut self, message: ToDestination) -> Option<Event> {
         let session = self.session.as_mut()?;
         if let Err(error) = session.sender.send(&message) {
@@ -501,9 +504,9 @@ impl RecoveredSource {
         }
     }
 
-    /// Lets the guest go on here, if it still is.
+    /// Resumes the guest here, if its QEMU still exists. Returns false if it has to be tried again.
     async fn resume(&mut self) -> bool {
-        // Nothing of its disks is sent any more.
+        // No blocks of its disks are sent any more.
         self.left = None;
         let ledger = &self.handover.ledger;
         let here = &ledger.context.parts.config.name;
@@ -541,7 +544,7 @@ impl RecoveredSource {
         resumed
     }
 
-    /// Tells people how it stands.
+    /// Shows the state of the attempt in its entry.
     fn show(&mut self) {
         let Some(entry) = &self.entry else { return };
         let state = self.handover.state();
@@ -562,7 +565,7 @@ impl RecoveredSource {
             .lost_for()
             .is_some_and(|time| time > LOST_AFTER);
         match (*state == SourceState::Done, lost) {
-            // An operator who knows that it never comes back may take the guest back.
+            // If the destination never returns, an operator may reclaim the guest.
             (true, true) => entry.in_doubt(HandoverRecord::Done, ledger.terms.next()),
             (true, false) | (false, _) => entry.certain(),
         }
@@ -571,7 +574,7 @@ impl RecoveredSource {
             SourceState::Done | SourceState::Retiring | SourceState::Closed { here: false }
         );
         if *state == SourceState::Overruled {
-            // The destination may never hear of it.
+            // The destination may never hear of the decision.
             entry.end(Outcome::Failed, self.reason.take());
             ledger.context.archive.keep(entry);
             self.ended = self.entry.take();
@@ -608,7 +611,7 @@ impl RecoveredSource {
     }
 }
 
-/// Waits for what is to be said of what has come.
+/// Waits for the next message of the drain's comparison.
 async fn next_of_rest(left: &mut Option<DrainImages>) -> ToDestination {
     match left {
         Some(left) => left.draining.next().await,
@@ -616,7 +619,7 @@ async fn next_of_rest(left: &mut Option<DrainImages>) -> ToDestination {
     }
 }
 
-/// Waits until the connection for blocks is gone.
+/// Waits until the bulk connection is lost.
 async fn bulk_gone(acknowledging: &mut Option<Acknowledging>) -> String {
     let error = match acknowledging {
         Some(acknowledging) => acknowledging.ended().await.to_string(),
@@ -638,7 +641,7 @@ async fn resolution(resolutions: &mut Option<watch::Receiver<Option<Resolve>>>) 
     changes.borrow_and_update().clone()
 }
 
-/// Waits until then, or for ever.
+/// Waits until this time, or forever if there is none.
 async fn until(at: Option<Instant>) {
     match at {
         Some(at) => sleep_until(at).await,
@@ -646,7 +649,7 @@ async fn until(at: Option<Instant>) {
     }
 }
 
-/// What the core is told of an attempt that goes on from its records.
+/// Returns the configuration of the core for an attempt that is restored from its records.
 fn config(terms: Terms, drains: bool) -> Config {
     Config {
         terms,
@@ -658,16 +661,17 @@ fn config(terms: Terms, drains: bool) -> Config {
     }
 }
 
-/// Whether something of a guest's disks may be left here when it has gone: its front ends stay
-/// until all is there.
+/// Returns whether blocks of a departed guest's disks may be missing at the destination. Their disk
+/// exports stay until all blocks are there.
 fn leaves(context: &Context, guest: &str, migration: MigrationId) -> bool {
     let left = block_in_place(|| exports::left(&context.parts.config.state, guest, migration));
-    // What cannot be read is looked for again, where it is sent from.
+    // Notes that cannot be read are read again when the blocks are sent.
     left.map_or(true, |left| !left.is_empty())
 }
 
-/// The destination may have seen any number of connections of an earlier agent: later ones count on
-/// from the time, and one that does not suffice is followed by others.
+/// Returns the first epoch of a restored attempt. The destination may have seen any number of
+/// connections of an earlier agent, so epochs count from the current time. If the destination
+/// rejects one as too low, higher ones follow.
 fn first_epoch() -> Epoch {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     Epoch(now.map_or(1, |now| now.as_secs() as u32))
@@ -689,9 +693,9 @@ async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), 
         .await
         .map_err(|error| error.to_string())?;
     if let Err(error) = guest.folder().forget_stop() {
-        tracing::error!(guest = guest.name(), %error, "cannot note that it goes on");
+        tracing::error!(guest = guest.name(), %error, "cannot note that it continues");
     }
-    // What its QEMU was set to before the move.
+    // The settings of its QEMU from before the move.
     memory::Settings::restore_kept(&qmp, &guest.folder().settings())
         .await
         .map_err(|error| error.to_string())?;

@@ -1,6 +1,6 @@
-//! QEMUs of guests that have left, which stand until what their guests' memory held is in a file
-//! ([`KeptMemory`](crate::host::memory_cache::KeptMemory)): after the move, and as long as nobody
-//! needs the room.
+//! Retained QEMUs: those of guests that have left, until the guests' memory is in the memory cache
+//! ([`KeptMemory`](crate::host::memory_cache::KeptMemory)). The cache is written after the move,
+//! and as long as the RAM is not needed for another guest.
 
 use crate::context::Context;
 use crate::disks::exports;
@@ -26,22 +26,22 @@ use std::time::{Duration, Instant};
 use tokio::sync::oneshot;
 use tokio::task::block_in_place;
 
-/// How long such a QEMU may stand.
+/// Time limit for a retained QEMU.
 const WITHIN: Duration = Duration::from_secs(3600);
-/// How often it is looked whether others are done.
+/// Interval of the checks whether other moves and retained QEMUs are done.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// How often it is looked whether what is kept has become too old.
+/// Interval at which outdated memory caches are removed.
 const SWEEP_EVERY: Duration = Duration::from_secs(600);
 
-/// The QEMU of a guest that runs elsewhere, and needs nothing of it.
+/// The QEMU of a guest that runs elsewhere and no longer needs it.
 pub(crate) struct RetainedQemu {
     guest: Guest,
     memory: Arc<GuestMemory>,
-    /// Which of its RAM blocks were regions of the move.
+    /// The indexes of the RAM blocks that were regions of the move.
     places: Vec<usize>,
 }
 
-/// A guest's memory while it is written down.
+/// The reader of a guest's memory while the cache is written.
 struct Read<'a> {
     departed: &'a RetainedQemu,
     context: &'a Context,
@@ -49,7 +49,7 @@ struct Read<'a> {
     until: Instant,
 }
 
-/// It is gone when this is.
+/// Removes the guest from the list of retained QEMUs when dropped.
 struct Leaves {
     context: Arc<Context>,
     guest: String,
@@ -82,7 +82,7 @@ impl Memory for Read<'_> {
         let place = places.get(region).ok_or("there is no such region")?;
         let read = memory.read(*place, &[range], into);
         read.map_err(|error| error.to_string())?;
-        // Its number may be another process's by now.
+        // The process id may have been reused.
         let process = guest.record().process.as_ref();
         match process.map(|id| id.is_alive()) {
             Some(Ok(true)) => Ok(()),
@@ -104,7 +104,8 @@ impl Memory for Read<'_> {
 }
 
 impl RetainedQemu {
-    /// Lets a guest's QEMU stand; none where nothing is to be kept, or that cannot be noted.
+    /// Retains a guest's QEMU. Returns `None` if no memory is to be cached, or the note cannot be
+    /// written.
     pub(crate) fn stand(
         context: &Context,
         guest: &Guest,
@@ -124,7 +125,7 @@ impl RetainedQemu {
         })
     }
 
-    /// Keeps what the guest's memory held, and ends its QEMU then.
+    /// Writes the guest's memory to the cache, and then ends its QEMU.
     pub(crate) fn keep(self, context: &Arc<Context>, entry: Arc<Entry>, reservation: Reservation) {
         let name = self.guest.name().to_owned();
         let stands = context.retained_qemus.add(&name);
@@ -155,7 +156,7 @@ impl RetainedQemu {
                 Some(kept) => self.write(kept, &context, &stands),
                 None => Err(io::Error::other("it is not to be kept")),
             };
-            // Whoever waits waits to the end.
+            // The receiver waits until this is sent.
             let _ = done.send(outcome);
         })?;
         let broke = |_| Err(io::Error::other("a part of the agent broke"));
@@ -200,7 +201,7 @@ fn report(context: &Context, entry: &Entry, guest: &str, written: Written) {
     context.archive.keep(entry);
 }
 
-/// The folder of the names of guests whose QEMUs stand for nothing else.
+/// Returns the folder with a note for each guest whose QEMU is retained.
 fn folder(state: &Path) -> PathBuf {
     state.join("departed")
 }
@@ -213,7 +214,7 @@ fn note(state: &Path, guest: &str) -> io::Result<()> {
 }
 
 impl Context {
-    /// Whether a guest moves to or from this host, and has yet to get where it goes.
+    /// Returns whether a guest moves to or from this host and has not arrived yet.
     fn somebody_moves(&self) -> bool {
         let entries = self.registry.list();
         entries
@@ -221,14 +222,14 @@ impl Context {
             .any(|entry| entry.outcome().is_none() && entry.phase() != Phase::Finishing)
     }
 
-    /// Ends the QEMU of a guest that has departed, and what stood below its disks.
+    /// Ends the QEMU of a departed guest, and the exports below its disks.
     async fn end_departed(&self, guest: &str) {
         let state = &self.parts.config.state;
         let removed = crate::host::qemu::remove(&self.parts.config.state, guest).await;
         let stands =
             removed.and_then(|()| crate::host::qemu::find(&self.parts.config.state, guest));
         if !matches!(stands, Ok(None)) {
-            // The next agent finds the note.
+            // The agent finds the note after its next start.
             return tracing::error!(guest, ?stands, "its QEMU is left over");
         }
         exports::ended(state, guest, true).await;
@@ -240,7 +241,7 @@ impl Context {
         }
     }
 
-    /// Ends what an earlier agent let stand.
+    /// Ends the QEMUs that an earlier agent retained.
     pub(crate) async fn end_all_departed(&self) -> io::Result<()> {
         let state = &self.parts.config.state;
         let entries = match fs::read_dir(folder(state)) {
@@ -264,7 +265,7 @@ impl Context {
         Ok(())
     }
 
-    /// Removes what was kept of guests that are here again, and what is too old.
+    /// Removes the memory caches of guests that are here again, and outdated ones.
     pub(crate) fn sweep_kept_memory(&self) {
         let Some(kept) = &self.parts.kept_memory else {
             return;
@@ -276,13 +277,13 @@ impl Context {
         kept.sweep(&is_here);
     }
 
-    /// A guest has come: what was kept of its memory is of no more use.
+    /// Removes the memory cache of a guest that has arrived.
     pub(crate) fn forget_kept_memory(self: &Arc<Self>) {
         let context = self.clone();
         tokio::task::spawn_blocking(move || context.sweep_kept_memory());
     }
 
-    /// Does so again and again.
+    /// Sweeps the memory caches every [`SWEEP_EVERY`].
     pub(crate) fn keep_sweeping_kept_memory(self: &Arc<Self>) {
         if self.parts.kept_memory.is_none() {
             return;

@@ -1,9 +1,10 @@
 //! The sending worker: takes blocks from the engine, reads and encodes them, and gives the frames
 //! to the bulk connection.
 //!
-//! Room on the connection comes first, then blocks are chosen, then their content is read: so what
-//! is sent is as fresh as it can be. A [`Line`] is one bulk connection; when it is lost it is
-//! marked dead *before* the engine is told, so that no block can be taken for it afterwards.
+//! The worker first reserves room on the connection, then takes blocks, and then reads their
+//! content, so that the content is as fresh as possible. A [`Line`] is one bulk connection. A lost
+//! line is marked dead *before* the engine hears of the loss, so that no block can be taken for it
+//! afterwards.
 
 use crate::source::verify::Checked;
 use crate::source::write_tracker::Reply;
@@ -28,28 +29,29 @@ use tokio::sync::{Notify, watch};
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 
-/// The delta cache that is chosen where nobody chooses: so much, and this part of the guest's
-/// memory.
+/// Size of the delta cache by default: this number of bytes, plus the guest's memory divided by
+/// `DELTA_CACHE_SHARE`.
 const DELTA_CACHE_BYTES: u64 = 16 << 20;
 const DELTA_CACHE_SHARE: u64 = 512;
-/// Bytes of frames under way up to which frames may go on from each other: half of what a
-/// destination keeps of those that come early.
+/// Bytes in flight up to which a frame may build on an earlier one: half of the early frames that a
+/// destination buffers.
 const IN_ORDER_BYTES_MAX: u64 = FRAMES_EARLY_BYTES_MAX as u64 / 2;
-/// How long a worker that found nothing to send waits at most before it looks again.
+/// Longest wait of a worker that found nothing to send before it checks again.
 const IDLE_WAIT: Duration = Duration::from_millis(50);
 
-/// How memory is encoded.
+/// The encoding of memory.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Encoding {
-    /// One compression for all frames; by what moves most where it is none.
+    /// The compression of all frames. With `None`, the policy chooses the one with the highest
+    /// throughput.
     compression: Option<Compression>,
-    /// Memory for what deltas are made against.
+    /// Size of the cache of earlier contents, against which deltas are made.
     delta_cache_bytes: usize,
     guest_blocks: usize,
 }
 
 impl Encoding {
-    /// As it was chosen, for a guest with so much memory.
+    /// Creates the encoding that was chosen, for a guest with this much memory.
     pub(crate) fn new(chosen: &longhaul_api::Encoding, memory_bytes: u64) -> Self {
         let compression = match chosen.compression.unwrap_or_default() {
             CompressionChoice::Auto => None,
@@ -72,16 +74,16 @@ impl Encoding {
     }
 }
 
-/// What frames were made of, in blocks and bytes.
+/// The composition of the frames, in blocks and bytes.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Encoded {
     pub(crate) duplicate_blocks: u64,
     pub(crate) delta_blocks: u64,
-    /// Deltas before compression.
+    /// Bytes of deltas before compression.
     pub(crate) delta_bytes: u64,
-    /// Literals and deltas after compression.
+    /// Bytes of literals and deltas after compression.
     pub(crate) stored_bytes: u64,
-    /// Frames, as far as they carried disks.
+    /// Bytes of frames that carried disks.
     pub(crate) disk_bytes: u64,
 }
 
@@ -94,22 +96,22 @@ impl Encoded {
     }
 }
 
-/// Reads the content of blocks at the time of sending.
+/// A reader of the content of blocks at the time of sending.
 pub(crate) trait Content: Send + Sync + 'static {
-    /// Reads these blocks, in their order, into `into`, one after another.
+    /// Reads these blocks into `into`, in their order.
     fn read(&self, blocks: &[BlockId], into: &mut [[u8; BLOCK_SIZE]]) -> Result<(), String>;
 }
 
-/// Why sending ended.
+/// The reason why sending ended.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SendError {
-    /// The guest's RAM, or a disk of its, cannot be read.
+    /// The guest's RAM or one of its disks cannot be read.
     #[error("cannot read what is to be sent: {0}")]
     Content(String),
-    /// A frame cannot be made.
+    /// A frame cannot be encoded.
     #[error("cannot encode memory: {0}")]
     Encode(#[from] EncodeError),
-    /// The engine refused.
+    /// The engine returned an error.
     #[error(transparent)]
     Engine(#[from] SourceError),
 }
@@ -132,13 +134,13 @@ impl Line {
         })
     }
 
-    /// Frames that were given to it.
+    /// Returns the number of frames given to the connection.
     pub(crate) fn frames(&self) -> u64 {
         self.frames.load(Ordering::SeqCst)
     }
 }
 
-/// What the owner of a migration and its sending workers share.
+/// The state that the owner of a migration shares with its sending workers.
 pub(crate) struct Sending {
     engine: Mutex<Source>,
     policy: Mutex<CompressionPolicy>,
@@ -147,20 +149,20 @@ pub(crate) struct Sending {
     migration: MigrationId,
     key: DigestKey,
     content: Box<dyn Content>,
-    /// Pieces of device state, as they travel: all of them over each connection.
+    /// Encoded pieces of device state. All of them are sent over each connection.
     pieces: Mutex<Vec<Bytes>>,
     encoding: Encoding,
-    /// Regions from this number on are disks.
+    /// The number of memory regions. Regions with this id or a higher one are disks.
     memory_regions: usize,
     encoded: Mutex<Encoded>,
     replies: Mutex<Replies>,
-    /// Blocks of disks that could not be read in the drain, with what was wrong.
+    /// Disk blocks that could not be read in the drain, with the errors.
     unreadable: Mutex<Vec<(BlockId, String)>>,
     checked: Checked,
     paces: Paces,
 }
 
-/// How fast each disk may be read.
+/// The paces at which the disks may be read.
 struct Paces {
     began: Instant,
     of: Mutex<BTreeMap<RegionId, Pace>>,
@@ -175,7 +177,7 @@ impl Paces {
         }
     }
 
-    /// Tells the engine what may be read now.
+    /// Tells the engine which disks may be read now.
     fn tell(&self, engine: &mut Source) {
         let now = self.began.elapsed();
         for (region, pace) in lock(&self.of).iter_mut() {
@@ -183,7 +185,7 @@ impl Paces {
         }
     }
 
-    /// These blocks are read.
+    /// Counts these blocks as read.
     fn read(&self, blocks: &[BlockId]) {
         let mut paces = lock(&self.of);
         for of_one in blocks.chunk_by(|one, next| one.region == next.region) {
@@ -195,7 +197,7 @@ impl Paces {
     }
 }
 
-/// Writes to disks that the guest waits for, by the engine's names.
+/// The guest's pending writes to disks, by the ids that the engine knows them by.
 #[derive(Default)]
 struct Replies {
     last: u64,
@@ -211,7 +213,7 @@ impl Sending {
         memory_regions: usize,
         checked: Checked,
     ) -> Arc<Self> {
-        // Until there is one: nobody waits for a destination that hears nothing.
+        // Without a connection, no write waits for the destination.
         engine.connection_lost();
         Arc::new(Self {
             engine: Mutex::new(engine),
@@ -232,22 +234,22 @@ impl Sending {
         })
     }
 
-    /// The migration that it sends for.
+    /// Returns the id of the migration.
     pub(crate) fn migration(&self) -> MigrationId {
         self.migration
     }
 
-    /// The key of its digests.
+    /// Returns the key of the digests.
     pub(crate) fn digest_key(&self) -> DigestKey {
         self.key
     }
 
-    /// The engine. Never held across an await.
+    /// Locks the engine. The guard must not be held across an await.
     pub(crate) fn engine(&self) -> MutexGuard<'_, Source> {
         lock(&self.engine)
     }
 
-    /// Lets workers look again: something may be sent now.
+    /// Wakes the workers, because there may be something to send.
     pub(crate) fn wake(&self) {
         self.wake.notify_waiters();
     }
@@ -258,12 +260,13 @@ impl Sending {
         self.line.send_replace(Some(line));
     }
 
-    /// The connection in use.
+    /// Returns the connection in use.
     pub(crate) fn line(&self) -> Option<Arc<Line>> {
         self.line.borrow().clone()
     }
 
-    /// The connection is gone: what it carried and was not acknowledged is pending again.
+    /// Stops using the connection, which is lost: blocks that it carried and that were not
+    /// acknowledged are pending again.
     pub(crate) fn disconnect(&self) {
         if let Some(line) = self.line.send_replace(None) {
             line.dead.store(true, Ordering::SeqCst);
@@ -273,15 +276,15 @@ impl Sending {
         }
     }
 
-    /// The same, if this is the connection in use.
+    /// Stops using this connection, if it is in use.
     pub(crate) fn disconnect_from(&self, line: &Arc<Line>) {
         if self.line().is_some_and(|used| Arc::ptr_eq(&used, line)) {
             self.disconnect();
         }
     }
 
-    /// The guest has written these blocks of a disk. It is answered as soon as the engine says so,
-    /// if somebody waits for that.
+    /// Handles a write of the guest to a disk. If the guest waits for a reply, it gets the reply as
+    /// soon as the engine permits.
     pub(crate) fn written(
         &self,
         region: RegionId,
@@ -303,7 +306,7 @@ impl Sending {
         Ok(())
     }
 
-    /// Answers the writes that the engine lets go.
+    /// Answers the writes that the engine permits to complete.
     fn answer(&self, engine: &mut Source) {
         while let Some(WriteId(id)) = engine.poll_answer() {
             if let Some(reply) = lock(&self.replies).waiting.remove(&id) {
@@ -312,21 +315,21 @@ impl Sending {
         }
     }
 
-    /// Sends this too, ahead of blocks that wait.
+    /// Sends a part of the device state, ahead of pending blocks.
     pub(crate) fn add_pieces(&self, part: Part, packed: &[u8]) {
         let pieces = Piece::cut(part, packed).map(|piece| piece.encode().into());
         lock(&self.pieces).extend(pieces);
         self.wake();
     }
 
-    /// Takes in what the destination acknowledges over a connection.
+    /// Handles an acknowledgement of the destination.
     pub(crate) fn acknowledged(
         &self,
         line: &Line,
         message: &Acknowledgement,
     ) -> Result<(), SourceError> {
         let mut engine = self.engine();
-        // What was on a connection that is given up counts as lost.
+        // Frames of a connection that was given up count as lost.
         if line.dead.load(Ordering::SeqCst) {
             return Ok(());
         }
@@ -337,8 +340,8 @@ impl Sending {
         Ok(())
     }
 
-    /// Reads blocks. Those of disks that cannot be read are left out when the guest has gone, by
-    /// their places.
+    /// Reads blocks. In the drain, unreadable blocks are skipped, and their places in the list are
+    /// returned. Before that, they are an error.
     fn read(
         &self,
         blocks: &[BlockId],
@@ -355,7 +358,7 @@ impl Sending {
         Err(SendError::Content(first.unwrap_or(error)))
     }
 
-    /// Reads blocks one by one, and keeps those that cannot be read. Returns their places.
+    /// Reads blocks one by one, and records the unreadable ones. Returns their places in the list.
     fn read_each(&self, blocks: &[BlockId], content: &mut [[u8; BLOCK_SIZE]]) -> Vec<usize> {
         let mut places = Vec::new();
         for (place, block) in blocks.iter().enumerate() {
@@ -369,18 +372,19 @@ impl Sending {
         places
     }
 
-    /// Blocks that could not be read since this was asked last.
+    /// Returns the blocks that could not be read since the last call.
     pub(crate) fn take_unreadable(&self) -> Vec<(BlockId, String)> {
         std::mem::take(&mut lock(&self.unreadable))
     }
 
-    /// Whether one block can be read.
+    /// Returns whether a block can be read.
     pub(crate) fn can_be_read(&self, block: BlockId) -> bool {
         let read = || self.content.read(&[block], &mut [[0; BLOCK_SIZE]]);
         block_in_place(read).is_ok()
     }
 
-    /// The guest's own requests to a disk took so long together.
+    /// Handles the latency of the guest's own requests to a disk: their number, and the sum of
+    /// their latencies.
     pub(crate) fn guest_waited(&self, region: RegionId, requests: u64, together: Duration) {
         let now = self.paces.began.elapsed();
         if let Some(pace) = lock(&self.paces.of).get_mut(&region) {
@@ -388,13 +392,13 @@ impl Sending {
         }
     }
 
-    /// What of disks was found equal at both ends.
+    /// Returns the parts of disks that were found equal at both ends.
     pub(crate) fn checked(&self) -> &Checked {
         &self.checked
     }
 
-    /// What of a disk is to be compared next, from this block on, while the guest runs; and where
-    /// that goes on.
+    /// Returns the next range of a disk, from this block on, to be compared while the guest runs,
+    /// and the block at which the next search begins.
     pub(crate) fn ask_ahead(
         &self,
         region: RegionId,
@@ -406,17 +410,17 @@ impl Sending {
         self.checked.ask(region, from, most, is_settled)
     }
 
-    /// Bytes of frames that were sent and not acknowledged.
+    /// Returns the bytes of the frames that are sent and not acknowledged.
     pub(crate) fn queued_bytes(&self) -> u64 {
         self.engine().in_flight_bytes()
     }
 
-    /// What frames were made of so far.
+    /// Returns the composition of the frames so far.
     pub(crate) fn encoded(&self) -> Encoded {
         *lock(&self.encoded)
     }
 
-    /// Sends until something breaks. Run it as a task, and abort that.
+    /// Sends until an error occurs. Run it as a task, and abort the task to end it.
     pub(crate) async fn work(self: Arc<Self>) -> SendError {
         let mut line = self.line.subscribe();
         let mut worker = Worker::new(self.key, self.encoding);
@@ -428,7 +432,7 @@ impl Sending {
                 }
                 continue;
             };
-            // A lost connection is the owner's business: it replaces the line.
+            // The owner handles a lost connection, and replaces the line.
             match self.send_over(&current, &mut worker).await {
                 Err(error) => return error,
                 Ok(Ended::Lost) => {
@@ -461,7 +465,7 @@ impl Sending {
             match block_in_place(|| self.next_frame(line, worker))? {
                 Next::Nothing => {
                     drop(permit);
-                    // Nothing is lost by looking once too often.
+                    // An unneeded check costs nothing.
                     let _ = timeout(IDLE_WAIT, notified).await;
                 }
                 Next::Skipped => {}
@@ -477,8 +481,8 @@ impl Sending {
         }
     }
 
-    /// The compression for the next frame, while so many bytes of earlier ones are under way, and
-    /// so many of those have yet to begin their way.
+    /// Returns the compression for the next frame, given the bytes in flight and the number of
+    /// frames that wait to be sent.
     fn compression(
         &self,
         link: Option<Link>,
@@ -491,7 +495,7 @@ impl Sending {
         let chosen =
             chosen.unwrap_or_else(|| lock(&self.policy).choose(rate, queued, ready_frames));
         match chosen {
-            // More would have to be kept at the destination than it accepts, should one be late.
+            // If a frame were late, the destination would have to buffer more than it accepts.
             Compression::ZstdLong(level) if in_flight_bytes > IN_ORDER_BYTES_MAX => {
                 Compression::Zstd(level)
             }
@@ -504,7 +508,7 @@ impl Sending {
         if line.dead.load(Ordering::SeqCst) {
             return Ok(Next::Nothing);
         }
-        // One of those in hand is for the frame that is made now.
+        // One of the reserved places is for the frame that is made now.
         let ready_frames = line.bulk.frames_in_hand().saturating_sub(1);
         let link = engine.link_now();
         let compression = self.compression(link, engine.in_flight_bytes(), ready_frames);
@@ -527,7 +531,7 @@ impl Sending {
         worker.hasher.stage(content, &mut worker.staged);
         let mut decisions = self.engine().decide(&batch, &worker.staged);
         for place in unreadable {
-            // The destination knows that it has not come, and asks again.
+            // The destination knows that the block is missing, and asks for it again.
             decisions[place] = Decision::Skip;
         }
         let prepared = Instant::now();
@@ -541,7 +545,8 @@ impl Sending {
         let (payload, stored) = (frame.payload_bytes, frame.stored_bytes);
         let (preparing, encoding) = (prepared - began, prepared.elapsed());
         self.engine().made(&batch, preparing + encoding);
-        // What was not made as asked, and not stored raw either, went on at another level.
+        // A raw frame counts for the chosen compression. Any other difference means that the frame
+        // was made at another level.
         let made = match frame.compression {
             Compression::Raw => compression,
             made => made,
@@ -549,7 +554,7 @@ impl Sending {
         lock(&self.policy).observe(made, payload, stored, preparing, encoding);
         let mut encoded = lock(&self.encoded);
         encoded.add(&frame);
-        // A frame is of one kind.
+        // A frame carries either memory or disks.
         let first = batch.blocks.first();
         if first.is_some_and(|id| usize::from(id.region.0) >= self.memory_regions) {
             encoded.disk_bytes += frame.bytes.len() as u64;
@@ -561,7 +566,8 @@ impl Sending {
             self.answer(&mut engine);
             return Ok(Next::Skipped);
         }
-        // Counted first: once the engine knows of the frame, the count may be announced.
+        // Counted before the engine knows of the frame, because the count may be announced from
+        // then on.
         line.frames.fetch_add(1, Ordering::SeqCst);
         self.engine().encoded(&batch, Some(frame.bytes.len()));
         Ok(Next::Frame(frame.bytes.into()))

@@ -23,10 +23,11 @@ use tokio::task::JoinHandle;
 pub(crate) use after_switchover::Rest;
 pub(crate) use verified_ranges::{Checked, PIECE_BLOCKS};
 
-/// Most of a disk that is asked for at once: meanwhile the destination hears nothing else.
+/// Largest part of a disk in one question. While the destination answers, it handles no other
+/// message.
 const DISK_BLOCKS_MAX: u64 = 64 * PIECE_BLOCKS;
 
-/// A disk that is compared, at the source.
+/// The source's image of a disk that is compared.
 #[derive(Clone)]
 pub(crate) struct Image {
     pub(crate) spec: RegionSpec,
@@ -39,7 +40,7 @@ impl Image {
         Self { spec, disk }
     }
 
-    /// How many blocks it has now: the destination has nothing behind them.
+    /// Returns the image's current number of blocks. The destination has no content after them.
     fn blocks(&self) -> u64 {
         let blocks = self.disk.file_bytes().map(blocks_of);
         blocks.unwrap_or(self.spec.blocks).min(self.spec.blocks)
@@ -50,7 +51,7 @@ impl Image {
     }
 }
 
-/// What was found.
+/// The result of a comparison.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Compared {
     regions: u32,
@@ -71,7 +72,7 @@ impl Compared {
         self.first.get_or_insert_with(first);
     }
 
-    /// For the report.
+    /// Returns the result for the report.
     pub(crate) fn result(&self) -> VerifyResult {
         VerifyResult {
             regions: self.regions,
@@ -86,8 +87,8 @@ impl Compared {
     }
 }
 
-/// A comparison under way at the source. What the guest's end of it needs is digested beside the
-/// destination's, coarse pieces first.
+/// A running comparison. The source computes its digests at the same time as the destination. Large
+/// pieces are compared first.
 pub(crate) struct Comparison {
     questions: mpsc::Receiver<ToDestination>,
     answers: mpsc::Sender<Answer>,
@@ -103,17 +104,17 @@ struct Answer {
     digests: Digests,
 }
 
-/// What a comparison wants of its owner.
+/// What a comparison needs from its owner.
 pub(crate) enum Next {
-    /// Send this, now and again after each reconnection until it is answered.
+    /// Send this question, and send it again after each reconnection until it is answered.
     Ask(ToDestination),
-    /// It is over.
+    /// The comparison has ended.
     Done(Result<Compared, String>),
 }
 
 impl Comparison {
-    /// Compares everything that is not known to be equal, but for disks of which something may be
-    /// left here when the guest goes; it must be stopped at the source.
+    /// Compares everything that is not known to be equal, except disks that are drained. The guest
+    /// must be stopped at the source.
     pub(crate) fn begin(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
         let (memory, places) = outbound.memory();
         let regions = outbound.regions().iter().cloned();
@@ -129,7 +130,7 @@ impl Comparison {
         Self::start(disks, sending, run)
     }
 
-    /// Compares what has settled of disks, once, while the guest runs.
+    /// Compares the settled parts of disks once, while the guest runs.
     pub(crate) fn ahead(outbound: &SourceQemu, sending: &Arc<Sending>) -> Self {
         let disks = outbound.disks().iter().map(Image::of).collect();
         Self::start(disks, sending, Worker::run_ahead)
@@ -156,7 +157,7 @@ impl Comparison {
         }
     }
 
-    /// Waits for what it wants next. Safe to cancel.
+    /// Waits for the next question or the result. Safe to cancel.
     pub(crate) async fn next(&mut self) -> Next {
         let question = tokio::select! {
             biased;
@@ -169,10 +170,10 @@ impl Comparison {
         Next::Ask(question)
     }
 
-    /// The destination's digests.
+    /// Handles the destination's digests.
     pub(crate) fn answered(&mut self, region: RegionId, range: BlockRange, digests: Vec<[u8; 16]>) {
         self.last = None;
-        // An answer that nobody waits for is one too many.
+        // No question waits for this answer if the channel is full.
         if self
             .answers
             .try_send(Answer {
@@ -182,11 +183,11 @@ impl Comparison {
             })
             .is_err()
         {
-            tracing::warn!("digests that nobody asked for");
+            tracing::warn!("unrequested digests");
         }
     }
 
-    /// The question that is not answered yet, for a new connection.
+    /// Returns the unanswered question, for a new connection.
     pub(crate) fn unanswered(&self) -> Option<ToDestination> {
         self.last.clone()
     }
@@ -262,7 +263,7 @@ impl Worker {
         Ok(compared)
     }
 
-    /// Compares a range, and looks closer where it differs.
+    /// Compares a range, and finds the blocks in each chunk that differs.
     async fn compare(
         &mut self,
         spec: &RegionSpec,
@@ -282,7 +283,7 @@ impl Worker {
         Ok(())
     }
 
-    /// The pieces of a range that are not the same at both ends, counted from its start.
+    /// Returns the indexes of the pieces of a range that differ.
     async fn differences(
         &mut self,
         spec: &RegionSpec,
@@ -300,7 +301,7 @@ impl Worker {
             .collect())
     }
 
-    /// The digests of the pieces of a range, here and there.
+    /// Returns the digests of the pieces of a range, of the source and of the destination.
     async fn digests(
         &mut self,
         spec: &RegionSpec,

@@ -1,5 +1,4 @@
-//! Hears of the guest's writes to a disk that moves, from whoever answers for it, and tells the
-//! engine.
+//! Receives the write reports of a disk's export during a move, and passes them to the engine.
 
 use crate::source::local_disks::LocalDisk;
 use crate::source::sender::Sending;
@@ -18,46 +17,46 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, timeout, timeout_at};
 
-/// Time until everything must have been heard of a guest that stands still.
+/// Time limit for the last write reports after the guest is stopped.
 const CLOSE_WITHIN: Duration = Duration::from_secs(10);
-/// How often it is looked whether somebody answers.
+/// Interval of the checks for a connected export.
 const LOOK_EVERY: Duration = Duration::from_millis(50);
 const BLOCK: u64 = BLOCK_SIZE as u64;
 
-/// Why a disk's copy cannot be trusted.
+/// The reason why a disk's copy cannot be trusted.
 #[derive(Debug, Clone, thiserror::Error)]
 pub(crate) enum WatchError {
-    /// The guest wrote while the agent was not told.
+    /// The guest wrote without a report to the agent.
     #[error("the guest wrote to disk {0} while the agent did not hear of it")]
     Missed(String),
-    /// Nobody says what was written.
-    #[error("the front end of disk {0} does not answer")]
+    /// The export does not report writes.
+    #[error("the export of disk {0} does not answer")]
     Silent(String),
-    /// What was written makes no sense.
+    /// A write report is invalid.
     #[error("disk {disk}: {why}")]
     Broken {
         /// The disk.
         disk: String,
-        /// What is wrong.
+        /// The error.
         why: String,
     },
 }
 
-/// Whoever waits for a write to be answered.
+/// A write that waits for its reply to the guest.
 pub(crate) struct Reply {
     line: mpsc::UnboundedSender<ToServer>,
     id: u64,
 }
 
 impl Reply {
-    /// The guest may hear of it.
+    /// Lets the write complete for the guest.
     pub(crate) fn answer(self) {
-        // A server that is gone has answered already, or its guest asks again.
+        // A server that is gone has replied already, or its guest repeats the request.
         let _ = self.line.send(ToServer::Answered(self.id));
     }
 }
 
-/// A watch over one disk, until it is dropped.
+/// The receiver of one disk's write reports, until it is dropped.
 pub(crate) struct Watch {
     shared: Arc<Shared>,
     listening: JoinHandle<()>,
@@ -76,17 +75,17 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// Servers that are connected, or were and have not been heard to the end.
+    /// Servers that are connected, or whose reports have not all been read.
     lines: BTreeMap<u64, mpsc::UnboundedSender<ToServer>>,
     next: u64,
     marks: u64,
-    /// The last mark that was reached, and by which of them.
+    /// The last server that reached a mark, and that mark.
     reached: Option<(u64, u64)>,
     broken: Option<String>,
 }
 
 impl Watch {
-    /// Listens for servers, which must not have been started before.
+    /// Listens for servers, which must not have been started before this.
     pub(crate) fn begin(
         disk: &LocalDisk,
         folder: &FrontFolder,
@@ -107,7 +106,7 @@ impl Watch {
         Ok(Self { shared, listening })
     }
 
-    /// Whether the copy has missed something.
+    /// Returns an error if the copy may lack a write.
     pub(crate) fn check(&self) -> Result<(), WatchError> {
         let disk = self.shared.disk.clone();
         if self.shared.folder.fell_back() {
@@ -119,8 +118,8 @@ impl Watch {
         }
     }
 
-    /// Waits until every write has been heard of that was answered before this was called: with a
-    /// guest that stands still, and a QEMU that has let go of the disk, all there will ever be.
+    /// Waits until every write that completed before this call has been reported. If the guest is
+    /// stopped and QEMU has closed the disk, these are all writes.
     pub(crate) async fn caught_up(&self) -> Result<(), WatchError> {
         let deadline = Instant::now() + CLOSE_WITHIN;
         loop {
@@ -132,7 +131,8 @@ impl Watch {
             if let Some(asked) = asked
                 && self.shared.reaches(asked, deadline).await
             {
-                // Made before the first write that was not told: so there was none.
+                // The record of the fallback is made before the first unreported write, so the
+                // check finds it.
                 return self.check();
             }
             if Instant::now() >= deadline {
@@ -146,7 +146,7 @@ impl Watch {
 impl Drop for Watch {
     fn drop(&mut self) {
         self.listening.abort();
-        // Their tasks end with their senders.
+        // The tasks of the connections end with their senders.
         self.shared.lock().lines.clear();
     }
 }
@@ -159,7 +159,7 @@ async fn listen(shared: Arc<Shared>, listener: UnixListener) {
                 tokio::spawn(async move { shared.hear(stream).await });
             }
             Err(error) => {
-                tracing::warn!(disk = shared.disk, %error, "a front end cannot connect");
+                tracing::warn!(disk = shared.disk, %error, "a disk export cannot connect");
                 tokio::time::sleep(LOOK_EVERY).await;
             }
         }
@@ -171,12 +171,13 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks the one server that is there to say when it has told everything.
+    /// Asks the connected server for a mark after its reports. Returns `None` unless exactly one
+    /// server is connected.
     fn ask(&self) -> Option<(u64, u64)> {
         let mut state = self.lock();
         state.marks += 1;
         let mark = state.marks;
-        // One from before may not have been heard to its end.
+        // An earlier server's reports may not all have been read.
         let (number, line) = match state.lines.len() {
             1 => state.lines.first_key_value()?,
             _ => return None,
@@ -211,7 +212,7 @@ impl Shared {
         let begin = ToServer::Begin {
             answers: self.answers,
         };
-        // The first in a channel that is open.
+        // Cannot fail: the channel is open.
         let _ = line.send(begin);
         let number = {
             let mut state = self.lock();
@@ -226,7 +227,7 @@ impl Shared {
         while reader.read_exact(&mut bytes).await.is_ok() {
             let Some(line) = line.upgrade() else { break };
             if let Err(why) = self.heard(&bytes, number, line) {
-                tracing::error!(disk = self.disk, why, "a front end is not understood");
+                tracing::error!(disk = self.disk, why, "a disk export is not understood");
                 self.lock().broken = Some(why);
                 break;
             }
@@ -244,8 +245,8 @@ impl Shared {
     ) -> Result<(), String> {
         match ToOwner::from_bytes(bytes).map_err(|error| error.to_string())? {
             ToOwner::Written { id, bytes } => {
-                // A write beyond the end has changed nothing, and was refused; or the image has
-                // outgrown its region, and the move will be given up.
+                // A write past the end was refused and changed nothing, or the image has outgrown
+                // its region and the move will be given up.
                 let (first, end) = (bytes.start / BLOCK, bytes.end.div_ceil(BLOCK));
                 let (first, end) = (first.min(self.blocks), end.min(self.blocks));
                 let range = BlockRange::new(first, end - first);

@@ -1,4 +1,4 @@
-//! Reports of migrations that ended, kept in a folder: one file each, the oldest dropped.
+//! Reports of migrations that ended, in a folder with one file each. The oldest are removed.
 
 use crate::status::migration::Entry;
 use longhaul_api::{Migration, Report};
@@ -9,9 +9,9 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
-/// Most reports that are kept.
+/// Limit on the number of reports.
 const KEPT_MAX: usize = 500;
-/// Longest report that is read, in bytes.
+/// Limit on the size of a report, in bytes.
 const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// The folder of reports.
@@ -27,7 +27,7 @@ struct Document {
 }
 
 impl Archive {
-    /// Uses a folder, and makes it where it is missing.
+    /// Opens the folder. Creates it if it does not exist.
     pub(crate) fn open(folder: &Path) -> io::Result<Self> {
         fs::create_dir_all(folder)?;
         Ok(Self {
@@ -35,8 +35,8 @@ impl Archive {
         })
     }
 
-    /// Keeps the report of a migration that has ended. Nothing depends on it: a failure is told in
-    /// the log.
+    /// Writes the report of a migration that has ended. Nothing depends on reports, so a failure is
+    /// only logged.
     pub(crate) fn keep(&self, entry: &Entry) {
         let mut migration = entry.migration();
         migration.progress = None;
@@ -53,7 +53,7 @@ impl Archive {
         }
     }
 
-    /// The files, oldest first; those beyond what is kept are removed.
+    /// Returns the files, oldest first. Removes those beyond the limit.
     fn files(&self) -> io::Result<Vec<(SystemTime, PathBuf, MigrationId)>> {
         let mut files = Vec::new();
         for file in fs::read_dir(&self.folder)? {
@@ -69,7 +69,7 @@ impl Archive {
         let excess = files.len().saturating_sub(KEPT_MAX);
         for (_, path, _) in files.drain(..excess) {
             match fs::remove_file(path) {
-                // Two that end at once see the same excess.
+                // Two migrations that end at once see the same excess.
                 Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
                 Ok(()) | Err(_) => {}
             }
@@ -77,7 +77,7 @@ impl Archive {
         Ok(files)
     }
 
-    /// The migrations whose reports are kept. Files that cannot be read are told in the log.
+    /// Reads all reports. A file that cannot be read is logged.
     pub(crate) fn load(&self) -> io::Result<Vec<Entry>> {
         let mut entries = Vec::new();
         for (_, path, id) in self.files()? {

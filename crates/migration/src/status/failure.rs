@@ -1,4 +1,4 @@
-//! Failures of a migration in the words of the people who asked for it.
+//! Converts failures of a migration into errors of the API.
 
 use crate::context::Holder;
 use longhaul_api::{ApiError, ErrorCode, Outcome, VerifyResult};
@@ -108,7 +108,7 @@ pub(crate) fn connect(host: &str, error: &ConnectError) -> ApiError {
     }
 }
 
-/// Whether a failure is an abort that somebody wanted.
+/// Returns the outcome of a failure: aborted if it was requested, failed otherwise.
 pub(crate) fn outcome(failure: &ApiError) -> Outcome {
     match failure.code {
         ErrorCode::Cancelled => Outcome::Aborted,
@@ -123,15 +123,15 @@ pub(crate) fn probe(host: &str, error: &ProbeError) -> ApiError {
     }
 }
 
-/// A person has decided where the guest runs.
+/// Returns the error of a migration that an operator has decided.
 pub(crate) fn overruled(because: &str) -> ApiError {
     ApiError::new(
         ErrorCode::PeerUnreachable,
-        format!("a person has decided: {because}"),
+        format!("an operator has decided: {because}"),
     )
 }
 
-/// The right to run a guest is not here.
+/// Returns the error for a guest whose right is not on this host.
 pub(crate) fn not_here(guest: &str, holder: &Holder) -> ApiError {
     match holder {
         Holder::Here => internal("a right that is here was refused"),
@@ -153,13 +153,13 @@ pub(crate) fn not_here(guest: &str, holder: &Holder) -> ApiError {
         )),
         Holder::Unknown(why) => ApiError::new(
             ErrorCode::InDoubt,
-            format!("nobody can tell who may run {guest}: {why}"),
+            format!("it is unknown who may run {guest}: {why}"),
         )
         .hint("nothing is done with it before that is repaired: `longhaul doctor` says how"),
     }
 }
 
-/// The same error, saying how often the right to run has changed hands.
+/// Adds the generation of the right to an error's message.
 pub(crate) fn of_generation(mut error: ApiError, generation: Option<u64>) -> ApiError {
     if let Some(generation) = generation {
         error
@@ -169,10 +169,10 @@ pub(crate) fn of_generation(mut error: ApiError, generation: Option<u64>) -> Api
     error
 }
 
-/// What is said of a guest that was not attached to.
+/// The part of a message about a guest that could not be attached.
 pub const UNCHANGED: &str = "nothing was changed; it runs as before";
 
-/// An error of attaching as it is answered.
+/// Converts an error of attaching a guest into one of the API.
 pub fn attach(error: AttachGuestError) -> ApiError {
     let code = match &error {
         AttachGuestError::Name(_) => ErrorCode::InvalidRequest,

@@ -1,9 +1,9 @@
-//! A guest's clock after a move, in the report.
+//! The correction of a guest's clock after a migration, in the report.
 
 use longhaul_api::{ClockTeller, GuestClock, Report};
 use longhaul_protocol::message;
 
-/// Puts it into a report.
+/// Adds the clock's correction to a report.
 pub(crate) fn report(clock: message::GuestClock, report: &mut Report) {
     report.clock = Some(GuestClock {
         told_by: match clock.by_agent {

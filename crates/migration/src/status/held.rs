@@ -1,5 +1,5 @@
-//! Holds guests whose journals cannot be used: nothing is done with such a guest until a person has
-//! settled where it runs, and all other guests go on.
+//! Holds guests whose journals cannot be used. The agent does nothing with a held guest until an
+//! operator has decided where it runs. Other guests are not affected.
 
 use crate::host::lock::lock;
 use longhaul_api::{ApiError, ErrorCode};
@@ -17,9 +17,9 @@ pub(crate) struct HeldGuests(Mutex<Held>);
 #[derive(Debug, Default)]
 struct Held {
     guests: HashMap<String, Cause>,
-    /// The journal that does not say of which guest it is: it may be of any.
+    /// A journal that does not name its guest. It may be of any guest.
     any: Option<Cause>,
-    /// Sound journals of these guests. Nobody else opens them, so nothing is done that they say.
+    /// Sound journals of held guests. They stay locked here, so that no other task acts on them.
     journals: Vec<Journal>,
 }
 
@@ -32,8 +32,8 @@ struct Cause {
 }
 
 impl HeldGuests {
-    /// Holds the guest of a journal that could not be opened. Returns the error if the journal
-    /// does not name a guest: then nothing is held.
+    /// Holds the guest of a journal that could not be opened. Returns the error if the journal does
+    /// not name a guest: then nothing is held.
     pub(crate) fn hold(
         &self,
         migration: MigrationId,
@@ -49,24 +49,24 @@ impl HeldGuests {
         None
     }
 
-    /// Holds every guest, because of a journal that could not be opened and may be of any.
+    /// Holds every guest, because of a journal that could not be opened and may be of any guest.
     pub(crate) fn hold_every_guest(&self, migration: MigrationId, error: &JournalError) {
         let cause = Cause::new(migration, error);
         tracing::error!(%migration, hint = cause.hint(), "every guest is held: {error}");
         lock(&self.0).any = Some(cause);
     }
 
-    /// Keeps a sound journal of a held guest closed to everybody else.
+    /// Keeps a sound journal of a held guest locked.
     pub(crate) fn keep(&self, journal: Journal) {
         lock(&self.0).journals.push(journal);
     }
 
-    /// Whether a journal names this guest, and cannot be used.
+    /// Returns whether an unusable journal names this guest.
     pub(crate) fn is_named(&self, guest: &str) -> bool {
         lock(&self.0).guests.contains_key(guest)
     }
 
-    /// Why nothing is done with a guest, and what to do.
+    /// Returns why a guest is held, with a hint for the operator.
     pub(crate) fn why(&self, guest: &str) -> Option<ApiError> {
         let held = lock(&self.0);
         let (cause, text) = match (held.guests.get(guest), &held.any) {
@@ -105,7 +105,7 @@ impl Cause {
     }
 }
 
-/// The guest that the readable part of a journal names.
+/// Returns the guest that the readable part of a journal names.
 fn guest_of(path: &Path) -> Option<String> {
     let reading = read_journal(path).ok()?;
     reading.entries.into_iter().rev().find_map(|entry| {

@@ -1,4 +1,4 @@
-//! Runs the hooks of a migration's steps, and writes down what they cost.
+//! Runs the hooks of a migration's steps, and reports their cost.
 
 use crate::context::Context;
 use crate::host::hooks::{About, Step};
@@ -11,8 +11,8 @@ use std::sync::Arc;
 use tokio::task::JoinHandle;
 
 impl Context {
-    /// Runs a step's hook where there is one. An error is a hook that failed and stops the move;
-    /// one that fails too late for that is told in the log and in the report.
+    /// Runs a step's hook, if there is one. Returns an error if the hook failed and stops the
+    /// migration. A failure that is too late for that is only logged and reported.
     pub(crate) async fn hook(
         &self,
         entry: &Entry,
@@ -60,8 +60,8 @@ impl Context {
         Err(ApiError::new(ErrorCode::HookFailed, text).hint(hint))
     }
 
-    /// What comes before anything is changed here: refuses hooks that could not be run when their
-    /// time comes, marks the guest, and runs the first hook.
+    /// Prepares this host for a guest that leaves, before anything is changed: refuses hooks that
+    /// could not be run later, marks the guest, and runs the first hook.
     pub(crate) async fn leave(
         &self,
         entry: &Entry,
@@ -78,15 +78,15 @@ impl Context {
         self.hook(entry, Step::Prepare, next).await
     }
 
-    /// Runs the hook of a step at which nothing can be stopped any more.
+    /// Runs the hook of a step at which the migration can no longer be stopped.
     pub(crate) async fn last_hook(&self, entry: &Entry, step: Step, next: Generation) {
-        // Only hooks that come before the release give errors.
+        // Only hooks before the release return errors.
         if let Err(error) = self.hook(entry, step, next).await {
             tracing::error!(migration = %entry.id(), %error, "too late to matter");
         }
     }
 
-    /// Runs the hook beside a guest that runs here now.
+    /// Runs the hook `running` in parallel with the guest.
     pub(crate) fn running(
         self: &Arc<Self>,
         entry: &Arc<Entry>,
@@ -96,7 +96,7 @@ impl Context {
         tokio::spawn(async move { context.last_hook(&entry, Step::Running, next).await })
     }
 
-    /// What comes before a QEMU is started for a guest that arrives.
+    /// Runs the hook `arriving` before a QEMU is started for an arriving guest.
     pub(crate) async fn arriving(&self, entry: &Entry, next: Generation) -> Result<(), Refusal> {
         let Err(error) = self.hook(entry, Step::Arriving, next).await else {
             return Ok(());
@@ -109,7 +109,7 @@ impl Context {
         })
     }
 
-    /// The same of this side as the destination, for another host.
+    /// Returns the hook checks of this host as the destination, for another host.
     pub(crate) fn hook_answers(&self) -> Vec<message::Check> {
         let checks = self.hook_checks(Side::Destination).into_iter();
         let told = checks.map(|check| message::Check {
@@ -124,13 +124,13 @@ impl Context {
         told.collect()
     }
 
-    /// Whether the hooks of a side could be run.
+    /// Checks whether the hooks of a side can be run.
     pub(crate) fn hook_checks(&self, side: Side) -> Vec<Check> {
         let host = &self.parts.config.name;
         let unfit = self.parts.config.hooks.unfit(side);
         let unfit = unfit.into_iter().map(|(step, error)| {
             let text = format!("the hook `{}` on {host}: {error}", step.name());
-            let hint = "mend it, or take it out of the agent's configuration";
+            let hint = "correct it, or take it out of the agent's configuration";
             match step.can_veto() {
                 true => Check::refuse("hooks", text, hint),
                 false => Check::warn("hooks", text, hint),

@@ -1,6 +1,6 @@
-//! Doubt in words: what each side knows, what happens by itself, and which of an operator's ways
-//! out make sense. The same for a guest that runs at the destination and needs its source, while
-//! the agents have lost each other.
+//! Describes an attempt in doubt: what each side knows, what happens without an operator, and which
+//! ways out an operator has. This also covers a guest that runs at the destination and needs its
+//! source while the agents are disconnected.
 
 use longhaul_api::{
     ApiError, BECAUSE_CHARS_MAX, Doubt, ErrorCode, HandoverRecord, Migration, OtherSide, Phase,
@@ -9,7 +9,7 @@ use longhaul_api::{
 use longhaul_protocol::BLOCK_SIZE;
 use longhaul_protocol::message::AttemptState;
 
-/// What a side knows while the other one's word decides.
+/// What a side knows while it waits for the other side's answer.
 #[derive(Debug, Clone)]
 pub(crate) struct Standing {
     pub(crate) record: HandoverRecord,
@@ -17,12 +17,12 @@ pub(crate) struct Standing {
     pub(crate) since_unix_ms: u64,
     pub(crate) other_record: Option<HandoverRecord>,
     pub(crate) heard_unix_ms: Option<u64>,
-    /// When it was asked last, and why it did not answer.
+    /// When it was last asked, and why it did not answer.
     pub(crate) asked: Option<(u64, Option<String>)>,
 }
 
 impl Standing {
-    /// As the API shows it.
+    /// Returns the doubt as the API shows it.
     pub(crate) fn doubt(&self, migration: &Migration) -> Doubt {
         let words = Words::of(migration);
         let (here, then, ways_out) = match (migration.side, self.record) {
@@ -50,7 +50,7 @@ impl Standing {
     }
 }
 
-/// What a destination says of an attempt, as what it has written down.
+/// Returns the record that matches a state which the destination reports.
 pub(crate) fn record_of(state: AttemptState) -> HandoverRecord {
     match state {
         AttemptState::Receiving | AttemptState::Loading => HandoverRecord::Began,
@@ -60,7 +60,7 @@ pub(crate) fn record_of(state: AttemptState) -> HandoverRecord {
     }
 }
 
-/// How much is missing of which disks.
+/// Returns the missing amount of each disk, as text.
 fn missing(migration: &Migration) -> String {
     let regions = migration.progress.iter().flat_map(|now| &now.regions);
     let disks = regions.filter(|region| region.disk && region.blocks_pending > 0);
@@ -98,10 +98,10 @@ impl<'a> Words<'a> {
 
     fn at_source(&self) -> (String, String, Vec<WayOut>) {
         let Self { guest, this, other } = *self;
-        let here = format!("{guest} stands still on {this}, with all its memory");
+        let here = format!("{guest} is stopped on {this}, with all its memory");
         let then = format!(
             "when the two agents meet, the word of {other} decides: {guest} runs there if {other} \
-             took it, and goes on here if it did not"
+             took it, and continues here if it did not"
         );
         let stay = self.stay(this, other, this);
         (here, then, vec![stay, self.go(this, other)])
@@ -130,7 +130,7 @@ impl<'a> Words<'a> {
         (here, then, vec![self.go(other, this), leave])
     }
 
-    /// It has run at the destination, which needs the source no more or will need it.
+    /// The guest has run at the destination, which may or may not need the source.
     fn at_source_of_one_that_left(&self) -> (String, String, Vec<WayOut>) {
         let Self { guest, this, other } = *self;
         let here = format!(
@@ -157,7 +157,7 @@ impl<'a> Words<'a> {
         (here, then, vec![back])
     }
 
-    /// It runs here, and a part of its disks is at the source.
+    /// The guest runs here, and a part of its disks is at the source.
     fn at_destination_that_runs_it(&self, missing: &str) -> (String, String, Vec<WayOut>) {
         let Self { guest, this, other } = *self;
         let here = format!("{guest} runs on {this}, and waits when it reads what is missing");
@@ -176,7 +176,7 @@ impl<'a> Words<'a> {
         (here, then, vec![alone])
     }
 
-    /// The source goes on with it.
+    /// The way out in which the guest continues at the source.
     fn stay(&self, source: &str, destination: &str, tell: &str) -> WayOut {
         let guest = self.guest;
         WayOut {
@@ -189,14 +189,14 @@ impl<'a> Words<'a> {
                  and {guest} never ran there"
             ),
             at_stake: format!(
-                "{guest} goes on on {source} from the moment at which it was stopped. If it ran on \
-                 {destination} after all, what it did there is lost, and disks that it wrote to \
+                "{guest} continues on {source} from the moment at which it was stopped. If it ran \
+                 on {destination} after all, what it did there is lost, and disks that it wrote to \
                  there no longer fit its memory: going on would damage its file systems"
             ),
         }
     }
 
-    /// The destination takes it.
+    /// The way out in which the destination takes the guest.
     fn go(&self, source: &str, destination: &str) -> WayOut {
         let guest = self.guest;
         WayOut {
@@ -209,7 +209,7 @@ impl<'a> Words<'a> {
                  does not run it"
             ),
             at_stake: format!(
-                "{guest} goes on on {destination} from the moment at which it was stopped. If it \
+                "{guest} continues on {destination} from the moment at which it was stopped. If it \
                  runs on {source} after all, two copies write to the same disks: its file systems \
                  would be damaged"
             ),
@@ -217,7 +217,7 @@ impl<'a> Words<'a> {
     }
 }
 
-/// What a person said, for the journal.
+/// Returns the operator's decision as text for the journal.
 pub(crate) fn because(other: &str, resolve: &Resolve) -> String {
     let state = resolve.other_side.map_or("given up", OtherSide::name);
     match &resolve.because {
@@ -226,7 +226,7 @@ pub(crate) fn because(other: &str, resolve: &Resolve) -> String {
     }
 }
 
-/// Refuses a resolution that makes no sense, or that could make two copies run.
+/// Refuses a resolution that does not apply, or that could make two copies run.
 pub(crate) fn judge(migration: &Migration, resolve: &Resolve) -> Result<(), ApiError> {
     let words = Words::of(migration);
     let Words { guest, this, other } = words;
@@ -284,7 +284,7 @@ pub(crate) fn judge(migration: &Migration, resolve: &Resolve) -> Result<(), ApiE
     Ok(())
 }
 
-/// The same for a guest that runs here while blocks of its disks are at its source.
+/// Judges a resolution for a guest that runs here while blocks of its disks are at the source.
 fn judge_giving_up(migration: &Migration, resolve: &Resolve) -> Result<(), ApiError> {
     let Words { guest, this, other } = Words::of(migration);
     let id = &migration.id;

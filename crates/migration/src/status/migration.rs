@@ -1,4 +1,4 @@
-//! One migration as people see it: its phase, progress and report, and what they ask of it.
+//! One migration as operators see it: phase, progress, report, and requests to it.
 
 use crate::status::in_doubt::Standing;
 use longhaul_api::{
@@ -10,7 +10,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 
-/// What is fixed when a migration begins.
+/// Facts that are fixed when a migration begins.
 #[derive(Debug, Clone)]
 pub(crate) struct Facts {
     pub(crate) id: MigrationId,
@@ -21,7 +21,7 @@ pub(crate) struct Facts {
     pub(crate) asked: Asked,
 }
 
-/// A migration of this host, under way or ended.
+/// A migration of this host, in progress or ended.
 #[derive(Debug)]
 pub(crate) struct Entry {
     id: MigrationId,
@@ -42,7 +42,7 @@ struct State {
 }
 
 impl Entry {
-    /// A migration that begins now.
+    /// Creates a migration that begins now.
     pub(crate) fn new(facts: Facts) -> Self {
         let id = facts.id.to_string();
         let progress = Progress {
@@ -134,7 +134,7 @@ impl Entry {
         }
     }
 
-    /// A migration that ended under an earlier agent, as its report tells.
+    /// Creates a migration that ended under an earlier agent, from its report.
     pub(crate) fn ended(id: MigrationId, migration: Migration, report: Report) -> Self {
         let facts = Facts {
             id,
@@ -168,7 +168,7 @@ impl Entry {
         self.id
     }
 
-    /// Time since it began.
+    /// Returns the time since it began.
     pub(crate) fn elapsed(&self) -> Duration {
         self.started.elapsed()
     }
@@ -185,12 +185,12 @@ impl Entry {
         self.progress(|progress| progress.phase = phase);
     }
 
-    /// The phase that it is in, or ended in.
+    /// Returns the phase that it is in, or ended in.
     pub(crate) fn phase(&self) -> Phase {
         self.lock().migration.phase
     }
 
-    /// Changes what is shown while it runs.
+    /// Changes its progress. Has no effect once it has an outcome.
     pub(crate) fn progress(&self, change: impl FnOnce(&mut Progress)) {
         let elapsed = self.elapsed().as_millis() as u64;
         self.progress.send_modify(|progress| {
@@ -201,12 +201,12 @@ impl Entry {
         });
     }
 
-    /// Changes what will be reported.
+    /// Changes its report.
     pub(crate) fn report_with(&self, change: impl FnOnce(&mut Report)) {
         change(&mut self.lock().report);
     }
 
-    /// Ends it.
+    /// Ends it with an outcome.
     pub(crate) fn end(&self, outcome: Outcome, reason: Option<ApiError>) {
         let now = self.elapsed();
         let mut state = self.lock();
@@ -238,7 +238,7 @@ impl Entry {
         });
     }
 
-    /// It is not in doubt any more, and has not ended either.
+    /// Clears the outcome "in doubt": the migration continues.
     pub(crate) fn goes_on(&self) {
         let mut state = self.lock();
         if state.migration.outcome != Some(Outcome::InDoubt) {
@@ -252,12 +252,12 @@ impl Entry {
         });
     }
 
-    /// How it ended, if it has.
+    /// Returns its outcome, if it has one.
     pub(crate) fn outcome(&self) -> Option<Outcome> {
         self.lock().migration.outcome
     }
 
-    /// As the list of migrations shows it.
+    /// Returns it as the list of migrations shows it.
     pub(crate) fn migration(&self) -> Migration {
         let state = self.lock();
         let mut migration = state.migration.clone();
@@ -269,17 +269,17 @@ impl Entry {
         migration
     }
 
-    /// The report, so far.
+    /// Returns the report so far.
     pub(crate) fn report(&self) -> Report {
         self.lock().report.clone()
     }
 
-    /// Its progress, as it changes.
+    /// Returns its progress as a stream of updates.
     pub(crate) fn watch(&self) -> watch::Receiver<Progress> {
         self.progress.subscribe()
     }
 
-    /// Asks it to stop.
+    /// Requests that it stop. Only the first reason counts.
     pub(crate) fn cancel(&self, why: &str) {
         self.cancel.send_if_modified(|asked| {
             let first = asked.is_none();
@@ -288,24 +288,24 @@ impl Entry {
         });
     }
 
-    /// What it was asked, to be waited for.
+    /// Returns a receiver of requests to stop.
     pub(crate) fn cancelled(&self) -> watch::Receiver<Option<String>> {
         self.cancel.subscribe()
     }
 
-    /// Changes its limit.
+    /// Changes its bandwidth limit.
     pub(crate) fn limit(&self, bandwidth_bps: Option<u64>) {
         self.limit.send_replace(bandwidth_bps);
         self.progress(|progress| progress.link.limit_bps = bandwidth_bps);
     }
 
-    /// Its limit, as it changes.
+    /// Returns a receiver of its bandwidth limit.
     pub(crate) fn limits(&self) -> watch::Receiver<Option<u64>> {
         self.limit.subscribe()
     }
 
-    /// From now on the other side is needed, and does not answer: what this side has written down
-    /// last, and the generation of the right with the destination.
+    /// Marks it as waiting for the other side, which does not answer. Takes this side's last
+    /// record, and the generation that the right has at the destination.
     pub(crate) fn in_doubt(&self, record: HandoverRecord, next: Generation) {
         let mut state = self.lock();
         let standing = state.standing.get_or_insert_with(|| Standing {
@@ -319,7 +319,7 @@ impl Entry {
         standing.record = record;
     }
 
-    /// The other side was heard of while in doubt, and said this, if it said anything.
+    /// Notes an answer of the other side while in doubt, with the record that it reported, if any.
     pub(crate) fn heard(&self, record: Option<HandoverRecord>) {
         if let Some(standing) = &mut self.lock().standing {
             let now = unix_ms();
@@ -329,24 +329,24 @@ impl Entry {
         }
     }
 
-    /// The other side was asked while in doubt, and did not answer.
+    /// Notes that the other side was asked while in doubt and did not answer.
     pub(crate) fn silent(&self, why: &str) {
         if let Some(standing) = &mut self.lock().standing {
             standing.asked = Some((unix_ms(), Some(why.to_owned())));
         }
     }
 
-    /// Nothing is in doubt any more.
+    /// Ends the doubt.
     pub(crate) fn certain(&self) {
         self.lock().standing = None;
     }
 
-    /// A person says which side runs the guest.
+    /// Passes on an operator's decision about which side runs the guest.
     pub(crate) fn resolve(&self, resolve: Resolve) {
         self.resolve.send_replace(Some(resolve));
     }
 
-    /// What a person said, to be waited for.
+    /// Returns a receiver of operators' decisions.
     pub(crate) fn resolutions(&self) -> watch::Receiver<Option<Resolve>> {
         self.resolve.subscribe()
     }

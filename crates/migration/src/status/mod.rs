@@ -1,4 +1,4 @@
-//! What is known of migrations: their progress, outcomes, reports and failures.
+//! The status of migrations: progress, outcomes, reports and failures.
 
 pub(crate) mod archive;
 pub(crate) mod failure;

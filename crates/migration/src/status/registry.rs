@@ -1,4 +1,4 @@
-//! Which migrations there are, and which guests they keep to themselves.
+//! The migrations of this host, and the guests that they reserve.
 
 use crate::status::held::HeldGuests;
 use crate::status::migration::Entry;
@@ -7,30 +7,30 @@ use longhaul_protocol::MigrationId;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Most ended migrations that are listed.
+/// Limit on the number of ended migrations in the list.
 const ENDED_MAX: usize = 500;
 
-/// Every migration of this host that is known, and every guest that is taken.
+/// The known migrations of this host, and the reserved guests.
 #[derive(Debug, Default)]
 pub(crate) struct Registry {
     entries: Mutex<BTreeMap<MigrationId, Arc<Entry>>>,
     taken: Arc<Mutex<HashMap<String, Taken>>>,
-    /// The guests that nobody can take.
+    /// The guests that cannot be reserved.
     pub(crate) held: HeldGuests,
 }
 
-/// What keeps a guest.
+/// What has reserved a guest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Taken {
-    /// It is being started or stopped.
+    /// The guest is being started or stopped.
     Locally,
-    /// It is moving.
+    /// The guest is moving.
     Moving(MigrationId, Side),
-    /// It has left, and what its memory held is written down.
+    /// The guest has left, and its memory is being cached.
     RetainedQemu,
 }
 
-/// Keeps others off a guest until it is dropped.
+/// Reserves a guest until it is dropped.
 #[derive(Debug)]
 pub struct Reservation {
     taken: Arc<Mutex<HashMap<String, Taken>>>,
@@ -38,7 +38,7 @@ pub struct Reservation {
 }
 
 impl Reservation {
-    /// Keeps others off for another reason from now on.
+    /// Changes what has reserved the guest.
     pub(crate) fn now(&self, what: Taken) {
         lock(&self.taken).insert(self.guest.clone(), what);
     }
@@ -69,7 +69,7 @@ impl Registry {
         }
     }
 
-    /// A migration by its id.
+    /// Returns a migration by its id.
     pub(crate) fn get(&self, id: MigrationId) -> Result<Arc<Entry>, ApiError> {
         let found = lock(&self.entries).get(&id).cloned();
         found.ok_or_else(|| {
@@ -81,14 +81,14 @@ impl Registry {
         })
     }
 
-    /// All of them, the newest first.
+    /// Returns all migrations, newest first.
     pub(crate) fn list(&self) -> Vec<Arc<Entry>> {
         let mut list: Vec<_> = lock(&self.entries).values().cloned().collect();
         list.sort_by_key(|entry| std::cmp::Reverse(entry.report().started_unix_ms));
         list
     }
 
-    /// Keeps others off a guest.
+    /// Reserves a guest.
     pub(crate) fn take(&self, guest: &str, what: Taken) -> Result<Reservation, ApiError> {
         if let Some(why) = self.held.why(guest) {
             return Err(why);
@@ -105,7 +105,7 @@ impl Registry {
         })
     }
 
-    /// Why nothing can be done with a guest now, and what can.
+    /// Returns the error for a guest that is reserved, with a hint.
     pub(crate) fn busy(&self, guest: &str, holder: Taken) -> ApiError {
         let (text, hint) = match holder {
             Taken::Locally => (
@@ -132,13 +132,13 @@ impl Registry {
         ApiError::new(ErrorCode::GuestBusy, text).hint(hint)
     }
 
-    /// Whether a guest has been handed over, and its move has yet to end.
+    /// Returns whether the guest has been handed over and its migration has not ended yet.
     fn is_finishing(&self, id: MigrationId) -> bool {
         let entry = lock(&self.entries).get(&id).cloned();
         entry.is_some_and(|entry| entry.phase() == Phase::Finishing)
     }
 
-    /// What keeps a guest.
+    /// Returns what has reserved a guest.
     pub(crate) fn taken(&self, guest: &str) -> Option<Taken> {
         lock(&self.taken).get(guest).copied()
     }

@@ -1,6 +1,6 @@
-//! What a migration costs a host: CPU time of the agent and of QEMU, and the agent's peak of
-//! memory. The agent's figures are those of its whole process while the migration was under way. It
-//! has all of its memory in its own address space, and maps none of a guest's.
+//! The cost of a migration on a host: CPU time of the agent and of QEMU, and the agent's peak
+//! memory. The agent's figures cover its whole process while the migration is in progress. All of
+//! its memory is private: it maps no memory of guests.
 
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::unistd::{SysconfVar, sysconf};
@@ -9,18 +9,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-/// The peaks of all meters. The system keeps one for the process, which begins anew with each.
+/// The peaks of all meters. The kernel has one peak per process, and each new meter resets it.
 static PEAKS: Mutex<Vec<Weak<AtomicU64>>> = Mutex::new(Vec::new());
 
-/// Counts from when it was started.
+/// Measures usage from its start.
 #[derive(Debug)]
 pub(crate) struct Meter {
     agent_cpu: Duration,
-    /// The agent's peak until the system's count last began anew.
+    /// The agent's peak until the kernel's count was last reset, in bytes.
     peak_bytes: Arc<AtomicU64>,
 }
 
-/// What was counted.
+/// The usage that a meter measured.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Usage {
     pub(crate) agent_cpu: Duration,
@@ -36,7 +36,7 @@ impl Meter {
         }
     }
 
-    /// So far; QEMU's time is that of its whole life.
+    /// Returns the usage so far. QEMU's time is that since its start.
     pub(crate) fn usage(&self, qemu: Option<i32>) -> Usage {
         Usage {
             agent_cpu: agent_cpu().saturating_sub(self.agent_cpu),
@@ -49,7 +49,7 @@ impl Meter {
     }
 }
 
-/// Begins the system's count of the process's peak anew, and keeps what it was for who counts.
+/// Resets the kernel's count of the process's peak, after storing it in all existing meters.
 fn begin_peak() -> Arc<AtomicU64> {
     let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
     let until_now = peak_bytes().unwrap_or(0);
@@ -60,7 +60,7 @@ fn begin_peak() -> Arc<AtomicU64> {
         }
         None => false,
     });
-    // What proc(5) calls resetting the peak resident set size.
+    // This resets the peak resident set size, see proc(5).
     if let Err(error) = fs::write("/proc/self/clear_refs", "5") {
         tracing::debug!(%error, "the agent's peak of memory counts from its start");
     }
@@ -80,10 +80,10 @@ fn agent_cpu() -> Duration {
     time(usage.user_time()) + time(usage.system_time())
 }
 
-/// CPU time of a process, user and system.
+/// Returns the CPU time of a process, user and system.
 pub(crate) fn process_cpu(pid: i32) -> Option<Duration> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name in parentheses may hold anything; utime and stime are fields 14 and 15.
+    // The name in parentheses may contain any characters; utime and stime are fields 14 and 15.
     let (_, rest) = stat.rsplit_once(')')?;
     let mut fields = rest.split_whitespace().skip(11);
     let mut ticks = || fields.next()?.parse::<u64>().ok();

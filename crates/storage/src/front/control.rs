@@ -49,7 +49,7 @@ pub(super) enum Answer {
 #[derive(Debug, thiserror::Error)]
 pub enum ControlError {
     /// No supervisor runs there, or it does not answer.
-    #[error("the supervisor of a disk's front end does not answer: {0}")]
+    #[error("the supervisor of a disk export does not answer: {0}")]
     Io(#[from] io::Error),
     /// The command failed.
     #[error("{0}")]

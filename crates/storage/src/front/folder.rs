@@ -59,7 +59,7 @@ impl fmt::Debug for Fetched {
 #[derive(Debug, thiserror::Error)]
 pub enum FolderError {
     /// The system refused.
-    #[error("cannot use {} for a disk's front end: {error}", path.display())]
+    #[error("cannot use {} for a disk export: {error}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -67,7 +67,7 @@ pub enum FolderError {
         error: io::Error,
     },
     /// The description is invalid.
-    #[error("{} does not describe a disk's front end: {why}", path.display())]
+    #[error("{} does not describe a disk export: {why}", path.display())]
     Spec {
         /// The file.
         path: PathBuf,

@@ -85,11 +85,11 @@ impl Default for Policy {
 #[derive(Debug, thiserror::Error)]
 pub enum Event {
     /// A server of an earlier supervisor was running; it is being killed.
-    #[error("ending the front end {0}, which an earlier supervisor has left")]
+    #[error("ending the disk export {0}, which an earlier supervisor has left")]
     TakenOver(i32),
     /// A server was started.
     #[error(
-        "the front end {pid} was started{}",
+        "the disk export {pid} was started{}",
         if *.fallback { ", which only passes through" } else { "" }
     )]
     Started {
@@ -99,13 +99,13 @@ pub enum Event {
         fallback: bool,
     },
     /// A server could not be started.
-    #[error("the front end cannot be started: {0}")]
+    #[error("the disk export cannot be started: {0}")]
     NotStarted(io::Error),
     /// A server died.
-    #[error("the front end died ({0}); the guest waits for the next one")]
+    #[error("the disk export died ({0}); the guest waits for the next one")]
     Died(String),
     /// A server hangs; it is being killed.
-    #[error("the front end {pid} hangs and is killed: {why}")]
+    #[error("the disk export {pid} hangs and is killed: {why}")]
     Hung {
         /// The process.
         pid: u32,
@@ -114,14 +114,14 @@ pub enum Event {
     },
     /// It is late, or was killed, and the system holds it.
     #[error(
-        "the front end {0} waits for the system, a slow disk for one; nothing else can be done"
+        "the disk export {0} waits for the system, a slow disk for one; nothing else can be done"
     )]
     Held(i32),
     /// The server failed too often.
-    #[error("the front end failed too often: from now on requests only pass through")]
+    #[error("the disk export failed too often: from now on requests only pass through")]
     FellBack,
     /// The server failed too often, and the record of the fallback cannot be written.
-    #[error("{0}; so the fallback cannot be used, and the front end is started again")]
+    #[error("{0}; so the fallback cannot be used, and the disk export is started again")]
     NoFallback(FolderError),
     /// An owner sent an invalid command.
     #[error("the supervisor was asked something that it does not understand: {0}")]
@@ -138,7 +138,7 @@ pub enum SupervisorError {
     #[error(transparent)]
     Folder(#[from] FolderError),
     /// The system refused.
-    #[error("cannot supervise a disk's front end: {0}")]
+    #[error("cannot supervise a disk export: {0}")]
     Io(#[from] io::Error),
 }
 

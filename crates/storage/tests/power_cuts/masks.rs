@@ -96,7 +96,7 @@ impl Script {
                 self.log.push("-- the power is cut".to_owned());
                 self.look_after_a_cut()?;
             } else {
-                self.log.push("-- the front end ends".to_owned());
+                self.log.push("-- the disk export ends".to_owned());
             }
         }
         Ok(())

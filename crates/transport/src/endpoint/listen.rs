@@ -100,7 +100,7 @@ fn admit(endpoint: &Arc<EndpointInner>, link: &Link) -> Result<TrustedHost, Refu
         Ok(Some(host)) => host,
         Ok(None) => return Err((CloseCode::IdentityUnknown, unknown(endpoint, id))),
         Err(error) => {
-            warn!(%error, "nobody is trusted until the trust store is mended");
+            warn!(%error, "no host is trusted until the trust store is corrected");
             let reason = "the trust store here cannot be read".to_owned();
             return Err((CloseCode::IdentityUnknown, reason));
         }

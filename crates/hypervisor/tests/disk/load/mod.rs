@@ -69,7 +69,7 @@ impl Load {
         let goal = self.rounds() + rounds;
         let until = Instant::now() + PATIENCE;
         while self.rounds() < goal {
-            assert!(Instant::now() < until, "the guest's disk stands still");
+            assert!(Instant::now() < until, "the guest's disk is stopped");
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     }

@@ -66,8 +66,7 @@ pub(crate) fn block(migration: &Migration, width: usize) -> Vec<Line> {
     }
     if let Some(silent_ms) = progress.link.interrupted_ms {
         let silent = figure::ms(Some(silent_ms / 1000 * 1000));
-        let waits =
-            "the guest waits for what is missing and for nothing else, and goes on by itself";
+        let waits = "the guest waits only for missing blocks, and continues by itself";
         say(
             format!("nothing heard from {other} for {silent}: {waits}"),
             Tone::Warn,

@@ -148,7 +148,7 @@ pub(crate) fn verified(document: &VerifyDocument) -> Vec<Line> {
             show_bytes(first)
         )));
         lines.push(Line::text(
-            "  to mend it: longhaul image import --rewrite FILE, with the disk that it was made of",
+            "  to fix it: longhaul image import --rewrite FILE, with the disk that it was made of",
         ));
     }
     if lines.is_empty() {

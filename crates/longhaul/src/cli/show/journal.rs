@@ -77,7 +77,7 @@ pub(crate) fn words(record: &Record, attempt: Option<&Beginning>) -> Words {
         } => {
             let here = attempt.is_some_and(|attempt| attempt.side == *run_on);
             let host = if here { "this host" } else { other };
-            let text = format!("a person has decided that {host} runs the guest ({because})");
+            let text = format!("an operator has decided that {host} runs the guest ({because})");
             of("OVERRULED", generation, text)
         }
         Record::Closed { .. } => plain("CLOSED", "nothing more is to be done here".to_owned()),
@@ -172,7 +172,7 @@ fn may_run_lines(journal: &Journal) -> Vec<Line> {
                 .plain(format!(": only the journal of {other} can tell")),
             more(format!("COMMITTED attempt {attempt} there: {other}")),
             more(format!("ABORTED attempt {attempt} there: this host")),
-            more("neither: nobody, until the agents meet".to_owned()),
+            more("neither, until the agents connect".to_owned()),
         ],
         MayRun::Unknown => vec![
             label()

@@ -218,9 +218,9 @@ fn doing(migration: &Migration, progress: &Progress) -> String {
             format!("{guest} runs on until {destination} has what its disks stand on")
         }
         Phase::Precopy => precopy(progress),
-        Phase::Stopping => format!("{guest} stands still: last pages and device state"),
-        Phase::Loading => format!("{guest} stands still: {destination} loads it"),
-        Phase::Verifying => format!("{guest} stands still: both sides compare what they have"),
+        Phase::Stopping => format!("{guest} is stopped: last pages and device state"),
+        Phase::Loading => format!("{guest} is stopped: {destination} loads it"),
+        Phase::Verifying => format!("{guest} is stopped: both sides compare what they have"),
         Phase::HandingOver => format!("handing {guest} over to {destination}"),
         Phase::Finishing => match left_bytes(progress) {
             0 => format!("{guest} runs on {destination}; {source} cleans up"),
@@ -368,7 +368,7 @@ pub(crate) fn in_doubt(migration: &Migration, progress: &Progress) -> Vec<Line> 
     );
     let hint = progress.reason.as_ref().and_then(|r| r.hint.clone());
     let hint = hint.unwrap_or_else(|| {
-        format!("mend the link between {source} and {destination}; it resolves by itself")
+        format!("repair the link between {source} and {destination}; it resolves by itself")
     });
     let state = progress
         .reason

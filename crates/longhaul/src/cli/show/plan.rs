@@ -30,10 +30,10 @@ pub(crate) fn plan(plan: &Plan, width: usize) -> Vec<Line> {
         )
     } else {
         Line::text(format!(
-            "Nothing was changed. {guest} can move to {destination} when what is marked "
+            "Nothing was changed. {guest} can move to {destination} once you fix what is marked "
         ))
         .tone(Tone::Bad, "✗")
-        .plain(" is mended.")
+        .plain(".")
     });
     lines
 }

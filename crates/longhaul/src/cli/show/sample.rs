@@ -116,9 +116,9 @@ pub(crate) fn in_doubt() -> Migration {
             reachable: Some(false),
             unreachable_because: Some("no answer from 192.0.2.7:7400 within 5 s".into()),
             asked_unix_ms: Some(1_800_000_298_000),
-            here: "web-7 stands still on lyon-1, with all its memory".into(),
+            here: "web-7 is stopped on lyon-1, with all its memory".into(),
             then: "when the two agents meet, the word of paris-2 decides: web-7 runs there if \
-                   paris-2 took it, and goes on here if it did not"
+                   paris-2 took it, and continues here if it did not"
                 .into(),
             ways_out: vec![
                 WayOut {
@@ -130,7 +130,7 @@ pub(crate) fn in_doubt() -> Migration {
                               web-7, and web-7 never ran there"
                         .into(),
                     at_stake:
-                        "web-7 goes on on lyon-1 from the moment at which it was stopped. If \
+                        "web-7 continues on lyon-1 from the moment at which it was stopped. If \
                                it ran on paris-2 after all, what it did there is lost, and disks \
                                that it wrote to there no longer fit its memory: going on would \
                                damage its file systems"
@@ -144,10 +144,11 @@ pub(crate) fn in_doubt() -> Migration {
                     only_if: "lyon-1 is off for good, or cut off from the disks and networks of \
                               web-7, and does not run it"
                         .into(),
-                    at_stake: "web-7 goes on on paris-2 from the moment at which it was stopped. \
+                    at_stake:
+                        "web-7 continues on paris-2 from the moment at which it was stopped. \
                                If it runs on lyon-1 after all, two copies write to the same \
                                disks: its file systems would be damaged"
-                        .into(),
+                            .into(),
                 },
             ],
         }),

@@ -1,5 +1,4 @@
-//! Answers the source's questions about the memory that arrived, within what it may have worked
-//! out.
+//! Answers the source's requests for digests of received content, within the quota of the source.
 
 use crate::destination::attempt::DestinationAttempt;
 use longhaul_protocol::message::ToSource;
@@ -7,7 +6,8 @@ use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
 use tokio::task::block_in_place;
 use tokio::time::Instant;
 
-/// Whether a region has these blocks: a peer could have far more digested than it has sent.
+/// Returns an error unless the region has these blocks. Without this check a peer could have far
+/// more blocks digested than it has sent.
 fn fits(regions: &[RegionSpec], region: RegionId, range: BlockRange) -> Result<(), String> {
     let spec = regions.iter().find(|spec| spec.id == region);
     let blocks = spec.map_or(0, |spec| spec.blocks);
@@ -23,7 +23,7 @@ fn fits(regions: &[RegionSpec], region: RegionId, range: BlockRange) -> Result<(
 }
 
 impl DestinationAttempt {
-    /// Sends the digests of a range, as QEMU's RAM holds it.
+    /// Sends the digests of a range, as QEMU's RAM or the disk's image holds it.
     pub(crate) async fn compare(
         &mut self,
         region: RegionId,

@@ -1,4 +1,4 @@
-//! Carries out what the core of a destination's end decides.
+//! Carries out the decisions of the core at the destination.
 
 use crate::destination::attempt::DestinationAttempt;
 use crate::destination::fetch::{Begun, Fetch};
@@ -20,7 +20,7 @@ use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 impl DestinationAttempt {
-    /// Tells the core what happened, and carries out what it decides.
+    /// Passes an event to the core, and carries out what the core decides.
     pub(crate) async fn tell(&mut self, event: Event) {
         let before = self.state().clone();
         tell_destination(self, event).await;
@@ -48,13 +48,14 @@ impl DestinationAttempt {
         self.handover.state()
     }
 
-    /// Runs a step's hook.
+    /// Runs the hook of a step.
     pub(crate) async fn hook(&self, step: Step) -> Result<(), ApiError> {
         let next = self.handover.ledger.terms.next();
         self.context.hook(&self.entry, step, next).await
     }
 
-    /// Runs the hook of how it has ended, or waits for that which runs beside the guest.
+    /// Runs the hook for a guest that does not arrive, and waits for the hook that runs beside the
+    /// guest.
     pub(crate) async fn last_hook(&mut self) {
         let next = self.handover.ledger.terms.next();
         if !self.state().owns_guest() {
@@ -85,7 +86,7 @@ impl DestinationAttempt {
         }
     }
 
-    /// Goes on with fetching the missing blocks.
+    /// Continues by fetching the missing blocks.
     pub(crate) async fn fetch(mut self) {
         self.disconnect_bulk();
         let Self {
@@ -104,7 +105,8 @@ impl DestinationAttempt {
             ..
         } = self;
         context.context.forget_kept_memory();
-        // Its memory is there, and its monitor is for whoever takes the front ends out.
+        // The guest's memory has arrived. Its monitor must be free for the removal of the disk
+        // exports.
         drop((inbound, admission));
         let begun = Begun {
             entry: Some(entry),
@@ -126,7 +128,8 @@ impl DestinationAttempt {
         }
     }
 
-    /// Leaves nothing behind but the report, and tells the source so.
+    /// Ends the task: reports the outcome, removes unused images, and tells the source when both
+    /// journals are complete.
     pub(crate) async fn end(mut self) {
         self.last_hook().await;
         self.tell_clock().await;
@@ -156,20 +159,20 @@ impl DestinationAttempt {
         if closed {
             context.attempts.close(arrival.source, handover.ledger);
         }
-        // From here the guest is free for what comes next.
+        // From here on the guest's name is free for the next request.
         drop(present);
         drop(reservation);
         if let Some(call) = &mut call {
             if closed && let Err(error) = call.sender.send(&ToSource::Closed) {
                 tracing::debug!(%error, "the source did not wait");
             }
-            // The source must have read the last message before the channel goes.
+            // The source must read the last message before the channel closes.
             let last = tokio::time::timeout(Duration::from_secs(2), call.receiver.recv()).await;
             tracing::debug!(?last, "the source's last word");
         }
     }
 
-    /// A person has decided.
+    /// Carries out an operator's decision.
     pub(crate) async fn resolved(&mut self, resolve: Option<Resolve>) {
         let Some(resolve) = resolve else { return };
         let because = in_doubt::because(&self.handover.ledger.host, &resolve);
@@ -193,11 +196,11 @@ impl DestinationAttempt {
                 self.running = Some(self.context.context.running(&self.entry, generation));
                 Event::Resumed
             }
-            // QEMU says that it did not: so the guest has never run here.
+            // QEMU refused `cont`, so the guest has never run here.
             Err(DestinationQemuError::Qmp(error @ QmpError::Refused { .. })) => {
                 Event::ResumeFailed(crate::channel::short(&error.to_string()))
             }
-            // It may have run before QEMU fell silent: it is here, whatever became of it.
+            // The guest may have run before QEMU stopped answering, so it counts as running here.
             Err(error) => {
                 tracing::error!(guest = self.offer.guest.name, %error, "told to run, no answer");
                 Event::Resumed
@@ -274,8 +277,8 @@ impl DestinationOwner for DestinationAttempt {
             Action::Resume => Some(self.resume_guest().await),
             Action::Quit => {
                 self.inbound.quit().await;
-                // Before it is noted that nothing is left: whoever comes after this agent looks no
-                // further then.
+                // The exports end before the record that nothing remains: a later agent that reads
+                // the record does not look for them.
                 let state = &self.context.parts.config.state;
                 exports::ended(state, &self.offer.guest.name, false).await;
                 Some(Event::QemuGone)
@@ -292,7 +295,7 @@ impl DestinationOwner for DestinationAttempt {
                 self.finished = true;
                 None
             }
-            // The first two are for an owner that fetches, the others are the ledger's.
+            // The first two concern an owner that fetches. The ledger carries out the other two.
             Action::SendMissing | Action::FillMissing | Action::Write(_) | Action::Note(_) => None,
         }
     }

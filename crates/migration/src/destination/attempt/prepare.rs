@@ -1,5 +1,5 @@
-//! What an offer meets before anything moves: the rules, the checks, the images and the QEMU that
-//! wait for the guest. Whatever fails here leaves nothing behind.
+//! Prepares for an offered guest before anything moves: checks the rules and this host, makes the
+//! images, and launches the QEMU that waits for the guest. A failure leaves nothing behind.
 
 use crate::context::Context;
 use crate::destination::Destination;
@@ -38,11 +38,11 @@ use tokio::sync::mpsc;
 use tokio::task::block_in_place;
 use tokio::time::Instant;
 
-/// A source's patience is believed up to this.
+/// Upper limit on the source's patience that is honored.
 const PATIENCE_MAX: Duration = Duration::from_secs(3600);
-/// Between two tries to write a record.
+/// Interval between attempts to write a record.
 const NOTE_EVERY: Duration = Duration::from_secs(1);
-/// What the destination waits beyond the source's patience.
+/// Time that the destination waits beyond the source's patience.
 const PATIENCE_MARGIN: Duration = Duration::from_secs(5);
 
 fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
@@ -53,10 +53,10 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
     }
 }
 
-/// Why a guest does not come.
+/// Why an offer is refused.
 pub(super) struct Refused {
     pub(super) refusal: Refusal,
-    /// Open until the source has been told: it would take the end of this connection for a cut.
+    /// Open until the refusal is sent: the source takes the end of this connection for a lost link.
     pub(super) bulk: Option<BulkOffer>,
 }
 
@@ -69,7 +69,8 @@ impl From<Refusal> for Refused {
     }
 }
 
-/// What waits for the guest, and for the bulk connection that brings it.
+/// Checks an offer and launches the guest's QEMU. Returns the task of the attempt, and the offer of
+/// the bulk connection that brings the guest.
 pub(crate) async fn prepare(
     context: &Arc<Destination>,
     call: &mut Call,
@@ -87,7 +88,7 @@ pub(crate) async fn prepare(
         };
         return Err(refusal.into());
     }
-    // Should it have left, and what its memory held be written down yet: it comes first.
+    // If the guest left this host and its QEMU is still retained, that QEMU ends first.
     context.retained_qemus.give_way(&offer.guest.name).await;
     let peer = call.control.peer().host.clone();
     let admission = peer_quota::admit(&context.context, &peer, &offer).await?;
@@ -157,7 +158,7 @@ pub(crate) async fn prepare(
         state: Mutex::new(DestinationState::Beginning),
         calls,
     });
-    // From now on questions about the attempt are for its task, and not answered from the journal.
+    // From here on the attempt's task answers questions about it, not the journal.
     let present = Present::new(context, arrival.clone());
     let entry = Arc::new(Entry::new(Facts {
         id: offer.migration,
@@ -176,8 +177,8 @@ pub(crate) async fn prepare(
     context.arriving(&entry, next).await?;
     let mut journal =
         Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    // The offer may have waited while the source gave the attempt up over another connection, and
-    // while what was recorded of that was removed.
+    // While this offer waited, the source may have given the attempt up over another connection,
+    // and its records may have been removed.
     let of = (offer.migration, offer.attempt);
     let closed = context.attempts.is_closed(peer.id, of);
     let later = |record: &Record| record.attempt() >= offer.attempt;
@@ -234,8 +235,8 @@ pub(crate) async fn prepare(
             };
             if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
                 tracing::error!(%error, "cannot note that an attempt is over");
-                // Until it is noted the guest's name is taken: read by a later agent, the journal
-                // would have a QEMU of that name ended.
+                // The guest's name stays reserved until the record is written. A later agent that
+                // reads the journal without it would end a QEMU of that name.
                 tokio::spawn(note_aborted(journal, aborted, reservation));
             }
             block_in_place(|| images::sweep(context));
@@ -304,7 +305,7 @@ pub(crate) async fn prepare(
     Ok((task, bulk))
 }
 
-/// Notes how many disks may lack blocks when the guest runs here.
+/// Records how many disks may lack blocks when the guest runs here.
 fn note_incomplete(journal: &mut Journal, offer: &Offer, disks: &[OfferedDisk]) -> io::Result<()> {
     let incomplete = disks
         .iter()
@@ -320,7 +321,7 @@ fn note_incomplete(journal: &mut Journal, offer: &Offer, disks: &[OfferedDisk]) 
     fail_point::append(journal, &record).map_err(io::Error::other)
 }
 
-/// Notes that an attempt is over as soon as that can be written.
+/// Records that an attempt is aborted, as soon as that can be written.
 async fn note_aborted(mut journal: Journal, aborted: Record, _reservation: Reservation) {
     loop {
         tokio::time::sleep(NOTE_EVERY).await;
@@ -331,19 +332,19 @@ async fn note_aborted(mut journal: Journal, aborted: Record, _reservation: Reser
     }
 }
 
-/// What is there of a guest before it comes.
+/// What exists of a guest before it arrives.
 struct There<'a> {
-    /// The images that were made.
+    /// The images that were made for it.
     disks: &'a [Arc<RawDisk>],
-    /// What its memory and disks held when it left.
+    /// The content of its memory and disks that this host has already.
     kept: Kept,
-    /// What its disks stand on.
+    /// The base images below its disks.
     below: BTreeMap<String, Base>,
-    /// Which files it must have that do not move with it.
+    /// The files that it uses and that do not move with it, as they were compared.
     proof: Proof,
 }
 
-/// Launches the guest's QEMU. The source may send meanwhile: what comes waits in the connection.
+/// Launches the guest's QEMU. The source may send meanwhile: its data waits in the connection.
 async fn launch(
     context: &Context,
     call: &mut Call,

@@ -1,4 +1,4 @@
-//! The source's connections while blocks are fetched, and what the core decides about them.
+//! The source's connections while blocks are fetched, and the actions of the core.
 
 use crate::destination::attempt::{BulkEnd, receive_from};
 use crate::destination::dispatch::Call;
@@ -19,7 +19,7 @@ impl Fetch {
         self.tell_core(Event::Called(epoch)).await;
     }
 
-    /// Tells a caller how far the attempt is; it comes again.
+    /// Sends a caller the attempt's state; the source connects again.
     fn decline(&mut self) {
         let Some(mut call) = self.caller.take() else {
             return;
@@ -33,7 +33,7 @@ impl Fetch {
         }
     }
 
-    /// Takes a caller's connection into use.
+    /// Uses a caller's connection. Returns whether that succeeded.
     async fn accept(&mut self, epoch: Epoch) -> bool {
         self.disconnect();
         self.listen().await;
@@ -65,7 +65,7 @@ impl Fetch {
         Ok(())
     }
 
-    /// Says what is missing, and takes the blocks that follow.
+    /// Sends which blocks are missing, and starts to receive them.
     async fn send_missing(&mut self) -> Result<(), String> {
         let Some((receiving, bulk, epoch)) = self.offered.take() else {
             return Ok(());
@@ -89,7 +89,7 @@ impl Fetch {
     }
 }
 
-/// What is missing of a disk, in messages.
+/// Returns the messages that name the missing blocks of a disk.
 fn missing(masks: &Masks) -> Vec<Missing> {
     let chunks = masks.blocks.div_ceil(CHUNK_BLOCKS) as u32;
     let mut messages = Vec::new();
@@ -138,12 +138,12 @@ impl DestinationOwner for Fetch {
                     return Some(Event::Lost { meant: None });
                 }
             }
-            // It runs, or has run.
+            // The guest runs, or has run.
             Action::Resume => return Some(Event::Resumed),
             Action::FillMissing => self.giving_up.decide(),
             Action::Finish => self.finished = true,
-            // A guest that runs here is not ended by its source, and its memory is here; the rest
-            // is the ledger's.
+            // A guest that runs here is not ended by its source, and its memory has arrived. The
+            // ledger carries out the last two.
             Action::Quit
             | Action::Fetch
             | Action::SendAccepted

@@ -1,4 +1,4 @@
-//! Gives up the blocks that only a source has which never returns: they become zeros.
+//! Gives up missing blocks, if their source never returns: they become zeros.
 
 use crate::destination::fetch::{Fetch, Fetched};
 use crate::status::in_doubt;
@@ -12,22 +12,22 @@ use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::block_in_place;
 
-/// A source that has been gone for so long is shown as lost.
+/// Time after which a disconnected source is shown as lost.
 const LOST_AFTER: Duration = Duration::from_secs(3);
 
-/// An operator's word on the missing blocks.
+/// An operator's decision about the missing blocks.
 #[derive(Default)]
 pub(crate) struct GivingUp {
-    /// What the operator asks for, as it comes.
+    /// The operator's requests.
     asked: Option<watch::Receiver<Option<Resolve>>>,
-    /// They are given up, durably.
+    /// Whether the missing blocks are given up, durably.
     decided: bool,
-    /// What is lost, by disk.
+    /// The number of lost bytes of each disk, as text.
     lost: Vec<String>,
 }
 
 impl GivingUp {
-    /// As the journal has it.
+    /// Restores the decision from the journal.
     pub(crate) fn of(records: &[Record], asked: Option<watch::Receiver<Option<Resolve>>>) -> Self {
         let gave_up = |record: &Record| matches!(record, Record::GaveUp { .. });
         Self {
@@ -41,7 +41,7 @@ impl GivingUp {
         self.decided = true;
     }
 
-    /// Waits for an operator's word.
+    /// Waits for an operator's request.
     pub(crate) async fn asked(&mut self) -> Resolve {
         loop {
             let Some(asked) = &mut self.asked else {
@@ -56,7 +56,7 @@ impl GivingUp {
         }
     }
 
-    /// What the migration's end says of it.
+    /// Returns the error that the migration's outcome names, if blocks were lost.
     pub(crate) fn outcome(&self) -> Option<ApiError> {
         let lost = self.lost.join(", ");
         (!self.lost.is_empty()).then(|| {
@@ -68,7 +68,7 @@ impl GivingUp {
 }
 
 impl Fetch {
-    /// Gives up what is missing, unless the source is here again.
+    /// Gives up the missing blocks, unless the source is connected again.
     pub(crate) async fn resolved(&mut self, resolve: Resolve) {
         if self.begun.call.is_some() || !resolve.give_up_missing {
             tracing::warn!(?resolve, "the source is here again: nothing is given up");
@@ -76,18 +76,18 @@ impl Fetch {
         }
         let because = in_doubt::because(&self.begun.handover.ledger.host, &resolve);
         self.tell_core(Event::GiveUpMissing(because)).await;
-        // Not only with the next retry.
+        // Begins now instead of with the next retry.
         self.fill().await;
     }
 
-    /// Makes zeros of what is missing, once that is decided.
+    /// Fills the missing blocks with zeros, once they are given up.
     pub(crate) async fn fill(&mut self) {
         let ready = self.disks.values().all(|disk| disk.puller.is_some());
         let runs = *self.state() == (DestinationState::Running { all_present: false });
         if !self.giving_up.decided || !runs || !ready || self.is_whole() {
             return;
         }
-        // Nobody is left to compare it with.
+        // The source that the disks would be compared with is gone.
         self.compared();
         let guest = self.guest().to_owned();
         let mut failed = None;
@@ -108,7 +108,7 @@ impl Fetch {
         }
     }
 
-    /// Shows that the source is needed and does not come.
+    /// Shows that the source is lost and still needed, or that it is not.
     pub(crate) fn show_lost(&self) {
         let Some(entry) = &self.begun.entry else {
             return;
@@ -125,9 +125,9 @@ impl Fetch {
 }
 
 impl Fetched {
-    /// Makes zeros of what is missing; returns how many blocks that were.
+    /// Fills the missing blocks with zeros. Returns their number.
     fn fill(&self) -> Result<u64, String> {
-        let puller = self.puller.as_ref().ok_or("nobody answers for it")?;
+        let puller = self.puller.as_ref().ok_or("its export does not answer")?;
         let noted = Masks::read(&self.disk.folder.noted_masks());
         let noted = noted.map_err(|error| error.to_string())?;
         let masks = noted.as_ref().unwrap_or(&self.disk.masks);
@@ -140,7 +140,7 @@ impl Fetched {
     }
 }
 
-/// The missing blocks, in as few ranges as possible.
+/// Returns the missing blocks in as few ranges as possible.
 fn missing(masks: &Masks) -> Vec<BlockRange> {
     let mut ranges: Vec<BlockRange> = Vec::new();
     for part in &masks.missing {

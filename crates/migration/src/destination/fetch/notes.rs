@@ -1,5 +1,4 @@
-//! Finds the disks that are to be complete, by their notes, and compares their number with the
-//! journal's.
+//! Finds the disks that lack blocks by their notes, and compares their number with the journal's.
 
 use crate::destination::fetch::{Fetch, Fetched};
 use crate::disks::exports;
@@ -7,7 +6,7 @@ use crate::handover::attempt_record;
 use std::collections::BTreeSet;
 
 impl Fetch {
-    /// Finds the disks, or tells why not all of them are known.
+    /// Finds the disks, or records why some of them are not known.
     pub(crate) fn find(&mut self) {
         let lost = self.find_all().err();
         if let Some(why) = &lost
@@ -43,7 +42,7 @@ impl Fetch {
             )),
             false => None,
         };
-        // Those that are known already stay as they are.
+        // If the number of disks is unchanged, the known ones keep their state.
         if found.len() != self.disks.len() {
             let fetched = found.into_iter().map(|disk| {
                 let fetched = Fetched {

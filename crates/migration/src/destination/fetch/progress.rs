@@ -1,4 +1,4 @@
-//! What people see of a guest that runs here while a part of its disks is yet to come.
+//! Shows the progress of a guest that runs here while a part of its disks has yet to arrive.
 
 use crate::destination::fetch::{Fetch, Fetched};
 use longhaul_api::{DiskChoice, RegionProgress};
@@ -8,11 +8,11 @@ use longhaul_storage::front::arriving::masks::Masks;
 use std::collections::BTreeSet;
 use tokio::time::Instant;
 
-/// Blocks of a disk that the source cannot read and that are remembered, at most.
+/// Limit on the number of unreadable blocks of a disk that are remembered.
 const UNREADABLE_MAX: usize = 4096;
 
 impl Fetched {
-    /// The source cannot read these.
+    /// Records blocks that the source cannot read.
     pub(crate) fn note_unreadable(&mut self, range: BlockRange) {
         for block in range.blocks().take(UNREADABLE_MAX) {
             if self.unreadable.len() < UNREADABLE_MAX {
@@ -21,7 +21,8 @@ impl Fetched {
         }
     }
 
-    /// What the guest has written over meanwhile, or what could be read after all, is here.
+    /// Forgets unreadable blocks that are not missing any more: the guest has overwritten them, or
+    /// the source could read them after all.
     fn forget_readable(&mut self) {
         if self.unreadable.is_empty() {
             return;
@@ -47,7 +48,7 @@ impl Fetched {
     }
 }
 
-/// How a disk moves of which so much is fetched.
+/// Returns the strategy of a disk of which this much is fetched.
 fn strategy(pulled: Pulled) -> Option<DiskChoice> {
     match pulled {
         Pulled::Nothing => None,
@@ -61,7 +62,7 @@ fn first_byte(blocks: &BTreeSet<u64>) -> Option<u64> {
 }
 
 impl Fetch {
-    /// Says how it stands now.
+    /// Shows the current progress.
     pub(crate) fn show(&self) {
         let Some(entry) = &self.begun.entry else {
             return;
@@ -78,7 +79,8 @@ impl Fetch {
         });
     }
 
-    /// The same, from time to time.
+    /// Updates the unreadable blocks and the time since the source is disconnected, and shows the
+    /// progress.
     pub(crate) fn look_and_show(&mut self) {
         self.disks.values_mut().for_each(Fetched::forget_readable);
         if self.begun.call.is_some() {

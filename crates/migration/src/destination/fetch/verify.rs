@@ -1,5 +1,6 @@
-//! Comparing what has come with the source, which asks: answered when all has come, but for what
-//! the guest has written here, and before the source may let go of what it has.
+//! Answers the source's requests to compare fetched disks. It answers once all blocks are here, and
+//! leaves out blocks that the guest has written here. The source keeps its copy until the
+//! comparison is complete.
 
 use crate::destination::fetch::{Fetch, Fetched, send};
 use crate::verify::{Content, WRITTEN};
@@ -11,7 +12,7 @@ use longhaul_storage::front::arriving::unwritten::{self, Unwritten};
 use std::sync::Arc;
 use tokio::task::block_in_place;
 
-/// What the source asks for.
+/// A request of the source for digests.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Question {
     pub(crate) region: RegionId,
@@ -20,12 +21,12 @@ pub(crate) struct Question {
 }
 
 impl Fetch {
-    /// Whether something that has come is yet to be compared.
+    /// Returns whether a disk has yet to be compared.
     pub(crate) fn is_to_be_compared(&self) -> bool {
         self.disks.values().any(|disk| disk.unwritten.is_some())
     }
 
-    /// Answers the source, once all has come.
+    /// Answers the source's request, once all blocks are here.
     pub(crate) async fn answer(&mut self) {
         if !self.is_whole() {
             return;
@@ -52,11 +53,11 @@ impl Fetch {
         }
     }
 
-    /// The source has found both to be equal.
+    /// Records that the source has found both copies equal.
     pub(crate) fn compared(&mut self) {
         for disk in self.disks.values_mut() {
             if let Err(error) = unwritten::end(&disk.disk.folder) {
-                // The source says so again.
+                // The source sends `Verified` again.
                 return self.pause(&error.to_string());
             }
             disk.unwritten = None;
@@ -80,7 +81,7 @@ impl Fetched {
         let content = Content::Disk(Arc::new(image));
         let digests = content.digests(range, blocks_per_digest, key);
         let mut digests = digests.map_err(|error| failed(&error))?;
-        // Looked for after it was read: what the guest writes it notes before.
+        // Read after the content, since the guest's writes are recorded before they begin.
         let unwritten = self.unwritten.as_ref();
         let pieces = unwritten.map(|it| it.pieces(range, blocks_per_digest.into()));
         let pieces = pieces.transpose().map_err(|error| failed(&error))?;
@@ -93,7 +94,7 @@ impl Fetched {
         Ok(digests)
     }
 
-    /// What its guest has not written, where that is to be compared.
+    /// Opens the record of blocks that the guest has not written, if the disk is to be compared.
     pub(crate) fn look_for_unwritten(&mut self) -> std::io::Result<()> {
         let (folder, blocks) = (&self.disk.folder, self.disk.masks.blocks);
         self.unwritten = Unwritten::open(folder, blocks).map_err(std::io::Error::other)?;

@@ -1,4 +1,4 @@
-//! What is left here of a guest's disks when it runs at the destination.
+//! The drain of a guest's disks from the point of view of its attempt.
 
 use crate::disks::left_images;
 use crate::source::attempt::SourceAttempt;
@@ -9,8 +9,8 @@ use longhaul_api::Phase;
 use longhaul_protocol::message::{ToDestination, ToSource};
 
 impl SourceAttempt {
-    /// The guest runs at the destination, which asks for the rest of its disks over a connection
-    /// that begins with what is missing.
+    /// Begins the drain, because the guest runs at the destination. It uses a connection that
+    /// begins with the lists of missing blocks.
     pub(crate) fn drain_over_session(&mut self) {
         let left = self.task.outbound.disks().iter();
         let left: Vec<_> = left
@@ -25,7 +25,7 @@ impl SourceAttempt {
                 self.task.offer.guest.name.clone(),
                 self.task.offer.migration,
             );
-            // An agent that is started later recognises the images by it.
+            // An agent that is started later recognizes the images by this note.
             tokio::task::spawn_blocking(move || {
                 left_images::note_content(&state, &guest, migration);
             });
@@ -55,7 +55,7 @@ impl SourceAttempt {
         self.task.sending.wake();
     }
 
-    /// Says what is to be said of what has come.
+    /// Sends a message of the drain's comparison, and updates the report.
     pub(crate) async fn tell_of_rest(&mut self, message: ToDestination) {
         if let Some(draining) = &self.draining {
             self.entry().report_with(|report| draining.report(report));
@@ -64,7 +64,7 @@ impl SourceAttempt {
     }
 }
 
-/// Waits for what is to be said of what has come.
+/// Waits for the next message of the drain's comparison.
 pub(crate) async fn next_of_rest(draining: &mut Option<Drain>) -> ToDestination {
     match draining {
         Some(draining) => draining.next().await,

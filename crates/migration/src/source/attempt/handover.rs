@@ -1,4 +1,4 @@
-//! Carries out what the core of a source's end decides.
+//! Carries out the actions that the core of the source's end decides.
 
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
@@ -14,7 +14,7 @@ use longhaul_protocol::message::{ToDestination, ToSource};
 use tokio::time::Instant;
 
 impl SourceAttempt {
-    /// Ends the attempt, where that is still this side's to decide, or worth asking for.
+    /// Gives up the attempt, unless it has failed before or the core has already given it up.
     pub(crate) async fn fail(&mut self, error: ApiError) {
         if self.failure.is_some() || self.task.handover.core.has_given_up() {
             return;
@@ -26,7 +26,7 @@ impl SourceAttempt {
         self.failing = None;
     }
 
-    /// Remembers why the attempt fails, where nothing else was the reason before.
+    /// Records why the attempt fails, unless a reason was recorded before.
     fn because(&mut self, cause: Cause) {
         let host = &self.task.host;
         let failing = self.failing.take();
@@ -45,7 +45,7 @@ impl SourceAttempt {
 
     pub(crate) async fn qemu_ended(&mut self) {
         self.task.outbound.forget_process();
-        // A guest that was released is the destination's, if all of it is there.
+        // A guest that was released belongs to the destination, if the destination has all of it.
         if self.state().is_settled() || self.announced.is_some() && !self.state().may_abort() {
             return;
         }
@@ -54,7 +54,7 @@ impl SourceAttempt {
             .await;
     }
 
-    /// Tells the core what happened, and carries out what it decides.
+    /// Reports an event to the core, and carries out what it decides.
     pub(crate) async fn tell(&mut self, event: Event) {
         tell_source(self, event).await;
         if !self.state().in_doubt() && !self.is_disconnected() {
@@ -62,13 +62,12 @@ impl SourceAttempt {
         }
     }
 
-    /// Runs a step's hook.
     pub(crate) async fn hook(&self, step: Step) -> Result<(), ApiError> {
         let Task { context, entry, .. } = &self.task;
         context.hook(entry, step, self.terms().next()).await
     }
 
-    /// Runs the hook of how it has ended.
+    /// Runs the hook for the end of the attempt.
     pub(crate) async fn last_hook(&self) {
         let step = match self.state() {
             SourceState::Closed { here: false } => Step::Gone,
@@ -78,7 +77,7 @@ impl SourceAttempt {
         context.last_hook(entry, step, self.terms().next()).await;
     }
 
-    /// The guest stands still, and what is left of it is on its way.
+    /// Continues after the stop of the guest, while its pending blocks travel.
     pub(crate) async fn standing_still(&mut self) {
         let mut hooks = self.hook(Step::Stopped).await;
         if hooks.is_ok() && self.terms().early {
@@ -91,7 +90,7 @@ impl SourceAttempt {
         self.announce().await;
     }
 
-    /// A person has decided.
+    /// Handles the decision of an operator.
     pub(crate) async fn resolved(&mut self, resolve: Option<Resolve>) {
         if *self.state() == SourceState::Done && self.task.handover.lost_for().is_none() {
             tracing::warn!(
@@ -107,7 +106,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Whether the copy here no longer fits the guest's disks.
+    /// Returns whether the copy here no longer fits the guest's disks.
     fn is_stale(&self) -> bool {
         let ledger = &self.task.handover.ledger;
         let records = of_attempt(&ledger.journal, ledger.terms);
@@ -147,7 +146,8 @@ impl SourceOwner for SourceAttempt {
             Action::Send(message) => return self.post(message),
             Action::SendBlocks => return self.send_blocks(),
             Action::StopBlocks => {
-                // No write waits for the destination while QEMU is set back.
+                // Otherwise writes would wait for the destination while QEMU's migration is
+                // aborted.
                 self.acknowledging = None;
                 self.task.sending.disconnect();
             }
@@ -171,7 +171,7 @@ impl SourceOwner for SourceAttempt {
             Action::Because(cause) => self.because(cause),
             Action::ShowDoubt => self.show_doubt(),
             Action::Finish => self.closed = true,
-            // These are the ledger's.
+            // The ledger carries these out.
             Action::Write(_) | Action::Note(_) => {}
         }
         None
@@ -179,7 +179,8 @@ impl SourceOwner for SourceAttempt {
 }
 
 impl SourceAttempt {
-    /// Sends over a connection for blocks, after all that the destination must know before them.
+    /// Begins to send blocks over a new bulk connection, after the messages that the destination
+    /// needs before them.
     fn send_blocks(&mut self) -> Option<Event> {
         self.announced = None;
         let prelude = self.task.outbound.prelude().to_vec();
@@ -220,7 +221,7 @@ impl SourceAttempt {
         let state =
             format!("{guest} may be stopped on {here}: resuming it is tried again every second");
         self.failure = Some(error.state_of_guest(state));
-        // The next tries have a connection of their own to QEMU.
+        // The next attempts to resume it open their own connection to QEMU.
         self.unresumed = true;
         Event::ResumeFailed
     }

@@ -1,4 +1,5 @@
-//! While the destination launches its QEMU: blocks travel already, and what comes of it is heard.
+//! The time in which the destination launches its QEMU: blocks travel already, and its answers are
+//! handled here.
 
 use crate::channel::TalkError;
 use crate::source::attempt::SourceAttempt;
@@ -9,7 +10,7 @@ use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::Refusal;
 
 impl SourceAttempt {
-    /// The destination's QEMU waits for the guest.
+    /// Handles the acceptance: the destination's QEMU waits for the guest.
     pub(crate) async fn accepted(&mut self, machine: &Machine) {
         let differences = machine.differences(&self.task.offer.machine);
         if let Some(difference) = differences.into_iter().next() {
@@ -20,21 +21,21 @@ impl SourceAttempt {
         }
     }
 
-    /// Whether the guest's disks stand on base images that the destination may have to get before
-    /// it is stopped.
+    /// Returns whether a disk is an overlay of a base image that the destination may have to get
+    /// before the guest is stopped.
     pub(crate) fn awaits_bases(&self) -> bool {
         let mut disks = self.task.outbound.disks().iter();
         disks.any(LocalDisk::awaits_base)
     }
 
-    /// The destination could not launch its QEMU, and has ended the attempt.
+    /// Handles a refusal: the destination could not launch its QEMU, and has ended the attempt.
     pub(crate) fn refused(&mut self, refusal: Refusal) {
         let refused = SessionError::Refused(refusal);
         let host = &self.task.host;
         self.failing = Some(crate::source::connect::failure(host, &refused));
     }
 
-    /// The destination did not say in time that its QEMU waits.
+    /// Returns the error for a destination whose QEMU was not launched in time.
     pub(crate) fn not_launched(&self) -> ApiError {
         let silent = SessionError::Talk(TalkError::Silent(OFFER_WITHIN));
         crate::source::connect::failure(&self.task.host, &silent)

@@ -1,4 +1,4 @@
-//! What people see of a departure: its progress, its prediction and its report.
+//! What the API shows of a departure: its progress, its prediction and its report.
 
 use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::connect::Session;
@@ -18,11 +18,11 @@ use longhaul_protocol::message::{GuestClock, Summary};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// A link is known after so long.
+/// Time after which the link's rate counts as known.
 const LINK_KNOWN_AFTER: Duration = Duration::from_secs(1);
 
 impl SourceAttempt {
-    /// Counts what went over a session that has ended.
+    /// Adds the bytes of a session that has ended to the total.
     pub(crate) fn keep_wire_bytes(&mut self, session: &Session) {
         if let Some(line) = &session.line {
             let stats = line.bulk.stats();
@@ -112,7 +112,7 @@ impl SourceAttempt {
         });
     }
 
-    /// By how much QEMU slows the guest, in percent of its time.
+    /// Returns by how much QEMU slows the guest, in percent of its time.
     fn slowed(&self) -> Option<u8> {
         self.task.outbound.progress()?.slowed_percent
     }
@@ -125,8 +125,8 @@ impl SourceAttempt {
             .report_with(|report| report.stop = Some(choice));
     }
 
-    /// Says once what it will probably cost: as soon as the link and the guest are known, and from
-    /// what is known when the guest is about to be stopped (`last`).
+    /// Reports a prediction once: as soon as the link and the guest are known, or with what is
+    /// known when the guest is about to be stopped (`last`).
     pub(crate) fn predict(&mut self, last: bool) {
         let young = self.task.known_rate.is_none() && self.began.elapsed() < LINK_KNOWN_AFTER;
         let look = *self.task.look.borrow_and_update();
@@ -157,13 +157,14 @@ impl SourceAttempt {
             .report_with(|report| report.predicted = Some(prediction));
     }
 
-    /// The destination tells of the guest's clock.
+    /// Reports the guest's clock as the destination measured it.
     pub(crate) fn tell_clock(&self, clock: GuestClock) {
         self.entry()
             .report_with(|report| crate::status::guest_clock::report(clock, report));
     }
 
-    /// Ends what is left, and writes the report.
+    /// Writes the report and ends the attempt. If a journal is not complete yet, a
+    /// [`RecoveredSource`] continues.
     pub(crate) async fn close(mut self) {
         self.show();
         let (sent_bytes, received_bytes) = self.wire_bytes_now();
@@ -246,7 +247,7 @@ impl SourceAttempt {
             offer,
             ..
         } = self.task;
-        // It has QEMU's only control connection.
+        // QEMU has one control connection, and this holds it.
         drop(outbound);
         let reservation = match self.departed {
             Some(departed) => {
@@ -280,7 +281,7 @@ impl StoppedAt {
         parts.device_state_ms = Some(ms(self.what.device_state_time));
         let load = summary.map(|summary| Duration::from_micros(summary.load_us));
         parts.load_ms = load.map(ms);
-        // Loaded left the destination when it had loaded what the last blocks completed.
+        // The destination begins to load when the last blocks arrive, and then sends `Loaded`.
         parts.last_pages_ms = self.loaded_at.zip(load).map(|(loaded, load)| {
             let before = self.what.stop_time + self.what.device_state_time + load + half_rtt;
             ms((loaded - self.at).saturating_sub(before))
@@ -292,13 +293,13 @@ impl StoppedAt {
         if let (Some(ready), Some(committed)) = (self.ready_at, committed_at) {
             parts.commit_ms = Some(ms((committed - ready).saturating_sub(half_rtt)));
         }
-        // COMMITTED left the destination right after the guest was told to run.
+        // The destination sends `Committed` right after it has started the guest.
         report.downtime_ms =
             committed_at.map(|committed| ms((committed - self.at).saturating_sub(half_rtt)));
     }
 }
 
-/// Says what has become of the guest.
+/// Adds the state of the guest to a failure.
 fn with_guest(failure: ApiError, task: &Task) -> ApiError {
     if failure.state_of_guest.is_some() {
         return failure;

@@ -1,4 +1,4 @@
-//! Stopping the guest of a departure, and sending what only a guest that stands still can give.
+//! The stop of a departing guest, and the sending of what only a stopped guest can give.
 
 use crate::host::hooks::Step;
 use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
@@ -19,14 +19,14 @@ use std::time::Duration;
 use tokio::task::JoinHandle;
 use tokio::time::Instant;
 
-/// The guest's disks are flushed once what is left would travel in so much time.
+/// The guest's disks are flushed early once the predicted downtime is at most this.
 const FLUSH_WITHIN: Duration = Duration::from_secs(3);
-/// Between two flushes of the guest's disks; or so many times what the last one took, if that is
-/// more.
+/// Interval between two flushes of the guest's disks. It is `FLUSH_REST` times the duration of the
+/// last flush if that is longer.
 const FLUSH_EVERY: Duration = Duration::from_millis(250);
 const FLUSH_REST: u32 = 3;
 
-/// The flushing of the guest's disks before the stop.
+/// State of the early flushes of the guest's disks.
 #[derive(Default)]
 pub(crate) struct Disks {
     flushing: Option<(Instant, JoinHandle<()>)>,
@@ -34,9 +34,8 @@ pub(crate) struct Disks {
 }
 
 impl SourceAttempt {
-    /// Flushes the guest's disks again and again once the stop comes near, so that QEMU, which
-    /// flushes them while the guest stands still, finds little to do. Not before: it is in the way
-    /// of the guest's own flushes.
+    /// Flushes the guest's disks repeatedly when the stop is near, so that the flush that QEMU
+    /// makes while the guest is stopped is short. Earlier flushes would only delay the guest's own.
     pub(crate) fn flush_disks(&mut self) {
         let now = self.now();
         let Disks { flushing, next_at } = &mut self.disks;
@@ -60,7 +59,7 @@ impl SourceAttempt {
         let disks = self.task.outbound.disks().iter();
         let disks: Vec<_> = disks.map(|disk| disk.disk.clone()).collect();
         let flush = move || {
-            // QEMU does not hold those that move open.
+            // QEMU itself does not have the disks open that move: their exports do.
             for disk in disks {
                 if let Err(error) = disk.flush() {
                     tracing::debug!(guest, %error, "a disk could not be flushed beforehand");
@@ -73,7 +72,7 @@ impl SourceAttempt {
         *flushing = Some((Instant::now(), tokio::task::spawn_blocking(flush)));
     }
 
-    /// Sends what seldom changes any more, as soon as the first pass has brought it.
+    /// Sends the expected beginning of the device state after the first pass. It seldom changes.
     pub(crate) async fn send_early(&mut self) {
         if self.early.is_some() || self.task.sending.engine().pass_number() < 2 {
             return;
@@ -86,15 +85,16 @@ impl SourceAttempt {
         self.early = Some(early);
     }
 
-    /// Stops the guest, if there is somebody who waits for it.
+    /// Stops the guest, if the destination's QEMU waits for it and no comparison has to end first.
     pub(crate) async fn stop_if_it_may(&mut self, reason: StopReason) {
         if self.task.handover.core.may_stop() && !self.compares_disks() {
             self.stop(reason).await;
         }
     }
 
-    /// Whether disks are still to be compared before the guest is stopped. That begins when they
-    /// are there but for what the guest has written lately.
+    /// Returns whether disks have yet to be compared before the guest is stopped. Begins the
+    /// comparison when it is asked first: then the disks are at the destination except for recent
+    /// writes.
     fn compares_disks(&mut self) -> bool {
         if self.compares_ahead && self.comparing.is_none() {
             let Task {
@@ -105,7 +105,7 @@ impl SourceAttempt {
         self.compares_ahead
     }
 
-    /// Stops the guest, and sends what is left.
+    /// Stops the guest, and sends the pending data.
     async fn stop(&mut self, reason: StopReason) {
         if let Err(error) = self.hook(Step::Stopping).await {
             return self.fail(error).await;
@@ -146,7 +146,7 @@ impl SourceAttempt {
             } = &self.task;
             self.comparing = Some(Comparison::begin(outbound, sending));
         }
-        // QEMU has let go of the disks.
+        // QEMU has closed the disks.
         if let Err(error) = self.task.outbound.disks_caught_up().await {
             return self.fail(error).await;
         }
@@ -155,11 +155,12 @@ impl SourceAttempt {
         }
         self.task.sending.engine().closed();
         self.send_tail().await;
-        // An early release is written while the last blocks travel.
+        // An early release is recorded while the last blocks travel.
         self.standing_still().await;
     }
 
-    /// Has sent what QEMU opens images with that grow, before what is left of them is listed.
+    /// Queues the tables that QEMU needs to open growing images. This precedes the lists of missing
+    /// blocks.
     fn promise_tables(&mut self) -> Result<(), ApiError> {
         for disk in self.task.outbound.disks() {
             let failed = |error: &dyn Display| {
@@ -181,7 +182,7 @@ impl SourceAttempt {
         }
     }
 
-    /// How much of the rest of QEMU's stream is as it was said early.
+    /// Returns how many bytes of the device state are equal to those that were sent early.
     fn early_bytes(&self) -> usize {
         let (Some(stopped), Some(early)) = (&self.stopped, &self.early) else {
             return 0;
@@ -195,7 +196,7 @@ impl SourceAttempt {
             .count()
     }
 
-    /// Says how long images are that grow: nobody writes to them any more.
+    /// Sends the lengths of growing images, which are no longer written.
     async fn send_lengths(&mut self) {
         let disks = self.task.outbound.disks().iter();
         let growing = disks.filter(|disk| disk.grows());
@@ -212,7 +213,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Says what is left of the disks.
+    /// Sends the lists of the disks' missing blocks.
     async fn send_lists(&mut self) {
         let regions: Vec<RegionId> = self
             .task
@@ -230,7 +231,7 @@ impl SourceAttempt {
                         next = list.next_chunk;
                         self.send(ToDestination::List(list)).await;
                     }
-                    // It is closed, and one of the engine's.
+                    // Does not happen: the engine is closed, and the region is one of its own.
                     Ok(None) => return,
                     Err(error) => {
                         return self.fail(failure::internal(&error.to_string())).await;
@@ -240,7 +241,7 @@ impl SourceAttempt {
         }
     }
 
-    /// Says how many frames there are, once all have been given to the connection.
+    /// Announces the number of frames, once all have been given to the connection.
     pub(crate) async fn announce(&mut self) {
         let (Some(line), Some(stopped)) = (self.line(), &self.stopped) else {
             return;
@@ -249,7 +250,7 @@ impl SourceAttempt {
             self.task.sending.wake();
             return;
         }
-        // The engine is done, so the count does not change any more.
+        // The engine has nothing more to send, so the count does not change any more.
         let announcement = (line.epoch, line.frames());
         if self.announced == Some(announcement) {
             return;

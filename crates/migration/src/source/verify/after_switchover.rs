@@ -1,9 +1,10 @@
-//! Of a disk of which something was left when its guest went on elsewhere: what came then, and what
-//! was not compared before, is compared when all of it is there, and before its image here is let
-//! go.
+//! The comparison of drained disks. When all blocks are at the destination, those that were sent in
+//! the drain or not compared before are compared. The source's image is retained until they are
+//! equal.
 //!
-//! What the guest has written there meanwhile is not: the destination says of what. What differs is
-//! tried again until the guest has written over it.
+//! Blocks that the guest has written at the destination are not compared: the destination reports
+//! which they are. Blocks that differ are compared again until they are equal or the guest has
+//! overwritten them.
 
 use crate::source::sender::Sending;
 use crate::source::verify::{
@@ -17,26 +18,26 @@ use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
-/// After something was found to differ, or could not be read, it is compared again after so long.
+/// Delay before the next comparison after blocks differed or could not be read.
 const AGAIN_AFTER: Duration = Duration::from_secs(10);
 
-/// What is compared then, and how far that is.
+/// The comparison of drained disks, and its state.
 pub(crate) struct Rest {
     sending: Arc<Sending>,
     disks: Vec<Image>,
     state: State,
-    /// The worst that was found.
+    /// The result with the most different blocks.
     wrong: Compared,
-    /// Why the destination is not told that both are equal.
+    /// The reason why the destination has not received `Verified`.
     trouble: Option<String>,
 }
 
 enum State {
-    /// Until there is a connection.
+    /// Waits for a connection.
     Waits,
     Compares(Box<Comparison>),
     Again(Instant),
-    /// Whether the destination was told, over this connection.
+    /// Both ends are equal. The flag is set once `Verified` is sent over this connection.
     Equal(bool, Compared),
 }
 
@@ -56,7 +57,7 @@ impl Rest {
         self.state = State::Compares(Box::new(comparison));
     }
 
-    /// There is a new connection.
+    /// Takes a new connection: compares, or sends `Verified` again.
     pub(crate) fn connected(&mut self) {
         match &mut self.state {
             State::Equal(told, _) => *told = false,
@@ -64,14 +65,14 @@ impl Rest {
         }
     }
 
-    /// The destination's digests.
+    /// Handles the destination's digests.
     pub(crate) fn answered(&mut self, region: RegionId, range: BlockRange, digests: Vec<[u8; 16]>) {
         if let State::Compares(comparison) = &mut self.state {
             comparison.answered(region, range, digests);
         }
     }
 
-    /// Waits for what is to be said next. Safe to cancel.
+    /// Waits for the next message. Safe to cancel.
     pub(crate) async fn next(&mut self) -> ToDestination {
         loop {
             let done = match &mut self.state {
@@ -121,7 +122,7 @@ impl Rest {
         State::Again(Instant::now() + AGAIN_AFTER)
     }
 
-    /// Why the images here are kept, where something is wrong.
+    /// Returns the reason why the images here are retained, if something is wrong.
     pub(crate) fn trouble(&self) -> Option<String> {
         let trouble = self.trouble.as_ref()?;
         Some(format!(
@@ -130,7 +131,7 @@ impl Rest {
         ))
     }
 
-    /// Adds what was found to a report.
+    /// Adds the result to a report.
     pub(crate) fn report(&self, report: &mut Report) {
         let found = match &self.state {
             State::Equal(_, compared) => Some(compared),
@@ -143,7 +144,8 @@ impl Rest {
         let verify: &mut VerifyResult = report.verify.get_or_insert_with(before);
         verify.different_blocks = self.wrong.different_blocks;
         verify.first_difference.clone_from(&self.wrong.first);
-        // An earlier agent has compared the memory, and this is the first that is known of disks.
+        // An earlier agent may have compared the memory. This is the first result for the drained
+        // disks.
         let is_new = verify.disks_not_compared > 0 || verify.disks == 0;
         if let Some(found) = found.filter(|_| is_new) {
             verify.disks += found.disks;
@@ -157,8 +159,8 @@ impl Worker {
     async fn run_rest(mut self) -> Result<Compared, String> {
         let mut compared = Compared::default();
         if let Some(disk) = self.disks.first().cloned() {
-            // The destination answers when all is there: only then it is known what was sent since
-            // it was compared.
+            // The destination answers this when it has all blocks. Only then is it known which
+            // blocks were sent since they were compared.
             let nothing = BlockRange::new(0, 0);
             self.digests(&disk.spec, &disk.content(), nothing, 1)
                 .await?;
@@ -168,7 +170,7 @@ impl Worker {
             let blocks = disk.blocks();
             compared.disk_bytes += blocks * BLOCK;
             let checked = self.sending.checked();
-            // Behind its end an image that grows has nothing to be compared.
+            // A growing image has no content after its end.
             let unequal = checked.unequal(disk.spec.id, DISK_BLOCKS_MAX);
             let unequal = unequal.into_iter().map(|range| {
                 let end = range.end().min(blocks);
@@ -189,7 +191,7 @@ impl Worker {
         Ok(compared)
     }
 
-    /// Compares a range block by block, but for what the guest has written.
+    /// Compares a range block by block, except the blocks that the guest has written.
     async fn compare_rest(
         &mut self,
         disk: &Image,

@@ -1,23 +1,21 @@
-//! What of a guest's disks was found equal at both ends while the guest runs.
+//! The parts of a guest's disks that were found equal at both ends while the guest runs.
 //!
 //! ```text
-//! unknown --asked for, when nothing of it is pending or on its way--> asked --equal--> equal
-//!    ^                                                                  |               |
-//!    +------------- some of it is taken to be sent ---------------------+---------------+
+//! unknown --asked for, when nothing of it is pending or in flight--> asked --equal--> equal
+//!    ^                                                                 |               |
+//!    +------------- some of it is taken to be sent --------------------+---------------+
 //! ```
 //!
-//! Whatever changes at the source is reported, and taken to be sent before the destination may be
-//! ready; and
-//! nothing changes at the destination but by what is sent. So what stays equal need not be read
-//! again while
-//! the guest stands still.
+//! Every write at the source is reported, and its blocks are sent before the destination may become
+//! ready. At the destination, only received blocks change the disk. So the equal parts need not be
+//! read again while the guest is stopped.
 
 use longhaul_codec::BlockId;
 use longhaul_protocol::{BlockRange, RegionId, RegionSpec};
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Blocks that are compared as one: 1 MiB.
+/// The number of blocks of a piece, which is compared as a whole: 1 MiB.
 pub(crate) const PIECE_BLOCKS: u64 = 256;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +25,7 @@ enum Piece {
     Equal,
 }
 
-/// The pieces of all disks.
+/// The state of the pieces of all disks.
 #[derive(Debug, Default)]
 pub(crate) struct Checked(Mutex<BTreeMap<RegionId, Disk>>);
 
@@ -42,7 +40,7 @@ fn piece_of(block: u64) -> usize {
 }
 
 impl Checked {
-    /// Nothing is known of these.
+    /// Creates it for these disks, with all pieces unknown.
     pub(crate) fn of<'a>(disks: impl Iterator<Item = &'a RegionSpec>) -> Self {
         Self::new(disks.map(|spec| (spec.id, spec.blocks)))
     }
@@ -55,7 +53,7 @@ impl Checked {
         Self(Mutex::new(disks.map(disk).collect()))
     }
 
-    /// The disks.
+    /// Returns the ids of the disks.
     pub(crate) fn regions(&self) -> Vec<RegionId> {
         self.lock().keys().copied().collect()
     }
@@ -64,7 +62,7 @@ impl Checked {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// These blocks were taken to be sent: the engine must be held.
+    /// Marks the pieces of blocks that were taken to be sent as unknown. The engine must be locked.
     pub(crate) fn sent(&self, blocks: &[BlockId]) {
         let mut disks = self.lock();
         for id in blocks {
@@ -75,8 +73,9 @@ impl Checked {
         }
     }
 
-    /// The next pieces from this block on that have settled, at most so many blocks, which will be
-    /// asked for; and where the search goes on. The engine must be held.
+    /// Returns the next settled pieces from this block on, up to this number of blocks, and marks
+    /// them as asked. Also returns the block at which the next search begins. The engine must be
+    /// locked.
     pub(crate) fn ask(
         &self,
         region: RegionId,
@@ -105,7 +104,7 @@ impl Checked {
         (asked, (end < blocks).then_some(end))
     }
 
-    /// Of what was asked for, these pieces differ, counted from its start.
+    /// Handles an answer: these pieces of the range differ, by their indexes.
     pub(crate) fn answered(&self, region: RegionId, range: BlockRange, different: &[u64]) {
         let mut disks = self.lock();
         let Some(disk) = disks.get_mut(&region) else {
@@ -115,7 +114,7 @@ impl Checked {
         let asked = range.count.div_ceil(PIECE_BLOCKS);
         for (piece, index) in pieces.iter_mut().zip(0..asked) {
             *piece = match *piece {
-                // The guest may have written it meanwhile: it is looked at once more.
+                // The guest may have written it meanwhile, so it is compared again later.
                 Piece::Asked if different.contains(&index) => Piece::Unknown,
                 Piece::Asked => Piece::Equal,
                 other => other,
@@ -123,7 +122,8 @@ impl Checked {
         }
     }
 
-    /// What is not known to be equal, in ranges of at most so many blocks.
+    /// Returns the parts that are not known to be equal, in ranges of at most this number of
+    /// blocks.
     pub(crate) fn unequal(&self, region: RegionId, most: u64) -> Vec<BlockRange> {
         let disks = self.lock();
         let Some(disk) = disks.get(&region) else {
@@ -188,7 +188,7 @@ mod tests {
         assert_eq!((asked, next), (None, None));
         checked.answered(DISK, BlockRange::new(256, 512), &[]);
         assert_eq!(checked.unequal(DISK, u64::MAX).len(), 2);
-        // Of what is not compared this way nothing is known, and nothing is wrong with that.
+        // For regions that are not disks, nothing is known, and that is no error.
         assert!(checked.unequal(RegionId(0), 9).is_empty());
     }
 }
