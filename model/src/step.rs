@@ -165,7 +165,7 @@ impl Ending {
         match self {
             Ending::Well => "",
             Ending::FailedLost => ": it fails",
-            Ending::FailedDurable => ": it fails, and is on disk all the same",
+            Ending::FailedDurable => ": it fails, but is on disk",
             Ending::FailedKept => ": it fails, and what failed before is still on disk",
             Ending::Refused => ": QEMU refuses",
             Ending::Died => ": QEMU ends",

@@ -161,11 +161,6 @@ impl Source {
         self.lost_at
     }
 
-    /// Returns whether the rest of the disks may still be needed from here.
-    pub fn is_draining(&self) -> bool {
-        self.draining
-    }
-
     /// Returns whether the guest's name is free here: nothing more is done for it.
     pub fn is_over(&self) -> bool {
         self.state.is_over()

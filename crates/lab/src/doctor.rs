@@ -81,14 +81,14 @@ fn report(findings: &[Finding]) -> (String, bool) {
     for finding in findings {
         match &finding.state {
             Ok(there) => text += &format!("ok       {:<20} {there}\n", finding.what),
-            Err((wrong, mend)) => {
+            Err((wrong, fix)) => {
                 let mark = match finding.need {
                     Need::Demo => "MISSING",
                     Need::More => "missing",
                 };
                 demo_runs &= finding.need != Need::Demo;
                 text += &format!(
-                    "{mark}  {:<20} {wrong}\n{:30}to fix it: {mend}\n",
+                    "{mark}  {:<20} {wrong}\n{:30}to fix it: {fix}\n",
                     finding.what, ""
                 );
             }
@@ -106,7 +106,7 @@ fn finding(what: &str, need: Need, state: Result<String, (String, &str)>) -> Fin
     Finding {
         what: what.to_owned(),
         need,
-        state: state.map_err(|(wrong, mend)| (wrong, mend.to_owned())),
+        state: state.map_err(|(wrong, fix)| (wrong, fix.to_owned())),
     }
 }
 

@@ -45,7 +45,7 @@ pub(crate) struct Plan {
     pub(crate) crash_at: Option<(Side, u32, bool)>,
     /// `cont` at the source fails so often.
     pub(crate) resume_fails: u32,
-    /// One in so many results fails.
+    /// Of this many loads and syncs, one fails.
     pub(crate) load_fails: u64,
     pub(crate) refuses_cont: bool,
     pub(crate) hook_refuses: bool,

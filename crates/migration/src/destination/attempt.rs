@@ -18,7 +18,7 @@ use crate::destination::dispatch::Call;
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::destination::receiver::{ReceiveError, Receiving};
 use crate::disks::base_images::ComingBases;
-use crate::handover::ledger::{DestinationHandover, time_destination};
+use crate::handover::ledger::{DestinationHandover, time_destination, until};
 use crate::host::task::owning;
 use crate::limits::peer_quota::{Admission, Pace};
 use crate::status::migration::Entry;
@@ -580,14 +580,6 @@ impl DestinationAttempt {
         if let Some(lost) = self.post(message) {
             self.tell(lost).await;
         }
-    }
-}
-
-/// Waits until this time; forever if there is none.
-pub(crate) async fn until(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at).await,
-        None => std::future::pending().await,
     }
 }
 

@@ -20,7 +20,7 @@ mod verify;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
-use crate::destination::attempt::{AttemptHandle, BulkEnd, Present, join, next_message, until};
+use crate::destination::attempt::{AttemptHandle, BulkEnd, Present, join, next_message};
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::dispatch::Call;
 use crate::destination::fetch::give_up::GivingUp;
@@ -31,7 +31,7 @@ use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, FrontError, Incomplete};
 use crate::disks::images;
 use crate::handover::ledger::{
-    DestinationHandover, drive_destination, tell_destination, time_destination,
+    DestinationHandover, drive_destination, tell_destination, time_destination, until,
 };
 use crate::limits::peer_quota::Means;
 use crate::status::migration::Entry;

@@ -382,3 +382,11 @@ pub(crate) async fn drive_destination<O: DestinationOwner>(owner: &mut O) {
         }
     }
 }
+
+/// Waits until this time; forever if there is none.
+pub(crate) async fn until(at: Option<Instant>) {
+    match at {
+        Some(at) => tokio::time::sleep_until(at).await,
+        None => std::future::pending().await,
+    }
+}

@@ -10,7 +10,7 @@ use crate::context::{Context, Holder};
 use crate::disks::exports;
 use crate::handover::attempt_record::{AttemptRecord, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
-    SourceHandover, SourceOwner, drive_source, tell_source, time_source,
+    SourceHandover, SourceOwner, drive_source, tell_source, time_source, until,
 };
 use crate::host::hooks::Step;
 use crate::source::acks::Acknowledging;
@@ -36,7 +36,7 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::watch;
 use tokio::task::{JoinHandle, block_in_place};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::sleep;
 
 /// Time without an answer after which the destination is shown as lost.
 const LOST_AFTER: Duration = Duration::from_secs(3);
@@ -639,14 +639,6 @@ async fn resolution(resolutions: &mut Option<watch::Receiver<Option<Resolve>>>) 
         return None;
     }
     changes.borrow_and_update().clone()
-}
-
-/// Waits until this time, or forever if there is none.
-async fn until(at: Option<Instant>) {
-    match at {
-        Some(at) => sleep_until(at).await,
-        None => std::future::pending().await,
-    }
 }
 
 /// Returns the configuration of the core for an attempt that is restored from its records.
