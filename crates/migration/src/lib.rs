@@ -18,6 +18,7 @@
 //! | `host` | configuration, state folder, content index, memory cache, hooks |
 
 mod channel;
+mod companions;
 mod context;
 mod destination;
 mod disks;
@@ -141,7 +142,10 @@ impl Manager {
                 &error,
             )
         })?;
-        let destination = Arc::new(Destination::new(context.clone()));
+        let destination = Arc::new(Destination::new(
+            context.clone(),
+            companions::at_destination,
+        ));
         recovery::take_up(&destination).await.map_err(|error| {
             StartError::new(format!(
                 "cannot take up what an earlier agent left: {error}"

@@ -14,10 +14,10 @@ mod prepare;
 
 use crate::channel::TalkError;
 use crate::destination::Destination;
+use crate::destination::companion::Companions;
 use crate::destination::dispatch::Call;
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
 use crate::destination::receiver::{ReceiveError, Receiving};
-use crate::disks::base_images::ComingBases;
 use crate::handover::ledger::{DestinationHandover, time_destination, until};
 use crate::host::task::owning;
 use crate::limits::peer_quota::{Admission, Pace};
@@ -156,8 +156,7 @@ struct DestinationAttempt {
     offer: Offer,
     handover: DestinationHandover,
     inbound: DestinationQemu,
-    /// The base images of the guest's disks. The guest is stopped only once they are here.
-    bases: ComingBases,
+    companions: Companions,
     called: mpsc::Receiver<(Call, Option<Epoch>)>,
     resolutions: watch::Receiver<Option<Resolve>>,
     stepped_at: Instant,
@@ -289,8 +288,8 @@ impl DestinationAttempt {
         let ready_to_load = receives && !self.sealed && self.complete_at.is_some();
         let mut cancelled = self.entry.cancelled();
         let may_abort = self.state().may_abort();
+        let waits = !self.companions.have_arrived();
         let resolutions = &mut self.resolutions;
-        let here = &self.context.parts.config.name;
         tokio::select! {
             message = next_message(&mut self.call) => Happened::Message(message),
             call = self.called.recv() => Happened::Call(call.map(Box::new)),
@@ -308,11 +307,11 @@ impl DestinationAttempt {
             settled = receiving.settled(), if self.sealed && !self.settled => {
                 Happened::Settled(settled)
             }
-            brought = self.bases.brought(here) => Happened::Bases(brought),
+            arrived = self.companions.arrive() => Happened::Bases(arrived),
             () = self.inbound.ended() => Happened::QemuEnded,
             () = until(deadline) => Happened::PatienceOver,
             () = until(timeout) => Happened::Timeout,
-            () = sleep_until(self.stepped_at + STEP_EVERY), if !self.bases.are_here() => {
+            () = sleep_until(self.stepped_at + STEP_EVERY), if waits => {
                 Happened::BasesTakeTime
             }
             Ok(()) = resolutions.changed() => {

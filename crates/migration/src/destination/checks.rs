@@ -1,14 +1,14 @@
 //! Checks of whether this host could run a guest.
 
-use crate::context::Context;
-use crate::disks::images::look_for_room;
+use crate::destination::Destination;
+use crate::destination::companion::{About, Companions};
 use longhaul_hypervisor::capabilities::can_run;
 use longhaul_hypervisor::config::RunsAsRoot;
 use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::machine::Machine;
 use longhaul_protocol::message::{Answer, Check, Verdict};
 
-impl Context {
+impl Destination {
     /// Returns all checks of whether this host could run a guest.
     pub(crate) async fn local_checks(
         &self,
@@ -48,18 +48,10 @@ impl Context {
             checks.push(refused(text, Some(RunsAsRoot::HINT.to_owned())));
         }
         let unshared = guest.disks.iter().find(|disk| disk.is_local());
-        match longhaul_hypervisor::description::check(guest) {
-            Err(error) => {
-                let text = format!("{host} cannot run {}: {error}", guest.name);
-                checks.push(refused(text, None));
-            }
-            Ok(()) if without_disks => {}
-            Ok(()) => {
-                let local = guest.disks.iter().filter(|disk| disk.is_local());
-                let room = local.map(|disk| look_for_room(self, guest, &disk.name));
-                let refusals = room.filter_map(Result::err);
-                checks.extend(refusals.map(|refusal| refused(refusal.text, refusal.hint)));
-            }
+        let described = longhaul_hypervisor::description::check(guest);
+        if let Err(error) = &described {
+            let text = format!("{host} cannot run {}: {error}", guest.name);
+            checks.push(refused(text, None));
         }
         if let Some(disk) = unshared.filter(|_| without_disks) {
             checks.push(refused(
@@ -85,7 +77,14 @@ impl Context {
                 )),
             ));
         }
-        checks.extend(self.hook_answers());
+        if described.is_ok() {
+            let about = About {
+                context: self.context.clone(),
+                guest: guest.name.clone(),
+                shown: None,
+            };
+            checks.extend(Companions::of(self, &about).look(guest));
+        }
         Answer { host, checks }
     }
 }

@@ -21,6 +21,7 @@ mod verify;
 use crate::channel::TalkError;
 use crate::destination::Destination;
 use crate::destination::attempt::{AttemptHandle, BulkEnd, Present, join, next_message};
+use crate::destination::companion::Companions;
 use crate::destination::disks::{self, Disks, NEWS_MAX};
 use crate::destination::dispatch::Call;
 use crate::destination::fetch::give_up::GivingUp;
@@ -29,7 +30,6 @@ use crate::destination::fetch_client::{FetchClient, News};
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, FrontError, Incomplete};
-use crate::disks::images;
 use crate::handover::ledger::{
     DestinationHandover, drive_destination, tell_destination, time_destination, until,
 };
@@ -74,6 +74,7 @@ pub(crate) struct Begun {
     pub(crate) call: Option<Call>,
     pub(crate) clock: Option<JoinHandle<Option<GuestClock>>>,
     pub(crate) running: Option<JoinHandle<()>>,
+    pub(crate) companions: Companions,
 }
 
 /// The fetch of a guest's missing blocks.
@@ -566,12 +567,13 @@ impl Fetch {
             mut call,
             clock,
             running,
+            mut companions,
             ..
         } = begun;
         if let Some(running) = running
             && let Err(error) = running.await
         {
-            tracing::error!(%error, "a hook broke");
+            tracing::error!(%error, "a companion broke");
         }
         if let Some(entry) = &entry {
             if let Some(clock) = clock
@@ -590,7 +592,7 @@ impl Fetch {
             }
             context.archive.keep(entry);
         }
-        block_in_place(|| images::sweep(&context));
+        companions.finished();
         if closed {
             context.attempts.close(arrival.source, handover.ledger);
         }

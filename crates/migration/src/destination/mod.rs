@@ -4,6 +4,7 @@
 pub(crate) mod admission;
 pub(crate) mod attempt;
 pub(crate) mod checks;
+pub(crate) mod companion;
 pub(crate) mod disks;
 pub(crate) mod dispatch;
 pub(crate) mod fetch;
@@ -17,6 +18,7 @@ pub(crate) mod recovered;
 
 use crate::context::Context;
 use crate::destination::attempt::AttemptHandle;
+use crate::destination::companion::List;
 use crate::destination::recovered::Attempts;
 use crate::host::lock::lock;
 use longhaul_protocol::{Attempt, HostId, MigrationId};
@@ -30,6 +32,8 @@ pub(crate) struct Destination {
     arrivals: Mutex<HashMap<MigrationId, Arc<AttemptHandle>>>,
     /// The attempts without a task.
     pub(crate) attempts: Attempts,
+    /// Creates the companions of each guest.
+    companions: List,
 }
 
 impl Deref for Destination {
@@ -42,11 +46,12 @@ impl Deref for Destination {
 
 impl Destination {
     /// Creates the destination's side without attempts.
-    pub(crate) fn new(context: Arc<Context>) -> Self {
+    pub(crate) fn new(context: Arc<Context>, companions: List) -> Self {
         Self {
             context,
             arrivals: Mutex::default(),
             attempts: Attempts::default(),
+            companions,
         }
     }
 

@@ -1,9 +1,9 @@
 //! The QEMU of an arriving guest: launched, filled, loaded, and resumed or quit.
 
 use crate::context::Context;
+use crate::destination::companion::Offered;
 use crate::destination::disks::Disks;
 use crate::destination::dispatch::ExpectError;
-use crate::destination::files::Proof;
 use crate::destination::local_content::Kept;
 use crate::destination::receiver::{Receiving, Store};
 use crate::disks::exports::{self, Comes, Coming, FrontError};
@@ -15,7 +15,6 @@ use crate::verify;
 use longhaul_codec::{BlockId, BlockWrite, Content, DigestKey};
 use longhaul_engine::destination::DestinationError;
 use longhaul_hypervisor::capabilities::CapabilitiesError;
-use longhaul_hypervisor::disk::base::Base;
 use longhaul_hypervisor::folder::PathTooLong;
 use longhaul_hypervisor::guest::Guest;
 use longhaul_hypervisor::launch::{Launch, LaunchError, Role};
@@ -81,12 +80,6 @@ pub(crate) enum DestinationQemuError {
     /// A disk export could not be put below a disk.
     #[error(transparent)]
     Front(#[from] FrontError),
-    /// A disk's image could not be made.
-    #[error("cannot make the image of a disk: {0}")]
-    Images(io::Error),
-    /// QEMU has opened other files than those that were compared with the source's.
-    #[error("{0}")]
-    Exchanged(String),
     /// Messages arrived in an invalid order.
     #[error("the source breaks the protocol: {0}")]
     Order(&'static str),
@@ -110,16 +103,14 @@ impl DestinationQemuError {
     /// Returns the refusal for the source.
     pub(crate) fn into_refusal(self, host: &str) -> Refusal {
         let code = match &self {
-            Self::Different(_)
-            | Self::NoEmulator(_)
-            | Self::Capabilities(_)
-            | Self::Exchanged(_) => RefusalCode::Unsuitable,
+            Self::Different(_) | Self::NoEmulator(_) | Self::Capabilities(_) => {
+                RefusalCode::Unsuitable
+            }
             Self::Region { .. } | Self::Regions(_) | Self::Order(_) => RefusalCode::Invalid,
             _ => RefusalCode::QemuFailed,
         };
         let hint = match &self {
             Self::Different(list) => list.first().map(|first| first.hint.clone()),
-            Self::Exchanged(_) => Some("let its files be, and try again".to_owned()),
             _ => None,
         };
         Refusal {
@@ -153,11 +144,13 @@ impl DestinationQemu {
     /// nothing behind.
     pub(crate) async fn launch(
         context: &Context,
-        offer: &Offer,
-        arriving: (Disks, Kept),
-        bases: BTreeMap<String, Base>,
+        offered: &mut Offered<'_>,
         admission: &Admission,
     ) -> Result<Self, DestinationQemuError> {
+        let bases = std::mem::take(&mut offered.bases);
+        let offer = &offered.offer;
+        let disks = Disks::new(offer, offered.disks, &offered.images);
+        let content = (disks, std::mem::take(&mut offered.kept));
         let meter = Meter::start();
         let capabilities = context.parts.prober.capabilities().await?;
         let machine_type = &offer.guest.machine;
@@ -183,7 +176,7 @@ impl DestinationQemu {
             .await
             .map_err(|error| DestinationQemuError::Broken(error.to_string()))?;
         let (guest, qmp) = launched?;
-        match Self::set_up(offer, &guest, &qmp, arriving, admission).await {
+        match Self::set_up(offer, &guest, &qmp, content, admission).await {
             Ok((machine, memory, places, receiving, shown)) => Ok(Self {
                 guest,
                 qmp,
@@ -263,9 +256,9 @@ impl DestinationQemu {
         Ok(())
     }
 
-    /// Checks that QEMU has opened the files that were compared with the source's.
-    pub(crate) fn has(&self, proof: &Proof) -> Result<(), String> {
-        proof.holds(self.guest.pid().unwrap_or_default())
+    /// Returns QEMU's process.
+    pub(crate) fn pid(&self) -> i32 {
+        self.guest.pid().unwrap_or_default()
     }
 
     /// Returns the machine as QEMU reports it.

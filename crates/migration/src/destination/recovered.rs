@@ -7,14 +7,14 @@
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::attempt::{AttemptHandle, Present};
+use crate::destination::companion::{About, Companions};
 use crate::destination::fetch::{Begun, Fetch};
-use crate::disks::{exports, images};
+use crate::disks::exports;
 use crate::handover::attempt_record::{self, AttemptRecord, abort_reason};
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, Ledger, drive_destination, tell_destination,
     time_destination,
 };
-use crate::host::hooks::Step;
 use crate::status::in_doubt;
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
@@ -73,6 +73,7 @@ struct RecoveredDestination {
     finished: bool,
     /// Why the guest, which belongs to this host, does not run.
     trouble: Option<ApiError>,
+    companions: Companions,
 }
 
 impl Attempts {
@@ -211,12 +212,19 @@ impl Attempts {
 impl RecoveredDestination {
     fn of(context: &Arc<Destination>, left: AttemptRecord) -> Self {
         let core = core(left.terms, true, &left.records());
+        // An operator may give up the missing blocks of a guest that runs here.
+        let entry = (!core.state().is_settled() || runs_incomplete(core.state()))
+            .then(|| left.entry(context, Phase::HandingOver));
+        let about = About {
+            context: context.context.clone(),
+            guest: left.guest.clone(),
+            shown: entry.clone().map(|entry| (entry, left.terms.next())),
+        };
         Self {
+            companions: Companions::of(context, &about),
             peer: Some(left.peer),
             paused: left.paused,
-            // An operator may give up the missing blocks of a guest that runs here.
-            entry: (!core.state().is_settled() || runs_incomplete(core.state()))
-                .then(|| left.entry(context, Phase::HandingOver)),
+            entry,
             handover: DestinationHandover::new(core, left.into_ledger(&context.context)),
             _reservation: None,
             outbox: Vec::new(),
@@ -244,6 +252,11 @@ impl RecoveredDestination {
         };
         let records = attempt_record::of_attempt(&journal, terms);
         let core = core(terms, false, &records);
+        let about = About {
+            context: context.context.clone(),
+            guest: String::new(),
+            shown: None,
+        };
         let ledger = Ledger::new(
             context.context.clone(),
             migration,
@@ -262,6 +275,7 @@ impl RecoveredDestination {
             fetches: false,
             finished: false,
             trouble: None,
+            companions: Companions::of(context, &about),
         })
     }
 
@@ -329,6 +343,7 @@ impl RecoveredDestination {
             call: None,
             clock: None,
             running: None,
+            companions: self.companions,
         };
         crate::host::task::spawn(Fetch::new(context.clone(), begun).run());
     }
@@ -359,12 +374,7 @@ impl RecoveredDestination {
             // The guest was resumed before, and its owner controls it since.
             return Event::Resumed;
         }
-        if let Some(entry) = &self.entry {
-            ledger
-                .context
-                .last_hook(entry, Step::Taken, generation)
-                .await;
-        }
+        self.companions.committed().await;
         if !self.paused {
             let resumed = match found.connect().await {
                 Ok(qmp) => memory::resume(&qmp, Continuation::Running)
@@ -386,10 +396,8 @@ impl RecoveredDestination {
         if let Err(error) = found.set_generation(generation.0) {
             tracing::error!(guest, %error, "cannot note the generation");
         }
-        if let Some(entry) = &self.entry
-            && self.trouble.is_none()
-        {
-            ledger.context.running(entry, generation);
+        if self.trouble.is_none() {
+            self.companions.running();
         }
         Event::Resumed
     }
@@ -444,7 +452,7 @@ impl RecoveredDestination {
             _ => return,
         }
         if self.handover.state().is_settled() {
-            tokio::task::block_in_place(|| images::sweep(&ledger.context));
+            self.companions.finished();
             ledger.context.archive.keep(entry);
             self.entry = None;
         }
@@ -475,12 +483,8 @@ impl DestinationOwner for RecoveredDestination {
                 {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
-                let state = &ledger.context.parts.config.state;
-                exports::ended(state, &ledger.guest, false).await;
-                if let Some(entry) = &self.entry {
-                    let next = ledger.terms.next();
-                    ledger.context.last_hook(entry, Step::NotComing, next).await;
-                }
+                self.companions.ended().await;
+                self.companions.aborted().await;
                 return Some(Event::QemuGone);
             }
             Action::Fetch if self.lacks_blocks() => self.fetches = true,

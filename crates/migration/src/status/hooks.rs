@@ -6,9 +6,7 @@ use crate::status::migration::Entry;
 use longhaul_api::{ApiError, Check, ErrorCode, HookRun, Side, Verdict};
 use longhaul_protocol::Generation;
 use longhaul_protocol::guest::GuestDescription;
-use longhaul_protocol::message::{self, Refusal, RefusalCode};
-use std::sync::Arc;
-use tokio::task::JoinHandle;
+use longhaul_protocol::message;
 
 impl Context {
     /// Runs a step's hook, if there is one. Returns an error if the hook failed and stops the
@@ -84,29 +82,6 @@ impl Context {
         if let Err(error) = self.hook(entry, step, next).await {
             tracing::error!(migration = %entry.id(), %error, "too late to matter");
         }
-    }
-
-    /// Runs the hook `running` in parallel with the guest.
-    pub(crate) fn running(
-        self: &Arc<Self>,
-        entry: &Arc<Entry>,
-        next: Generation,
-    ) -> JoinHandle<()> {
-        let (context, entry) = (self.clone(), entry.clone());
-        tokio::spawn(async move { context.last_hook(&entry, Step::Running, next).await })
-    }
-
-    /// Runs the hook `arriving` before a QEMU is started for an arriving guest.
-    pub(crate) async fn arriving(&self, entry: &Entry, next: Generation) -> Result<(), Refusal> {
-        let Err(error) = self.hook(entry, Step::Arriving, next).await else {
-            return Ok(());
-        };
-        self.last_hook(entry, Step::NotComing, next).await;
-        Err(Refusal {
-            code: RefusalCode::Unsuitable,
-            text: error.message,
-            hint: error.hint,
-        })
     }
 
     /// Returns the hook checks of this host as the destination, for another host.

@@ -3,12 +3,10 @@
 use crate::destination::attempt::DestinationAttempt;
 use crate::destination::fetch::{Begun, Fetch};
 use crate::destination::qemu::DestinationQemuError;
-use crate::disks::{exports, images};
 use crate::handover::attempt_record::abort_reason;
 use crate::handover::ledger::{
     DestinationHandover, DestinationOwner, drive_destination, tell_destination,
 };
-use crate::host::hooks::Step;
 use crate::status::in_doubt;
 use longhaul_api::{ApiError, ErrorCode, Outcome, Phase, Resolve, Side};
 use longhaul_attempt::destination::{Action, Event};
@@ -16,7 +14,6 @@ use longhaul_engine::handover::DestinationState;
 use longhaul_hypervisor::qmp::QmpError;
 use longhaul_protocol::message::{Summary, ToSource};
 use std::time::Duration;
-use tokio::task::block_in_place;
 use tokio::time::Instant;
 
 impl DestinationAttempt {
@@ -48,25 +45,12 @@ impl DestinationAttempt {
         self.handover.state()
     }
 
-    /// Runs the hook of a step.
-    pub(crate) async fn hook(&self, step: Step) -> Result<(), ApiError> {
-        let next = self.handover.ledger.terms.next();
-        self.context.hook(&self.entry, step, next).await
-    }
-
-    /// Runs the hook for a guest that does not arrive, and waits for the hook that runs beside the
-    /// guest.
-    pub(crate) async fn last_hook(&mut self) {
-        let next = self.handover.ledger.terms.next();
-        if !self.state().owns_guest() {
-            self.context
-                .last_hook(&self.entry, Step::NotComing, next)
-                .await;
-        }
+    /// Waits for what companions do beside the guest.
+    async fn running(&mut self) {
         if let Some(running) = self.running.take()
             && let Err(error) = running.await
         {
-            tracing::error!(%error, "a hook broke");
+            tracing::error!(%error, "a companion broke");
         }
     }
 
@@ -101,10 +85,10 @@ impl DestinationAttempt {
             clock,
             running,
             inbound,
+            companions,
             admission,
             ..
         } = self;
-        context.context.forget_kept_memory();
         // The guest's memory has arrived. Its monitor must be free for the removal of the disk
         // exports.
         drop((inbound, admission));
@@ -118,6 +102,7 @@ impl DestinationAttempt {
             call,
             clock,
             running,
+            companions,
         };
         Fetch::new(context, begun).run().await;
     }
@@ -131,7 +116,10 @@ impl DestinationAttempt {
     /// Ends the task: reports the outcome, removes unused images, and tells the source when both
     /// journals are complete.
     pub(crate) async fn end(mut self) {
-        self.last_hook().await;
+        if !self.state().owns_guest() {
+            self.companions.aborted().await;
+        }
+        self.running().await;
         self.tell_clock().await;
         let reason = self.abort_reason();
         let Self {
@@ -143,6 +131,7 @@ impl DestinationAttempt {
             arrival,
             present,
             reservation,
+            mut companions,
             finished: closed,
             ..
         } = self;
@@ -154,8 +143,9 @@ impl DestinationAttempt {
             entry.end(Outcome::Aborted, Some(error));
         }
         context.archive.keep(&entry);
-        block_in_place(|| images::sweep(&context));
-        context.context.forget_kept_memory();
+        if handover.state().owns_guest() {
+            companions.finished();
+        }
         if closed {
             context.attempts.close(arrival.source, handover.ledger);
         }
@@ -184,16 +174,14 @@ impl DestinationAttempt {
 
     async fn resume_guest(&mut self) -> Event {
         let generation = self.handover.ledger.terms.next();
-        self.context
-            .last_hook(&self.entry, Step::Taken, generation)
-            .await;
+        self.companions.committed().await;
         match self.inbound.resume(generation, self.offer.paused).await {
             Ok(()) => {
                 if !self.offer.paused {
                     self.clock = Some(self.inbound.set_clock());
                 }
                 self.commit_time = self.commit_at.map_or(Duration::ZERO, |at| at.elapsed());
-                self.running = Some(self.context.context.running(&self.entry, generation));
+                self.running = Some(self.companions.running());
                 Event::Resumed
             }
             // QEMU refused `cont`, so the guest has never run here.
@@ -210,14 +198,16 @@ impl DestinationAttempt {
 
     fn summary(&self) -> Summary {
         let usage = self.inbound.usage();
-        Summary {
+        let mut summary = Summary {
             load_us: self.load_time.as_micros() as u64,
             commit_us: self.commit_time.as_micros() as u64,
             agent_cpu_us: usage.agent_cpu.as_micros() as u64,
             qemu_cpu_us: usage.qemu_cpu.as_micros() as u64,
             agent_peak_bytes: usage.agent_peak_bytes,
-            repository_bytes: self.bases.read_bytes(&self.context),
-        }
+            repository_bytes: 0,
+        };
+        self.companions.report(&mut summary);
+        summary
     }
 
     pub(crate) fn abort_reason(&self) -> String {
@@ -270,17 +260,17 @@ impl DestinationOwner for DestinationAttempt {
             Action::Load => self.load().err().map(Event::GiveUp),
             Action::AskReady => {
                 self.entry.enter(Phase::HandingOver);
-                let answer = self.hook(Step::Ready).await;
-                let answer = answer.map_err(|error| crate::channel::short(&error.message));
-                Some(Event::MayBeReady(answer))
+                let answer = self.companions.released().await;
+                Some(Event::MayBeReady(
+                    answer.map_err(|why| crate::channel::short(&why)),
+                ))
             }
             Action::Resume => Some(self.resume_guest().await),
             Action::Quit => {
                 self.inbound.quit().await;
-                // The exports end before the record that nothing remains: a later agent that reads
-                // the record does not look for them.
-                let state = &self.context.parts.config.state;
-                exports::ended(state, &self.offer.guest.name, false).await;
+                // Before the record that nothing remains: a later agent that reads the record does
+                // not look for what is left.
+                self.companions.ended().await;
                 Some(Event::QemuGone)
             }
             Action::Fetch => {

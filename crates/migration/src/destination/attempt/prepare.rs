@@ -4,17 +4,12 @@
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::destination::attempt::{AttemptHandle, DestinationAttempt, FIRST_EPOCH, Present};
-use crate::destination::disks::Disks;
+use crate::destination::companion::{About, Companions, Offered};
 use crate::destination::dispatch::{Call, allows};
-use crate::destination::files::{self, Proof};
 use crate::destination::local_content::Kept;
 use crate::destination::qemu::{DestinationQemu, DestinationQemuError};
-use crate::disks::base_images::ComingBases;
-use crate::disks::exports::{self, Comes};
-use crate::disks::images::{self, Place};
 use crate::handover::ledger::{DestinationHandover, Ledger};
 use crate::host::fail_point;
-use crate::host::hooks::Step;
 use crate::limits::peer_quota::{self, Admission};
 use crate::status::migration::{Entry, Facts};
 use crate::status::registry::{Reservation, Taken};
@@ -22,16 +17,13 @@ use longhaul_api::{Asked, Side};
 use longhaul_attempt::Destination as Core;
 use longhaul_attempt::destination::Config;
 use longhaul_engine::handover::{DestinationState, Record, Terms};
-use longhaul_hypervisor::disk::base::Base;
 use longhaul_protocol::Generation;
 use longhaul_protocol::disk::{OfferedDisk, Pulled};
 use longhaul_protocol::files::FileClaim;
-use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource};
+use longhaul_protocol::message::{Offer, Refusal, RefusalCode, ToSource, Verdict};
 use longhaul_storage::Journal;
-use longhaul_storage::disk::RawDisk;
-use longhaul_transport::{BulkOffer, Permission};
+use longhaul_transport::{BulkOffer, Permission, TrustedHost};
 use std::collections::BTreeMap;
-use std::io;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 use tokio::sync::mpsc;
@@ -51,6 +43,14 @@ fn refuse(code: RefusalCode, text: impl Into<String>) -> Refusal {
         text: text.into(),
         hint: None,
     }
+}
+
+fn cannot(context: &Context, error: &dyn std::fmt::Display) -> Refusal {
+    let host = &context.parts.config.name;
+    refuse(
+        RefusalCode::Invalid,
+        format!("{host} cannot take part: {error}"),
+    )
 }
 
 /// Why an offer is refused.
@@ -74,201 +74,59 @@ impl From<Refusal> for Refused {
 pub(crate) async fn prepare(
     context: &Arc<Destination>,
     call: &mut Call,
-    (mut offer, disks): (Offer, &[OfferedDisk]),
+    (offer, disks): (Offer, &[OfferedDisk]),
     files: Option<&[FileClaim]>,
 ) -> Result<(DestinationAttempt, BulkOffer), Refused> {
-    let host = &context.parts.config.name;
-    if !allows(&call.control, Permission::SendGuests) {
-        let text = format!("{host} does not let this host send guests");
-        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
-        let refusal = Refusal {
-            code: RefusalCode::NotAllowed,
-            text,
-            hint: Some(hint),
-        };
-        return Err(refusal.into());
-    }
-    // If the guest left this host and its QEMU is still retained, that QEMU ends first.
-    context.retained_qemus.give_way(&offer.guest.name).await;
     let peer = call.control.peer().host.clone();
-    let admission = peer_quota::admit(&context.context, &peer, &offer).await?;
-    let guest = offer.guest.name.clone();
-    let taken = Taken::Moving(offer.migration, Side::Destination);
-    let reservation = context
-        .registry
-        .take(&guest, taken)
-        .map_err(|error| Refusal {
-            code: RefusalCode::Busy,
-            text: format!("{host}: {}", error.message),
-            hint: error.hint,
-        })?;
-    let right = context.rights.get(&guest).map_err(|error| {
-        refuse(
-            RefusalCode::Busy,
-            format!("{host} cannot tell who may run {guest}: {error}"),
-        )
-    })?;
-    if let Some(right) = right.filter(|right| right.generation > offer.generation) {
-        let text = format!(
-            "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
-            right.generation.0, offer.generation.0
-        );
-        return Err(refuse(RefusalCode::Invalid, text).into());
-    }
-    let checks = context
-        .local_checks(&offer.guest, &offer.machine, disks.is_empty())
-        .await
-        .checks;
-    let mut proof = files::prove(context, &peer, &offer.guest, files).await;
-    let refused = checks
-        .into_iter()
-        .chain(std::mem::take(&mut proof.checks))
-        .find(|check| check.verdict == longhaul_protocol::message::Verdict::Refused);
-    if let Some(check) = refused {
-        let (text, hint) = (check.text, check.hint);
-        let refusal = Refusal {
-            code: RefusalCode::Unsuitable,
-            text,
-            hint,
-        };
-        return Err(refusal.into());
-    }
-    if !proof.wanted.is_empty() {
-        let text = format!("{host} has other files for {guest} than when it was asked before");
-        let refusal = Refusal {
-            code: RefusalCode::Unsuitable,
-            text,
-            hint: Some("try again: they are then compared once more".to_owned()),
-        };
-        return Err(refusal.into());
-    }
-    let invalid = |error: &dyn std::fmt::Display| {
-        refuse(
-            RefusalCode::Invalid,
-            format!("{host} cannot take part: {error}"),
-        )
+    let (admission, reservation) = admit(context, call, &offer).await?;
+    check(context, &offer, disks).await?;
+    let entry = entry_of(&offer, &peer.name, &context.parts.config.name);
+    let about = About {
+        context: context.context.clone(),
+        guest: offer.guest.name.clone(),
+        shown: Some((entry.clone(), Generation(offer.generation.0 + 1))),
     };
-    let places = block_in_place(|| images::places(context, &offer, disks))?;
-    let mut bases = block_in_place(|| ComingBases::begin(context, &places))?;
+    let mut companions = Companions::of(context, &about);
+    let mut offered = Offered {
+        peer: &peer,
+        offer,
+        disks,
+        claims: files,
+        places: Vec::new(),
+        images: Vec::new(),
+        bases: BTreeMap::new(),
+        kept: Kept::default(),
+    };
+    companions.check(&mut offered).await?;
     let (calls, called) = mpsc::channel(4);
     let arrival = Arc::new(AttemptHandle {
-        migration: offer.migration,
-        attempt: offer.attempt,
+        migration: offered.offer.migration,
+        attempt: offered.offer.attempt,
         source: peer.id,
         state: Mutex::new(DestinationState::Beginning),
         calls,
     });
     // From here on the attempt's task answers questions about it, not the journal.
     let present = Present::new(context, arrival.clone());
-    let entry = Arc::new(Entry::new(Facts {
-        id: offer.migration,
-        guest: guest.clone(),
-        side: Side::Destination,
-        source: peer.name.clone(),
-        destination: host.clone(),
-        asked: Asked {
-            verify: offer.verify,
-            patience_ms: u64::from(offer.patience_ms),
-            early_release: offer.early_release,
-            ..Asked::default()
-        },
-    }));
-    let next = Generation(offer.generation.0 + 1);
-    context.arriving(&entry, next).await?;
-    let mut journal =
-        Journal::open(&context.journals, offer.migration).map_err(|error| invalid(&error))?;
-    // While this offer waited, the source may have given the attempt up over another connection,
-    // and its records may have been removed.
-    let of = (offer.migration, offer.attempt);
-    let closed = context.attempts.is_closed(peer.id, of);
-    let later = |record: &Record| record.attempt() >= offer.attempt;
-    if closed || journal.records().iter().any(later) {
-        return Err(invalid(&"this attempt is over").into());
-    }
-    let began = Record::Began {
-        migration: offer.migration,
-        attempt: offer.attempt,
-        side: longhaul_engine::handover::Side::Destination,
-        guest: guest.clone(),
-        generation: offer.generation,
-        peer: peer.id,
-        peer_name: peer.name.clone(),
-        paused: offer.paused,
+    let mut journal = begin(context, &peer, &offered.offer)?;
+    let launched = match note_incomplete(context, &mut journal, &offered.offer, disks) {
+        Ok(()) => launch(context, call, &mut companions, &mut offered, &admission).await,
+        Err(refusal) => Err((refusal, None)),
     };
-    block_in_place(|| fail_point::append(&mut journal, &began)).map_err(|error| invalid(&error))?;
-    let made = block_in_place(|| {
-        note_incomplete(&mut journal, &offer, disks)?;
-        images::make(context, &offer, &places)
-    });
-    let launched = match made {
-        Ok(made) => {
-            let held = context.parts.held.clone();
-            let memory = context.parts.kept_memory.as_ref();
-            let memory = memory.map(|memory| (memory.as_ref(), guest.as_str()));
-            let kept = block_in_place(|| Kept::look(&offer.regions, &places, memory, held));
-            if let Some(key) = kept.key() {
-                offer.digest_key = key.0;
-            }
-            match bases.below(&context.context, &guest, &places).await {
-                Ok(below) => {
-                    let there = There {
-                        disks: &made,
-                        kept,
-                        below,
-                        proof,
-                    };
-                    launch(context, call, &offer, &places, there, &admission).await
-                }
-                Err(error) => Err((error.into(), None)),
-            }
-        }
-        Err(error) => Err((DestinationQemuError::Images(error), None)),
-    };
+    let offer = offered.offer;
     let (inbound, bulk) = match launched {
         Ok(launched) => launched,
-        Err((error, bulk)) => {
-            context.last_hook(&entry, Step::NotComing, next).await;
-            let reason = error.to_string();
-            let aborted = Record::Aborted {
-                attempt: offer.attempt,
-                reason: crate::channel::short(&reason),
-            };
-            if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
-                tracing::error!(%error, "cannot note that an attempt is over");
-                // The guest's name stays reserved until the record is written. A later agent that
-                // reads the journal without it would end a QEMU of that name.
-                tokio::spawn(note_aborted(journal, aborted, reservation));
-            }
-            block_in_place(|| images::sweep(context));
-            let refusal = error.into_refusal(host);
+        Err((refusal, bulk)) => {
+            // Before the record that nothing remains.
+            companions.ended().await;
+            abort(&mut companions, journal, &offer, &refusal, reservation).await;
             return Err(Refused { refusal, bulk });
         }
     };
     context.registry.add(entry.clone());
-    bases.go_on();
-    let terms = Terms {
-        attempt: offer.attempt,
-        generation: offer.generation,
-        early: offer.early_release,
-    };
-    let ledger = Ledger::new(
-        context.context.clone(),
-        offer.migration,
-        &guest,
-        (&peer.name, Some(peer.id)),
-        terms,
-        journal,
-    );
-    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
-    let pace = inbound.receiving().pace().clone();
-    let core = Core::new(Config {
-        terms,
-        patience: patience + PATIENCE_MARGIN,
-        verify: offer.verify,
-        fetches: disks.iter().any(|disk| disk.pulled != Pulled::Nothing),
-        awaits_bases: !bases.are_here(),
-    });
-    let handover = DestinationHandover::new(core, ledger);
+    let fetches = disks.iter().any(|disk| disk.pulled != Pulled::Nothing);
+    let waits = !companions.have_arrived();
+    let handover = handover(context, &peer, &offer, (fetches, waits), journal);
     arrival.set_state(handover.state());
     let task = DestinationAttempt {
         resolutions: entry.resolutions(),
@@ -276,10 +134,11 @@ pub(crate) async fn prepare(
         entry,
         arrival,
         present,
+        pace: inbound.receiving().pace().clone(),
         offer,
         handover,
         inbound,
-        bases,
+        companions,
         called,
         stepped_at: Instant::now(),
         call: None,
@@ -298,27 +157,185 @@ pub(crate) async fn prepare(
         commit_time: Duration::ZERO,
         running: None,
         clock: None,
-        pace,
         admission,
         reservation,
     };
     Ok((task, bulk))
 }
 
+/// Admits an offer by the rules for its sender and by the right to run its guest, and reserves the
+/// guest's name.
+async fn admit(
+    context: &Arc<Destination>,
+    call: &Call,
+    offer: &Offer,
+) -> Result<(Admission, Reservation), Refusal> {
+    let host = &context.parts.config.name;
+    if !allows(&call.control, Permission::SendGuests) {
+        let hint = "on the destination: longhaul host trust ... --may query,send".to_owned();
+        return Err(Refusal {
+            code: RefusalCode::NotAllowed,
+            text: format!("{host} does not let this host send guests"),
+            hint: Some(hint),
+        });
+    }
+    let guest = &offer.guest.name;
+    // If the guest left this host and its QEMU is still retained, that QEMU ends first.
+    context.retained_qemus.give_way(guest).await;
+    let peer = &call.control.peer().host;
+    let admission = peer_quota::admit(&context.context, peer, offer).await?;
+    let taken = Taken::Moving(offer.migration, Side::Destination);
+    let reservation = context.registry.take(guest, taken);
+    let reservation = reservation.map_err(|error| Refusal {
+        code: RefusalCode::Busy,
+        text: format!("{host}: {}", error.message),
+        hint: error.hint,
+    })?;
+    let right = context.rights.get(guest).map_err(|error| {
+        let text = format!("{host} cannot tell who may run {guest}: {error}");
+        refuse(RefusalCode::Busy, text)
+    })?;
+    match right.filter(|right| right.generation > offer.generation) {
+        None => Ok((admission, reservation)),
+        Some(right) => {
+            let text = format!(
+                "{host} knows {guest} in generation {}, and this is generation {}: an older copy",
+                right.generation.0, offer.generation.0
+            );
+            Err(refuse(RefusalCode::Invalid, text))
+        }
+    }
+}
+
+/// Returns a refusal if this host could not run the guest.
+async fn check(context: &Destination, offer: &Offer, disks: &[OfferedDisk]) -> Result<(), Refusal> {
+    let checks = context.local_checks(&offer.guest, &offer.machine, disks.is_empty());
+    let mut checks = checks.await.checks.into_iter();
+    match checks.find(|check| check.verdict == Verdict::Refused) {
+        None => Ok(()),
+        Some(check) => Err(Refusal {
+            code: RefusalCode::Unsuitable,
+            text: check.text,
+            hint: check.hint,
+        }),
+    }
+}
+
+fn entry_of(offer: &Offer, source: &str, destination: &str) -> Arc<Entry> {
+    Arc::new(Entry::new(Facts {
+        id: offer.migration,
+        guest: offer.guest.name.clone(),
+        side: Side::Destination,
+        source: source.to_owned(),
+        destination: destination.to_owned(),
+        asked: Asked {
+            verify: offer.verify,
+            patience_ms: u64::from(offer.patience_ms),
+            early_release: offer.early_release,
+            ..Asked::default()
+        },
+    }))
+}
+
+/// Begins the attempt's journal.
+fn begin(context: &Destination, peer: &TrustedHost, offer: &Offer) -> Result<Journal, Refusal> {
+    let invalid = |error: &dyn std::fmt::Display| cannot(context, error);
+    let journal = Journal::open(&context.journals, offer.migration);
+    let mut journal = journal.map_err(|error| invalid(&error))?;
+    // While this offer waited, the source may have given the attempt up over another connection,
+    // and its records may have been removed.
+    let of = (offer.migration, offer.attempt);
+    let later = |record: &Record| record.attempt() >= offer.attempt;
+    if context.attempts.is_closed(peer.id, of) || journal.records().iter().any(later) {
+        return Err(invalid(&"this attempt is over"));
+    }
+    let began = Record::Began {
+        migration: offer.migration,
+        attempt: offer.attempt,
+        side: longhaul_engine::handover::Side::Destination,
+        guest: offer.guest.name.clone(),
+        generation: offer.generation,
+        peer: peer.id,
+        peer_name: peer.name.clone(),
+        paused: offer.paused,
+    };
+    let written = block_in_place(|| fail_point::append(&mut journal, &began));
+    written.map_err(|error| invalid(&error))?;
+    Ok(journal)
+}
+
+/// Ends an attempt whose guest was not launched.
+async fn abort(
+    companions: &mut Companions,
+    mut journal: Journal,
+    offer: &Offer,
+    refusal: &Refusal,
+    reservation: Reservation,
+) {
+    let aborted = Record::Aborted {
+        attempt: offer.attempt,
+        reason: crate::channel::short(&refusal.text),
+    };
+    if let Err(error) = block_in_place(|| fail_point::append(&mut journal, &aborted)) {
+        tracing::error!(%error, "cannot note that an attempt is over");
+        // The guest's name stays reserved until the record is written. A later agent that reads the
+        // journal without it would end a QEMU of that name.
+        tokio::spawn(note_aborted(journal, aborted, reservation));
+    }
+    companions.aborted().await;
+}
+
+/// Creates the core of the attempt, which `fetches` disks' blocks after the commit, or waits for a
+/// companion before the guest is stopped.
+fn handover(
+    context: &Destination,
+    peer: &TrustedHost,
+    offer: &Offer,
+    (fetches, awaits_bases): (bool, bool),
+    journal: Journal,
+) -> DestinationHandover {
+    let terms = Terms {
+        attempt: offer.attempt,
+        generation: offer.generation,
+        early: offer.early_release,
+    };
+    let ledger = Ledger::new(
+        context.context.clone(),
+        offer.migration,
+        &offer.guest.name,
+        (&peer.name, Some(peer.id)),
+        terms,
+        journal,
+    );
+    let patience = Duration::from_millis(u64::from(offer.patience_ms)).min(PATIENCE_MAX);
+    let core = Core::new(Config {
+        terms,
+        patience: patience + PATIENCE_MARGIN,
+        verify: offer.verify,
+        fetches,
+        awaits_bases,
+    });
+    DestinationHandover::new(core, ledger)
+}
+
 /// Records how many disks may lack blocks when the guest runs here.
-fn note_incomplete(journal: &mut Journal, offer: &Offer, disks: &[OfferedDisk]) -> io::Result<()> {
-    let incomplete = disks
-        .iter()
-        .filter(|disk| disk.pulled != Pulled::Nothing)
-        .count();
+fn note_incomplete(
+    context: &Context,
+    journal: &mut Journal,
+    offer: &Offer,
+    disks: &[OfferedDisk],
+) -> Result<(), Refusal> {
+    let incomplete = disks.iter().filter(|disk| disk.pulled != Pulled::Nothing);
+    let incomplete = u16::try_from(incomplete.count()).map_err(|error| cannot(context, &error))?;
     if incomplete == 0 {
         return Ok(());
     }
     let record = Record::Incomplete {
         attempt: offer.attempt,
-        disks: u16::try_from(incomplete).map_err(io::Error::other)?,
+        disks: incomplete,
     };
-    fail_point::append(journal, &record).map_err(io::Error::other)
+    let written = block_in_place(|| fail_point::append(journal, &record));
+    written.map_err(|error| cannot(context, &error))
 }
 
 /// Records that an attempt is aborted, as soon as that can be written.
@@ -332,70 +349,37 @@ async fn note_aborted(mut journal: Journal, aborted: Record, _reservation: Reser
     }
 }
 
-/// What exists of a guest before it arrives.
-struct There<'a> {
-    /// The images that were made for it.
-    disks: &'a [Arc<RawDisk>],
-    /// The content of its memory and disks that this host has already.
-    kept: Kept,
-    /// The base images below its disks.
-    below: BTreeMap<String, Base>,
-    /// The files that it uses and that do not move with it, as they were compared.
-    proof: Proof,
-}
-
-/// Launches the guest's QEMU. The source may send meanwhile: its data waits in the connection.
+/// Prepares the companions, and launches the guest's QEMU. The source may send meanwhile: its data
+/// waits in the connection.
 async fn launch(
     context: &Context,
     call: &mut Call,
-    offer: &Offer,
-    places: &[Place],
-    there: There<'_>,
+    companions: &mut Companions,
+    offered: &mut Offered<'_>,
     admission: &Admission,
-) -> Result<(DestinationQemu, BulkOffer), (DestinationQemuError, Option<BulkOffer>)> {
-    let launching = |bulk_token| ToSource::Launching {
-        bulk_token,
-        keeps: there.kept.told(),
-    };
-    let attempt = (offer.migration, offer.attempt);
+) -> Result<(DestinationQemu, BulkOffer), (Refusal, Option<BulkOffer>)> {
+    let prepared = companions.prepare(offered).await;
+    prepared.map_err(|refusal| (refusal, None))?;
+    if let Some(key) = offered.kept.key() {
+        offered.offer.digest_key = key.0;
+    }
+    let keeps = offered.kept.told();
+    let attempt = (offered.offer.migration, offered.offer.attempt);
+    let launching = |bulk_token| ToSource::Launching { bulk_token, keeps };
     let bulk = call.expect_bulk(attempt, FIRST_EPOCH, launching).await;
-    let bulk = bulk.map_err(|error| (error.into(), None))?;
-    match launch_qemu(context, offer, places, there, admission).await {
-        Ok(inbound) => Ok((inbound, bulk)),
-        Err(error) => Err((error, Some(bulk))),
+    let host = &context.parts.config.name;
+    let refusal = |error: DestinationQemuError| error.into_refusal(host);
+    let bulk = bulk.map_err(|error| (refusal(error.into()), None))?;
+    let launched = DestinationQemu::launch(context, offered, admission).await;
+    let mut inbound = match launched {
+        Ok(inbound) => inbound,
+        Err(error) => return Err((refusal(error), Some(bulk))),
+    };
+    match companions.started(offered, &inbound).await {
+        Ok(()) => Ok((inbound, bulk)),
+        Err(refusal) => {
+            inbound.quit().await;
+            Err((refusal, Some(bulk)))
+        }
     }
-}
-
-async fn launch_qemu(
-    context: &Context,
-    offer: &Offer,
-    places: &[Place],
-    there: There<'_>,
-    admission: &Admission,
-) -> Result<DestinationQemu, DestinationQemuError> {
-    let offered: Vec<OfferedDisk> = places.iter().map(|place| place.offered.clone()).collect();
-    let arriving = (Disks::new(offer, &offered, there.disks), there.kept);
-    let mut inbound =
-        DestinationQemu::launch(context, offer, arriving, there.below, admission).await?;
-    if let Err(why) = block_in_place(|| inbound.has(&there.proof)) {
-        inbound.quit().await;
-        return Err(DestinationQemuError::Exchanged(why));
-    }
-    let comes = places.iter().map(|place| (place, place.offered.pulled));
-    let pulled = comes.filter(|(_, pulled)| *pulled != Pulled::Nothing);
-    let pulled = pulled.map(|(place, pulled)| Comes {
-        pulled,
-        name: place.offered.name.clone(),
-        image: place.path.clone(),
-        grows: images::grows(&place.offered),
-    });
-    let pulled: Vec<Comes> = pulled.collect();
-    if !pulled.is_empty()
-        && let Err(error) = inbound.put_below(context, offer.migration, &pulled).await
-    {
-        inbound.quit().await;
-        exports::ended(&context.parts.config.state, &offer.guest.name, false).await;
-        return Err(error);
-    }
-    Ok(inbound)
 }

@@ -1,0 +1,24 @@
+//! What moves along with a guest. The lists of this module are the only place that names all
+//! companions: a new one is a file of this folder, and a line in a list.
+
+mod base_images;
+mod disk_exports;
+mod disk_images;
+mod hooks;
+mod local_content;
+mod shared_files;
+
+use crate::destination::companion as destination;
+
+/// Creates the companions of a guest at its destination, in the order of their steps.
+pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destination::Companion>> {
+    let about = || about.clone();
+    vec![
+        Box::new(hooks::Arrival::new(about())),
+        Box::new(shared_files::Arrival::new(about())),
+        Box::new(disk_images::Arrival::new(about())),
+        Box::new(base_images::Arrival::new(about())),
+        Box::new(local_content::Arrival::new(about())),
+        Box::new(disk_exports::Arrival::new(about())),
+    ]
+}
