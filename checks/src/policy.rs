@@ -73,7 +73,7 @@ pub const DIRECTION: [(&str, &[&str]); 18] = [
 
 /// The modules of `crates/migration`, and which others each may import. The two ends of a migration
 /// do not import each other; modules that both use import neither.
-pub const MIGRATION_MODULES: [(&str, &[&str]); 14] = [
+pub const MIGRATION_MODULES: [(&str, &[&str]); 15] = [
     ("host", &[]),
     ("channel", &["host"]),
     ("files", &["host"]),
@@ -90,12 +90,25 @@ pub const MIGRATION_MODULES: [(&str, &[&str]); 14] = [
     ("source", &BELOW_THE_ENDS),
     ("destination", &BELOW_THE_ENDS),
     (
+        "companions",
+        &[
+            "context",
+            "destination",
+            "disks",
+            "handover",
+            "host",
+            "source",
+            "status",
+        ],
+    ),
+    (
         "recovery",
         &["context", "destination", "handover", "source"],
     ),
     (
         "lib",
         &[
+            "companions",
             "context",
             "destination",
             "disks",

@@ -45,6 +45,7 @@ use crate::host::state::Parts;
 use crate::limits::bandwidth::Throttle;
 use crate::limits::peer_quota::Allowances;
 use crate::limits::shared_dedup::Gangs;
+use crate::source::Source;
 use crate::status::archive::Archive;
 use crate::status::registry::{Registry, Taken};
 use crate::status::{failure, in_doubt};
@@ -74,6 +75,7 @@ const SHUT_DOWN_STEP: Duration = Duration::from_millis(20);
 /// The migrations of this host, and the durable rights to run its guests.
 pub struct Manager {
     context: Arc<Context>,
+    source: Arc<Source>,
     destination: Arc<Destination>,
     accepting: JoinHandle<()>,
 }
@@ -136,7 +138,8 @@ impl Manager {
             contents: Arc::default(),
             rates: Mutex::default(),
         });
-        context.end_all_departed().await.map_err(|error| {
+        let source = Arc::new(Source::new(context.clone(), companions::at_source));
+        source.end_all_departed().await.map_err(|error| {
             cannot(
                 "end what an earlier agent let stand of guests that left",
                 &error,
@@ -146,12 +149,16 @@ impl Manager {
             context.clone(),
             companions::at_destination,
         ));
-        recovery::take_up(&destination).await.map_err(|error| {
-            StartError::new(format!(
-                "cannot take up what an earlier agent left: {error}"
-            ))
-            .hint("nothing was changed: repair what the message names, and start the agent again")
-        })?;
+        recovery::take_up(&source, &destination)
+            .await
+            .map_err(|error| {
+                StartError::new(format!(
+                    "cannot take up what an earlier agent left: {error}"
+                ))
+                .hint(
+                    "nothing was changed: repair what the message names, and start the agent again",
+                )
+            })?;
         context.sweep_marks();
         tokio::task::block_in_place(|| disks::images::sweep(&context));
         context.sweep_fronts_for_ever();
@@ -161,6 +168,7 @@ impl Manager {
         let accepting = tokio::spawn(destination::dispatch::accept(destination.clone()));
         Ok(Arc::new(Self {
             context,
+            source,
             destination,
             accepting,
         }))
@@ -191,12 +199,12 @@ impl Manager {
 
     /// Checks a migration and predicts its course. Changes nothing.
     pub async fn plan(&self, request: PlanRequest) -> Result<Plan, ApiError> {
-        source::plan::plan(&self.context, request).await
+        source::plan::plan(&self.source, request).await
     }
 
     /// Starts a migration, or refuses it.
     pub async fn start(&self, request: StartMigration) -> Result<Migration, ApiError> {
-        let entry = source::prepare::start(&self.context, request)?;
+        let entry = source::prepare::start(&self.source, request)?;
         Ok(entry.migration())
     }
 

@@ -18,13 +18,17 @@
 use crate::context::Context;
 use crate::destination::Destination;
 use crate::handover::attempt_record::AttemptRecord;
+use crate::source::Source;
 use crate::source::recovered::RecoveredSource;
 use longhaul_engine::handover::{Record, Side};
 use longhaul_storage::{Holder, Journal, JournalError, file_name};
 use std::sync::Arc;
 
 /// Continues every attempt that has a journal, or holds its guest if the journal cannot be used.
-pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), JournalError> {
+pub(crate) async fn take_up(
+    source: &Arc<Source>,
+    destination: &Arc<Destination>,
+) -> Result<(), JournalError> {
     let context = &destination.context;
     let mut all = Vec::new();
     let held = &context.registry.held;
@@ -74,9 +78,9 @@ pub(crate) async fn take_up(destination: &Arc<Destination>) -> Result<(), Journa
             // An operator decided that the guest continues here. A later attempt may have released
             // it since. That attempt decides, even if its journal is gone.
             Side::Source if by_another || overruled && (went_on || is_older(context, &left)) => {
-                RecoveredSource::pass_on(context, left).await.go_on();
+                RecoveredSource::pass_on(source, left).await.go_on();
             }
-            Side::Source => RecoveredSource::take_up(context, left).await.go_on(),
+            Side::Source => RecoveredSource::take_up(source, left).await.go_on(),
             Side::Destination => destination.attempts.take_up(destination, left).await,
         }
     }

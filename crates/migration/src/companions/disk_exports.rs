@@ -4,8 +4,17 @@ use crate::destination::companion::{About, Companion, Offered, Step};
 use crate::destination::qemu::DestinationQemu;
 use crate::disks::exports::{self, Comes};
 use crate::disks::images::grows;
+use crate::source::companion as source;
+use crate::source::disk_graph::GraphWatch;
+use crate::source::exports::Fronts;
+use crate::source::qemu::SourceQemu;
+use crate::source::sender::Sending;
+use longhaul_api::ApiError;
+use longhaul_hypervisor::guest::Guest;
+use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::disk::Pulled;
 use longhaul_protocol::message::Refusal;
+use std::sync::Arc;
 
 /// The exports below disks of which a part may arrive while the guest runs.
 pub(super) struct Arrival(About);
@@ -46,5 +55,92 @@ impl Companion for Arrival {
     fn ended(&mut self) -> Step<'_, ()> {
         let About { context, guest, .. } = &self.0;
         Box::pin(exports::ended(&context.parts.config.state, guest, false))
+    }
+}
+
+/// The exports below disks that move, and the watch for changes that others make to the block graph.
+pub(super) struct Departure {
+    about: source::About,
+    fronts: Fronts,
+    graph: Option<GraphWatch>,
+}
+
+impl Departure {
+    pub(super) fn new(about: source::About) -> Self {
+        Self {
+            about,
+            fronts: Fronts::none(),
+            graph: None,
+        }
+    }
+}
+
+impl source::Companion for Departure {
+    /// Samples the graph, before the disks are examined: so no change falls in between.
+    fn check<'a>(&'a mut self, _guest: &'a Guest, qmp: &'a Qmp) -> Step<'a, Result<(), ApiError>> {
+        Box::pin(async move {
+            self.graph = Some(GraphWatch::begin(qmp).await?);
+            Ok(())
+        })
+    }
+
+    fn started<'a>(
+        &'a mut self,
+        qemu: &'a SourceQemu,
+        sending: &'a Arc<Sending>,
+        verify: bool,
+    ) -> Step<'a, Result<(), ApiError>> {
+        Box::pin(async move {
+            if !qemu.disks().is_empty() {
+                let state = &self.about.context.parts.config.state;
+                let put_in = Fronts::put_in(state, qemu, (sending, verify)).await;
+                self.fronts = put_in.map_err(exports::FrontError::into_api)?;
+            }
+            match &mut self.graph {
+                Some(graph) => graph.go_on_with(self.fronts.below().to_vec()).await,
+                None => Ok(()),
+            }
+        })
+    }
+
+    fn watch(&self) -> Result<(), ApiError> {
+        self.fronts.check()?;
+        self.graph.as_ref().map_or(Ok(()), GraphWatch::check)
+    }
+
+    fn closed(&mut self) -> Step<'_, Result<(), ApiError>> {
+        Box::pin(async move {
+            // It holds a control connection to QEMU, and the disks are closed.
+            let graph = self.graph.take();
+            let look = async {
+                match graph {
+                    Some(mut graph) => graph.finish().await,
+                    None => Ok(()),
+                }
+            };
+            tokio::try_join!(self.fronts.caught_up(), look)?;
+            self.fronts.check()
+        })
+    }
+
+    /// Ends the exports, and sets the images aside.
+    fn committed(&mut self) -> Step<'_, ()> {
+        let source::About { context, guest, .. } = &self.about;
+        Box::pin(exports::ended(&context.parts.config.state, guest, true))
+    }
+
+    /// Removes the exports from below the disks. If this fails, the guest works with them in place,
+    /// and the sweeper tries again.
+    fn resumed<'a>(&'a mut self, guest: &'a Guest, qmp: &'a Qmp) -> Step<'a, ()> {
+        Box::pin(async move {
+            self.graph = None;
+            self.fronts = Fronts::none();
+            let context = &self.about.context;
+            let state = &context.parts.config.state;
+            if let Err(error) = exports::take_out(state, guest, qmp).await {
+                tracing::error!(guest = guest.name(), %error, "still below a disk");
+            }
+            context.keep_sweeping_fronts();
+        })
     }
 }

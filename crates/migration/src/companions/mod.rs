@@ -4,11 +4,13 @@
 mod base_images;
 mod disk_exports;
 mod disk_images;
+mod fencing;
 mod hooks;
 mod local_content;
 mod shared_files;
 
 use crate::destination::companion as destination;
+use crate::source::companion as source;
 
 /// Creates the companions of a guest at its destination, in the order of their steps.
 pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destination::Companion>> {
@@ -20,5 +22,15 @@ pub(crate) fn at_destination(about: &destination::About) -> Vec<Box<dyn destinat
         Box::new(base_images::Arrival::new(about())),
         Box::new(local_content::Arrival::new(about())),
         Box::new(disk_exports::Arrival::new(about())),
+    ]
+}
+
+/// Creates the companions of a guest at its source, in the order of their steps.
+pub(crate) fn at_source(about: &source::About) -> Vec<Box<dyn source::Companion>> {
+    let about = || about.clone();
+    vec![
+        Box::new(fencing::Departure::new(about())),
+        Box::new(hooks::Departure::new(about())),
+        Box::new(disk_exports::Departure::new(about())),
     ]
 }

@@ -18,12 +18,14 @@ mod progress;
 mod switchover;
 
 use crate::channel::TalkError;
-use crate::context::{Context, Holder};
+use crate::context::Holder;
 use crate::handover::ledger::{SourceHandover, drive_source, time_source};
 use crate::limits::bandwidth::Share;
+use crate::source::Source;
 use crate::source::acks::{AcknowledgeError, Acknowledging};
 use crate::source::attempt::drain::next_of_rest;
 use crate::source::attempt::switchover::Disks;
+use crate::source::companion::Companions;
 use crate::source::connect::{self, Dial, Dialled, Session, dialled, next_message};
 use crate::source::drain::Drain;
 use crate::source::plan::Look;
@@ -66,11 +68,12 @@ const RETRY_EVERY: Duration = Duration::from_secs(1);
 
 /// The result of preparing.
 pub(crate) struct Task {
-    pub(crate) context: Arc<Context>,
+    pub(crate) source: Arc<Source>,
     pub(crate) entry: Arc<Entry>,
     pub(crate) offer: Offer,
     pub(crate) host: String,
     pub(crate) outbound: SourceQemu,
+    pub(crate) companions: Companions,
     pub(crate) sending: Arc<Sending>,
     pub(crate) handover: SourceHandover,
     pub(crate) downtime: Duration,
@@ -219,7 +222,8 @@ impl SourceAttempt {
             self.handle(happened).await;
         }
         self.worker.abort();
-        self.last_hook().await;
+        let here = *self.state() != SourceState::Closed { here: false };
+        self.task.companions.finished(here).await;
         self.close().await;
     }
 
@@ -228,6 +232,12 @@ impl SourceAttempt {
     fn is_decided(&self) -> bool {
         let overruled = *self.state() == SourceState::Overruled;
         self.task.handover.core.is_over() || overruled || self.unresumed
+    }
+
+    /// Returns an error if the move cannot succeed any more.
+    fn watch(&self) -> Result<(), ApiError> {
+        self.task.companions.watch()?;
+        self.task.outbound.check_disks()
     }
 
     // Waiting.
@@ -327,7 +337,7 @@ impl SourceAttempt {
         if let Some(line) = self.line() {
             let stats = line.bulk.stats();
             let queued_bytes = self.task.sending.queued_bytes();
-            let (host, context) = (&self.task.host, &self.task.context);
+            let (host, context) = (&self.task.host, &self.task.source);
             // The delivery rate is that of the slowest part: the encoder, the link or the
             // destination. The path's rate is that of the link alone. It is noted only while more
             // than half a congestion window is queued.
@@ -349,7 +359,7 @@ impl SourceAttempt {
         if self.shown_at.elapsed() >= SHOW_EVERY {
             self.show();
             if self.draining.is_none()
-                && let Err(error) = self.task.outbound.check_disks()
+                && let Err(error) = self.watch()
             {
                 return self.fail(error).await;
             }

@@ -2,13 +2,12 @@
 //! reports.
 
 use crate::disks::exports::{Below, FrontError, LeftDisk, device, insert_all, make, nodes, shown};
-use crate::source::local_disks::{LocalDisk, may_be_left};
+use crate::source::local_disks::may_be_left;
+use crate::source::qemu::SourceQemu;
 use crate::source::sender::Sending;
 use crate::source::write_tracker::Watch;
 use longhaul_api::{ApiError, ErrorCode};
 use longhaul_hypervisor::disk::{DiskNodes, Front};
-use longhaul_hypervisor::guest::Guest;
-use longhaul_hypervisor::qmp::Qmp;
 use longhaul_storage::disk::ImageIdentity;
 use std::fmt::Display;
 use std::path::Path;
@@ -39,11 +38,10 @@ impl Fronts {
     /// [`take_out`](crate::disks::exports::take_out) has to be called.
     pub(crate) async fn put_in(
         state: &Path,
-        guest: &Guest,
-        qmp: &Qmp,
-        disks: &[LocalDisk],
+        qemu: &SourceQemu,
         (sending, verify): (&Arc<Sending>, bool),
     ) -> Result<Self, FrontError> {
+        let (guest, qmp, disks) = (qemu.guest(), qemu.qmp(), qemu.disks());
         let mut fronts = Self::none();
         let mut all_noted = Vec::new();
         let mut all_nodes = Vec::new();

@@ -3,6 +3,7 @@
 pub(crate) mod acks;
 pub(crate) mod attempt;
 pub(crate) mod blockers;
+pub(crate) mod companion;
 pub(crate) mod connect;
 pub(crate) mod convergence;
 pub(crate) mod disk_graph;
@@ -18,3 +19,33 @@ pub(crate) mod retained_qemu;
 pub(crate) mod sender;
 pub(crate) mod verify;
 pub(crate) mod write_tracker;
+
+use crate::context::Context;
+use crate::source::companion::List;
+use std::ops::Deref;
+use std::sync::Arc;
+
+/// The attempts that have this host as their source.
+pub(crate) struct Source {
+    pub(crate) context: Arc<Context>,
+    /// Creates the companions of each guest.
+    companions: List,
+}
+
+impl Source {
+    /// Creates the source's side.
+    pub(crate) fn new(context: Arc<Context>, companions: List) -> Self {
+        Self {
+            context,
+            companions,
+        }
+    }
+}
+
+impl Deref for Source {
+    type Target = Context;
+
+    fn deref(&self) -> &Context {
+        &self.context
+    }
+}

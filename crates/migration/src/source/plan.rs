@@ -1,6 +1,8 @@
 //! A migration's plan: its checks and its prediction, made without changing anything.
 
 use crate::context::Context;
+use crate::source::Source;
+use crate::source::companion::{About, Companions};
 use crate::source::convergence;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk};
@@ -10,7 +12,7 @@ use crate::status::failure;
 use crate::status::registry::Taken;
 use longhaul_api::{
     ApiError, Asked, Check, Convergence, DiskChoice, ErrorCode, Plan, PlanRequest, Prediction,
-    ProbeResult, Side, Strategy,
+    ProbeResult, Strategy,
 };
 use longhaul_hypervisor::attach::look_again;
 use longhaul_hypervisor::dirty_rate;
@@ -40,7 +42,8 @@ const PASSES_MAX: usize = 10;
 const SWITCH_OVERHEAD: Duration = Duration::from_millis(60);
 
 /// Checks everything that a move needs, and predicts its cost.
-pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result<Plan, ApiError> {
+pub(crate) async fn plan(source: &Arc<Source>, request: PlanRequest) -> Result<Plan, ApiError> {
+    let context = &source.context;
     convergence::check(&request.convergence)?;
     let candidate = candidate(context, &request.guest, &request.to)?;
     let mut plan = Plan {
@@ -77,8 +80,14 @@ pub(crate) async fn plan(context: &Arc<Context>, request: PlanRequest) -> Result
     // Reserved, so that nothing else controls this QEMU meanwhile.
     let _reservation = context.registry.take(&request.guest, Taken::Locally)?;
     let (machine, look, mut known) = look_here(context, &candidate, &mut plan).await?;
-    plan.checks.push(context.starter_check(&candidate.guest));
-    plan.checks.extend(context.hook_checks(Side::Source));
+    let about = About {
+        context: source.context.clone(),
+        guest: request.guest.clone(),
+        host: request.to.clone(),
+        shown: None,
+    };
+    let companions = Companions::of(source, &about);
+    plan.checks.extend(companions.look(&candidate.guest));
     let control = ask_there(context, &candidate, &machine, &mut plan).await;
     if control.is_some() {
         measure_link(context, &mut plan).await;

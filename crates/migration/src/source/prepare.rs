@@ -4,14 +4,14 @@
 use crate::context::{Context, Holder};
 use crate::handover::ledger::{Ledger, SourceHandover};
 use crate::host::fail_point;
-use crate::host::hooks::Step;
 use crate::host::task;
 use crate::limits::bandwidth::Share;
 use crate::limits::shared_dedup::Gang;
+use crate::source::Source;
 use crate::source::attempt::{SourceAttempt, Task};
+use crate::source::companion::{About, Companions};
 use crate::source::connect::{self, OFFER_WITHIN, Session};
 use crate::source::convergence;
-use crate::source::disk_graph::GraphWatch;
 use crate::source::files::{self, AskError, Held};
 use crate::source::local_disks::{self, Known, LocalDisk, may_be_left};
 use crate::source::plan::{self, Look};
@@ -27,7 +27,7 @@ use longhaul_attempt::Source as Core;
 use longhaul_attempt::source::Config;
 use longhaul_codec::DigestKey;
 use longhaul_engine::handover::{self, Record, Terms};
-use longhaul_engine::source::{Source, SourceError};
+use longhaul_engine::source::{Source as Engine, SourceError};
 use longhaul_engine::strategy::Strategy;
 use longhaul_hypervisor::guest::{self, Found, Guest};
 use longhaul_hypervisor::memory;
@@ -116,7 +116,7 @@ pub(crate) fn candidate(context: &Context, name: &str, to: &str) -> Result<Candi
 
 /// Begins a migration in a task of its own.
 pub(crate) fn start(
-    context: &Arc<Context>,
+    context: &Arc<Source>,
     request: StartMigration,
 ) -> Result<Arc<Entry>, ApiError> {
     convergence::check(&request.convergence)?;
@@ -141,10 +141,10 @@ pub(crate) fn start(
     }));
     context.registry.add(entry.clone());
     let share = context.throttle.join(request.group.as_deref());
-    let (context, shown) = (context.clone(), entry.clone());
+    let (source, shown) = (context.clone(), entry.clone());
     task::spawn(async move {
         let preparing = Preparing {
-            context,
+            source,
             entry,
             candidate,
             request,
@@ -168,7 +168,7 @@ fn check_group(name: &str) -> Result<(), ApiError> {
 }
 
 struct Preparing {
-    context: Arc<Context>,
+    source: Arc<Source>,
     entry: Arc<Entry>,
     candidate: Candidate,
     request: StartMigration,
@@ -179,18 +179,19 @@ struct Preparing {
 impl Preparing {
     async fn run(self, reservation: Reservation) {
         let entry = self.entry.clone();
-        let context = self.context.clone();
+        let context = self.source.context.clone();
+        let about = self.about();
+        let source = self.source.clone();
         let state = format!(
             "nothing was moved; {} runs on {}",
             entry.migration().guest,
             context.parts.config.name
         );
-        let next = Generation(self.candidate.generation.0 + 1);
         let prepared = self.prepare(reservation).await;
         match prepared {
             Ok((task, session)) => SourceAttempt::new(task, session).run().await,
             Err(mut error) => {
-                context.last_hook(&entry, Step::Stays, next).await;
+                Companions::of(&source, &about).finished(true).await;
                 error.state_of_guest.get_or_insert(state);
                 let outcome = failure::outcome(&error);
                 entry.end(outcome, Some(error));
@@ -198,6 +199,18 @@ impl Preparing {
             }
         }
         context.sweep_marks();
+    }
+
+    fn about(&self) -> About {
+        About {
+            context: self.source.context.clone(),
+            guest: self.candidate.guest.name().to_owned(),
+            host: self.candidate.host.name.clone(),
+            shown: Some((
+                self.entry.clone(),
+                Generation(self.candidate.generation.0 + 1),
+            )),
+        }
     }
 
     async fn prepare(self, reservation: Reservation) -> Result<(Task, Session), ApiError> {
@@ -209,10 +222,10 @@ impl Preparing {
             generation,
         } = &self.candidate;
         let qmp = guest.connect().await.map_err(|error| qemu(&error))?;
-        // Begun before the disks are examined, so that no change falls in between.
-        let graph = GraphWatch::begin(&qmp).await?;
+        let mut companions = Companions::of(&self.source, &self.about());
+        companions.check(guest, &qmp).await?;
         let examining = async {
-            let (machine, blockers) = plan::examine(&self.context, guest, &qmp).await?;
+            let (machine, blockers) = plan::examine(&self.source, guest, &qmp).await?;
             match blockers.into_iter().next() {
                 Some(blocker) => {
                     Err(ApiError::new(ErrorCode::Refused, blocker.text).hint(blocker.hint))
@@ -221,7 +234,7 @@ impl Preparing {
             }
         };
         let connecting = async {
-            let connecting = self.context.endpoint.connect(&host.name);
+            let connecting = self.source.context.endpoint.connect(&host.name);
             let control = self.unless_cancelled(connecting).await?;
             control.map_err(|error| failure::connect(&host.name, &error))
         };
@@ -230,26 +243,26 @@ impl Preparing {
         let (machine, paused, control, mut known) =
             tokio::try_join!(examining, is_paused(&qmp), connecting, looking)?;
         let limit = self.share.of(self.request.bandwidth_bps);
-        known.limit(self.context.link_rate(&host.name), limit, control.rtt());
+        known.limit(
+            self.source.context.link_rate(&host.name),
+            limit,
+            control.rtt(),
+        );
         tracing::debug!(guest = guest.name(), ?known, "what disks are chosen by");
-        let mut held = block_in_place(|| files::hold(&self.context, guest))?;
+        let mut held = block_in_place(|| files::hold(&self.source, guest))?;
         self.ask(&control, &machine, &mut held).await?;
-        let next = Generation(generation.0 + 1);
-        let leaving = self
-            .context
-            .leave(&self.entry, guest.description(), &host.name, next);
-        self.unless_cancelled(leaving).await??;
+        self.unless_cancelled(companions.prepare(guest)).await??;
         let mut outbound = SourceQemu::attach(guest.clone(), qmp)
             .await
             .map_err(crate::source::qemu::SourceQemuError::into_api)?;
         let memory = outbound.regions().len();
         let mut local =
-            local_disks::local(&self.context, guest.description(), asked, &known, memory)?;
+            local_disks::local(&self.source, guest.description(), asked, &known, memory)?;
         let bases = local
             .iter_mut()
             .filter_map(|disk| disk.offered.base.as_mut());
         bases.for_each(|base| base.lazily = self.request.bases == BaseChoice::Lazy);
-        outbound.take_along(&self.context.parts.config.state, local, graph);
+        outbound.take_along(local);
         let disks = outbound.disks().iter();
         let disk_bytes = block_in_place(|| disks.map(LocalDisk::probable_bytes).sum());
         let mut regions = outbound.regions().to_vec();
@@ -267,7 +280,7 @@ impl Preparing {
             patience_ms: u32::try_from(self.request.patience_ms).unwrap_or(u32::MAX),
             early_release: self.request.early_release,
         };
-        let mut journal = Journal::open(&self.context.journals, offer.migration)
+        let mut journal = Journal::open(&self.source.journals, offer.migration)
             .map_err(|error| failure::internal(&error.to_string()))?;
         let began = Record::Began {
             migration: offer.migration,
@@ -299,16 +312,20 @@ impl Preparing {
         let guard = Withdrawal {
             control: Some(control.clone()),
         };
-        let begun = self.begin(control, &mut offer, &mut outbound, held).await;
+        let qemu = (&mut outbound, &mut companions);
+        let begun = self.begin(control, &mut offer, qemu, held).await;
         let (session, sending, look) = match begun {
             Ok(begun) => begun,
             Err(error) => {
-                if let Err(error) = outbound.abort().await {
-                    tracing::error!(%error, "the guest's QEMU could not be set back");
+                match outbound.abort().await {
+                    Ok(()) => companions.resumed(outbound.guest(), outbound.qmp()).await,
+                    Err(error) => {
+                        tracing::error!(%error, "the guest's QEMU could not be set back");
+                    }
                 }
-                self.context.keep_sweeping_fronts();
+                self.source.keep_sweeping_fronts();
                 // The task that continues the attempt may need the control connection to this QEMU.
-                drop(outbound);
+                drop((outbound, companions));
                 let aborted = Record::Aborted {
                     attempt: offer.attempt,
                     reason: crate::channel::short(&error.message),
@@ -317,19 +334,19 @@ impl Preparing {
                     // The recovered source writes it again until it is on disk.
                     tracing::error!(%error, "a record cannot be written");
                 }
-                RecoveredSource::given_up(&self.context, journal, &self.entry, reservation).await;
+                RecoveredSource::given_up(&self.source, journal, &self.entry, reservation).await;
                 return Err(error);
             }
         };
         guard.keep();
-        let known_rate = self.context.link_rate(&host.name);
+        let known_rate = self.source.context.link_rate(&host.name);
         let terms = Terms {
             attempt: offer.attempt,
             generation: offer.generation,
             early: offer.early_release,
         };
         let ledger = Ledger::new(
-            self.context.clone(),
+            self.source.context.clone(),
             offer.migration,
             &offer.guest.name,
             (&host.name, Some(host.id)),
@@ -353,11 +370,12 @@ impl Preparing {
         );
         let handover = SourceHandover::new(core, ledger);
         let task = Task {
-            context: self.context,
+            source: self.source,
             entry: self.entry,
             offer,
             host: host.name.clone(),
             outbound,
+            companions,
             sending,
             handover,
             downtime,
@@ -386,7 +404,7 @@ impl Preparing {
             guest: self.candidate.guest.description().clone(),
             machine: machine.clone(),
         };
-        let asking = files::ask(&self.context, control, query, held);
+        let asking = files::ask(&self.source, control, query, held);
         let checks = match self.unless_cancelled(asking).await? {
             Ok(checks) => checks,
             Err(AskError::Here(error)) => return Err(error),
@@ -416,12 +434,12 @@ impl Preparing {
         &self,
         control: Control,
         offer: &mut Offer,
-        outbound: &mut SourceQemu,
+        (outbound, companions): (&mut SourceQemu, &mut Companions),
         held: Held,
     ) -> Result<(Session, Arc<Sending>, watch::Receiver<Look>), ApiError> {
         let host = &self.candidate.host.name;
         let limit = self.share.of(self.request.bandwidth_bps);
-        let message = offered(&self.context, offer, outbound, &held);
+        let message = offered(&self.source, offer, outbound, &held);
         let offered = connect::offer(control, message, offer, (limit, held.reading_time()));
         // The guest's memory is sampled meanwhile, and nothing waits for the result.
         let look = plan::look(outbound);
@@ -435,7 +453,7 @@ impl Preparing {
         }
         let sending = self.sending(offer, outbound, &keeps)?;
         let slow_at_most = convergence::slow_at_most(&self.request.convergence);
-        let watched = outbound.watch_disks(&sending, offer.verify).await;
+        let watched = companions.started(outbound, &sending, offer.verify).await;
         let started = match watched {
             Ok(()) => outbound
                 .start(slow_at_most)
@@ -459,7 +477,7 @@ impl Preparing {
     ) -> Result<Arc<Sending>, ApiError> {
         let downtime = Duration::from_millis(self.request.downtime_ms);
         let internal = |error: SourceError| failure::internal(&error.to_string());
-        let mut engine = Source::new(
+        let mut engine = Engine::new(
             Strategy::PRECOPY,
             outbound.regions(),
             convergence::wish(&self.request.convergence, downtime),
@@ -467,10 +485,7 @@ impl Preparing {
         )
         .map_err(internal)?;
         local_disks::add(&mut engine, outbound.disks()).map_err(internal)?;
-        let encoding = self
-            .request
-            .encoding
-            .or(&self.context.parts.config.encoding);
+        let encoding = self.request.encoding.or(&self.source.parts.config.encoding);
         let references = encoding.references.unwrap_or(true);
         engine.use_references(references);
         if references {

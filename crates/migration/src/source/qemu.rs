@@ -3,10 +3,7 @@
 
 use crate::context::Context;
 use crate::disks;
-use crate::disks::exports::{self, FrontError};
 use crate::host::fail_point;
-use crate::source::disk_graph::GraphWatch;
-use crate::source::exports::Fronts;
 use crate::source::local_disks::LocalDisk;
 use crate::source::retained_qemu::RetainedQemu;
 use crate::source::sender::{Content, Sending};
@@ -22,7 +19,7 @@ use longhaul_hypervisor::qmp::Qmp;
 use longhaul_protocol::{BLOCK_SIZE, BlockRange, RegionId, RegionSpec};
 use longhaul_storage::disk::RawDisk;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -66,11 +63,7 @@ pub(crate) struct SourceQemu {
     prelude: Vec<u8>,
     gone: bool,
     meter: Meter,
-    /// The agent's state folder.
-    state: PathBuf,
     disks: Vec<LocalDisk>,
-    fronts: Fronts,
-    graph: Option<GraphWatch>,
 }
 
 /// The result of stopping a guest.
@@ -116,19 +109,13 @@ impl SourceQemu {
             prelude: Vec::new(),
             gone: false,
             meter: Meter::start(),
-            state: PathBuf::new(),
             disks: Vec::new(),
-            fronts: Fronts::none(),
-            graph: None,
         })
     }
 
-    /// Adds the disks that move with the guest. The graph was sampled before anything else was
-    /// found out about the disks.
-    pub(crate) fn take_along(&mut self, state: &Path, disks: Vec<LocalDisk>, graph: GraphWatch) {
-        self.state = state.to_owned();
+    /// Adds the disks that move with the guest.
+    pub(crate) fn take_along(&mut self, disks: Vec<LocalDisk>) {
         self.disks = disks;
-        self.graph = Some(graph);
     }
 
     /// Returns the disks that move with the guest.
@@ -136,34 +123,8 @@ impl SourceQemu {
         &self.disks
     }
 
-    /// Begins write reporting for its disks, and the watch for changes that others make to the
-    /// block graph. With `verify`, the disks are compared after the drain.
-    pub(crate) async fn watch_disks(
-        &mut self,
-        sending: &Arc<Sending>,
-        verify: bool,
-    ) -> Result<(), ApiError> {
-        if !self.disks.is_empty() {
-            let Self {
-                guest, qmp, disks, ..
-            } = self;
-            let moves = (sending, verify);
-            let fronts = Fronts::put_in(&self.state, guest, qmp, disks, moves).await;
-            self.fronts = fronts.map_err(FrontError::into_api)?;
-        }
-        match &mut self.graph {
-            Some(graph) => graph.go_on_with(self.fronts.below().to_vec()).await,
-            None => Ok(()),
-        }
-    }
-
-    /// Checks that no write was missed, that the block graph is unchanged, and that no image has
-    /// outgrown its region.
+    /// Returns an error if an image has outgrown its region.
     pub(crate) fn check_disks(&self) -> Result<(), ApiError> {
-        self.fronts.check()?;
-        if let Some(graph) = &self.graph {
-            graph.check()?;
-        }
         for disk in &self.disks {
             disk.image_bytes().map_err(|error| {
                 let text = format!("disk {}: {error}", disk.spec.name);
@@ -173,17 +134,14 @@ impl SourceQemu {
         Ok(())
     }
 
-    /// Waits until every write to its disks is reported, and checks them for the last time. The
-    /// guest must be stopped for good.
-    pub(crate) async fn disks_caught_up(&mut self) -> Result<(), ApiError> {
-        let look = async {
-            match &mut self.graph {
-                Some(graph) => graph.finish().await,
-                None => Ok(()),
-            }
-        };
-        tokio::try_join!(self.fronts.caught_up(), look)?;
-        self.check_disks()
+    /// Returns the guest.
+    pub(crate) fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    /// Returns the control connection to its QEMU.
+    pub(crate) fn qmp(&self) -> &Qmp {
+        &self.qmp
     }
 
     /// Returns the regions of its memory that travel in frames.
@@ -371,7 +329,6 @@ impl SourceQemu {
 
     /// Aborts QEMU's migration and restores its settings, so that the guest continues here.
     pub(crate) async fn abort(&mut self) -> Result<(), SourceQemuError> {
-        self.graph = None;
         if self.gone {
             return Ok(());
         }
@@ -382,15 +339,6 @@ impl SourceQemu {
         let restored = Settings::restore_kept(&self.qmp, &kept).await;
         restored.map_err(OutgoingError::from)?;
         self.log("forget a stop", self.guest.folder().forget_stop());
-        if !self.disks.is_empty() {
-            // If this fails, the guest works with the exports in place, and the periodic sweep
-            // tries again.
-            let taken_out = exports::take_out(&self.state, &self.guest, &self.qmp).await;
-            if let Err(error) = taken_out {
-                tracing::error!(guest = self.guest.name(), %error, "still below a disk");
-            }
-            self.fronts = Fronts::none();
-        }
         Ok(())
     }
 
@@ -430,7 +378,6 @@ impl SourceQemu {
             }
         }
         crate::host::qemu::stop(&self.guest, &self.qmp).await;
-        exports::ended(&self.state, self.guest.name(), true).await;
         None
     }
 

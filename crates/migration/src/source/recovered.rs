@@ -10,10 +10,11 @@ use crate::context::{Context, Holder};
 use crate::disks::exports;
 use crate::handover::attempt_record::{AttemptRecord, is_stale, of_attempt, stale};
 use crate::handover::ledger::{
-    SourceHandover, SourceOwner, drive_source, tell_source, time_source, until,
+    Ledger, SourceHandover, SourceOwner, drive_source, tell_source, time_source, until,
 };
-use crate::host::hooks::Step;
+use crate::source::Source;
 use crate::source::acks::Acknowledging;
+use crate::source::companion::{About, Companions};
 use crate::source::connect::{
     Attempted, Dial, Dialled, Session, SessionError, dialled, next_message,
 };
@@ -46,6 +47,7 @@ const LOOK_EVERY: Duration = Duration::from_millis(200);
 /// The source's end of an attempt without its task.
 pub(crate) struct RecoveredSource {
     handover: SourceHandover,
+    companions: Companions,
     paused: bool,
     entry: Option<Arc<Entry>>,
     reservation: Option<Reservation>,
@@ -132,8 +134,7 @@ impl SourceOwner for RecoveredSource {
                 {
                     tracing::error!(guest = ledger.guest, %error, "something is left over");
                 }
-                let state = &ledger.context.parts.config.state;
-                exports::ended(state, &ledger.guest, true).await;
+                self.companions.committed().await;
             }
             Action::Because(Cause::Peer(reason)) => {
                 let host = &self.handover.ledger.host;
@@ -158,7 +159,8 @@ impl SourceOwner for RecoveredSource {
 impl RecoveredSource {
     /// Restores an attempt of an earlier agent. The first actions of its core are complete when
     /// this returns.
-    pub(crate) async fn take_up(context: &Arc<Context>, left: AttemptRecord) -> Self {
+    pub(crate) async fn take_up(source: &Arc<Source>, left: AttemptRecord) -> Self {
+        let context = &source.context;
         let leaves = leaves(context, &left.guest, left.migration);
         let config = config(left.terms, leaves);
         let core = Core::restore(config, &left.records(), first_epoch(), Duration::ZERO);
@@ -173,7 +175,8 @@ impl RecoveredSource {
         });
         let paused = left.paused;
         let handover = SourceHandover::new(core, left.into_ledger(context));
-        let mut settling = Self::of(handover, paused, reservation, leaves);
+        let shown = entry.clone();
+        let mut settling = Self::of(source, shown, handover, (paused, reservation, leaves));
         settling.resolutions = entry.as_ref().map(|entry| entry.resolutions());
         settling.entry = entry;
         drive_source(&mut settling).await;
@@ -183,26 +186,26 @@ impl RecoveredSource {
 
     /// Restores an attempt whose guest continues here by an operator's decision. The destination
     /// has yet to hear of that. The guest is not touched.
-    pub(crate) async fn pass_on(context: &Arc<Context>, left: AttemptRecord) -> Self {
+    pub(crate) async fn pass_on(source: &Arc<Source>, left: AttemptRecord) -> Self {
         let config = config(left.terms, false);
         let core = Core::pass_on(config, &left.records(), first_epoch(), Duration::ZERO);
         let paused = left.paused;
-        let handover = SourceHandover::new(core, left.into_ledger(context));
-        let mut settling = Self::of(handover, paused, None, false);
+        let handover = SourceHandover::new(core, left.into_ledger(&source.context));
+        let mut settling = Self::of(source, None, handover, (paused, None, false));
         drive_source(&mut settling).await;
         settling
     }
 
     /// Continues an attempt that its task has decided, until the destination has heard of it.
     pub(crate) fn hand_on(
+        source: &Arc<Source>,
         handover: SourceHandover,
-        paused: bool,
-        reservation: Option<Reservation>,
+        (paused, reservation): (bool, Option<Reservation>),
         session: Option<Session>,
     ) -> Self {
         let ledger = &handover.ledger;
         let leaves = leaves(&ledger.context, &ledger.guest, ledger.migration);
-        let mut settling = Self::of(handover, paused, reservation, leaves);
+        let mut settling = Self::of(source, None, handover, (paused, reservation, leaves));
         settling.session = session;
         settling
     }
@@ -210,7 +213,7 @@ impl RecoveredSource {
     /// Continues an attempt that failed before it had a task. The guest cannot begin another
     /// attempt before this journal is closed: a later agent that reads it would resume the guest.
     pub(crate) async fn given_up(
-        context: &Arc<Context>,
+        source: &Arc<Source>,
         journal: Journal,
         entry: &Entry,
         reservation: Reservation,
@@ -225,20 +228,29 @@ impl RecoveredSource {
             Duration::ZERO,
         );
         let paused = left.paused;
-        let handover = SourceHandover::new(core, left.into_ledger(context));
-        let mut settling = Self::of(handover, paused, Some(reservation), false);
+        let handover = SourceHandover::new(core, left.into_ledger(&source.context));
+        let of = (paused, Some(reservation), false);
+        let mut settling = Self::of(source, None, handover, of);
         drive_source(&mut settling).await;
         settling.free_if_over();
         settling.go_on();
     }
 
     fn of(
+        source: &Arc<Source>,
+        entry: Option<Arc<Entry>>,
         handover: SourceHandover,
-        paused: bool,
-        reservation: Option<Reservation>,
-        leaves: bool,
+        (paused, reservation, leaves): (bool, Option<Reservation>, bool),
     ) -> Self {
+        let ledger = &handover.ledger;
+        let about = About {
+            context: source.context.clone(),
+            guest: ledger.guest.clone(),
+            host: ledger.host.clone(),
+            shown: entry.map(|entry| (entry, ledger.terms.next())),
+        };
         Self {
+            companions: Companions::of(source, &about),
             handover,
             paused,
             leaves,
@@ -271,13 +283,13 @@ impl RecoveredSource {
         while self.ends.is_none() {
             self.free_if_over();
             self.show();
-            self.last_hook().await;
+            self.finish().await;
             let happened = self.wait().await;
             self.handle(happened).await;
         }
         self.free_if_over();
         self.show();
-        self.last_hook().await;
+        self.finish().await;
         if self.ends == Some(End::BothClosed) {
             self.handover.ledger.remove_journal();
         }
@@ -342,19 +354,14 @@ impl RecoveredSource {
         }
     }
 
-    /// Runs the hook for the end of the attempt, once.
-    async fn last_hook(&mut self) {
+    /// Ends the companions with the attempt, once.
+    async fn finish(&mut self) {
         let Some(entry) = self.ended.take() else {
             return;
         };
-        let ledger = &self.handover.ledger;
-        let step = match self.handover.state() {
-            SourceState::Closed { here: false } => Step::Gone,
-            _ => Step::Stays,
-        };
-        let next = ledger.terms.next();
-        ledger.context.last_hook(&entry, step, next).await;
-        ledger.context.archive.keep(&entry);
+        let here = *self.handover.state() != SourceState::Closed { here: false };
+        self.companions.finished(here).await;
+        self.handover.ledger.context.archive.keep(&entry);
         self.reservation = None;
     }
 
@@ -512,13 +519,16 @@ impl RecoveredSource {
         let here = &ledger.context.parts.config.name;
         let guest = &ledger.guest;
         let records = of_attempt(&ledger.journal, ledger.terms);
-        let (resumed, state) =
-            match crate::host::qemu::find(&ledger.context.parts.config.state, guest) {
-                Ok(Some(found)) if is_stale(&records, found.description()) => {
-                    ledger.context.keep_sweeping_fronts();
-                    (true, stale(guest, here))
-                }
-                Ok(Some(found)) => match resume(&found, !self.paused, &ledger.context).await {
+        let (resumed, state) = match crate::host::qemu::find(
+            &ledger.context.parts.config.state,
+            guest,
+        ) {
+            Ok(Some(found)) if is_stale(&records, found.description()) => {
+                ledger.context.keep_sweeping_fronts();
+                (true, stale(guest, here))
+            }
+            Ok(Some(found)) => {
+                match resume(&found, !self.paused, ledger, &mut self.companions).await {
                     Ok(()) if self.paused => (true, format!("{guest} is paused on {here}")),
                     Ok(()) => (true, format!("{guest} runs on {here}")),
                     Err(error) => (
@@ -527,13 +537,14 @@ impl RecoveredSource {
                             "{guest} could not be resumed on {here}, which is tried again: {error}"
                         ),
                     ),
-                },
-                Ok(None) => (true, format!("{guest} does not run on {here}")),
-                Err(error) => (
-                    false,
-                    format!("cannot determine whether {guest} runs on {here}: {error}"),
-                ),
-            };
+                }
+            }
+            Ok(None) => (true, format!("{guest} does not run on {here}")),
+            Err(error) => (
+                false,
+                format!("cannot determine whether {guest} runs on {here}: {error}"),
+            ),
+        };
         tracing::info!(guest, "{state}");
         let reason = "the source's agent was restarted";
         let error = self
@@ -677,9 +688,14 @@ fn phase(state: &SourceState) -> Phase {
     }
 }
 
-async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), String> {
+async fn resume(
+    guest: &Guest,
+    run: bool,
+    ledger: &Ledger,
+    companions: &mut Companions,
+) -> Result<(), String> {
     let qmp = guest.connect().await.map_err(|error| error.to_string())?;
-    let state = &context.parts.config.state;
+    let state = &ledger.context.parts.config.state;
     let stopped = guest.folder().is_stop_noted() || exports::are_stopping(state, guest.name());
     memory::resume(&qmp, Continuation::of(run, stopped))
         .await
@@ -691,9 +707,6 @@ async fn resume(guest: &Guest, run: bool, context: &Arc<Context>) -> Result<(), 
     memory::Settings::restore_kept(&qmp, &guest.folder().settings())
         .await
         .map_err(|error| error.to_string())?;
-    if let Err(error) = exports::take_out(state, guest, &qmp).await {
-        tracing::error!(guest = guest.name(), %error, "still below a disk");
-        context.keep_sweeping_fronts();
-    }
+    companions.resumed(guest, &qmp).await;
     Ok(())
 }

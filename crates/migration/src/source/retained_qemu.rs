@@ -3,10 +3,11 @@
 //! and as long as the RAM is not needed for another guest.
 
 use crate::context::Context;
-use crate::disks::exports;
 use crate::host::fail_point;
 use crate::host::memory_cache::{KeptMemory, Memory, Written};
 use crate::host::retained_qemus::Retained;
+use crate::source::Source;
+use crate::source::companion::{About, Companions};
 use crate::status::migration::Entry;
 use crate::status::registry::{Reservation, Taken};
 use longhaul_api::{KeptMemoryReport, Phase};
@@ -126,22 +127,22 @@ impl RetainedQemu {
     }
 
     /// Writes the guest's memory to the cache, and then ends its QEMU.
-    pub(crate) fn keep(self, context: &Arc<Context>, entry: Arc<Entry>, reservation: Reservation) {
+    pub(crate) fn keep(self, source: &Arc<Source>, entry: Arc<Entry>, reservation: Reservation) {
         let name = self.guest.name().to_owned();
-        let stands = context.retained_qemus.add(&name);
+        let stands = source.retained_qemus.add(&name);
         reservation.now(Taken::RetainedQemu);
         let leaves = Leaves {
-            context: context.clone(),
+            context: source.context.clone(),
             guest: name.clone(),
         };
-        let context = context.clone();
+        let source = source.clone();
         tokio::spawn(async move {
-            match self.written(&context, &stands).await {
-                Ok(written) if written.bytes > 0 => report(&context, &entry, &name, written),
+            match self.written(&source.context, &stands).await {
+                Ok(written) if written.bytes > 0 => report(&source, &entry, &name, written),
                 Ok(_) => tracing::info!(guest = name, "there was no time to keep its memory"),
                 Err(error) => tracing::warn!(guest = name, %error, "its memory is not kept"),
             }
-            context.end_departed(&name).await;
+            source.end_departed(&name).await;
             drop(reservation);
             drop(leaves);
         });
@@ -221,8 +222,10 @@ impl Context {
             .iter()
             .any(|entry| entry.outcome().is_none() && entry.phase() != Phase::Finishing)
     }
+}
 
-    /// Ends the QEMU of a departed guest, and the exports below its disks.
+impl Source {
+    /// Ends the QEMU of a departed guest, and what the guest needed here.
     async fn end_departed(&self, guest: &str) {
         let state = &self.parts.config.state;
         let removed = crate::host::qemu::remove(&self.parts.config.state, guest).await;
@@ -232,7 +235,13 @@ impl Context {
             // The agent finds the note after its next start.
             return tracing::error!(guest, ?stands, "its QEMU is left over");
         }
-        exports::ended(state, guest, true).await;
+        let about = About {
+            context: self.context.clone(),
+            guest: guest.to_owned(),
+            host: String::new(),
+            shown: None,
+        };
+        Companions::of(self, &about).committed().await;
         match fs::remove_file(folder(state).join(guest)) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
                 tracing::error!(guest, %error, "cannot note that its QEMU has ended");
@@ -264,7 +273,9 @@ impl Context {
         }
         Ok(())
     }
+}
 
+impl Context {
     /// Removes the memory caches of guests that are here again, and outdated ones.
     pub(crate) fn sweep_kept_memory(&self) {
         let Some(kept) = &self.parts.kept_memory else {

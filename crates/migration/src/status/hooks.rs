@@ -5,7 +5,6 @@ use crate::host::hooks::{About, Step};
 use crate::status::migration::Entry;
 use longhaul_api::{ApiError, Check, ErrorCode, HookRun, Side, Verdict};
 use longhaul_protocol::Generation;
-use longhaul_protocol::guest::GuestDescription;
 use longhaul_protocol::message;
 
 impl Context {
@@ -56,24 +55,6 @@ impl Context {
         let text = format!("the hook `{hook}` on {host} stopped the move: {why}");
         let hint = format!("the log of the agent on {host} has more of what it wrote");
         Err(ApiError::new(ErrorCode::HookFailed, text).hint(hint))
-    }
-
-    /// Prepares this host for a guest that leaves, before anything is changed: refuses hooks that
-    /// could not be run later, marks the guest, and runs the first hook.
-    pub(crate) async fn leave(
-        &self,
-        entry: &Entry,
-        guest: &GuestDescription,
-        host: &str,
-        next: Generation,
-    ) -> Result<(), ApiError> {
-        let mut checks = self.hook_checks(Side::Source).into_iter();
-        if let Some(check) = checks.find(|check| check.verdict == Verdict::Refuse) {
-            let error = ApiError::new(ErrorCode::Refused, check.message);
-            return Err(error.hint(check.hint.unwrap_or_default()));
-        }
-        self.mark(guest, host, next.0)?;
-        self.hook(entry, Step::Prepare, next).await
     }
 
     /// Runs the hook of a step at which the migration can no longer be stopped.

@@ -20,7 +20,7 @@ impl SourceAttempt {
         if self.draining.is_none() && !left.is_empty() {
             let verify = self.task.offer.verify;
             self.draining = Some(Drain::begin(&self.task.sending, left, verify));
-            let state = self.task.context.parts.config.state.clone();
+            let state = self.task.source.parts.config.state.clone();
             let (guest, migration) = (
                 self.task.offer.guest.name.clone(),
                 self.task.offer.migration,

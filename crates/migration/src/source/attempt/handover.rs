@@ -2,7 +2,6 @@
 
 use crate::handover::attempt_record::{is_stale, of_attempt, stale};
 use crate::handover::ledger::{SourceHandover, SourceOwner, tell_source};
-use crate::host::hooks::Step;
 use crate::source::attempt::{SUMMARY_WITHIN, SourceAttempt, Task};
 use crate::source::connect::{Attempted, Dial, next_message};
 use crate::source::verify::Comparison;
@@ -62,28 +61,13 @@ impl SourceAttempt {
         }
     }
 
-    pub(crate) async fn hook(&self, step: Step) -> Result<(), ApiError> {
-        let Task { context, entry, .. } = &self.task;
-        context.hook(entry, step, self.terms().next()).await
-    }
-
-    /// Runs the hook for the end of the attempt.
-    pub(crate) async fn last_hook(&self) {
-        let step = match self.state() {
-            SourceState::Closed { here: false } => Step::Gone,
-            _ => Step::Stays,
-        };
-        let Task { context, entry, .. } = &self.task;
-        context.last_hook(entry, step, self.terms().next()).await;
-    }
-
     /// Continues after the stop of the guest, while its pending blocks travel.
     pub(crate) async fn standing_still(&mut self) {
-        let mut hooks = self.hook(Step::Stopped).await;
-        if hooks.is_ok() && self.terms().early {
-            hooks = self.hook(Step::Released).await;
+        let mut allowed = self.task.companions.stopped().await;
+        if allowed.is_ok() && self.terms().early {
+            allowed = self.task.companions.released().await;
         }
-        if let Err(error) = hooks {
+        if let Err(error) = allowed {
             return self.fail(error).await;
         }
         self.tell(Event::Stopped).await;
@@ -138,9 +122,9 @@ impl SourceOwner for SourceAttempt {
                 any_journals,
             } => {
                 let attempted = Attempted::of(&self.task.handover.ledger, any_journals);
-                let context = &self.task.context;
+                let source = &self.task.source;
                 let limit = self.limit_bps();
-                self.dial = Some(Dial::begin(context, attempted, epoch, limit));
+                self.dial = Some(Dial::begin(&source.context, attempted, epoch, limit));
             }
             Action::Hangup => self.hang_up(),
             Action::Send(message) => return self.post(message),
@@ -154,7 +138,7 @@ impl SourceOwner for SourceAttempt {
             Action::Drain => self.drain_over_session(),
             Action::AskRelease => {
                 self.entry().enter(Phase::HandingOver);
-                let answer = self.hook(Step::Released).await;
+                let answer = self.task.companions.released().await;
                 let answer = answer.map_err(|error| {
                     let reason = crate::channel::short(&error.message);
                     self.failing = Some(error);
@@ -166,7 +150,11 @@ impl SourceOwner for SourceAttempt {
             Action::Quit => {
                 self.entry().enter(Phase::Finishing);
                 self.collect_summary().await;
-                self.departed = self.task.outbound.quit(&self.task.context).await;
+                self.departed = self.task.outbound.quit(&self.task.source).await;
+                // What the guest needed stays as long as its QEMU does.
+                if self.departed.is_none() {
+                    self.task.companions.committed().await;
+                }
             }
             Action::Because(cause) => self.because(cause),
             Action::ShowDoubt => self.show_doubt(),
@@ -201,23 +189,31 @@ impl SourceAttempt {
 
     async fn resume(&mut self) -> Event {
         if self.is_stale() {
-            let Task { context, offer, .. } = &self.task;
-            let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+            let Task { source, offer, .. } = &self.task;
+            let (guest, here) = (&offer.guest.name, &source.parts.config.name);
             let error = self.failure.take();
             let error = error.unwrap_or_else(|| failure::overruled("taken back"));
             self.failure = Some(error.state_of_guest(stale(guest, here)));
-            context.keep_sweeping_fronts();
+            source.keep_sweeping_fronts();
             return Event::Resumed;
         }
         let resumed = self.task.outbound.abort().await;
-        self.task.context.keep_sweeping_fronts();
+        let Task {
+            companions,
+            outbound,
+            ..
+        } = &mut self.task;
+        if resumed.is_ok() && !outbound.is_gone() {
+            companions.resumed(outbound.guest(), outbound.qmp()).await;
+        }
+        self.task.source.keep_sweeping_fronts();
         let Err(error) = resumed else {
             return Event::Resumed;
         };
         let error = error.into_api();
         tracing::error!(%error, "the guest could not be resumed here");
-        let Task { context, offer, .. } = &self.task;
-        let (guest, here) = (&offer.guest.name, &context.parts.config.name);
+        let Task { source, offer, .. } = &self.task;
+        let (guest, here) = (&offer.guest.name, &source.parts.config.name);
         let state =
             format!("{guest} may be stopped on {here}: resuming it is tried again every second");
         self.failure = Some(error.state_of_guest(state));

@@ -136,12 +136,12 @@ impl SourceAttempt {
         }
         self.predicted = true;
         let task = &self.task;
-        let known = task.context.link_rate(&task.host);
+        let known = task.source.link_rate(&task.host);
         let limit = self.limit_bps().map(|limit| limit as f64 / 8.0);
         let rate = task.known_rate.or(known);
         let asking = Asking {
             guest: task.offer.guest.name.clone(),
-            source: task.context.parts.config.name.clone(),
+            source: task.source.parts.config.name.clone(),
             downtime: task.downtime,
             rate_bytes_per_s: rate.map(|rate| limit.map_or(rate, |limit| rate.min(limit))),
             rtt: self.session.as_ref().map(|session| session.control.rtt()),
@@ -237,21 +237,22 @@ impl SourceAttempt {
                 self.entry().end(outcome, Some(failure));
             }
         }
-        self.task.context.archive.keep(&self.task.entry);
+        self.task.source.archive.keep(&self.task.entry);
         let Task {
-            context,
+            source,
             entry,
             outbound,
+            companions,
             reservation,
             handover,
             offer,
             ..
         } = self.task;
         // QEMU has one control connection, and this holds it.
-        drop(outbound);
+        drop((outbound, companions));
         let reservation = match self.departed {
             Some(departed) => {
-                departed.keep(&context, entry, reservation);
+                departed.keep(&source, entry, reservation);
                 None
             }
             None => Some(reservation),
@@ -260,7 +261,8 @@ impl SourceAttempt {
             handover.ledger.remove_journal();
         } else {
             let reservation = reservation.filter(|_| handover.core.is_unresumed());
-            RecoveredSource::hand_on(handover, offer.paused, reservation, self.session).go_on();
+            RecoveredSource::hand_on(&source, handover, (offer.paused, reservation), self.session)
+                .go_on();
         }
     }
 }
@@ -305,7 +307,7 @@ fn with_guest(failure: ApiError, task: &Task) -> ApiError {
         return failure;
     }
     let guest = &task.offer.guest.name;
-    let here = &task.context.parts.config.name;
+    let here = &task.source.parts.config.name;
     let state = match (failure.code, task.outbound.is_gone()) {
         (_, true) => format!("the QEMU of {guest} has ended on {here}"),
         _ if task.offer.paused => format!("nothing was moved; {guest} is paused on {here}"),

@@ -1,6 +1,5 @@
 //! The stop of a departing guest, and the sending of what only a stopped guest can give.
 
-use crate::host::hooks::Step;
 use crate::source::attempt::{SourceAttempt, StoppedAt, Task};
 use crate::source::verify::Comparison;
 use crate::status::failure;
@@ -107,7 +106,7 @@ impl SourceAttempt {
 
     /// Stops the guest, and sends the pending data.
     async fn stop(&mut self, reason: StopReason) {
-        if let Err(error) = self.hook(Step::Stopping).await {
+        if let Err(error) = self.task.companions.stopping().await {
             return self.fail(error).await;
         }
         self.predict(true);
@@ -147,7 +146,8 @@ impl SourceAttempt {
             self.comparing = Some(Comparison::begin(outbound, sending));
         }
         // QEMU has closed the disks.
-        if let Err(error) = self.task.outbound.disks_caught_up().await {
+        let closed = self.task.companions.closed().await;
+        if let Err(error) = closed.and_then(|()| self.task.outbound.check_disks()) {
             return self.fail(error).await;
         }
         if let Err(error) = self.promise_tables() {

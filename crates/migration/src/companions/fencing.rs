@@ -1,0 +1,43 @@
+//! The mark that keeps a guest that left from being started here, as a companion.
+
+use crate::source::companion::{About, Companion, Step};
+use longhaul_api::{ApiError, Check};
+use longhaul_hypervisor::guest::Guest;
+use tokio::task::block_in_place;
+
+pub(super) struct Departure(About);
+
+impl Departure {
+    pub(super) fn new(about: About) -> Self {
+        Self(about)
+    }
+}
+
+impl Companion for Departure {
+    fn look(&self, guest: &Guest) -> Vec<Check> {
+        vec![self.0.context.starter_check(guest)]
+    }
+
+    /// Before anything else is prepared, so that no mark is ever missing.
+    fn prepare<'a>(&'a mut self, guest: &'a Guest) -> Step<'a, Result<(), ApiError>> {
+        Box::pin(async move {
+            let About {
+                context,
+                host,
+                shown,
+                ..
+            } = &self.0;
+            let Some((_, next)) = shown else {
+                return Ok(());
+            };
+            block_in_place(|| context.mark(guest.description(), host, next.0))
+        })
+    }
+
+    fn finished(&mut self, here: bool) -> Step<'_, ()> {
+        if here {
+            block_in_place(|| self.0.context.sweep_marks());
+        }
+        Box::pin(async {})
+    }
+}
